@@ -1,0 +1,62 @@
+"""One rank of a local launch: runs a module, dies with its agent, and writes down why it failed.
+
+    python -m zerokit.launch.rank MODULE [arguments]
+
+The reason goes to the file that torchrun names in TORCHELASTIC_ERROR_FILE, in torchrun's own form.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+
+from zerokit.errors import ZerokitError
+from zerokit.launch.processes import die_with_parent
+
+
+def _record(error: Exception) -> None:
+    target = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not target:
+        return
+    now = time.time()
+    extra = {
+        "py_callstack": traceback.format_exc(),
+        "timestamp": str(int(now)),
+        "time": now,
+        # An error that zerokit raises on purpose says all there is to know; others deserve a traceback.
+        "expected": isinstance(error, ZerokitError),
+    }
+    kind = "" if isinstance(error, ZerokitError) else f"{type(error).__name__}: "
+    content = {"message": {"message": f"{kind}{error}", "extraInfo": extra}}
+    temporary = Path(target).with_suffix(".tmp")
+    temporary.write_text(json.dumps(content))
+    temporary.replace(target)
+
+
+def main(module: str, arguments: list[str]) -> None:
+    """Run `module` as a program; on an error write it down and leave at once with code 1.
+
+    At once, because the destructors of a process group whose peers are gone may wait for them.
+    """
+    # Python would turn it into an exception, which a rank that waits inside a collective never sees.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    sys.argv = [module, *arguments]
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except Exception as error:
+        _record(error)
+        traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    die_with_parent(int(os.environ.get("ZEROKIT_AGENT_PID", os.getppid())))
+    main(sys.argv[1], sys.argv[2:])
