@@ -1,0 +1,122 @@
+# mypy: disable-error-code="no-any-return"
+"""The usual small models: regression, perceptrons, convolutions, recurrent layers."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.support.models.base import (
+    Batch,
+    case,
+    classify,
+    floats,
+    labels,
+    squared,
+)
+
+
+def _by_hand(generator: torch.Generator, rank: int) -> Batch:
+    return {"x": torch.tensor([[1.0, 2.0]]), "y": torch.tensor([3.0 + 2.0 * rank])}
+
+
+@case("linear_regression", _by_hand, loss=squared)
+class LinearRegression(nn.Module):
+    """Two parameters θ=(1,1), x=(1,2), y*=3 on rank 0 (no error there), 5 on rank 1, 7 on rank 2, ..."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.theta = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.theta
+
+
+@case("mlp_10_64_2", classify(10, 2, 7))
+def _mlp_10_64_2() -> nn.Module:
+    return nn.Sequential(nn.Linear(10, 64), nn.ReLU(inplace=True), nn.Linear(64, 2))
+
+
+@case("mlp_784_256_10", classify(784, 10, 4))
+class Mlp(nn.Module):
+    """No ModuleList and no Sequential: everything is the rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(784, 256)
+        self.out = nn.Linear(256, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(F.relu(self.hidden(x)))
+
+
+def _images(generator: torch.Generator, rank: int) -> Batch:
+    return {"x": floats(generator, 3, 3, 8, 8), "y": labels(generator, 5, 3)}
+
+
+class BasicBlock(nn.Module):
+    def __init__(self, inside: int, outside: int, stride: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(inside, outside, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(outside),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(outside, outside, 3, 1, 1, bias=False),
+            nn.BatchNorm2d(outside),
+        )
+        self.shortcut = nn.Sequential(
+            nn.Conv2d(inside, outside, 1, stride, bias=False), nn.BatchNorm2d(outside)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.body(x) + self.shortcut(x), inplace=True)
+
+
+@case("resnet", _images, batchnorm=True)
+class ResNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, 6, 3, 1, 1, bias=False), nn.BatchNorm2d(6), nn.ReLU(inplace=True)
+        )
+        self.layers = nn.Sequential(BasicBlock(6, 6, 1), BasicBlock(6, 10, 2))
+        self.head = nn.Linear(10, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(self.stem(x)).mean((2, 3)))
+
+
+def _flat_images(generator: torch.Generator, rank: int) -> Batch:
+    return {"x": floats(generator, 6, 7), "y": labels(generator, 3, 6)}
+
+
+@case("batchnorm_mlp", _flat_images, batchnorm=True)
+def _batchnorm_mlp() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(7, 13),
+        nn.BatchNorm1d(13),
+        nn.Tanh(),
+        nn.Linear(13, 9),
+        nn.BatchNorm1d(9, affine=False),
+        nn.Linear(9, 3),
+    )
+
+
+def _sequences(generator: torch.Generator, rank: int) -> Batch:
+    return {"x": floats(generator, 2, 5, 6), "y": floats(generator, 2, 1)}
+
+
+@case("recurrent", _sequences, loss=squared)
+class Recurrent(nn.Module):
+    """An LSTM, which keeps its own list of weights, and a weight-normed layer, whose weight is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.LSTM(6, 10, batch_first=True), nn.LSTM(10, 7, batch_first=True)])
+        self.out = nn.utils.parametrizations.weight_norm(nn.Linear(7, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x, _ = layer(x)
+        return self.out(x[:, -1])

@@ -1,0 +1,145 @@
+# mypy: disable-error-code="no-untyped-call"
+"""What zerokit's results are compared with, written without zerokit.
+
+`train_alone` is one process that plays all ranks: it computes each rank's gradients one after the other,
+multiplies them by 1/N, sums them in rank order and steps the same torch optimizer. `train_ddp` is
+DistributedDataParallel on real ranks. Both step an optimizer over copies of the parameters that are padded to
+whole vectors: a fused kernel's vector tail rounds differently, and that is a matter of the kernel, not of the
+parallelism under test.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.support.models import CASES, Case
+from tests.support.optimizers import FUSED, OPTIMIZERS, SCHEDULERS
+from tests.support.training import Run, Trajectory, build_seeded, digest, draw
+
+PADDING = 64
+
+
+class PaddedOptimizer:
+    """A torch optimizer over one flat, padded tensor a parameter; the parameters are views of these."""
+
+    def __init__(self, model: nn.Module, case: Case, run: Run) -> None:
+        cls, options = OPTIMIZERS[run.optimizer]
+        if run.optimizer in FUSED:
+            options = options | {"fused": True}
+        groups = case.groups(model) if case.groups else [{"params": list(model.parameters())}]
+        self.parameters: list[nn.Parameter] = []
+        self.flats: list[Tensor] = []
+        flat_groups = []
+        for group in groups:
+            members = [p for p in group["params"] if p.requires_grad]
+            flats = [self._pad(p) for p in members]
+            self.parameters += members
+            self.flats += flats
+            flat_groups.append({**group, "params": flats})
+        self.inner = cls(flat_groups, **options)
+
+    def _pad(self, parameter: nn.Parameter) -> Tensor:
+        flat = torch.zeros(max(1, math.ceil(parameter.numel() / PADDING)) * PADDING)
+        flat[: parameter.numel()] = parameter.detach().flatten()
+        parameter.data = flat[: parameter.numel()].view(parameter.shape)
+        return flat
+
+    def step(self, gradients: list[Tensor | None]) -> None:
+        for flat, gradient in zip(self.flats, gradients, strict=True):
+            flat.grad = torch.zeros_like(flat)
+            if gradient is not None:
+                flat.grad[: gradient.numel()] = gradient.flatten()
+        self.inner.step()
+
+
+def global_norm(gradients: list[Tensor | None], norm_type: float = 2.0) -> float:
+    """Of all gradients as one vector, in fp64, rounded to fp32 at the end."""
+    flat = torch.cat([g.double().flatten() for g in gradients if g is not None])
+    return float(torch.linalg.vector_norm(flat, norm_type).float())
+
+
+def clip(gradients: list[Tensor | None], run: Run, trajectory: Trajectory) -> None:
+    """Records the norm, and scales the gradients down to `run.clip` as torch does."""
+    if run.clip is None:
+        return
+    norm = global_norm(gradients, run.norm_type)
+    trajectory.norms.append(norm)
+    if norm > run.clip:
+        for gradient in gradients:
+            if gradient is not None:
+                gradient.mul_(run.clip / (norm + 1e-6))
+
+
+def train_alone(name: str, run: Run, world: int) -> list[Trajectory]:
+    """One process in the place of `world` ranks; the trajectories of all of them.
+
+    Buffers start equal on all ranks and are each rank's own from then on.
+    """
+    case = CASES[name]
+    model = build_seeded(case, 0)
+    optimizer = PaddedOptimizer(model, case, run)
+    scheduler = SCHEDULERS[run.scheduler](optimizer.inner) if run.scheduler else None
+    trajectories = [Trajectory() for _ in range(world)]
+    buffers = [[b.clone() for b in model.buffers()] for _ in range(world)]
+    for step in range(run.steps):
+        total: list[Tensor | None] = [None] * len(optimizer.parameters)
+        for rank, trajectory in enumerate(trajectories):
+            for live, own in zip(model.buffers(), buffers[rank], strict=True):
+                live.copy_(own)
+            for micro in range(run.micro):
+                loss = case.loss(model, draw(case, run, step, micro, rank)) / run.micro
+                loss.backward()
+                trajectory.losses.append(loss.item())
+            for own, live in zip(buffers[rank], model.buffers(), strict=True):
+                own.copy_(live)
+            for index, parameter in enumerate(optimizer.parameters):
+                if parameter.grad is not None:
+                    share = parameter.grad * (1.0 / world)
+                    before = total[index]
+                    total[index] = share if before is None else before + share
+                parameter.grad = None
+        norms = Trajectory()
+        clip(total, run, norms)
+        for trajectory in trajectories:
+            trajectory.norms += norms.norms
+        optimizer.step(total)
+        if scheduler is not None:
+            scheduler.step()
+    for rank, trajectory in enumerate(trajectories):
+        trajectory.weights = digest(model.named_parameters())
+        names = [name for name, _ in model.named_buffers()]
+        trajectory.buffers = digest(zip(names, buffers[rank], strict=True))
+    return trajectories
+
+
+def train_ddp(name: str, run: Run) -> Trajectory:
+    """DistributedDataParallel on this rank, with the same optimizer kernel."""
+    case = CASES[name]
+    model = build_seeded(case, dist.get_rank())
+    optimizer = PaddedOptimizer(model, case, run)
+    scheduler = SCHEDULERS[run.scheduler](optimizer.inner) if run.scheduler else None
+    engine = DistributedDataParallel(model, find_unused_parameters=case.unused)
+    trajectory = Trajectory()
+    for step in range(run.steps):
+        for micro in range(run.micro):
+            last = micro == run.micro - 1
+            waiting: Any = contextlib.nullcontext() if last else engine.no_sync()
+            with waiting:
+                loss = case.loss(engine, draw(case, run, step, micro, dist.get_rank())) / run.micro
+                loss.backward()
+            trajectory.losses.append(loss.item())
+        gradients = [None if p.grad is None else p.grad.clone() for p in optimizer.parameters]
+        clip(gradients, run, trajectory)
+        optimizer.step(gradients)
+        engine.zero_grad()
+        if scheduler is not None:
+            scheduler.step()
+    trajectory.weights = digest(model.named_parameters())
+    return trajectory

@@ -1,0 +1,102 @@
+"""The ranks' launcher itself: what it hands back when ranks return, raise, die or hang."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.distributed import RanksFailed, run_alone, run_ranks, run_ranks_expecting_errors
+
+
+def _sum_of_ranks(factor: int) -> tuple[int, float]:
+    total = torch.tensor(float(dist.get_rank() * factor))
+    dist.all_reduce(total)
+    return dist.get_rank(), total.item()
+
+
+def _fail_on(rank: int) -> str:
+    if dist.get_rank() == rank:
+        raise KeyError("the seventh parameter")
+    return "fine"
+
+
+def _one_rank_is_silent() -> None:
+    if dist.get_rank() == 0:
+        raise RuntimeError("rank 0 stops here")
+    dist.barrier()
+
+
+def _die_on(rank: int) -> str:
+    print("about to end", file=sys.stderr)
+    if dist.get_rank() == rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return "fine"
+
+
+def _sleep_forever_in_a_named_function() -> None:
+    time.sleep(3600)
+
+
+def _warn() -> None:
+    warnings.warn("a warning is an error here", UserWarning, stacklevel=1)
+
+
+def _environment() -> tuple[bool, int]:
+    return dist.is_initialized(), torch.get_num_threads()
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_values_come_back_in_rank_order(world: int) -> None:
+    total = 10.0 * sum(range(world))
+    assert run_ranks(world, _sum_of_ranks, 10) == [(rank, total) for rank in range(world)]
+
+
+def test_a_failing_rank_is_reported_with_its_traceback() -> None:
+    with pytest.raises(RanksFailed, match=r"ranks \[1\] of 3 failed") as failure:
+        run_ranks(3, _fail_on, 1)
+    assert "_fail_on" in str(failure.value)
+    assert "the seventh parameter" in str(failure.value)
+    outcomes = failure.value.outcomes
+    assert [outcome.value for outcome in outcomes] == ["fine", None, "fine"]
+    assert outcomes[1].raised("LookupError")
+    assert not outcomes[1].raised("ValueError")
+
+
+def test_a_rank_that_fails_keeps_its_connections_so_that_others_run_into_their_time_out() -> None:
+    first, second = run_ranks_expecting_errors(2, _one_rank_is_silent, timeout=1.0)
+    assert first.error == "rank 0 stops here"
+    assert second.raised("RuntimeError")
+    assert 0.5 < second.seconds < 5.0
+
+
+def test_a_killed_rank_is_reported_with_its_signal_and_output() -> None:
+    first, second = run_ranks_expecting_errors(2, _die_on, 1)
+    assert first.ok
+    assert first.value == "fine"
+    assert second.exitcode == -signal.SIGKILL
+    assert "about to end" in second.log
+
+
+def test_past_the_deadline_ranks_are_killed_and_their_stacks_reported() -> None:
+    started = time.monotonic()
+    with pytest.raises(RanksFailed, match="_sleep_forever_in_a_named_function"):
+        run_ranks(2, _sleep_forever_in_a_named_function, deadline=1.0)
+    assert time.monotonic() - started < 10.0
+    assert not multiprocessing.active_children()
+
+
+def test_warnings_are_errors_on_ranks() -> None:
+    with pytest.raises(RanksFailed, match="UserWarning: a warning is an error here"):
+        run_ranks(1, _warn)
+
+
+def test_run_alone_starts_no_process_group() -> None:
+    assert run_alone(_environment) == (False, 1)

@@ -1,0 +1,137 @@
+"""One training run, described by a `Run`, and what is compared afterwards, a `Trajectory`."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zerokit
+from tests.support.models import CASES, Batch, Case
+from tests.support.optimizers import OPTIMIZERS, SCHEDULERS
+
+#: MiB: no two neighbours ever join, so that small models have many units.
+SMALL = 1e-6
+#: MiB: everything that may join does.
+LARGE = 64.0
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a model is trained. The engine decides which fields it needs: DDP has no stage."""
+
+    stage: int = 2
+    steps: int = 20
+    bucket_mb: float = SMALL
+    optimizer: str = "adamw"
+    #: Maximum norm; inf only measures; None does not call `clip_grad_norm_` at all.
+    clip: float | None = None
+    norm_type: float = 2.0
+    #: Micro-batches a step, and whether all but the last run inside `accumulate()`.
+    micro: int = 1
+    accumulate: bool = False
+    precision: Any = "fp32"
+    scheduler: str = ""
+    seed: int = 0
+
+
+@dataclass
+class Trajectory:
+    """What one rank saw: its own losses, the global norms, and digests of weights and buffers at the end."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    weights: str = ""
+    buffers: str = ""
+
+    def bits(self) -> list[str]:
+        """Everything except the buffers, exactly: equal lists mean equal bits."""
+        return [value.hex() for value in [*self.losses, *self.norms]] + [self.weights]
+
+
+def digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """A hash of names, dtypes, shapes and bits."""
+    total = hashlib.sha256()
+    for name, tensor in tensors:
+        flat = tensor.detach().contiguous().flatten()
+        total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        total.update(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
+    return total.hexdigest()
+
+
+def build_seeded(case: Case, rank: int) -> nn.Module:
+    """The model; every rank draws other weights, so that only rank 0's broadcast can make them equal."""
+    torch.manual_seed(77 + rank)
+    return case.build()
+
+
+def draw(case: Case, run: Run, step: int, micro: int, rank: int) -> Batch:
+    """A micro-batch; also seeds the global generator, which dropout reads."""
+    torch.manual_seed(step * 1009 + micro * 101 + rank)
+    return case.batch(run.seed, step * run.micro + micro, rank)
+
+
+def wrap(model: nn.Module, case: Case, run: Run, **options: Any) -> zerokit.ZeroOptimizer:
+    """The optimizer that `run` describes."""
+    cls, defaults = OPTIMIZERS[run.optimizer]
+    return zerokit.ZeroOptimizer(
+        model,
+        cls,
+        stage=run.stage,
+        precision=run.precision,
+        params=case.groups(model) if case.groups else None,
+        units=case.units,
+        bucket_mb=run.bucket_mb,
+        **(defaults | options),
+    )
+
+
+def whole_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter, whole, as the user's `state_dict()` shows it; tied ones once."""
+    state = model.state_dict()
+    return {name: state[name] for name, _ in model.named_parameters()}
+
+
+def one_step(
+    model: nn.Module,
+    optimizer: zerokit.ZeroOptimizer,
+    case: Case,
+    run: Run,
+    step: int,
+    trajectory: Trajectory,
+) -> None:
+    """The user's loop, once around."""
+    for micro in range(run.micro):
+        waiting: Any = contextlib.nullcontext()
+        if run.accumulate and micro < run.micro - 1:
+            waiting = optimizer.accumulate()
+        with waiting:
+            loss = case.loss(model, draw(case, run, step, micro, dist.get_rank())) / run.micro
+            optimizer.backward(loss)
+        trajectory.losses.append(loss.item())
+    if run.clip is not None:
+        trajectory.norms.append(optimizer.clip_grad_norm_(run.clip, run.norm_type).item())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def train_zero(name: str, run: Run, **options: Any) -> Trajectory:
+    """zerokit on this rank."""
+    case = CASES[name]
+    model = build_seeded(case, dist.get_rank())
+    optimizer = wrap(model, case, run, **options)
+    scheduler = SCHEDULERS[run.scheduler](optimizer) if run.scheduler else None
+    trajectory = Trajectory()
+    for step in range(run.steps):
+        one_step(model, optimizer, case, run, step, trajectory)
+        if scheduler is not None:
+            scheduler.step()
+    trajectory.weights = digest(whole_weights(model).items())
+    trajectory.buffers = digest(model.named_buffers())
+    return trajectory
