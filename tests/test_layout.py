@@ -1,0 +1,316 @@
+"""Properties of the layout, over thousands of generated models; small ones are checked element by element."""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import zerokit.layout
+from zerokit.layout import (
+    ALIGNMENT,
+    LAYOUT_BYTES,
+    Interval,
+    Layout,
+    Parameter,
+    Segment,
+    Unit,
+    align,
+    build_layout,
+)
+
+SHAPES = st.one_of(
+    st.just(()),
+    st.tuples(st.integers(0, 200)),
+    st.tuples(st.integers(0, 40), st.integers(1, 40)),
+    st.sampled_from([(0,), (1,), (63,), (64,), (65,), (128,), (4096, 33), (50257, 768), (3, 3, 3, 3)]),
+)
+DTYPES = st.sampled_from(["float32", "bfloat16", "int64"])
+WORLDS = st.one_of(st.integers(1, 9), st.sampled_from([16, 64, 100, 1023, 1024]))
+BUCKETS = st.one_of(st.just(0), st.integers(0, 40_000), st.just(1 << 40))
+
+
+@st.composite
+def models(draw: st.DrawFn, most: int = 12) -> list[Segment]:
+    """A line of segments: modules and stretches of the rest, groups, frozen parameters, other dtypes."""
+    shapes = draw(st.lists(SHAPES, min_size=0, max_size=most))
+    groups = draw(st.integers(1, 3))
+    segments: list[Segment] = []
+    members: list[Parameter] = []
+    for index, shape in enumerate(shapes):
+        trainable = draw(st.integers(0, 4)) > 0
+        members.append(
+            Parameter(
+                f"p{index}",
+                shape,
+                draw(DTYPES) if not trainable else "float32",
+                draw(st.integers(0, groups - 1)),
+                trainable,
+                (f"alias.{index}",) if draw(st.integers(0, 5)) == 0 else (),
+            )
+        )
+        if draw(st.booleans()):
+            scope = f"module.{len(segments)}" if draw(st.booleans()) else None
+            segments.append(Segment(scope, tuple(members)))
+            members = []
+    if members:
+        segments.append(Segment(None, tuple(members)))
+    return segments
+
+
+def elements(segments: list[Segment]) -> int:
+    return sum(parameter.numel for segment in segments for parameter in segment.parameters)
+
+
+def units_of(segments: list[Segment], world: int, bucket: int) -> tuple[Unit, ...]:
+    return build_layout(segments, world=world, bucket_bytes=bucket).units
+
+
+@settings(max_examples=700, deadline=None)
+@given(models(), WORLDS, BUCKETS)
+def test_shards_tile_every_unit_and_every_parameter_exactly(
+    segments: list[Segment], world: int, bucket: int
+) -> None:
+    layout = build_layout(segments, world=world, bucket_bytes=bucket)
+    for unit in layout.units:
+        pieces = [unit.shard(rank) for rank in range(world)]
+        assert pieces[0].start == 0
+        assert pieces[-1].stop == unit.numel
+        assert all(a.stop == b.start for a, b in pairwise(pieces))
+        assert len({piece.numel for piece in pieces}) == 1
+        position: dict[str, int] = {}
+        for piece, rank in zip(pieces, range(world), strict=True):
+            seen: set[str] = set()
+            for part in unit.owned(rank):
+                name = part.parameter.name
+                assert name not in seen  # at most one slice of a parameter a rank
+                seen.add(name)
+                assert part.interval.start == position.get(name, 0)  # in rank order, without a hole
+                assert part.interval.numel > 0
+                assert piece.start <= part.memory.start
+                assert part.memory.stop <= piece.stop
+                position[name] = part.interval.stop
+        for parameter in unit.parameters:
+            assert position.get(parameter.name, 0) == parameter.numel
+
+
+@settings(max_examples=700, deadline=None)
+@given(models(), WORLDS, BUCKETS)
+def test_starts_and_lengths_are_aligned_and_padding_is_bounded(
+    segments: list[Segment], world: int, bucket: int
+) -> None:
+    for unit in units_of(segments, world, bucket):
+        assert unit.shard_numel % ALIGNMENT == 0
+        assert all(whole.offset % ALIGNMENT == 0 for whole in unit.slices)
+        groups = len({parameter.group for parameter in unit.parameters})
+        padding = unit.numel - unit.payload_numel
+        assert 0 <= padding < ALIGNMENT * (len(unit.parameters) + groups) + ALIGNMENT * world
+        assert padding == sum(gap.numel for gap in unit.gaps())
+
+
+@settings(max_examples=500, deadline=None)
+@given(models(), WORLDS, BUCKETS)
+def test_every_parameter_lies_in_one_unit_and_kinds_do_not_mix(
+    segments: list[Segment], world: int, bucket: int
+) -> None:
+    layout = build_layout(segments, world=world, bucket_bytes=bucket)
+    given_names = [parameter.name for segment in segments for parameter in segment.parameters]
+    assert sorted(given_names) == sorted(parameter.name for parameter in layout.parameters)
+    assert layout.trainable_numel == sum(p.numel for s in segments for p in s.parameters if p.trainable)
+    place = {name: index for index, name in enumerate(given_names)}
+    last_of_kind: dict[tuple[bool, str], int] = {}
+    for unit in layout.units:
+        assert len({parameter.trainable for parameter in unit.parameters}) == 1
+        if not unit.trainable:
+            assert len({parameter.dtype for parameter in unit.parameters}) == 1
+        # The line's order holds between units of a kind, and inside a unit inside each group.
+        kind = (unit.trainable, "" if unit.trainable else unit.parameters[0].dtype)
+        order = [place[parameter.name] for parameter in unit.parameters]
+        assert min(order) > last_of_kind.get(kind, -1)
+        last_of_kind[kind] = max(order)
+        by_group = [(parameter.group, place[parameter.name]) for parameter in unit.parameters]
+        assert by_group == sorted(by_group)
+
+
+@settings(max_examples=600, deadline=None)
+@given(
+    models(6).filter(lambda s: sum(p.numel for x in s for p in x.parameters) < 20_000),
+    st.integers(1, 9),
+    BUCKETS,
+)
+def test_small_models_painted_element_by_element(segments: list[Segment], world: int, bucket: int) -> None:
+    for unit in units_of(segments, world, bucket):
+        canvas: list[tuple[str, int] | None] = [None] * unit.numel
+        for whole in unit.slices:
+            for element in range(whole.parameter.numel):
+                assert canvas[whole.offset + element] is None  # nothing overlaps
+                canvas[whole.offset + element] = (whole.parameter.name, element)
+        for gap in unit.gaps():
+            assert gap.numel > 0
+            assert canvas[gap.start : gap.stop] == [None] * gap.numel
+        assert sum(gap.numel for gap in unit.gaps()) == canvas.count(None)
+        group_of = {parameter.name: parameter.group for parameter in unit.parameters}
+        for rank in range(world):
+            piece = unit.shard(rank)
+            found: list[tuple[str, int] | None] = [None] * piece.numel
+            for part in unit.owned(rank):
+                for element in range(part.interval.numel):
+                    entry = (part.parameter.name, part.interval.start + element)
+                    found[part.memory.start - piece.start + element] = entry
+            assert found == canvas[piece.start : piece.stop]
+            assert unit.payload_within(piece) == piece.numel - found.count(None)
+            stretches = list(unit.groups_within(piece))
+            assert len({group for group, _ in stretches}) == len(stretches)
+            owner: list[int | None] = [None] * unit.numel
+            for group, stretch in stretches:
+                assert stretch.start % ALIGNMENT == 0 == stretch.stop % ALIGNMENT
+                assert piece.start <= stretch.start < stretch.stop <= piece.stop
+                assert owner[stretch.start : stretch.stop] == [None] * stretch.numel
+                owner[stretch.start : stretch.stop] = [group] * stretch.numel
+            for position in range(piece.start, piece.stop):
+                entry_here = canvas[position]
+                if entry_here is not None:
+                    assert owner[position] == group_of[entry_here[0]]
+
+
+@settings(max_examples=300, deadline=None)
+@given(models(), WORLDS, BUCKETS)
+def test_find_and_cuts_agree_with_what_ranks_own(segments: list[Segment], world: int, bucket: int) -> None:
+    layout = build_layout(segments, world=world, bucket_bytes=bucket)
+    for unit in layout.units:
+        owned: dict[str, list[tuple[int, Interval]]] = {p.name: [] for p in unit.parameters}
+        for rank in range(world):
+            for part in unit.owned(rank):
+                owned[part.parameter.name].append((rank, part.interval))
+        for parameter in unit.parameters:
+            found_unit, whole = layout.find(parameter.name)
+            assert found_unit is unit
+            assert whole.parameter == parameter
+            assert layout.cuts(parameter.name) == owned[parameter.name]
+    with pytest.raises(KeyError):
+        layout.find("no such parameter")
+
+
+@settings(max_examples=500, deadline=None)
+@given(models(), st.integers(1, 9), BUCKETS)
+def test_segments_join_exactly_while_they_fit_the_bucket(
+    segments: list[Segment], world: int, bucket: int
+) -> None:
+    modules = {segment.scope: segment.parameters for segment in segments if segment.scope is not None}
+    units = units_of(segments, world, bucket)
+    for unit in units:
+        names = {parameter.name for parameter in unit.parameters}
+        # A unit is made of modules or of the rest, never of both.
+        inside = [p.name for scope in unit.scopes for p in modules[scope]]
+        assert not unit.scopes or names <= set(inside)
+        if len(unit.scopes) > 1:
+            assert unit.payload_numel * LAYOUT_BYTES <= bucket
+    # Joining is greedy: a unit and the first segment of the next one of its kind would not have fitted.
+    trainable = [unit for unit in units if unit.trainable]
+    for before, after in pairwise(trainable):
+        if bool(before.scopes) == bool(after.scopes):
+            first = after.scopes[0] if after.scopes else None
+            if first is not None:
+                piece = sum(p.numel for p in modules[first] if p.trainable)
+                assert (before.payload_numel + piece) * LAYOUT_BYTES > bucket
+
+
+@settings(max_examples=300, deadline=None)
+@given(models(), st.integers(1, 9), BUCKETS)
+def test_the_dtype_of_trainable_parameters_moves_no_boundary(
+    segments: list[Segment], world: int, bucket: int
+) -> None:
+    half = [
+        replace(
+            segment,
+            parameters=tuple(replace(p, dtype="bfloat16") if p.trainable else p for p in segment.parameters),
+        )
+        for segment in segments
+    ]
+    before, after = (
+        [[p.name for p in unit.parameters] for unit in units_of(s, world, bucket)] for s in (segments, half)
+    )
+    assert before == after
+
+
+def _variants() -> dict[str, Layout]:
+    def layout(world: int = 2, bucket: int = 100, **changes: object) -> Layout:
+        values: dict[str, object] = {"name": "b", "shape": (3, 2)} | changes
+        second = Parameter(**values)  # type: ignore[arg-type]
+        first = Segment("m", (Parameter("a", (4,)),))
+        return build_layout([first, Segment("n", (second,))], world=world, bucket_bytes=bucket)
+
+    return {
+        "base": layout(),
+        "world": layout(world=3),
+        "bucket": layout(bucket=0),
+        "name": layout(name="c"),
+        "shape": layout(shape=(2, 3)),
+        "dtype": layout(dtype="bfloat16"),
+        "group": layout(group=1),
+        "frozen": layout(trainable=False),
+        "alias": layout(aliases=("c",)),
+    }
+
+
+def test_the_digest_tells_every_difference_and_nothing_else() -> None:
+    digests = {name: layout.digest() for name, layout in _variants().items()}
+    assert len(set(digests.values())) == len(digests)
+    assert digests == {name: layout.digest() for name, layout in _variants().items()}
+
+
+def test_the_description_is_plain_data() -> None:
+    layout = _variants()["base"]
+    assert json.loads(json.dumps(layout.describe()))["world"] == 2
+
+
+@given(st.integers(0, 10**12))
+def test_align(numel: int) -> None:
+    assert align(numel) % ALIGNMENT == 0
+    assert numel <= align(numel) < numel + ALIGNMENT
+
+
+@given(*[st.integers(0, 30)] * 4)
+def test_intersection_of_intervals(a: int, b: int, c: int, d: int) -> None:
+    first, second = Interval(min(a, b), max(a, b)), Interval(min(c, d), max(c, d))
+    both = set(range(first.start, first.stop)) & set(range(second.start, second.stop))
+    found = first.intersection(second)
+    assert found.numel == len(both)
+    assert set(range(found.start, found.stop)) == both
+    assert second.intersection(first).numel == found.numel
+    assert found.shifted(5) == Interval(found.start + 5, found.stop + 5)
+
+
+@pytest.mark.parametrize("world", [0, -1])
+def test_a_world_of_nobody_is_refused(world: int) -> None:
+    with pytest.raises(ValueError, match="world size"):
+        build_layout([], world=world, bucket_bytes=1)
+
+
+def test_a_parameter_named_twice_is_refused_by_name() -> None:
+    segment = Segment("m", (Parameter("w", (2,)),))
+    with pytest.raises(ValueError, match=r"\bw\b"):
+        build_layout([segment, segment], world=1, bucket_bytes=1)
+
+
+def test_a_line_without_parameters() -> None:
+    layout = build_layout([], world=4, bucket_bytes=1)
+    assert layout.units == ()
+    assert layout.trainable_numel == 0
+
+
+def test_only_the_standard_library_is_imported() -> None:
+    source = zerokit.layout.__file__
+    assert source is not None
+    for node in ast.walk(ast.parse(Path(source).read_text())):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            names = [node.module or ""]
+        assert all(name.split(".")[0] in {*sys.stdlib_module_names, "__future__"} for name in names)
