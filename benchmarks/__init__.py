@@ -1,0 +1,1 @@
+"""Speed and memory: `bench_*.py` time the small pieces, `compare_engines.py` whole training steps."""
