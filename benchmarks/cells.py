@@ -2,8 +2,7 @@
 
     spec ──► spec.json ──► `python -m benchmarks.rank` × world ──► rank-0.json … ──► CellResult
 
-Standard library only, and on purpose: on Linux a child's peak RSS starts at its parent's (the high-water mark
-survives `exec`), so the process that starts the ranks must stay small.
+Standard library only: the process that starts the ranks should take no memory bandwidth from them.
 """
 
 from __future__ import annotations
@@ -18,6 +17,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from zerokit.bench.statistics import slowest
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -71,7 +72,7 @@ class CellResult:
     @property
     def step_ms(self) -> list[float]:
         """Wall time of each timed step, of the slowest rank in it."""
-        return [max(times) for times in zip(*(rank.step_ms for rank in self.ranks), strict=True)]
+        return slowest([rank.step_ms for rank in self.ranks])
 
     @property
     def median_step_ms(self) -> float:

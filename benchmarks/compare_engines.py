@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,6 +28,7 @@ if str(ROOT) not in sys.path:  # run as a file from a checkout that is not insta
 
 from benchmarks.cells import CellFailed, CellResult, CellSpec, run_cell  # noqa: E402
 from benchmarks.tables import print_table  # noqa: E402
+from zerokit.bench.machine import cores, processor_name  # noqa: E402
 from zerokit.bench.models.configs import MODELS  # noqa: E402
 
 FLOOR = "compute-only"
@@ -167,21 +168,13 @@ def show(summaries: dict[str, Summary], *, title: str, cuda: bool) -> None:
 
 def machine() -> dict[str, object]:
     """What the figures depend on, for the record."""
-    from importlib.metadata import version
-
-    names = [line.split(":", 1)[1].strip() for line in _cpu_lines() if line.startswith("model name")]
     return {
-        "processor": names[0] if names else platform.processor(),
-        "cores": os.cpu_count(),
+        "processor": processor_name(),
+        "cores": cores(),
         "system": platform.platform(),
         "python": platform.python_version(),
         "torch": version("torch"),
     }
-
-
-def _cpu_lines() -> list[str]:
-    path = Path("/proc/cpuinfo")
-    return path.read_text().splitlines() if path.exists() else []
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import sys
 import time
 from dataclasses import asdict
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from benchmarks.cells import CellSpec, RankResult
 from benchmarks.engines import ENGINES, Job
+from zerokit.bench.machine import peak_host_bytes
 from zerokit.bench.models import MODELS, build
 
 
@@ -59,13 +59,9 @@ def train(spec: CellSpec, rank: int, device: torch.device) -> RankResult:
     return RankResult(
         step_ms=step_ms,
         losses=[float(loss) for loss in losses],
-        peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_BYTES,
+        peak_rss_bytes=peak_host_bytes(),
         peak_cuda_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0,
     )
-
-
-# Linux counts in KiB, macOS in bytes.
-_MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024
 
 
 def _batch(spec: CellSpec, rank: int, number: int, vocabulary: int) -> tuple[Tensor, Tensor]:
