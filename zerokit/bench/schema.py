@@ -1,0 +1,79 @@
+"""Dataclasses to JSON and back, strictly: a record with a wrong field is refused and the field named.
+
+Understands dataclasses, lists, tuples of one type, dicts with string keys, unions with None, JSON's scalars.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from typing import Any, TypeVar, get_args, get_origin
+
+T = TypeVar("T")
+
+
+class SchemaError(ValueError):
+    """A value does not have the form that its dataclass promises; the message starts with its path."""
+
+
+def to_plain(value: Any) -> Any:
+    """What `json.dumps(allow_nan=False)` takes. Numbers that are not finite become None: JSON has none."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: to_plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): to_plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def from_plain(kind: type[T], value: Any, path: str = "") -> T:
+    """The `kind` (a dataclass) that `to_plain` turned into `value`.
+
+    Raises `SchemaError` for a field that is unknown or mistyped, or missing without a default.
+    """
+    if not isinstance(value, Mapping):
+        raise SchemaError(f"{path or kind.__name__}: expected an object, found {type(value).__name__}")
+    hints = typing.get_type_hints(kind)
+    known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]  # kind is a dataclass
+    if unknown := sorted(set(value) - set(known)):
+        raise SchemaError(f"{_join(path, unknown[0])}: not a field of {kind.__name__}")
+    taken = {}
+    for name, field in known.items():
+        if name in value:
+            taken[name] = _convert(hints[name], value[name], _join(path, name))
+        elif field.default is MISSING and field.default_factory is MISSING:
+            raise SchemaError(f"{_join(path, name)}: missing")
+    return kind(**taken)
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _convert(hint: Any, value: Any, path: str) -> Any:
+    origin, parameters = get_origin(hint), get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        if value is None:
+            return None
+        return _convert(next(one for one in parameters if one is not type(None)), value, path)
+    if origin in (list, tuple):
+        if not isinstance(value, list):
+            raise SchemaError(f"{path}: expected a list, found {type(value).__name__}")
+        return origin(_convert(parameters[0], item, f"{path}[{place}]") for place, item in enumerate(value))
+    if origin is dict:
+        if not isinstance(value, Mapping):
+            raise SchemaError(f"{path}: expected an object, found {type(value).__name__}")
+        return {key: _convert(parameters[1], item, _join(path, key)) for key, item in value.items()}
+    if is_dataclass(hint):
+        return from_plain(typing.cast(type[Any], hint), value, path)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if hint is not Any and (not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool)):
+        raise SchemaError(f"{path}: expected {hint.__name__}, found {type(value).__name__}")
+    return value

@@ -1,0 +1,256 @@
+"""One rank of a bench: train, measure, hand the numbers to rank 0, which writes the record.
+
+    torchrun ... -m zerokit.bench.worker JOB.json
+
+The job is `{"settings": {…}, "record": PATH, "progress": PATH or null}`. The rank knows the torchrun
+environment and nothing of who started it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import socket
+import sys
+import time
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zerokit
+from zerokit.bench.data import Corpus, batch, load_corpus, require_length
+from zerokit.bench.machine import Place, choose_place, cores, peak_host_bytes, processor_name
+from zerokit.bench.models import MODELS, build
+from zerokit.bench.progress import Progress, ProgressWriter
+from zerokit.bench.record import Data, Environment, Model, Rank, Record, Traffic, summarise, write_record
+from zerokit.bench.schema import from_plain, to_plain
+from zerokit.bench.settings import Settings
+from zerokit.errors import ZerokitError
+from zerokit.runtime import ZeroOptimizer
+
+
+class OutOfMemory(ZerokitError):
+    """A rank's device or host memory did not suffice."""
+
+
+@dataclass(slots=True)
+class Measured:
+    """What one rank saw of each step, warm-up first."""
+
+    step_ms: list[float] = field(default_factory=list)
+    loss: list[float] = field(default_factory=list)
+    gradient_norm: list[float] = field(default_factory=list)
+
+
+def train(
+    model: nn.Module,
+    optimizer: ZeroOptimizer,
+    corpus: Corpus,
+    settings: Settings,
+    place: Place,
+    writer: ProgressWriter,
+) -> Measured:
+    """Run warm-up and measured steps.
+
+    The clock runs from before the forward to after the optimizer's step and the zeroing of gradients; on CUDA
+    it waits for the device. Batches are prepared before it starts, losses are read after it has stopped.
+    """
+    measured = Measured()
+    total = settings.warmup + settings.steps
+    for step in range(total):
+        batches = [
+            _batch(corpus, settings, step, micro_batch, place) for micro_batch in range(settings.accumulate)
+        ]
+        if step == settings.warmup:
+            dist.barrier()
+        _synchronize(place)
+        started = time.perf_counter()
+        losses, norm = train_step(model, optimizer, batches, settings.clip)
+        _synchronize(place)
+        measured.step_ms.append((time.perf_counter() - started) * 1000.0)
+        measured.loss.append(sum(float(loss) for loss in losses) / len(losses))
+        if norm is not None:
+            measured.gradient_norm.append(float(norm))
+        writer.write(Progress(step + 1, total, settings.warmup, measured.loss[-1], measured.step_ms[-1]))
+    return measured
+
+
+def train_step(
+    model: nn.Module, optimizer: ZeroOptimizer, batches: list[tuple[Tensor, Tensor]], clip: float | None
+) -> tuple[list[Tensor], Tensor | None]:
+    """One optimizer step over the micro-batches, reduced once; their losses and the gradient norm."""
+    losses = []
+    for place, (tokens, targets) in enumerate(batches):
+        last = place == len(batches) - 1
+        with contextlib.nullcontext() if last else optimizer.accumulate():
+            loss = model(tokens, targets)
+            optimizer.backward(loss / len(batches))
+        losses.append(loss.detach())
+    norm = None if clip is None else optimizer.clip_grad_norm_(clip)
+    optimizer.step()
+    optimizer.zero_grad()
+    return losses, norm
+
+
+def _batch(
+    corpus: Corpus, settings: Settings, step: int, micro_batch: int, place: Place
+) -> tuple[Tensor, Tensor]:
+    tokens, targets = batch(
+        corpus,
+        seed=settings.seed,
+        step=step,
+        rank=dist.get_rank(),
+        micro_batch=micro_batch,
+        batch_size=settings.batch_size,
+        length=settings.seq_len,
+    )
+    return tokens.to(place.device), targets.to(place.device)
+
+
+def _synchronize(place: Place) -> None:
+    if place.device.type == "cuda":
+        torch.cuda.synchronize(place.device)
+
+
+def build_optimizer(settings: Settings) -> tuple[nn.Module, ZeroOptimizer]:
+    """The model, built on meta and so never whole in memory where the stage shards it, and its optimizer."""
+    with torch.device("meta"):
+        model = build(MODELS[settings.model], seed=settings.seed)
+    options: dict[str, Any] = {} if settings.bucket_mb is None else {"bucket_mb": settings.bucket_mb}
+    optimizer = ZeroOptimizer(
+        model,
+        torch.optim.AdamW,
+        stage=settings.stage,
+        precision=settings.precision or "fp32",
+        init_fn=model.init_module,
+        lr=settings.lr,
+        **options,
+    )
+    return model, optimizer
+
+
+def run(settings: Settings, record_path: Path, progress_path: Path | None) -> None:
+    """Bench on this rank, inside the process group of all ranks."""
+    place = choose_place(settings.device)
+    precision = settings.precision or ("bf16" if place.device.type == "cuda" else "fp32")
+    settings = replace(settings, device=place.device.type, precision=precision)
+    if place.device.type == "cuda":
+        torch.cuda.set_device(place.device)
+    corpus = load_corpus(settings.data, seed=settings.seed)
+    require_length(corpus, settings.seq_len)
+    dist.init_process_group(place.backend)
+    writer = ProgressWriter(progress_path if dist.get_rank() == 0 else None)
+
+    started = time.perf_counter()
+    model, optimizer = build_optimizer(settings)
+    _synchronize(place)
+    build_ms = (time.perf_counter() - started) * 1000.0
+    measured = train(model, optimizer, corpus, settings, place, writer)
+    ended = datetime.now(UTC)
+    writer.close()
+
+    memory, predicted = optimizer.memory(), optimizer.predicted_memory()
+    on_cuda = place.device.type == "cuda"
+    mine = Rank(
+        rank=dist.get_rank(),
+        node=int(os.environ.get("GROUP_RANK", "0")),
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        device=torch.cuda.get_device_name(place.device) if on_cuda else "cpu",
+        step_ms=measured.step_ms[settings.warmup :],
+        warmup_ms=measured.step_ms[: settings.warmup],
+        build_ms=build_ms,
+        peak_host_bytes=peak_host_bytes(),
+        peak_allocated_bytes=torch.cuda.max_memory_allocated(place.device) if on_cuda else None,
+        peak_reserved_bytes=torch.cuda.max_memory_reserved(place.device) if on_cuda else None,
+        memory_bytes={**memory.as_dict(), "total": memory.total},
+        predicted_memory_bytes={**predicted.as_dict(), "total": predicted.total},
+    )
+    traffic = _traffic(optimizer, settings)
+    gathered: list[tuple[Rank, list[float]]] = [(mine, measured.loss)] * dist.get_world_size()
+    dist.all_gather_object(gathered, (mine, measured.loss))
+    if dist.get_rank() == 0:
+        ranks = [rank for rank, _ in gathered]
+        loss = [sum(losses) / len(losses) for losses in zip(*(losses for _, losses in gathered), strict=True)]
+        record = Record(
+            created=ended.isoformat(timespec="seconds"),
+            settings=settings,
+            model=Model(settings.model, optimizer.layout.trainable_numel, asdict(MODELS[settings.model])),
+            data=Data(corpus.source, len(corpus.content), corpus.files, corpus.truncated, corpus.digest),
+            environment=_environment(place),
+            ranks=ranks,
+            traffic=traffic,
+            loss=list(loss),
+            gradient_norm=list(measured.gradient_norm),
+            skipped_steps=optimizer.skipped_steps,
+            results=summarise(settings, ranks, list(loss)),
+        )
+        write_record(record, record_path)
+    dist.destroy_process_group()
+
+
+def _traffic(optimizer: ZeroOptimizer, settings: Settings) -> Traffic:
+    measured, predicted = optimizer.traffic(), optimizer.predicted_traffic()
+    # Reduced once a step; stage 3 gathers parameters for the forward and the backward of each micro-batch,
+    # less the units that it keeps.
+    volume = 2 if settings.stage < 3 else 2 * settings.accumulate + 1
+    return Traffic(
+        elements=measured.elements,
+        bytes=measured.bytes,
+        control_bytes=measured.control_bytes,
+        predicted_elements=predicted.elements,
+        predicted_bytes=predicted.bytes,
+        formula=f"{'at most ' if settings.stage == 3 else ''}(N−1)·{volume}Ψ elements",
+        by_operation=to_plain(measured.by_operation),
+    )
+
+
+def _environment(place: Place) -> Environment:
+    return Environment(
+        zerokit=zerokit.__version__,
+        torch=torch.__version__,
+        python=platform.python_version(),
+        platform=platform.platform(),
+        processor=processor_name(),
+        cores=cores(),
+        threads=torch.get_num_threads(),
+        backend=place.backend,
+        world=dist.get_world_size(),
+    )
+
+
+def main(job: Path) -> None:
+    """Run the job; an out-of-memory error becomes an `OutOfMemory` that says what may help."""
+    asked = json.loads(job.read_text())
+    settings = from_plain(Settings, asked["settings"])
+    progress = asked.get("progress")
+    try:
+        run(settings, Path(asked["record"]), Path(progress) if progress else None)
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise OutOfMemory(_out_of_memory(settings, str(error))) from error
+    except RuntimeError as error:
+        if "DefaultCPUAllocator" not in str(error):
+            raise
+        raise OutOfMemory(_out_of_memory(settings, str(error))) from error
+
+
+def _out_of_memory(settings: Settings, message: str) -> str:
+    reason = message.strip().splitlines()[0][:300] if message.strip() else "no detail given"
+    millions = MODELS[settings.model].parameters / 1e6
+    return (
+        f"out of memory: {settings.model} ({millions:.1f} M parameters), stage "
+        f"{settings.stage}, {settings.world} ranks, batch {settings.batch_size}×{settings.seq_len}. A higher "
+        "--stage or more ranks shard more of the state; a smaller --batch-size or --seq-len needs less for "
+        f"activations. ({reason})"
+    )
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

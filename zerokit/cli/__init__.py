@@ -1,0 +1,58 @@
+"""The command line: one thin module a command, imported when that command is called.
+
+Exit codes: 0 ok, 1 failure, 2 usage; a command that a signal ended leaves with 128 + its number, as
+shells do.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+import click
+
+from zerokit import __version__
+from zerokit.errors import ZerokitError
+from zerokit.launch.interrupts import Interrupted
+
+# Name, and the line that `zerokit --help` shows without importing the command.
+COMMANDS = {"bench": "Train a model for some steps, measure it, write a record and an MLflow run."}
+
+
+class _Commands(click.Group):
+    """A group whose commands live in `zerokit.cli.<name>` under the name `command`."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        found: click.Command = import_module(f"zerokit.cli.{cmd_name}").command
+        return found
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+@click.command(
+    cls=_Commands,
+    context_settings={"help_option_names": ["-h", "--help"], "auto_envvar_prefix": "ZEROKIT"},
+    epilog="Every option can be given in the environment: --stage of bench is ZEROKIT_BENCH_STAGE.",
+)
+@click.version_option(__version__, prog_name="zerokit")
+def cli() -> None:
+    """A compact ZeRO runtime for PyTorch."""
+
+
+def main() -> None:
+    """The program `zerokit`: errors raised on purpose are told in plain words, without a traceback."""
+    try:
+        cli(prog_name="zerokit")
+    except ZerokitError as error:
+        click.echo(f"zerokit: {error}", err=True)
+        sys.exit(1)
+    except Interrupted as error:
+        click.echo(f"zerokit: {error}", err=True)
+        sys.exit(128 + error.signal_number)

@@ -1,0 +1,169 @@
+"""What `zerokit bench` shows: progress on stderr if that is a terminal, then tables on stdout."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from zerokit.bench.progress import Progress as BenchProgress
+from zerokit.bench.record import Rank, Record
+from zerokit.bench.session import Outcome
+from zerokit.bench.statistics import quantile
+
+MIB = 2**20
+# More ranks than this are shown as the lowest and the highest only.
+RANKS_SHOWN = 16
+
+
+class Display:
+    """Progress while it is entered; `results` and `places` after that."""
+
+    def __init__(self) -> None:
+        self._errors = Console(stderr=True, highlight=False)
+        self._out = Console(highlight=False)
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[note]}"),
+            TimeElapsedColumn(),
+            console=self._errors,
+            disable=not self._errors.is_terminal,
+            transient=True,
+        )
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> Display:
+        self._progress.start()
+        self._task = self._progress.add_task("starting", total=None, note="")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def phase(self, text: str) -> None:
+        """Say what is going on before the first step."""
+        if self._task is not None:
+            self._progress.update(self._task, description=text)
+
+    def show(self, progress: BenchProgress) -> None:
+        """Move the bar."""
+        if self._task is not None:
+            self._progress.update(
+                self._task,
+                description="warm-up" if progress.done <= progress.warmup else "measuring",
+                completed=progress.done,
+                total=progress.total,
+                note=f"loss {progress.loss:.3f}  {progress.step_ms:.0f} ms",
+            )
+
+    def warn(self, text: str) -> None:
+        """A line on stderr, above the bar."""
+        self._errors.print(Text(f"zerokit: {text}"), soft_wrap=True)
+
+    def results(self, record: Record) -> None:
+        """The tables."""
+        settings, results, environment = record.settings, record.results, record.environment
+        nodes = f"{settings.nodes} node{'s' if settings.nodes > 1 else ''}"
+        ranks = f"{settings.world} rank{'s' if settings.world > 1 else ''}"
+        self._out.print(
+            Text.assemble(
+                (f"{settings.model}", "bold"),
+                f" ({record.model.parameters / 1e6:.1f} M parameters), stage {settings.stage}, "
+                f"{settings.precision}, {ranks} on {nodes}, {environment.backend}",
+            )
+        )
+        table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+        table.add_column(style="bold", no_wrap=True)
+        table.add_column(justify="right", no_wrap=True)
+        table.add_column(style="dim")
+        table.add_row(
+            "loss",
+            f"{_loss(results.loss_first)} → {_loss(results.loss_last)}",
+            f"first and last of {settings.warmup + settings.steps} steps, {settings.warmup} of them warm-up",
+        )
+        table.add_row(
+            "step p50", _ms(results.step.p50), f"of {results.step.count} steps, slowest rank of each"
+        )
+        table.add_row("step p90", _ms(results.step.p90), f"p10 {_ms(results.step.p10)}")
+        table.add_row(
+            "tokens/s",
+            f"{results.tokens_per_second:,.0f}",
+            f"{results.tokens_per_second_per_rank:,.0f} a rank; {settings.tokens_per_step:,} tokens a step",
+        )
+        traffic = record.traffic
+        table.add_row(
+            "moved a step",
+            _mib(traffic.bytes),
+            f"received by all ranks; formula {_mib(traffic.predicted_bytes)}: {traffic.formula}",
+        )
+        if record.skipped_steps:
+            table.add_row("skipped steps", str(record.skipped_steps), "gradients overflowed in fp16")
+        self._out.print(table)
+        self._out.print()
+        self._out.print(_rank_table(record.ranks))
+
+    def places(self, outcome: Outcome, *, to_stderr: bool) -> None:
+        """Where the record and the MLflow run are, and how to open the latter."""
+        console = self._errors if to_stderr else self._out
+        lines = [f"record  {outcome.path}"]
+        if (tracker := outcome.tracker) is not None:
+            lines.append(f"MLflow  run {tracker.run_id}")
+            opened = (
+                tracker.uri
+                if tracker.uri.startswith("http")
+                else f"mlflow ui --backend-store-uri {tracker.uri}"
+            )
+            lines.append(f"open    {opened}")
+        console.print(Text("\n".join(lines)), soft_wrap=True)
+
+
+def _rank_table(ranks: list[Rank]) -> Table:
+    """A row a rank: its steps, its peak memory, its state as counted and as predicted."""
+    on_cuda = ranks[0].peak_allocated_bytes is not None
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    headings = ["rank", "node", "step p50", "peak host", "state", "predicted"]
+    if on_cuda:
+        headings.insert(4, "peak CUDA")
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for rank in ranks if len(ranks) <= RANKS_SHOWN else _extremes(ranks):
+        row = [
+            str(rank.rank),
+            str(rank.node),
+            _ms(quantile(rank.step_ms, 0.5)),
+            _mib(rank.peak_host_bytes),
+            _mib(rank.memory_bytes["total"]),
+            _mib(rank.predicted_memory_bytes["total"]),
+        ]
+        if on_cuda:
+            row.insert(4, _mib(rank.peak_allocated_bytes or 0))
+        table.add_row(*row)
+    return table
+
+
+def _extremes(ranks: list[Rank]) -> list[Rank]:
+    """The ranks with the least and the most memory."""
+
+    def peak(rank: Rank) -> int:
+        return rank.peak_allocated_bytes or rank.peak_host_bytes
+
+    return [min(ranks, key=peak), max(ranks, key=peak)]
+
+
+def _loss(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4f}"
+
+
+def _ms(value: float) -> str:
+    return f"{value:,.1f} ms"
+
+
+def _mib(size_bytes: float) -> str:
+    return f"{size_bytes / MIB:,.1f} MiB"
