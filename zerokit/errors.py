@@ -1,0 +1,27 @@
+"""The exceptions of zerokit: one small tree, so that a caller can catch all of it or one kind."""
+
+from __future__ import annotations
+
+
+class ZerokitError(Exception):
+    """Base of every error that zerokit raises on purpose."""
+
+
+class UsageError(ZerokitError, ValueError):
+    """The caller asked for something that does not exist or does not fit together."""
+
+
+class LayoutMismatch(ZerokitError):
+    """Ranks (or a model and what is loaded into it) disagree about parameters, units or settings."""
+
+
+class UnsupportedOptimizer(ZerokitError, TypeError):
+    """The optimizer's update of an element depends on other elements, so it cannot be sharded flat."""
+
+
+class ScheduleError(ZerokitError, RuntimeError):
+    """Collectives did not meet: a rank failed, stopped, or took another path through the model."""
+
+
+class LossScaleError(ZerokitError, FloatingPointError):
+    """fp16 gradients overflow although the loss scale has reached its floor."""

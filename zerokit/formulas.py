@@ -1,0 +1,182 @@
+"""What a layout costs: bytes in memory and bytes on the wire, by stage. Standard library only.
+
+The formulas are those of ZeRO (arXiv:1910.02054, §5 and §7), evaluated on a layout's real cuts, padding apart:
+for Ψ trainable parameters on N ranks, fp32 and Adam, 16Ψ · 8Ψ+8Ψ/N · 4Ψ+12Ψ/N · 16Ψ/N bytes a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from zerokit.layout import Interval, Layout, pooled_units
+
+_POOLED_BUCKETS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReport:
+    """Bytes that one rank holds between backward and step.
+
+    `parameters`, `gradients` and `optimizer` (masters and element states) are the paper's three terms for trainable
+    parameters; the other lines are what the paper leaves out.
+    """
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    frozen: int = 0
+    buffers: int = 0
+    scalars: int = 0
+    padding: int = 0
+    buckets: int = 0
+    gathered: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(self.as_dict().values())
+
+    def as_dict(self) -> dict[str, int]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One kind of collective in a step: calls, and payload received, summed over ranks."""
+
+    calls: int
+    elements: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TrafficReport:
+    """What a step moves. `elements` and `bytes` are payload without padding, received, summed over all ranks.
+
+    `received_bytes` arrived at this rank alone, padding included. Control messages (agreement, norms) are apart.
+    """
+
+    by_operation: dict[str, Operation]
+    received_bytes: int = 0
+    control_bytes: int = 0
+    control_calls: int = 0
+
+    @property
+    def elements(self) -> int:
+        return sum(operation.elements for operation in self.by_operation.values())
+
+    @property
+    def bytes(self) -> int:
+        return sum(operation.bytes for operation in self.by_operation.values())
+
+    def as_dict(self) -> dict[str, object]:
+        return {
+            "elements": self.elements,
+            "bytes": self.bytes,
+            "received_bytes": self.received_bytes,
+            "control_bytes": self.control_bytes,
+            "control_calls": self.control_calls,
+            "by_operation": {
+                name: {"calls": o.calls, "elements": o.elements, "bytes": o.bytes} for name, o in self.by_operation.items()
+            },
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class ElementBytes:
+    """Bytes an element of each kind of state.
+
+    `master` is 0 where the parameters' own storage serves as master; `states` counts all element states of the
+    optimizer together (8 for Adam in fp32), `scalars` bytes of other state for each flat parameter.
+    """
+
+    compute: int
+    reduce: int
+    master: int
+    states: int
+    scalars: int = 0
+
+
+_DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2}
+_CAST = ("float32", "bfloat16", "float16")
+
+
+def stored_bytes(dtype: str, compute_bytes: int) -> int:
+    """Bytes an element of a frozen parameter: the usual floating dtypes are cast to the compute dtype."""
+    return compute_bytes if dtype in _CAST else _DTYPE_BYTES.get(dtype, 1)
+
+
+def predict_memory(layout: Layout, *, rank: int, stage: int, sizes: ElementBytes, buffers: int = 0) -> MemoryReport:
+    """What rank `rank` holds between backward and step, once the optimizer has stepped.
+
+    Args:
+        layout: the model's; its world size is N.
+        stage: 0, 1, 2 or 3.
+        sizes: bytes an element.
+        buffers: bytes of the model's buffers, which every rank holds whole.
+    """
+    lines = dict.fromkeys((field.name for field in fields(MemoryReport)), 0)
+
+    def hold(line: str, payload: int, numel: int, element_bytes: int) -> None:
+        lines[line] += payload * element_bytes
+        lines["padding"] += (numel - payload) * element_bytes
+
+    for unit in layout.units:
+        everything, own = Interval(0, unit.numel), unit.shard(rank)
+        kept = own if stage == 3 else everything
+        if not unit.trainable:
+            size = stored_bytes(unit.parameters[0].dtype, sizes.compute)
+            hold("frozen", unit.payload_within(kept), kept.numel, size)
+            continue
+        hold("parameters", unit.payload_within(kept), kept.numel, sizes.compute)
+        summed = everything if stage < 2 else own
+        hold("gradients", unit.payload_within(summed), summed.numel, sizes.reduce)
+        for _, stretch in unit.groups_within(everything if stage == 0 else own):
+            hold("optimizer", unit.payload_within(stretch), stretch.numel, sizes.master + sizes.states)
+            lines["scalars"] += sizes.scalars
+    if stage >= 2:
+        pooled = pooled_units(layout)
+        lines["buckets"] = min(_POOLED_BUCKETS, len(pooled)) * max(pooled, default=0) * sizes.reduce
+    lines["buffers"] = buffers
+    return MemoryReport(**lines)
+
+
+def predict_traffic(
+    layout: Layout,
+    *,
+    stage: int,
+    sizes: ElementBytes,
+    order: Sequence[int] | None = None,
+    micro_batches: int = 1,
+    reductions: int = 1,
+) -> TrafficReport:
+    """What one step moves, summed over ranks: (N-1)·kΨ elements with k = 2, 2, 2 and at most 3 at stages 0 to 3.
+
+    At stage 3 units of the rest, and the one that backward begins with, stay gathered between forward and backward
+    and are subtracted. `order` is the forward order of units where some are called more than once.
+    `micro_batches` is the number of forward and backward passes, `reductions` of those that reduce gradients.
+    """
+    others = layout.world - 1
+    trainable = [unit for unit in layout.units if unit.trainable]
+    psi = layout.trainable_numel
+    operations = {"reduce_scatter": _times(len(trainable) * reductions, others * psi * reductions, sizes.reduce)}
+    if stage == 0:
+        operations["all_gather"] = _times(len(trainable) * reductions, others * psi * reductions, sizes.reduce)
+    elif stage < 3:
+        operations["all_gather"] = _times(len(trainable), others * psi, sizes.compute)
+    else:
+        forward = list(order) if order is not None else [unit.index for unit in layout.units]
+        backward = [index for index in forward if layout.units[index].scopes][:-1]
+        calls = elements = size = 0
+        for index in [*forward, *backward]:
+            unit = layout.units[index]
+            element_bytes = sizes.compute if unit.trainable else stored_bytes(unit.parameters[0].dtype, sizes.compute)
+            calls += micro_batches
+            elements += micro_batches * others * unit.payload_numel
+            size += micro_batches * others * unit.payload_numel * element_bytes
+        operations["all_gather"] = Operation(calls, elements, size)
+    return TrafficReport(operations)
+
+
+def _times(calls: int, elements: int, element_bytes: int) -> Operation:
+    return Operation(calls, elements, elements * element_bytes)

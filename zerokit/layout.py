@@ -1,0 +1,307 @@
+"""Who owns which elements: the one place where the line of trainable state is cut.
+
+A model's parameters, in order, form a line of elements. Neighbouring parameters form *units*, which are
+communicated together; each unit is cut into `world` equal contiguous pieces, the *shards*:
+
+    unit    | wq (70)      |pad| wk (64)      | bias (3) |  pad          |     alignment 64
+    memory  0              70  128            192        195            256    128 elements a rank, N = 2
+    rank 0  |############################|
+    rank 1                                |############################|
+
+Positions inside a unit are *memory coordinates*: every parameter starts at a multiple of `ALIGNMENT`
+elements, parameters of one optimizer group lie together, and the unit's length is a multiple of
+`world * ALIGNMENT`. Aligned starts and lengths leave fused kernels no vector tail; a tail rounds differently,
+so that results would depend on the cut. Padding exists in memory only: whatever leaves the process is
+described by `Slice`s, which know nothing of it.
+
+Invariants, for every unit and world size: the slices of all ranks tile every parameter exactly, in rank
+order; padding is under `ALIGNMENT` elements a parameter plus `ALIGNMENT` a rank.
+
+Standard library only: everything else in zerokit asks this module.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from itertools import groupby
+
+ALIGNMENT = 64
+"""Elements. 64 fp32 elements are four cache lines and no fewer than any CPU's or GPU's vector width."""
+
+LAYOUT_BYTES = 4
+"""Bytes an element that `bucket_mb` is counted in, whatever the precision: it must not move a boundary."""
+
+
+def align(numel: int) -> int:
+    """The smallest multiple of `ALIGNMENT` that is at least `numel`."""
+    return -(-numel // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Interval:
+    """Elements `start` to `stop` (exclusive) of something."""
+
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    def intersection(self, other: Interval) -> Interval:
+        """What both hold; an empty interval where they do not meet."""
+        start = max(self.start, other.start)
+        return Interval(start, max(start, min(self.stop, other.stop)))
+
+    def shifted(self, by: int) -> Interval:
+        return Interval(self.start + by, self.stop + by)
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter of the model, tied ones once: `aliases` are its other names."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    group: int = 0
+    trainable: bool = True
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Parameters that the model uses together: those of one module, or a stretch of the rest of them.
+
+    `scope` is the module's name; `None` stands for the rest, which the root module uses.
+    """
+
+    scope: str | None
+    parameters: tuple[Parameter, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """A part of one parameter: elements `interval` of the flattened parameter, at `offset` of its unit."""
+
+    parameter: Parameter
+    interval: Interval
+    offset: int
+
+    @property
+    def memory(self) -> Interval:
+        """The same elements in the unit's memory coordinates."""
+        return Interval(self.offset, self.offset + self.interval.numel)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Parameters that are communicated together, and their cut into `world` shards.
+
+    `scopes` names the modules whose parameters these are; it is empty for a stretch of the rest.
+    """
+
+    index: int
+    scopes: tuple[str, ...]
+    parameters: tuple[Parameter, ...]
+    world: int
+
+    @property
+    def trainable(self) -> bool:
+        return self.parameters[0].trainable
+
+    @property
+    def name(self) -> str:
+        first, last = self.parameters[0].name, self.parameters[-1].name
+        return first if first == last else f"{first} .. {last}"
+
+    @cached_property
+    def slices(self) -> tuple[Slice, ...]:
+        """Every parameter, whole, at its place."""
+        placed, offset = [], 0
+        for parameter in self.parameters:
+            placed.append(Slice(parameter, Interval(0, parameter.numel), offset))
+            offset += align(parameter.numel)
+        return tuple(placed)
+
+    @cached_property
+    def payload_numel(self) -> int:
+        """Elements of the parameters themselves, without padding."""
+        return sum(parameter.numel for parameter in self.parameters)
+
+    @cached_property
+    def shard_numel(self) -> int:
+        """Elements of one rank's shard, padding included; equal on all ranks."""
+        return align(-(-self._aligned_numel // self.world))
+
+    @property
+    def numel(self) -> int:
+        """Elements of the unit in memory, padding included."""
+        return self.shard_numel * self.world
+
+    @cached_property
+    def _aligned_numel(self) -> int:
+        return sum(align(parameter.numel) for parameter in self.parameters)
+
+    def shard(self, rank: int) -> Interval:
+        """Rank `rank`'s piece, in memory coordinates."""
+        return Interval(rank * self.shard_numel, (rank + 1) * self.shard_numel)
+
+    def slices_within(self, piece: Interval) -> Iterator[Slice]:
+        """The parts of parameters that lie in `piece` (memory coordinates), in order; none is empty."""
+        for whole in self.slices:
+            part = whole.memory.intersection(piece)
+            if part.numel:
+                yield Slice(whole.parameter, part.shifted(-whole.offset), part.start)
+
+    def owned(self, rank: int) -> Iterator[Slice]:
+        """The parts of parameters that rank `rank` holds: at most one a parameter."""
+        return self.slices_within(self.shard(rank))
+
+    def payload_within(self, piece: Interval) -> int:
+        return sum(part.interval.numel for part in self.slices_within(piece))
+
+    def groups_within(self, piece: Interval) -> Iterator[tuple[int, Interval]]:
+        """`(group, interval)` for the stretches of one optimizer group in `piece`, padding included.
+
+        Parameters of a group lie together, so there is at most one stretch a group. Its ends are aligned.
+        """
+        for group, members in groupby(self.slices, key=lambda part: part.parameter.group):
+            placed = list(members)
+            end = placed[-1].offset + align(placed[-1].parameter.numel)
+            stretch = Interval(placed[0].offset, end).intersection(piece)
+            if stretch.numel:
+                yield group, stretch
+
+    def gaps(self) -> Iterator[Interval]:
+        """The stretches of padding, in memory coordinates."""
+        for part in self.slices:
+            end = part.offset + part.parameter.numel
+            if end != part.offset + align(part.parameter.numel):
+                yield Interval(end, part.offset + align(part.parameter.numel))
+        if self._aligned_numel != self.numel:
+            yield Interval(self._aligned_numel, self.numel)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All units of a model, in the order of the line, for one world size."""
+
+    world: int
+    bucket_bytes: int
+    units: tuple[Unit, ...]
+    _by_name: dict[str, tuple[Unit, Slice]] = field(init=False, repr=False, compare=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for unit in self.units:
+            for whole in unit.slices:
+                self._by_name[whole.parameter.name] = (unit, whole)
+
+    @property
+    def parameters(self) -> Iterator[Parameter]:
+        """Every parameter once, in line order."""
+        for unit in self.units:
+            yield from unit.parameters
+
+    @property
+    def trainable_numel(self) -> int:
+        """The paper's Ψ: trainable elements, without padding."""
+        return sum(unit.payload_numel for unit in self.units if unit.trainable)
+
+    def find(self, name: str) -> tuple[Unit, Slice]:
+        """The unit of the parameter called `name`, and the parameter's place in it. Raises `KeyError`."""
+        return self._by_name[name]
+
+    def cuts(self, name: str) -> list[tuple[int, Interval]]:
+        """`(rank, interval)` of the flattened parameter `name`, in rank order; no interval is empty."""
+        unit, whole = self.find(name)
+        pieces = ((rank, whole.memory.intersection(unit.shard(rank))) for rank in range(self.world))
+        return [(rank, piece.shifted(-whole.offset)) for rank, piece in pieces if piece.numel]
+
+    def describe(self) -> dict[str, object]:
+        """The layout as plain data: what ranks must agree on, and what a reader needs to rebuild it."""
+        return {
+            "world": self.world,
+            "alignment": ALIGNMENT,
+            "bucket_bytes": self.bucket_bytes,
+            "units": [
+                {"scopes": unit.scopes, "parameters": [asdict(parameter) for parameter in unit.parameters]}
+                for unit in self.units
+            ],
+        }
+
+    def digest(self) -> bytes:
+        """SHA-256 of the description: equal on ranks that may communicate."""
+        return hashlib.sha256(json.dumps(self.describe(), sort_keys=True).encode()).digest()
+
+
+def build_layout(segments: Iterable[Segment], *, world: int, bucket_bytes: int) -> Layout:
+    """Join segments to units and cut each for `world` ranks.
+
+    Frozen parameters form units of their own, one dtype a unit. Neighbouring segments of the same kind
+    (modules, or the rest) join while their elements, counted at `LAYOUT_BYTES`, stay within `bucket_bytes`;
+    a segment is never divided, however large. The result depends on neither stage nor precision.
+
+    Raises `ValueError` for a world size below 1 or a parameter named twice.
+    """
+    if world < 1:
+        raise ValueError(f"a layout needs a world size of at least 1, not {world}")
+    joined: list[list[Segment]] = []
+    open_units: dict[str, list[Segment]] = {}
+    for segment in segments:
+        for kind, members in _kinds(segment.parameters).items():
+            piece = Segment(segment.scope, members)
+            unit = open_units.get(kind)
+            if unit is None or not _may_join(unit, piece, bucket_bytes):
+                unit = open_units[kind] = []
+                joined.append(unit)
+            unit.append(piece)
+    units = tuple(_make_unit(index, pieces, world) for index, pieces in enumerate(joined))
+    names = [parameter.name for unit in units for parameter in unit.parameters]
+    if len(set(names)) != len(names):
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise ValueError(f"parameters named twice: {', '.join(twice)}")
+    return Layout(world, bucket_bytes, units)
+
+
+def _kinds(parameters: Sequence[Parameter]) -> dict[str, tuple[Parameter, ...]]:
+    """Parameters that may share a storage: all trainable ones; frozen ones by dtype."""
+    kinds: dict[str, list[Parameter]] = {}
+    for parameter in parameters:
+        kinds.setdefault("" if parameter.trainable else parameter.dtype, []).append(parameter)
+    return {kind: tuple(members) for kind, members in kinds.items()}
+
+
+def _may_join(unit: Sequence[Segment], piece: Segment, bucket_bytes: int) -> bool:
+    if (unit[-1].scope is None) != (piece.scope is None):
+        return False
+    numel = sum(parameter.numel for segment in [*unit, piece] for parameter in segment.parameters)
+    return numel * LAYOUT_BYTES <= bucket_bytes
+
+
+def _make_unit(index: int, pieces: Sequence[Segment], world: int) -> Unit:
+    # A stable sort keeps the line's order inside a group; groups must lie together (see `groups_within`).
+    parameters = sorted((p for piece in pieces for p in piece.parameters), key=lambda p: p.group)
+    scopes = dict.fromkeys(piece.scope for piece in pieces if piece.scope is not None)
+    return Unit(index, tuple(scopes), tuple(parameters), world)
+
+
+def pooled_units(layout: Layout) -> list[int]:
+    """Elements of the trainable units that are small enough for shared buckets, padding included.
+
+    Larger ones, which a single module made so, get memory of their own while their gradients are in flight.
+    """
+    return [
+        unit.numel
+        for unit in layout.units
+        if unit.trainable and unit.payload_numel * LAYOUT_BYTES <= layout.bucket_bytes
+    ]

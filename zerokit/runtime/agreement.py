@@ -1,0 +1,68 @@
+"""Ranks must hold the same model, cut the same way: compared once at construction, and named where they differ."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import torch
+import torch.distributed as dist
+
+from zerokit.errors import LayoutMismatch
+from zerokit.layout import Layout
+from zerokit.runtime.collectives import Collectives
+
+_NAMED = 3
+"""How many differing parameters an error lists."""
+
+
+def require_agreement(layout: Layout, settings: dict[str, str], collectives: Collectives) -> None:
+    """Raise `LayoutMismatch` on every rank, naming ranks and differences, unless all describe the same thing.
+
+    Costs one all-reduce of eight integers where they agree.
+    """
+    digest = hashlib.sha256(layout.digest() + json.dumps(settings, sort_keys=True).encode()).digest()
+    halves = torch.tensor([int.from_bytes(digest[i : i + 4], "little") for i in range(0, 16, 4)], dtype=torch.int64)
+    extremes = torch.cat([halves, -halves]).to(collectives.device)
+    collectives.all_reduce(extremes, dist.ReduceOp.MAX)
+    highest, lowest = extremes.cpu().chunk(2)
+    if torch.equal(highest, -lowest):
+        return
+    parameters = {p.name: (list(p.shape), p.dtype, p.group, p.trainable) for p in layout.parameters}
+    described = collectives.all_gather_objects((settings, parameters, layout.bucket_bytes))
+    lines = [
+        f"rank {rank}: {difference}" for rank, other in enumerate(described) for difference in _differences(described[0], other)
+    ]
+    raise LayoutMismatch(
+        "ranks disagree, compared with rank 0:\n  "
+        + "\n  ".join(lines or ["the units differ: pass the same units= everywhere"])
+        + "\nBuild the same model with the same arguments on every rank"
+    )
+
+
+def _differences(first: object, other: object) -> list[str]:
+    assert isinstance(first, tuple)
+    assert isinstance(other, tuple)
+    (settings, parameters, bucket), (other_settings, other_parameters, other_bucket) = first, other
+    found = [
+        f"{key} is {other_settings.get(key)}, not {value}"
+        for key, value in settings.items()
+        if other_settings.get(key) != value
+    ]
+    if bucket != other_bucket:
+        found.append(f"bucket_mb counts {other_bucket} bytes, not {bucket}")
+    if len(parameters) != len(other_parameters):
+        found.append(f"{len(other_parameters)} parameters, not {len(parameters)}")
+    names = [name for name in {**parameters, **other_parameters} if parameters.get(name) != other_parameters.get(name)]
+    for name in names[:_NAMED]:
+        found.append(f"{name} is {_text(other_parameters.get(name))}, not {_text(parameters.get(name))}")
+    if len(names) > _NAMED:
+        found.append(f"and {len(names) - _NAMED} more parameters differ")
+    return found
+
+
+def _text(parameter: tuple[list[int], str, int, bool] | None) -> str:
+    if parameter is None:
+        return "absent"
+    shape, dtype, group, trainable = parameter
+    return f"{dtype}{shape} in group {group}{'' if trainable else ' (frozen)'}"

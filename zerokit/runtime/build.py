@@ -1,0 +1,192 @@
+"""From a model and an optimizer class to the runtime's parts: checks, layout, storages, one after the other.
+
+The model never exists twice: unit by unit, values are copied into the unit's storage and the old memory is given
+back; at stage 3 only the shard stays.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import sys
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from zerokit.errors import UsageError
+from zerokit.layout import Layout, build_layout, pooled_units
+from zerokit.runtime.agreement import require_agreement
+from zerokit.runtime.collectives import Collectives, make_collectives
+from zerokit.runtime.gathering import Gathering
+from zerokit.runtime.gradients import Gradients
+from zerokit.runtime.materialize import Materializer
+from zerokit.runtime.modules import UnitRule, take_apart
+from zerokit.runtime.precision import FLOATING, Precision
+from zerokit.runtime.probe import OptimizerStates, choose_kernel, probe
+from zerokit.runtime.storage import FlatUnit
+from zerokit.runtime.walk import ModelWalk
+
+_MARK = "_zerokit_walk"
+
+
+@dataclass(slots=True)
+class Build:
+    """The parts of a `ZeroOptimizer`."""
+
+    layout: Layout
+    collectives: Collectives
+    storages: list[FlatUnit]
+    gathering: Gathering
+    gradients: Gradients
+    walk: ModelWalk
+    inner: Optimizer
+    states: OptimizerStates
+
+
+def build(
+    model: nn.Module,
+    optimizer_class: type[Optimizer],
+    options: dict[str, Any],
+    *,
+    stage: int,
+    precision: Precision,
+    params: Iterable[Any] | None,
+    rule: UnitRule | None,
+    bucket_mb: float,
+    process_group: dist.ProcessGroup | None,
+    timeout: datetime.timedelta | None,
+    init: Callable[[nn.Module], None] | None,
+) -> Build:
+    """Take `model` over; the arguments are those of `ZeroOptimizer`, and so are the errors raised."""
+    _check_arguments(model, stage, bucket_mb)
+    groups = _as_groups(model, params)
+    options = choose_kernel(optimizer_class, options)
+    states = probe(optimizer_class, options, precision.master)
+    group = process_group if process_group is not None else dist.distributed_c10d._get_default_group()
+    device = _device_of(model, group)
+    anatomy = take_apart(model, rule, {p: number for number, g in enumerate(groups) for p in g["params"]})
+    layout = build_layout(anatomy.segments, world=group.size(), bucket_bytes=int(bucket_mb * 2**20))
+    collectives = make_collectives(group, device, timeout)
+    settings = {"stage": str(stage), "precision": str(precision.as_dict()), "optimizer": optimizer_class.__name__}
+    require_agreement(layout, settings, collectives)
+
+    meta = any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
+    seed = collectives.broadcast_list([torch.initial_seed() % 2**62])[0] if meta else 0
+    materializer = Materializer(model, init, device, seed)
+    storages = []
+    for unit in layout.units:
+        parameters = [anatomy.named[parameter.name] for parameter in unit.parameters]
+        dtype = precision.compute if parameters[0].dtype in FLOATING else parameters[0].dtype
+        storage = FlatUnit(unit, parameters, collectives, dtype, sharded=stage == 3)
+        storage.adopt(materializer.values_of(parameters))
+        collectives.broadcast(storage.whole)
+        if stage == 3:
+            storage.keep_shard_only()
+        if unit.trainable:
+            storage.make_flats(precision.master, everything=stage == 0)
+        storages.append(storage)
+        del parameters
+    materializer.fill_buffers()
+    for buffer in model.buffers():
+        collectives.broadcast(buffer)
+    _return_freed_memory()
+
+    gathering = Gathering(storages, sharded=stage == 3)
+    gradients = Gradients(storages, collectives, precision.reduce, stage=stage, fitting=pooled_units(layout))
+    walk = ModelWalk(
+        model,
+        anatomy,
+        storages,
+        gathering,
+        gradients,
+        collectives,
+        compute=precision.compute,
+        sharded=stage == 3,
+        needs_scaling=precision.scaled,
+    )
+    for number, entry in enumerate(groups):
+        entry["params"] = [flat.tensor for storage in storages for flat in storage.flats if flat.group == number]
+    model.__dict__[_MARK] = weakref.ref(walk)
+    return Build(layout, collectives, storages, gathering, gradients, walk, optimizer_class(groups, **options), states)
+
+
+def _check_arguments(model: nn.Module, stage: int, bucket_mb: float) -> None:
+    if not isinstance(stage, int) or stage not in (0, 1, 2, 3):
+        raise UsageError(
+            f"stage {stage!r} is unknown: 0 divides nothing, 1 optimizer states, 2 also gradients, 3 also parameters"
+        )
+    if not bucket_mb > 0:
+        raise UsageError(f"bucket_mb={bucket_mb}: expected a positive number of MiB")
+    if not dist.is_initialized():
+        raise UsageError("no process group: call torch.distributed.init_process_group() first (torchrun sets its environment)")
+    if isinstance(model, torch._dynamo.OptimizedModule):
+        raise UsageError(
+            "the whole model is compiled, which hides its modules' hooks: compile the inner modules of its units instead, "
+            "for example `for block in model.blocks: block.mlp.compile()`, and pass the plain model"
+        )
+    for path, module in model.named_modules():
+        wrapper = type(module).__name__
+        if isinstance(module, nn.parallel.DistributedDataParallel) or wrapper in ("FullyShardedDataParallel", "DataParallel"):
+            raise UsageError(f"{path or 'the model'} is wrapped in {wrapper} already: pass the plain model")
+        if _MARK in module.__dict__:
+            raise UsageError(f"{path or 'the model'} is managed by a ZeroOptimizer already: build one ZeroOptimizer for the whole model")
+    for name, parameter in model.named_parameters():
+        if type(parameter).__name__ == "DTensor" or hasattr(parameter, "device_mesh"):
+            raise UsageError(f"{name} is a DTensor (fully_shard or tensor parallelism): pass the plain model")
+        if parameter.requires_grad and parameter.dtype not in FLOATING:
+            raise UsageError(f"{name} is {parameter.dtype}: trainable parameters must be float32, bfloat16 or float16")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UsageError("the model has no parameter that requires a gradient")
+
+
+def _as_groups(model: nn.Module, params: Iterable[Any] | None) -> list[dict[str, Any]]:
+    """torch's ways to pass parameters, as a list of groups of parameters; each parameter in exactly one."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    if params is None:
+        return [{"params": list(names)}]
+    entries = list(params)
+    groups = [dict(entry) for entry in entries] if entries and isinstance(entries[0], dict) else [{"params": entries}]
+    seen: dict[nn.Parameter, int] = {}
+    for number, group in enumerate(groups):
+        given = group["params"]
+        members = [given] if isinstance(given, torch.Tensor) else list(given)
+        group["params"] = [member[1] if isinstance(member, tuple) else member for member in members]
+        for parameter in group["params"]:
+            if parameter not in names:
+                shape = list(parameter.shape) if isinstance(parameter, torch.Tensor) else parameter
+                raise UsageError(f"params: group {number} holds {shape}, which is no parameter of the model")
+            if parameter in seen:
+                raise UsageError(f"params: {names[parameter]} is in group {seen[parameter]} and in group {number}: keep one")
+            seen[parameter] = number
+    left = [name for parameter, name in names.items() if parameter.requires_grad and parameter not in seen]
+    if left:
+        raise UsageError(
+            f"params: {', '.join(left[:5])}{' …' if len(left) > 5 else ''} require gradients but are in no group: "
+            "add them, or freeze them with requires_grad_(False)"
+        )
+    return groups
+
+
+def _device_of(model: nn.Module, group: dist.ProcessGroup) -> torch.device:
+    devices = {tensor.device for tensor in [*model.parameters(), *model.buffers()] if not tensor.is_meta}
+    if len(devices) > 1:
+        raise UsageError(f"the model lies on {', '.join(sorted(map(str, devices)))}: move it to one device first")
+    if devices:
+        return devices.pop()
+    if "nccl" in dist.get_backend_config(group):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _return_freed_memory() -> None:
+    """Ask glibc to give back what the model's former parameters left behind: its heap keeps freed memory otherwise."""
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)

@@ -1,0 +1,218 @@
+"""When units are gathered and freed: one order of all-gathers, the same on every rank.
+
+[Note: one order] Collectives match by the order in which ranks issue them, so that order must not depend on what
+one rank happens to do. Units are gathered in a fixed *forward order* and its reverse in backward. Entering a unit
+first issues every earlier gather that is missing; the end of forward and of backward issues the rest. So a unit
+that one rank leaves out is gathered there all the same, and no other rank hangs. In the first forward the order
+is the rest of the model, then unit modules in layout order; rank 0 records what it really did, and broadcasts it.
+
+[Note: freeing in backward] A unit is freed when the backward pass enters another one, or ends; never at its last
+gradient, because a frozen weight is needed after that. It is safe because autograd runs nodes in reverse order of
+creation: when the output of an earlier unit receives its gradient, all nodes of later units have run.
+
+At stages below 3 parameters stay whole: they are only gathered once after every optimizer step, all issued in
+forward order at once and waited for unit by unit in the next forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zerokit.runtime.storage import FlatUnit
+
+
+class Gathering:
+    """Gathers and frees units as the model walks through them.
+
+    `units` are all units in line order; those without `scopes` hold the rest of the model's parameters, which the
+    root module may use at any time, so they stay gathered from their first use to the end of the pass.
+    """
+
+    def __init__(self, units: Sequence[FlatUnit], *, sharded: bool) -> None:
+        self._units = units
+        self._sharded = sharded
+        rest = [unit.unit.index for unit in units if not unit.unit.scopes]
+        self.forward_order = rest + [unit.unit.index for unit in units if unit.unit.scopes]
+        self._backward_order = self._reverse()
+        self.recorded = False
+        self.lazy_rest: set[int] = set()
+        """Units of the rest that are used only inside modules of their own: gathered when those are entered."""
+        self._trace: list[int] = []
+        self._cursor = -1
+        self._issued = 0
+        self._backward_cursor = -1
+        self._backward_issued = 0
+        self._entered: set[int] = set()
+        self._active: dict[int, int] = {}
+
+    # ---- after the optimizer step, stages 1 and 2
+
+    def refresh(self) -> None:
+        """Start gathering every unit that holds trainable parameters: their owners have updated them."""
+        for index in self.forward_order:
+            if self._units[index].unit.trainable:
+                self._units[index].gather()
+
+    def wait_all(self) -> None:
+        for unit in self._units:
+            unit.ready()
+
+    # ---- forward
+
+    def begin_forward(self) -> None:
+        self._cursor, self._issued = -1, 0
+        self._entered.clear()
+        self._active.clear()
+        for unit in self._units:
+            if not unit.unit.scopes and unit.unit.index not in self.lazy_rest:
+                self.enter(unit, record=False)
+
+    def enter(self, unit: FlatUnit, *, record: bool = True) -> None:
+        """`unit` is about to be used in forward."""
+        index = unit.unit.index
+        if record and not self.recorded and (not self._trace or self._trace[-1] != index):
+            self._trace.append(index)
+        if not self._sharded:
+            unit.ready()
+            return
+        for entered in [other for other in self._entered if other != index and not self._active.get(other)]:
+            self._release(self._units[entered])
+        place = _find(self.forward_order, index, self._cursor)
+        if place is not None:
+            self._cursor = place
+            self._issued = self._issue(self.forward_order, self._issued, place + 1)
+        self._use(unit)
+        if place is not None:
+            self._issued = self._issue(self.forward_order, self._issued, place + 2)
+
+    def activate(self, unit: FlatUnit) -> None:
+        self._active[unit.unit.index] = self._active.get(unit.unit.index, 0) + 1
+
+    def leave(self, unit: FlatUnit) -> bool:
+        """A module of `unit` has returned. True when it was the outermost one at work."""
+        index = unit.unit.index
+        self._active[index] = self._active.get(index, 1) - 1
+        return self._active[index] <= 0
+
+    def end_forward(self, *, training: bool) -> None:
+        """Issue what is missing, then free all units but those that backward begins with."""
+        if self._sharded:
+            self._issued = self._issue(self.forward_order, self._issued, len(self.forward_order))
+            modules = [index for index in self.forward_order if self._units[index].unit.scopes]
+            last = modules[-1] if modules else None
+            for unit in self._units:
+                kept = training and (not unit.unit.scopes or unit.unit.index == last)
+                if unit.resident and not kept:
+                    unit.free()
+        else:
+            self.wait_all()
+        self._entered.clear()
+        self._active.clear()
+
+    # ---- backward
+
+    def begin_backward(self) -> None:
+        self._backward_cursor, self._backward_issued = -1, 0
+        self._entered.clear()
+        for unit in self._units:
+            if not unit.unit.scopes:
+                self.enter_backward(unit)
+
+    def enter_backward(self, unit: FlatUnit, *, recomputing: bool = False) -> None:
+        """The gradient of `unit`'s output is there, or a checkpoint is about to run its forward again."""
+        if not self._sharded:
+            return
+        index = unit.unit.index
+        if not unit.unit.scopes:
+            self._use(unit)
+            return
+        if not recomputing:
+            for entered in [other for other in self._entered if other != index]:
+                self._release(self._units[entered])
+        order = self._backward_order
+        place = _find(order, index, self._backward_cursor)
+        if place is not None:
+            self._backward_cursor = place
+            self._backward_issued = self._issue(order, self._backward_issued, place + 1)
+        self._use(unit)
+        if place is not None:
+            self._backward_issued = self._issue(order, self._backward_issued, place + 2)
+
+    def left_behind(self, unit: FlatUnit) -> list[int]:
+        """Units whose backward is over once `unit`'s begins; see [Note: freeing in backward]."""
+        place = _find(self._backward_order, unit.unit.index, self._backward_cursor)
+        if place is None:
+            return []
+        ahead = set(self._backward_order[place:])
+        return [index for index in self._backward_order[:place] if index not in ahead]
+
+    def end_backward(self) -> None:
+        """Issue what this rank did not need but others may have, and free everything."""
+        if not self._sharded:
+            return
+        order = self._backward_order
+        self._backward_issued = self._issue(order, self._backward_issued, len(order))
+        self.free_all()
+
+    def free_all(self) -> None:
+        if self._sharded:
+            for unit in self._units:
+                if unit.resident:
+                    unit.free()
+        else:
+            self.wait_all()
+        self._entered.clear()
+        self._active.clear()
+        self._cursor = self._backward_cursor = -1
+        self._issued = self._backward_issued = 0
+
+    # ---- the order
+
+    def trace(self, lazy_rest: Sequence[int]) -> list[int]:
+        """The order of the first forward on this rank, every unit at least once.
+
+        Units of the rest appear once; those that cannot be gathered lazily come first.
+        """
+        lead = [u.unit.index for u in self._units if not u.unit.scopes and u.unit.index not in lazy_rest]
+        order = list(lead)
+        for index in self._trace:
+            if index not in order or (self._units[index].unit.scopes and order[-1] != index):
+                order.append(index)
+        return order + [index for index in self.forward_order if index not in order]
+
+    def adopt_order(self, order: Sequence[int], lazy_rest: Sequence[int]) -> None:
+        self.forward_order = list(order)
+        self._backward_order = self._reverse()
+        self.lazy_rest = set(lazy_rest)
+        self.recorded = True
+
+    def _reverse(self) -> list[int]:
+        return [index for index in reversed(self.forward_order) if self._units[index].unit.scopes]
+
+    def _issue(self, order: Sequence[int], start: int, stop: int) -> int:
+        for place in range(start, min(stop, len(order))):
+            unit = self._units[order[place]]
+            if not unit.resident:
+                unit.gather()
+        return max(start, min(stop, len(order)))
+
+    def _use(self, unit: FlatUnit) -> None:
+        if not unit.resident:
+            unit.gather()
+        unit.ready()
+        self._entered.add(unit.unit.index)
+
+    def _release(self, unit: FlatUnit) -> None:
+        if not unit.unit.scopes:
+            return
+        self._entered.discard(unit.unit.index)
+        if unit.resident:
+            unit.free()
+
+
+def _find(order: Sequence[int], index: int, cursor: int) -> int | None:
+    """The place of `index` in `order` at or after `cursor`."""
+    for place in range(max(cursor, 0), len(order)):
+        if order[place] == index:
+            return place
+    return None

@@ -1,0 +1,367 @@
+"""Gradients: from autograd into flat buckets, over the ranks, into shards.
+
+    stage 0, 1   one whole bucket a unit, kept; the sum over ranks stands in this rank's piece of it (and, at
+                 stage 0, is gathered to all pieces)
+    stage 2, 3   one shard a unit, kept; buckets are lent by a pool of two while a unit's gradients arrive
+
+A gradient is multiplied by 1/N while it is copied into its bucket, and N ranks' buckets are then summed in rank
+order. Units are reduced in one order on every rank (see gathering's [Note: one order]): reversed line order in the
+first backward, in which rank 0 records the order in which its units became complete. A unit that is incomplete at
+the end of backward is reduced with zeros in place of what is missing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Sequence
+from enum import Enum
+
+import torch
+from torch import Tensor, nn
+
+from zerokit.errors import ScheduleError
+from zerokit.layout import Interval
+from zerokit.runtime.collectives import Collectives, Work
+from zerokit.runtime.storage import Flat, FlatUnit
+
+_IN_FLIGHT = 2
+"""Reductions at a time: one travels while the next one's gradients arrive."""
+
+
+class Phase(Enum):
+    """A unit's way through one backward pass."""
+
+    IDLE = "no gradient yet"
+    FILLING = "some gradients have arrived"
+    COMPLETE = "all gradients have arrived"
+    REDUCING = "handed to the collectives"
+
+
+class BucketPool:
+    """Two buckets lent in turn; units larger than these borrow memory for as long as they are in flight."""
+
+    def __init__(self, fitting: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+        """`fitting` lists the elements of the units that the pool serves."""
+        self.numel = max(fitting, default=0)
+        self._count = min(_IN_FLIGHT, len(fitting))
+        self._dtype, self._device = dtype, device
+        self._free: list[Tensor] = []
+        self._owned: set[int] = set()
+
+    def take(self, numel: int) -> Tensor | None:
+        """A bucket of `numel` elements with arbitrary contents; None while all are lent."""
+        if numel > self.numel:
+            return torch.empty(numel, dtype=self._dtype, device=self._device)
+        if not self._owned:
+            self._free = [torch.empty(self.numel, dtype=self._dtype, device=self._device) for _ in range(self._count)]
+            self._owned = {bucket.data_ptr() for bucket in self._free}
+        return self._free.pop()[:numel] if self._free else None
+
+    def give(self, bucket: Tensor) -> None:
+        if bucket.data_ptr() in self._owned:
+            whole = torch.empty(0, dtype=self._dtype, device=self._device)
+            self._free.append(whole.set_(bucket.untyped_storage()))
+
+    def tensors(self) -> list[Tensor]:
+        """The buckets that are not lent: all of them between backward passes."""
+        return list(self._free)
+
+
+class UnitGradients:
+    """The gradients of one unit."""
+
+    def __init__(self, storage: FlatUnit, dtype: torch.dtype, *, whole: bool, gather: bool) -> None:
+        self.storage = storage
+        self.unit = storage.unit
+        self.dtype = dtype
+        self.whole = whole
+        self.gather = gather
+        self.phase = Phase.IDLE
+        self.arrived: set[int] = set()
+        """Positions of the parameters whose gradients this pass has brought."""
+        self.filled: set[int] = set()
+        """Positions of those whose place in the bucket holds something."""
+        self.summed = False
+        """Whether the shard holds a sum over ranks that later backward passes add to."""
+        self.bucket: Tensor | None = None
+        """Where gradients accumulate: lent, or kept at stages 0 and 1 and under `accumulate()`."""
+        self.shard: Tensor | None = None
+        self.carry: Tensor | None = None
+
+    def begin_pass(self) -> None:
+        self.phase = Phase.IDLE
+        self.arrived.clear()
+
+    def prepare(self, pool: BucketPool) -> bool:
+        """Have a bucket for the gradients of a pass. False when the pool has none left."""
+        if self.shard is None:
+            self._make_persistent()
+        if self.bucket is None:
+            self.bucket = pool.take(self.unit.numel)
+            if self.bucket is None:
+                return False
+            for gap in self.unit.gaps():
+                self.bucket[gap.start : gap.stop].zero_()
+        if self.whole and self.summed:
+            # The shard lies inside the bucket that is about to be filled again.
+            assert self.shard is not None
+            self.carry, self.summed = self.shard.clone(), False
+        return True
+
+    def prepare_own(self) -> None:
+        """Have a bucket of this unit's own, to hold whole gradients over several backward passes."""
+        if self.bucket is None:
+            self.bucket = torch.zeros(self.unit.numel, dtype=self.dtype, device=self.storage.device)
+
+    def _make_persistent(self) -> None:
+        device = self.storage.device
+        if self.whole:
+            own = self.storage.own
+            self.bucket = torch.zeros(self.unit.numel, dtype=self.dtype, device=device)
+            self.shard = self.bucket[own.start : own.stop]
+        else:
+            self.shard = torch.zeros(self.unit.shard_numel, dtype=self.dtype, device=device)
+
+    def fill(self, position: int, gradient: Tensor, factor: float) -> None:
+        """Take parameter number `position`'s gradient, times `factor`, into the bucket."""
+        assert self.bucket is not None
+        part = self.unit.slices[position]
+        target = self.bucket[part.offset : part.offset + part.parameter.numel].view(part.parameter.shape)
+        if position in self.filled:
+            target.add_(gradient, alpha=factor)
+        elif gradient.dtype == self.dtype:
+            torch.mul(gradient, factor, out=target)
+        else:
+            target.copy_(gradient).mul_(factor)
+        self.filled.add(position)
+
+    def may_steal(self, gradient: Tensor) -> bool:
+        """Whether autograd's tensor can serve as the bucket itself: a unit of one unpadded parameter."""
+        return (
+            not self.whole
+            and self.bucket is None
+            and len(self.storage.parameters) == 1
+            and gradient.numel() == self.unit.numel
+            and gradient.dtype == self.dtype
+            and gradient.is_contiguous()
+            and not gradient.is_cuda
+        )
+
+    def steal(self, gradient: Tensor, factor: float) -> None:
+        if self.shard is None:
+            self._make_persistent()
+        self.bucket = gradient.detach().view(-1).mul_(factor)
+        self.filled.add(0)
+
+    def complete_with_zeros(self) -> None:
+        assert self.bucket is not None
+        for position, part in enumerate(self.unit.slices):
+            if position not in self.filled:
+                self.bucket[part.offset : part.offset + part.parameter.numel].zero_()
+
+    def reduce(self, collectives: Collectives) -> Work:
+        """Hand the bucket to the collectives."""
+        assert self.bucket is not None and self.shard is not None
+        self.complete_with_zeros()
+        self.phase = Phase.REDUCING
+        add = self.summed and not self.whole
+        return collectives.reduce_scatter(
+            self.bucket, self.shard, self.unit.index, self.storage.payload, add=add
+        )
+
+    def finish(self, pool: BucketPool) -> None:
+        """The sum has arrived in the shard."""
+        assert self.bucket is not None and self.shard is not None
+        if self.carry is not None:
+            self.shard.add_(self.carry)
+            self.carry = None
+        self.summed = True
+        self.filled.clear()
+        if not self.whole:
+            pool.give(self.bucket)
+            self.bucket = None
+
+    def forget(self, pool: BucketPool) -> None:
+        """Drop all gradients; memory that is kept stays."""
+        self.summed, self.carry = False, None
+        self.begin_pass()
+        self.filled.clear()
+        if not self.whole and self.bucket is not None:
+            pool.give(self.bucket)
+            self.bucket = None
+
+    def of(self, interval: Interval) -> Tensor:
+        """The gradients of elements `interval` (memory coordinates) of the unit."""
+        if self.whole:
+            assert self.bucket is not None
+            return self.bucket[interval.start : interval.stop]
+        assert self.shard is not None
+        own = self.storage.own.start
+        return self.shard[interval.start - own : interval.stop - own]
+
+
+class Gradients:
+    """All units' gradients and the one order in which they are reduced."""
+
+    def __init__(
+        self, storages: Sequence[FlatUnit], collectives: Collectives, dtype: torch.dtype, *, stage: int, fitting: Sequence[int]
+    ) -> None:
+        self.units = {
+            storage.unit.index: UnitGradients(storage, dtype, whole=stage < 2, gather=stage == 0)
+            for storage in storages
+            if storage.unit.trainable
+        }
+        self._collectives = collectives
+        self._factor = 1.0 / collectives.world
+        self.pool = BucketPool(fitting if stage >= 2 else (), dtype, collectives.device)
+        # Before it is recorded, units of the rest come last: where they are used is not known.
+        self.order = sorted(self.units, key=lambda index: (bool(self.units[index].unit.scopes), index), reverse=True)
+        self.recorded = False
+        self.accumulating = False
+        self._completed: list[int] = []
+        self._next = 0
+        self._reductions: deque[tuple[UnitGradients, Work]] = deque()
+        self._gathers: list[Work] = []
+        self.received = False
+        """Whether a backward pass has brought any gradient since the last `forget`."""
+
+    def accept(self, index: int, position: int, parameter: nn.Parameter) -> None:
+        """Take `parameter.grad`, which has just become ready, and reduce every unit that this completes."""
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        unit = self.units[index]
+        if unit.phase in (Phase.COMPLETE, Phase.REDUCING):
+            raise ScheduleError(
+                f"a second gradient for {unit.unit.parameters[position].name} in one backward pass, after its unit was "
+                "reduced: reentrant activation checkpointing does that. Use torch.utils.checkpoint with use_reentrant=False"
+            )
+        if gradient.layout != torch.strided:
+            raise ScheduleError(
+                f"the gradient of {unit.unit.parameters[position].name} is {gradient.layout}, but flat buckets are dense: "
+                "build the embedding with sparse=False"
+            )
+        self.received = True
+        unit.phase = Phase.FILLING
+        if self.accumulating:
+            if not unit.whole:
+                unit.prepare_own()
+            self._prepare(unit)
+            unit.fill(position, gradient, self._factor)
+            return
+        if unit.may_steal(gradient):
+            unit.steal(gradient, self._factor)
+        else:
+            self._prepare(unit)
+            unit.fill(position, gradient, self._factor)
+        unit.arrived.add(position)
+        if len(unit.arrived) == len(unit.storage.parameters):
+            self._complete(unit)
+
+    def settle(self, done: Collection[int]) -> None:
+        """No more gradients will come for the units in `done`: reduce them and whatever precedes them, with zeros.
+
+        Without this a rank on which a gradient is missing would hold back its reductions until the end of backward,
+        while others wait for them before they issue the gather that this rank waits for.
+        """
+        if self.accumulating:
+            return
+        places = [place for place in range(self._next, len(self.order)) if self.order[place] in done]
+        while places and self._next <= places[-1]:
+            self._issue_next()
+
+    def end_backward(self) -> None:
+        """Reduce what is left, with zeros for what never came, and wait for everything."""
+        if not self.accumulating:
+            while self._next < len(self.order):
+                self._issue_next()
+            while self._reductions:
+                self._finish_oldest()
+            for gather in self._gathers:
+                gather.wait()
+            self._gathers.clear()
+        self._next = 0
+        for unit in self.units.values():
+            unit.begin_pass()
+
+    @property
+    def pending(self) -> bool:
+        """Whether some gradients wait in whole buckets, not summed over ranks yet (after `accumulate()`)."""
+        return any(unit.filled for unit in self.units.values())
+
+    @property
+    def summed(self) -> bool:
+        """Whether the shards hold sums over ranks."""
+        return all(unit.summed for unit in self.units.values())
+
+    def forget(self) -> None:
+        """Wait for what is in flight and drop all gradients."""
+        while self._reductions:
+            _, work = self._reductions.popleft()
+            work.wait()
+        for gather in self._gathers:
+            gather.wait()
+        self._gathers.clear()
+        for unit in self.units.values():
+            unit.forget(self.pool)
+        self._next = 0
+        self.received = False
+
+    def completed_order(self) -> list[int]:
+        """The order in which units became complete on this rank, every trainable unit once."""
+        first = dict.fromkeys(self._completed)
+        return [*first, *(index for index in self.order if index not in first)]
+
+    def adopt_order(self, order: Sequence[int]) -> None:
+        self.order = list(order)
+        self.recorded = True
+        self._completed.clear()
+
+    def shards(self) -> list[Tensor]:
+        """This rank's piece of every unit's gradient, in line order."""
+        return [unit.of(unit.storage.own) for unit in self.units.values()]
+
+    def of(self, storage: FlatUnit, flat: Flat) -> Tensor:
+        """The gradient of what the optimizer updates."""
+        return self.units[storage.unit.index].of(flat.interval)
+
+    def scaled(self) -> list[Tensor]:
+        """Every tensor that a common factor must be applied to."""
+        return [
+            unit.of(Interval(0, unit.unit.numel) if unit.gather else unit.storage.own) for unit in self.units.values()
+        ]
+
+    def _prepare(self, unit: UnitGradients) -> None:
+        while not unit.prepare(self.pool):
+            if self._reductions:
+                self._finish_oldest()
+            else:
+                # Both buckets wait for a unit that comes earlier in the order: this one needs memory of its own.
+                unit.prepare_own()
+
+    def _complete(self, unit: UnitGradients) -> None:
+        unit.phase = Phase.COMPLETE
+        if not self.recorded:
+            self._completed.append(unit.unit.index)
+        self._issue()
+
+    def _issue(self) -> None:
+        while self._next < len(self.order) and self.units[self.order[self._next]].phase is Phase.COMPLETE:
+            self._issue_next()
+
+    def _issue_next(self) -> None:
+        unit = self.units[self.order[self._next]]
+        self._prepare(unit)
+        while len(self._reductions) >= _IN_FLIGHT:
+            self._finish_oldest()
+        self._reductions.append((unit, unit.reduce(self._collectives)))
+        self._next += 1
+
+    def _finish_oldest(self) -> None:
+        unit, work = self._reductions.popleft()
+        work.wait()
+        unit.finish(self.pool)
+        if unit.gather:
+            assert unit.bucket is not None
+            self._gathers.append(
+                self._collectives.all_gather(unit.bucket, unit.unit.index, unit.storage.payload)
+            )

@@ -1,0 +1,77 @@
+"""What a rank holds, summed over live storages; the counterpart of `zerokit.formulas`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zerokit.formulas import MemoryReport, Operation, TrafficReport
+from zerokit.layout import Interval
+from zerokit.runtime.collectives import Counters
+from zerokit.runtime.gradients import Gradients
+from zerokit.runtime.storage import FlatUnit
+
+
+class _Ledger:
+    """Adds up storages, each once."""
+
+    def __init__(self) -> None:
+        self.lines = MemoryReport().as_dict()
+        self._seen: set[int] = set()
+
+    def add(self, line: str, tensor: Tensor, payload: int | None = None) -> None:
+        """Count `tensor`'s storage under `line`; of its elements `payload` are real and the rest is padding."""
+        storage = tensor.untyped_storage()
+        if storage.nbytes() == 0 or storage.data_ptr() in self._seen:
+            return
+        self._seen.add(storage.data_ptr())
+        real = storage.nbytes() if payload is None else payload * tensor.element_size()
+        self.lines[line] += real
+        self.lines["padding"] += storage.nbytes() - real
+
+
+def measure_memory(
+    model: nn.Module, storages: Sequence[FlatUnit], gradients: Gradients, inner: Optimizer
+) -> MemoryReport:
+    """Bytes of every storage that the runtime, the optimizer and the model's buffers hold on this rank."""
+    ledger = _Ledger()
+    for storage in storages:
+        unit = storage.unit
+        line = "parameters" if unit.trainable else "frozen"
+        if storage.sharded:
+            ledger.add(line, storage.shard, unit.payload_within(storage.own))
+            ledger.add("gathered", storage.whole)
+        else:
+            ledger.add(line, storage.whole, unit.payload_numel)
+        if unit.trainable:
+            own = gradients.units[unit.index]
+            if own.whole and own.bucket is not None:
+                ledger.add("gradients", own.bucket, unit.payload_numel)
+            elif own.shard is not None:
+                ledger.add("gradients", own.shard, unit.payload_within(storage.own))
+            if not own.whole and own.bucket is not None:
+                ledger.add("buckets", own.bucket)
+        for flat in storage.flats:
+            payload = unit.payload_within(Interval(flat.interval.start, flat.interval.stop))
+            ledger.add("optimizer", flat.tensor, payload)
+            for value in inner.state.get(flat.tensor, {}).values():
+                if isinstance(value, Tensor):
+                    if value.shape == flat.tensor.shape:
+                        ledger.add("optimizer", value, payload)
+                    else:
+                        ledger.add("scalars", value)
+    for bucket in gradients.pool.tensors():
+        ledger.add("buckets", bucket)
+    for buffer in model.buffers():
+        ledger.add("buffers", buffer)
+    return MemoryReport(**ledger.lines)
+
+
+def traffic_of(counters: Counters) -> TrafficReport:
+    """A step's counters as a report."""
+    operations = {
+        name: Operation(calls, counters.elements[name], counters.bytes[name]) for name, calls in counters.calls.items()
+    }
+    return TrafficReport(operations, counters.received_bytes, counters.control_bytes, counters.control_calls)

@@ -1,0 +1,115 @@
+"""From a model to segments of its parameters: which modules form units, and what is left between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from zerokit.errors import UsageError
+from zerokit.layout import Parameter, Segment
+
+UnitRule = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[nn.Module], bool]
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+@dataclass(slots=True)
+class Anatomy:
+    """A model taken apart.
+
+    `named` holds every parameter once under its first name, `aliases` its other names. `segments` lists them in
+    the order of the line. `owners` maps a parameter's name to the modules that hold it directly.
+    """
+
+    named: dict[str, nn.Parameter]
+    segments: list[Segment]
+    owners: dict[str, list[nn.Module]]
+
+
+def take_apart(model: nn.Module, rule: UnitRule | None, groups: Mapping[nn.Parameter, int]) -> Anatomy:
+    """Divide `model`'s parameters among its unit modules and the rest.
+
+    Unit modules are the outermost ones that match `rule`; without a rule, the children of every `ModuleList` and
+    `Sequential` (looking through containers that cannot be called). A parameter that two unit modules share, or a
+    unit module and anything outside, belongs to the rest, so that no unit depends on another one being gathered.
+    The rest is split by its position before, between and after the unit modules. Parameters that require no
+    gradient are frozen for good.
+
+    Raises `UsageError` where `rule` matches no module.
+    """
+    scopes = _unit_modules(model, rule)
+    named = dict(model.named_parameters())
+    first_name = {parameter: name for name, parameter in named.items()}
+    aliases: dict[str, list[str]] = {}
+    users: dict[str, dict[str | None, None]] = {}
+    owners: dict[str, list[nn.Module]] = {}
+    for path, module in model.named_modules():
+        scope = next((name for name in scopes if path == name or path.startswith(f"{name}.")), None)
+        for local, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            name = first_name[parameter]
+            alias = f"{path}.{local}" if path else local
+            if alias != name:
+                aliases.setdefault(name, []).append(alias)
+            users.setdefault(name, {})[scope] = None
+            owners.setdefault(name, []).append(module)
+
+    segments: list[Segment] = []
+    members: list[Parameter] = []
+    current: str | None = None
+    for name, parameter in named.items():
+        scope = next(iter(users[name])) if len(users[name]) == 1 else None
+        if members and scope != current:
+            segments.append(Segment(current, tuple(members)))
+            members = []
+        current = scope
+        members.append(
+            Parameter(
+                name=name,
+                shape=tuple(parameter.shape),
+                dtype=str(parameter.dtype).removeprefix("torch."),
+                group=groups.get(parameter, 0),
+                trainable=parameter.requires_grad,
+                aliases=tuple(aliases.get(name, ())),
+            )
+        )
+    if members:
+        segments.append(Segment(current, tuple(members)))
+    return Anatomy(named, segments, owners)
+
+
+def _unit_modules(model: nn.Module, rule: UnitRule | None) -> dict[str, nn.Module]:
+    matches = _as_predicate(model, rule)
+    found: dict[str, nn.Module] = {}
+
+    def visit(path: str, module: nn.Module) -> None:
+        for name, child in module.named_children():
+            where = f"{path}.{name}" if path else name
+            if matches(child):
+                found[where] = child
+            else:
+                visit(where, child)
+
+    visit("", model)
+    if rule is not None and not found:
+        raise UsageError(
+            f"units={rule!r} matches no module inside {type(model).__name__}: pass the class of its repeated block, "
+            "or leave units out to take the children of every ModuleList and Sequential"
+        )
+    return found
+
+
+def _as_predicate(model: nn.Module, rule: UnitRule | None) -> Callable[[nn.Module], bool]:
+    if rule is None:
+        children: set[nn.Module] = set()
+        for module in model.modules():
+            if isinstance(module, (nn.ModuleList, nn.Sequential)):
+                children.update(module.children())
+        return lambda module: module in children and not isinstance(module, _CONTAINERS)
+    if isinstance(rule, type) or isinstance(rule, tuple):
+        classes: Sequence[type[nn.Module]] = (rule,) if isinstance(rule, type) else rule
+        return lambda module: isinstance(module, tuple(classes))
+    if callable(rule):
+        return rule
+    raise UsageError(f"units={rule!r}: expected a module class, a tuple of classes, or a function of a module")

@@ -1,0 +1,362 @@
+"""`ZeroOptimizer`: a `torch.optim.Optimizer` whose memory and work are divided among ranks."""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zerokit.errors import LayoutMismatch, UsageError
+from zerokit.formulas import ElementBytes, MemoryReport, TrafficReport, predict_memory, predict_traffic
+from zerokit.layout import Layout
+from zerokit.runtime.build import Build, build
+from zerokit.runtime.collectives import Counters
+from zerokit.runtime.gradients import Gradients
+from zerokit.runtime.measure import measure_memory, traffic_of
+from zerokit.runtime.modules import UnitRule
+from zerokit.runtime.norms import all_finite, global_norm
+from zerokit.runtime.precision import LossScale, Precision
+from zerokit.runtime.state_dict import gathered, install_state_dict_hooks
+
+DEFAULT_BUCKET_MB = 16.0
+"""MiB, counted in fp32: large enough to hide a collective's latency, small enough for two in flight."""
+
+
+class ZeroOptimizer(Optimizer):
+    """Trains `model` with the elementwise `optimizer_class`, its state divided over the ranks of a process group.
+
+    Args:
+        model: parameters become views of flat storages in the compute dtype; those on `meta` are initialised here.
+        optimizer_class: AdamW, Adam, SGD, Adagrad, RMSprop, NAdam or any class that treats every element alike.
+        stage: what is divided: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters
+            (ZeRO, arXiv:1910.02054, §5). Losses are identical bits at every stage.
+        precision: "fp32", "bf16", "fp16" or a `Precision`.
+        params: the model's parameters to train, in groups as any torch optimizer takes them; by default all of them.
+        units: which modules are communicated as one: a class, several, or a function of a module. By default the
+            children of every `ModuleList` and `Sequential`.
+        bucket_mb: neighbouring units join up to this many MiB, counted in fp32.
+        process_group: the ranks to divide among; by default all.
+        timeout: of collectives; by default the process group's.
+        init_fn: initialises one module in place, for models on `meta`; by default its `reset_parameters()`.
+        loss_scale: dynamic loss scaling, for fp16.
+        **optimizer_options: passed to `optimizer_class`. `fused=True` is added where it is accepted.
+
+    Raises:
+        UsageError: for arguments that do not exist or do not fit together.
+        UnsupportedOptimizer: for an optimizer that is not elementwise.
+        LayoutMismatch: on every rank, when ranks disagree about the model or the settings.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer_class: type[Optimizer],
+        *,
+        stage: int = 2,
+        precision: str | Precision = "bf16",
+        params: Iterable[Any] | None = None,
+        units: UnitRule | None = None,
+        bucket_mb: float = DEFAULT_BUCKET_MB,
+        process_group: dist.ProcessGroup | None = None,
+        timeout: datetime.timedelta | None = None,
+        init_fn: Callable[[nn.Module], None] | None = None,
+        loss_scale: LossScale | None = None,
+        **optimizer_options: Any,
+    ) -> None:
+        # `Optimizer.__init__` is not called: everything it would create is forwarded to the inner optimizer.
+        self.stage = stage
+        self.precision = Precision.of(precision)
+        self._scaler = (loss_scale or LossScale()) if self.precision.scaled else None
+        self.skipped_steps = 0
+        """Steps left out because fp16 gradients overflowed."""
+        built: Build = build(
+            model,
+            optimizer_class,
+            optimizer_options,
+            stage=stage,
+            precision=self.precision,
+            params=params,
+            rule=units,
+            bucket_mb=bucket_mb,
+            process_group=process_group,
+            timeout=timeout,
+            init=init_fn,
+        )
+        self._model = model
+        self._inner = built.inner
+        self._storages = built.storages
+        self._collectives = built.collectives
+        self._gathering = built.gathering
+        self._gradients: Gradients = built.gradients
+        self._walk = built.walk
+        self._states = built.states
+        self.layout: Layout = built.layout
+        self._last_counters = Counters()
+        self._unscaled = False
+        self._norm_is_finite: bool | None = None
+        self._previous_control: Tensor | None = None
+        self._optimizer_step_pre_hooks = self._inner._optimizer_step_pre_hooks
+        self._optimizer_step_post_hooks = self._inner._optimizer_step_post_hooks
+        install_state_dict_hooks(model, self._storages, self._gathering)
+        model.__dict__["__deepcopy__"] = _refuse_deepcopy
+        self._collectives.counters = Counters()
+
+    # ---- the training loop
+
+    def backward(self, loss: Tensor) -> None:
+        """Differentiate `loss` (0-d), scaled in fp16; gradients are reduced while they arrive."""
+        if self._unscaled:
+            raise UsageError("backward() after step() or clip_grad_norm_() without zero_grad(): these gradients are unscaled already")
+        self._walk.scaling = True
+        try:
+            (loss if self._scaler is None else loss * self._scaler.value).backward()  # type: ignore[no-untyped-call]
+        finally:
+            self._walk.scaling = False
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Inside, backward passes add up gradients on this rank; the first one outside reduces them all.
+
+        Costs whole gradients at every stage, and gives the same bits at every stage.
+        """
+        before, self._gradients.accumulating = self._gradients.accumulating, True
+        try:
+            yield
+        finally:
+            self._gradients.accumulating = before
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale gradients down so that their global norm is at most `max_norm`, like torch's function of this name.
+
+        Costs one all-reduce of one number. Returns the norm before clipping, a 0-d fp32 tensor.
+        """
+        if not norm_type > 0:
+            raise UsageError(f"norm_type={norm_type}: expected a positive number or inf")
+        self._walk.finish()
+        norm = global_norm(self._gradients.shards(), float(norm_type), self._collectives)
+        self._norm_is_finite = math.isfinite(norm)
+        factor = 1.0
+        if self._scaler is not None and not self._unscaled:
+            factor = 1.0 / self._scaler.value
+            norm *= factor
+            self._unscaled = True
+        total = torch.tensor(norm, dtype=torch.float32, device=self._collectives.device)
+        # In fp32, as torch.nn.utils.clip_grad_norm_ does it, so that results can be compared in bits.
+        coefficient = float((max_norm / (total + 1e-6)).clamp(max=1.0))
+        self._scale_gradients(factor * coefficient)
+        return total
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update the parameters from the gradients of the backward passes since `zero_grad`.
+
+        In fp16 a step whose gradients overflowed on any rank is skipped on all. A parameter without gradient is
+        updated with zeros.
+        """
+        if closure is not None:
+            raise UsageError("closures are not supported: run forward and backward yourself, then call step()")
+        self._walk.finish()
+        overflow = self._scaler is not None and not (
+            self._norm_is_finite if self._norm_is_finite is not None else all_finite(self._gradients.shards())
+        )
+        overflow = self._control(overflow)
+        if self._scaler is not None:
+            scale = self._scaler.value
+            self._scaler.update(overflow)
+            if overflow:
+                self.skipped_steps += 1
+                self._end_step()
+                return
+            if not self._unscaled:
+                self._scale_gradients(1.0 / scale)
+                self._unscaled = True
+        self._update()
+        self._end_step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients, and whatever an unfinished backward pass left behind."""
+        if self._walk.failed:
+            self._walk.abandon()
+        self._gradients.forget()
+        self._unscaled, self._norm_is_finite = False, None
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Inside, every parameter of the model is whole and up to date; all ranks must enter together.
+
+        In-place changes made alike on all ranks are kept.
+        """
+        with gathered(self._storages, self._gathering):
+            yield
+
+    def _control(self, overflow: bool) -> bool:
+        """Agree on overflow, and check that some rank has gradients and all walked the same way."""
+        turns = float(self._collectives.schedule & 0xFFFFFFFF)
+        control = torch.tensor(
+            [float(overflow), float(self._gradients.received), turns, -turns], dtype=torch.float64
+        ).to(self._collectives.device, non_blocking=True)
+        self._collectives.all_reduce(control, dist.ReduceOp.MAX)
+        if control.is_cuda and self._scaler is None:
+            # Looking at it would make the host wait for the device at every step: look at the last step's.
+            control, self._previous_control = self._previous_control, control
+            if control is None:
+                return False
+        any_overflow, any_received, highest, lowest = control.tolist()
+        if not any_received:
+            self._gradients.forget()
+            raise UsageError("step() before any backward(): no rank has gradients. Call optimizer.backward(loss) first")
+        if highest != -lowest:
+            raise LayoutMismatch("ranks issued different sequences of collectives in this step: their models took different paths")
+        return bool(any_overflow)
+
+    def _scale_gradients(self, factor: float) -> None:
+        if factor != 1.0:
+            for gradient in self._gradients.scaled():
+                gradient.mul_(factor)
+
+    def _update(self) -> None:
+        for storage in self._storages:
+            for flat in storage.flats:
+                gradient = self._gradients.of(storage, flat)
+                flat.tensor.grad = gradient if gradient.dtype == flat.tensor.dtype else gradient.to(flat.tensor.dtype)
+        self._inner.step()
+        for storage in self._storages:
+            for flat in storage.flats:
+                flat.tensor.grad = None
+            storage.write_back()
+        if self.stage in (1, 2):
+            self._gathering.refresh()
+
+    def _end_step(self) -> None:
+        counters, self._collectives.counters = self._collectives.counters, Counters()
+        self._last_counters = counters
+
+    # ---- reports
+
+    def memory(self) -> MemoryReport:
+        """Bytes this rank holds now, summed over live storages; meaningful between backward and step."""
+        return measure_memory(self._model, self._storages, self._gradients, self._inner)
+
+    def predicted_memory(self) -> MemoryReport:
+        """What `memory()` must be after the first step, from the layout alone."""
+        buffers = sum(buffer.untyped_storage().nbytes() for buffer in self._model.buffers())
+        return predict_memory(
+            self.layout, rank=self._collectives.rank, stage=self.stage, sizes=self._element_bytes(), buffers=buffers
+        )
+
+    def traffic(self) -> TrafficReport:
+        """What the last finished step moved."""
+        return traffic_of(self._last_counters)
+
+    def predicted_traffic(self, *, micro_batches: int = 1, reductions: int = 1) -> TrafficReport:
+        """What a step must move, from the layout alone; the first step of stages 1 and 2 moves less."""
+        order = self._gathering.forward_order
+        return predict_traffic(
+            self.layout,
+            stage=self.stage,
+            sizes=self._element_bytes(),
+            order=order,
+            micro_batches=micro_batches,
+            reductions=reductions,
+        )
+
+    def _element_bytes(self) -> ElementBytes:
+        precision = self.precision
+        return ElementBytes(
+            compute=precision.compute.itemsize,
+            reduce=precision.reduce.itemsize,
+            master=0 if precision.master == precision.compute else precision.master.itemsize,
+            states=self._states.element_bytes,
+            scalars=self._states.scalar_bytes,
+        )
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor that `backward` applies to the loss: 1 unless fp16."""
+        return 1.0 if self._scaler is None else self._scaler.value
+
+    # ---- being a torch.optim.Optimizer: one truth, the inner optimizer's
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self._inner.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self._inner.param_groups = groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self._inner.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self._inner.state = state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return self._inner.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self._inner.defaults = defaults
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part of the state: only a rank at the same place of an equal run can load it."""
+        return {
+            "inner": self._inner.state_dict(),
+            "masters": [flat.tensor.detach() for storage in self._storages for flat in storage.flats],
+            "place": self._place(),
+            "loss_scale": None if self._scaler is None else (self._scaler.value, self._scaler.good_steps),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+        """Take back what `state_dict` gave. Raises `LayoutMismatch` for another layout, stage or rank."""
+        if state_dict.get("place") != self._place():
+            raise LayoutMismatch(
+                "this state was saved by another rank, stage, precision or layout; a rank's state_dict fits only the same place. "
+                "Use a zerokit checkpoint to change world size or stage"
+            )
+        self._inner.load_state_dict(state_dict["inner"])
+        masters = iter(state_dict["masters"])
+        with torch.no_grad():
+            for storage in self._storages:
+                for flat in storage.flats:
+                    flat.tensor.copy_(next(masters))
+                storage.write_back()
+        if self._scaler is not None:
+            self._scaler.value, self._scaler.good_steps = state_dict["loss_scale"]
+        if self.stage in (1, 2):
+            self._gathering.wait_all()
+            self._gathering.refresh()
+
+    def _place(self) -> tuple[str, int, int, str]:
+        return (self.layout.digest().hex(), self.stage, self._collectives.rank, str(self.precision.as_dict()))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
+        raise UsageError(
+            "the layout is fixed when ZeroOptimizer is built: pass all groups as params=[...], and freeze or unfreeze before"
+        )
+
+    @property
+    def _step_supports_amp_scaling(self) -> NoReturn:
+        # torch.amp.GradScaler asks for this before it steps.
+        raise UsageError("zerokit scales the loss itself: use precision='fp16' and optimizer.backward(loss), without GradScaler")
+
+    def __repr__(self) -> str:
+        return (
+            f"ZeroOptimizer(stage={self.stage}, world={self.layout.world}, precision={self.precision.as_dict()}, "
+            f"{self._inner!r})"
+        )
+
+
+def _refuse_deepcopy(memo: object) -> NoReturn:
+    raise UsageError(
+        "deepcopy of a model under ZeroOptimizer would copy empty or shared storages: copy it before, or take its state_dict()"
+    )

@@ -1,0 +1,167 @@
+"""A unit in memory: whole parameters as views of one flat storage, and what this rank keeps of it.
+
+    stage 0, 1, 2   `whole` always exists; this rank's `shard` is a view of it
+    stage 3         `shard` always exists; `whole`'s storage is resized to hold the unit while it is gathered, and
+                    to nothing in between
+
+[Note: storage resize] Autograd saves views of weights (a transposed weight, for example). Re-pointing `.data` to
+another storage would leave those behind, so a unit keeps one storage for life and only its size changes. A view of
+an empty storage segfaults on the CPU; hence parameters also point at an empty placeholder while their unit is freed,
+so that a use out of turn ends in a shape error instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from zerokit.errors import UsageError
+from zerokit.layout import Interval, Unit
+from zerokit.runtime.collectives import Collectives, Work
+
+
+@dataclass(slots=True)
+class Flat:
+    """What the optimizer updates of one unit and group: `tensor`, elements `interval` of the unit's memory."""
+
+    group: int
+    interval: Interval
+    tensor: nn.Parameter
+
+
+class FlatUnit:
+    """The storage of one unit on one rank.
+
+    Args:
+        unit: its layout.
+        parameters: the model's parameters, in the unit's order; they become views of this storage.
+        collectives: how it is gathered.
+        dtype: of the storage.
+        sharded: whether only the shard is kept between uses (stage 3).
+    """
+
+    def __init__(
+        self,
+        unit: Unit,
+        parameters: Sequence[nn.Parameter],
+        collectives: Collectives,
+        dtype: torch.dtype,
+        *,
+        sharded: bool,
+    ) -> None:
+        self.unit = unit
+        self.parameters = list(parameters)
+        self.collectives = collectives
+        self.dtype = dtype
+        self.sharded = sharded
+        self.device = collectives.device
+        self.payload = [unit.payload_within(unit.shard(rank)) for rank in range(unit.world)]
+        self.own = unit.shard(collectives.rank)
+        self.flats: list[Flat] = []
+        self.pending: Work | None = None
+        self.resident = True
+        self.whole = torch.zeros(unit.numel, dtype=dtype, device=self.device)
+        self._views = [
+            self.whole[part.offset : part.offset + part.parameter.numel].view(part.parameter.shape)
+            for part in unit.slices
+        ]
+        self._empty = torch.empty(0, dtype=dtype, device=self.device)
+        self.shard = self.whole[self.own.start : self.own.stop]
+
+    def adopt(self, initial: Mapping[nn.Parameter, Tensor]) -> None:
+        """Copy the parameters' values in and make the parameters views of this storage.
+
+        Those on `meta` take their values from `initial`.
+        """
+        with torch.no_grad():
+            for parameter, view in zip(self.parameters, self._views, strict=True):
+                if not parameter.is_meta:
+                    view.copy_(parameter)
+                    parameter.data = view
+                    continue
+                view.copy_(initial[parameter])
+                # `.data` cannot cross from meta to a device; swapping keeps the object, so ties and groups hold.
+                real = nn.Parameter(view, parameter.requires_grad)
+                real.__dict__.update(parameter.__dict__)
+                torch.utils.swap_tensors(parameter, real)
+
+    def make_flats(self, master: torch.dtype, *, everything: bool) -> None:
+        """Create what the optimizer updates: the whole unit (stage 0) or this rank's shard of it.
+
+        Where the master dtype is the storage's own, the masters are the storage itself.
+        """
+        span = Interval(0, self.unit.numel) if everything else self.own
+        for group, stretch in self.unit.groups_within(span):
+            part = self.slice_of(stretch)
+            part = part if master == self.dtype else part.to(master)
+            self.flats.append(Flat(group, stretch, nn.Parameter(part)))
+
+    def keep_shard_only(self) -> None:
+        """Stage 3, once the whole unit holds its initial values: keep this rank's piece and free the rest."""
+        self.shard = self.shard.clone()
+        self.free()
+
+    def slice_of(self, interval: Interval) -> Tensor:
+        """Elements `interval` (memory coordinates) of what this rank keeps."""
+        if self.sharded:
+            return self.shard[interval.start - self.own.start : interval.stop - self.own.start]
+        return self.whole[interval.start : interval.stop]
+
+    def write_back(self) -> None:
+        """Copy updated masters into what this rank keeps of the parameters."""
+        for flat in self.flats:
+            kept = self.slice_of(flat.interval)
+            if kept.data_ptr() != flat.tensor.data_ptr():
+                kept.copy_(flat.tensor.detach())
+
+    def read_in(self) -> None:
+        """The opposite: parameters were changed as a whole; refresh this rank's shard and masters."""
+        if self.sharded:
+            self.shard.copy_(self.whole[self.own.start : self.own.stop])
+        with torch.no_grad():
+            for flat in self.flats:
+                kept = self.slice_of(flat.interval)
+                if kept.data_ptr() != flat.tensor.data_ptr():
+                    flat.tensor.copy_(kept)
+
+    def gather(self) -> None:
+        """Start gathering the unit; `ready` must follow before its parameters are used."""
+        if self.sharded:
+            self.whole.untyped_storage().resize_(self.whole.numel() * self.whole.element_size())
+            self.whole[self.own.start : self.own.stop].copy_(self.shard)
+        self.pending = self.collectives.all_gather(self.whole, self.unit.index, self.payload)
+        self.resident = True
+
+    def ready(self) -> None:
+        """Wait for a gather in flight, so that the parameters hold their values."""
+        if self.pending is None:
+            return
+        pending, self.pending = self.pending, None
+        pending.wait()
+        if self.sharded:
+            for parameter, view in zip(self.parameters, self._views, strict=True):
+                parameter.data = view
+
+    def free(self) -> None:
+        """Stage 3: give the gathered unit's memory back; see [Note: storage resize]."""
+        self.ready()
+        for parameter in self.parameters:
+            parameter.data = self._empty
+        self.whole.untyped_storage().resize_(0)
+        self.resident = False
+
+    def check(self) -> None:
+        """Raise `UsageError` if someone re-pointed a parameter: its updates would be lost without a word."""
+        usable = not self.sharded or (self.resident and self.pending is None)
+        for parameter, view, layout in zip(self.parameters, self._views, self.unit.parameters, strict=True):
+            expected = view if usable else self._empty
+            if parameter.data_ptr() != expected.data_ptr() or parameter.dtype != self.dtype:
+                raise UsageError(
+                    f"parameter {layout.name} no longer lies in zerokit's storage (found {parameter.dtype} on "
+                    f"{parameter.device}, expected {self.dtype} on {self.device}): calling .to(), .float(), .half() or "
+                    "assigning .data after ZeroOptimizer was built cuts the parameter off from its updates. "
+                    "Do it before, or choose precision="
+                )

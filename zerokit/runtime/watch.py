@@ -1,0 +1,96 @@
+"""Says who waits for what: a rank that waits long publishes it, and an error names both sides."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+from zerokit.errors import ScheduleError
+
+PUBLISH_AFTER_S = 1.0
+
+
+class Watch:
+    """Watches one rank's waiting; a thread exists only from the first long-lived wait on."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.rank, self.world = group.rank(), group.size()
+        self._store = dist.distributed_c10d._get_process_group_store(group) if self.world > 1 else None
+        self._prefix = f"zerokit/{group.group_name}"
+        self._sequence = 0
+        self._since: float | None = None
+        self._what = ""
+        self._published = -1
+        self._thread: threading.Thread | None = None
+        self._wake = threading.Event()
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Mark a wait for `what`; errors inside become `ScheduleError`s that tell what each rank waits for."""
+        self._sequence += 1
+        self._what, self._since = what, time.monotonic()
+        if self._thread is None and self._store is not None:
+            self._thread = threading.Thread(target=_publish_long_waits, args=(self._wake, _Reference(self)), daemon=True)
+            self._thread.start()
+        try:
+            yield
+        except RuntimeError as error:
+            raise ScheduleError(self._explain(error)) from error
+        finally:
+            self._since = None
+
+    def publish_if_long(self) -> None:
+        since, sequence = self._since, self._sequence
+        if since is None or sequence == self._published or time.monotonic() - since < PUBLISH_AFTER_S:
+            return
+        self._publish(f"waits for the {self._what} (wait {sequence})")
+        self._published = sequence
+
+    def _publish(self, text: str) -> None:
+        if self._store is not None:
+            self._store.set(f"{self._prefix}/{self.rank}", text)
+
+    def _explain(self, error: RuntimeError) -> str:
+        lines = [f"rank {self.rank} of {self.world} did not get through its {self._what} (wait {self._sequence}): {error}"]
+        try:
+            self._publish(f"gave up waiting for the {self._what} (wait {self._sequence})")
+            for rank in range(self.world):
+                if rank != self.rank and self._store is not None:
+                    key = f"{self._prefix}/{rank}"
+                    text = self._store.get(key).decode() if self._store.check([key]) else None
+                    lines.append(f"  rank {rank} {text or 'is not known to wait: it failed, stopped, or is busy elsewhere'}")
+        except RuntimeError as unreachable:
+            lines.append(f"  the store cannot be asked about the others: {unreachable}")
+        lines.append("  Ranks must call the same methods in the same order; look for the first error of the rank named last.")
+        return "\n".join(lines)
+
+    def close(self) -> None:
+        self._wake.set()
+
+
+class _Reference:
+    """A weak reference with a type: the thread must not keep the optimizer's memory alive."""
+
+    def __init__(self, watch: Watch) -> None:
+        import weakref
+
+        self._reference = weakref.ref(watch)
+
+    def __call__(self) -> Watch | None:
+        return self._reference()
+
+
+def _publish_long_waits(wake: threading.Event, reference: _Reference) -> None:
+    while not wake.wait(PUBLISH_AFTER_S / 2):
+        watch = reference()
+        if watch is None:
+            return
+        try:
+            watch.publish_if_long()
+        except RuntimeError:
+            return  # the store is gone: the process group was destroyed
+        del watch
