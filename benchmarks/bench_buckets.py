@@ -6,9 +6,8 @@ import torch
 import torch.distributed as dist
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from benchmarks.units import flat_units
+from benchmarks.units import take_over
 from zerokit.bench.models import MODELS, build
-from zerokit.runtime.gradients import UnitGradients
 
 MODEL = "gpt-34m"
 GROUP = f"bucket fill, {MODEL}"
@@ -17,14 +16,15 @@ GROUP = f"bucket fill, {MODEL}"
 def bench_fill(benchmark: BenchmarkFixture, fake_world: dist.ProcessGroup) -> None:
     """`UnitGradients.fill` for every parameter: a copy that also divides by the world size."""
     benchmark.group = GROUP
-    units = flat_units(build(MODELS[MODEL]), fake_world)
-    gradients = [UnitGradients(unit, torch.float32, whole=True, gather=False) for unit in units]
-    arrived = [[torch.ones_like(parameter) for parameter in unit.parameters] for unit in units]
-    for unit in gradients:
-        unit.prepare_own()
+    model = build(MODELS[MODEL])
+    built = take_over(model, fake_world)
+    units = list(built.gradients.units.values())
+    arrived = [[torch.ones_like(parameter) for parameter in unit.storage.parameters] for unit in units]
+    for unit in units:
+        unit.prepare(built.gradients.pool)
 
     def fill() -> None:
-        for unit, tensors in zip(gradients, arrived, strict=True):
+        for unit, tensors in zip(units, arrived, strict=True):
             unit.filled.clear()  # else the next call adds
             for position, tensor in enumerate(tensors):
                 unit.fill(position, tensor, 0.5)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -119,7 +120,7 @@ def zerokit(stage: int, *, meta: bool = False) -> Callable[[Job], Step]:
                 model = job.build()
         else:
             model = job.model()
-        buckets = {} if job.spec.bucket_mb is None else {"bucket_mb": job.spec.bucket_mb}
+        buckets: dict[str, Any] = {} if job.spec.bucket_mb is None else {"bucket_mb": job.spec.bucket_mb}
         optimizer = ZeroOptimizer(
             model,
             AdamW,

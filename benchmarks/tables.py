@@ -27,15 +27,16 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 
 
 def plain_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The same without rich."""
+    """The same without rich: words to the left, figures to the right."""
     lines = [columns, *rows]
-    widths = [max(len(line[number]) for line in lines) for number in range(len(columns))]
-    text = ["  ".join(_aligned(line, widths)).rstrip() for line in lines]
+    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+    figures = [
+        all(cell[:1].isdigit() or not cell for cell in cells) for cells in zip(*rows, strict=True)
+    ] or [False] * len(columns)
+    text = []
+    for line in lines:
+        cells = zip(line, widths, figures, strict=True)
+        text.append(
+            "  ".join(cell.rjust(w) if figure else cell.ljust(w) for cell, w, figure in cells).rstrip()
+        )
     return "\n".join([title, "", text[0], "-" * max(map(len, text)), *text[1:]])
-
-
-def _aligned(line: Sequence[str], widths: Sequence[int]) -> list[str]:
-    return [
-        cell.rjust(width) if number else cell.ljust(width)
-        for number, (cell, width) in enumerate(zip(line, widths, strict=True))
-    ]
