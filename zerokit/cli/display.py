@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from types import TracebackType
 
 from rich.console import Console
@@ -112,15 +113,12 @@ class Display:
     def places(self, outcome: Outcome, *, to_stderr: bool) -> None:
         """Where the record and the MLflow run are, and how to open the latter."""
         console = self._errors if to_stderr else self._out
-        lines = [f"record  {outcome.path}"]
+        lines = ["", f"record  {outcome.path}"]
         if (tracker := outcome.tracker) is not None:
             lines.append(f"MLflow  run {tracker.run_id}")
-            opened = (
-                tracker.uri
-                if tracker.uri.startswith("http")
-                else f"mlflow ui --backend-store-uri {tracker.uri}"
-            )
-            lines.append(f"open    {opened}")
+            served = tracker.uri.startswith("http")
+            command = f"mlflow ui --backend-store-uri {shlex.quote(tracker.uri)}"
+            lines.append(f"open    {tracker.uri if served else command}")
         console.print(Text("\n".join(lines)), soft_wrap=True)
 
 

@@ -9,7 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zerokit.bench.models.configs import GPTConfig
-from zerokit.bench.models.initialise import DEFAULT_STD, init_model, init_module, name_modules, set_std
+from zerokit.bench.models.initialise import (
+    DEFAULT_STD,
+    init_model,
+    init_module,
+    name_modules,
+    set_std,
+    share_seed,
+)
 
 __all__ = ["GPT", "Block", "GPTConfig"]
 
@@ -81,13 +88,13 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
         self.head.weight = self.tokens.weight
-        set_std(self.head, None)
         for module in self.blocks:
             assert isinstance(module, Block)
             # GPT-2 scales what is added to the residual by the number of additions (two a layer).
             set_std(module.attention.out, DEFAULT_STD / math.sqrt(2 * config.layers))
             set_std(module.mlp.down, DEFAULT_STD / math.sqrt(2 * config.layers))
         name_modules(self, seed)
+        share_seed(self.head, self.tokens)
         init_model(self)
 
     @staticmethod

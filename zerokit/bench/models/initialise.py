@@ -16,8 +16,8 @@ _STD = "_init_std"
 DEFAULT_STD = 0.02
 
 
-def set_std(module: nn.Module, std: float | None) -> None:
-    """Let `module`'s weight be drawn with this standard deviation; None leaves it alone (a tied weight)."""
+def set_std(module: nn.Module, std: float) -> None:
+    """Let `module`'s weight be drawn with this standard deviation."""
     setattr(module, _STD, std)
 
 
@@ -28,17 +28,22 @@ def name_modules(model: nn.Module, seed: int) -> None:
         setattr(module, _SEED, int.from_bytes(digest, "little"))
 
 
+def share_seed(module: nn.Module, owner: nn.Module) -> None:
+    """Let `module`, whose weight is tied to `owner`'s, draw the same numbers: then order does not matter."""
+    setattr(module, _SEED, getattr(owner, _SEED))
+
+
 @torch.no_grad()
 def init_module(module: nn.Module) -> None:
     """Fill the parameters that `module` itself owns (not its children's), in place.
 
     Matrices are drawn in fp32 from a normal distribution, norms start at one, biases at zero.
     """
-    std: float | None = getattr(module, _STD, DEFAULT_STD)
+    std: float = getattr(module, _STD, DEFAULT_STD)
     if isinstance(module, nn.LayerNorm | nn.RMSNorm):
         if module.weight is not None:
             nn.init.ones_(module.weight)
-    elif isinstance(module, nn.Linear | nn.Embedding) and std is not None:
+    elif isinstance(module, nn.Linear | nn.Embedding):
         generator = torch.Generator(device=module.weight.device)
         generator.manual_seed(getattr(module, _SEED, 0))
         drawn = torch.empty(module.weight.shape, dtype=torch.float32, device=module.weight.device)

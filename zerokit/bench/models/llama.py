@@ -9,7 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zerokit.bench.models.configs import LlamaConfig
-from zerokit.bench.models.initialise import DEFAULT_STD, init_model, init_module, name_modules, set_std
+from zerokit.bench.models.initialise import (
+    DEFAULT_STD,
+    init_model,
+    init_module,
+    name_modules,
+    set_std,
+    share_seed,
+)
 
 __all__ = ["Llama", "LlamaBlock", "LlamaConfig"]
 
@@ -107,12 +114,13 @@ class Llama(nn.Module):
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
         if config.tied:
             self.head.weight = self.tokens.weight
-            set_std(self.head, None)
         for module in self.blocks:
             assert isinstance(module, LlamaBlock)
             set_std(module.attention.out, DEFAULT_STD / math.sqrt(2 * config.layers))
             set_std(module.mlp.down, DEFAULT_STD / math.sqrt(2 * config.layers))
         name_modules(self, seed)
+        if config.tied:
+            share_seed(self.head, self.tokens)
         init_model(self)
 
     @staticmethod

@@ -1,0 +1,120 @@
+"""Batches depend on (seed, step, rank, micro-batch) alone; bad text is refused in plain words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from zerokit.bench.data import (
+    STANDARD_LIBRARY,
+    SYNTHETIC,
+    Corpus,
+    DataError,
+    batch,
+    load_corpus,
+    require_length,
+)
+
+PLACE = {"seed": 1, "step": 2, "rank": 3, "micro_batch": 4}
+
+
+def draw(corpus: Corpus, **changed: int) -> torch.Tensor:
+    return batch(corpus, **{**PLACE, **changed}, batch_size=4, length=16)[0]
+
+
+@pytest.fixture(scope="module")
+def library() -> Corpus:
+    return load_corpus(STANDARD_LIBRARY, limit=2**20)
+
+
+def test_the_default_text_is_the_same_every_time(library: Corpus) -> None:
+    again = load_corpus(STANDARD_LIBRARY, limit=2**20)
+    assert (library.digest, library.files, library.truncated) == (again.digest, again.files, True)
+    assert len(library.content) == 2**20
+    assert b"import" in library.content
+
+
+def test_targets_are_the_next_tokens_and_tokens_are_bytes_of_the_text(library: Corpus) -> None:
+    tokens, targets = batch(library, **PLACE, batch_size=4, length=16)
+    assert tokens.dtype is targets.dtype is torch.int64
+    assert tokens.shape == targets.shape == (4, 16)
+    assert torch.equal(tokens[:, 1:], targets[:, :-1])
+    for row, last in zip(tokens.tolist(), targets[:, -1].tolist(), strict=True):
+        assert bytes([*row, last]) in library.content
+
+
+@pytest.mark.parametrize("what", list(PLACE))
+def test_each_of_seed_step_rank_and_micro_batch_changes_the_batch(library: Corpus, what: str) -> None:
+    assert torch.equal(draw(library), draw(library))
+    assert not torch.equal(draw(library), draw(library, **{what: 0}))
+
+
+def test_a_batch_stays_what_it_was_in_earlier_versions() -> None:
+    """Figures of different versions can only be compared while this holds."""
+    corpus = Corpus("numbers", bytes(range(256)), files=1)
+    tokens, _ = batch(corpus, seed=0, step=0, rank=0, micro_batch=0, batch_size=3, length=4)
+    assert tokens[:, 0].tolist() == [212, 74, 211]
+
+
+def test_a_folder_is_read_in_the_order_of_its_paths_without_hidden_files(tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    (tmp_path / ".git").mkdir()
+    for name, content in {
+        "c.txt": "3",
+        "a.txt": "1",
+        "b/z.md": "5",
+        "b/a.md": "4",
+        ".git/x": "no",
+        ".y": "no",
+    }.items():
+        (tmp_path / name).write_text(content)
+    corpus = load_corpus(str(tmp_path))
+    assert (corpus.content, corpus.files, corpus.truncated) == (b"1345", 4, False)
+
+
+def test_reading_stops_at_the_limit(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("12345")
+    (tmp_path / "b").write_text("67890")
+    assert load_corpus(str(tmp_path), limit=7).content == b"1234567"
+    assert load_corpus(str(tmp_path), limit=7).truncated
+    assert not load_corpus(str(tmp_path), limit=10).truncated
+
+
+def test_synthetic_text_comes_from_the_seed() -> None:
+    assert load_corpus(SYNTHETIC, seed=5).content == load_corpus(SYNTHETIC, seed=5).content
+    assert load_corpus(SYNTHETIC, seed=5).content != load_corpus(SYNTHETIC, seed=6).content
+
+
+def test_a_missing_path_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"nowhere does not exist; give a text file"):
+        load_corpus(str(tmp_path / "nowhere"))
+
+
+@pytest.mark.parametrize("name", ["empty", "folder"])
+def test_no_text_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "empty").touch()
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(DataError, match="holds no text"):
+        load_corpus(str(tmp_path / name))
+
+
+def test_an_unreadable_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A permission that is missing is feigned: root, as whom containers run tests, may read everything."""
+    (tmp_path / "secret").write_text("text")
+
+    def refuse(self: Path, mode: str) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(DataError, match=r"cannot read .*secret: Permission denied"):
+        load_corpus(str(tmp_path / "secret"))
+
+
+def test_text_shorter_than_a_sequence_is_refused() -> None:
+    corpus = Corpus("short", b"12345", files=1)
+    require_length(corpus, 4)
+    with pytest.raises(DataError, match=r"holds 5 bytes, but sequences of 5 tokens need at least 6"):
+        require_length(corpus, 5)
+    assert batch(corpus, **PLACE, batch_size=2, length=4)[0].tolist() == [[49, 50, 51, 52]] * 2

@@ -1,0 +1,33 @@
+"""Settings that make no sense are refused before anything starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from zerokit.bench.settings import Settings
+from zerokit.errors import UsageError
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"model": "gpt-9"}, "model 'gpt-9' is unknown: choose one of"),
+        ({"stage": 4}, "stage 4 is unknown"),
+        ({"precision": "fp8"}, "precision 'fp8' is unknown"),
+        ({"device": "tpu"}, "device 'tpu' is unknown"),
+        ({"nodes": 0}, "nodes must be at least 1, not 0"),
+        ({"steps": 0}, "steps must be at least 1"),
+        ({"warmup": -1}, "warmup must be at least 0"),
+        ({"seq_len": 257}, "seq_len 257 exceeds the 256 positions of gpt-5m"),
+    ],
+)
+def test_wrong_settings_are_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Settings(**wrong)
+
+
+def test_tokens_of_a_step_count_ranks_and_micro_batches() -> None:
+    settings = Settings(nodes=2, nproc_per_node=3, batch_size=5, seq_len=7, accumulate=11)
+    assert (settings.world, settings.tokens_per_step) == (6, 6 * 5 * 7 * 11)
