@@ -77,7 +77,8 @@ class TrafficReport:
             "control_bytes": self.control_bytes,
             "control_calls": self.control_calls,
             "by_operation": {
-                name: {"calls": o.calls, "elements": o.elements, "bytes": o.bytes} for name, o in self.by_operation.items()
+                name: {"calls": o.calls, "elements": o.elements, "bytes": o.bytes}
+                for name, o in self.by_operation.items()
             },
         }
 
@@ -106,7 +107,9 @@ def stored_bytes(dtype: str, compute_bytes: int) -> int:
     return compute_bytes if dtype in _CAST else _DTYPE_BYTES.get(dtype, 1)
 
 
-def predict_memory(layout: Layout, *, rank: int, stage: int, sizes: ElementBytes, buffers: int = 0) -> MemoryReport:
+def predict_memory(
+    layout: Layout, *, rank: int, stage: int, sizes: ElementBytes, buffers: int = 0
+) -> MemoryReport:
     """What rank `rank` holds between backward and step, once the optimizer has stepped.
 
     Args:
@@ -159,9 +162,13 @@ def predict_traffic(
     others = layout.world - 1
     trainable = [unit for unit in layout.units if unit.trainable]
     psi = layout.trainable_numel
-    operations = {"reduce_scatter": _times(len(trainable) * reductions, others * psi * reductions, sizes.reduce)}
+    operations = {
+        "reduce_scatter": _times(len(trainable) * reductions, others * psi * reductions, sizes.reduce)
+    }
     if stage == 0:
-        operations["all_gather"] = _times(len(trainable) * reductions, others * psi * reductions, sizes.reduce)
+        operations["all_gather"] = _times(
+            len(trainable) * reductions, others * psi * reductions, sizes.reduce
+        )
     elif stage < 3:
         operations["all_gather"] = _times(len(trainable), others * psi, sizes.compute)
     else:
@@ -170,7 +177,9 @@ def predict_traffic(
         calls = elements = size = 0
         for index in [*forward, *backward]:
             unit = layout.units[index]
-            element_bytes = sizes.compute if unit.trainable else stored_bytes(unit.parameters[0].dtype, sizes.compute)
+            element_bytes = (
+                sizes.compute if unit.trainable else stored_bytes(unit.parameters[0].dtype, sizes.compute)
+            )
             calls += micro_batches
             elements += micro_batches * others * unit.payload_numel
             size += micro_batches * others * unit.payload_numel * element_bytes

@@ -199,7 +199,9 @@ class Layout:
     world: int
     bucket_bytes: int
     units: tuple[Unit, ...]
-    _by_name: dict[str, tuple[Unit, Slice]] = field(init=False, repr=False, compare=False, default_factory=dict)
+    _by_name: dict[str, tuple[Unit, Slice]] = field(
+        init=False, repr=False, compare=False, default_factory=dict
+    )
 
     def __post_init__(self) -> None:
         for unit in self.units:

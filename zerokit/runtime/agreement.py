@@ -22,7 +22,9 @@ def require_agreement(layout: Layout, settings: dict[str, str], collectives: Col
     Costs one all-reduce of eight integers where they agree.
     """
     digest = hashlib.sha256(layout.digest() + json.dumps(settings, sort_keys=True).encode()).digest()
-    halves = torch.tensor([int.from_bytes(digest[i : i + 4], "little") for i in range(0, 16, 4)], dtype=torch.int64)
+    halves = torch.tensor(
+        [int.from_bytes(digest[i : i + 4], "little") for i in range(0, 16, 4)], dtype=torch.int64
+    )
     extremes = torch.cat([halves, -halves]).to(collectives.device)
     collectives.all_reduce(extremes, dist.ReduceOp.MAX)
     highest, lowest = extremes.cpu().chunk(2)
@@ -31,7 +33,9 @@ def require_agreement(layout: Layout, settings: dict[str, str], collectives: Col
     parameters = {p.name: (list(p.shape), p.dtype, p.group, p.trainable) for p in layout.parameters}
     described = collectives.all_gather_objects((settings, parameters, layout.bucket_bytes))
     lines = [
-        f"rank {rank}: {difference}" for rank, other in enumerate(described) for difference in _differences(described[0], other)
+        f"rank {rank}: {difference}"
+        for rank, other in enumerate(described)
+        for difference in _differences(described[0], other)
     ]
     raise LayoutMismatch(
         "ranks disagree, compared with rank 0:\n  "
@@ -53,7 +57,11 @@ def _differences(first: object, other: object) -> list[str]:
         found.append(f"bucket_mb counts {other_bucket} bytes, not {bucket}")
     if len(parameters) != len(other_parameters):
         found.append(f"{len(other_parameters)} parameters, not {len(parameters)}")
-    names = [name for name in {**parameters, **other_parameters} if parameters.get(name) != other_parameters.get(name)]
+    names = [
+        name
+        for name in {**parameters, **other_parameters}
+        if parameters.get(name) != other_parameters.get(name)
+    ]
     for name in names[:_NAMED]:
         found.append(f"{name} is {_text(other_parameters.get(name))}, not {_text(parameters.get(name))}")
     if len(names) > _NAMED:

@@ -73,7 +73,11 @@ def build(
     anatomy = take_apart(model, rule, {p: number for number, g in enumerate(groups) for p in g["params"]})
     layout = build_layout(anatomy.segments, world=group.size(), bucket_bytes=int(bucket_mb * 2**20))
     collectives = make_collectives(group, device, timeout)
-    settings = {"stage": str(stage), "precision": str(precision.as_dict()), "optimizer": optimizer_class.__name__}
+    settings = {
+        "stage": str(stage),
+        "precision": str(precision.as_dict()),
+        "optimizer": optimizer_class.__name__,
+    }
     require_agreement(layout, settings, collectives)
 
     meta = any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
@@ -111,9 +115,13 @@ def build(
         needs_scaling=precision.scaled,
     )
     for number, entry in enumerate(groups):
-        entry["params"] = [flat.tensor for storage in storages for flat in storage.flats if flat.group == number]
+        entry["params"] = [
+            flat.tensor for storage in storages for flat in storage.flats if flat.group == number
+        ]
     model.__dict__[_MARK] = weakref.ref(walk)
-    return Build(layout, collectives, storages, gathering, gradients, walk, optimizer_class(groups, **options), states)
+    return Build(
+        layout, collectives, storages, gathering, gradients, walk, optimizer_class(groups, **options), states
+    )
 
 
 def _check_arguments(model: nn.Module, stage: int, bucket_mb: float) -> None:
@@ -124,7 +132,9 @@ def _check_arguments(model: nn.Module, stage: int, bucket_mb: float) -> None:
     if not bucket_mb > 0:
         raise UsageError(f"bucket_mb={bucket_mb}: expected a positive number of MiB")
     if not dist.is_initialized():
-        raise UsageError("no process group: call torch.distributed.init_process_group() first (torchrun sets its environment)")
+        raise UsageError(
+            "no process group: call torch.distributed.init_process_group() first (torchrun sets its environment)"
+        )
     if isinstance(model, torch._dynamo.OptimizedModule):
         raise UsageError(
             "the whole model is compiled, which hides its modules' hooks: compile the inner modules of its units instead, "
@@ -132,15 +142,22 @@ def _check_arguments(model: nn.Module, stage: int, bucket_mb: float) -> None:
         )
     for path, module in model.named_modules():
         wrapper = type(module).__name__
-        if isinstance(module, nn.parallel.DistributedDataParallel) or wrapper in ("FullyShardedDataParallel", "DataParallel"):
+        if isinstance(module, nn.parallel.DistributedDataParallel) or wrapper in (
+            "FullyShardedDataParallel",
+            "DataParallel",
+        ):
             raise UsageError(f"{path or 'the model'} is wrapped in {wrapper} already: pass the plain model")
         if _MARK in module.__dict__:
-            raise UsageError(f"{path or 'the model'} is managed by a ZeroOptimizer already: build one ZeroOptimizer for the whole model")
+            raise UsageError(
+                f"{path or 'the model'} is managed by a ZeroOptimizer already: build one ZeroOptimizer for the whole model"
+            )
     for name, parameter in model.named_parameters():
         if type(parameter).__name__ == "DTensor" or hasattr(parameter, "device_mesh"):
             raise UsageError(f"{name} is a DTensor (fully_shard or tensor parallelism): pass the plain model")
         if parameter.requires_grad and parameter.dtype not in FLOATING:
-            raise UsageError(f"{name} is {parameter.dtype}: trainable parameters must be float32, bfloat16 or float16")
+            raise UsageError(
+                f"{name} is {parameter.dtype}: trainable parameters must be float32, bfloat16 or float16"
+            )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UsageError("the model has no parameter that requires a gradient")
 
@@ -151,7 +168,11 @@ def _as_groups(model: nn.Module, params: Iterable[Any] | None) -> list[dict[str,
     if params is None:
         return [{"params": list(names)}]
     entries = list(params)
-    groups = [dict(entry) for entry in entries] if entries and isinstance(entries[0], dict) else [{"params": entries}]
+    groups = (
+        [dict(entry) for entry in entries]
+        if entries and isinstance(entries[0], dict)
+        else [{"params": entries}]
+    )
     seen: dict[nn.Parameter, int] = {}
     for number, group in enumerate(groups):
         given = group["params"]
@@ -162,7 +183,9 @@ def _as_groups(model: nn.Module, params: Iterable[Any] | None) -> list[dict[str,
                 shape = list(parameter.shape) if isinstance(parameter, torch.Tensor) else parameter
                 raise UsageError(f"params: group {number} holds {shape}, which is no parameter of the model")
             if parameter in seen:
-                raise UsageError(f"params: {names[parameter]} is in group {seen[parameter]} and in group {number}: keep one")
+                raise UsageError(
+                    f"params: {names[parameter]} is in group {seen[parameter]} and in group {number}: keep one"
+                )
             seen[parameter] = number
     left = [name for parameter, name in names.items() if parameter.requires_grad and parameter not in seen]
     if left:
@@ -176,7 +199,9 @@ def _as_groups(model: nn.Module, params: Iterable[Any] | None) -> list[dict[str,
 def _device_of(model: nn.Module, group: dist.ProcessGroup) -> torch.device:
     devices = {tensor.device for tensor in [*model.parameters(), *model.buffers()] if not tensor.is_meta}
     if len(devices) > 1:
-        raise UsageError(f"the model lies on {', '.join(sorted(map(str, devices)))}: move it to one device first")
+        raise UsageError(
+            f"the model lies on {', '.join(sorted(map(str, devices)))}: move it to one device first"
+        )
     if devices:
         return devices.pop()
     if "nccl" in dist.get_backend_config(group):

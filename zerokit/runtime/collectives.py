@@ -80,7 +80,9 @@ class Collectives:
             return _Done()
         return self._all_gather(whole, unit)
 
-    def reduce_scatter(self, bucket: Tensor, out: Tensor, unit: int, payload: Sequence[int], *, add: bool) -> Work:
+    def reduce_scatter(
+        self, bucket: Tensor, out: Tensor, unit: int, payload: Sequence[int], *, add: bool
+    ) -> Work:
         """Write (or add) the ranks' sum of this rank's piece of `bucket` [world × shard] to `out` [shard].
 
         `out` may be that piece of `bucket` itself, unless `add`. The bucket's contents are lost.
@@ -128,7 +130,9 @@ class Collectives:
         self.counters.calls[operation] += 1
         self.counters.elements[operation] += elements
         self.counters.bytes[operation] += elements * whole.element_size()
-        self.counters.received_bytes += (self.world - 1) * (whole.numel() // self.world) * whole.element_size()
+        self.counters.received_bytes += (
+            (self.world - 1) * (whole.numel() // self.world) * whole.element_size()
+        )
 
     def _count_control(self, values: Tensor) -> None:
         self.counters.control_calls += 1
@@ -270,7 +274,9 @@ class GlooCollectives(Collectives):
 class _Messages:
     """Point-to-point messages of one collective, and what is to be done when all have arrived."""
 
-    def __init__(self, watch: Watch, name: str, works: Sequence[dist.Work], finish: object, keep: Tensor) -> None:
+    def __init__(
+        self, watch: Watch, name: str, works: Sequence[dist.Work], finish: object, keep: Tensor
+    ) -> None:
         self._watch, self._name, self._works, self._finish, self._keep = watch, name, works, finish, keep
 
     def wait(self) -> None:

@@ -75,8 +75,8 @@ class Gathering:
         if not self._sharded:
             unit.ready()
             return
-        for entered in [other for other in self._entered if other != index and not self._active.get(other)]:
-            self._release(self._units[entered])
+        if unit.unit.scopes:
+            self._release_all_but(index)
         place = _find(self.forward_order, index, self._cursor)
         if place is not None:
             self._cursor = place
@@ -127,8 +127,7 @@ class Gathering:
             self._use(unit)
             return
         if not recomputing:
-            for entered in [other for other in self._entered if other != index]:
-                self._release(self._units[entered])
+            self._release_all_but(index)
         order = self._backward_order
         place = _find(order, index, self._backward_cursor)
         if place is not None:
@@ -202,12 +201,14 @@ class Gathering:
         unit.ready()
         self._entered.add(unit.unit.index)
 
-    def _release(self, unit: FlatUnit) -> None:
-        if not unit.unit.scopes:
-            return
-        self._entered.discard(unit.unit.index)
-        if unit.resident:
-            unit.free()
+    def _release_all_but(self, index: int) -> None:
+        """Free the module units that have done their part."""
+        for other in list(self._entered):
+            unit = self._units[other]
+            if other != index and unit.unit.scopes and not self._active.get(other):
+                self._entered.discard(other)
+                if unit.resident:
+                    unit.free()
 
 
 def _find(order: Sequence[int], index: int, cursor: int) -> int | None:

@@ -53,7 +53,9 @@ class BucketPool:
         if numel > self.numel:
             return torch.empty(numel, dtype=self._dtype, device=self._device)
         if not self._owned:
-            self._free = [torch.empty(self.numel, dtype=self._dtype, device=self._device) for _ in range(self._count)]
+            self._free = [
+                torch.empty(self.numel, dtype=self._dtype, device=self._device) for _ in range(self._count)
+            ]
             self._owned = {bucket.data_ptr() for bucket in self._free}
         return self._free.pop()[:numel] if self._free else None
 
@@ -204,7 +206,13 @@ class Gradients:
     """All units' gradients and the one order in which they are reduced."""
 
     def __init__(
-        self, storages: Sequence[FlatUnit], collectives: Collectives, dtype: torch.dtype, *, stage: int, fitting: Sequence[int]
+        self,
+        storages: Sequence[FlatUnit],
+        collectives: Collectives,
+        dtype: torch.dtype,
+        *,
+        stage: int,
+        fitting: Sequence[int],
     ) -> None:
         self.units = {
             storage.unit.index: UnitGradients(storage, dtype, whole=stage < 2, gather=stage == 0)
@@ -215,7 +223,9 @@ class Gradients:
         self._factor = 1.0 / collectives.world
         self.pool = BucketPool(fitting if stage >= 2 else (), dtype, collectives.device)
         # Before it is recorded, units of the rest come last: where they are used is not known.
-        self.order = sorted(self.units, key=lambda index: (bool(self.units[index].unit.scopes), index), reverse=True)
+        self.order = sorted(
+            self.units, key=lambda index: (bool(self.units[index].unit.scopes), index), reverse=True
+        )
         self.recorded = False
         self.accumulating = False
         self._completed: list[int] = []
@@ -327,7 +337,8 @@ class Gradients:
     def scaled(self) -> list[Tensor]:
         """Every tensor that a common factor must be applied to."""
         return [
-            unit.of(Interval(0, unit.unit.numel) if unit.gather else unit.storage.own) for unit in self.units.values()
+            unit.of(Interval(0, unit.unit.numel) if unit.gather else unit.storage.own)
+            for unit in self.units.values()
         ]
 
     def _prepare(self, unit: UnitGradients) -> None:

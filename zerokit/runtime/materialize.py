@@ -62,7 +62,8 @@ class Materializer:
         held = dict(module._parameters)
         scratch = {
             parameter: nn.Parameter(
-                torch.empty(parameter.shape, dtype=parameter.dtype, device=self._device), parameter.requires_grad
+                torch.empty(parameter.shape, dtype=parameter.dtype, device=self._device),
+                parameter.requires_grad,
             )
             for parameter in held.values()
             if parameter is not None

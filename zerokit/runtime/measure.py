@@ -72,6 +72,7 @@ def measure_memory(
 def traffic_of(counters: Counters) -> TrafficReport:
     """A step's counters as a report."""
     operations = {
-        name: Operation(calls, counters.elements[name], counters.bytes[name]) for name, calls in counters.calls.items()
+        name: Operation(calls, counters.elements[name], counters.bytes[name])
+        for name, calls in counters.calls.items()
     }
     return TrafficReport(operations, counters.received_bytes, counters.control_bytes, counters.control_calls)

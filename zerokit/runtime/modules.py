@@ -112,4 +112,6 @@ def _as_predicate(model: nn.Module, rule: UnitRule | None) -> Callable[[nn.Modul
         return lambda module: isinstance(module, tuple(classes))
     if callable(rule):
         return rule
-    raise UsageError(f"units={rule!r}: expected a module class, a tuple of classes, or a function of a module")
+    raise UsageError(
+        f"units={rule!r}: expected a module class, a tuple of classes, or a function of a module"
+    )

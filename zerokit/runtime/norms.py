@@ -53,4 +53,6 @@ def _power_sum(shard: Tensor, norm_type: float) -> Tensor:
 
 def all_finite(shards: Sequence[Tensor]) -> bool:
     """Whether no element is inf or nan."""
-    return all(bool(torch.isfinite(torch.stack(torch.aminmax(shard))).all()) for shard in shards if shard.numel())
+    return all(
+        bool(torch.isfinite(torch.stack(torch.aminmax(shard))).all()) for shard in shards if shard.numel()
+    )

@@ -113,7 +113,9 @@ class ZeroOptimizer(Optimizer):
     def backward(self, loss: Tensor) -> None:
         """Differentiate `loss` (0-d), scaled in fp16; gradients are reduced while they arrive."""
         if self._unscaled:
-            raise UsageError("backward() after step() or clip_grad_norm_() without zero_grad(): these gradients are unscaled already")
+            raise UsageError(
+                "backward() after step() or clip_grad_norm_() without zero_grad(): these gradients are unscaled already"
+            )
         self._walk.scaling = True
         try:
             (loss if self._scaler is None else loss * self._scaler.value).backward()  # type: ignore[no-untyped-call]
@@ -160,7 +162,9 @@ class ZeroOptimizer(Optimizer):
         updated with zeros.
         """
         if closure is not None:
-            raise UsageError("closures are not supported: run forward and backward yourself, then call step()")
+            raise UsageError(
+                "closures are not supported: run forward and backward yourself, then call step()"
+            )
         self._walk.finish()
         overflow = self._scaler is not None and not (
             self._norm_is_finite if self._norm_is_finite is not None else all_finite(self._gradients.shards())
@@ -210,9 +214,13 @@ class ZeroOptimizer(Optimizer):
         any_overflow, any_received, highest, lowest = control.tolist()
         if not any_received:
             self._gradients.forget()
-            raise UsageError("step() before any backward(): no rank has gradients. Call optimizer.backward(loss) first")
+            raise UsageError(
+                "step() before any backward(): no rank has gradients. Call optimizer.backward(loss) first"
+            )
         if highest != -lowest:
-            raise LayoutMismatch("ranks issued different sequences of collectives in this step: their models took different paths")
+            raise LayoutMismatch(
+                "ranks issued different sequences of collectives in this step: their models took different paths"
+            )
         return bool(any_overflow)
 
     def _scale_gradients(self, factor: float) -> None:
@@ -224,7 +232,9 @@ class ZeroOptimizer(Optimizer):
         for storage in self._storages:
             for flat in storage.flats:
                 gradient = self._gradients.of(storage, flat)
-                flat.tensor.grad = gradient if gradient.dtype == flat.tensor.dtype else gradient.to(flat.tensor.dtype)
+                flat.tensor.grad = (
+                    gradient if gradient.dtype == flat.tensor.dtype else gradient.to(flat.tensor.dtype)
+                )
         self._inner.step()
         for storage in self._storages:
             for flat in storage.flats:
@@ -247,7 +257,11 @@ class ZeroOptimizer(Optimizer):
         """What `memory()` must be after the first step, from the layout alone."""
         buffers = sum(buffer.untyped_storage().nbytes() for buffer in self._model.buffers())
         return predict_memory(
-            self.layout, rank=self._collectives.rank, stage=self.stage, sizes=self._element_bytes(), buffers=buffers
+            self.layout,
+            rank=self._collectives.rank,
+            stage=self.stage,
+            sizes=self._element_bytes(),
+            buffers=buffers,
         )
 
     def traffic(self) -> TrafficReport:
@@ -347,7 +361,9 @@ class ZeroOptimizer(Optimizer):
     @property
     def _step_supports_amp_scaling(self) -> NoReturn:
         # torch.amp.GradScaler asks for this before it steps.
-        raise UsageError("zerokit scales the loss itself: use precision='fp16' and optimizer.backward(loss), without GradScaler")
+        raise UsageError(
+            "zerokit scales the loss itself: use precision='fp16' and optimizer.backward(loss), without GradScaler"
+        )
 
     def __repr__(self) -> str:
         return (

@@ -59,7 +59,9 @@ class Precision:
         return torch.float16 in (self.compute, self.reduce)
 
     def as_dict(self) -> dict[str, str]:
-        return {role: str(getattr(self, role)).removeprefix("torch.") for role in ("compute", "reduce", "master")}
+        return {
+            role: str(getattr(self, role)).removeprefix("torch.") for role in ("compute", "reduce", "master")
+        }
 
 
 _NAMES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -55,7 +55,11 @@ def probe(optimizer_class: type[Optimizer], options: dict[str, Any], master: tor
     try:
         _run(optimizer, whole, [[gradient] for gradient in gradients])
         cut = [nn.Parameter(piece.clone()) for piece in start.flatten().split(half)]
-        _run(optimizer_class(cut, **options), cut, [list(gradient.flatten().split(half)) for gradient in gradients])
+        _run(
+            optimizer_class(cut, **options),
+            cut,
+            [list(gradient.flatten().split(half)) for gradient in gradients],
+        )
         typed = nn.Parameter(start.flatten().to(master))
         optimizer = optimizer_class([typed], **options)
         _run(optimizer, [typed], [[gradient.flatten().to(master)] for gradient in gradients])

@@ -69,7 +69,11 @@ class ModelWalk:
     def _install(self, model: nn.Module, anatomy: Anatomy) -> None:
         me = weakref.ref(self)
         register = self._handles.append
-        register(model.register_forward_pre_hook(partial(_call, me, ModelWalk._before_root), with_kwargs=True, prepend=True))
+        register(
+            model.register_forward_pre_hook(
+                partial(_call, me, ModelWalk._before_root), with_kwargs=True, prepend=True
+            )
+        )
         register(model.register_forward_hook(partial(_call, me, ModelWalk._after_root)))
         users: dict[nn.Module, list[FlatUnit]] = {}
         modules = dict(model.named_modules())
@@ -81,7 +85,11 @@ class ModelWalk:
                     if owner is not model and storage not in users.setdefault(owner, []):
                         users[owner].append(storage)
         for module, units in users.items():
-            register(module.register_forward_pre_hook(partial(_call, me, ModelWalk._before_unit, units), prepend=True))
+            register(
+                module.register_forward_pre_hook(
+                    partial(_call, me, ModelWalk._before_unit, units), prepend=True
+                )
+            )
             register(module.register_forward_hook(partial(_call, me, ModelWalk._after_unit, units)))
         for storage in self._storages:
             if storage.unit.trainable:
@@ -141,7 +149,9 @@ class ModelWalk:
         if self._sharded and outermost and torch.is_grad_enabled():
             for tensor in _tensors(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(partial(_call, weakref.ref(self), ModelWalk._on_output_gradient, outermost))
+                    tensor.register_hook(
+                        partial(_call, weakref.ref(self), ModelWalk._on_output_gradient, outermost)
+                    )
 
     def _record_forward(self) -> None:
         """Adopt rank 0's order of units; see gathering's [Note: one order]."""
@@ -168,9 +178,13 @@ class ModelWalk:
         if self._task is not None:
             return
         if self._needs_scaling and not self.scaling:
-            raise UsageError("fp16 gradients underflow without loss scaling: call optimizer.backward(loss), not loss.backward()")
+            raise UsageError(
+                "fp16 gradients underflow without loss scaling: call optimizer.backward(loss), not loss.backward()"
+            )
         self._task = torch._C._current_graph_task_id()
-        torch.autograd.Variable._execution_engine.queue_callback(partial(_call, weakref.ref(self), ModelWalk._end_backward))
+        torch.autograd.Variable._execution_engine.queue_callback(
+            partial(_call, weakref.ref(self), ModelWalk._end_backward)
+        )
         self._gathering.begin_backward()
 
     def _end_backward(self) -> None:

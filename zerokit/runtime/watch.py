@@ -34,7 +34,9 @@ class Watch:
         self._sequence += 1
         self._what, self._since = what, time.monotonic()
         if self._thread is None and self._store is not None:
-            self._thread = threading.Thread(target=_publish_long_waits, args=(self._wake, _Reference(self)), daemon=True)
+            self._thread = threading.Thread(
+                target=_publish_long_waits, args=(self._wake, _Reference(self)), daemon=True
+            )
             self._thread.start()
         try:
             yield
@@ -55,17 +57,23 @@ class Watch:
             self._store.set(f"{self._prefix}/{self.rank}", text)
 
     def _explain(self, error: RuntimeError) -> str:
-        lines = [f"rank {self.rank} of {self.world} did not get through its {self._what} (wait {self._sequence}): {error}"]
+        lines = [
+            f"rank {self.rank} of {self.world} did not get through its {self._what} (wait {self._sequence}): {error}"
+        ]
         try:
             self._publish(f"gave up waiting for the {self._what} (wait {self._sequence})")
             for rank in range(self.world):
                 if rank != self.rank and self._store is not None:
                     key = f"{self._prefix}/{rank}"
                     text = self._store.get(key).decode() if self._store.check([key]) else None
-                    lines.append(f"  rank {rank} {text or 'is not known to wait: it failed, stopped, or is busy elsewhere'}")
+                    lines.append(
+                        f"  rank {rank} {text or 'is not known to wait: it failed, stopped, or is busy elsewhere'}"
+                    )
         except RuntimeError as unreachable:
             lines.append(f"  the store cannot be asked about the others: {unreachable}")
-        lines.append("  Ranks must call the same methods in the same order; look for the first error of the rank named last.")
+        lines.append(
+            "  Ranks must call the same methods in the same order; look for the first error of the rank named last."
+        )
         return "\n".join(lines)
 
     def close(self) -> None:
