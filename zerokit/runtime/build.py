@@ -125,7 +125,7 @@ def build(
 
 
 def _check_arguments(model: nn.Module, stage: int, bucket_mb: float) -> None:
-    if not isinstance(stage, int) or stage not in (0, 1, 2, 3):
+    if stage not in (0, 1, 2, 3):
         raise UsageError(
             f"stage {stage!r} is unknown: 0 divides nothing, 1 optimizer states, 2 also gradients, 3 also parameters"
         )
@@ -137,7 +137,8 @@ def _check_arguments(model: nn.Module, stage: int, bucket_mb: float) -> None:
         )
     if isinstance(model, torch._dynamo.OptimizedModule):
         raise UsageError(
-            "the whole model is compiled, which hides its modules' hooks: compile the inner modules of its units instead, "
+            "the whole model is compiled, which hides its modules' hooks: compile "
+            "the inner modules of its units instead, "
             "for example `for block in model.blocks: block.mlp.compile()`, and pass the plain model"
         )
     for path, module in model.named_modules():
@@ -149,7 +150,8 @@ def _check_arguments(model: nn.Module, stage: int, bucket_mb: float) -> None:
             raise UsageError(f"{path or 'the model'} is wrapped in {wrapper} already: pass the plain model")
         if _MARK in module.__dict__:
             raise UsageError(
-                f"{path or 'the model'} is managed by a ZeroOptimizer already: build one ZeroOptimizer for the whole model"
+                f"{path or 'the model'} is managed by a ZeroOptimizer already: build "
+                "one ZeroOptimizer for the whole model"
             )
     for name, parameter in model.named_parameters():
         if type(parameter).__name__ == "DTensor" or hasattr(parameter, "device_mesh"):

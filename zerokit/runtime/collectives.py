@@ -158,7 +158,8 @@ def make_collectives(
     if backend == "nccl":
         return NcclCollectives(group, device, watch, timeout)
     raise UsageError(
-        f"zerokit has no collectives for backend {backend!r} on {device.type}: initialise the process group with 'nccl' (CUDA) or 'gloo'"
+        f"zerokit has no collectives for backend {backend!r} on {device.type}: "
+        "initialise the process group with 'nccl' (CUDA) or 'gloo'"
     )
 
 

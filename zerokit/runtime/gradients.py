@@ -163,7 +163,8 @@ class UnitGradients:
 
     def reduce(self, collectives: Collectives) -> Work:
         """Hand the bucket to the collectives."""
-        assert self.bucket is not None and self.shard is not None
+        assert self.bucket is not None
+        assert self.shard is not None
         self.complete_with_zeros()
         self.phase = Phase.REDUCING
         add = self.summed and not self.whole
@@ -173,7 +174,8 @@ class UnitGradients:
 
     def finish(self, pool: BucketPool) -> None:
         """The sum has arrived in the shard."""
-        assert self.bucket is not None and self.shard is not None
+        assert self.bucket is not None
+        assert self.shard is not None
         if self.carry is not None:
             self.shard.add_(self.carry)
             self.carry = None
@@ -243,11 +245,13 @@ class Gradients:
         if unit.phase in (Phase.COMPLETE, Phase.REDUCING):
             raise ScheduleError(
                 f"a second gradient for {unit.unit.parameters[position].name} in one backward pass, after its unit was "
-                "reduced: reentrant activation checkpointing does that. Use torch.utils.checkpoint with use_reentrant=False"
+                "reduced: reentrant activation checkpointing does that. Use "
+                "torch.utils.checkpoint with use_reentrant=False"
             )
         if gradient.layout != torch.strided:
             raise ScheduleError(
-                f"the gradient of {unit.unit.parameters[position].name} is {gradient.layout}, but flat buckets are dense: "
+                f"the gradient of {unit.unit.parameters[position].name} is "
+                f"{gradient.layout}, but flat buckets are dense: "
                 "build the embedding with sparse=False"
             )
         self.received = True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -107,9 +107,8 @@ def _as_predicate(model: nn.Module, rule: UnitRule | None) -> Callable[[nn.Modul
             if isinstance(module, (nn.ModuleList, nn.Sequential)):
                 children.update(module.children())
         return lambda module: module in children and not isinstance(module, _CONTAINERS)
-    if isinstance(rule, type) or isinstance(rule, tuple):
-        classes: Sequence[type[nn.Module]] = (rule,) if isinstance(rule, type) else rule
-        return lambda module: isinstance(module, tuple(classes))
+    if isinstance(rule, type | tuple):
+        return lambda module: isinstance(module, rule)
     if callable(rule):
         return rule
     raise UsageError(

@@ -43,7 +43,8 @@ def global_norm(shards: Sequence[Tensor], norm_type: float, collectives: Collect
 
 def _power_sum(shard: Tensor, norm_type: float) -> Tensor:
     if shard.is_cuda:
-        return torch.linalg.vector_norm(shard, norm_type, dtype=torch.float64) ** norm_type
+        norm: Tensor = torch.linalg.vector_norm(shard, norm_type, dtype=torch.float64)
+        return norm.pow(norm_type)
     total = torch.zeros((), dtype=torch.float64)
     for chunk in shard.split(_CHUNK):
         wide = chunk.double()

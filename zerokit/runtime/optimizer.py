@@ -118,7 +118,7 @@ class ZeroOptimizer(Optimizer):
             )
         self._walk.scaling = True
         try:
-            (loss if self._scaler is None else loss * self._scaler.value).backward()  # type: ignore[no-untyped-call]
+            (loss if self._scaler is None else loss * self._scaler.value).backward()
         finally:
             self._walk.scaling = False
 
@@ -208,10 +208,12 @@ class ZeroOptimizer(Optimizer):
         self._collectives.all_reduce(control, dist.ReduceOp.MAX)
         if control.is_cuda and self._scaler is None:
             # Looking at it would make the host wait for the device at every step: look at the last step's.
-            control, self._previous_control = self._previous_control, control
-            if control is None:
-                return False
-        any_overflow, any_received, highest, lowest = control.tolist()
+            previous, self._previous_control = self._previous_control, control
+        else:
+            previous = control
+        if previous is None:
+            return False
+        any_overflow, any_received, highest, lowest = previous.tolist()
         if not any_received:
             self._gradients.forget()
             raise UsageError(
@@ -298,7 +300,7 @@ class ZeroOptimizer(Optimizer):
     # ---- being a torch.optim.Optimizer: one truth, the inner optimizer's
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         return self._inner.param_groups
 
     @param_groups.setter
@@ -306,7 +308,7 @@ class ZeroOptimizer(Optimizer):
         self._inner.param_groups = groups
 
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
         return self._inner.state
 
     @state.setter
@@ -314,7 +316,7 @@ class ZeroOptimizer(Optimizer):
         self._inner.state = state
 
     @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+    def defaults(self) -> dict[str, Any]:
         return self._inner.defaults
 
     @defaults.setter
@@ -330,11 +332,12 @@ class ZeroOptimizer(Optimizer):
             "loss_scale": None if self._scaler is None else (self._scaler.value, self._scaler.good_steps),
         }
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take back what `state_dict` gave. Raises `LayoutMismatch` for another layout, stage or rank."""
         if state_dict.get("place") != self._place():
             raise LayoutMismatch(
-                "this state was saved by another rank, stage, precision or layout; a rank's state_dict fits only the same place. "
+                "this state was saved by another rank, stage, precision or layout; a "
+                "rank's state_dict fits only the same place. "
                 "Use a zerokit checkpoint to change world size or stage"
             )
         self._inner.load_state_dict(state_dict["inner"])
@@ -355,7 +358,8 @@ class ZeroOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
         raise UsageError(
-            "the layout is fixed when ZeroOptimizer is built: pass all groups as params=[...], and freeze or unfreeze before"
+            "the layout is fixed when ZeroOptimizer is built: pass all groups as "
+            "params=[...], and freeze or unfreeze before"
         )
 
     @property
@@ -374,5 +378,6 @@ class ZeroOptimizer(Optimizer):
 
 def _refuse_deepcopy(memo: object) -> NoReturn:
     raise UsageError(
-        "deepcopy of a model under ZeroOptimizer would copy empty or shared storages: copy it before, or take its state_dict()"
+        "deepcopy of a model under ZeroOptimizer would copy empty or shared "
+        "storages: copy it before, or take its state_dict()"
     )

@@ -39,7 +39,8 @@ class Precision:
                 object.__setattr__(self, role, dtype)
             if dtype not in FLOATING:
                 raise UsageError(
-                    f"precision: {role}={getattr(self, role)!r} is not one of torch.float32, torch.bfloat16, torch.float16"
+                    f"precision: {role}={getattr(self, role)!r} is not one of "
+                    "torch.float32, torch.bfloat16, torch.float16"
                 )
 
     @classmethod
@@ -89,7 +90,8 @@ class LossScale:
     def __post_init__(self) -> None:
         if not (self.growth > 1 > self.backoff > 0 and self.interval > 0 and 0 < self.floor <= self.value):
             raise UsageError(
-                f"{self}: growth must exceed 1, backoff lie between 0 and 1, interval be positive, and the value at least the floor"
+                f"{self}: growth must exceed 1, backoff lie between 0 and 1, interval be "
+                "positive, and the value at least the floor"
             )
 
     def update(self, overflow: bool) -> None:

@@ -93,9 +93,9 @@ class ModelWalk:
             register(module.register_forward_hook(partial(_call, me, ModelWalk._after_unit, units)))
         for storage in self._storages:
             if storage.unit.trainable:
-                for position, parameter in enumerate(storage.parameters):
+                for position, weight in enumerate(storage.parameters):
                     hook = partial(_call, me, ModelWalk._on_gradient, storage.unit.index, position)
-                    register(parameter.register_post_accumulate_grad_hook(hook))
+                    register(weight.register_post_accumulate_grad_hook(hook))
 
     def remove_hooks(self) -> None:
         for handle in self._handles:
