@@ -38,14 +38,16 @@ __all__ = [
 _RUNTIME_NAMES = frozenset({"LossScale", "MemoryReport", "Precision", "TrafficReport", "ZeroOptimizer"})
 
 
-def __getattr__(name: str) -> object:
-    """Import the module that holds `name`, once (PEP 562)."""
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = import_module("zerokit.runtime" if name in _RUNTIME_NAMES else "zerokit.errors")
-    value: object = getattr(module, name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # a type checker that saw it would accept any name
+
+    def __getattr__(name: str) -> object:
+        """Import the module that holds `name`, once (PEP 562)."""
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        module = import_module("zerokit.runtime" if name in _RUNTIME_NAMES else "zerokit.errors")
+        value = getattr(module, name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

@@ -1,0 +1,54 @@
+"""The package's surface: its names resolve, and importing it costs nothing."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import zerokit
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.mark.parametrize("name", zerokit.__all__)
+def test_every_public_name_resolves(name: str) -> None:
+    assert getattr(zerokit, name) is not None
+    assert name in dir(zerokit)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'ZeroOptimiser'"):
+        _ = zerokit.ZeroOptimiser  # type: ignore[attr-defined]
+
+
+def test_every_error_is_a_zerokit_error() -> None:
+    errors = [getattr(zerokit, name) for name in zerokit.__all__]
+    kinds = [error for error in errors if isinstance(error, type) and issubclass(error, Exception)]
+    assert len(kinds) >= 6
+    assert all(issubclass(kind, zerokit.ZerokitError) for kind in kinds)
+
+
+@pytest.mark.parametrize("module", ["zerokit", "zerokit.errors", "zerokit.layout", "zerokit.cli"])
+def test_light_modules_import_nothing_heavy(module: str) -> None:
+    code = f"import sys, {module}; sys.exit(bool({{'torch', 'mlflow', 'numpy'}} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False)
+    assert done.returncode == 0
+
+
+def test_every_dependency_is_pinned() -> None:
+    pins = {
+        re.sub(r"[-_.]+", "-", line.split("==")[0]).lower()
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if line and not line.startswith("#")
+    }
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    needed = [*project["build-system"]["requires"], *project["project"]["dependencies"]]
+    for extra in project["project"]["optional-dependencies"].values():
+        needed += extra
+    names = {re.split(r"[<>=!~ \[]", requirement)[0].lower() for requirement in needed}
+    assert names <= pins
