@@ -25,12 +25,17 @@ from tests.support.training import Run, Trajectory, build_seeded, digest, draw
 
 PADDING = 64
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
 
 class PaddedOptimizer:
-    """A torch optimizer over one flat, padded tensor a parameter; the parameters are views of these."""
+    """A torch optimizer over one flat, padded fp32 tensor a parameter, which views it or a rounded copy."""
 
     def __init__(self, model: nn.Module, case: Case, run: Run) -> None:
         cls, options = OPTIMIZERS[run.optimizer]
+        self.dtype = DTYPES[run.precision]
+        for frozen in (p for p in model.parameters() if not p.requires_grad):
+            frozen.data = frozen.data.to(self.dtype)
         if run.optimizer in FUSED:
             options = options | {"fused": True}
         groups = case.groups(model) if case.groups else [{"params": list(model.parameters())}]
@@ -48,7 +53,8 @@ class PaddedOptimizer:
     def _pad(self, parameter: nn.Parameter) -> Tensor:
         flat = torch.zeros(max(1, math.ceil(parameter.numel() / PADDING)) * PADDING)
         flat[: parameter.numel()] = parameter.detach().flatten()
-        parameter.data = flat[: parameter.numel()].view(parameter.shape)
+        # In half precision `to` makes a copy, aligned like its source; in fp32 it is the flat tensor itself.
+        parameter.data = flat.to(self.dtype)[: parameter.numel()].view(parameter.shape)
         return flat
 
     def step(self, gradients: list[Tensor | None]) -> None:
@@ -57,6 +63,14 @@ class PaddedOptimizer:
             if gradient is not None:
                 flat.grad[: gradient.numel()] = gradient.flatten()
         self.inner.step()
+        if self.dtype != torch.float32:
+            for parameter, flat in zip(self.parameters, self.flats, strict=True):
+                parameter.data.copy_(flat[: parameter.numel()].view(parameter.shape))
+
+
+def cast(args: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
+    """Positional floating-point tensors in the compute dtype."""
+    return tuple(a.to(dtype) if isinstance(a, Tensor) and a.is_floating_point() else a for a in args)
 
 
 def global_norm(gradients: list[Tensor | None], norm_type: float = 2.0) -> float:
@@ -85,6 +99,7 @@ def train_alone(name: str, run: Run, world: int) -> list[Trajectory]:
     case = CASES[name]
     model = build_seeded(case, 0)
     optimizer = PaddedOptimizer(model, case, run)
+    model.register_forward_pre_hook(lambda _, args: cast(args, optimizer.dtype))
     scheduler = SCHEDULERS[run.scheduler](optimizer.inner) if run.scheduler else None
     trajectories = [Trajectory() for _ in range(world)]
     buffers = [[b.clone() for b in model.buffers()] for _ in range(world)]
@@ -101,7 +116,7 @@ def train_alone(name: str, run: Run, world: int) -> list[Trajectory]:
                 own.copy_(live)
             for index, parameter in enumerate(optimizer.parameters):
                 if parameter.grad is not None:
-                    share = parameter.grad * (1.0 / world)
+                    share = parameter.grad.float() * (1.0 / world)
                     before = total[index]
                     total[index] = share if before is None else before + share
                 parameter.grad = None

@@ -38,6 +38,8 @@ class Run:
     accumulate: bool = False
     precision: Any = "fp32"
     scheduler: str = ""
+    #: `loss.backward()` instead of `optimizer.backward(loss)`.
+    plain_backward: bool = False
     seed: int = 0
 
 
@@ -113,7 +115,10 @@ def one_step(
             waiting = optimizer.accumulate()
         with waiting:
             loss = case.loss(model, draw(case, run, step, micro, dist.get_rank())) / run.micro
-            optimizer.backward(loss)
+            if run.plain_backward:
+                torch.autograd.backward(loss)
+            else:
+                optimizer.backward(loss)
         trajectory.losses.append(loss.item())
     if run.clip is not None:
         trajectory.norms.append(optimizer.clip_grad_norm_(run.clip, run.norm_type).item())
@@ -135,3 +140,15 @@ def train_zero(name: str, run: Run, **options: Any) -> Trajectory:
     trajectory.weights = digest(whole_weights(model).items())
     trajectory.buffers = digest(model.named_buffers())
     return trajectory
+
+
+def train_all(name: str, runs: dict[str, Run]) -> dict[str, Trajectory]:
+    """zerokit, several times over; an error says in which run it happened."""
+    results = {}
+    for label, run in runs.items():
+        try:
+            results[label] = train_zero(name, run)
+        except BaseException as error:
+            error.add_note(f"while training {name} as {label!r}: {run}")
+            raise
+    return results

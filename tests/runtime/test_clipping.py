@@ -1,0 +1,121 @@
+"""`clip_grad_norm_`: the right norm of all ranks' gradients, for the price of one all-reduce."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zerokit
+from tests.support.distributed import run_alone, run_ranks
+from tests.support.models import CASES
+from tests.support.oracle import train_alone
+from tests.support.training import Run, Trajectory, build_seeded, one_step, train_all, whole_weights, wrap
+
+NORMS = {"2": 2.0, "1": 1.0, "inf": math.inf}
+
+
+@pytest.mark.parametrize("norm_type", NORMS.values(), ids=NORMS)
+@pytest.mark.parametrize("name", ["gpt", "unit_unused_on_rank_1"])
+def test_norms_equal_those_of_one_process(name: str, norm_type: float) -> None:
+    runs = {f"stage {s}": Run(stage=s, clip=math.inf, norm_type=norm_type, steps=4) for s in range(4)}
+    alone = run_alone(train_alone, name, Run(clip=math.inf, norm_type=norm_type, steps=4), 3)
+    for results in run_ranks(3, train_all, name, runs):
+        for result in results.values():
+            assert result.norms == alone[0].norms
+
+
+@pytest.mark.parametrize("norm_type", NORMS.values(), ids=NORMS)
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_clipped_training_follows_torchs_clipping(stage: int, norm_type: float) -> None:
+    """The limit is below every norm, so every step is scaled; SGD shows the scale (Adam would hide it)."""
+    run = Run(stage=stage, optimizer="sgd", clip=0.05, norm_type=norm_type, steps=5)
+    alone = run_alone(train_alone, "gpt", run, 2)
+    for results in run_ranks(2, train_all, "gpt", {"run": run}):
+        assert min(results["run"].norms) > 0.05
+        assert results["run"].norms == pytest.approx(alone[0].norms, rel=1e-6)
+
+
+def _update_size(stage: int, max_norm: float, norm_type: float) -> tuple[float, float, tuple[Any, ...]]:
+    """The norm of an SGD update with learning rate 1 is the norm of the gradients after clipping."""
+    case, run = CASES["gpt"], Run(stage=stage, optimizer="sgd")
+    model = build_seeded(case, 0)
+    optimizer = wrap(model, case, run, lr=1.0)
+    before = {name: value.clone() for name, value in whole_weights(model).items()}
+    loss = case.loss(model, case.batch(0, 0, dist.get_rank()))
+    optimizer.backward(loss)
+    norm = optimizer.clip_grad_norm_(max_norm, norm_type)
+    optimizer.step()
+    after = whole_weights(model)
+    update = torch.cat([(after[name] - before[name]).flatten().double() for name in before])
+    return (
+        float(torch.linalg.vector_norm(update, norm_type)),
+        norm.item(),
+        (norm.dtype, norm.ndim, norm.requires_grad),
+    )
+
+
+@pytest.mark.parametrize("norm_type", NORMS.values(), ids=NORMS)
+def test_gradients_are_scaled_to_the_limit_and_never_up(norm_type: float) -> None:
+    for stage in (1, 3):
+        for size, norm, kind in run_ranks(2, _update_size, stage, 0.125, norm_type):
+            assert norm > 0.125
+            assert size == pytest.approx(0.125, rel=1e-3)
+            assert kind == (torch.float32, 0, False)
+    for size, norm, _ in run_ranks(2, _update_size, 2, 1e6, norm_type):
+        assert size == pytest.approx(norm, rel=1e-3)
+
+
+def _collectives(stage: int, clip: float | None) -> dict[str, int]:
+    case, run = CASES["gpt"], Run(stage=stage, clip=clip)
+    model = build_seeded(case, 0)
+    optimizer = wrap(model, case, run)
+    for step in range(3):
+        one_step(model, optimizer, case, run, step, Trajectory())
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        one_step(model, optimizer, case, run, 3, Trajectory())
+        list(model.parameters())
+    return dict(Counter(event.name for event in profile.events() if event.name.startswith("c10d::")))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_clipping_costs_exactly_one_all_reduce(stage: int) -> None:
+    with_clipping = run_ranks(2, _collectives, stage, 1.0)
+    without = run_ranks(2, _collectives, stage, None)
+    for more, less in zip(with_clipping, without, strict=True):
+        assert sum(less.values()) > 0, "the profiler sees no collective: this test needs another way to count"
+        difference = {op: n - less.get(op, 0) for op, n in more.items() if n != less.get(op, 0)}
+        assert difference == {"c10d::allreduce_": 1}
+        assert set(less) <= set(more)
+
+
+def _bad_norm(norm_type: float) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = zerokit.ZeroOptimizer(model, torch.optim.SGD, precision="fp32", lr=0.1)
+    optimizer.backward(model(torch.ones(1, 2)).sum())
+    with pytest.raises(zerokit.UsageError, match=str(norm_type)):
+        optimizer.clip_grad_norm_(1.0, norm_type)
+
+
+@pytest.mark.parametrize("norm_type", [0.0, -1.0])
+def test_norms_that_do_not_exist_are_refused(norm_type: float) -> None:
+    run_ranks(1, _bad_norm, norm_type)
+
+
+def _zero_norm(stage: int) -> tuple[float, bool]:
+    model = nn.Linear(3, 1)
+    optimizer = zerokit.ZeroOptimizer(model, torch.optim.SGD, stage=stage, precision="fp32", lr=0.1)
+    optimizer.backward(model(torch.ones(1, 3)).sum() * 0.0)
+    norm = optimizer.clip_grad_norm_(1.0).item()
+    optimizer.step()
+    return norm, all(bool(torch.isfinite(w).all()) for w in whole_weights(model).values())
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_gradients_of_zero_stay_zero(stage: int) -> None:
+    assert run_ranks(2, _zero_norm, stage) == [(0.0, True)] * 2

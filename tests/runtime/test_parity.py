@@ -1,0 +1,136 @@
+"""Stages 0 to 3 are one computation: the same bits, whatever the units, and the same as without zerokit."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch.distributed as dist
+
+from tests.support.distributed import run_alone, run_ranks
+from tests.support.models import CASES
+from tests.support.oracle import train_alone, train_ddp
+from tests.support.training import LARGE, SMALL, Run, Trajectory, train_all
+
+STAGES = (0, 1, 2, 3)
+#: MiB: some neighbours join (1,000 fp32 elements).
+MIDDLE = 0.004
+
+#: Reentrant checkpointing is refused or right; `test_hooks` has it.
+NAMES = [name for name in CASES if name != "gpt_checkpoint_reentrant"]
+
+MEASURED = Run(clip=math.inf)
+
+
+def runs_of(world: int) -> dict[str, dict[str, Run]]:
+    """Sets of runs that must agree bit for bit, as far as the shorter one goes; `plain` also meets the oracles."""
+    plain = {f"stage {s}": Run(stage=s, clip=math.inf, steps=20 if world > 1 else 5) for s in STAGES}
+    for stage, bucket_mb, backward in (
+        (0, LARGE, False),
+        (2, MIDDLE, True),
+        (3, LARGE, True),
+        (3, MIDDLE, False),
+    ):
+        run = Run(stage=stage, clip=math.inf, bucket_mb=bucket_mb, plain_backward=backward, steps=4)
+        plain[f"stage {stage}, buckets of {bucket_mb} MiB"] = run
+    sets = {"plain": plain}
+    if world in (2, 4):
+        others = {
+            "clipped": Run(clip=0.3, steps=4),
+            "accumulated": Run(clip=math.inf, micro=3, accumulate=True, steps=2),
+            "repeated": Run(clip=math.inf, micro=2, steps=2),
+        }
+        for label, base in others.items():
+            sets[label] = {
+                f"{label}, stage {s}": replace(base, stage=s, bucket_mb=SMALL if s % 2 else MIDDLE)
+                for s in STAGES
+            }
+    return sets
+
+
+def train_with_all(name: str, runs: dict[str, Run]) -> tuple[dict[str, Trajectory], Trajectory | None]:
+    """zerokit in every way of `runs`, and DDP where it is an oracle.
+
+    On more than two ranks DDP sums in another order, which alone moves the losses of models with BatchNorm.
+    """
+    results = train_all(name, runs)
+    trusted = dist.get_world_size() == 2 or (dist.get_world_size() > 2 and not CASES[name].batchnorm)
+    return results, train_ddp(name, MEASURED) if trusted else None
+
+
+def assert_equal_bits(found: Trajectory, expected: Trajectory, what: str) -> None:
+    for step, (a, b) in enumerate(zip(found.losses, expected.losses, strict=True)):
+        assert a.hex() == b.hex(), f"{what}: loss {step} is {a!r}, expected {b!r}"
+    for step, (a, b) in enumerate(zip(found.norms, expected.norms, strict=True)):
+        assert a.hex() == b.hex(), f"{what}: norm {step} is {a!r}, expected {b!r}"
+    assert found.weights == expected.weights, f"{what}: the weights at the end differ"
+
+
+def assert_same_start(found: Trajectory, expected: Trajectory, what: str) -> None:
+    """As `assert_equal_bits`, as far as the shorter run goes."""
+    if len(found.losses) == len(expected.losses):
+        assert_equal_bits(found, expected, what)
+        return
+    start = Trajectory(
+        expected.losses[: len(found.losses)], expected.norms[: len(found.norms)], found.weights
+    )
+    assert_equal_bits(found, start, what)
+
+
+def relative(found: list[float], expected: list[float]) -> float:
+    return max((abs(a - b) / max(abs(b), 1e-12) for a, b in zip(found, expected, strict=True)), default=0.0)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_stages_are_identical_bits_and_equal_one_process_and_ddp(name: str, world: int) -> None:
+    sets = runs_of(world)
+    ranks = run_ranks(
+        world, train_with_all, name, {k: run for runs in sets.values() for k, run in runs.items()}
+    )
+    alone = run_alone(train_alone, name, replace(MEASURED, steps=20 if world > 1 else 5), world)
+    for rank, (results, ddp) in enumerate(ranks):
+        for runs in sets.values():
+            first, *others = runs
+            for label in others:
+                assert_same_start(results[label], results[first], f"rank {rank}, {label} against {first}")
+        plain = results["stage 0"]
+        assert_equal_bits(plain, alone[rank], f"rank {rank} against one process")
+        for stage in STAGES:
+            assert results[f"stage {stage}"].buffers == alone[rank].buffers, f"rank {rank}: buffers"
+        for label, result in results.items():
+            assert result.norms == ranks[0][0][label].norms, f"ranks disagree about the norm, {label}"
+            assert result.weights == ranks[0][0][label].weights, f"ranks disagree about the weights, {label}"
+            assert all(map(math.isfinite, result.losses))
+        if ddp is not None:
+            assert relative(plain.losses, ddp.losses) <= 1e-6, f"rank {rank}: losses against DDP"
+            assert relative(plain.norms, ddp.norms) <= 1e-6, f"rank {rank}: norms against DDP"
+
+
+@pytest.mark.parametrize("name", ["gpt", "resnet", "tiny_parameters"])
+def test_accumulation_equals_one_process_that_sums_micro_batches_first(name: str) -> None:
+    run = Run(stage=3, micro=3, accumulate=True, steps=6, clip=math.inf)
+    ranks = run_ranks(3, train_all, name, {"accumulated": run})
+    for rank, expected in enumerate(run_alone(train_alone, name, run, 3)):
+        assert_equal_bits(ranks[rank]["accumulated"], expected, f"rank {rank}")
+
+
+@pytest.mark.parametrize("name", ["gpt", "lora"])
+def test_measuring_the_norm_changes_nothing(name: str) -> None:
+    runs = {"measured": Run(stage=2, clip=math.inf, steps=6), "not": Run(stage=2, clip=None, steps=6)}
+    for results in run_ranks(2, train_all, name, runs):
+        assert results["measured"].losses == results["not"].losses
+        assert results["measured"].weights == results["not"].weights
+
+
+def test_the_linear_regression_known_by_hand() -> None:
+    """SGD, learning rate 0.01: rank r's error is -2r, so on two ranks dθ = -(2, 4) / 2 · 2 = (-2, -4)."""
+    run = Run(stage=2, optimizer="sgd", steps=2, clip=math.inf)
+    first, second = (results["sgd"] for results in run_ranks(2, train_all, "linear_regression", {"sgd": run}))
+    assert first.losses[0] == 0.0
+    assert second.losses[0] == 4.0
+    assert first.norms[0] == pytest.approx(math.hypot(2.0, 4.0), rel=1e-7)
+    # θ = (1.02, 1.04): the prediction is 3.1.
+    assert first.losses[1] == pytest.approx(0.1**2, rel=1e-5)
+    assert second.losses[1] == pytest.approx(1.9**2, rel=1e-5)

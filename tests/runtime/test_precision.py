@@ -1,0 +1,279 @@
+"""Half precision: bf16 and fp16 compute with fp32 masters, chosen reduction dtypes, dynamic loss scaling."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zerokit
+from tests.runtime.test_parity import assert_equal_bits
+from tests.support.distributed import run_alone, run_ranks
+from tests.support.models import CASES
+from tests.support.oracle import train_alone
+from tests.support.training import (
+    LARGE,
+    Run,
+    Trajectory,
+    build_seeded,
+    digest,
+    one_step,
+    train_all,
+    whole_weights,
+    wrap,
+)
+
+#: Models without floating-point buffers, whose kernels exist in half precision on the CPU.
+NAMES = ["gpt", "gpt_checkpoint_each", "mlp_784_256_10", "lora", "unit_unused_on_rank_1", "tiny_parameters"]
+
+
+def _precision(name: str) -> Any:
+    """By name, or "compute/reduce" for a Precision."""
+    if "/" not in name:
+        return name
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    compute, reduce = (dtypes[part] for part in name.split("/"))
+    return zerokit.Precision(compute=compute, reduce=reduce)
+
+
+def _train_stages(name: str, precision: str, steps: int) -> dict[str, Trajectory]:
+    runs = {
+        f"stage {s}": Run(stage=s, precision=_precision(precision), steps=steps, clip=math.inf)
+        for s in range(4)
+    }
+    runs["large"] = Run(stage=2, precision=_precision(precision), steps=steps, clip=math.inf, bucket_mb=LARGE)
+    return train_all(name, runs)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "bf16/bf16", "fp32/bf16"])
+@pytest.mark.parametrize("name", NAMES)
+def test_stages_are_identical_bits(name: str, precision: str) -> None:
+    ranks = run_ranks(3, _train_stages, name, precision, 8)
+    for rank, results in enumerate(ranks):
+        for label, result in results.items():
+            assert all(map(math.isfinite, result.losses))
+            assert_equal_bits(result, results["stage 0"], f"{precision}, rank {rank}, {label}")
+            assert result.weights == ranks[0]["stage 0"].weights
+
+
+@pytest.mark.parametrize("name", ["gpt", "mlp_784_256_10", "lora"])
+def test_bf16_equals_one_process_with_fp32_masters(name: str) -> None:
+    """bf16 gradients, multiplied by 1/N and summed in fp32, step fp32 masters, which are rounded to bf16."""
+    run = Run(stage=3, precision="bf16", steps=8, clip=math.inf)
+    alone = run_alone(train_alone, name, run, 3)
+    for rank, results in enumerate(run_ranks(3, train_all, name, {"run": run})):
+        assert_equal_bits(results["run"], alone[rank], f"rank {rank} against one process")
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "bf16/bf16"])
+def test_half_precision_follows_fp32(precision: str) -> None:
+    half = Run(stage=2, precision=_precision(precision), steps=12)
+    for results in run_ranks(2, train_all, "mlp_784_256_10", {"half": half, "full": Run(steps=12)}):
+        assert results["half"].losses == pytest.approx(results["full"].losses, rel=0.05, abs=0.05)
+        assert results["half"].losses != results["full"].losses
+
+
+class Spy(nn.Module):
+    """Reports the dtypes that reach it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 1)
+        self.seen: list[tuple[str, torch.dtype]] = []
+
+    def forward(self, x: Tensor, mask: Tensor, *, nested: dict[str, list[Tensor]]) -> Tensor:
+        self.seen += [("x", x.dtype), ("mask", mask.dtype), ("nested", nested["a"][0].dtype)]
+        return self.inner(x) + nested["a"][0]  # type: ignore[no-any-return]
+
+
+def _dtypes(precision: str, stage: int) -> dict[str, Any]:
+    model = Spy()
+    options: dict[str, Any] = {"precision": precision} if precision else {}
+    optimizer = zerokit.ZeroOptimizer(model, torch.optim.AdamW, stage=stage, lr=1e-3, **options)
+    out = model(torch.ones(2, 4), torch.ones(2, dtype=torch.long), nested={"a": [torch.ones(2, 1)]})
+    grads_before = [p.grad is None for p in model.parameters()]
+    optimizer.backward(out.sum())
+    return {
+        "seen": dict(model.seen),
+        "parameters": {p.dtype for p in model.parameters()},
+        "out": out.dtype,
+        "grads": grads_before + [p.grad is None for p in model.parameters()],
+        "masters": {p.dtype for group in optimizer.param_groups for p in group["params"]},
+        "state_dict": {value.dtype for value in model.state_dict().values()},
+    }
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16), ("", torch.bfloat16)],
+)
+def test_what_is_cast_and_what_is_not(precision: str, dtype: torch.dtype, stage: int) -> None:
+    found = run_ranks(1, _dtypes, precision, stage)[0]
+    assert found["seen"] == {"x": dtype, "mask": torch.long, "nested": dtype}
+    assert found["parameters"] == {dtype}
+    assert found["out"] == dtype
+    assert all(found["grads"])
+    assert found["masters"] == {torch.float32}
+    assert len(found["state_dict"]) == 1
+
+
+# --- fp16: the loss scale ----------------------------------------------------------------------------------
+
+
+def _scaled_run(stage: int, bad_steps: tuple[int, ...], bad_rank: int, clip: bool) -> dict[str, Any]:
+    """Six steps on mlp_10_64_2; in `bad_steps` the loss of one rank is infinite."""
+    case = CASES["mlp_10_64_2"]
+    model = build_seeded(case, 0)
+    scale = zerokit.LossScale(value=1024.0, growth=4.0, backoff=0.5, interval=2, floor=1.0)
+    optimizer = wrap(model, case, Run(stage=stage, precision="fp16"), loss_scale=scale)
+    seen: dict[str, Any] = {"scales": [], "skipped": [], "losses": [], "weights": []}
+    good = 0
+    for step in range(6):
+        bad = step in bad_steps
+        loss = case.loss(model, case.batch(0, good, dist.get_rank()))
+        optimizer.backward(loss * math.inf if bad and dist.get_rank() == bad_rank else loss)
+        if clip:
+            optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if not bad:
+            seen["losses"].append(loss.item())
+            good += 1
+        seen["scales"].append(optimizer.loss_scale)
+        seen["skipped"].append(optimizer.skipped_steps)
+        seen["weights"].append(digest(whole_weights(model).items()))
+    return seen
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_overflow_on_one_rank_skips_the_step_on_all(stage: int, clip: bool) -> None:
+    ranks = run_ranks(2, _scaled_run, stage, (2,), 1, clip)
+    clean = run_ranks(2, _scaled_run, stage, (), 1, clip)
+    for found, expected in zip(ranks, clean, strict=True):
+        # Two good steps: ×4. An overflow: ×0.5, and the count of good steps starts again.
+        assert found["scales"] == [1024, 4096, 2048, 2048, 8192, 8192]
+        assert found["skipped"] == [0, 0, 1, 1, 1, 1]
+        assert found["weights"][2] == found["weights"][1], "a skipped step changed the weights"
+        assert found["weights"] == ranks[0]["weights"]
+        # Powers of two change no bit, so the skipped step leaves no trace in the later ones.
+        assert found["losses"] == expected["losses"][:5]
+        assert expected["scales"] == [1024, 4096, 4096, 16384, 16384, 65536]
+
+
+def _to_the_floor(stage: int) -> dict[str, Any]:
+    model = nn.Linear(3, 1)
+    optimizer = zerokit.ZeroOptimizer(
+        model,
+        torch.optim.AdamW,
+        stage=stage,
+        precision="fp16",
+        loss_scale=zerokit.LossScale(value=8.0, floor=2.0),
+        lr=0.1,
+    )
+    for step in range(10):
+        optimizer.backward(model(torch.ones(1, 3)).sum() * math.nan)
+        try:
+            optimizer.step()
+        except zerokit.LossScaleError as error:
+            return {"step": step, "text": str(error), "skipped": optimizer.skipped_steps}
+        optimizer.zero_grad()
+    raise AssertionError("nan losses went on for ten steps")
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_nan_losses_end_at_the_floor_on_every_rank(stage: int) -> None:
+    for found in run_ranks(2, _to_the_floor, stage):
+        assert found["step"] == 2  # 8 -> 4 -> 2 -> error
+        assert "2" in found["text"]
+
+
+def _norm_in_fp16(precision: str) -> list[float]:
+    case = CASES["mlp_784_256_10"]
+    model = build_seeded(case, 0)
+    optimizer = wrap(model, case, Run(stage=2, precision=precision, optimizer="sgd"))
+    trajectory = Trajectory()
+    for step in range(3):
+        one_step(model, optimizer, case, Run(clip=0.1), step, trajectory)
+    return trajectory.norms
+
+
+def test_norms_are_of_the_unscaled_gradients() -> None:
+    half, full = run_ranks(2, _norm_in_fp16, "fp16"), run_ranks(2, _norm_in_fp16, "fp32")
+    assert half[0] == pytest.approx(full[0], rel=0.01)
+
+
+def _plain_backward(stage: int) -> str:
+    """`loss.backward()` leaves the loss unscaled; dividing by the scale afterwards would lose the step."""
+    model = nn.Linear(3, 1)
+    optimizer = zerokit.ZeroOptimizer(model, torch.optim.SGD, stage=stage, precision="fp16", lr=1.0)
+    before = {name: value.clone() for name, value in whole_weights(model).items()}
+    try:
+        torch.autograd.backward(model(torch.ones(1, 3)).sum())
+        optimizer.step()
+    except zerokit.UsageError as error:
+        return str(error)
+    after = whole_weights(model)
+    moved = (before["weight"] - after["weight"]).float()
+    assert torch.allclose(moved, torch.ones(1, 3), atol=1e-2), f"plain backward moved the weights by {moved}"
+    return "optimizer.backward"
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_plain_backward_under_fp16_is_refused_or_right(stage: int) -> None:
+    for text in run_ranks(2, _plain_backward, stage):
+        assert "optimizer.backward" in text
+
+
+def _bad_settings() -> dict[str, str]:
+    found = {}
+    attempts: dict[str, Any] = {
+        "precision fp8": lambda: {"precision": "fp8"},
+        "precision 16": lambda: {"precision": 16},
+        "precision None": lambda: {"precision": None},
+        "compute int64": lambda: {"precision": zerokit.Precision(compute=torch.int64)},
+        "growth 0.5": lambda: {"precision": "fp16", "loss_scale": zerokit.LossScale(growth=0.5)},
+        "floor above": lambda: {"precision": "fp16", "loss_scale": zerokit.LossScale(value=1.0, floor=2.0)},
+    }
+    for name, options in attempts.items():
+        try:
+            zerokit.ZeroOptimizer(nn.Linear(2, 2), torch.optim.SGD, lr=0.1, **options())
+        except zerokit.UsageError as error:
+            found[name] = str(error)
+    return found
+
+
+def test_settings_that_do_not_exist_are_refused() -> None:
+    found = run_ranks(1, _bad_settings)[0]
+    assert set(found) == {
+        "precision fp8",
+        "precision 16",
+        "precision None",
+        "compute int64",
+        "growth 0.5",
+        "floor above",
+    }
+    assert "bf16" in found["precision fp8"]
+
+
+def _one_scale_for_two() -> tuple[float, float]:
+    scale = zerokit.LossScale(value=64.0, interval=1)
+    optimizers = []
+    for _ in range(2):
+        model = nn.Linear(2, 1)
+        optimizer = zerokit.ZeroOptimizer(model, torch.optim.SGD, precision="fp16", loss_scale=scale, lr=0.1)
+        optimizers.append((model, optimizer))
+    model, optimizer = optimizers[0]
+    optimizer.backward(model(torch.ones(1, 2)).sum())
+    optimizer.step()
+    return optimizers[0][1].loss_scale, optimizers[1][1].loss_scale
+
+
+def test_settings_given_to_two_optimizers_stay_settings() -> None:
+    """A `LossScale` says how to begin: one optimizer's growth must not move another's scale."""
+    assert run_ranks(1, _one_scale_for_two) == [(128.0, 64.0)]
