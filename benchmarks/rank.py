@@ -88,7 +88,7 @@ class _CudaClock:
         self._events: list[torch.cuda.Event] = []
 
     def tick(self) -> None:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(enable_timing=True)
         event.record()
         self._events.append(event)
 
