@@ -67,6 +67,11 @@ def digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
     return total.hexdigest()
 
 
+def exact(value: Tensor) -> str:
+    """One number, to the last bit."""
+    return float(value).hex()
+
+
 def build_seeded(case: Case, rank: int) -> nn.Module:
     """The model; every rank draws other weights, so that only rank 0's broadcast can make them equal."""
     torch.manual_seed(77 + rank)

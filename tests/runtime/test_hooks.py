@@ -1,0 +1,406 @@
+"""Ways to use a model that hooks could get wrong: evaluation, recomputation, several backwards, compiled parts."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import zerokit
+from tests.runtime.test_parity import assert_equal_bits
+from tests.support.distributed import run_alone, run_ranks, run_ranks_expecting_errors
+from tests.support.models import CASES
+from tests.support.models.transformers import Gpt
+from tests.support.oracle import train_alone
+from tests.support.training import (
+    LARGE,
+    SMALL,
+    Run,
+    Trajectory,
+    build_seeded,
+    digest,
+    exact,
+    one_step,
+    train_all,
+    whole_weights,
+    wrap,
+)
+
+STAGES = (0, 1, 2, 3)
+
+
+def _interrupted(stage: int, what: str, bucket_mb: float) -> tuple[list[str], list[str]]:
+    """Five steps with something else in between, and without."""
+    found = []
+    for disturbed in (False, True):
+        case, run = CASES["gpt"], Run(stage=stage, bucket_mb=bucket_mb)
+        model = build_seeded(case, 0)
+        optimizer = wrap(model, case, run)
+        trajectory = Trajectory()
+        if disturbed:
+            _disturb(model, what, 40)
+        for step in range(5):
+            one_step(model, optimizer, case, Run(clip=1.0), step, trajectory)
+            if disturbed:
+                _disturb(model, what, step)
+        trajectory.weights = digest(whole_weights(model).items())
+        found.append(trajectory.bits())
+    return found[0], found[1]
+
+
+def _disturb(model: nn.Module, what: str, step: int) -> None:
+    case = CASES["gpt"]
+    batch = case.batch(1, step, dist.get_rank())
+    if what == "evaluation":
+        model.eval()
+        with torch.no_grad():
+            for _ in range(2):
+                assert math.isfinite(case.loss(model, batch).item())
+        model.train()
+    elif what == "inference mode":
+        with torch.inference_mode():
+            assert math.isfinite(case.loss(model, batch).item())
+    elif what == "a forward that is dropped":
+        case.loss(model, batch)
+    elif what == "a loss that is kept":
+        model.__dict__["kept"] = case.loss(model, batch).detach()
+
+
+@pytest.mark.parametrize(
+    "what", ["evaluation", "inference mode", "a forward that is dropped", "a loss that is kept"]
+)
+@pytest.mark.parametrize("stage", STAGES)
+def test_forwards_in_between_change_nothing(stage: int, what: str) -> None:
+    for bucket_mb in (SMALL, LARGE):
+        for plain, disturbed in run_ranks(2, _interrupted, stage, what, bucket_mb):
+            assert disturbed == plain
+
+
+def _evaluated(stage: int) -> list[str]:
+    """Losses in evaluation, right after a step (gathers may still be in flight) and again."""
+    case, run = CASES["gpt"], Run(stage=stage)
+    model = build_seeded(case, 0)
+    optimizer = wrap(model, case, run)
+    found = []
+    for step in range(3):
+        one_step(model, optimizer, case, run, step, Trajectory())
+        with torch.no_grad():
+            found += [exact(case.loss(model, case.batch(5, 0, 0))) for _ in range(2)]
+    return found
+
+
+def test_evaluation_gives_the_same_bits_at_every_stage() -> None:
+    expected = run_ranks(2, _evaluated, 0)[0]
+    for stage in (1, 2, 3):
+        assert run_ranks(2, _evaluated, stage) == [expected] * 2
+
+
+# --- activation checkpointing ------------------------------------------------------------------------------
+
+
+def test_reentrant_checkpointing_is_refused_or_right() -> None:
+    run = Run(steps=4, clip=math.inf)
+    alone = run_alone(train_alone, "gpt", run, 2)
+    for stage in STAGES:
+        stages = {"run": Run(stage=stage, steps=4, clip=math.inf)}
+        outcomes = run_ranks_expecting_errors(2, train_all, "gpt_checkpoint_reentrant", stages, timeout=10.0)
+        for rank, outcome in enumerate(outcomes):
+            if outcome.ok:
+                assert_equal_bits(outcome.value["run"], alone[rank], f"stage {stage}, rank {rank}")
+            else:
+                assert outcome.raised("ZerokitError"), outcome.describe()
+                assert "use_reentrant=False" in outcome.error
+
+
+class Nested(nn.Module):
+    """A checkpoint around everything, with checkpoints inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Gpt(recompute="each", depth=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def _nested_losses(stage: int) -> list[str]:
+    case = CASES["gpt"]
+    torch.manual_seed(1)
+    model = Nested()
+    optimizer = wrap(model, case, Run(stage=stage))
+    trajectory = Trajectory()
+    for step in range(3):
+        one_step(model, optimizer, case, Run(clip=math.inf), step, trajectory)
+    return [value.hex() for value in [*trajectory.losses, *trajectory.norms]]
+
+
+def test_nested_checkpoints() -> None:
+    expected = run_ranks(2, _nested_losses, 0)
+    for stage in (1, 2, 3):
+        assert run_ranks(2, _nested_losses, stage) == expected
+
+
+# --- several backwards -------------------------------------------------------------------------------------
+
+
+def _backward_twice(stage: int) -> tuple[float, float]:
+    """The same graph differentiated twice adds up: twice the norm."""
+    case, run = CASES["gpt"], Run(stage=stage)
+    model = build_seeded(case, 0)
+    optimizer = wrap(model, case, run)
+    norms = []
+    for times in (1, 2):
+        loss = case.loss(model, case.batch(0, 0, dist.get_rank()))
+        for remaining in reversed(range(times)):
+            torch.autograd.backward(loss, retain_graph=remaining > 0)
+        norms.append(optimizer.clip_grad_norm_(math.inf).item())
+        optimizer.zero_grad()
+    return norms[0], norms[1]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_graph_differentiated_twice_adds_up_or_is_refused(stage: int) -> None:
+    for outcome in run_ranks_expecting_errors(2, _backward_twice, stage):
+        if outcome.ok:
+            once, twice = outcome.value
+            assert twice == pytest.approx(2 * once, rel=1e-6)
+        else:
+            assert outcome.raised("ZerokitError"), outcome.describe()
+
+
+def _two_losses(stage: int, together: bool) -> tuple[list[float], str]:
+    """Two outputs, two backwards (as in a GAN's generator or multi-task training), against one of their sum."""
+    case, run = CASES["gpt"], Run(stage=stage, optimizer="sgd")
+    model = build_seeded(case, 0)
+    optimizer = wrap(model, case, run)
+    norms = []
+    for step in range(3):
+        first = case.loss(model, case.batch(0, 2 * step, dist.get_rank()))
+        second = case.loss(model, case.batch(0, 2 * step + 1, dist.get_rank()))
+        if together:
+            optimizer.backward(first + second)
+        else:
+            optimizer.backward(first)
+            optimizer.backward(second)
+        norms.append(optimizer.clip_grad_norm_(math.inf).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms, digest(whole_weights(model).items())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_two_forwards_then_two_backwards(stage: int) -> None:
+    together = run_ranks(2, _two_losses, 0, True)
+    for rank, outcome in enumerate(run_ranks_expecting_errors(2, _two_losses, stage, False)):
+        assert outcome.ok or outcome.raised("ZerokitError"), outcome.describe()
+        if outcome.ok:
+            assert outcome.value[0] == pytest.approx(together[rank][0], rel=1e-5)
+    assert run_ranks(2, _two_losses, stage, True) == together
+
+
+def _all_accumulated(stage: int, inside: bool) -> tuple[list[float], list[float]]:
+    """Every micro-batch inside accumulate(), none outside: step() must still see all gradients."""
+    case, run = CASES["gpt"], Run(stage=stage, optimizer="sgd")
+    model = build_seeded(case, 0)
+    optimizer = wrap(model, case, run)
+    losses, norms = [], []
+    for step in range(3):
+        for micro in range(2):
+            batch = case.batch(0, step * 2 + micro, dist.get_rank())
+            if inside or micro == 0:
+                with optimizer.accumulate():
+                    loss = case.loss(model, batch)
+                    optimizer.backward(loss)
+            else:
+                loss = case.loss(model, batch)
+                optimizer.backward(loss)
+            losses.append(loss.item())
+        norms.append(optimizer.clip_grad_norm_(math.inf).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_accumulating_every_micro_batch_loses_none(stage: int) -> None:
+    expected = run_ranks(2, _all_accumulated, 0, False)
+    assert run_ranks(2, _all_accumulated, stage, False) == expected
+    assert run_ranks(2, _all_accumulated, stage, True) == expected
+
+
+def _without_zero_grad(stage: int) -> list[float]:
+    """As torch does, gradients add up over steps when zero_grad() is not called."""
+    case, run = CASES["gpt"], Run(stage=stage, optimizer="sgd")
+    model = build_seeded(case, 0)
+    optimizer = wrap(model, case, run, lr=0.0)
+    norms = []
+    for _ in range(3):
+        optimizer.backward(case.loss(model, case.batch(0, 0, dist.get_rank())))
+        norms.append(optimizer.clip_grad_norm_(math.inf).item())
+        optimizer.step()
+    return norms
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_add_up_without_zero_grad(stage: int) -> None:
+    for norms in run_ranks(2, _without_zero_grad, stage):
+        assert norms == pytest.approx([norms[0], 2 * norms[0], 3 * norms[0]], rel=1e-6)
+
+
+# --- modules used outside the root's forward ---------------------------------------------------------------
+
+
+class TwoDoors(nn.Module):
+    """`encode` is used directly, without the root's forward, as for feature extraction or generation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.head = nn.Linear(6, 1)
+
+    def encode(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x).tanh()
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encode(x))  # type: ignore[no-any-return]
+
+
+def _through_the_side_door(stage: int, train: bool) -> list[str]:
+    torch.manual_seed(2)
+    model = TwoDoors()
+    optimizer = zerokit.ZeroOptimizer(
+        model, torch.optim.SGD, stage=stage, precision="fp32", bucket_mb=1e-6, lr=0.1
+    )
+    found = []
+    for step in range(3):
+        x = torch.full((2, 6), float(step + 1 + dist.get_rank()))
+        if train:
+            loss = model.encode(x).square().mean()
+        else:
+            with torch.no_grad():
+                found.append(exact(model.encode(x).sum()))
+            loss = model(x).square().mean()
+        found.append(exact(loss))
+        optimizer.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*found, digest(whole_weights(model).items())]
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_part_of_the_model_used_directly_is_right_or_refused(stage: int, train: bool) -> None:
+    expected = run_ranks(2, _through_the_side_door, 0, train)
+    for rank, outcome in enumerate(
+        run_ranks_expecting_errors(2, _through_the_side_door, stage, train, timeout=5.0)
+    ):
+        if outcome.ok:
+            assert outcome.value == expected[rank]
+        else:
+            assert outcome.raised("ZerokitError"), outcome.describe()
+
+
+# --- torch.compile -----------------------------------------------------------------------------------------
+
+
+def _compiled(stage: int, compiled: bool) -> list[float]:
+    case, run = CASES["gpt"], Run(stage=stage)
+    model = build_seeded(case, 0)
+    if compiled:
+        for block in model.get_submodule("blocks").children():
+            block.get_submodule("mlp").compile(backend="aot_eager")
+            block.get_submodule("attention").compile(backend="aot_eager")
+    optimizer = wrap(model, case, run)
+    trajectory = Trajectory()
+    for step in range(4):
+        one_step(model, optimizer, case, Run(clip=1.0), step, trajectory)
+    return [*trajectory.losses, *trajectory.norms]
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_compiled_inner_modules(stage: int) -> None:
+    eager = run_ranks(2, _compiled, 0, False)
+    for rank, outcome in enumerate(
+        run_ranks_expecting_errors(2, _compiled, stage, True, timeout=60.0, deadline=150.0)
+    ):
+        assert outcome.ok or outcome.raised("ZerokitError"), outcome.describe()
+        if outcome.ok:
+            assert outcome.value == pytest.approx(eager[rank], rel=1e-5)
+
+
+# --- units -------------------------------------------------------------------------------------------------
+
+
+def _with_units(stage: int, kind: str) -> dict[str, Any]:
+    case = CASES["gpt"]
+    model = build_seeded(case, 0)
+    rules: dict[str, Any] = {
+        "class": nn.LayerNorm,
+        "classes": (nn.LayerNorm, nn.Linear, nn.Embedding),
+        "predicate": lambda module: isinstance(module, nn.Linear) and module.bias is not None,
+        "nothing": lambda module: False,
+        "the root": lambda module: True,
+    }
+    optimizer = zerokit.ZeroOptimizer(
+        model,
+        torch.optim.AdamW,
+        stage=stage,
+        precision="fp32",
+        bucket_mb=SMALL,
+        units=rules[kind],
+        lr=3e-3,
+        weight_decay=0.05,
+    )
+    trajectory = Trajectory()
+    for step in range(4):
+        one_step(model, optimizer, case, Run(clip=math.inf), step, trajectory)
+    trajectory.weights = digest(whole_weights(model).items())
+    return {"bits": trajectory.bits(), "units": len(optimizer.layout.units)}
+
+
+@pytest.mark.parametrize("kind", ["class", "classes", "predicate", "nothing", "the root"])
+def test_units_change_no_bit(kind: str) -> None:
+    plain = [
+        results["run"].bits()
+        for results in run_ranks(2, train_all, "gpt", {"run": Run(steps=4, clip=math.inf)})
+    ]
+    counts = set()
+    for stage in STAGES:
+        for rank, found in enumerate(run_ranks(2, _with_units, stage, kind)):
+            assert found["bits"] == plain[rank]
+            counts.add(found["units"])
+    assert len(counts) == 1, "the layout depends on the stage"
+    if kind == "classes":
+        assert counts == {count for count in counts if count > 10}
+
+
+def _subgroup() -> str:
+    """Two pairs of ranks, each with a process group and a model of its own."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine = dist.get_rank() // 2
+    case = CASES["mlp_10_64_2"]
+    torch.manual_seed(mine)
+    model = case.build()
+    optimizer = zerokit.ZeroOptimizer(
+        model, torch.optim.AdamW, stage=3, precision="fp32", process_group=groups[mine], lr=1e-2
+    )
+    for step in range(3):
+        optimizer.backward(case.loss(model, case.batch(0, step, dist.get_rank() % 2)))
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return digest(whole_weights(model).items())
+
+
+def test_process_groups_that_are_a_part_of_the_world() -> None:
+    first, second, third, fourth = run_ranks(4, _subgroup)
+    assert first == second
+    assert third == fourth
+    assert first != third

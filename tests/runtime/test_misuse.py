@@ -1,0 +1,387 @@
+"""Bad use gets an error that says what was found and what to do, on every rank, within the time-out."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zerokit
+from tests.support.distributed import run_alone, run_ranks, run_ranks_expecting_errors
+from tests.support.models import CASES
+from tests.support.training import Run, Trajectory, build_seeded, digest, one_step, whole_weights, wrap
+
+STAGES = (0, 1, 2, 3)
+
+
+def small() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def make(
+    model: nn.Module | None = None, cls: Any = torch.optim.AdamW, **options: Any
+) -> zerokit.ZeroOptimizer:
+    return zerokit.ZeroOptimizer(model or small(), cls, **({"precision": "fp32", "lr": 1e-3} | options))
+
+
+# --- arguments of the constructor --------------------------------------------------------------------------
+
+
+class WholeNorm(torch.optim.Optimizer):
+    """LAMB-like: the step of an element depends on the norm of its whole parameter."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad * (group["lr"] * p.norm() / (p.grad.norm() + 1e-6)))
+
+
+class RowMean(torch.optim.Optimizer):
+    """Looks at the shape: subtracts the mean of each row of the gradient."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(group["lr"] * (p.grad - p.grad.mean(-1, keepdim=True)))
+
+
+def _two_groups() -> None:
+    model = small()
+    make(model, params=[{"params": model.parameters()}, {"params": [model[2].weight]}])
+
+
+def _foreign() -> None:
+    model = small()
+    make(model, params=[*model.parameters(), nn.Parameter(torch.zeros(3, 5))])
+
+
+def _wrapped_twice() -> None:
+    model = small()
+    first = make(model)
+    assert first.stage == 2
+    make(model)
+
+
+def _inside_a_wrapped_one() -> None:
+    model = small()
+    first = make(model)
+    assert first.stage == 2
+    make(nn.Sequential(model, nn.Linear(1, 1)))
+
+
+def _already_ddp() -> None:
+    make(nn.parallel.DistributedDataParallel(small()))
+
+
+def _already_fsdp() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model = small()
+    fully_shard(model)
+    make(model)
+
+
+def _all_frozen() -> None:
+    make(small().requires_grad_(False))
+
+
+def _without_parameters() -> None:
+    make(nn.ReLU())
+
+
+#: What is done, the error's class, and words that must be in its message.
+CONSTRUCTIONS: dict[str, tuple[Callable[[], Any], str, tuple[str, ...]]] = {
+    "stage 4": (lambda: make(stage=4), "UsageError", ("stage", "4")),
+    "stage -1": (lambda: make(stage=-1), "UsageError", ("stage", "-1")),
+    "stage '2'": (lambda: make(stage="2"), "UsageError", ("stage", "'2'")),
+    "precision": (lambda: make(precision="fp8"), "UsageError", ("fp8", "bf16")),
+    "bucket_mb": (lambda: make(bucket_mb=-1.0), "UsageError", ("bucket_mb", "-1")),
+    "two groups": (_two_groups, "UsageError", ("2.weight",)),
+    "foreign parameter": (_foreign, "UsageError", ("3, 5",)),
+    "wrapped twice": (_wrapped_twice, "UsageError", ("already", "ZeroOptimizer")),
+    "inside a wrapped one": (_inside_a_wrapped_one, "UsageError", ("already", "ZeroOptimizer")),
+    "DDP": (_already_ddp, "UsageError", ("DistributedDataParallel",)),
+    "FSDP2": (_already_fsdp, "UsageError", ("fully_shard",)),
+    "all frozen": (_all_frozen, "UsageError", ("requires",)),
+    "no parameters": (_without_parameters, "UsageError", ("parameter",)),
+    "LBFGS": (lambda: make(cls=torch.optim.LBFGS), "UnsupportedOptimizer", ("LBFGS", "AdamW")),
+    "Adafactor": (lambda: make(cls=torch.optim.Adafactor), "UnsupportedOptimizer", ("Adafactor", "AdamW")),
+    "SparseAdam": (lambda: make(cls=torch.optim.SparseAdam), "UnsupportedOptimizer", ("SparseAdam",)),
+    "whole norms": (lambda: make(cls=WholeNorm), "UnsupportedOptimizer", ("WholeNorm",)),
+    "row means": (lambda: make(cls=RowMean), "UnsupportedOptimizer", ("RowMean",)),
+    "an instance": (lambda: make(cls=torch.optim.SGD(small().parameters())), "UsageError", ("class",)),
+    "unknown option": (lambda: make(learning_rate=3.0), "TypeError", ("learning_rate",)),
+    "compiled": (lambda: make(torch.compile(small())), "UsageError", ("compile",)),
+    "complex": (lambda: make(nn.Linear(2, 2, dtype=torch.complex64)), "UsageError", ("complex64",)),
+    "float64": (lambda: make(small().double()), "UsageError", ("float64",)),
+}
+if hasattr(torch.optim, "Muon"):
+    CONSTRUCTIONS["Muon"] = (
+        lambda: make(nn.Linear(4, 4, bias=False), torch.optim.Muon),
+        "UnsupportedOptimizer",
+        ("Muon", "AdamW"),
+    )
+
+
+def _construct(name: str) -> None:
+    CONSTRUCTIONS[name][0]()
+
+
+@pytest.mark.parametrize("name", CONSTRUCTIONS)
+def test_constructor_refuses(name: str) -> None:
+    _, error, words = CONSTRUCTIONS[name]
+    for outcome in run_ranks_expecting_errors(2, _construct, name):
+        assert outcome.raised(error), outcome.describe()
+        assert all(word in outcome.error for word in words), outcome.error
+
+
+def _without_a_group() -> str:
+    try:
+        make()
+    except zerokit.UsageError as error:
+        return str(error)
+    return ""
+
+
+def test_no_process_group() -> None:
+    assert "init_process_group" in run_alone(_without_a_group)
+
+
+def test_every_error_is_a_zerokit_error() -> None:
+    for name in ("UsageError", "LayoutMismatch", "UnsupportedOptimizer", "ScheduleError", "LossScaleError"):
+        assert issubclass(getattr(zerokit, name), zerokit.ZerokitError)
+
+
+# --- use after construction --------------------------------------------------------------------------------
+
+
+def _train(model: nn.Module, optimizer: zerokit.ZeroOptimizer) -> None:
+    optimizer.backward(model(torch.ones(2, 4)).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _step_first(model: nn.Module, optimizer: zerokit.ZeroOptimizer) -> None:
+    optimizer.step()
+
+
+def _step_twice(model: nn.Module, optimizer: zerokit.ZeroOptimizer) -> None:
+    _train(model, optimizer)
+    optimizer.step()
+
+
+def _step_after_forward_only(model: nn.Module, optimizer: zerokit.ZeroOptimizer) -> None:
+    model(torch.ones(2, 4))
+    optimizer.step()
+
+
+def _step_without_gradients(model: nn.Module, optimizer: zerokit.ZeroOptimizer) -> None:
+    with torch.no_grad():
+        model(torch.ones(2, 4))
+    optimizer.step()
+
+
+def _clip_first(model: nn.Module, optimizer: zerokit.ZeroOptimizer) -> None:
+    optimizer.clip_grad_norm_(1.0)
+    optimizer.step()
+
+
+def _closure(model: nn.Module, optimizer: zerokit.ZeroOptimizer) -> None:
+    optimizer.step(lambda: model(torch.ones(2, 4)).sum())  # type: ignore[arg-type]
+
+
+def _add_group(model: nn.Module, optimizer: zerokit.ZeroOptimizer) -> None:
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+
+
+def _grad_scaler(model: nn.Module, optimizer: zerokit.ZeroOptimizer) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    loss = scaler.scale(model(torch.ones(2, 4)).sum())
+    torch.autograd.backward(loss)
+    scaler.step(optimizer)
+
+
+def _grad_scaler_unscale(model: nn.Module, optimizer: zerokit.ZeroOptimizer) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    torch.autograd.backward(scaler.scale(model(torch.ones(2, 4)).sum()))
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+
+
+def _deepcopy(model: nn.Module, optimizer: zerokit.ZeroOptimizer) -> None:
+    copy.deepcopy(model)
+
+
+def _to_double(model: nn.Module, optimizer: zerokit.ZeroOptimizer) -> None:
+    _train(model, optimizer)
+    model.to(torch.float64)
+    model(torch.ones(2, 4, dtype=torch.float64))
+
+
+def _half(model: nn.Module, optimizer: zerokit.ZeroOptimizer) -> None:
+    model.half()
+    _train(model, optimizer)
+
+
+def _replace_data(model: nn.Module, optimizer: zerokit.ZeroOptimizer) -> None:
+    weight = model.get_parameter("2.weight")
+    weight.data = torch.zeros(1, 8)
+    _train(model, optimizer)
+
+
+def _replace_parameter(model: nn.Module, optimizer: zerokit.ZeroOptimizer) -> None:
+    model[2] = nn.Linear(8, 1)  # type: ignore[index]
+    _train(model, optimizer)
+
+
+MISUSES: dict[str, tuple[Callable[[nn.Module, zerokit.ZeroOptimizer], None], tuple[str, ...]]] = {
+    "step before any backward": (_step_first, ("backward",)),
+    "a second step without a backward": (_step_twice, ("backward",)),
+    "step after a forward alone": (_step_after_forward_only, ("backward",)),
+    "step after a forward without gradients": (_step_without_gradients, ("backward",)),
+    "clipping before any backward": (_clip_first, ("backward",)),
+    "a closure": (_closure, ("closure",)),
+    "add_param_group": (_add_group, ("params=",)),
+    "GradScaler.step": (_grad_scaler, ("GradScaler", "fp16")),
+    "GradScaler.unscale_": (_grad_scaler_unscale, ("GradScaler", "fp16")),
+    "deepcopy": (_deepcopy, ("state_dict",)),
+    "model.to(float64)": (_to_double, ("float64",)),
+    "model.half()": (_half, ("float16",)),
+    "assigning .data": (_replace_data, ("2.weight",)),
+    "replacing a module": (_replace_parameter, ("2.weight",)),
+}
+
+
+def _misuse(name: str, stage: int) -> None:
+    model = small()
+    optimizer = make(model, stage=stage)
+    MISUSES[name][0](model, optimizer)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("name", MISUSES)
+def test_misuse_raises(name: str, stage: int) -> None:
+    for outcome in run_ranks_expecting_errors(2, _misuse, name, stage):
+        assert outcome.raised("ZerokitError"), outcome.describe()
+        assert all(word in outcome.error for word in MISUSES[name][1]), outcome.error
+
+
+def _harmless(stage: int) -> tuple[str, str]:
+    """Calls that change nothing go on working: train(), eval(), to(same), cpu(), zero_grad() at any time."""
+    found = []
+    for disturbed in (False, True):
+        case, run = CASES["mlp_10_64_2"], Run(stage=stage)
+        model = build_seeded(case, 0)
+        optimizer = wrap(model, case, run)
+        for step in range(4):
+            if disturbed:
+                model.eval()
+                model.train()
+                model.to(torch.float32).cpu().requires_grad_(True)
+                optimizer.zero_grad()
+                model.zero_grad()
+                repr(model)
+                repr(optimizer)
+            one_step(model, optimizer, case, run, step, Trajectory())
+        found.append(digest(whole_weights(model).items()))
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_harmless_calls_change_nothing(stage: int) -> None:
+    for one, two in run_ranks(2, _harmless, stage):
+        assert one == two
+
+
+class SparseRows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(7, 3, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rows(x).sum()  # type: ignore[no-any-return]
+
+
+def _sparse(stage: int) -> None:
+    model = SparseRows()
+    optimizer = make(model, stage=stage)
+    optimizer.backward(model(torch.tensor([1, 2])))
+    optimizer.step()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_sparse_gradients_are_refused(stage: int) -> None:
+    for outcome in run_ranks_expecting_errors(2, _sparse, stage):
+        assert outcome.raised("ZerokitError"), outcome.describe()
+        assert "sparse=False" in outcome.error
+
+
+# --- ranks that differ -------------------------------------------------------------------------------------
+
+
+def _differ(name: str) -> None:
+    odd = dist.get_rank() == 1
+    options: dict[str, Any] = {}
+    model: nn.Module = small()
+    if name == "shape" and odd:
+        model = nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 1))
+    if name == "same numel" and odd:
+        model = nn.Sequential(nn.Linear(8, 4, bias=False), nn.Linear(4, 9, bias=False))
+    if name == "same numel" and not odd:
+        model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Linear(9, 4, bias=False))
+    if name == "number of parameters" and odd:
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1), nn.Linear(1, 1))
+    if name == "stage":
+        options["stage"] = 3 if odd else 2
+    if name == "precision":
+        options["precision"] = "bf16" if odd else "fp32"
+    if name == "bucket_mb":
+        options["bucket_mb"] = 1e-6 if odd else 8.0
+    if name == "frozen" and odd:
+        model.get_parameter("2.bias").requires_grad_(False)
+    if name == "optimizer" and odd:
+        options["cls"] = torch.optim.SGD
+    if name == "units":
+        options |= {"bucket_mb": 1e-6, "units": (lambda module: False) if odd else nn.Linear}
+    if name == "groups" and odd:
+        options["params"] = [{"params": [p]} for p in model.parameters()]
+    make(model, **options)
+
+
+#: What differs on rank 1, and a word by which the error names it.
+DIFFERENCES = {
+    "shape": "0.weight",
+    "same numel": "weight",
+    "number of parameters": "parameters",
+    "stage": "stage",
+    "precision": "precision",
+    "bucket_mb": "bucket_mb",
+    "frozen": "2.bias",
+    "optimizer": "SGD",
+    "units": "units",
+    "groups": "group",
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_ranks_that_differ_are_named_on_every_rank(name: str) -> None:
+    for outcome in run_ranks_expecting_errors(3, _differ, name, timeout=5.0):
+        assert outcome.raised("LayoutMismatch"), outcome.describe()
+        assert "rank 1" in outcome.error
+        assert DIFFERENCES[name] in outcome.error
+        assert outcome.seconds < 5.0, "it took the time-out to find out"

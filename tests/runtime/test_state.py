@@ -1,0 +1,352 @@
+"""Weights in and out: `state_dict`, `load_state_dict`, `gathered()`, and models built on `meta`."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zerokit
+from tests.support.distributed import RanksFailed, run_ranks, run_ranks_expecting_errors
+from tests.support.models import CASES
+from tests.support.models.transformers import Gpt
+from tests.support.oracle import PaddedOptimizer
+from tests.support.training import LARGE, Run, Trajectory, build_seeded, digest, one_step, whole_weights, wrap
+
+STAGES = (0, 1, 2, 3)
+
+
+def _round_trip(name: str, stage: int, precision: str) -> dict[str, Any]:
+    """Trains, saves through a file, loads into a plain model and into a new ZeroOptimizer, trains both on."""
+    case, run = CASES[name], Run(stage=stage, precision=precision, optimizer="sgd")
+    model = build_seeded(case, 0)
+    optimizer = wrap(model, case, run)
+    for step in range(2):
+        one_step(model, optimizer, case, run, step, Trajectory())
+    state = model.state_dict()
+    file = io.BytesIO()
+    torch.save(state, file)
+    at_save = digest(sorted(state.items()))
+    one_step(model, optimizer, case, run, 2, Trajectory())  # must not reach into what was saved
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    plain = build_seeded(case, 3)
+    keys = list(plain.state_dict())
+    plain.to(next(iter(model.parameters())).dtype).load_state_dict(loaded)
+
+    other = build_seeded(case, 4)
+    again = wrap(other, case, Run(stage=stage, precision=precision, optimizer="sgd", bucket_mb=LARGE))
+    missing = other.load_state_dict(loaded)
+    one_step(other, again, case, run, 2, Trajectory())
+    return {
+        "keys": list(state) == keys,
+        "saved": at_save == digest(sorted(loaded.items())) == digest(sorted(plain.state_dict().items())),
+        "missing": (missing.missing_keys, missing.unexpected_keys),
+        "same": digest(whole_weights(model).items()) == digest(whole_weights(other).items()),
+        "digest": at_save,
+    }
+
+
+@pytest.mark.parametrize("name", ["gpt", "encoder_decoder", "tiny_parameters", "lora"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_state_dict_round_trip(name: str, stage: int) -> None:
+    ranks = run_ranks(3, _round_trip, name, stage, "fp32")
+    for found in ranks:
+        assert found["keys"], "the names or their order are not those of the plain model"
+        assert found["saved"]
+        assert found["missing"] == ([], [])
+        assert found["same"], "training did not go on from the loaded weights"
+        assert found["digest"] == ranks[0]["digest"]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_loading_into_half_precision_reaches_the_masters(stage: int) -> None:
+    """The masters are the loaded weights then; a stale master would undo the load at the next step."""
+    for found in run_ranks(2, _load_half, stage):
+        assert found < 0.1
+
+
+def _load_half(stage: int) -> float:
+    model = nn.Linear(6, 3)
+    optimizer = zerokit.ZeroOptimizer(model, torch.optim.SGD, stage=stage, precision="bf16", lr=1e-4)
+    optimizer.backward(model(torch.ones(1, 6)).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+    target = {"weight": torch.full((3, 6), 5.0), "bias": torch.full((3,), -5.0)}
+    model.load_state_dict(target)
+    optimizer.backward(model(torch.ones(1, 6)).sum())
+    optimizer.step()
+    return max(
+        float((value.float() - target[name]).abs().max()) for name, value in whole_weights(model).items()
+    )
+
+
+def _across(stage_from: int, stage_to: int) -> tuple[str, str]:
+    case = CASES["gpt"]
+    one = build_seeded(case, 0)
+    wrap(one, case, Run(stage=stage_from))
+    two = build_seeded(case, 1)
+    wrap(two, case, Run(stage=stage_to))
+    two.load_state_dict(one.state_dict())
+    return digest(one.state_dict().items()), digest(two.state_dict().items())
+
+
+@pytest.mark.parametrize(("stage_from", "stage_to"), [(0, 3), (3, 0), (1, 3), (3, 2)])
+def test_weights_move_between_stages(stage_from: int, stage_to: int) -> None:
+    for one, two in run_ranks(2, _across, stage_from, stage_to):
+        assert one == two
+
+
+def _load_wrong(stage: int) -> str:
+    case = CASES["mlp_10_64_2"]
+    model = build_seeded(case, 0)
+    optimizer = wrap(model, case, Run(stage=stage))
+    before = digest(whole_weights(model).items())
+    text = ""
+    try:
+        model.load_state_dict({"0.weight": torch.zeros(3, 3)})
+    except RuntimeError as error:
+        text = str(error)
+    one_step(model, optimizer, case, Run(), 0, Trajectory())  # still usable
+    assert digest(whole_weights(model).items()) != before
+    return text
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_loading_the_wrong_weights_is_torchs_error_and_breaks_nothing(stage: int) -> None:
+    for text in run_ranks(2, _load_wrong, stage):
+        assert "0.weight" in text
+        assert "Missing key" in text
+
+
+def _gathered(stage: int) -> dict[str, Any]:
+    case, run = CASES["gpt"], Run(stage=stage)
+    model = build_seeded(case, 0)
+    shapes = [tuple(p.shape) for p in model.parameters()]
+    optimizer = wrap(model, case, run)
+    one_step(model, optimizer, case, run, 0, Trajectory())
+    expected = digest(whole_weights(model).items())
+    with optimizer.gathered():
+        inside = digest(model.named_parameters())
+        found = [tuple(p.shape) for p in model.parameters()]
+    outside = digest(whole_weights(model).items())
+    held = optimizer.memory().gathered
+    try:
+        with optimizer.gathered():
+            raise KeyError("from the body")
+    except KeyError:
+        pass
+    one_step(model, optimizer, case, run, 1, Trajectory())
+    return {
+        "inside": inside == expected,
+        "shapes": found == shapes,
+        "outside": outside == expected,
+        "held": held,
+        "after": digest(whole_weights(model).items()),
+    }
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gathered_shows_whole_current_parameters(stage: int) -> None:
+    ranks = run_ranks(3, _gathered, stage)
+    plain = run_ranks(3, _gathered, 0)
+    for found in ranks:
+        assert found["inside"]
+        assert found["shapes"]
+        assert found["outside"]
+        assert found["held"] == 0
+        assert found["after"] == plain[0]["after"]
+
+
+def _edit_gathered(stage: int) -> tuple[str, str, str]:
+    """Zeroes one weight inside gathered(), on all ranks alike; the oracle does the same to a plain model."""
+    case, run = CASES["gpt"], Run(stage=stage)
+    model = build_seeded(case, 0)
+    optimizer = wrap(model, case, run)
+    with optimizer.gathered(), torch.no_grad():
+        model.get_parameter("blocks.1.attention.qkv.weight").zero_()
+    edited = digest(whole_weights(model).items())
+    one_step(model, optimizer, case, run, 0, Trajectory())
+    plain = build_seeded(case, 0)
+    PaddedOptimizer(plain, case, run)
+    with torch.no_grad():
+        plain.get_parameter("blocks.1.attention.qkv.weight").zero_()
+    return edited, digest(plain.named_parameters()), digest(whole_weights(model).items())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_changes_inside_gathered_are_kept(stage: int) -> None:
+    expected = run_ranks(2, _edit_gathered, 0)[0][2]
+    for edited, plain, after in run_ranks(2, _edit_gathered, stage):
+        assert edited == plain
+        assert after == expected
+
+
+# --- meta --------------------------------------------------------------------------------------------------
+
+
+def _constant(module: nn.Module) -> None:
+    for position, parameter in enumerate(module.parameters(recurse=False)):
+        torch.nn.init.normal_(parameter, mean=float(position), std=0.02)
+
+
+def _meta_build(
+    stages: tuple[int, ...], init: bool, precision: str, same_seed: bool
+) -> list[tuple[str, str]]:
+    """The weights after construction and after two steps, for each stage and another bucket size."""
+    found = []
+    for stage in stages:
+        for bucket_mb in (1e-6, 64.0):
+            torch.manual_seed(31 if same_seed else 31 + dist.get_rank())
+            with torch.device("meta"):
+                model = Gpt(depth=2)
+            run = Run(stage=stage, bucket_mb=bucket_mb, precision=precision)
+            optimizer = wrap(model, CASES["gpt"], run, init_fn=_constant if init else None)
+            at_start = digest(whole_weights(model).items())
+            # The data of two ranks differ from those of three, so only one rank trains.
+            if dist.get_world_size() == 1:
+                for step in range(2):
+                    one_step(model, optimizer, CASES["gpt"], run, step, Trajectory())
+            found.append((at_start, digest(whole_weights(model).items())))
+    return found
+
+
+@pytest.mark.parametrize("init", [False, True])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_meta_models_get_the_same_weights_for_every_world_and_stage(init: bool, precision: str) -> None:
+    starts, ends = set(), set()
+    for world in (1, 2, 3):
+        for found in run_ranks(world, _meta_build, STAGES, init, precision, True):
+            starts |= {start for start, _ in found}
+            if world == 1:
+                ends |= {end for _, end in found}
+    assert len(starts) == 1
+    assert len(ends) == 1
+
+
+def test_meta_models_follow_rank_0s_seed_where_seeds_differ() -> None:
+    for found in run_ranks(2, _meta_build, (0, 3), False, "fp32", False):
+        assert {start for start, _ in found} == {
+            run_ranks(1, _meta_build, (0,), False, "fp32", True)[0][0][0]
+        }
+
+
+def _meta_values() -> dict[str, Any]:
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(50, 40), nn.BatchNorm1d(40), nn.Linear(40, 50))
+    zerokit.ZeroOptimizer(model, torch.optim.SGD, stage=3, precision="fp32", lr=0.1)
+    weights = whole_weights(model)
+    return {
+        "std": weights["0.weight"].std().item(),
+        "different": not torch.equal(
+            weights["0.weight"].flatten()[:100], weights["2.weight"].flatten()[:100]
+        ),
+        "norm": weights["1.weight"].unique().tolist(),
+        "buffers": {name: buffer.unique().tolist() for name, buffer in model.named_buffers()},
+        "devices": {str(tensor.device) for tensor in [*model.parameters(), *model.buffers()]},
+        "rng": torch.equal(state, torch.get_rng_state()),
+    }
+
+
+def test_meta_models_are_initialised_by_their_modules() -> None:
+    for found in run_ranks(2, _meta_values):
+        assert found["std"] == pytest.approx(1 / (3 * 50) ** 0.5, rel=0.1)  # Linear: uniform in ±1/sqrt(in)
+        assert found["different"]
+        assert found["norm"] == [1.0]
+        assert found["buffers"] == {
+            "1.running_mean": [0.0],
+            "1.running_var": [1.0],
+            "1.num_batches_tracked": [0],
+        }
+        assert found["devices"] == {"cpu"}
+        assert found["rng"], "construction moved the user's random state"
+
+
+class Bare(nn.Module):
+    """A parameter of its own, and no way to initialise it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.empty(4, 4))
+
+
+def _meta_without_init() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4), Bare())
+    zerokit.ZeroOptimizer(model, torch.optim.SGD, precision="fp32", lr=0.1)
+
+
+def test_a_meta_module_that_cannot_initialise_itself_is_named() -> None:
+    for outcome in run_ranks_expecting_errors(2, _meta_without_init):
+        assert outcome.raised("UsageError"), outcome.describe()
+        assert "Bare" in outcome.error
+        assert "init_fn" in outcome.error
+
+
+def _meta_peak(stage: int) -> int:
+    """The largest number of bytes that parameters held at once, seen from inside init_fn and after."""
+    from tests.support.machine import live_storages
+
+    before = set(live_storages())
+    with torch.device("meta"):
+        model = nn.Sequential(*[nn.Linear(128, 128, bias=False) for _ in range(16)])
+    peaks = []
+
+    def init(module: nn.Module) -> None:
+        nn.init.zeros_(module.get_parameter("weight"))
+        peaks.append(sum(live_storages(before).values()))
+
+    optimizer = zerokit.ZeroOptimizer(
+        model, torch.optim.SGD, stage=stage, precision="fp32", init_fn=init, bucket_mb=1e-6, lr=0.1
+    )
+    assert optimizer.stage == stage
+    return max(peaks)
+
+
+def test_stage_3_builds_a_model_larger_than_a_rank_could_hold() -> None:
+    """Sixteen layers of 64 KiB on four ranks: never more than the shards and a few layers at a time."""
+    layer = 4 * 128 * 128
+    for peak in run_ranks(4, _meta_peak, 3):
+        assert peak <= 16 * layer // 4 + 3 * layer
+
+
+def _broadcast_from(rank: int) -> str:
+    """Everything starts from rank 0's values: parameters, frozen ones, buffers."""
+    torch.manual_seed(100 + dist.get_rank())
+    model = nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
+    model[0].requires_grad_(False)
+    buffer = model.get_buffer("1.running_mean")
+    buffer.normal_()
+    mine = digest(model.state_dict().items())
+    zerokit.ZeroOptimizer(model, torch.optim.SGD, stage=rank, precision="fp32", lr=0.1)
+    return f"{mine} {digest(model.state_dict().items())}"
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_rank_starts_from_rank_0(stage: int) -> None:
+    found = [text.split() for text in run_ranks(3, _broadcast_from, stage)]
+    assert {after for _, after in found} == {found[0][0]}
+    assert len({before for before, _ in found}) == 3
+
+
+def _one_rank_saves() -> None:
+    case = CASES["mlp_10_64_2"]
+    model = build_seeded(case, 0)
+    wrap(model, case, Run(stage=3))
+    if dist.get_rank() == 0:
+        model.state_dict()
+
+
+def test_a_state_dict_on_one_rank_only_ends_within_the_time_out() -> None:
+    """The usual mistake `if rank == 0: save(model.state_dict())`: collective at stage 3, so it cannot work."""
+    outcomes = run_ranks_expecting_errors(2, _one_rank_saves, timeout=3.0)
+    assert outcomes[0].raised("ScheduleError"), outcomes[0].describe()
+    assert outcomes[0].seconds < 10.0
+    assert outcomes[1].ok
+    assert isinstance(RanksFailed(outcomes), AssertionError)
