@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-call"
 """What fails, fails everywhere, soon, by name; what is caught leaves no trace; what is deleted is gone."""
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tests.support.distributed import ROOT, run_ranks, run_ranks_expecting_error
 from tests.support.machine import live_storages
 from tests.support.models import CASES, Case
 from tests.support.models.transformers import Block, Gpt
-from tests.support.training import Run, Trajectory, build_seeded, digest, one_step, whole_weights, wrap
+from tests.support.training import Run, Trajectory, build_seeded, digest, exact, one_step, whole_weights, wrap
 
 STAGES = (0, 1, 2, 3)
 
@@ -240,7 +241,7 @@ def _turned(stage: int, since: int) -> tuple[list[str], str]:
         optimizer.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item().hex())
+        losses.append(exact(loss))
     return losses, digest(whole_weights(model).items())
 
 
@@ -336,7 +337,7 @@ def _delete(stage: int, name: str, order: str, fail: bool) -> dict[str, Any]:
         with pytest.raises(Blown):
             _attempt(model, optimizer, case, "backward", 1)
         optimizer.zero_grad()
-    dead = [weakref.ref(model), weakref.ref(optimizer), *(weakref.ref(m) for m in model.children())]
+    dead: list[weakref.ref[Any]] = [weakref.ref(thing) for thing in (model, optimizer, *model.children())]
     if order == "model first":
         del model
         gc.collect()
@@ -346,10 +347,8 @@ def _delete(stage: int, name: str, order: str, fail: bool) -> dict[str, Any]:
         gc.collect()
         del model
     gc.collect()
-    return {
-        "alive": [repr(ref())[:80] for ref in dead if ref() is not None],
-        "bytes": sum(live_storages(before).values()),
-    }
+    alive = [repr(ref())[:80] for ref in dead if ref() is not None]
+    return {"alive": alive, "bytes": sum(live_storages(before).values())}
 
 
 @pytest.mark.parametrize("stage", STAGES)
