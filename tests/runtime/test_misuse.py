@@ -23,10 +23,9 @@ def small() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
 
 
-def make(
-    model: nn.Module | None = None, cls: Any = torch.optim.AdamW, **options: Any
-) -> zerokit.ZeroOptimizer:
-    return zerokit.ZeroOptimizer(model or small(), cls, **({"precision": "fp32", "lr": 1e-3} | options))
+def make(model: Any = None, cls: Any = torch.optim.AdamW, **options: Any) -> zerokit.ZeroOptimizer:
+    settings: dict[str, Any] = {"precision": "fp32", "lr": 1e-3} | options
+    return zerokit.ZeroOptimizer(small() if model is None else model, cls, **settings)
 
 
 # --- arguments of the constructor --------------------------------------------------------------------------
@@ -245,7 +244,7 @@ def _replace_data(model: nn.Module, optimizer: zerokit.ZeroOptimizer) -> None:
 
 
 def _replace_parameter(model: nn.Module, optimizer: zerokit.ZeroOptimizer) -> None:
-    model[2] = nn.Linear(8, 1)  # type: ignore[index]
+    model.register_module("2", nn.Linear(8, 1))
     _train(model, optimizer)
 
 
