@@ -197,7 +197,7 @@ def run(settings: Settings, record_path: Path, progress_path: Path | None) -> No
 
 
 def _traffic(optimizer: ZeroOptimizer, settings: Settings) -> Traffic:
-    measured, predicted = optimizer.traffic(), optimizer.predicted_traffic()
+    measured, predicted = optimizer.traffic(), optimizer.predicted_traffic(micro_batches=settings.accumulate)
     # Reduced once a step; stage 3 gathers parameters for the forward and the backward of each micro-batch,
     # less the units that it keeps.
     volume = 2 if settings.stage < 3 else 2 * settings.accumulate + 1

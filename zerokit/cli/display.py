@@ -76,7 +76,7 @@ class Display:
         self._out.print(
             Text.assemble(
                 (f"{settings.model}", "bold"),
-                f" ({record.model.parameters / 1e6:.1f} M parameters), stage {settings.stage}, "
+                f" ({_count(record.model.parameters)} parameters), stage {settings.stage}, "
                 f"{settings.precision}, {ranks} on {nodes}, {environment.backend}",
             )
         )
@@ -102,7 +102,7 @@ class Display:
         table.add_row(
             "moved a step",
             _mib(traffic.bytes),
-            f"received by all ranks; formula {_mib(traffic.predicted_bytes)}: {traffic.formula}",
+            f"predicted {_mib(traffic.predicted_bytes)}: {traffic.formula}",
         )
         if record.skipped_steps:
             table.add_row("skipped steps", str(record.skipped_steps), "gradients overflowed in fp16")
@@ -164,4 +164,14 @@ def _ms(value: float) -> str:
 
 
 def _mib(size_bytes: float) -> str:
+    if size_bytes >= 10 * 1024 * MIB:
+        return f"{size_bytes / MIB / 1024:,.1f} GiB"
     return f"{size_bytes / MIB:,.1f} MiB"
+
+
+def _count(number: int) -> str:
+    """Rounded, with the usual letter: 34.9 K, 124.4 M, 8.0 B."""
+    for letter, size in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if number >= size:
+            return f"{number / size:.1f} {letter}"
+    return str(number)

@@ -245,7 +245,7 @@ def _start_agent(
 def _wait(agents: Sequence[_Agent], interrupts: Interrupts, poll: Callable[[], None]) -> None:
     """Until all agents have ended, or one has failed and the others had time to follow."""
     failed_at: float | None = None
-    while any(agent.process.poll() is None for agent in agents):
+    while _running(agents):
         interrupts.check()
         poll()
         if failed_at is None and any(agent.process.returncode for agent in agents):
@@ -256,15 +256,19 @@ def _wait(agents: Sequence[_Agent], interrupts: Interrupts, poll: Callable[[], N
     poll()
 
 
+def _running(agents: Sequence[_Agent]) -> list[_Agent]:
+    return [agent for agent in agents if agent.process.poll() is None]
+
+
 def _await_end(agents: Sequence[_Agent], seconds: float) -> None:
     deadline = time.monotonic() + seconds
-    while any(agent.process.poll() is None for agent in agents) and time.monotonic() < deadline:
+    while _running(agents) and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
 
 
 def _end(agents: Sequence[_Agent], launch_id: str) -> None:
     """Kill whatever is left: first the ranks, so that their agents reap them, then the agents."""
-    if any(agent.process.poll() is None for agent in agents):
+    if _running(agents):
         kill_marked(launch_id, spare=frozenset(agent.process.pid for agent in agents))
         _await_end(agents, 1.0)
     for agent in agents:

@@ -1,0 +1,88 @@
+"""The program `zerokit` as a process, in a folder and with a temporary folder of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+# Small enough that most of the time goes into starting Python.
+TINY = ("--model", "gpt-tiny", "--seq-len", "16", "--batch-size", "2", "--steps", "4", "--warmup", "2")
+
+
+def environment(folder: Path, **more: str) -> dict[str, str]:
+    """That of this process, without what would change a default."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("ZEROKIT_", "MLFLOW_"))}
+    scratch = folder / "tmp"
+    scratch.mkdir(exist_ok=True)
+    return kept | {"PYTHONPATH": str(ROOT), "TMPDIR": str(scratch), "COLUMNS": "100"} | more
+
+
+def zerokit(folder: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+    """Run the command to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", "zerokit.cli", *arguments],
+        cwd=folder,
+        env=environment(folder, **more),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+def start(folder: Path, arguments: Sequence[str], **more: str) -> subprocess.Popen[str]:
+    """Start the command; its own session, as a shell would give it, keeps signals from this process."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "zerokit.cli", *arguments],
+        cwd=folder,
+        env=environment(folder, **more),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def processes_of(folder: Path) -> dict[int, dict[str, str]]:
+    """The environment of every live process that was started by a command in `folder`, by process id."""
+    wanted = f"TMPDIR={folder / 'tmp'}".encode()
+    found = {}
+    for directory in Path("/proc").glob("[0-9]*"):
+        try:
+            entries = (directory / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if wanted in entries:
+            pairs = (entry.decode(errors="replace").partition("=") for entry in entries)
+            found[int(directory.name)] = {name: value for name, _, value in pairs}
+    return found
+
+
+def rank_pid(folder: Path, rank: int) -> int:
+    """The process id of a rank: of all that know RANK, only the rank itself is named after the module."""
+    return next(pid for pid, seen in processes_of(folder).items() if seen.get("RANK") == str(rank))
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str], seconds: float = 120.0) -> None:
+    """Until the condition holds; an error if the process ends before."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if process.poll() is not None:
+            raise AssertionError(f"ended with {process.returncode}: {process.communicate()[1]}")
+        if time.monotonic() > deadline:
+            process.send_signal(signal.SIGTERM)
+            raise AssertionError(f"waited in vain: {process.communicate()[1]}")
+        time.sleep(0.05)
+
+
+def training(folder: Path) -> bool:
+    """Whether a bench in `folder` has made a few steps."""
+    return any(
+        path.read_bytes().count(b"\n") > 3 for path in (folder / "tmp").glob("zerokit-bench-*/progress")
+    )

@@ -1,0 +1,200 @@
+"""`zerokit bench` end to end: real processes, a real MLflow store."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.cli.commands import TINY, processes_of, rank_pid, start, training, wait_for, zerokit
+from zerokit.bench.models import MODELS
+from zerokit.bench.record import Record, read_record
+
+if TYPE_CHECKING:
+    from mlflow.entities import Run
+    from mlflow.tracking import MlflowClient
+
+# MLflow and what it imports warn of their own deprecations.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A bench of two nodes that ended well."""
+
+    folder: Path
+    process: subprocess.CompletedProcess[str]
+
+    @property
+    def uri(self) -> str:
+        return f"sqlite:///{self.folder / 'mlflow.db'}"
+
+    @property
+    def record_path(self) -> Path:
+        (path,) = (self.folder / "zerokit-bench").iterdir()
+        return path
+
+    @property
+    def record(self) -> Record:
+        return read_record(self.record_path)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    folder = tmp_path_factory.mktemp("finished")
+    process = zerokit(folder, "bench", "--stage", "2", "--nodes", "2", "--accumulate", "2", *TINY)
+    assert process.returncode == 0, process.stderr
+    return Finished(folder, process)
+
+
+@pytest.fixture(scope="module")
+def client(finished: Finished) -> MlflowClient:
+    from mlflow.tracking import MlflowClient
+
+    return MlflowClient(tracking_uri=finished.uri)
+
+
+def newest_run(client: MlflowClient) -> Run:
+    experiment = client.get_experiment_by_name("zerokit-bench")
+    assert experiment is not None
+    return client.search_runs([experiment.experiment_id], order_by=["attributes.start_time DESC"])[0]
+
+
+def test_the_record_holds_every_ranks_every_step(finished: Finished) -> None:
+    record = finished.record
+    assert (record.settings.stage, record.settings.nodes, record.settings.accumulate) == (2, 2, 2)
+    assert (record.settings.precision, record.settings.device) == ("fp32", "cpu")
+    assert record.model.parameters == MODELS["gpt-tiny"].parameters
+    assert [(rank.rank, rank.node) for rank in record.ranks] == [(0, 0), (1, 1)]
+    assert all(len(rank.step_ms) == 4 and len(rank.warmup_ms) == 2 for rank in record.ranks)
+    assert all(rank.peak_host_bytes > 50 * 2**20 for rank in record.ranks)
+    assert len(record.loss) == len(record.gradient_norm) == 6
+    assert record.results.step.count == 4
+    assert record.results.tokens_per_second > 0
+
+
+def test_the_loss_falls(finished: Finished) -> None:
+    results = finished.record.results
+    assert results.loss_first is not None
+    assert results.loss_last is not None
+    assert results.loss_last < results.loss_first - 0.05
+
+
+def test_measured_memory_and_traffic_are_the_predicted(finished: Finished) -> None:
+    record = finished.record
+    for rank in record.ranks:
+        assert rank.memory_bytes == rank.predicted_memory_bytes
+    assert record.traffic.elements == record.traffic.predicted_elements == 2 * record.model.parameters
+    assert record.traffic.bytes == record.traffic.predicted_bytes == 8 * record.model.parameters
+
+
+def test_the_table_tells_what_was_asked_for(finished: Finished) -> None:
+    shown = finished.process.stdout
+    for wanted in (
+        "gpt-tiny",
+        "2 ranks on 2 nodes",
+        "loss",
+        "step p50",
+        "step p90",
+        "tokens/s",
+        "moved a step",
+    ):
+        assert wanted in shown
+    assert "(N−1)·2Ψ elements" in shown
+    assert f"record  {finished.record_path.relative_to(finished.folder)}" in shown
+    assert "open    mlflow ui --backend-store-uri sqlite:///mlflow.db" in shown
+    assert finished.process.stderr == ""
+
+
+def test_mlflow_holds_the_record(finished: Finished, client: MlflowClient) -> None:
+    run, record = newest_run(client), finished.record
+    assert run.info.status == "FINISHED"
+    assert f"MLflow  run {run.info.run_id}" in finished.process.stdout
+    assert run.data.metrics["step/p50_ms"] == pytest.approx(record.results.step.p50)
+    assert run.data.metrics["memory/peak_host_mib"] == pytest.approx(record.results.peak_host_bytes / 2**20)
+    assert run.data.params["stage"] == "2"
+    curve = client.get_metric_history(run.info.run_id, "loss")
+    assert [point.value for point in curve] == pytest.approx(record.loss)
+    (artifact,) = client.list_artifacts(run.info.run_id)
+    assert artifact.path == finished.record_path.name
+
+
+def test_nothing_is_left_behind(finished: Finished) -> None:
+    assert processes_of(finished.folder) == {}
+    assert list((finished.folder / "tmp").glob("zerokit-*")) == []
+
+
+def test_a_tracking_server_that_is_down_loses_nothing_and_json_is_alone_on_stdout(tmp_path: Path) -> None:
+    """Stage 3 on one rank and other options on the way."""
+    process = zerokit(
+        tmp_path,
+        "bench",
+        "--json",
+        "--output",
+        "mine.json",
+        *("--stage", "3", "--precision", "bf16", "--clip", "0", "--data", "synthetic"),
+        *TINY,
+        MLFLOW_TRACKING_URI="http://127.0.0.1:1",
+        ZEROKIT_BENCH_SEED="7",
+    )
+    assert process.returncode == 0, process.stderr
+    record = Record.from_json(process.stdout)
+    assert record == read_record(tmp_path / "mine.json")
+    assert (record.settings.stage, record.settings.precision, record.settings.seed) == (3, "bf16", 7)
+    assert record.gradient_norm == []
+    assert json.loads(process.stdout)["settings"]["clip"] is None
+    assert "MLflow at http://127.0.0.1:1 cannot be used" in process.stderr
+    assert "record  mine.json" in process.stderr
+
+
+def test_a_killed_rank_ends_the_command_and_is_named(
+    finished: Finished, client: MlflowClient, tmp_path: Path
+) -> None:
+    arguments = ["bench", "--nodes", "2", *TINY, "--steps", "1000000", "--tracking-uri", finished.uri]
+    with start(tmp_path, arguments) as process:
+        wait_for(lambda: training(tmp_path), process)
+        assert newest_run(client).info.status == "RUNNING"
+        victim = rank_pid(tmp_path, 1)
+        os.kill(victim, signal.SIGKILL)
+        stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert stdout == ""
+    assert f"zerokit: rank 1 (node 1, pid {victim}) was killed by SIGKILL" in stderr
+    assert processes_of(tmp_path) == {}
+    assert list((tmp_path / "zerokit-bench").iterdir()) == []
+    run = newest_run(client)
+    assert run.info.status == "FAILED"
+    assert f"pid {victim}" in run.data.tags["zerokit.reason"]
+    (logs,) = re.findall(r"logs: (.*)", stderr)
+    assert list(Path(logs).glob("node-1/*/attempt_0/0/stderr.log"))
+
+
+def test_an_interrupt_ends_everything_and_the_run_is_killed(
+    finished: Finished, client: MlflowClient, tmp_path: Path
+) -> None:
+    arguments = [
+        "bench",
+        "--nproc-per-node",
+        "2",
+        *TINY,
+        "--steps",
+        "1000000",
+        "--tracking-uri",
+        finished.uri,
+    ]
+    with start(tmp_path, arguments) as process:
+        wait_for(lambda: training(tmp_path), process)
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGINT
+    assert stderr == "zerokit: interrupted by SIGINT\n"
+    assert processes_of(tmp_path) == {}
+    assert list((tmp_path / "tmp").glob("zerokit-*")) == []
+    assert newest_run(client).info.status == "KILLED"

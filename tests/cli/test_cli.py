@@ -1,0 +1,107 @@
+"""The program itself: quick to answer, plain about wrong use."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import zerokit as package
+from tests.cli.commands import environment, zerokit
+from zerokit.cli import COMMANDS, cli
+
+
+def test_help_answers_without_torch_mlflow_or_rich(tmp_path: Path) -> None:
+    code = (
+        "import sys, atexit; from zerokit.cli import main;"
+        "atexit.register(lambda: print(sorted({'torch', 'mlflow', 'rich', 'numpy'} & set(sys.modules))));"
+        "main()"
+    )
+    for arguments in (["--help"], ["bench", "--help"]):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *arguments],
+            env=environment(tmp_path),
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stdout.endswith("[]\n")
+
+
+def test_help_answers_in_under_three_tenths_of_a_second(tmp_path: Path) -> None:
+    """The best of a few tries, since other processes may hold the cores."""
+
+    def seconds() -> float:
+        started = time.perf_counter()
+        assert zerokit(tmp_path, "--help").returncode == 0
+        return time.perf_counter() - started
+
+    assert min(seconds() for _ in range(5)) < 0.3
+
+
+def test_version_and_commands_are_told() -> None:
+    assert CliRunner().invoke(cli, ["--version"]).output == f"zerokit, version {package.__version__}\n"
+    shown = CliRunner().invoke(cli, ["--help"]).output
+    assert all(name in shown for name in COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--nodes", "0"], "Invalid value for '--nodes': 0 is not in the range x>=1."),
+        (["--nproc-per-node", "-1"], "Invalid value for '--nproc-per-node'"),
+        (["--stage", "4"], "Invalid value for '--stage': 4 is not in the range 0<=x<=3."),
+        (["--precision", "fp8"], "'fp8' is not one of 'fp32', 'bf16', 'fp16'."),
+        (["--model", "gpt-9"], "Invalid value for '--model'"),
+        (["--steps", "many"], "'many' is not a valid integer"),
+        (["--bucket-mb", "0"], "Invalid value for '--bucket-mb'"),
+        (["--seq-len", "257"], "seq_len 257 exceeds the 256 positions of gpt-5m"),
+        (["--staeg", "2"], "No such option"),
+        (["extra"], "unexpected extra argument"),
+    ],
+)
+def test_wrong_use_ends_with_two_and_says_what_is_wrong(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(cli, ["bench", *arguments])
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert result.stdout == ""
+
+
+def test_an_unknown_command_is_wrong_use() -> None:
+    result = CliRunner().invoke(cli, ["bnech"])
+    assert result.exit_code == 2
+    assert "No such command 'bnech'" in result.stderr
+
+
+def test_the_environment_gives_options_that_flags_overrule() -> None:
+    names = {"ZEROKIT_BENCH_STAGE": "9"}
+    runner = CliRunner(env=names)
+    assert "Invalid value for '--stage'" in runner.invoke(cli, ["bench", "--nodes", "1"]).stderr
+    overruled = runner.invoke(cli, ["bench", "--stage", "1", "--nodes", "0"])
+    assert "Invalid value for '--nodes'" in overruled.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--data", "nowhere"],
+            "zerokit: data: nowhere does not exist; give a text file, a folder, or 'synthetic'\n",
+        ),
+        (["--data", "short.txt"], "zerokit: data: short.txt holds 5 bytes, but sequences of 128 tokens need"),
+        (["--data", "empty.txt"], "zerokit: data: empty.txt holds no text"),
+        (["--output", "short.txt/records"], "zerokit: the record cannot be written to short.txt/records"),
+    ],
+)
+def test_a_failure_ends_with_one_and_plain_words(tmp_path: Path, arguments: list[str], message: str) -> None:
+    (tmp_path / "short.txt").write_text("short")
+    (tmp_path / "empty.txt").touch()
+    done = zerokit(tmp_path, "bench", "--no-mlflow", *arguments)
+    assert done.returncode == 1
+    assert done.stderr.startswith(message)
+    assert done.stdout == ""
+    assert not (tmp_path / "mlflow.db").exists()

@@ -1,0 +1,174 @@
+"""Real torchrun agents: ranks find their environment, a failed one is named, nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zerokit.launch.interrupts import Interrupted, Interrupts
+from zerokit.launch.local import Failure, WorkerFailed, free_port, launch, threads_per_rank
+
+ROOT = Path(__file__).parents[2]
+WORKLOAD = "tests.launch.workload"
+
+
+@pytest.fixture(autouse=True)
+def _workload_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+
+@pytest.fixture
+def logs(tmp_path: Path) -> Path:
+    (tmp_path / "logs").mkdir()
+    return tmp_path / "logs"
+
+
+def run(folder: Path, logs: Path, what: str, *, nodes: int = 2, nproc_per_node: int = 1, **more: Any) -> None:
+    with Interrupts() as interrupts:
+        launch(
+            WORKLOAD,
+            [str(folder), what],
+            nodes=nodes,
+            nproc_per_node=nproc_per_node,
+            log_dir=logs,
+            interrupts=interrupts,
+            **more,
+        )
+
+
+def started(folder: Path) -> dict[int, dict[str, Any]]:
+    """What each rank has left, by rank."""
+    return {int(path.stem): json.loads(path.read_text()) for path in folder.glob("*.json")}
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs; a zombie that nobody has reaped does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+def test_ranks_of_two_nodes_find_the_torchrun_environment(tmp_path: Path, logs: Path) -> None:
+    """On the second port, since somebody listens on the first."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        ports = iter([taken.getsockname()[1], (second := free_port())])
+        run(
+            tmp_path,
+            logs,
+            "finish",
+            nproc_per_node=2,
+            port=lambda: next(ports),
+            environment={"ADDED": "yes"},
+        )
+    ranks = started(tmp_path)
+    assert sorted(ranks) == [0, 1, 2, 3]
+    assert [ranks[rank]["GROUP_RANK"] for rank in range(4)] == ["0", "0", "1", "1"]
+    assert [ranks[rank]["LOCAL_RANK"] for rank in range(4)] == ["0", "1", "0", "1"]
+    assert {rank["WORLD_SIZE"] for rank in ranks.values()} == {"4"}
+    assert {rank["MASTER_PORT"] for rank in ranks.values()} == {str(second)}
+    assert {rank["OMP_NUM_THREADS"] for rank in ranks.values()} == {str(threads_per_rank(4))}
+    assert {rank["ADDED"] for rank in ranks.values()} == {"yes"}
+
+
+def test_a_killed_rank_is_named_and_the_other_node_ends(tmp_path: Path, logs: Path) -> None:
+    with pytest.raises(WorkerFailed) as caught:
+        run(tmp_path, logs, "die")
+    ranks = started(tmp_path)
+    assert str(caught.value).startswith(f"rank 1 (node 1, pid {ranks[1]['pid']}) was killed by SIGKILL")
+    assert f"logs: {logs}" in str(caught.value)
+    assert sorted(ranks) == [0, 1]
+    assert not any(alive(rank["pid"]) for rank in ranks.values())
+
+
+def test_a_rank_that_raises_is_named_with_the_end_of_its_stderr(tmp_path: Path, logs: Path) -> None:
+    with pytest.raises(WorkerFailed) as caught:
+        run(tmp_path, logs, "raise", nodes=1, nproc_per_node=2)
+    ranks = started(tmp_path)
+    said = str(caught.value)
+    assert said.startswith(
+        f"rank 1 (node 0, pid {ranks[1]['pid']}) failed: ValueError: a fault of the program\n"
+    )
+    assert "the end of rank 1's stderr:" in said
+    assert "  | a last word" in said
+    assert not any(alive(rank["pid"]) for rank in ranks.values())
+
+
+def failure(rank: int, exit_code: int, message: str = "", moment: float = 0.0) -> Failure:
+    return Failure(rank, rank // 2, 1000 + rank, exit_code, message, False, moment, None)
+
+
+def test_causes_come_before_consequences() -> None:
+    """A kill is noticed late, and SIGTERM is how an agent ends the ranks beside one that failed."""
+    lost_its_peer = failure(0, 1, "connection closed", moment=1.0)
+    killed = failure(1, -signal.SIGKILL, moment=2.0)
+    ended = failure(2, -signal.SIGTERM, moment=0.5)
+    later = failure(3, 1, "connection closed", moment=1.5)
+    in_order = sorted([ended, later, lost_its_peer, killed], key=lambda one: one.cause_order)
+    assert in_order == [killed, lost_its_peer, later, ended]
+
+
+@pytest.mark.parametrize(
+    ("one", "said"),
+    [
+        (failure(3, 7), "rank 3 (node 1, pid 1003) failed: exit code 7"),
+        (failure(3, 1, "plain words"), "rank 3 (node 1, pid 1003) failed: plain words"),
+        (failure(3, -signal.SIGSEGV), "rank 3 (node 1, pid 1003) was killed by SIGSEGV"),
+        (failure(3, -200), "rank 3 (node 1, pid 1003) was killed by signal 200"),
+    ],
+)
+def test_a_failure_in_one_line(one: Failure, said: str) -> None:
+    assert one.describe() == said
+
+
+def test_a_signal_ends_all_ranks(tmp_path: Path, logs: Path) -> None:
+    def interrupt_once_started() -> None:
+        if len(started(tmp_path)) == 2 and not sent:
+            sent.append(True)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    sent: list[bool] = []
+    with pytest.raises(Interrupted, match="SIGTERM"):
+        run(tmp_path, logs, "wait", poll=interrupt_once_started)
+    assert not any(alive(rank["pid"]) for rank in started(tmp_path).values())
+
+
+@pytest.fixture
+def launcher(tmp_path: Path, logs: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A launcher in a process of its own, whose two ranks wait."""
+    code = (
+        "import sys, pathlib; from tests.launch.test_local import run;"
+        "run(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), 'wait')"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path), str(logs)]) as process:
+        wait_for(lambda: len(started(tmp_path)) == 2)
+        yield process
+        process.kill()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems cannot tie a process to its parent")
+def test_a_launcher_that_is_killed_takes_its_ranks_along(
+    tmp_path: Path, launcher: subprocess.Popen[bytes]
+) -> None:
+    launcher.kill()
+    wait_for(lambda: not any(alive(rank["pid"]) for rank in started(tmp_path).values()))

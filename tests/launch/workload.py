@@ -1,0 +1,41 @@
+"""What the ranks of these tests run: no torch, so that they start at once.
+
+Each rank leaves its environment in FOLDER, then does what it was told.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from zerokit.errors import UsageError
+
+
+def main(folder: str, what: str) -> None:
+    rank = os.environ["RANK"]
+    names = ("WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "OMP_NUM_THREADS", "MASTER_PORT", "ADDED")
+    seen = {"pid": os.getpid()} | {name: os.environ.get(name) for name in names}
+    temporary = Path(folder, f"{rank}.tmp")
+    temporary.write_text(json.dumps(seen))
+    temporary.rename(temporary.with_suffix(".json"))
+    if what == "finish":
+        return
+    if rank == "1":
+        if what == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if what == "raise":
+            print("a last word", file=sys.stderr)
+            raise ValueError("a fault of the program")
+        if what == "refuse":
+            raise UsageError("plain words")
+        if what == "exit":
+            sys.exit(7)
+    time.sleep(1000)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
