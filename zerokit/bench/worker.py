@@ -69,7 +69,8 @@ def train(
             _batch(corpus, settings, step, micro_batch, place) for micro_batch in range(settings.accumulate)
         ]
         if step == settings.warmup:
-            dist.barrier()
+            # All ranks begin the measured steps together. Not `barrier`: NCCL's asks for a device of its own.
+            dist.all_reduce(torch.zeros(1, device=place.device))
         _synchronize(place)
         started = time.perf_counter()
         losses, norm = train_step(model, optimizer, batches, settings.clip)
@@ -119,9 +120,13 @@ def _synchronize(place: Place) -> None:
         torch.cuda.synchronize(place.device)
 
 
-def build_optimizer(settings: Settings) -> tuple[nn.Module, ZeroOptimizer]:
-    """The model, built on meta and so never whole in memory where the stage shards it, and its optimizer."""
-    with torch.device("meta"):
+def build_optimizer(settings: Settings, place: Place) -> tuple[nn.Module, ZeroOptimizer]:
+    """The model, built on meta and so never whole in memory where the stage shards it, and its optimizer.
+
+    Where gloo serves CUDA tensors it is built on the device: from a model on meta the runtime concludes CPU.
+    """
+    on_meta = place.backend == "nccl" or place.device.type == "cpu"
+    with torch.device("meta") if on_meta else place.device:
         model = build(MODELS[settings.model], seed=settings.seed)
     options: dict[str, Any] = {} if settings.bucket_mb is None else {"bucket_mb": settings.bucket_mb}
     optimizer = ZeroOptimizer(
@@ -129,7 +134,7 @@ def build_optimizer(settings: Settings) -> tuple[nn.Module, ZeroOptimizer]:
         torch.optim.AdamW,
         stage=settings.stage,
         precision=settings.precision or "fp32",
-        init_fn=model.init_module,
+        init_fn=model.init_module if on_meta else None,
         lr=settings.lr,
         **options,
     )
@@ -149,7 +154,7 @@ def run(settings: Settings, record_path: Path, progress_path: Path | None) -> No
     writer = ProgressWriter(progress_path if dist.get_rank() == 0 else None)
 
     started = time.perf_counter()
-    model, optimizer = build_optimizer(settings)
+    model, optimizer = build_optimizer(settings, place)
     _synchronize(place)
     build_ms = (time.perf_counter() - started) * 1000.0
     measured = train(model, optimizer, corpus, settings, place, writer)

@@ -27,7 +27,7 @@ class Display:
         self._errors = Console(stderr=True, highlight=False)
         self._out = Console(highlight=False)
         self._progress = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description:<9}"),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
             TextColumn("{task.fields[note]}"),
@@ -35,6 +35,7 @@ class Display:
             console=self._errors,
             disable=not self._errors.is_terminal,
             transient=True,
+            refresh_per_second=2,  # drawing takes a core a millisecond or two, which the ranks may be using
         )
         self._task: TaskID | None = None
 
@@ -109,6 +110,9 @@ class Display:
         self._out.print(table)
         self._out.print()
         self._out.print(_rank_table(record.ranks))
+        self._out.print(
+            Text("state: parameters, gradients, optimizer, buckets; part of the peak", style="dim")
+        )
 
     def places(self, outcome: Outcome, *, to_stderr: bool) -> None:
         """Where the record and the MLflow run are, and how to open the latter."""
