@@ -231,14 +231,16 @@ class GlooCollectives(Collectives):
         host = whole.cpu()  # the tensor itself where it is on the host already
         pieces = host.view(self.world, -1)
         tag = self._tag(0, unit)
-        receives = [self.group.recv([pieces[peer]], peer, tag) for peer in self._peers]
-        sends = [self.group.send([pieces[self.rank]], peer, tag) for peer in self._peers]
+        name = f"all-gather of unit {unit}"
+        with self.watch.waiting(name):
+            receives = [self.group.recv([pieces[peer]], peer, tag) for peer in self._peers]
+            sends = [self.group.send([pieces[self.rank]], peer, tag) for peer in self._peers]
 
         def finish() -> None:
             if host is not whole:
                 whole.copy_(host)
 
-        return _Messages(self.watch, f"all-gather of unit {unit}", [*receives, *sends], finish, host)
+        return _Messages(self.watch, name, [*receives, *sends], finish, host)
 
     def _reduce_scatter(self, bucket: Tensor, out: Tensor, unit: int, add: bool) -> Work:
         host = bucket.cpu()
@@ -251,8 +253,10 @@ class GlooCollectives(Collectives):
         arrived = {peer: torch.empty_like(own) for peer in self._peers}
         if in_place and self._peers:
             arrived[self._peers[0]] = out
-        receives = [self.group.recv([arrived[peer]], peer, tag) for peer in self._peers]
-        sends = [self.group.send([pieces[peer]], peer, tag) for peer in self._peers]
+        name = f"reduce-scatter of unit {unit}"
+        with self.watch.waiting(name):
+            receives = [self.group.recv([arrived[peer]], peer, tag) for peer in self._peers]
+            sends = [self.group.send([pieces[peer]], peer, tag) for peer in self._peers]
 
         def finish() -> None:
             arrived[self.rank] = own
@@ -269,7 +273,7 @@ class GlooCollectives(Collectives):
             elif total.data_ptr() != out.data_ptr():
                 out.copy_(total)
 
-        return _Messages(self.watch, f"reduce-scatter of unit {unit}", [*receives, *sends], finish, host)
+        return _Messages(self.watch, name, [*receives, *sends], finish, host)
 
 
 class _Messages:

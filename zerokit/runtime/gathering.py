@@ -10,8 +10,8 @@ is the rest of the model, then unit modules in layout order; rank 0 records what
 gradient, because a frozen weight is needed after that. It is safe because autograd runs nodes in reverse order of
 creation: when the output of an earlier unit receives its gradient, all nodes of later units have run.
 
-At stages below 3 parameters stay whole: they are only gathered once after every optimizer step, all issued in
-forward order at once and waited for unit by unit in the next forward.
+At stages 1 and 2 parameters stay whole, and are gathered once after every optimizer step: all are issued when the
+next forward begins, in forward order, and waited for unit by unit.
 """
 
 from __future__ import annotations
@@ -44,16 +44,28 @@ class Gathering:
         self._backward_issued = 0
         self._entered: set[int] = set()
         self._active: dict[int, int] = {}
+        self._outdated = False
 
     # ---- after the optimizer step, stages 1 and 2
 
-    def refresh(self) -> None:
-        """Start gathering every unit that holds trainable parameters: their owners have updated them."""
-        for index in self.forward_order:
-            if self._units[index].unit.trainable:
-                self._units[index].gather()
+    def outdate(self) -> None:
+        """Trainable parameters have been updated by their owners only, until `refresh`.
 
-    def wait_all(self) -> None:
+        Gathering right away could meet a rank that has left after its last step.
+        """
+        self._outdated = not self._sharded
+
+    def refresh(self) -> None:
+        """Start gathering what `outdate` announced."""
+        if self._outdated:
+            self._outdated = False
+            for index in self.forward_order:
+                if self._units[index].unit.trainable:
+                    self._units[index].gather()
+
+    def make_current(self) -> None:
+        """Let the parameters that are whole at this stage hold their current values."""
+        self.refresh()
         for unit in self._units:
             unit.ready()
 
@@ -63,6 +75,7 @@ class Gathering:
         self._cursor, self._issued = -1, 0
         self._entered.clear()
         self._active.clear()
+        self.refresh()
         for unit in self._units:
             if not unit.unit.scopes and unit.unit.index not in self.lazy_rest:
                 self.enter(unit, record=False)
@@ -73,6 +86,7 @@ class Gathering:
         if record and not self.recorded and (not self._trace or self._trace[-1] != index):
             self._trace.append(index)
         if not self._sharded:
+            self.refresh()
             unit.ready()
             return
         if unit.unit.scopes:
@@ -105,7 +119,7 @@ class Gathering:
                 if unit.resident and not kept:
                     unit.free()
         else:
-            self.wait_all()
+            self.make_current()
         self._entered.clear()
         self._active.clear()
 
@@ -159,7 +173,7 @@ class Gathering:
                 if unit.resident:
                     unit.free()
         else:
-            self.wait_all()
+            self.make_current()
         self._entered.clear()
         self._active.clear()
         self._cursor = self._backward_cursor = -1

@@ -43,20 +43,15 @@ class BucketPool:
     def __init__(self, fitting: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
         """`fitting` lists the elements of the units that the pool serves."""
         self.numel = max(fitting, default=0)
-        self._count = min(_IN_FLIGHT, len(fitting))
         self._dtype, self._device = dtype, device
-        self._free: list[Tensor] = []
-        self._owned: set[int] = set()
+        count = min(_IN_FLIGHT, len(fitting))
+        self._free = [torch.empty(self.numel, dtype=dtype, device=device) for _ in range(count)]
+        self._owned = {bucket.data_ptr() for bucket in self._free}
 
     def take(self, numel: int) -> Tensor | None:
         """A bucket of `numel` elements with arbitrary contents; None while all are lent."""
         if numel > self.numel:
             return torch.empty(numel, dtype=self._dtype, device=self._device)
-        if not self._owned:
-            self._free = [
-                torch.empty(self.numel, dtype=self._dtype, device=self._device) for _ in range(self._count)
-            ]
-            self._owned = {bucket.data_ptr() for bucket in self._free}
         return self._free.pop()[:numel] if self._free else None
 
     def give(self, bucket: Tensor) -> None:
@@ -87,8 +82,13 @@ class UnitGradients:
         """Whether the shard holds a sum over ranks that later backward passes add to."""
         self.bucket: Tensor | None = None
         """Where gradients accumulate: lent, or kept at stages 0 and 1 and under `accumulate()`."""
-        self.shard: Tensor | None = None
         self.carry: Tensor | None = None
+        # Made at once: made in the first backward, they would lie between activations and fragment the heap.
+        numel = self.unit.numel if whole else self.unit.shard_numel
+        kept = torch.zeros(numel, dtype=dtype, device=storage.device)
+        if whole:
+            self.bucket = kept
+        self.shard = kept[storage.own.start : storage.own.stop] if whole else kept
 
     def begin_pass(self) -> None:
         self.phase = Phase.IDLE
@@ -96,8 +96,6 @@ class UnitGradients:
 
     def prepare(self, pool: BucketPool) -> bool:
         """Have a bucket for the gradients of a pass. False when the pool has none left."""
-        if self.shard is None:
-            self._make_persistent()
         if self.bucket is None:
             self.bucket = pool.take(self.unit.numel)
             if self.bucket is None:
@@ -106,7 +104,6 @@ class UnitGradients:
                 self.bucket[gap.start : gap.stop].zero_()
         if self.whole and self.summed:
             # The shard lies inside the bucket that is about to be filled again.
-            assert self.shard is not None
             self.carry, self.summed = self.shard.clone(), False
         return True
 
@@ -114,15 +111,6 @@ class UnitGradients:
         """Have a bucket of this unit's own, to hold whole gradients over several backward passes."""
         if self.bucket is None:
             self.bucket = torch.zeros(self.unit.numel, dtype=self.dtype, device=self.storage.device)
-
-    def _make_persistent(self) -> None:
-        device = self.storage.device
-        if self.whole:
-            own = self.storage.own
-            self.bucket = torch.zeros(self.unit.numel, dtype=self.dtype, device=device)
-            self.shard = self.bucket[own.start : own.stop]
-        else:
-            self.shard = torch.zeros(self.unit.shard_numel, dtype=self.dtype, device=device)
 
     def fill(self, position: int, gradient: Tensor, factor: float) -> None:
         """Take parameter number `position`'s gradient, times `factor`, into the bucket."""
@@ -150,8 +138,6 @@ class UnitGradients:
         )
 
     def steal(self, gradient: Tensor, factor: float) -> None:
-        if self.shard is None:
-            self._make_persistent()
         self.bucket = gradient.detach().view(-1).mul_(factor)
         self.filled.add(0)
 
@@ -164,7 +150,6 @@ class UnitGradients:
     def reduce(self, collectives: Collectives) -> Work:
         """Hand the bucket to the collectives."""
         assert self.bucket is not None
-        assert self.shard is not None
         self.complete_with_zeros()
         self.phase = Phase.REDUCING
         add = self.summed and not self.whole
@@ -175,7 +160,6 @@ class UnitGradients:
     def finish(self, pool: BucketPool) -> None:
         """The sum has arrived in the shard."""
         assert self.bucket is not None
-        assert self.shard is not None
         if self.carry is not None:
             self.shard.add_(self.carry)
             self.carry = None
@@ -199,7 +183,6 @@ class UnitGradients:
         if self.whole:
             assert self.bucket is not None
             return self.bucket[interval.start : interval.stop]
-        assert self.shard is not None
         own = self.storage.own.start
         return self.shard[interval.start - own : interval.stop - own]
 

@@ -49,7 +49,7 @@ def measure_memory(
             own = gradients.units[unit.index]
             if own.whole and own.bucket is not None:
                 ledger.add("gradients", own.bucket, unit.payload_numel)
-            elif own.shard is not None:
+            elif not own.whole:
                 ledger.add("gradients", own.shard, unit.payload_within(storage.own))
             if not own.whole and own.bucket is not None:
                 ledger.add("buckets", own.bucket)

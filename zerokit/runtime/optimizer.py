@@ -243,7 +243,7 @@ class ZeroOptimizer(Optimizer):
                 flat.tensor.grad = None
             storage.write_back()
         if self.stage in (1, 2):
-            self._gathering.refresh()
+            self._gathering.outdate()
 
     def _end_step(self) -> None:
         counters, self._collectives.counters = self._collectives.counters, Counters()
@@ -350,8 +350,7 @@ class ZeroOptimizer(Optimizer):
         if self._scaler is not None:
             self._scaler.value, self._scaler.good_steps = state_dict["loss_scale"]
         if self.stage in (1, 2):
-            self._gathering.wait_all()
-            self._gathering.refresh()
+            self._gathering.outdate()
 
     def _place(self) -> tuple[str, int, int, str]:
         return (self.layout.digest().hex(), self.stage, self._collectives.rank, str(self.precision.as_dict()))

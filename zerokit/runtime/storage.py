@@ -84,9 +84,12 @@ class FlatUnit:
                     continue
                 view.copy_(initial[parameter])
                 # `.data` cannot cross from meta to a device; swapping keeps the object, so ties and groups hold.
-                real = nn.Parameter(view, parameter.requires_grad)
+                # Only then does it become a view: made from one, it would share the storage's version counter,
+                # and autograd would take every gather for a change of the parameter.
+                real = nn.Parameter(torch.empty(0, dtype=self.dtype, device=self.device), parameter.requires_grad)
                 real.__dict__.update(parameter.__dict__)
                 torch.utils.swap_tensors(parameter, real)
+                parameter.data = view
 
     def make_flats(self, master: torch.dtype, *, everything: bool) -> None:
         """Create what the optimizer updates: the whole unit (stage 0) or this rank's shard of it.
