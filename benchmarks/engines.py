@@ -88,7 +88,11 @@ def zero_redundancy_optimizer(job: Job) -> Step:
 
     model = _ddp(job)
     optimizer = ZeroRedundancyOptimizer(
-        model.parameters(), optimizer_class=AdamW, lr=job.spec.learning_rate, fused=True
+        model.parameters(),
+        optimizer_class=AdamW,
+        parameters_as_bucket_view=True,  # as DDP: a copy saved, and memory with it
+        lr=job.spec.learning_rate,
+        fused=True,
     )
     return _loop(model, optimizer, job.autocast)
 
