@@ -46,7 +46,7 @@ class BucketPool:
         self._dtype, self._device = dtype, device
         count = min(_IN_FLIGHT, len(fitting))
         self._free = [torch.empty(self.numel, dtype=dtype, device=device) for _ in range(count)]
-        self._owned = {bucket.data_ptr() for bucket in self._free}
+        self._owned = {bucket.data_ptr(): bucket for bucket in self._free}
 
     def take(self, numel: int) -> Tensor | None:
         """A bucket of `numel` elements with arbitrary contents; None while all are lent."""
@@ -55,9 +55,9 @@ class BucketPool:
         return self._free.pop()[:numel] if self._free else None
 
     def give(self, bucket: Tensor) -> None:
-        if bucket.data_ptr() in self._owned:
-            whole = torch.empty(0, dtype=self._dtype, device=self._device)
-            self._free.append(whole.set_(bucket.untyped_storage()))
+        whole = self._owned.get(bucket.data_ptr())
+        if whole is not None:
+            self._free.append(whole)
 
     def tensors(self) -> list[Tensor]:
         """The buckets that are not lent: all of them between backward passes."""

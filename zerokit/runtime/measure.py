@@ -27,9 +27,17 @@ class _Ledger:
         if storage.nbytes() == 0 or storage.data_ptr() in self._seen:
             return
         self._seen.add(storage.data_ptr())
-        real = storage.nbytes() if payload is None else payload * tensor.element_size()
+        self._book(line, storage.nbytes(), payload, tensor.element_size())
+
+    def add_bytes(self, line: str, tensor: Tensor, payload: int | None = None) -> None:
+        """Count `tensor`'s own elements, not its storage."""
+        self._seen.add(tensor.untyped_storage().data_ptr())
+        self._book(line, tensor.numel() * tensor.element_size(), payload, tensor.element_size())
+
+    def _book(self, line: str, held: int, payload: int | None, element_bytes: int) -> None:
+        real = held if payload is None else payload * element_bytes
         self.lines[line] += real
-        self.lines["padding"] += storage.nbytes() - real
+        self.lines["padding"] += held - real
 
 
 def measure_memory(
@@ -41,8 +49,10 @@ def measure_memory(
         unit = storage.unit
         line = "parameters" if unit.trainable else "frozen"
         if storage.sharded:
-            ledger.add(line, storage.shard, unit.payload_within(storage.own))
-            ledger.add("gathered", storage.whole)
+            # What a freed unit's storage holds cannot be read off the storage where its pages come and go.
+            ledger.add_bytes(line, storage.shard, unit.payload_within(storage.own))
+            if storage.resident:
+                ledger.add_bytes("gathered", storage.whole)
         else:
             ledger.add(line, storage.whole, unit.payload_numel)
         if unit.trainable:

@@ -1,13 +1,7 @@
 """A unit in memory: whole parameters as views of one flat storage, and what this rank keeps of it.
 
-    stage 0, 1, 2   `whole` always exists; this rank's `shard` is a view of it
-    stage 3         `shard` always exists; `whole`'s storage is resized to hold the unit while it is gathered, and
-                    to nothing in between
-
-[Note: storage resize] Autograd saves views of weights (a transposed weight, for example). Re-pointing `.data` to
-another storage would leave those behind, so a unit keeps one storage for life and only its size changes. A view of
-an empty storage segfaults on the CPU; hence parameters also point at an empty placeholder while their unit is freed,
-so that a use out of turn ends in a shape error instead.
+stage 0, 1, 2   `whole` always exists; this rank's `shard` is a view of it
+stage 3         `shard` always exists; `whole` has memory while the unit is gathered, see `memory`
 """
 
 from __future__ import annotations
@@ -21,6 +15,7 @@ from torch import Tensor, nn
 from zerokit.errors import UsageError
 from zerokit.layout import Interval, Unit
 from zerokit.runtime.collectives import Collectives, Work
+from zerokit.runtime.memory import unit_memory
 
 
 @dataclass(slots=True)
@@ -63,13 +58,13 @@ class FlatUnit:
         self.flats: list[Flat] = []
         self.pending: Work | None = None
         self.resident = True
-        self.whole = torch.zeros(unit.numel, dtype=dtype, device=self.device)
+        self.memory = unit_memory(unit.numel, self.own, dtype, self.device, sharded=sharded)
+        self.whole, self.shard = self.memory.whole, self.memory.shard
         self._views = [
             self.whole[part.offset : part.offset + part.parameter.numel].view(part.parameter.shape)
             for part in unit.slices
         ]
         self._empty = torch.empty(0, dtype=dtype, device=self.device)
-        self.shard = self.whole[self.own.start : self.own.stop]
 
     def adopt(self, initial: Mapping[nn.Parameter, Tensor]) -> None:
         """Copy the parameters' values in and make the parameters views of this storage.
@@ -86,7 +81,9 @@ class FlatUnit:
                 # `.data` cannot cross from meta to a device; swapping keeps the object, so ties and groups hold.
                 # Only then does it become a view: made from one, it would share the storage's version counter,
                 # and autograd would take every gather for a change of the parameter.
-                real = nn.Parameter(torch.empty(0, dtype=self.dtype, device=self.device), parameter.requires_grad)
+                real = nn.Parameter(
+                    torch.empty(0, dtype=self.dtype, device=self.device), parameter.requires_grad
+                )
                 real.__dict__.update(parameter.__dict__)
                 torch.utils.swap_tensors(parameter, real)
                 parameter.data = view
@@ -104,7 +101,7 @@ class FlatUnit:
 
     def keep_shard_only(self) -> None:
         """Stage 3, once the whole unit holds its initial values: keep this rank's piece and free the rest."""
-        self.shard = self.shard.clone()
+        self.memory.store()
         self.free()
 
     def slice_of(self, interval: Interval) -> Tensor:
@@ -122,8 +119,7 @@ class FlatUnit:
 
     def read_in(self) -> None:
         """The opposite: parameters were changed as a whole; refresh this rank's shard and masters."""
-        if self.sharded:
-            self.shard.copy_(self.whole[self.own.start : self.own.stop])
+        self.memory.store()
         with torch.no_grad():
             for flat in self.flats:
                 kept = self.slice_of(flat.interval)
@@ -132,9 +128,7 @@ class FlatUnit:
 
     def gather(self) -> None:
         """Start gathering the unit; `ready` must follow before its parameters are used."""
-        if self.sharded:
-            self.whole.untyped_storage().resize_(self.whole.numel() * self.whole.element_size())
-            self.whole[self.own.start : self.own.stop].copy_(self.shard)
+        self.memory.grow()
         self.pending = self.collectives.all_gather(self.whole, self.unit.index, self.payload)
         self.resident = True
 
@@ -149,11 +143,11 @@ class FlatUnit:
                 parameter.data = view
 
     def free(self) -> None:
-        """Stage 3: give the gathered unit's memory back; see [Note: storage resize]."""
+        """Stage 3: give the gathered unit's memory back; see memory's [Note: one storage for life]."""
         self.ready()
         for parameter in self.parameters:
             parameter.data = self._empty
-        self.whole.untyped_storage().resize_(0)
+        self.memory.shrink()
         self.resident = False
 
     def check(self) -> None:
