@@ -40,13 +40,14 @@ def _precisions() -> dict[str, Any]:
 def _memories(
     name: str, precision: str, bucket_mb: float
 ) -> list[tuple[dict[str, int], dict[str, int], int]]:
+    case = CASES[name]
     found = []
     for stage in STAGES:
         run = Run(stage=stage, precision=_precisions()[precision], bucket_mb=bucket_mb)
-        model, optimizer = _up_to_backward(name, run)
+        _model, optimizer = _up_to_backward(name, run)
         memory = optimizer.memory()
         assert memory.total == sum(memory.as_dict().values())
-        found.append((memory.as_dict(), optimizer.predicted_memory().as_dict(), count(model)))
+        found.append((memory.as_dict(), optimizer.predicted_memory().as_dict(), count(case.build())))
     return found
 
 
@@ -95,9 +96,10 @@ def _faked(
 ) -> tuple[dict[str, int], dict[str, int], int]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    case = CASES[name]
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
-    model, optimizer = _up_to_backward(name, Run(stage=stage, precision=precision))
-    return optimizer.memory().as_dict(), optimizer.predicted_memory().as_dict(), count(model)
+    _model, optimizer = _up_to_backward(name, Run(stage=stage, precision=precision))
+    return optimizer.memory().as_dict(), optimizer.predicted_memory().as_dict(), count(case.build())
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -149,7 +151,7 @@ def _traffic(name: str, run: Run) -> dict[str, Any]:
         "expected_elements": expected.elements,
         "expected_bytes": expected.bytes,
         "by_operation": sum(operation.elements for operation in found.by_operation.values()),
-        "psi": count(model),
+        "psi": count(case.build()),
         "control": found.control_bytes,
     }
 
@@ -193,7 +195,7 @@ def _micro_batches(stage: int, micro: int, accumulate: bool) -> tuple[int, int, 
         one_step(model, optimizer, case, run, step, Trajectory())
     reductions = 1 if accumulate else micro
     predicted = optimizer.predicted_traffic(micro_batches=micro, reductions=reductions)
-    return optimizer.traffic().elements, predicted.elements, count(model)
+    return optimizer.traffic().elements, predicted.elements, count(case.build())
 
 
 @pytest.mark.parametrize("micro", [1, 3])

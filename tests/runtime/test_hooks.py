@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -311,6 +312,8 @@ def test_a_part_of_the_model_used_directly_is_right_or_refused(stage: int, train
 
 
 def _compiled(stage: int, compiled: bool) -> list[float]:
+    # torch's own tracing asks for the .grad of activations, without zerokit too.
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")
     case, run = CASES["gpt"], Run(stage=stage)
     model = build_seeded(case, 0)
     if compiled:
@@ -345,7 +348,6 @@ def _with_units(stage: int, kind: str) -> dict[str, Any]:
         "class": nn.LayerNorm,
         "classes": (nn.LayerNorm, nn.Linear, nn.Embedding),
         "predicate": lambda module: isinstance(module, nn.Linear) and module.bias is not None,
-        "nothing": lambda module: False,
         "the root": lambda module: True,
     }
     optimizer = zerokit.ZeroOptimizer(
@@ -365,7 +367,7 @@ def _with_units(stage: int, kind: str) -> dict[str, Any]:
     return {"bits": trajectory.bits(), "units": len(optimizer.layout.units)}
 
 
-@pytest.mark.parametrize("kind", ["class", "classes", "predicate", "nothing", "the root"])
+@pytest.mark.parametrize("kind", ["class", "classes", "predicate", "the root"])
 def test_units_change_no_bit(kind: str) -> None:
     plain = [
         results["run"].bits()

@@ -123,9 +123,11 @@ CONSTRUCTIONS: dict[str, tuple[Callable[[], Any], str, tuple[str, ...]]] = {
     "SparseAdam": (lambda: make(cls=torch.optim.SparseAdam), "UnsupportedOptimizer", ("SparseAdam",)),
     "whole norms": (lambda: make(cls=WholeNorm), "UnsupportedOptimizer", ("WholeNorm",)),
     "row means": (lambda: make(cls=RowMean), "UnsupportedOptimizer", ("RowMean",)),
+    "units that match nothing": (lambda: make(units=nn.Conv2d), "UsageError", ("Conv2d", "units")),
+    "units of no kind": (lambda: make(units="blocks"), "UsageError", ("units",)),
     "an instance": (lambda: make(cls=torch.optim.SGD(small().parameters())), "UsageError", ("class",)),
     "unknown option": (lambda: make(learning_rate=3.0), "TypeError", ("learning_rate",)),
-    "compiled": (lambda: make(torch.compile(small())), "UsageError", ("compile",)),
+    "compiled": (lambda: make(torch.compile(small(), backend="eager")), "UsageError", ("compile",)),
     "complex": (lambda: make(nn.Linear(2, 2, dtype=torch.complex64)), "UsageError", ("complex64",)),
     "float64": (lambda: make(small().double()), "UsageError", ("float64",)),
 }
@@ -356,7 +358,7 @@ def _differ(name: str) -> None:
     if name == "optimizer" and odd:
         options["cls"] = torch.optim.SGD
     if name == "units":
-        options |= {"bucket_mb": 1e-6, "units": (lambda module: False) if odd else nn.Linear}
+        options |= {"bucket_mb": 1e-6, "units": (nn.Tanh, nn.Linear) if odd else nn.Tanh}
     if name == "groups" and odd:
         options["params"] = [{"params": [p]} for p in model.parameters()]
     make(model, **options)
@@ -384,3 +386,15 @@ def test_ranks_that_differ_are_named_on_every_rank(name: str) -> None:
         assert "rank 1" in outcome.error
         assert DIFFERENCES[name] in outcome.error
         assert outcome.seconds < 5.0, "it took the time-out to find out"
+
+
+def _one_rank_is_refused() -> None:
+    make(stage=4 if dist.get_rank() == 1 else 2)
+
+
+def test_a_constructor_that_fails_on_one_rank_ends_the_others_within_the_time_out() -> None:
+    first, second, third = run_ranks_expecting_errors(3, _one_rank_is_refused, timeout=3.0)
+    assert second.raised("UsageError")
+    for outcome in (first, third):
+        assert outcome.raised("ZerokitError"), outcome.describe()
+        assert outcome.seconds < 9.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from typing import Any
 
@@ -17,6 +18,7 @@ from tests.support.models import CASES
 from tests.support.optimizers import OPTIMIZERS, SCHEDULERS
 from tests.support.oracle import train_alone
 from tests.support.training import (
+    SMALL,
     Run,
     Trajectory,
     build_seeded,
@@ -34,7 +36,9 @@ def test_every_stage_equals_one_process_in_bits(optimizer: str) -> None:
     run = Run(optimizer=optimizer, steps=10, clip=math.inf)
     alone = run_alone(train_alone, "gpt_groups", run, 2)
     runs = {
-        f"stage {s}": Run(stage=s, optimizer=optimizer, steps=10, clip=math.inf, bucket_mb=0.004 * (s % 2))
+        f"stage {s}": Run(
+            stage=s, optimizer=optimizer, steps=10, clip=math.inf, bucket_mb=0.004 if s % 2 else SMALL
+        )
         for s in range(4)
     }
     for rank, results in enumerate(run_ranks(2, train_all, "gpt_groups", runs)):
@@ -72,7 +76,7 @@ EXTRA: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 def _losses(cls: type[torch.optim.Optimizer], options: dict[str, Any], stage: int) -> list[str]:
     case = CASES["mlp_10_64_2"]
     model = build_seeded(case, 0)
-    optimizer = zerokit.ZeroOptimizer(model, cls, stage=stage, precision="fp32", bucket_mb=0.0, **options)
+    optimizer = zerokit.ZeroOptimizer(model, cls, stage=stage, precision="fp32", bucket_mb=SMALL, **options)
     trajectory = Trajectory()
     for step in range(5):
         one_step(model, optimizer, case, Run(), step, trajectory)
@@ -183,8 +187,10 @@ def _resume(stage: int, name: str) -> list[tuple[str, str]]:
     for step in range(3):
         one_step(model, optimizer, case, run, step, first)
         scheduler.step()
-    weights = {key: value.clone() for key, value in model.state_dict().items()}
-    state, schedule = optimizer.state_dict(), scheduler.state_dict()
+    file = io.BytesIO()
+    torch.save((model.state_dict(), optimizer.state_dict(), scheduler.state_dict()), file)
+    file.seek(0)
+    weights, state, schedule = torch.load(file, weights_only=True)
 
     other = build_seeded(case, 5)
     resumed = wrap(other, case, run)

@@ -61,7 +61,8 @@ def digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
     """A hash of names, dtypes, shapes and bits."""
     total = hashlib.sha256()
     for name, tensor in tensors:
-        flat = tensor.detach().contiguous().flatten()
+        # A copy: a storage that NumPy shares can never be resized again, which stage 3 needs.
+        flat = tensor.detach().clone(memory_format=torch.contiguous_format).flatten()
         total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         total.update(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
     return total.hexdigest()
@@ -69,7 +70,7 @@ def digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 def exact(value: Tensor) -> str:
     """One number, to the last bit."""
-    return float(value).hex()
+    return float(value.detach()).hex()
 
 
 def build_seeded(case: Case, rank: int) -> nn.Module:

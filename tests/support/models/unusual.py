@@ -207,6 +207,31 @@ class TiedBlocks(Stack):
         last.inner.weight = first.inner.weight
 
 
+class Pair(nn.Module):
+    """Two layers with an activation between."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, width)
+        self.second = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.second(torch.tanh(self.first(x))))
+
+
+@case("tied_inside", regress(9, 5), loss=_ranked)
+class TiedInside(Stack):
+    """The last block's second layer is the first block's: its backward happens in the middle of another unit's."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.blocks = nn.ModuleList(Pair(13) for _ in range(4))
+        first, last = self.blocks[0], self.blocks[3]
+        assert isinstance(first, Pair)
+        assert isinstance(last, Pair)
+        last.second.weight = first.second.weight
+
+
 def _siamese_loss(model: nn.Module, batch: Batch) -> Tensor:
     left, right = model(batch["x"]), model(batch["x"].flip(-1))
     return F.mse_loss((left - right).float(), batch["y"]) + left.float().square().mean()
