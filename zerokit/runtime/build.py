@@ -6,9 +6,7 @@ back; at stage 3 only the shard stays.
 
 from __future__ import annotations
 
-import ctypes
 import datetime
-import sys
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -26,6 +24,7 @@ from zerokit.runtime.collectives import Collectives, make_collectives
 from zerokit.runtime.gathering import Gathering
 from zerokit.runtime.gradients import Gradients
 from zerokit.runtime.materialize import Materializer
+from zerokit.runtime.memory import return_freed_memory
 from zerokit.runtime.modules import UnitRule, take_apart
 from zerokit.runtime.precision import FLOATING, Precision
 from zerokit.runtime.probe import OptimizerStates, choose_kernel, probe
@@ -99,7 +98,7 @@ def build(
     materializer.fill_buffers()
     for buffer in model.buffers():
         collectives.broadcast(buffer)
-    _return_freed_memory()
+    return_freed_memory()
 
     gathering = Gathering(storages, sharded=stage == 3)
     gradients = Gradients(storages, collectives, precision.reduce, stage=stage, fitting=pooled_units(layout))
@@ -209,11 +208,3 @@ def _device_of(model: nn.Module, group: dist.ProcessGroup) -> torch.device:
     if "nccl" in dist.get_backend_config(group):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
-
-
-def _return_freed_memory() -> None:
-    """Ask glibc to give back what the model's former parameters left behind: its heap keeps freed memory otherwise."""
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(0)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from zerokit.runtime.memory import return_freed_memory
 from zerokit.runtime.storage import FlatUnit
 
 
@@ -150,6 +151,10 @@ class Gathering:
         self._use(unit)
         if place is not None:
             self._backward_issued = self._issue(order, self._backward_issued, place + 2)
+            if place == len(order) - 1 and unit.device.type == "cpu":
+                # The last activations are free by now, but lie scattered; the gradients of the rest of the model
+                # (embeddings) are about to come, too large for the holes.
+                return_freed_memory()
 
     def left_behind(self, unit: FlatUnit) -> list[int]:
         """Units whose backward is over once `unit`'s begins; see [Note: freeing in backward]."""

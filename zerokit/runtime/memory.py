@@ -10,6 +10,7 @@ is freed, so that a use out of turn ends in a shape error instead.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import sys
 from typing import Protocol
@@ -106,3 +107,11 @@ class _Mapped:
 
     def store(self) -> None:
         pass
+
+
+def return_freed_memory() -> None:
+    """Ask glibc to hand pages of freed memory back to the system: its heap keeps them otherwise."""
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
