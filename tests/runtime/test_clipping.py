@@ -107,6 +107,42 @@ def test_norms_that_do_not_exist_are_refused(norm_type: float) -> None:
     run_ranks(1, _bad_norm, norm_type)
 
 
+def _clip_twice(stage: int, precision: str) -> tuple[float, float]:
+    case, run = CASES["mlp_10_64_2"], Run(stage=stage, precision=precision)
+    model = build_seeded(case, 0)
+    optimizer = wrap(model, case, run)
+    optimizer.backward(case.loss(model, case.batch(0, 0, dist.get_rank())))
+    return optimizer.clip_grad_norm_(0.125).item(), optimizer.clip_grad_norm_(1.0).item()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_clipping_twice_sees_the_clipped_gradients(precision: str) -> None:
+    for stage in (1, 3):
+        for first, second in run_ranks(2, _clip_twice, stage, precision):
+            assert first > 0.125
+            assert second == pytest.approx(0.125, rel=1e-3)
+
+
+def _after_a_bad_norm(stage: int) -> tuple[float, float]:
+    """A user who skips steps with a bad norm: zero_grad() must leave nothing of it behind."""
+    case, run = CASES["mlp_10_64_2"], Run(stage=stage)
+    model = build_seeded(case, 0)
+    optimizer = wrap(model, case, run)
+    loss = case.loss(model, case.batch(0, 0, dist.get_rank()))
+    optimizer.backward(loss * math.inf if dist.get_rank() == 0 else loss)
+    bad = optimizer.clip_grad_norm_(1.0).item()
+    optimizer.zero_grad()
+    optimizer.backward(case.loss(model, case.batch(0, 0, dist.get_rank())))
+    return bad, optimizer.clip_grad_norm_(1.0).item()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_norm_that_is_not_finite_leaves_nothing_behind(stage: int) -> None:
+    for bad, good in run_ranks(2, _after_a_bad_norm, stage):
+        assert not math.isfinite(bad)
+        assert math.isfinite(good)
+
+
 def _zero_norm(stage: int) -> tuple[float, bool]:
     model = nn.Linear(3, 1)
     optimizer = zerokit.ZeroOptimizer(model, torch.optim.SGD, stage=stage, precision="fp32", lr=0.1)

@@ -9,8 +9,10 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import weakref
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -363,6 +365,52 @@ def test_deleting_model_and_optimizer_frees_their_memory(stage: int) -> None:
         for found in run_ranks(2, _delete, stage, name, order, fail):
             assert found["alive"] == [], f"{name}, {order}"
             assert found["bytes"] <= 1024, f"{name}, {order}: {found['bytes']} bytes are still held"
+
+
+def _many_steps(stage: int) -> tuple[int, int, int]:
+    """Bytes held after few steps and after many, and threads left over once everything is deleted."""
+    case, run = CASES["gpt_checkpoint_each"], Run(stage=stage, clip=1.0)
+    threads = threading.active_count()
+    before = set(live_storages())
+    model = build_seeded(case, 0)
+    optimizer = wrap(model, case, run)
+    held = []
+    for step in range(25):
+        one_step(model, optimizer, case, run, step, Trajectory())
+        if step in (4, 24):
+            held.append(sum(live_storages(before).values()))
+    del model, optimizer
+    gc.collect()
+    until = time.monotonic() + 5.0
+    while threading.active_count() > threads and time.monotonic() < until:
+        time.sleep(0.05)
+    return held[0], held[1], threading.active_count() - threads
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_nothing_grows_with_the_number_of_steps(stage: int) -> None:
+    for few, many, threads in run_ranks(2, _many_steps, stage):
+        assert many <= few
+        assert threads == 0
+
+
+def _own_timeout() -> None:
+    model = nn.Linear(4, 1)
+    optimizer = zerokit.ZeroOptimizer(
+        model, torch.optim.SGD, precision="fp32", timeout=timedelta(seconds=2), lr=0.1
+    )
+    if dist.get_rank() == 1:
+        raise Blown("before the step")
+    optimizer.backward(model(torch.ones(1, 4)).sum())
+    optimizer.step()
+
+
+def test_a_time_out_of_its_own() -> None:
+    """`timeout=` wins over the process group's."""
+    first, second = run_ranks_expecting_errors(2, _own_timeout, timeout=60.0, deadline=40.0)
+    assert second.raised("Blown")
+    assert first.raised("ScheduleError"), first.describe()
+    assert first.seconds < 10.0
 
 
 def _again() -> list[str]:

@@ -406,3 +406,76 @@ def test_process_groups_that_are_a_part_of_the_world() -> None:
     assert first == second
     assert third == fourth
     assert first != third
+
+
+# --- together with other users of autograd -----------------------------------------------------------------
+
+
+def _with_user_hooks(stage: int, hooked: bool) -> list[str]:
+    """Module and tensor hooks of the user's own, an input that needs a gradient, gradients of the input alone."""
+    case, run = CASES["mlp_10_64_2"], Run(stage=stage)
+    model = build_seeded(case, 0)
+    optimizer = wrap(model, case, run)
+    seen: list[float] = []
+
+    def record(module: nn.Module, inside: Any, outside: Any) -> None:
+        seen.append(float(outside[0].norm()))
+
+    if hooked:
+        *_, last = model.children()
+        last.register_full_backward_hook(record)
+        last.register_forward_hook(lambda module, args, output: output * 1.0)
+        last.register_forward_pre_hook(lambda module, args: (args[0] + 0.0,))
+    found = []
+    for step in range(4):
+        batch = case.batch(0, step, dist.get_rank())
+        if hooked:
+            batch["x"].requires_grad_(True)
+            (gradient,) = torch.autograd.grad(case.loss(model, batch), batch["x"])
+            assert gradient.shape == batch["x"].shape
+        loss = case.loss(model, batch)
+        optimizer.backward(loss)
+        found += [exact(loss), exact(optimizer.clip_grad_norm_(math.inf))]
+        optimizer.step()
+        optimizer.zero_grad()
+    assert bool(seen) == hooked
+    return [*found, digest(whole_weights(model).items())]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_hooks_and_gradients_of_the_users_own_change_nothing(stage: int) -> None:
+    plain = run_ranks(2, _with_user_hooks, 0, False)
+    assert run_ranks(2, _with_user_hooks, stage, True) == plain
+
+
+def _adversaries(stage: int) -> list[str]:
+    """Two models, two optimizers: the generator's loss runs through the critic, whose gradients are dropped."""
+    torch.manual_seed(4)
+    generator = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 5))
+    critic = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))
+    options: dict[str, Any] = {"stage": stage, "precision": "fp32", "bucket_mb": SMALL, "lr": 1e-2}
+    of_generator = zerokit.ZeroOptimizer(generator, torch.optim.AdamW, **options)
+    of_critic = zerokit.ZeroOptimizer(critic, torch.optim.AdamW, **options)
+    found = []
+    for step in range(4):
+        noise = torch.full((2, 3), float(step + dist.get_rank()))
+        loss = critic(generator(noise).detach()).square().mean() - critic(noise.repeat(1, 2)[:, :5]).mean()
+        of_critic.backward(loss)
+        of_critic.step()
+        of_critic.zero_grad()
+        found.append(exact(loss))
+        critic.requires_grad_(False)
+        loss = critic(generator(noise)).mean()
+        of_generator.backward(loss)
+        of_generator.step()
+        of_generator.zero_grad()
+        critic.requires_grad_(True)
+        of_critic.zero_grad()
+        found.append(exact(loss))
+    return [*found, digest(whole_weights(generator).items()), digest(whole_weights(critic).items())]
+
+
+def test_two_models_trained_against_each_other() -> None:
+    plain = run_ranks(2, _adversaries, 0)
+    for stage in (1, 2, 3):
+        assert run_ranks(2, _adversaries, stage) == plain

@@ -250,6 +250,12 @@ def _replace_parameter(model: nn.Module, optimizer: zerokit.ZeroOptimizer) -> No
     _train(model, optimizer)
 
 
+def _unfreeze(model: nn.Module, optimizer: zerokit.ZeroOptimizer) -> None:
+    # Frozen when the optimizer was built, so nothing would ever update it.
+    model.get_parameter("0.bias").requires_grad_(True)
+    _train(model, optimizer)
+
+
 MISUSES: dict[str, tuple[Callable[[nn.Module, zerokit.ZeroOptimizer], None], tuple[str, ...]]] = {
     "step before any backward": (_step_first, ("backward",)),
     "a second step without a backward": (_step_twice, ("backward",)),
@@ -264,12 +270,14 @@ MISUSES: dict[str, tuple[Callable[[nn.Module, zerokit.ZeroOptimizer], None], tup
     "model.to(float64)": (_to_double, ("float64",)),
     "model.half()": (_half, ("float16",)),
     "assigning .data": (_replace_data, ("2.weight",)),
+    "unfreezing": (_unfreeze, ("0.bias",)),
     "replacing a module": (_replace_parameter, ("2.weight",)),
 }
 
 
 def _misuse(name: str, stage: int) -> None:
     model = small()
+    model.get_parameter("0.bias").requires_grad_(name != "unfreezing")
     optimizer = make(model, stage=stage)
     MISUSES[name][0](model, optimizer)
 
