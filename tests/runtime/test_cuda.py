@@ -54,7 +54,7 @@ def train(stage: int, precision: str, accumulate: bool = False) -> tuple[list[st
         norm = optimizer.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
-        seen += [float(value).hex() for value in (loss, norm)]
+        seen += [float(value).hex() for value in (loss.detach(), norm)]
     moved = optimizer.traffic().by_operation
     predicted = optimizer.predicted_traffic(micro_batches=2 if accumulate else 1).by_operation
     return seen, held == optimizer.predicted_memory(), moved == predicted

@@ -151,6 +151,10 @@ def make_collectives(
     """The collectives that serve `device` over communicators of their own, made like `group`."""
     backend = _backend_of(group, device)
     watch = Watch(group)
+    if timeout is None and backend != "fake":
+        # A new group would wait for the backend's default time, however short the given group's is.
+        options = getattr(group._get_backend(device), "options", None)
+        timeout = getattr(options, "_timeout", None)
     if backend == "fake":
         return FakeCollectives(group, device, watch)
     if backend == "gloo":
