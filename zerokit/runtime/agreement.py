@@ -31,7 +31,8 @@ def require_agreement(layout: Layout, settings: dict[str, str], collectives: Col
     if torch.equal(highest, -lowest):
         return
     parameters = {p.name: (list(p.shape), p.dtype, p.group, p.trainable) for p in layout.parameters}
-    described = collectives.all_gather_objects((settings, parameters, layout.bucket_bytes))
+    units = [unit.name for unit in layout.units]
+    described = collectives.all_gather_objects((settings, parameters, layout.bucket_bytes, units))
     lines = [
         f"rank {rank}: {difference}"
         for rank, other in enumerate(described)
@@ -39,7 +40,7 @@ def require_agreement(layout: Layout, settings: dict[str, str], collectives: Col
     ]
     raise LayoutMismatch(
         "ranks disagree, compared with rank 0:\n  "
-        + "\n  ".join(lines or ["the units differ: pass the same units= everywhere"])
+        + "\n  ".join(lines)
         + "\nBuild the same model with the same arguments on every rank"
     )
 
@@ -47,7 +48,10 @@ def require_agreement(layout: Layout, settings: dict[str, str], collectives: Col
 def _differences(first: object, other: object) -> list[str]:
     assert isinstance(first, tuple)
     assert isinstance(other, tuple)
-    (settings, parameters, bucket), (other_settings, other_parameters, other_bucket) = first, other
+    (settings, parameters, bucket, units), (other_settings, other_parameters, other_bucket, other_units) = (
+        first,
+        other,
+    )
     found = [
         f"{key} is {other_settings.get(key)}, not {value}"
         for key, value in settings.items()
@@ -66,6 +70,10 @@ def _differences(first: object, other: object) -> list[str]:
         found.append(f"{name} is {_text(other_parameters.get(name))}, not {_text(parameters.get(name))}")
     if len(names) > _NAMED:
         found.append(f"and {len(names) - _NAMED} more parameters differ")
+    if not found and units != other_units:
+        found.append(
+            f"{len(other_units)} units ({other_units[0]}, …), not {len(units)} ({units[0]}, …): compare units="
+        )
     return found
 
 

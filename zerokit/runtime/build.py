@@ -63,6 +63,11 @@ def build(
     init: Callable[[nn.Module], None] | None,
 ) -> Build:
     """Take `model` over; the arguments are those of `ZeroOptimizer`, and so are the errors raised."""
+    if not callable(optimizer_class):
+        raise UsageError(
+            f"{optimizer_class!r} is no optimizer class: pass the class itself, such as torch.optim.AdamW, and its "
+            "options as keywords; zerokit builds it over flat parameters"
+        )
     _check_arguments(model, stage, bucket_mb)
     groups = _as_groups(model, params)
     options = choose_kernel(optimizer_class, options)

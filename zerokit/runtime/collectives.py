@@ -158,9 +158,12 @@ def make_collectives(
     if backend == "fake":
         return FakeCollectives(group, device, watch)
     if backend == "gloo":
-        return GlooCollectives(_clone(group, "gloo", timeout), device, watch)
+        with watch.waiting("creation of a communicator"):
+            clone = _clone(group, "gloo", timeout)
+        return GlooCollectives(clone, device, watch)
     if backend == "nccl":
-        return NcclCollectives(group, device, watch, timeout)
+        with watch.waiting("creation of communicators"):
+            return NcclCollectives(group, device, watch, timeout)
     raise UsageError(
         f"zerokit has no collectives for backend {backend!r} on {device.type}: "
         "initialise the process group with 'nccl' (CUDA) or 'gloo'"

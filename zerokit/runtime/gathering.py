@@ -16,7 +16,7 @@ next forward begins, in forward order, and waited for unit by unit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from zerokit.runtime.memory import return_freed_memory
 from zerokit.runtime.storage import FlatUnit
@@ -36,8 +36,8 @@ class Gathering:
         self.forward_order = rest + [unit.unit.index for unit in units if unit.unit.scopes]
         self._backward_order = self._reverse()
         self.recorded = False
-        self.lazy_rest: set[int] = set()
-        """Units of the rest that are used only inside modules of their own: gathered when those are entered."""
+        self.lazy: set[int] = set()
+        """Units whose weights are used only inside modules that announce it: needed when those are entered."""
         self._trace: list[int] = []
         self._cursor = -1
         self._issued = 0
@@ -60,7 +60,7 @@ class Gathering:
         """Start gathering what `outdate` announced."""
         if self._outdated:
             self._outdated = False
-            for index in self.forward_order:
+            for index in dict.fromkeys(self.forward_order):
                 if self._units[index].unit.trainable:
                     self._units[index].gather()
 
@@ -78,7 +78,7 @@ class Gathering:
         self._active.clear()
         self.refresh()
         for unit in self._units:
-            if not unit.unit.scopes and unit.unit.index not in self.lazy_rest:
+            if unit.unit.index not in self.lazy and not (self._sharded and unit.unit.scopes):
                 self.enter(unit, record=False)
 
     def enter(self, unit: FlatUnit, *, record: bool = True) -> None:
@@ -91,7 +91,7 @@ class Gathering:
             unit.ready()
             return
         if unit.unit.scopes:
-            self._release_all_but(index)
+            self._release_all_but({index})
         place = _find(self.forward_order, index, self._cursor)
         if place is not None:
             self._cursor = place
@@ -129,40 +129,42 @@ class Gathering:
     def begin_backward(self) -> None:
         self._backward_cursor, self._backward_issued = -1, 0
         self._entered.clear()
-        for unit in self._units:
-            if not unit.unit.scopes:
-                self.enter_backward(unit)
-
-    def enter_backward(self, unit: FlatUnit, *, recomputing: bool = False) -> None:
-        """The gradient of `unit`'s output is there, or a checkpoint is about to run its forward again."""
         if not self._sharded:
             return
-        index = unit.unit.index
-        if not unit.unit.scopes:
-            self._use(unit)
-            return
-        if not recomputing:
-            self._release_all_but(index)
-        order = self._backward_order
-        place = _find(order, index, self._backward_cursor)
-        if place is not None:
-            self._backward_cursor = place
-            self._backward_issued = self._issue(order, self._backward_issued, place + 1)
-        self._use(unit)
-        if place is not None:
-            self._backward_issued = self._issue(order, self._backward_issued, place + 2)
-            if place == len(order) - 1 and unit.device.type == "cpu":
-                # The last activations are free by now, but lie scattered; the gradients of the rest of the model
-                # (embeddings) are about to come, too large for the holes.
-                return_freed_memory()
+        for unit in self._units:
+            if not unit.unit.scopes:
+                self._use(unit)
 
-    def left_behind(self, unit: FlatUnit) -> list[int]:
-        """Units whose backward is over once `unit`'s begins; see [Note: freeing in backward]."""
-        place = _find(self._backward_order, unit.unit.index, self._backward_cursor)
-        if place is None:
-            return []
-        ahead = set(self._backward_order[place:])
-        return [index for index in self._backward_order[:place] if index not in ahead]
+    def enter_backward(self, units: Sequence[FlatUnit], *, recomputing: bool = False) -> None:
+        """The gradient of an output of `units` is there, or a checkpoint is about to run their forward again."""
+        if not self._sharded:
+            return
+        if not recomputing and any(unit.unit.scopes for unit in units):
+            self._release_all_but({unit.unit.index for unit in units})
+        order = self._backward_order
+        for unit in units:
+            if not unit.unit.scopes:
+                self._use(unit)
+                continue
+            place = _find(order, unit.unit.index, self._backward_cursor)
+            if place is not None:
+                self._backward_cursor = place
+                self._backward_issued = self._issue(order, self._backward_issued, place + 1)
+            self._use(unit)
+            if place is not None:
+                self._backward_issued = self._issue(order, self._backward_issued, place + 2)
+                if place == len(order) - 1 and unit.device.type == "cpu":
+                    # The last activations are free by now, but lie scattered; the gradients of the rest of the
+                    # model (embeddings) are about to come, too large for the holes.
+                    return_freed_memory()
+
+    def left_behind(self, units: Sequence[FlatUnit]) -> list[int]:
+        """Units whose backward is over once that of `units` begins; see [Note: freeing in backward]."""
+        order = self._backward_order
+        places = [_find(order, unit.unit.index, self._backward_cursor) for unit in units]
+        first = min((place for place in places if place is not None), default=0)
+        ahead = {*order[first:], *(unit.unit.index for unit in units)}
+        return [index for index in order[:first] if index not in ahead]
 
     def end_backward(self) -> None:
         """Issue what this rank did not need but others may have, and free everything."""
@@ -186,22 +188,22 @@ class Gathering:
 
     # ---- the order
 
-    def trace(self, lazy_rest: Sequence[int]) -> list[int]:
+    def trace(self, lazy: Sequence[int]) -> list[int]:
         """The order of the first forward on this rank, every unit at least once.
 
         Units of the rest appear once; those that cannot be gathered lazily come first.
         """
-        lead = [u.unit.index for u in self._units if not u.unit.scopes and u.unit.index not in lazy_rest]
+        lead = [u.unit.index for u in self._units if not u.unit.scopes and u.unit.index not in lazy]
         order = list(lead)
         for index in self._trace:
             if index not in order or (self._units[index].unit.scopes and order[-1] != index):
                 order.append(index)
         return order + [index for index in self.forward_order if index not in order]
 
-    def adopt_order(self, order: Sequence[int], lazy_rest: Sequence[int]) -> None:
+    def adopt_order(self, order: Sequence[int], lazy: Sequence[int]) -> None:
         self.forward_order = list(order)
         self._backward_order = self._reverse()
-        self.lazy_rest = set(lazy_rest)
+        self.lazy = set(lazy)
         self.recorded = True
 
     def _reverse(self) -> list[int]:
@@ -220,11 +222,11 @@ class Gathering:
         unit.ready()
         self._entered.add(unit.unit.index)
 
-    def _release_all_but(self, index: int) -> None:
+    def _release_all_but(self, kept: Collection[int]) -> None:
         """Free the module units that have done their part."""
         for other in list(self._entered):
             unit = self._units[other]
-            if other != index and unit.unit.scopes and not self._active.get(other):
+            if other not in kept and unit.unit.scopes and not self._active.get(other):
                 self._entered.discard(other)
                 if unit.resident:
                     unit.free()

@@ -151,9 +151,14 @@ class FlatUnit:
         self.resident = False
 
     def check(self) -> None:
-        """Raise `UsageError` if someone re-pointed a parameter: its updates would be lost without a word."""
+        """Raise `UsageError` if someone re-pointed or unfroze a parameter: updates would be lost without a word."""
         usable = not self.sharded or (self.resident and self.pending is None)
         for parameter, view, layout in zip(self.parameters, self._views, self.unit.parameters, strict=True):
+            if parameter.requires_grad and not layout.trainable:
+                raise UsageError(
+                    f"parameter {layout.name} was frozen when ZeroOptimizer was built, so nothing updates it: call "
+                    "requires_grad_(True) before, or build the optimizer anew"
+                )
             expected = view if usable else self._empty
             if parameter.data_ptr() != expected.data_ptr() or parameter.dtype != self.dtype:
                 raise UsageError(

@@ -60,7 +60,8 @@ class ModelWalk:
         self.scaling = False
         """Whether a scaled loss is being differentiated."""
         self._called: set[nn.Module] = set()
-        self._rest_owners = _rest_owners(model, anatomy, storages)
+        self._known = {id(parameter) for storage in storages for parameter in storage.parameters}
+        self._announcers = _announcers(model, anatomy, storages)
         self._handles: list[RemovableHandle] = []
         self._install(model, anatomy)
 
@@ -110,6 +111,11 @@ class ModelWalk:
             self.abandon()
         if self._in_forward:
             self._gathering.free_all()  # the last forward ended in an exception
+        if not self._known.issuperset(map(id, module.parameters())):
+            raise UsageError(
+                "the model has a parameter that it had not when ZeroOptimizer was built (a module was added or "
+                "replaced), and nothing would update it: change the model before, or build the optimizer anew"
+            )
         for storage in self._storages:
             storage.check()
         self._in_forward = True
@@ -133,9 +139,8 @@ class ModelWalk:
 
     def _before_unit(self, units: list[FlatUnit], module: nn.Module, args: Any) -> None:
         if _in_backward():
-            for unit in units:
-                self._begin_backward()
-                self._gathering.enter_backward(unit, recomputing=True)
+            self._begin_backward()
+            self._gathering.enter_backward(units, recomputing=True)
             return
         self._called.add(module)
         for unit in units:
@@ -155,7 +160,7 @@ class ModelWalk:
 
     def _record_forward(self) -> None:
         """Adopt rank 0's order of units; see gathering's [Note: one order]."""
-        lazy = [index for index, owners in self._rest_owners.items() if owners <= self._called]
+        lazy = [index for index, sets in self._announcers.items() if any(s <= self._called for s in sets)]
         order = self._collectives.broadcast_list(self._gathering.trace(lazy))
         lazy = self._collectives.broadcast_list(lazy)
         self._gathering.adopt_order(order, lazy)
@@ -165,10 +170,9 @@ class ModelWalk:
 
     def _on_output_gradient(self, units: list[FlatUnit], gradient: Tensor) -> None:
         self._begin_backward()
-        for unit in units:
-            if self._forwards <= 1:
-                self._gradients.settle(self._gathering.left_behind(unit))
-            self._gathering.enter_backward(unit)
+        if self._forwards <= 1:
+            self._gradients.settle(self._gathering.left_behind(units))
+        self._gathering.enter_backward(units)
 
     def _on_gradient(self, index: int, position: int, parameter: nn.Parameter) -> None:
         self._begin_backward()
@@ -245,12 +249,18 @@ def _tensors(output: Any) -> Iterator[Tensor]:
                 yield from _tensors(getattr(leaf, field.name))
 
 
-def _rest_owners(model: nn.Module, anatomy: Anatomy, storages: list[FlatUnit]) -> dict[int, set[nn.Module]]:
-    """For each unit of the rest, the modules that hold its parameters; none where the root holds one itself."""
-    owners: dict[int, set[nn.Module]] = {}
+def _announcers(
+    model: nn.Module, anatomy: Anatomy, storages: list[FlatUnit]
+) -> dict[int, list[set[nn.Module]]]:
+    """For each unit, sets of modules: where all of one set are called, none of its weights is used unannounced.
+
+    These are its unit modules, or else the modules that hold its parameters, unless the root holds one itself.
+    """
+    modules = dict(model.named_modules())
+    announcers: dict[int, list[set[nn.Module]]] = {}
     for storage in storages:
-        if not storage.unit.scopes:
-            modules = {module for p in storage.unit.parameters for module in anatomy.owners[p.name]}
-            if model not in modules:
-                owners[storage.unit.index] = modules
-    return owners
+        unit = storage.unit
+        owners = {module for p in unit.parameters for module in anatomy.owners[p.name]}
+        choices = [{modules[scope] for scope in unit.scopes}] if unit.scopes else []
+        announcers[unit.index] = choices if model in owners else [*choices, owners]
+    return announcers
