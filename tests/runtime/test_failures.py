@@ -158,10 +158,11 @@ def _one_rank_raises(stage: int, place: str, first: bool) -> None:
         one_step(model, optimizer, case, Run(clip=1.0), step, Trajectory())
 
 
-@pytest.mark.parametrize("place", ["forward", "backward"])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("stage", "place"), [(0, "forward"), (1, "backward"), (2, "forward"), (3, "forward"), (3, "backward")]
+)
 def test_an_exception_on_one_rank_ends_the_others_within_the_time_out(stage: int, place: str) -> None:
-    first, second, third = run_ranks_expecting_errors(3, _one_rank_raises, stage, place, False, timeout=3.0)
+    first, second, third = run_ranks_expecting_errors(3, _one_rank_raises, stage, place, False, timeout=2.0)
     assert second.raised("Blown"), second.describe()
     for outcome in (first, third):
         assert outcome.raised("ScheduleError"), outcome.describe()
@@ -278,10 +279,10 @@ def _skips_a_step(stage: int, what: str) -> None:
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("what", ["clip", "step"])
 def test_a_call_left_out_on_one_rank_is_an_error_and_no_hang(what: str, stage: int) -> None:
-    outcomes = run_ranks_expecting_errors(2, _skips_a_step, stage, what, timeout=3.0, deadline=30.0)
+    outcomes = run_ranks_expecting_errors(2, _skips_a_step, stage, what, timeout=2.0, deadline=30.0)
     assert any(outcome.raised("ZerokitError") for outcome in outcomes), [o.describe() for o in outcomes]
     for outcome in outcomes:
         assert outcome.ok or outcome.raised("ZerokitError"), outcome.describe()

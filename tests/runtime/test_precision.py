@@ -28,7 +28,7 @@ from tests.support.training import (
 )
 
 #: Models without floating-point buffers, whose kernels exist in half precision on the CPU.
-NAMES = ["gpt", "gpt_checkpoint_each", "mlp_784_256_10", "lora", "unit_unused_on_rank_1", "tiny_parameters"]
+NAMES = ["gpt_checkpoint_each", "lora", "unit_unused_on_rank_1", "tiny_parameters"]
 
 
 def _precision(name: str) -> Any:
@@ -52,7 +52,7 @@ def _train_stages(name: str, precision: str, steps: int) -> dict[str, Trajectory
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "bf16/bf16", "fp32/bf16"])
 @pytest.mark.parametrize("name", NAMES)
 def test_stages_are_identical_bits(name: str, precision: str) -> None:
-    ranks = run_ranks(3, _train_stages, name, precision, 8)
+    ranks = run_ranks(3 if name == "lora" else 2, _train_stages, name, precision, 6)
     for rank, results in enumerate(ranks):
         for label, result in results.items():
             assert all(map(math.isfinite, result.losses))

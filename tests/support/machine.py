@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
+import mmap
 import os
 import socket
 import struct
@@ -45,3 +47,12 @@ def live_storages(ignored: Iterable[int] = ()) -> dict[int, int]:
             if storage.nbytes() and storage.data_ptr() not in known:
                 found[storage.data_ptr()] = storage.nbytes()
     return found
+
+
+def resident_bytes(address: int, size: int) -> int:
+    """Bytes of the pages from `address` on, a page's start, that have memory behind them (Linux)."""
+    pages = -(-size // mmap.PAGESIZE)
+    vector = (ctypes.c_ubyte * pages)()
+    if ctypes.CDLL(None, use_errno=True).mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), vector):
+        raise OSError(ctypes.get_errno(), "mincore")
+    return sum(byte & 1 for byte in vector) * mmap.PAGESIZE
