@@ -112,9 +112,10 @@ class ModelWalk:
         if self._in_forward:
             self._gathering.free_all()  # the last forward ended in an exception
         if not self._known.issuperset(map(id, module.parameters())):
+            foreign = [name for name, p in module.named_parameters() if id(p) not in self._known]
             raise UsageError(
-                "the model has a parameter that it had not when ZeroOptimizer was built (a module was added or "
-                "replaced), and nothing would update it: change the model before, or build the optimizer anew"
+                f"{', '.join(foreign)}: not in the model when ZeroOptimizer was built (a module was added or replaced), "
+                "so nothing would update it: change the model before, or build the optimizer anew"
             )
         for storage in self._storages:
             storage.check()
