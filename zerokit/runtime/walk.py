@@ -114,8 +114,8 @@ class ModelWalk:
         if not self._known.issuperset(map(id, module.parameters())):
             foreign = [name for name, p in module.named_parameters() if id(p) not in self._known]
             raise UsageError(
-                f"{', '.join(foreign)}: not in the model when ZeroOptimizer was built (a module was added or replaced), "
-                "so nothing would update it: change the model before, or build the optimizer anew"
+                f"{', '.join(foreign)}: not in the model when ZeroOptimizer was built (a module was added or "
+                "replaced), so nothing would update it: change the model before, or build the optimizer anew"
             )
         for storage in self._storages:
             storage.check()
