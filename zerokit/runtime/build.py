@@ -92,14 +92,11 @@ def build(
         parameters = [anatomy.named[parameter.name] for parameter in unit.parameters]
         dtype = precision.compute if parameters[0].dtype in FLOATING else parameters[0].dtype
         storage = FlatUnit(unit, parameters, collectives, dtype, sharded=stage == 3)
-        storage.adopt(materializer.values_of(parameters))
-        collectives.broadcast(storage.whole)
-        if stage == 3:
-            storage.keep_shard_only()
-        if unit.trainable:
-            storage.make_flats(precision.master, everything=stage == 0)
+        exact = storage.adopt(materializer.values_of(parameters), precision.master)
+        collectives.broadcast(exact)
+        storage.settle(exact, everything=stage == 0)
         storages.append(storage)
-        del parameters
+        del parameters, exact
     materializer.fill_buffers()
     for buffer in model.buffers():
         collectives.broadcast(buffer)

@@ -66,18 +66,24 @@ class FlatUnit:
         ]
         self._empty = torch.empty(0, dtype=dtype, device=self.device)
 
-    def adopt(self, initial: Mapping[nn.Parameter, Tensor]) -> None:
-        """Copy the parameters' values in and make the parameters views of this storage.
+    def adopt(self, initial: Mapping[nn.Parameter, Tensor], master: torch.dtype) -> Tensor:
+        """Make the parameters views of this storage; returns the unit's values [numel], in the master dtype.
 
-        Those on `meta` take their values from `initial`.
+        Those on `meta` take their values from `initial`. The returned values are to be agreed on with the other
+        ranks and handed to `settle`: masters start from them, not from what compute rounds them to.
         """
+        exact = self.whole
+        if self.unit.trainable and master != self.dtype:
+            exact = torch.zeros(self.unit.numel, dtype=master, device=self.device)
         with torch.no_grad():
-            for parameter, view in zip(self.parameters, self._views, strict=True):
+            places = zip(self.parameters, self._views, self.unit.slices, strict=True)
+            for parameter, view, part in places:
+                target = exact[part.offset : part.offset + part.parameter.numel].view(part.parameter.shape)
                 if not parameter.is_meta:
-                    view.copy_(parameter)
+                    target.copy_(parameter)
                     parameter.data = view
                     continue
-                view.copy_(initial[parameter])
+                target.copy_(initial[parameter])
                 # `.data` cannot cross from meta to a device; swapping keeps the object, so ties and groups hold.
                 # Only then does it become a view: made from one, it would share the storage's version counter,
                 # and autograd would take every gather for a change of the parameter.
@@ -87,22 +93,26 @@ class FlatUnit:
                 real.__dict__.update(parameter.__dict__)
                 torch.utils.swap_tensors(parameter, real)
                 parameter.data = view
+        return exact
 
-    def make_flats(self, master: torch.dtype, *, everything: bool) -> None:
-        """Create what the optimizer updates: the whole unit (stage 0) or this rank's shard of it.
+    def settle(self, exact: Tensor, *, everything: bool) -> None:
+        """Take the values that all ranks agreed on, and create what the optimizer updates.
 
-        Where the master dtype is the storage's own, the masters are the storage itself.
+        That is the whole unit (stage 0) or this rank's shard of it. Where the master dtype is the storage's own, the
+        masters are the storage itself.
         """
-        span = Interval(0, self.unit.numel) if everything else self.own
-        for group, stretch in self.unit.groups_within(span):
-            part = self.slice_of(stretch)
-            part = part if master == self.dtype else part.to(master)
-            self.flats.append(Flat(group, stretch, nn.Parameter(part)))
-
-    def keep_shard_only(self) -> None:
-        """Stage 3, once the whole unit holds its initial values: keep this rank's piece and free the rest."""
-        self.memory.store()
-        self.free()
+        separate = exact.dtype != self.dtype
+        if separate:
+            self.whole.copy_(exact)
+        if self.sharded:
+            self.memory.store()
+            self.free()
+        if self.unit.trainable:
+            for group, stretch in self.unit.groups_within(
+                Interval(0, self.unit.numel) if everything else self.own
+            ):
+                master = exact[stretch.start : stretch.stop].clone() if separate else self.slice_of(stretch)
+                self.flats.append(Flat(group, stretch, nn.Parameter(master)))
 
     def slice_of(self, interval: Interval) -> Tensor:
         """Elements `interval` (memory coordinates) of what this rank keeps."""
