@@ -97,10 +97,12 @@ def build(
         storage.settle(exact, everything=stage == 0)
         storages.append(storage)
         del parameters, exact
+        # Small objects that stay are carved out of each large block that goes: unless its pages are returned, a model
+        # built unit by unit still grows to its full size.
+        return_freed_memory()
     materializer.fill_buffers()
     for buffer in model.buffers():
         collectives.broadcast(buffer)
-    return_freed_memory()
 
     gathering = Gathering(storages, sharded=stage == 3)
     gradients = Gradients(storages, collectives, precision.reduce, stage=stage, fitting=pooled_units(layout))
