@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import mmap
 import time
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch.distributed as dist
 
 import zerokit
 from tests.support.distributed import run_alone, run_ranks
-from tests.support.machine import bytes_received, live_storages, resident_bytes
+from tests.support.machine import bytes_received, held_bytes, live_storages
 from tests.support.models import CASES, count
 from tests.support.training import SMALL, Run, Trajectory, build_seeded, one_step, wrap
 
@@ -118,18 +117,11 @@ def test_memory_at_world_sizes_that_only_a_fake_process_group_has(world: int) ->
 
 
 def _held(name: str, stage: int, precision: str, bucket_mb: float) -> tuple[int, int, int]:
-    """What `memory()` says, what the interpreter holds on top of before, and the slack of whole pages.
-
-    Stage 3 may hand back the pages of a storage that it keeps, so where a storage fills pages these are counted.
-    """
+    """What `memory()` says, what the interpreter holds on top of before, and the slack of whole pages."""
     before = set(live_storages())
     run = Run(stage=stage, precision=precision, bucket_mb=bucket_mb)
     model, optimizer = _up_to_backward(name, run, steps=3)
-    held = slack = 0
-    for address, size in live_storages(before).items():
-        paged = address % mmap.PAGESIZE == 0
-        held += resident_bytes(address, size) if paged else size
-        slack += 2 * mmap.PAGESIZE * paged
+    held, slack = held_bytes(before)
     assert next(model.modules()) is model
     return optimizer.memory().total, held, slack
 

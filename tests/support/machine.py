@@ -56,3 +56,16 @@ def resident_bytes(address: int, size: int) -> int:
     if ctypes.CDLL(None, use_errno=True).mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), vector):
         raise OSError(ctypes.get_errno(), "mincore")
     return sum(byte & 1 for byte in vector) * mmap.PAGESIZE
+
+
+def held_bytes(ignored: Iterable[int] = ()) -> tuple[int, int]:
+    """(bytes behind all live storages, how far whole pages may overstate them).
+
+    Stage 3 keeps a storage and hands back its pages, so where a storage starts a page, its pages are counted.
+    """
+    held = slack = 0
+    for address, size in live_storages(ignored).items():
+        paged = address % mmap.PAGESIZE == 0
+        held += resident_bytes(address, size) if paged else size
+        slack += 2 * mmap.PAGESIZE * paged
+    return held, slack
