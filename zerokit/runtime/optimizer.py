@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -73,7 +74,7 @@ class ZeroOptimizer(Optimizer):
         # `Optimizer.__init__` is not called: everything it would create is forwarded to the inner optimizer.
         self.stage = stage
         self.precision = Precision.of(precision)
-        self._scaler = (loss_scale or LossScale()) if self.precision.scaled else None
+        self._scaler = dataclasses.replace(loss_scale or LossScale()) if self.precision.scaled else None
         self.skipped_steps = 0
         """Steps left out because fp16 gradients overflowed."""
         built: Build = build(
@@ -152,7 +153,9 @@ class ZeroOptimizer(Optimizer):
         total = torch.tensor(norm, dtype=torch.float32, device=self._collectives.device)
         # In fp32, as torch.nn.utils.clip_grad_norm_ does it, so that results can be compared in bits.
         coefficient = float((max_norm / (total + 1e-6)).clamp(max=1.0))
-        self._scale_gradients(factor * coefficient)
+        if self._norm_is_finite:
+            # Otherwise the padding of kept buckets would become nan too, and nothing would ever clear it.
+            self._scale_gradients(factor * coefficient)
         return total
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -229,6 +232,8 @@ class ZeroOptimizer(Optimizer):
         if factor != 1.0:
             for gradient in self._gradients.scaled():
                 gradient.mul_(factor)
+        if not math.isfinite(factor):
+            self._gradients.clear_padding()
 
     def _update(self) -> None:
         for storage in self._storages:
