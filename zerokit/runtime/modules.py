@@ -45,7 +45,7 @@ def take_apart(model: nn.Module, rule: UnitRule | None, groups: Mapping[nn.Param
     aliases: dict[str, list[str]] = {}
     users: dict[str, dict[str | None, None]] = {}
     owners: dict[str, list[nn.Module]] = {}
-    for path, module in model.named_modules():
+    for path, module in model.named_modules(remove_duplicate=False):
         scope = next((name for name in scopes if path == name or path.startswith(f"{name}.")), None)
         for local, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             name = first_name[parameter]
