@@ -84,7 +84,8 @@ class Gathering:
     def enter(self, unit: FlatUnit, *, record: bool = True) -> None:
         """`unit` is about to be used in forward."""
         index = unit.unit.index
-        if record and not self.recorded and (not self._trace or self._trace[-1] != index):
+        within = self._active.get(index, 0) > 0  # a module inside one that has been entered already
+        if record and not self.recorded and not within and self._trace[-1:] != [index]:
             self._trace.append(index)
         if not self._sharded:
             self.refresh()

@@ -328,6 +328,13 @@ class Gradients:
             for unit in self.units.values()
         ]
 
+    def clear_padding(self) -> None:
+        """After a factor that is not finite: zero times it is nan, and whole buckets keep their padding."""
+        for unit in self.units.values():
+            if unit.whole and unit.bucket is not None:
+                for gap in unit.unit.gaps():
+                    unit.bucket[gap.start : gap.stop].zero_()
+
     def _prepare(self, unit: UnitGradients) -> None:
         while not unit.prepare(self.pool):
             if self._reductions:
