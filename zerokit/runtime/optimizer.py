@@ -7,7 +7,6 @@ import datetime
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
