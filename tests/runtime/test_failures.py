@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -458,28 +459,31 @@ SCRIPT = """
 def test_a_script_ends_cleanly_with_warnings_as_errors(stage: int, end: str, tmp_path: Path) -> None:
     """With and without destroy_process_group: no warning, no abort at exit, nothing on stderr but torch's own."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    processes = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                "-W",
-                "error",
-                "-c",
-                textwrap.dedent(SCRIPT).format(store=tmp_path / "store", rank=rank, stage=stage, end=end),
-            ],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
+    with contextlib.ExitStack() as stack:
+        processes = [
+            stack.enter_context(
+                subprocess.Popen(
+                    [
+                        sys.executable,
+                        "-W",
+                        "error",
+                        "-c",
+                        textwrap.dedent(SCRIPT).format(
+                            store=tmp_path / "store", rank=rank, stage=stage, end=end
+                        ),
+                    ],
+                    env=environment,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
+            for rank in range(2)
+        ]
+        for process in processes:
+            stack.callback(process.kill)
         for process in processes:
             out, err = process.communicate(timeout=60)
             assert process.returncode == 0, err
             assert out.startswith("done")
             assert "Traceback" not in err
-    finally:
-        for process in processes:
-            process.kill()

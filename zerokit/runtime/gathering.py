@@ -92,7 +92,10 @@ class Gathering:
             unit.ready()
             return
         if unit.unit.scopes:
-            self._release_all_but({index})
+            # The last one stays for backward on every rank, also on one that meets it earlier than rank 0 did.
+            last = self._last
+            again = last is not None and _find(self.forward_order, last, self._cursor + 1) is not None
+            self._release_all_but({index} if again or last is None else {index, last})
         place = _find(self.forward_order, index, self._cursor)
         if place is not None:
             self._cursor = place
@@ -114,10 +117,8 @@ class Gathering:
         """Issue what is missing, then free all units but those that backward begins with."""
         if self._sharded:
             self._issued = self._issue(self.forward_order, self._issued, len(self.forward_order))
-            modules = [index for index in self.forward_order if self._units[index].unit.scopes]
-            last = modules[-1] if modules else None
             for unit in self._units:
-                kept = training and (not unit.unit.scopes or unit.unit.index == last)
+                kept = training and (not unit.unit.scopes or unit.unit.index == self._last)
                 if unit.resident and not kept:
                     unit.free()
         else:
@@ -159,14 +160,6 @@ class Gathering:
                     # model (embeddings) are about to come, too large for the holes.
                     return_freed_memory()
 
-    def left_behind(self, units: Sequence[FlatUnit]) -> list[int]:
-        """Units whose backward is over once that of `units` begins; see [Note: freeing in backward]."""
-        order = self._backward_order
-        places = [_find(order, unit.unit.index, self._backward_cursor) for unit in units]
-        first = min((place for place in places if place is not None), default=0)
-        ahead = {*order[first:], *(unit.unit.index for unit in units)}
-        return [index for index in order[:first] if index not in ahead]
-
     def end_backward(self) -> None:
         """Issue what this rank did not need but others may have, and free everything."""
         if not self._sharded:
@@ -202,10 +195,18 @@ class Gathering:
         return order + [index for index in self.forward_order if index not in order]
 
     def adopt_order(self, order: Sequence[int], lazy: Sequence[int]) -> None:
+        kept = self._last
         self.forward_order = list(order)
         self._backward_order = self._reverse()
+        if self._sharded and kept is not None and kept != self._last and self._units[kept].resident:
+            self._units[kept].free()
         self.lazy = set(lazy)
         self.recorded = True
+
+    @property
+    def _last(self) -> int | None:
+        """The unit that backward begins with."""
+        return self._backward_order[0] if self._backward_order else None
 
     def _reverse(self) -> list[int]:
         return [index for index in reversed(self.forward_order) if self._units[index].unit.scopes]

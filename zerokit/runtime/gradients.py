@@ -13,7 +13,7 @@ the end of backward is reduced with zeros in place of what is missing.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
 
 import torch
@@ -254,16 +254,22 @@ class Gradients:
         if len(unit.arrived) == len(unit.storage.parameters):
             self._complete(unit)
 
-    def settle(self, done: Collection[int]) -> None:
-        """No more gradients will come for the units in `done`: reduce them and whatever precedes them, with zeros.
+    def settle(self, over: Collection[int], unreachable: Mapping[int, Collection[int]]) -> None:
+        """Reduce units that will receive no more gradients, with zeros for what is missing, as far as the order allows.
 
         Without this a rank on which a gradient is missing would hold back its reductions until the end of backward,
         while others wait for them before they issue the gather that this rank waits for.
+
+        Args:
+            over: such units.
+            unreachable: positions of parameters, by unit, that the graph shows to be unused.
         """
-        if self.accumulating:
-            return
-        places = [place for place in range(self._next, len(self.order)) if self.order[place] in done]
-        while places and self._next <= places[-1]:
+        while not self.accumulating and self._next < len(self.order):
+            unit = self.units[self.order[self._next]]
+            index = unit.unit.index
+            known = unit.arrived.union(unreachable.get(index, ()))
+            if index not in over and len(known) < len(unit.storage.parameters):
+                return
             self._issue_next()
 
     def end_backward(self) -> None:

@@ -28,6 +28,7 @@ from zerokit.runtime.gradients import Gradients
 from zerokit.runtime.modules import Anatomy
 from zerokit.runtime.precision import FLOATING
 from zerokit.runtime.storage import FlatUnit
+from zerokit.runtime.uses import Uses
 
 
 class ModelWalk:
@@ -59,7 +60,10 @@ class ModelWalk:
         self._task: int | None = None
         self.scaling = False
         """Whether a scaled loss is being differentiated."""
+        self._uses = Uses(storages)
         self._called: set[nn.Module] = set()
+        self._given: dict[nn.Module, set[tuple[object, int]]] = {}
+        """Where the inputs of modules at work come from."""
         self._known = {id(parameter) for storage in storages for parameter in storage.parameters}
         self._announcers = _announcers(model, anatomy, storages)
         self._handles: list[RemovableHandle] = []
@@ -88,7 +92,7 @@ class ModelWalk:
         for module, units in users.items():
             register(
                 module.register_forward_pre_hook(
-                    partial(_call, me, ModelWalk._before_unit, units), prepend=True
+                    partial(_call, me, ModelWalk._before_unit, units), with_kwargs=True, prepend=True
                 )
             )
             register(module.register_forward_hook(partial(_call, me, ModelWalk._after_unit, units)))
@@ -120,7 +124,9 @@ class ModelWalk:
         for storage in self._storages:
             storage.check()
         self._in_forward = True
+        self._given.clear()
         self._forwards += torch.is_grad_enabled()
+        self._uses.begin()
         self._gathering.begin_forward()
         cast = partial(_cast, dtype=self._compute)
         return torch.utils._pytree.tree_map(cast, (args, kwargs))  # type: ignore[no-any-return]
@@ -130,31 +136,38 @@ class ModelWalk:
             return
         training = torch.is_grad_enabled()
         if training:
-            for tensor in _tensors(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(partial(_call, weakref.ref(self), ModelWalk._on_output_gradient, []))
+            differentiable = [tensor for tensor in _tensors(output) if tensor.requires_grad]
+            for tensor in differentiable:
+                tensor.register_hook(partial(_call, weakref.ref(self), ModelWalk._on_output_gradient, []))
+            if self._sharded:
+                self._uses.end(differentiable)
+        self._gathering.end_forward(training=training)
         if not self._gathering.recorded:
             self._record_forward()
-        self._gathering.end_forward(training=training)
         self._in_forward = False
 
-    def _before_unit(self, units: list[FlatUnit], module: nn.Module, args: Any) -> None:
+    def _before_unit(self, units: list[FlatUnit], module: nn.Module, args: Any, kwargs: Any) -> None:
         if _in_backward():
             self._begin_backward()
             self._gathering.enter_backward(units, recomputing=True)
             return
         self._called.add(module)
         for unit in units:
+            self._uses.enter(unit.unit.index)
             self._gathering.enter(unit)
             self._gathering.activate(unit)
+        if self._sharded and torch.is_grad_enabled():
+            self._given[module] = {_origin(tensor) for tensor in _tensors((args, kwargs))}
 
     def _after_unit(self, units: list[FlatUnit], module: nn.Module, args: Any, output: Any) -> None:
         if _in_backward():
             return
         outermost = [unit for unit in units if self._gathering.leave(unit)]
+        given = self._given.pop(module, set())
         if self._sharded and outermost and torch.is_grad_enabled():
             for tensor in _tensors(output):
-                if tensor.requires_grad:
+                # What is handed through (T5's position bias) receives its gradient in an earlier unit's backward.
+                if tensor.requires_grad and _origin(tensor) not in given:
                     tensor.register_hook(
                         partial(_call, weakref.ref(self), ModelWalk._on_output_gradient, outermost)
                     )
@@ -171,8 +184,8 @@ class ModelWalk:
 
     def _on_output_gradient(self, units: list[FlatUnit], gradient: Tensor) -> None:
         self._begin_backward()
-        if self._forwards <= 1:
-            self._gradients.settle(self._gathering.left_behind(units))
+        if self._sharded and self._forwards <= 1:
+            self._gradients.settle(self._uses.over(units), self._uses.unreachable)
         self._gathering.enter_backward(units)
 
     def _on_gradient(self, index: int, position: int, parameter: nn.Parameter) -> None:
@@ -238,6 +251,11 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, Tensor) and value.dtype in FLOATING and value.dtype != dtype:
         return value.to(dtype)
     return value
+
+
+def _origin(tensor: Tensor) -> tuple[object, int]:
+    """What made `tensor`: equal for all tensors that autograd takes for the same."""
+    return (id(tensor), 0) if tensor.grad_fn is None else (tensor.grad_fn, tensor.output_nr)
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -35,9 +36,11 @@ class Watch:
         self._what, self._since = what, time.monotonic()
         if self._thread is None and self._store is not None:
             self._thread = threading.Thread(
-                target=_publish_long_waits, args=(self._wake, _Reference(self)), daemon=True
+                target=_publish_long_waits, args=(self._wake, weakref.ref(self)), daemon=True
             )
             self._thread.start()
+            # A thread inside a call to the store when the interpreter ends would abort the process.
+            weakref.finalize(self, _stop, self._wake, self._thread)
         try:
             yield
         except RuntimeError as error:
@@ -76,23 +79,15 @@ class Watch:
         )
         return "\n".join(lines)
 
-    def close(self) -> None:
-        self._wake.set()
+
+def _stop(wake: threading.Event, thread: threading.Thread) -> None:
+    wake.set()
+    if thread is not threading.current_thread():
+        thread.join(timeout=5.0)
 
 
-class _Reference:
-    """A weak reference with a type: the thread must not keep the optimizer's memory alive."""
-
-    def __init__(self, watch: Watch) -> None:
-        import weakref
-
-        self._reference = weakref.ref(watch)
-
-    def __call__(self) -> Watch | None:
-        return self._reference()
-
-
-def _publish_long_waits(wake: threading.Event, reference: _Reference) -> None:
+def _publish_long_waits(wake: threading.Event, reference: weakref.ref[Watch]) -> None:
+    # A weak reference: the thread must not keep the optimizer's memory alive.
     while not wake.wait(PUBLISH_AFTER_S / 2):
         watch = reference()
         if watch is None:
