@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from zerokit.errors import (
+        CheckpointError,
         LayoutMismatch,
         LossScaleError,
         ScheduleError,
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "CheckpointError",
     "LayoutMismatch",
     "LossScale",
     "LossScaleError",

@@ -25,3 +25,7 @@ class ScheduleError(ZerokitError, RuntimeError):
 
 class LossScaleError(ZerokitError, FloatingPointError):
     """fp16 gradients overflow although the loss scale has reached its floor."""
+
+
+class CheckpointError(ZerokitError):
+    """A checkpoint cannot be written, or what was read is damaged, incomplete or of another kind than expected."""

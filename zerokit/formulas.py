@@ -11,7 +11,8 @@ from dataclasses import dataclass, fields
 
 from zerokit.layout import Interval, Layout, pooled_units
 
-_POOLED_BUCKETS = 2
+POOLED_BUCKETS = 3
+"""Gradient buckets that small units share: one is filled while two are on their way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +140,7 @@ def predict_memory(
             lines["scalars"] += sizes.scalars
     if stage >= 2:
         pooled = pooled_units(layout)
-        lines["buckets"] = min(_POOLED_BUCKETS, len(pooled)) * max(pooled, default=0) * sizes.reduce
+        lines["buckets"] = min(POOLED_BUCKETS, len(pooled)) * max(pooled, default=0) * sizes.reduce
     lines["buffers"] = buffers
     return MemoryReport(**lines)
 

@@ -223,11 +223,20 @@ class Layout:
         """The unit of the parameter called `name`, and the parameter's place in it. Raises `KeyError`."""
         return self._by_name[name]
 
+    def owners(self, name: str) -> range:
+        """The ranks that hold some of the parameter `name`: neighbours; none where it has no elements."""
+        unit, whole = self.find(name)
+        if not whole.interval.numel:
+            return range(0)
+        return range(whole.offset // unit.shard_numel, (whole.memory.stop - 1) // unit.shard_numel + 1)
+
     def cuts(self, name: str) -> list[tuple[int, Interval]]:
         """`(rank, interval)` of the flattened parameter `name`, in rank order; no interval is empty."""
         unit, whole = self.find(name)
-        pieces = ((rank, whole.memory.intersection(unit.shard(rank))) for rank in range(self.world))
-        return [(rank, piece.shifted(-whole.offset)) for rank, piece in pieces if piece.numel]
+        return [
+            (rank, whole.memory.intersection(unit.shard(rank)).shifted(-whole.offset))
+            for rank in self.owners(name)
+        ]
 
     def describe(self) -> dict[str, object]:
         """The layout as plain data: what ranks must agree on, and what a reader needs to rebuild it."""

@@ -2,7 +2,7 @@
 
     stage 0, 1   one whole bucket a unit, kept; the sum over ranks stands in this rank's piece of it (and, at
                  stage 0, is gathered to all pieces)
-    stage 2, 3   one shard a unit, kept; buckets are lent by a pool of two while a unit's gradients arrive
+    stage 2, 3   one shard a unit, kept; buckets are lent by a small pool while a unit's gradients arrive
 
 A gradient is multiplied by 1/N while it is copied into its bucket, and N ranks' buckets are then summed in rank
 order. Units are reduced in one order on every rank (see gathering's [Note: one order]): reversed line order in the
@@ -20,12 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from zerokit.errors import ScheduleError
+from zerokit.formulas import POOLED_BUCKETS
 from zerokit.layout import Interval
 from zerokit.runtime.collectives import Collectives, Work
 from zerokit.runtime.storage import Flat, FlatUnit
-
-_IN_FLIGHT = 2
-"""Reductions at a time: one travels while the next one's gradients arrive."""
 
 
 class Phase(Enum):
@@ -38,13 +36,13 @@ class Phase(Enum):
 
 
 class BucketPool:
-    """Two buckets lent in turn; units larger than these borrow memory for as long as they are in flight."""
+    """A few buckets lent in turn; units larger than these borrow memory for as long as they are in flight."""
 
     def __init__(self, fitting: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
         """`fitting` lists the elements of the units that the pool serves."""
         self.numel = max(fitting, default=0)
         self._dtype, self._device = dtype, device
-        count = min(_IN_FLIGHT, len(fitting))
+        count = min(POOLED_BUCKETS, len(fitting))
         self._free = [torch.empty(self.numel, dtype=dtype, device=device) for _ in range(count)]
         self._owned = {bucket.data_ptr(): bucket for bucket in self._free}
 
@@ -83,12 +81,27 @@ class UnitGradients:
         self.bucket: Tensor | None = None
         """Where gradients accumulate: lent, or kept at stages 0 and 1 and under `accumulate()`."""
         self.carry: Tensor | None = None
+        self._lone = (
+            len(storage.parameters) == 1
+            and self.unit.payload_numel == self.unit.numel
+            and storage.dtype == dtype
+            and storage.device.type == "cpu"
+        )
+        """Whether autograd's own tensor can serve as the bucket: a unit of one unpadded parameter."""
         # Made at once: made in the first backward, they would lie between activations and fragment the heap.
-        numel = self.unit.numel if whole else self.unit.shard_numel
-        kept = torch.zeros(numel, dtype=dtype, device=storage.device)
-        if whole:
-            self.bucket = kept
-        self.shard = kept[storage.own.start : storage.own.stop] if whole else kept
+        self._sum: Tensor | None = None
+        if not whole:
+            self._sum = torch.zeros(self.unit.shard_numel, dtype=dtype, device=storage.device)
+        elif not self._lone:
+            self.prepare_own()
+
+    @property
+    def shard(self) -> Tensor:
+        """Where the sum over ranks of this rank's piece stands, or is to stand."""
+        if self._sum is not None:
+            return self._sum
+        assert self.bucket is not None
+        return self.bucket[self.storage.own.start : self.storage.own.stop]
 
     def begin_pass(self) -> None:
         self.phase = Phase.IDLE
@@ -96,7 +109,9 @@ class UnitGradients:
 
     def prepare(self, pool: BucketPool) -> bool:
         """Have a bucket for the gradients of a pass. False when the pool has none left."""
-        if self.bucket is None:
+        if self.bucket is None and self.whole:
+            self.prepare_own()
+        elif self.bucket is None:
             self.bucket = pool.take(self.unit.numel)
             if self.bucket is None:
                 return False
@@ -126,15 +141,9 @@ class UnitGradients:
         self.filled.add(position)
 
     def may_steal(self, gradient: Tensor) -> bool:
-        """Whether autograd's tensor can serve as the bucket itself: a unit of one unpadded parameter."""
+        """Whether `gradient` itself can serve as the bucket: no copy, and no second piece of memory."""
         return (
-            not self.whole
-            and self.bucket is None
-            and len(self.storage.parameters) == 1
-            and gradient.numel() == self.unit.numel
-            and gradient.dtype == self.dtype
-            and gradient.is_contiguous()
-            and not gradient.is_cuda
+            self._lone and self.bucket is None and gradient.dtype == self.dtype and gradient.is_contiguous()
         )
 
     def steal(self, gradient: Tensor, factor: float) -> None:
@@ -174,7 +183,9 @@ class UnitGradients:
         self.summed, self.carry = False, None
         self.begin_pass()
         self.filled.clear()
-        if not self.whole and self.bucket is not None:
+        if self.whole and self._lone:
+            self.bucket = None
+        elif not self.whole and self.bucket is not None:
             pool.give(self.bucket)
             self.bucket = None
 
@@ -362,7 +373,7 @@ class Gradients:
     def _issue_next(self) -> None:
         unit = self.units[self.order[self._next]]
         self._prepare(unit)
-        while len(self._reductions) >= _IN_FLIGHT:
+        while len(self._reductions) >= POOLED_BUCKETS:
             self._finish_oldest()
         self._reductions.append((unit, unit.reduce(self._collectives)))
         self._next += 1

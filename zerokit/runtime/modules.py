@@ -60,7 +60,8 @@ def take_apart(model: nn.Module, rule: UnitRule | None, groups: Mapping[nn.Param
     current: str | None = None
     for name, parameter in named.items():
         scope = next(iter(users[name])) if len(users[name]) == 1 else None
-        if members and scope != current:
+        # Parameters of the rest stand alone, to join within a bucket: a large embedding then is a unit by itself.
+        if members and (scope is None or scope != current):
             segments.append(Segment(current, tuple(members)))
             members = []
         current = scope

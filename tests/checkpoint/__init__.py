@@ -1,0 +1,1 @@
+"""Checkpoints: files, commands and the bits that training continues with."""

@@ -1,0 +1,145 @@
+"""Checkpoints written the plain way, for tests of everything that reads them: whole contents in memory, file by file."""
+
+from __future__ import annotations
+
+import json
+import random
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from zerokit.checkpoint.extents import ELEMENT_BYTES, SAFETENSORS_NAMES, Stream, encode_header, rank_file
+from zerokit.checkpoint.manifest import COMMON_NAME, EXTRA_NAME, NAME, File, Manifest, Scalars
+from zerokit.layout import Layout, Parameter, Segment, build_layout
+
+
+@dataclass(frozen=True)
+class Content:
+    """A whole state: `values[kind, parameter]` are the bytes of one parameter in one stream."""
+
+    step: int
+    streams: tuple[Stream, ...]
+    values: dict[tuple[str, str], bytes]
+    scalars: tuple[Scalars, ...]
+    common: tuple[tuple[str, str, tuple[int, ...], bytes], ...]
+    """Name, dtype, shape and bytes of the tensors that are stored whole."""
+    extra: object
+
+
+def example_layout(world: int, *, bucket_bytes: int = 4096) -> Layout:
+    """Units of blocks and the rest; tied, frozen, empty, 0-d and integer parameters, two groups."""
+    segments = [
+        Segment(None, (Parameter("tok.weight", (50, 24), aliases=("head.weight",)),)),
+        *(
+            Segment(
+                f"blocks.{i}",
+                (
+                    Parameter(f"blocks.{i}.weight", (24, 40 + i)),
+                    Parameter(f"blocks.{i}.bias", (40 + i,), group=1),
+                    Parameter(f"blocks.{i}.base", (24, 7), dtype="bfloat16", trainable=False),
+                    Parameter(f"blocks.{i}.empty", (0, 5)),
+                ),
+            )
+            for i in range(4)
+        ),
+        Segment(
+            None, (Parameter("gain", (), group=1), Parameter("table", (9,), dtype="int64", trainable=False))
+        ),
+    ]
+    return build_layout(segments, world=world, bucket_bytes=bucket_bytes)
+
+
+def example_content(layout: Layout, *, step: int = 100, seed: int = 0) -> Content:
+    """Random bytes for an Adam-like optimizer; independent of the layout's world size."""
+    line = list(layout.parameters)
+    trainable = tuple(place for place, p in enumerate(line) if p.trainable)
+    frozen: dict[str, list[int]] = {}
+    for place, parameter in enumerate(line):
+        if not parameter.trainable:
+            frozen.setdefault(parameter.dtype, []).append(place)
+    streams = [
+        Stream(kind, "float32", trainable) for kind in ("master", "exp_avg", "exp_avg_sq") if trainable
+    ]
+    streams += [Stream("param", dtype, tuple(places)) for dtype, places in frozen.items()]
+    streams.sort(key=lambda stream: stream.order)
+    generator = random.Random(seed)
+    values = {
+        (stream.kind, line[place].name): generator.randbytes(line[place].numel * stream.element_bytes)
+        for stream in streams
+        for place in stream.parameters
+    }
+    scalars = (Scalars("step", "float32", (), trainable),) if trainable else ()
+    common = [
+        ("buffers/running_mean", "float32", (8,), generator.randbytes(32)),
+        ("buffers/count", "int64", (), generator.randbytes(8)),
+    ]
+    if trainable:
+        common.append(
+            ("optimizer/step", "float32", (len(trainable),), generator.randbytes(4 * len(trainable)))
+        )
+    return Content(step, tuple(streams), values, scalars, tuple(common), {"note": "an example"})
+
+
+def write_checkpoint(path: Path, layout: Layout, content: Content) -> Manifest:
+    """Write the step directory `path`."""
+    path.mkdir(parents=True)
+    checksums: list[list[int]] = [[] for _ in content.streams]
+    parts: dict[tuple[int, str, int], int] = {}
+    files = []
+    for rank in range(layout.world):
+        file = rank_file(layout, content.streams, content.step, rank)
+        body = b""
+        for extent in file.extents:
+            stream = content.streams[extent.stream]
+            whole = content.values[stream.kind, extent.parameter.name]
+            piece = whole[
+                extent.interval.start * stream.element_bytes : extent.interval.stop * stream.element_bytes
+            ]
+            assert len(file.header) + len(body) == extent.offset
+            parts[extent.stream, extent.parameter.name, rank] = zlib.crc32(piece)
+            body += piece
+        (path / file.name).write_bytes(file.header + body)
+        files.append(File(file.name, len(file.header) + len(body), len(file.header), zlib.crc32(file.header)))
+    line = [parameter.name for parameter in layout.parameters]
+    for number, stream in enumerate(content.streams):
+        for place in stream.parameters:
+            checksums[number] += [parts[number, line[place], rank] for rank in layout.owners(line[place])]
+    common = common_file(content.common)
+    extra = json.dumps(content.extra).encode()
+    (path / COMMON_NAME).write_bytes(common)
+    (path / EXTRA_NAME).write_bytes(extra)
+    manifest = Manifest(
+        content.step,
+        layout,
+        content.streams,
+        content.scalars,
+        tuple(map(tuple, checksums)),
+        tuple(files),
+        File(COMMON_NAME, len(common), 0, zlib.crc32(common)),
+        File(EXTRA_NAME, len(extra), 0, zlib.crc32(extra)),
+    )
+    (path / NAME).write_bytes(manifest.to_bytes())
+    return manifest
+
+
+def common_file(tensors: Sequence[tuple[str, str, tuple[int, ...], bytes]]) -> bytes:
+    """A safetensors file of whole tensors, wide elements first, then by name."""
+    entries: dict[str, object] = {"__metadata__": {"format": "zerokit"}}
+    body = b""
+    for name, dtype, shape, data in sorted(tensors, key=lambda t: (-ELEMENT_BYTES[t[1]], t[0])):
+        entries[name] = {
+            "dtype": SAFETENSORS_NAMES[dtype],
+            "shape": list(shape),
+            "data_offsets": [len(body), len(body) + len(data)],
+        }
+        body += data
+    return encode_header(entries) + body
+
+
+def write_run(run: Path, layout: Layout, content: Content) -> Path:
+    """A run with one step and its `latest`; returns the step's directory."""
+    step = run / f"step-{content.step:08d}"
+    manifest = write_checkpoint(step, layout, content).to_bytes()
+    (run / "latest").write_text(f"{step.name} {manifest[10:18].decode()}\n")
+    return step

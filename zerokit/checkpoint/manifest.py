@@ -1,0 +1,398 @@
+"""The manifest: which state a checkpoint holds, how it is cut, and the checksum of every slice.
+
+Where a slice lies follows from the layout (see `extents`), so the manifest lists no offsets. It is one JSON object
+whose first member is the CRC-32 of all bytes that follow that member, so that the file proves itself.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from zerokit.checkpoint.checksum import crc32
+from zerokit.checkpoint.extents import ELEMENT_BYTES, Stream, file_name, slice_count
+from zerokit.errors import CheckpointError
+from zerokit.layout import ALIGNMENT, Layout, Parameter, Unit
+
+NAME = "manifest.json"
+COMMON_NAME = "common.safetensors"
+EXTRA_NAME = "extra.json"
+FORMAT = "zerokit.checkpoint"
+VERSION = (1, 0)
+"""A reader refuses another major version; a higher minor one only adds members that it may ignore."""
+
+_PREFIX = '{"crc32":"%08x",'
+_PREFIX_BYTES = len(_PREFIX % 0)
+_MAX_WORLD = 1 << 20
+_MAX_NUMEL = 1 << 56
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Scalars:
+    """Optimizer state of another shape than its parameter's, such as step counts.
+
+    Tensor `optimizer/<kind>` of `common` is [parameters × shape], in the order of the line.
+    """
+
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+    parameters: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """A file of the checkpoint and the checksum of a rank file's header, or of the whole of any other."""
+
+    name: str
+    size: int
+    header_size: int
+    crc: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A checkpoint's description.
+
+    `checksums` has one tuple a stream: the CRC-32 of each slice, parameters in line order, slices in rank order.
+    """
+
+    step: int
+    layout: Layout
+    streams: tuple[Stream, ...]
+    scalars: tuple[Scalars, ...]
+    checksums: tuple[tuple[int, ...], ...]
+    files: tuple[File, ...]
+    common: File
+    extra: File
+
+    @property
+    def world(self) -> int:
+        return self.layout.world
+
+    def to_bytes(self) -> bytes:
+        """The file's contents."""
+        body = json.dumps(self._plain(), separators=(",", ":"), ensure_ascii=False)[1:].encode() + b"\n"
+        return (_PREFIX % crc32(body)).encode() + body
+
+    def _plain(self) -> dict[str, object]:
+        layout = self.layout
+        return {
+            "format": FORMAT,
+            "version": list(VERSION),
+            "step": self.step,
+            "world": layout.world,
+            "alignment": ALIGNMENT,
+            "bucket_bytes": layout.bucket_bytes,
+            "parameters": [
+                {
+                    "name": p.name,
+                    "shape": list(p.shape),
+                    "dtype": p.dtype,
+                    "group": p.group,
+                    "trainable": p.trainable,
+                    "aliases": list(p.aliases),
+                }
+                for p in layout.parameters
+            ],
+            "units": [
+                {"scopes": list(unit.scopes), "parameters": len(unit.parameters)} for unit in layout.units
+            ],
+            "streams": [
+                {
+                    "kind": stream.kind,
+                    "dtype": stream.dtype,
+                    "parameters": list(_ranges(stream.parameters)),
+                    "crc32": "".join(f"{crc:08x}" for crc in crcs),
+                }
+                for stream, crcs in zip(self.streams, self.checksums, strict=True)
+            ],
+            "scalars": [
+                {
+                    "kind": scalar.kind,
+                    "dtype": scalar.dtype,
+                    "shape": list(scalar.shape),
+                    "parameters": list(_ranges(scalar.parameters)),
+                }
+                for scalar in self.scalars
+            ],
+            "files": [
+                {
+                    "name": f.name,
+                    "bytes": f.size,
+                    "header_bytes": f.header_size,
+                    "header_crc32": f"{f.crc:08x}",
+                }
+                for f in self.files
+            ],
+            "common": _whole_file(self.common),
+            "extra": _whole_file(self.extra),
+        }
+
+    def slice_checksums(self, stream: int) -> Iterator[tuple[str, list[tuple[int, int]]]]:
+        """`(parameter, [(rank, crc), …])` of one stream, in line order."""
+        line = [parameter.name for parameter in self.layout.parameters]
+        crcs = iter(self.checksums[stream])
+        for place in self.streams[stream].parameters:
+            yield line[place], [(rank, next(crcs)) for rank in self.layout.owners(line[place])]
+
+
+def own_checksum(content: bytes) -> int | None:
+    """The CRC-32 that a manifest's first member states; None where there is no such member."""
+    head, crc, tail = (
+        content[:10],
+        content[10 : _PREFIX_BYTES - 2],
+        content[_PREFIX_BYTES - 2 : _PREFIX_BYTES],
+    )
+    if head != b'{"crc32":"' or tail != b'",' or not all(digit in b"0123456789abcdef" for digit in crc):
+        return None
+    return int(crc, 16)
+
+
+def parse_manifest(content: bytes, where: str) -> Manifest:
+    """Raises `CheckpointError`, naming `where`, unless `content` is an undamaged manifest of a known version."""
+    stated = own_checksum(content)
+    if stated is None:
+        raise CheckpointError(f"{where}: not a zerokit manifest (it begins with {content[:24]!r})")
+    if crc32(content[_PREFIX_BYTES:]) != stated:
+        raise CheckpointError(f"{where}: damaged, its contents do not match its checksum {stated:08x}")
+    try:
+        # Numbers with many digits take quadratic time to parse; no number here has more than 20.
+        plain = json.loads(
+            content, object_pairs_hook=_unique, parse_int=_small_integer, parse_constant=_refuse
+        )
+        return _Parser(where).manifest(plain)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{where}: not valid: {error}") from None
+
+
+class _Parser:
+    def __init__(self, where: str) -> None:
+        self._where = where
+
+    def manifest(self, plain: Any) -> Manifest:
+        top = _typed(plain, dict, "the manifest")
+        if top.get("format") != FORMAT:
+            raise ValueError(f"format is {top.get('format')!r}, expected {FORMAT!r}")
+        version = _list(top, "version", int)
+        if len(version) != 2 or version[0] != VERSION[0]:
+            raise ValueError(
+                f"version is {'.'.join(map(str, version))}, this zerokit reads {VERSION[0]}.x: use a newer one"
+            )
+        alignment = _get(top, "alignment", int)
+        if alignment != ALIGNMENT:
+            raise ValueError(f"alignment is {alignment}, expected {ALIGNMENT}")
+        world = _bounded(top, "world", 1, _MAX_WORLD)
+        layout = _layout(top, world)
+        count = sum(len(unit.parameters) for unit in layout.units)
+        streams, checksums = [], []
+        for entry in _list(top, "streams", dict):
+            stream = Stream(_get(entry, "kind", str), _dtype(entry), _places(entry, count))
+            streams.append(stream)
+            checksums.append(_checksums(entry, slice_count(layout, stream)))
+        _check_streams(layout, streams)
+        scalars = tuple(
+            Scalars(_get(entry, "kind", str), _dtype(entry), _shape(entry), _places(entry, count))
+            for entry in _list(top, "scalars", dict)
+        )
+        files = tuple(
+            File(
+                _get(entry, "name", str),
+                _bounded(entry, "bytes", 8),
+                _bounded(entry, "header_bytes", 8),
+                _crc(entry, "header_crc32"),
+            )
+            for entry in _list(top, "files", dict)
+        )
+        expected = [file_name(rank, world) for rank in range(world)]
+        if [file.name for file in files] != expected:
+            strange = [file.name for file in files if file.name not in set(expected)]
+            raise ValueError(
+                f"files are {strange[:3] or [file.name for file in files][:3]}, expected one for each of {world} ranks: "
+                f"{expected[0]} …"
+            )
+        return Manifest(
+            _bounded(top, "step", 0),
+            layout,
+            tuple(streams),
+            scalars,
+            tuple(checksums),
+            files,
+            _file(top, "common", COMMON_NAME),
+            _file(top, "extra", EXTRA_NAME),
+        )
+
+
+def _layout(top: dict[str, Any], world: int) -> Layout:
+    parameters = []
+    names: set[str] = set()
+    for entry in _list(top, "parameters", dict):
+        parameter = Parameter(
+            name=_get(entry, "name", str),
+            shape=_shape(entry),
+            dtype=_dtype(entry),
+            group=_bounded(entry, "group", 0),
+            trainable=_get(entry, "trainable", bool),
+            aliases=tuple(_list(entry, "aliases", str)),
+        )
+        for name in (parameter.name, *parameter.aliases):
+            if name in names:
+                raise ValueError(f"two parameters are called {name!r}")
+            names.add(name)
+        parameters.append(parameter)
+    units, start = [], 0
+    for entry in _list(top, "units", dict):
+        stop = start + _bounded(entry, "parameters", 1)
+        members = tuple(parameters[start:stop])
+        if stop > len(parameters):
+            raise ValueError(f"units hold {stop} parameters or more, but {len(parameters)} are listed")
+        if len({p.trainable for p in members}) > 1 or [p.group for p in members] != sorted(
+            p.group for p in members
+        ):
+            raise ValueError(
+                f"unit {len(units)} mixes frozen and trainable parameters, or groups out of order"
+            )
+        units.append(Unit(len(units), tuple(_list(entry, "scopes", str)), members, world))
+        start = stop
+    if start != len(parameters):
+        raise ValueError(f"units hold {start} parameters, but {len(parameters)} are listed")
+    return Layout(world, _bounded(top, "bucket_bytes", 0), tuple(units))
+
+
+def _check_streams(layout: Layout, streams: list[Stream]) -> None:
+    if [stream.order for stream in streams] != sorted(stream.order for stream in streams):
+        raise ValueError("streams are not in order: wide elements first, then master, then by name")
+    trainable = [parameter.trainable for parameter in layout.parameters]
+    seen: set[tuple[str, int]] = set()
+    for stream in streams:
+        if not stream.kind or "/" in stream.kind:
+            raise ValueError(f"a stream cannot be called {stream.kind!r}")
+        for place in stream.parameters:
+            if trainable[place] == (stream.kind == "param"):
+                raise ValueError(
+                    f"stream {stream.kind!r} holds parameter {place}, which is "
+                    f"{'trainable' if trainable[place] else 'frozen'}"
+                )
+            if (stream.kind, place) in seen:
+                raise ValueError(f"parameter {place} is in two streams of kind {stream.kind!r}")
+            seen.add((stream.kind, place))
+    for place, trains in enumerate(trainable):
+        if ("master" if trains else "param", place) not in seen:
+            raise ValueError(f"parameter {place} is in no {'master' if trains else 'param'} stream")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"duplicate key {next(name for name in names if names.count(name) > 1)!r}")
+    return found
+
+
+def _small_integer(text: str) -> int:
+    if len(text) > 20:
+        raise ValueError(f"number {text[:20]}… is too large")
+    return int(text)
+
+
+def _refuse(text: str) -> float:
+    raise ValueError(f"{text} is not JSON")
+
+
+def _typed(value: Any, kind: type[T], what: str) -> T:
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise ValueError(f"{what} is {str(value)[:60]!r}, expected {kind.__name__}")
+    return value
+
+
+def _get(entry: dict[str, Any], key: str, kind: type[T]) -> T:
+    if key not in entry:
+        raise ValueError(f"{key!r} is missing")
+    return _typed(entry[key], kind, repr(key))
+
+
+def _list(entry: dict[str, Any], key: str, kind: type[T]) -> list[T]:
+    return [_typed(value, kind, f"an element of {key!r}") for value in _get(entry, key, list)]
+
+
+def _bounded(entry: dict[str, Any], key: str, least: int, most: int = _MAX_NUMEL * 8) -> int:
+    value = _get(entry, key, int)
+    if not least <= value <= most:
+        raise ValueError(f"{key!r} is {value}, expected {least} to {most}")
+    return value
+
+
+def _shape(entry: dict[str, Any]) -> tuple[int, ...]:
+    shape = tuple(_list(entry, "shape", int))
+    if any(size < 0 for size in shape) or math.prod(max(size, 1) for size in shape) > _MAX_NUMEL:
+        raise ValueError(f"shape {str(shape)[:60]} is impossible")
+    return shape
+
+
+def _dtype(entry: dict[str, Any]) -> str:
+    dtype = _get(entry, "dtype", str)
+    if dtype not in ELEMENT_BYTES:
+        raise ValueError(f"dtype {dtype!r} is unknown")
+    return dtype
+
+
+def _places(entry: dict[str, Any], count: int) -> tuple[int, ...]:
+    """Positions of parameters, written as [start, stop) ranges."""
+    places: list[int] = []
+    end = 0
+    for stretch in _list(entry, "parameters", list):
+        if len(stretch) != 2 or not all(type(bound) is int for bound in stretch):
+            raise ValueError(f"{stretch!r} is no [start, stop] of parameters")
+        start, stop = stretch
+        if not end <= start < stop <= count:
+            raise ValueError(f"{stretch!r} does not lie in the {count} parameters, in ascending order")
+        places.extend(range(start, stop))
+        end = stop
+    return tuple(places)
+
+
+def _ranges(places: Iterable[int]) -> Iterator[list[int]]:
+    start = stop = -1
+    for place in places:
+        if place != stop:
+            if stop >= 0:
+                yield [start, stop]
+            start = place
+        stop = place + 1
+    if stop >= 0:
+        yield [start, stop]
+
+
+def _checksums(entry: dict[str, Any], count: int) -> tuple[int, ...]:
+    text = _get(entry, "crc32", str)
+    if len(text) != 8 * count:
+        raise ValueError(
+            f"stream {entry.get('kind')!r} has {len(text) / 8:g} checksums, expected one for each of {count} slices"
+        )
+    return tuple(_hex(text[start : start + 8]) for start in range(0, len(text), 8))
+
+
+def _crc(entry: dict[str, Any], key: str) -> int:
+    return _hex(_get(entry, key, str))
+
+
+def _hex(text: str) -> int:
+    if len(text) != 8 or not set(text) <= set("0123456789abcdef"):
+        raise ValueError(f"{text!r} is no CRC-32 of eight hexadecimal digits")
+    return int(text, 16)
+
+
+def _file(top: dict[str, Any], key: str, name: str) -> File:
+    entry = _get(top, key, dict)
+    found = _get(entry, "name", str)
+    if found != name:
+        raise ValueError(f"{key!r} is called {found!r}, expected {name!r}")
+    return File(name, _bounded(entry, "bytes", 0), 0, _crc(entry, "crc32"))
+
+
+def _whole_file(file: File) -> dict[str, object]:
+    return {"name": file.name, "bytes": file.size, "crc32": f"{file.crc:08x}"}
