@@ -1,4 +1,4 @@
-"""Checkpoints written the plain way, for tests of everything that reads them: whole contents in memory, file by file."""
+"""Checkpoints written the plain way, for tests of what reads them: whole contents in memory, file by file."""
 
 from __future__ import annotations
 

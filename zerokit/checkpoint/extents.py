@@ -110,6 +110,7 @@ class RankFile:
 
 
 def file_name(rank: int, world: int) -> str:
+    """The name of a rank's file."""
     return f"rank-{rank:05d}-of-{world:05d}.safetensors"
 
 

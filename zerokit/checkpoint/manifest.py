@@ -212,8 +212,8 @@ class _Parser:
         if [file.name for file in files] != expected:
             strange = [file.name for file in files if file.name not in set(expected)]
             raise ValueError(
-                f"files are {strange[:3] or [file.name for file in files][:3]}, expected one for each of {world} ranks: "
-                f"{expected[0]} …"
+                f"files are {strange[:3] or [file.name for file in files][:3]}, expected one for each of "
+                f"{world} ranks: {expected[0]} …"
             )
         return Manifest(
             _bounded(top, "step", 0),
