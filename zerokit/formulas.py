@@ -11,8 +11,10 @@ from dataclasses import dataclass, fields
 
 from zerokit.layout import Interval, Layout, pooled_units
 
-POOLED_BUCKETS = 3
-"""Gradient buckets that small units share: one is filled while two are on their way."""
+
+def pooled_buckets(stage: int) -> int:
+    """Gradient buckets that small units share: one is filled while others, at stage 3 one other, are on their way."""
+    return {2: 3, 3: 2}.get(stage, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,9 +140,8 @@ def predict_memory(
         for _, stretch in unit.groups_within(everything if stage == 0 else own):
             hold("optimizer", unit.payload_within(stretch), stretch.numel, sizes.master + sizes.states)
             lines["scalars"] += sizes.scalars
-    if stage >= 2:
-        pooled = pooled_units(layout)
-        lines["buckets"] = min(POOLED_BUCKETS, len(pooled)) * max(pooled, default=0) * sizes.reduce
+    pooled = pooled_units(layout)
+    lines["buckets"] = min(pooled_buckets(stage), len(pooled)) * max(pooled, default=0) * sizes.reduce
     lines["buffers"] = buffers
     return MemoryReport(**lines)
 

@@ -7,13 +7,13 @@ whose first member is the CRC-32 of all bytes that follow that member, so that t
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from zerokit.checkpoint.checksum import crc32
 from zerokit.checkpoint.extents import ELEMENT_BYTES, Stream, file_name, slice_count
+from zerokit.checkpoint.strict import bounded, member, members, parse_json, shape_of, typed
 from zerokit.errors import CheckpointError
 from zerokit.layout import ALIGNMENT, Layout, Parameter, Unit
 
@@ -27,8 +27,6 @@ VERSION = (1, 0)
 _PREFIX = '{"crc32":"%08x",'
 _PREFIX_BYTES = len(_PREFIX % 0)
 _MAX_WORLD = 1 << 20
-_MAX_NUMEL = 1 << 56
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,11 +159,7 @@ def parse_manifest(content: bytes, where: str) -> Manifest:
     if crc32(content[_PREFIX_BYTES:]) != stated:
         raise CheckpointError(f"{where}: damaged, its contents do not match its checksum {stated:08x}")
     try:
-        # Numbers with many digits take quadratic time to parse; no number here has more than 20.
-        plain = json.loads(
-            content, object_pairs_hook=_unique, parse_int=_small_integer, parse_constant=_refuse
-        )
-        return _Parser(where).manifest(plain)
+        return _manifest(parse_json(content))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{where}: not valid: {error}") from None
 
@@ -175,38 +169,38 @@ class _Parser:
         self._where = where
 
     def manifest(self, plain: Any) -> Manifest:
-        top = _typed(plain, dict, "the manifest")
+        top = typed(plain, dict, "the manifest")
         if top.get("format") != FORMAT:
             raise ValueError(f"format is {top.get('format')!r}, expected {FORMAT!r}")
-        version = _list(top, "version", int)
+        version = members(top, "version", int)
         if len(version) != 2 or version[0] != VERSION[0]:
             raise ValueError(
                 f"version is {'.'.join(map(str, version))}, this zerokit reads {VERSION[0]}.x: use a newer one"
             )
-        alignment = _get(top, "alignment", int)
+        alignment = member(top, "alignment", int)
         if alignment != ALIGNMENT:
             raise ValueError(f"alignment is {alignment}, expected {ALIGNMENT}")
-        world = _bounded(top, "world", 1, _MAX_WORLD)
+        world = bounded(top, "world", 1, _MAX_WORLD)
         layout = _layout(top, world)
         count = sum(len(unit.parameters) for unit in layout.units)
         streams, checksums = [], []
-        for entry in _list(top, "streams", dict):
-            stream = Stream(_get(entry, "kind", str), _dtype(entry), _places(entry, count))
+        for entry in members(top, "streams", dict):
+            stream = Stream(member(entry, "kind", str), _dtype(entry), _places(entry, count))
             streams.append(stream)
             checksums.append(_checksums(entry, slice_count(layout, stream)))
         _check_streams(layout, streams)
         scalars = tuple(
-            Scalars(_get(entry, "kind", str), _dtype(entry), _shape(entry), _places(entry, count))
-            for entry in _list(top, "scalars", dict)
+            Scalars(member(entry, "kind", str), _dtype(entry), shape_of(entry), _places(entry, count))
+            for entry in members(top, "scalars", dict)
         )
         files = tuple(
             File(
-                _get(entry, "name", str),
-                _bounded(entry, "bytes", 8),
-                _bounded(entry, "header_bytes", 8),
+                member(entry, "name", str),
+                bounded(entry, "bytes", 8),
+                bounded(entry, "header_bytes", 8),
                 _crc(entry, "header_crc32"),
             )
-            for entry in _list(top, "files", dict)
+            for entry in members(top, "files", dict)
         )
         expected = [file_name(rank, world) for rank in range(world)]
         if [file.name for file in files] != expected:
@@ -216,7 +210,7 @@ class _Parser:
                 f"{world} ranks: {expected[0]} …"
             )
         return Manifest(
-            _bounded(top, "step", 0),
+            bounded(top, "step", 0),
             layout,
             tuple(streams),
             scalars,
@@ -230,23 +224,24 @@ class _Parser:
 def _layout(top: dict[str, Any], world: int) -> Layout:
     parameters = []
     names: set[str] = set()
-    for entry in _list(top, "parameters", dict):
+    for entry in members(top, "parameters", dict):
         parameter = Parameter(
-            name=_get(entry, "name", str),
-            shape=_shape(entry),
+            name=member(entry, "name", str),
+            shape=shape_of(entry),
             dtype=_dtype(entry),
-            group=_bounded(entry, "group", 0),
-            trainable=_get(entry, "trainable", bool),
-            aliases=tuple(_list(entry, "aliases", str)),
+            group=bounded(entry, "group", 0),
+            trainable=member(entry, "trainable", bool),
+            aliases=tuple(members(entry, "aliases", str)),
         )
         for name in (parameter.name, *parameter.aliases):
             if name in names:
                 raise ValueError(f"two parameters are called {name!r}")
             names.add(name)
         parameters.append(parameter)
-    units, start = [], 0
-    for entry in _list(top, "units", dict):
-        stop = start + _bounded(entry, "parameters", 1)
+    units: list[Unit] = []
+    start = 0
+    for entry in members(top, "units", dict):
+        stop = start + bounded(entry, "parameters", 1)
         members = tuple(parameters[start:stop])
         if stop > len(parameters):
             raise ValueError(f"units hold {stop} parameters or more, but {len(parameters)} are listed")
@@ -256,11 +251,11 @@ def _layout(top: dict[str, Any], world: int) -> Layout:
             raise ValueError(
                 f"unit {len(units)} mixes frozen and trainable parameters, or groups out of order"
             )
-        units.append(Unit(len(units), tuple(_list(entry, "scopes", str)), members, world))
+        units.append(Unit(len(units), tuple(members(entry, "scopes", str)), members, world))
         start = stop
     if start != len(parameters):
         raise ValueError(f"units hold {start} parameters, but {len(parameters)} are listed")
-    return Layout(world, _bounded(top, "bucket_bytes", 0), tuple(units))
+    return Layout(world, bounded(top, "bucket_bytes", 0), tuple(units))
 
 
 def _check_streams(layout: Layout, streams: list[Stream]) -> None:
@@ -285,56 +280,8 @@ def _check_streams(layout: Layout, streams: list[Stream]) -> None:
             raise ValueError(f"parameter {place} is in no {'master' if trains else 'param'} stream")
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"duplicate key {next(name for name in names if names.count(name) > 1)!r}")
-    return found
-
-
-def _small_integer(text: str) -> int:
-    if len(text) > 20:
-        raise ValueError(f"number {text[:20]}… is too large")
-    return int(text)
-
-
-def _refuse(text: str) -> float:
-    raise ValueError(f"{text} is not JSON")
-
-
-def _typed(value: Any, kind: type[T], what: str) -> T:
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise ValueError(f"{what} is {str(value)[:60]!r}, expected {kind.__name__}")
-    return value
-
-
-def _get(entry: dict[str, Any], key: str, kind: type[T]) -> T:
-    if key not in entry:
-        raise ValueError(f"{key!r} is missing")
-    return _typed(entry[key], kind, repr(key))
-
-
-def _list(entry: dict[str, Any], key: str, kind: type[T]) -> list[T]:
-    return [_typed(value, kind, f"an element of {key!r}") for value in _get(entry, key, list)]
-
-
-def _bounded(entry: dict[str, Any], key: str, least: int, most: int = _MAX_NUMEL * 8) -> int:
-    value = _get(entry, key, int)
-    if not least <= value <= most:
-        raise ValueError(f"{key!r} is {value}, expected {least} to {most}")
-    return value
-
-
-def _shape(entry: dict[str, Any]) -> tuple[int, ...]:
-    shape = tuple(_list(entry, "shape", int))
-    if any(size < 0 for size in shape) or math.prod(max(size, 1) for size in shape) > _MAX_NUMEL:
-        raise ValueError(f"shape {str(shape)[:60]} is impossible")
-    return shape
-
-
 def _dtype(entry: dict[str, Any]) -> str:
-    dtype = _get(entry, "dtype", str)
+    dtype = member(entry, "dtype", str)
     if dtype not in ELEMENT_BYTES:
         raise ValueError(f"dtype {dtype!r} is unknown")
     return dtype
@@ -344,7 +291,7 @@ def _places(entry: dict[str, Any], count: int) -> tuple[int, ...]:
     """Positions of parameters, written as [start, stop) ranges."""
     places: list[int] = []
     end = 0
-    for stretch in _list(entry, "parameters", list):
+    for stretch in members(entry, "parameters", list):
         if len(stretch) != 2 or not all(type(bound) is int for bound in stretch):
             raise ValueError(f"{stretch!r} is no [start, stop] of parameters")
         start, stop = stretch
@@ -368,7 +315,7 @@ def _ranges(places: Iterable[int]) -> Iterator[list[int]]:
 
 
 def _checksums(entry: dict[str, Any], count: int) -> tuple[int, ...]:
-    text = _get(entry, "crc32", str)
+    text = member(entry, "crc32", str)
     if len(text) != 8 * count:
         raise ValueError(
             f"stream {entry.get('kind')!r} has {len(text) / 8:g} checksums, expected one for each of {count} slices"
@@ -377,7 +324,7 @@ def _checksums(entry: dict[str, Any], count: int) -> tuple[int, ...]:
 
 
 def _crc(entry: dict[str, Any], key: str) -> int:
-    return _hex(_get(entry, key, str))
+    return _hex(member(entry, key, str))
 
 
 def _hex(text: str) -> int:
@@ -387,11 +334,11 @@ def _hex(text: str) -> int:
 
 
 def _file(top: dict[str, Any], key: str, name: str) -> File:
-    entry = _get(top, key, dict)
-    found = _get(entry, "name", str)
+    entry = member(top, key, dict)
+    found = member(entry, "name", str)
     if found != name:
         raise ValueError(f"{key!r} is called {found!r}, expected {name!r}")
-    return File(name, _bounded(entry, "bytes", 0), 0, _crc(entry, "crc32"))
+    return File(name, bounded(entry, "bytes", 0), 0, _crc(entry, "crc32"))
 
 
 def _whole_file(file: File) -> dict[str, object]:

@@ -121,6 +121,9 @@ class Gathering:
                 kept = training and (not unit.unit.scopes or unit.unit.index == self._last)
                 if unit.resident and not kept:
                     unit.free()
+            if training:
+                # Backward begins with the largest tensors, which no hole that forward has left can take.
+                self._return_freed_memory()
         else:
             self.make_current()
         self._entered.clear()
@@ -155,10 +158,10 @@ class Gathering:
             self._use(unit)
             if place is not None:
                 self._backward_issued = self._issue(order, self._backward_issued, place + 2)
-                if place == len(order) - 1 and unit.device.type == "cpu":
-                    # The last activations are free by now, but lie scattered; the gradients of the rest of the
-                    # model (embeddings) are about to come, too large for the holes.
-                    return_freed_memory()
+                if place in (0, len(order) - 1):
+                    # What came after the units (logits) is free by now, or else all activations are, but they
+                    # leave holes too small for the large gradients of the rest of the model (embeddings).
+                    self._return_freed_memory()
 
     def end_backward(self) -> None:
         """Issue what this rank did not need but others may have, and free everything."""
@@ -202,6 +205,10 @@ class Gathering:
             self._units[kept].free()
         self.lazy = set(lazy)
         self.recorded = True
+
+    def _return_freed_memory(self) -> None:
+        if self._units[0].device.type == "cpu":
+            return_freed_memory()
 
     @property
     def _last(self) -> int | None:

@@ -20,10 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from zerokit.errors import ScheduleError
-from zerokit.formulas import POOLED_BUCKETS
+from zerokit.formulas import pooled_buckets
 from zerokit.layout import Interval
 from zerokit.runtime.collectives import Collectives, Work
 from zerokit.runtime.storage import Flat, FlatUnit
+
+_MOST_IN_FLIGHT = 3
+"""Reductions at a time where no pool limits them: each has memory for what arrives."""
 
 
 class Phase(Enum):
@@ -38,12 +41,11 @@ class Phase(Enum):
 class BucketPool:
     """A few buckets lent in turn; units larger than these borrow memory for as long as they are in flight."""
 
-    def __init__(self, fitting: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
-        """`fitting` lists the elements of the units that the pool serves."""
+    def __init__(self, fitting: Sequence[int], count: int, dtype: torch.dtype, device: torch.device) -> None:
+        """`fitting` lists the elements of the units that the pool's `count` buckets serve."""
         self.numel = max(fitting, default=0)
         self._dtype, self._device = dtype, device
-        count = min(POOLED_BUCKETS, len(fitting))
-        self._free = [torch.empty(self.numel, dtype=dtype, device=device) for _ in range(count)]
+        self._free = [torch.empty(self.numel, dtype=dtype, device=device) for _ in range(min(count, len(fitting)))]
         self._owned = {bucket.data_ptr(): bucket for bucket in self._free}
 
     def take(self, numel: int) -> Tensor | None:
@@ -217,7 +219,9 @@ class Gradients:
         }
         self._collectives = collectives
         self._factor = 1.0 / collectives.world
-        self.pool = BucketPool(fitting if stage >= 2 else (), dtype, collectives.device)
+        count = pooled_buckets(stage)
+        self.pool = BucketPool(fitting if count else (), count, dtype, collectives.device)
+        self._most_in_flight = count or _MOST_IN_FLIGHT
         # Before it is recorded, units of the rest come last: where they are used is not known.
         self.order = sorted(
             self.units, key=lambda index: (bool(self.units[index].unit.scopes), index), reverse=True
@@ -373,7 +377,7 @@ class Gradients:
     def _issue_next(self) -> None:
         unit = self.units[self.order[self._next]]
         self._prepare(unit)
-        while len(self._reductions) >= POOLED_BUCKETS:
+        while len(self._reductions) >= self._most_in_flight:
             self._finish_oldest()
         self._reductions.append((unit, unit.reduce(self._collectives)))
         self._next += 1
