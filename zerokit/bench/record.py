@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from zerokit.bench.checkpoints import Checkpoints
 from zerokit.bench.schema import SchemaError, from_plain, to_plain
 from zerokit.bench.settings import Settings
 from zerokit.bench.statistics import Summary, skew, slowest
@@ -137,6 +138,7 @@ class Record:
         gradient_norm: of every step, before clipping; empty when nothing was clipped.
         skipped_steps: by fp16 overflow, warm-up included.
         ranks: in rank order.
+        checkpoints: what was saved and resumed, between the steps.
     """
 
     created: str
@@ -150,6 +152,7 @@ class Record:
     gradient_norm: list[float | None]
     skipped_steps: int
     results: Results
+    checkpoints: Checkpoints = field(default_factory=Checkpoints)
     format: str = field(default=FORMAT)
 
     def to_json(self) -> str:

@@ -20,7 +20,8 @@ class Settings:
     `precision`, `device` and `bucket_mb` are None until a rank has looked at its machine: the record holds
     what was chosen. `batch_size` counts sequences a rank and micro-batch; a step takes `accumulate`
     micro-batches. `steps` are measured, after `warmup` that are not. `clip` bounds the gradient norm, None
-    leaves it alone (and unmeasured).
+    leaves it alone (and unmeasured). `save` is a run directory for checkpoints, written every `save_every` steps and
+    at the end; `resume` goes on from its newest.
     """
 
     model: str = "gpt-5m"
@@ -39,6 +40,9 @@ class Settings:
     clip: float | None = 1.0
     nodes: int = 1
     nproc_per_node: int = 1
+    save: str | None = None
+    save_every: int | None = None
+    resume: bool = False
 
     def __post_init__(self) -> None:
         for name, choices in (("model", tuple(MODELS)), ("stage", STAGES)):
@@ -50,6 +54,10 @@ class Settings:
         for name in ("batch_size", "seq_len", "steps", "accumulate", "nodes", "nproc_per_node"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.save is None and (self.resume or self.save_every is not None):
+            raise UsageError("save_every and resume need a run directory: give --save as well")
+        if self.save_every is not None and self.save_every < 1:
+            raise UsageError(f"save_every must be at least 1, not {self.save_every}")
         if self.warmup < 0:
             raise UsageError(f"warmup must be at least 0, not {self.warmup}")
         positions = MODELS[self.model].positions

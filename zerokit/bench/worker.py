@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerokit
+from zerokit.bench.checkpoints import Keeper
 from zerokit.bench.data import Corpus, batch, load_corpus, require_length
 from zerokit.bench.machine import Place, choose_place, cores, peak_host_bytes, processor_name
 from zerokit.bench.models import MODELS, build
@@ -56,17 +57,20 @@ def train(
     settings: Settings,
     place: Place,
     writer: ProgressWriter,
+    keeper: Keeper,
 ) -> Measured:
-    """Run warm-up and measured steps.
+    """Run warm-up and measured steps, going on from a checkpoint where `keeper` finds one.
 
     The clock runs from before the forward to after the optimizer's step and the zeroing of gradients; on CUDA
     it waits for the device. Batches are prepared before it starts, losses are read after it has stopped.
     """
     measured = Measured()
     total = settings.warmup + settings.steps
+    trained = keeper.resume()
     for step in range(total):
         batches = [
-            _batch(corpus, settings, step, micro_batch, place) for micro_batch in range(settings.accumulate)
+            _batch(corpus, settings, trained + step, micro_batch, place)
+            for micro_batch in range(settings.accumulate)
         ]
         if step == settings.warmup:
             # All ranks begin the measured steps together. Not `barrier`: NCCL's asks for a device of its own.
@@ -80,6 +84,7 @@ def train(
         if norm is not None:
             measured.gradient_norm.append(float(norm))
         writer.write(Progress(step + 1, total, settings.warmup, measured.loss[-1], measured.step_ms[-1]))
+        keeper.after_step(trained + step + 1, last=step == total - 1)
     return measured
 
 
@@ -157,7 +162,8 @@ def run(settings: Settings, record_path: Path, progress_path: Path | None) -> No
     model, optimizer = build_optimizer(settings, place)
     _synchronize(place)
     build_ms = (time.perf_counter() - started) * 1000.0
-    measured = train(model, optimizer, corpus, settings, place, writer)
+    keeper = Keeper(settings, optimizer)
+    measured = train(model, optimizer, corpus, settings, place, writer, keeper)
     ended = datetime.now(UTC)
     writer.close()
 
@@ -196,6 +202,7 @@ def run(settings: Settings, record_path: Path, progress_path: Path | None) -> No
             gradient_norm=list(measured.gradient_norm),
             skipped_steps=optimizer.skipped_steps,
             results=summarise(settings, ranks, list(loss)),
+            checkpoints=keeper.done,
         )
         write_record(record, record_path)
     dist.destroy_process_group()

@@ -101,6 +101,15 @@ _DEFAULTS = Settings()
     help="A text file or a folder of them, 'standard-library' (this Python's own sources) or 'synthetic'.",
 )
 @click.option(
+    "--save",
+    metavar="RUN",
+    help="Write checkpoints into this run directory: at the end, and as --save-every says.",
+)
+@click.option("--save-every", type=_COUNT, metavar="K", help="Also save after every K-th step.")
+@click.option(
+    "--resume", is_flag=True, help="Go on from the newest checkpoint in --save, where there is one."
+)
+@click.option(
     "--output",
     type=click.Path(path_type=Path),
     help="A folder for the record, or a file that ends in .json.  [default: zerokit-bench/]",

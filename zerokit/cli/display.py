@@ -107,6 +107,8 @@ class Display:
         )
         if record.skipped_steps:
             table.add_row("skipped steps", str(record.skipped_steps), "gradients overflowed in fp16")
+        for row in _checkpoint_rows(record):
+            table.add_row(*row)
         self._out.print(table)
         self._out.print()
         self._out.print(_rank_table(record.ranks))
@@ -124,6 +126,24 @@ class Display:
             command = f"mlflow ui --backend-store-uri {shlex.quote(tracker.uri)}"
             lines.append(f"open    {tracker.uri if served else command}")
         console.print(Text("\n".join(lines)), soft_wrap=True)
+
+
+def _checkpoint_rows(record: Record) -> list[tuple[str, str, str]]:
+    done, run = record.checkpoints, record.settings.save
+    rows = []
+    if done.resumed_from is not None:
+        rows.append(("resumed", f"step {done.resumed_from}", f"from {run}, {_ms(done.load_ms or 0.0)}"))
+    if done.saves:
+        last = done.saves[-1]
+        count = f"{len(done.saves)} checkpoint{'s' if len(done.saves) > 1 else ''}"
+        rows.append(
+            (
+                "saved",
+                f"step {last.step}",
+                f"{count} in {run}; the last {_mib(last.size_bytes)}, {_ms(last.ms)}",
+            )
+        )
+    return rows
 
 
 def _rank_table(ranks: list[Rank]) -> Table:

@@ -38,6 +38,7 @@ _MARK = "_zerokit_walk"
 class Build:
     """The parts of a `ZeroOptimizer`."""
 
+    model: nn.Module
     layout: Layout
     collectives: Collectives
     storages: list[FlatUnit]
@@ -123,7 +124,15 @@ def build(
         ]
     model.__dict__[_MARK] = weakref.ref(walk)
     return Build(
-        layout, collectives, storages, gathering, gradients, walk, optimizer_class(groups, **options), states
+        model,
+        layout,
+        collectives,
+        storages,
+        gathering,
+        gradients,
+        walk,
+        optimizer_class(groups, **options),
+        states,
     )
 
 

@@ -63,6 +63,7 @@ class Collectives:
         self.world = group.size()
         self.counters = Counters()
         self._schedule = [0, 0]
+        self._side_group: dist.ProcessGroup | None = None
 
     @property
     def schedule(self) -> int:
@@ -123,6 +124,13 @@ class Collectives:
             values.copy_(torch.tensor(list(numbers), dtype=torch.int64))
         self.broadcast(values)
         return [int(number) for number in values.tolist()]
+
+    def side_group(self) -> dist.ProcessGroup:
+        """A gloo group over the same ranks, for what is said beside the training; made at its first use, by all."""
+        if self._side_group is None:
+            with self.watch.waiting("creation of a communicator"):
+                self._side_group = _clone(self.group, "gloo", None)
+        return self._side_group
 
     def _count(self, operation: str, whole: Tensor, payload: Sequence[int]) -> None:
         """In both operations each element of payload arrives at, or comes from, every rank but one."""
@@ -207,6 +215,9 @@ class FakeCollectives(Collectives):
 
     def all_gather_objects(self, value: object) -> list[object]:
         return [value] * self.world
+
+    def broadcast_list(self, numbers: Sequence[int]) -> list[int]:
+        return list(numbers)
 
 
 class GlooCollectives(Collectives):

@@ -30,6 +30,8 @@ class Materializer:
         for module in model.modules():
             for parameter in module.parameters(recurse=False):
                 self._owners.setdefault(parameter, module)
+        # A parameter that lies in an earlier unit has lost both by the time its module is initialised again.
+        self._forms = {parameter: (parameter.shape, parameter.dtype) for parameter in self._owners}
 
     def values_of(self, parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
         """Values for those of `parameters` that are on `meta`.
@@ -62,7 +64,7 @@ class Materializer:
         held = dict(module._parameters)
         scratch = {
             parameter: nn.Parameter(
-                torch.empty(parameter.shape, dtype=parameter.dtype, device=self._device),
+                torch.empty(self._forms[parameter][0], dtype=self._forms[parameter][1], device=self._device),
                 parameter.requires_grad,
             )
             for parameter in held.values()

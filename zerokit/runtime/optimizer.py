@@ -74,7 +74,7 @@ class ZeroOptimizer(Optimizer):
         # `Optimizer.__init__` is not called: everything it would create is forwarded to the inner optimizer.
         self.stage = stage
         self.precision = Precision.of(precision)
-        self._scaler = dataclasses.replace(loss_scale or LossScale()) if self.precision.scaled else None
+        self.scaler = dataclasses.replace(loss_scale or LossScale()) if self.precision.scaled else None
         self.skipped_steps = 0
         """Steps left out because fp16 gradients overflowed."""
         built: Build = build(
@@ -90,6 +90,10 @@ class ZeroOptimizer(Optimizer):
             timeout=timeout,
             init=init_fn,
         )
+        self.parts = built
+        """What the optimizer is made of; for zerokit's own checkpoints."""
+        self.refusal = ""
+        """Why `step` must not be called: set while a state is being loaded, and left there if that fails."""
         self._model = model
         self._inner = built.inner
         self._storages = built.storages
@@ -119,7 +123,7 @@ class ZeroOptimizer(Optimizer):
             )
         self._walk.scaling = True
         try:
-            (loss if self._scaler is None else loss * self._scaler.value).backward()
+            (loss if self.scaler is None else loss * self.scaler.value).backward()
         finally:
             self._walk.scaling = False
 
@@ -146,8 +150,8 @@ class ZeroOptimizer(Optimizer):
         norm = global_norm(self._gradients.shards(), float(norm_type), self._collectives)
         self._norm_is_finite = math.isfinite(norm)
         factor = 1.0
-        if self._scaler is not None and not self._unscaled:
-            factor = 1.0 / self._scaler.value
+        if self.scaler is not None and not self._unscaled:
+            factor = 1.0 / self.scaler.value
             norm *= factor
             self._unscaled = True
         total = torch.tensor(norm, dtype=torch.float32, device=self._collectives.device)
@@ -168,14 +172,16 @@ class ZeroOptimizer(Optimizer):
             raise UsageError(
                 "closures are not supported: run forward and backward yourself, then call step()"
             )
+        if self.refusal:
+            raise UsageError(f"step() refused: {self.refusal}")
         self._walk.finish()
-        overflow = self._scaler is not None and not (
+        overflow = self.scaler is not None and not (
             self._norm_is_finite if self._norm_is_finite is not None else all_finite(self._gradients.shards())
         )
         overflow = self._control(overflow)
-        if self._scaler is not None:
-            scale = self._scaler.value
-            self._scaler.update(overflow)
+        if self.scaler is not None:
+            scale = self.scaler.value
+            self.scaler.update(overflow)
             if overflow:
                 self.skipped_steps += 1
                 self._end_step()
@@ -209,7 +215,7 @@ class ZeroOptimizer(Optimizer):
             [float(overflow), float(self._gradients.received), turns, -turns], dtype=torch.float64
         ).to(self._collectives.device, non_blocking=True)
         self._collectives.all_reduce(control, dist.ReduceOp.MAX)
-        if control.is_cuda and self._scaler is None:
+        if control.is_cuda and self.scaler is None:
             # Looking at it would make the host wait for the device at every step: look at the last step's.
             previous, self._previous_control = self._previous_control, control
         else:
@@ -300,7 +306,7 @@ class ZeroOptimizer(Optimizer):
     @property
     def loss_scale(self) -> float:
         """The factor that `backward` applies to the loss: 1 unless fp16."""
-        return 1.0 if self._scaler is None else self._scaler.value
+        return 1.0 if self.scaler is None else self.scaler.value
 
     # ---- being a torch.optim.Optimizer: one truth, the inner optimizer's
 
@@ -334,7 +340,7 @@ class ZeroOptimizer(Optimizer):
             "inner": self._inner.state_dict(),
             "masters": [flat.tensor.detach() for storage in self._storages for flat in storage.flats],
             "place": self._place(),
-            "loss_scale": None if self._scaler is None else (self._scaler.value, self._scaler.good_steps),
+            "loss_scale": None if self.scaler is None else (self.scaler.value, self.scaler.good_steps),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -352,8 +358,8 @@ class ZeroOptimizer(Optimizer):
                 for flat in storage.flats:
                     flat.tensor.copy_(next(masters))
                 storage.write_back()
-        if self._scaler is not None:
-            self._scaler.value, self._scaler.good_steps = state_dict["loss_scale"]
+        if self.scaler is not None:
+            self.scaler.value, self.scaler.good_steps = state_dict["loss_scale"]
         if self.stage in (1, 2):
             self._gathering.outdate()
 

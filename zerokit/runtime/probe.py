@@ -22,10 +22,14 @@ _ADVICE = (
 
 @dataclass(frozen=True, slots=True)
 class OptimizerStates:
-    """What the optimizer keeps for one flat parameter: bytes an element, and bytes beside."""
+    """What the optimizer keeps for one flat parameter: bytes an element, and bytes beside.
+
+    `kinds` names the states that have the parameter's shape.
+    """
 
     element_bytes: int
     scalar_bytes: int
+    kinds: frozenset[str]
 
 
 def choose_kernel(optimizer_class: type[Optimizer], options: dict[str, Any]) -> dict[str, Any]:
@@ -73,12 +77,13 @@ def probe(optimizer_class: type[Optimizer], options: dict[str, Any], master: tor
             f"{name} updates an element by looking at others (the shape or the norm of its matrix matters), so cutting "
             f"the line would change the training. {_ADVICE}"
         )
-    tensors = [value for value in optimizer.state[typed].values() if isinstance(value, torch.Tensor)]
-    elementwise = [value for value in tensors if value.shape == typed.shape]
-    others = [value for value in tensors if value.shape != typed.shape]
+    tensors = {k: value for k, value in optimizer.state[typed].items() if isinstance(value, torch.Tensor)}
+    elementwise = {kind: value for kind, value in tensors.items() if value.shape == typed.shape}
+    others = [value for kind, value in tensors.items() if kind not in elementwise]
     return OptimizerStates(
-        sum(value.element_size() for value in elementwise),
+        sum(value.element_size() for value in elementwise.values()),
         sum(value.untyped_storage().nbytes() for value in others),
+        frozenset(elementwise),
     )
 
 

@@ -1,0 +1,370 @@
+"""`load`: each rank reads the intervals it owns, whatever the world size that wrote them, and all prove the bytes."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerokit.checkpoint import rng
+from zerokit.checkpoint.checksum import Piece, crc32
+from zerokit.checkpoint.disk import read_exactly
+from zerokit.checkpoint.extra import decode
+from zerokit.checkpoint.matching import Match, match_state
+from zerokit.checkpoint.plan import PieceKey, damaged, refine
+from zerokit.checkpoint.reader import Checkpoint
+from zerokit.checkpoint.save import buffers
+from zerokit.checkpoint.state import MASTER, PARAM, flats, host_bytes, members, within
+from zerokit.checkpoint.together import Together
+from zerokit.errors import CheckpointError
+from zerokit.layout import Interval
+from zerokit.runtime import ZeroOptimizer
+from zerokit.runtime.build import Build
+from zerokit.runtime.storage import Flat, FlatUnit
+
+_IOV = 512
+"""Buffers a vectored read, below every system's limit."""
+
+_KERNEL_OPTIONS = frozenset({"fused", "foreach", "capturable", "differentiable"})
+"""How an optimizer computes is the running program's business, not the checkpoint's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """Elements `interval` of the source's parameter `place` in one stream are to be put into `tensor`, flat."""
+
+    stream: int
+    place: int
+    name: str
+    interval: Interval
+    tensor: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """`size` bytes from byte `offset` of a source file on, into `tensor`."""
+
+    key: PieceKey
+    offset: int
+    size: int
+    tensor: Tensor
+    dtype: str
+
+
+def load(path: str | os.PathLike[str], optimizer: ZeroOptimizer, *, strict: bool = True) -> Any:
+    """Take the whole training state from a checkpoint of any world size, stage, units and `bucket_mb`. Collective.
+
+    Args:
+        path: a step's directory, or a run's, whose `latest` is followed.
+        optimizer: its model and its parameter groups must have the same members as those that were saved.
+        strict: refuse what does not fit. Otherwise parameters, streams, buffers and groups that fit are taken, the rest
+            is left as it is, and a warning lists it.
+
+    Random number generators are restored when the world size is the same, else seeded from (seed, step, rank).
+
+    Returns what was given to `save` as `extra`. Raises `CheckpointError` on every rank if any finds a fault; if some
+    state had been read by then, `optimizer.step()` is refused until a load succeeds.
+    """
+    parts = optimizer.parts
+    together = Together(parts.collectives)
+    checkpoint = together.each(lambda: Checkpoint(Path(path)))
+    seen = together.exchange((checkpoint.path.name, checkpoint.manifest_crc))
+    if len(set(seen)) > 1:
+        raise CheckpointError(
+            f"{path}: ranks see different checkpoints ({', '.join(sorted({name for name, _ in seen}))}): is the "
+            "directory shared between the nodes, and is nobody saving?"
+        )
+    match, extra = together.each(
+        lambda: (match_state(checkpoint.manifest, parts, strict=strict), _extra(checkpoint))
+    )
+    optimizer.zero_grad()
+    parts.gathering.free_all()
+    optimizer.refusal = (
+        f"loading {checkpoint.path} did not succeed, so the state is incomplete: load again, or build the model "
+        "anew"
+    )
+    pieces = together.each(lambda: _read_all(checkpoint, parts, match, together.rank))
+    found = together.exchange(pieces)
+    faults = damaged(checkpoint.manifest, found)
+    if faults:
+        more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
+        raise CheckpointError(f"{checkpoint.path}: {'; '.join(faults[:3])}{more}")
+    together.each(lambda: _apply(checkpoint, optimizer, match, extra, strict=strict))
+    for storage in parts.storages:
+        storage.write_back()
+        if not storage.unit.trainable and not storage.sharded:
+            storage.gather()
+            storage.ready()
+    if optimizer.stage in (1, 2):
+        parts.gathering.outdate()
+    _restore_generators(checkpoint, optimizer, extra, together)
+    optimizer.refusal = ""
+    if match.left_out and together.rank == 0:
+        warnings.warn(f"{checkpoint.path}: left as they were: {'; '.join(match.left_out)}", stacklevel=2)
+    return extra["user"]
+
+
+def _extra(checkpoint: Checkpoint) -> dict[str, Any]:
+    """`extra.json`, decoded; tensors of `common` in their places."""
+    plain = checkpoint.extra_plain()
+    for key, kind in (("step", int), ("rng", dict), ("values", object), ("groups", object), ("user", object)):
+        if key not in plain or not isinstance(plain[key], kind):
+            raise CheckpointError(f"{checkpoint.path}: extra.json has no {key!r}, or one of another kind")
+    tensors = _Tensors(checkpoint)
+    return plain | {key: decode(plain[key], tensors) for key in ("user", "groups", "values")}
+
+
+def _wants(checkpoint: Checkpoint, parts: Build, match: Match, rank: int) -> Iterator[Want]:
+    """What this rank needs; the optimizer's states are made on the way."""
+    manifest = checkpoint.manifest
+    streams: dict[tuple[str, int], int] = {
+        (stream.kind, place): number
+        for number, stream in enumerate(manifest.streams)
+        for place in stream.parameters
+    }
+    line = list(manifest.layout.parameters)
+    kinds = sorted({stream.kind for stream in manifest.streams} - {MASTER, PARAM})
+    for storage in parts.storages:
+        if storage.unit.trainable:
+            continue
+        for part in storage.unit.owned(rank):
+            place = match.sources.get(part.parameter.name)
+            if place is not None:
+                tensor = storage.slice_of(part.memory)
+                yield Want(streams[PARAM, place], place, line[place].name, part.interval, tensor)
+    parts.inner.state.clear()
+    for storage, flat, _ in flats(parts):
+        peers = [
+            place
+            for parameter in storage.unit.parameters
+            if parameter.group == flat.group and (place := match.sources.get(parameter.name)) is not None
+        ]
+        own: dict[str, Tensor] = {}
+        for kind in kinds:
+            dtypes = {
+                manifest.streams[streams[kind, place]].dtype for place in peers if (kind, place) in streams
+            }
+            if len(dtypes) > 1:
+                raise CheckpointError(
+                    f"{kind} of {storage.unit.name} has several dtypes: {', '.join(sorted(dtypes))}"
+                )
+            if dtypes:
+                own[kind] = torch.zeros_like(flat.tensor, dtype=getattr(torch, dtypes.pop()))
+        if own:
+            parts.inner.state[flat.tensor] = own
+        for part in members(storage, flat):
+            place = match.sources.get(part.parameter.name)
+            if place is None:
+                continue
+            for kind, whole in ((MASTER, flat.tensor.detach()), *own.items()):
+                if (kind, place) in streams:
+                    yield Want(
+                        streams[kind, place],
+                        place,
+                        line[place].name,
+                        part.interval,
+                        within(flat, whole, part),
+                    )
+
+
+def _read_all(checkpoint: Checkpoint, parts: Build, match: Match, rank: int) -> dict[PieceKey, Piece]:
+    """Read what this rank needs into its places, file by file; returns the checksums of the pieces."""
+    layout = checkpoint.manifest.layout
+    reads: dict[int, list[Read]] = {}
+    for want in _wants(checkpoint, parts, match, rank):
+        stream = checkpoint.manifest.streams[want.stream]
+        for source, cut, part in refine(layout.cuts(want.name), want.interval):
+            extent = checkpoint.rank_file(source).by_place[want.stream, want.name]
+            start = part.start - want.interval.start
+            reads.setdefault(source, []).append(
+                Read(
+                    PieceKey(want.stream, want.place, source, part.start),
+                    extent.offset + (part.start - cut.start) * stream.element_bytes,
+                    part.numel * stream.element_bytes,
+                    want.tensor[start : start + part.numel],
+                    stream.dtype,
+                )
+            )
+    pieces: dict[PieceKey, Piece] = {}
+    for source in sorted(reads):
+        with checkpoint.open_rank(source) as fd:
+            where = checkpoint.path / checkpoint.rank_file(source).name
+            for batch in _neighbours(sorted(reads[source], key=lambda read: read.offset)):
+                buffers = [_buffer(read) for read in batch]
+                read_exactly(fd, buffers, batch[0].offset, where)
+                for read, buffer in zip(batch, buffers, strict=True):
+                    pieces[read.key] = Piece(crc32(buffer), read.size)
+                    if isinstance(buffer, bytearray):
+                        with torch.no_grad():
+                            read.tensor.copy_(torch.frombuffer(buffer, dtype=getattr(torch, read.dtype)))
+    return pieces
+
+
+def _neighbours(reads: list[Read]) -> Iterator[list[Read]]:
+    """Runs of reads that follow each other in the file, for one call each; large conversions stay apart."""
+    batch: list[Read] = []
+    for read in reads:
+        if batch and (read.offset != batch[-1].offset + batch[-1].size or len(batch) == _IOV):
+            yield batch
+            batch = []
+        batch.append(read)
+    if batch:
+        yield batch
+
+
+def _buffer(read: Read) -> memoryview | bytearray:
+    """The tensor's own memory where the bytes can go there as they are."""
+    tensor = read.tensor
+    if tensor.device.type == "cpu" and str(tensor.dtype) == f"torch.{read.dtype}":
+        return host_bytes(tensor)
+    return bytearray(read.size)
+
+
+def _apply(
+    checkpoint: Checkpoint, optimizer: ZeroOptimizer, match: Match, extra: Mapping[str, Any], *, strict: bool
+) -> None:
+    """Everything that is not cut: scalars, groups' options, buffers, the loss scale."""
+    parts = optimizer.parts
+    for number, saved in enumerate(extra["groups"]):
+        for live, source in match.groups.items():
+            if source == number:
+                options = {key: value for key, value in saved.items() if key not in _KERNEL_OPTIONS}
+                parts.inner.param_groups[live].update(options)
+    for storage, flat, _ in flats(parts):
+        _apply_scalars(checkpoint, optimizer, match, extra, storage, flat)
+    _apply_buffers(checkpoint, parts, match, strict=strict)
+    saved_scale = extra.get("scaler")
+    if optimizer.scaler is not None and saved_scale is not None:
+        optimizer.scaler.value = float.fromhex(saved_scale["value"])
+        optimizer.scaler.good_steps = int(saved_scale["good_steps"])
+
+
+def _apply_scalars(
+    checkpoint: Checkpoint,
+    optimizer: ZeroOptimizer,
+    match: Match,
+    extra: Mapping[str, Any],
+    storage: FlatUnit,
+    flat: Flat,
+) -> None:
+    """State of another shape than its parameter's must be equal for all parameters that share a flat one."""
+    inner = optimizer.parts.inner
+    group = inner.param_groups[flat.group]
+    peers = {
+        place: parameter.name
+        for parameter in storage.unit.parameters
+        if parameter.group == flat.group and (place := match.sources.get(parameter.name)) is not None
+    }
+    state = dict(inner.state.get(flat.tensor, {}))
+    for scalar in checkpoint.manifest.scalars:
+        dtype, shape, data = checkpoint.common_tensor(f"optimizer/{scalar.kind}")
+        if (dtype, shape) != (scalar.dtype, (len(scalar.parameters), *scalar.shape)):
+            raise CheckpointError(
+                f"{checkpoint.path}: optimizer/{scalar.kind} is {dtype}{list(shape)}, not as the manifest says"
+            )
+        rows = [row for row, place in enumerate(scalar.parameters) if place in peers]
+        size = len(data) // max(len(scalar.parameters), 1)
+        found = {bytes(data[row * size : (row + 1) * size]) for row in rows}
+        if len(found) > 1:
+            raise _unequal(scalar.kind, storage.unit.name)
+        if found:
+            value = torch.frombuffer(bytearray(found.pop()), dtype=getattr(torch, dtype)).reshape(
+                scalar.shape
+            )
+            # As torch's own load_state_dict: fused kernels want the count beside the parameter, others on the host.
+            beside = scalar.kind != "step" or group.get("fused") or group.get("capturable")
+            state[scalar.kind] = value.to(flat.tensor.device) if beside else value
+    for kind, by_name in extra["values"].items():
+        line = checkpoint.manifest.layout.parameters
+        values = [by_name[p.name] for place, p in enumerate(line) if place in peers and p.name in by_name]
+        if any(value != values[0] for value in values):
+            raise _unequal(kind, storage.unit.name)
+        if values:
+            state[kind] = values[0]
+    if state:
+        inner.state[flat.tensor] = state
+
+
+def _unequal(kind: str, unit: str) -> CheckpointError:
+    return CheckpointError(
+        f"{kind} differs between the parameters of unit {unit}, which share one flat state here: load with the "
+        "units and groups that the checkpoint was saved with"
+    )
+
+
+def _apply_buffers(checkpoint: Checkpoint, parts: Build, match: Match, *, strict: bool) -> None:
+    saved = [name for name in checkpoint.common_names if name.startswith("buffers/")]
+    live = {whole.name for whole in buffers(parts.model)}
+    strange = sorted(live.symmetric_difference(saved))
+    if strange:
+        text = (
+            f"buffers {', '.join(name.removeprefix('buffers/') for name in strange[:5])} are on one side only"
+        )
+        if strict:
+            raise CheckpointError(
+                f"{checkpoint.path}: {text}: build the model that was saved, or load with strict=False"
+            )
+        match.left_out.append(text)
+    for name, buffer in parts.model.named_buffers():
+        if f"buffers/{name}" in live and f"buffers/{name}" in saved:
+            dtype, shape, data = checkpoint.common_tensor(f"buffers/{name}")
+            if shape != tuple(buffer.shape):
+                text = f"buffer {name} is {list(shape)} there and {list(buffer.shape)} here"
+                if strict:
+                    raise CheckpointError(f"{checkpoint.path}: {text}")
+                match.left_out.append(text)
+                continue
+            if buffer.numel():
+                value = torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype)).reshape(shape)
+                with torch.no_grad():
+                    buffer.copy_(value)
+
+
+def _restore_generators(
+    checkpoint: Checkpoint, optimizer: ZeroOptimizer, extra: Mapping[str, Any], together: Together
+) -> None:
+    record = extra["rng"]
+    device = optimizer.parts.collectives.device
+
+    def restore() -> dict[str, tuple[tuple[int, ...], bytes]]:
+        names = [name for name in checkpoint.common_names if name.startswith("rng/")]
+        stacked = {}
+        for name in names:
+            _, shape, data = checkpoint.common_tensor(name)
+            stacked[name.removeprefix("rng/")] = (shape, bytes(data))
+        if record.get("world") == together.world:
+            rng.restore(rng.unstack(stacked, together.rank), device)
+        else:
+            rng.derive(int(record["seed"]), int(record["step"]), together.rank)
+        return stacked
+
+    stacked = together.each(restore)
+    digests = together.exchange(rng.digest(rng.capture(device)))
+    rng.ORIGINS[optimizer] = rng.Origin(dict(record), stacked, digests)
+
+
+class _Tensors(Mapping[str, Tensor]):
+    """The tensors of `extra`, read when they are asked for."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._checkpoint.common_names:
+            raise KeyError(name)
+        dtype, shape, data = self._checkpoint.common_tensor(name)
+        if not data:
+            return torch.empty(shape, dtype=getattr(torch, dtype))
+        return torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype)).reshape(shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._checkpoint.common_names)
+
+    def __len__(self) -> int:
+        return len(self._checkpoint.common_names)

@@ -1,0 +1,143 @@
+"""Whether a checkpoint fits a live model and optimizer: parameters, streams and groups, by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from zerokit.checkpoint.manifest import Manifest
+from zerokit.checkpoint.state import MASTER, PARAM
+from zerokit.errors import CheckpointError, UnsupportedOptimizer
+from zerokit.layout import Layout, Parameter
+from zerokit.runtime.build import Build
+from zerokit.runtime.probe import probe
+
+_NAMED = 5
+"""Names that an error lists."""
+
+
+@dataclass
+class Match:
+    """How a checkpoint fits a live optimizer."""
+
+    sources: dict[str, int] = field(default_factory=dict)
+    """Each parameter's place in the checkpoint's line, by its live name."""
+    groups: dict[int, int] = field(default_factory=dict)
+    """The checkpoint's group for each live one."""
+    left_out: list[str] = field(default_factory=list)
+    """What does not fit and stays as it is, with `strict=False`."""
+
+
+def match_state(manifest: Manifest, parts: Build, *, strict: bool) -> Match:
+    """Find each live parameter and group in the checkpoint.
+
+    Raises `CheckpointError` for anything that is on one side only or of another shape or kind, if `strict`.
+    """
+    match = Match()
+    faults = _match_parameters(manifest.layout, parts.layout, match)
+    faults += _match_groups(manifest.layout, parts.layout, match)
+    faults += _compare_streams(manifest, parts, match)
+    if faults and strict:
+        raise CheckpointError(
+            "the checkpoint does not fit: "
+            + "; ".join(faults)
+            + ". Build the model and the optimizer that were saved, or "
+            "take what fits with strict=False"
+        )
+    match.left_out += faults
+    return match
+
+
+def _match_parameters(source: Layout, live: Layout, match: Match) -> list[str]:
+    known: dict[str, tuple[int, Parameter]] = {}
+    for place, parameter in enumerate(source.parameters):
+        for name in (parameter.name, *parameter.aliases):
+            known[name] = (place, parameter)
+    missing, changed, taken = [], [], set()
+    for parameter in live.parameters:
+        names = [name for name in (parameter.name, *parameter.aliases) if name in known]
+        if not names:
+            missing.append(parameter.name)
+            continue
+        place, saved = known[names[0]]
+        taken.add(place)
+        if saved.shape != parameter.shape:
+            changed.append(f"{parameter.name} is {list(saved.shape)} there and {list(parameter.shape)} here")
+        elif saved.trainable != parameter.trainable:
+            there, here = ("trained", "frozen") if saved.trainable else ("frozen", "trained")
+            changed.append(f"{parameter.name} is {there} there and {here} here")
+        else:
+            match.sources[parameter.name] = place
+    spare = [p.name for place, p in enumerate(source.parameters) if place not in taken]
+    return [
+        *_listed("missing in the checkpoint", missing),
+        *_listed("not in the model", spare),
+        *changed[:_NAMED],
+        *([f"and {len(changed) - _NAMED} more"] if len(changed) > _NAMED else []),
+    ]
+
+
+def _match_groups(source: Layout, live: Layout, match: Match) -> list[str]:
+    line = list(source.parameters)
+    pairs = {
+        (parameter.group, line[match.sources[parameter.name]].group)
+        for parameter in live.parameters
+        if parameter.trainable and parameter.name in match.sources
+    }
+    for here, there in sorted(pairs):
+        if sum(a == here for a, _ in pairs) == 1 and sum(b == there for _, b in pairs) == 1:
+            match.groups[here] = there
+    if len(match.groups) == len(pairs):
+        return []
+    return [
+        f"parameter groups have other members: {len({b for _, b in pairs})} there, {len({a for a, _ in pairs})} here"
+    ]
+
+
+def _compare_streams(manifest: Manifest, parts: Build, match: Match) -> list[str]:
+    """What the optimizer keeps beside the master, compared with what was saved, once it had stepped at all."""
+    saved: dict[int, set[str]] = {}
+    for stream in manifest.streams:
+        if stream.kind not in (MASTER, PARAM):
+            for place in stream.parameters:
+                saved.setdefault(place, set()).add(stream.kind)
+    if not saved and not manifest.scalars:
+        return []
+    expected = {number: _kinds(parts, number) for number in range(len(parts.inner.param_groups))}
+    faults: dict[str, None] = {}
+    for parameter in parts.layout.parameters:
+        place = match.sources.get(parameter.name)
+        if place is None or not parameter.trainable or not parameter.numel:
+            continue
+        wanted, there = expected[parameter.group], saved.get(place, set())
+        if wanted is not None and wanted != there:
+            faults[
+                f"the optimizer ({type(parts.inner).__name__}) keeps {_set(wanted)} for group {parameter.group}, the "
+                f"checkpoint has {_set(there)}"
+            ] = None
+    return list(faults)
+
+
+def _kinds(parts: Build, number: int) -> frozenset[str] | None:
+    """The streams that a group's options lead to; None where they cannot be tried out."""
+    group = parts.inner.param_groups[number]
+    options = {key: value for key, value in group.items() if key in parts.inner.defaults}
+    dtype = next(
+        (flat.tensor.dtype for s in parts.storages for flat in s.flats if flat.group == number), None
+    )
+    if dtype is None:
+        return None
+    try:
+        return probe(type(parts.inner), options, dtype).kinds
+    except (UnsupportedOptimizer, TypeError, ValueError):
+        return None
+
+
+def _set(kinds: frozenset[str] | set[str]) -> str:
+    return ", ".join(sorted(kinds)) or "nothing"
+
+
+def _listed(what: str, names: list[str]) -> list[str]:
+    if not names:
+        return []
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return [f"{what}: {', '.join(names[:_NAMED])}{more}"]

@@ -1,0 +1,67 @@
+"""What a rank reads of a checkpoint, and whether the ranks together have read the right bytes.
+
+A slice of the source is read in *pieces*: the common refinement of the old cuts and the new ones. Pieces' checksums
+combine to the slice's, whoever has read them, so every byte is proven without reading any twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from zerokit.checkpoint.checksum import Piece, combine
+from zerokit.checkpoint.extents import ELEMENT_BYTES, file_name
+from zerokit.checkpoint.manifest import Manifest
+from zerokit.layout import Interval
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class PieceKey:
+    """Elements from `start` of a parameter (its position in the line) in one stream, out of one rank's file."""
+
+    stream: int
+    place: int
+    source: int
+    start: int
+
+
+def refine(
+    cuts: Iterable[tuple[int, Interval]], wanted: Interval
+) -> Iterator[tuple[int, Interval, Interval]]:
+    """`(rank, cut, part)` for the parts of `wanted` that lie in each rank's cut of the same parameter."""
+    for rank, cut in cuts:
+        part = cut.intersection(wanted)
+        if part.numel:
+            yield rank, cut, part
+
+
+def damaged(manifest: Manifest, found: Sequence[Mapping[PieceKey, Piece]]) -> list[str]:
+    """What is wrong with the slices that the ranks have read, `found` by rank; empty if all is well.
+
+    A slice that nobody asked for is not looked at; one that was read in part only is an error of the caller's.
+    """
+    pieces: dict[tuple[int, int, int], dict[int, set[Piece]]] = {}
+    for held in found:
+        for key, piece in held.items():
+            pieces.setdefault((key.stream, key.place, key.source), {}).setdefault(key.start, set()).add(piece)
+    line = list(manifest.layout.parameters)
+    expected = {
+        (number, name, rank): crc
+        for number in range(len(manifest.streams))
+        for name, slices in manifest.slice_checksums(number)
+        for rank, crc in slices
+    }
+    lines = []
+    for (number, place, rank), by_start in sorted(pieces.items()):
+        stream, name = manifest.streams[number], line[place].name
+        cut = dict(manifest.layout.cuts(name))[rank]
+        whole = combine(next(iter(by_start[start])) for start in sorted(by_start))
+        if whole.size != cut.numel * ELEMENT_BYTES[stream.dtype]:
+            raise ValueError(f"{stream.kind}/{name} of rank {rank} was read in part only: {whole.size} bytes")
+        unequal = any(len(seen) > 1 for seen in by_start.values())
+        if unequal or whole.crc != expected[number, name, rank]:
+            lines.append(
+                f"{file_name(rank, manifest.world)}: {stream.kind}/{name}, elements {cut.start} to {cut.stop}: damaged "
+                f"(CRC-32 {whole.crc:08x}, expected {expected[number, name, rank]:08x})"
+            )
+    return lines

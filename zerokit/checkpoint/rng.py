@@ -1,0 +1,107 @@
+"""Random number generators: one record of every rank's, and seeds for ranks that had none.
+
+The states belong to the world size that saved them. At another one each rank derives a seed of its own from the first
+rank's seed, the step and its rank, so that no two ranks draw the same numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import struct
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What the generators of all ranks were derived from, and the digests of what they were then."""
+
+    record: dict[str, Any]
+    stacked: dict[str, tuple[tuple[int, ...], bytes]]
+    digests: list[str]
+
+
+ORIGINS: WeakKeyDictionary[object, Origin] = WeakKeyDictionary()
+"""By optimizer. As long as nobody draws a number, a save writes the record again that the load has read."""
+
+_PYTHON = struct.Struct("<625I?d")
+_NUMPY = struct.Struct("<624IiId")
+
+
+def capture(device: torch.device) -> dict[str, bytes]:
+    """This process's generators: torch's (and the device's), Python's, and NumPy's where it is in use."""
+    found = {"torch": _bytes(torch.get_rng_state())}
+    if device.type == "cuda":
+        found["cuda"] = _bytes(torch.cuda.get_rng_state(device))
+    _, words, gauss = random.getstate()
+    found["python"] = _PYTHON.pack(*words, gauss is not None, gauss or 0.0)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        _, keys, position, has_gauss, cached = numpy.random.get_state()
+        found["numpy"] = _NUMPY.pack(*map(int, keys), position, has_gauss, cached)
+    return found
+
+
+def restore(states: Mapping[str, bytes], device: torch.device) -> None:
+    """Set this process's generators to what `capture` found; those that are not listed stay as they are."""
+    if "torch" in states:
+        torch.set_rng_state(_tensor(states["torch"]))
+    if "cuda" in states and device.type == "cuda":
+        torch.cuda.set_rng_state(_tensor(states["cuda"]), device)
+    if "python" in states:
+        *words, has_gauss, gauss = _PYTHON.unpack(states["python"])
+        random.setstate((3, tuple(words), gauss if has_gauss else None))
+    numpy = sys.modules.get("numpy")
+    if "numpy" in states and numpy is not None:
+        *keys, position, has_gauss, cached = _NUMPY.unpack(states["numpy"])
+        numpy.random.set_state(("MT19937", keys, position, has_gauss, cached))
+
+
+def derive(seed: int, step: int, rank: int) -> None:
+    """Seed this process's generators for a rank that the saved states do not fit."""
+    digest = hashlib.sha256(f"zerokit:{seed}:{step}:{rank}".encode()).digest()
+    torch.manual_seed(int.from_bytes(digest[:7], "little"))
+    random.seed(digest[8:16])
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(int.from_bytes(digest[16:20], "little"))
+
+
+def digest(states: Mapping[str, bytes]) -> str:
+    """Equal for equal states."""
+    total = hashlib.sha256()
+    for name in sorted(states):
+        total.update(name.encode() + states[name])
+    return total.hexdigest()
+
+
+def stack(states: Sequence[Mapping[str, bytes]]) -> dict[str, tuple[tuple[int, int], bytes]]:
+    """`{generator: ([world, bytes], contents)}` of those generators that every rank has, of one size."""
+    stacked = {}
+    for name in sorted(states[0]):
+        if all(len(state.get(name, b"")) == len(states[0][name]) for state in states):
+            shape = (len(states), len(states[0][name]))
+            stacked[name] = (shape, b"".join(state[name] for state in states))
+    return stacked
+
+
+def _bytes(state: Tensor) -> bytes:
+    return state.cpu().numpy().tobytes()
+
+
+def _tensor(state: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
+
+
+def unstack(tensors: Mapping[str, tuple[tuple[int, ...], Any]], rank: int) -> dict[str, bytes]:
+    """One rank's states out of what `stack` made."""
+    return {
+        name: bytes(data[rank * shape[1] : (rank + 1) * shape[1]]) for name, (shape, data) in tensors.items()
+    }

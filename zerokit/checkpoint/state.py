@@ -1,0 +1,231 @@
+"""The state of a live `ZeroOptimizer` as streams: which tensors hold which slices of which parameters.
+
+Kinds are discovered: any tensor of an optimizer's state with the shape of the flat parameter it belongs to is a
+stream, any other is a scalar of each parameter in it. (Shapes are compared, never sizes: a step count would match a
+parameter of one element.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerokit.checkpoint.extents import ELEMENT_BYTES, Stream
+from zerokit.checkpoint.manifest import Scalars
+from zerokit.errors import CheckpointError
+from zerokit.layout import Interval, Layout, Slice
+from zerokit.runtime.build import Build
+from zerokit.runtime.storage import Flat, FlatUnit
+
+MASTER, PARAM = "master", "param"
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """One rank's slice of one parameter in one stream: `tensor` [part.interval], flat."""
+
+    kind: str
+    place: int
+    part: Slice
+    tensor: Tensor
+
+
+@dataclass
+class Description:
+    """What one rank holds; places are positions in the line."""
+
+    kinds: dict[tuple[str, str], list[int]] = field(default_factory=dict)
+    """By kind and dtype."""
+    scalars: dict[tuple[str, str, tuple[int, ...]], dict[int, bytes]] = field(default_factory=dict)
+    """By kind, dtype and shape."""
+    values: dict[str, dict[int, Any]] = field(default_factory=dict)
+    """States that are no tensors."""
+
+
+def dtype_name(tensor: Tensor) -> str:
+    """Raises `CheckpointError` for a dtype that safetensors has no name for."""
+    name = str(tensor.dtype).removeprefix("torch.")
+    if name not in ELEMENT_BYTES:
+        raise CheckpointError(f"tensors of {name} cannot be saved: safetensors has no such dtype")
+    return name
+
+
+def host_bytes(tensor: Tensor) -> memoryview:
+    """The tensor's bytes; no copy for a contiguous one in host memory."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+
+
+def places_of(layout: Layout) -> dict[str, int]:
+    """Each parameter's position in the line."""
+    return {parameter.name: place for place, parameter in enumerate(layout.parameters)}
+
+
+def flats(parts: Build) -> Iterator[tuple[FlatUnit, Flat, dict[str, Any]]]:
+    """Every flat parameter of the optimizer with its state."""
+    for storage in parts.storages:
+        for flat in storage.flats:
+            yield storage, flat, parts.inner.state.get(flat.tensor, {})
+
+
+def within(flat: Flat, tensor: Tensor, part: Slice) -> Tensor:
+    """The elements of `part` in `tensor`, which has the shape of the flat parameter."""
+    start = part.offset - flat.interval.start
+    return tensor[start : start + part.interval.numel]
+
+
+def own_slices(parts: Build, rank: int) -> Iterator[Held]:
+    """What this rank writes: its piece of every unit, in every stream."""
+    places = places_of(parts.layout)
+    for storage in parts.storages:
+        unit = storage.unit
+        if not unit.trainable:
+            for part in unit.owned(rank):
+                tensor = storage.slice_of(part.memory)
+                yield Held(PARAM, places[part.parameter.name], part, tensor)
+    for storage, flat, state in flats(parts):
+        piece = flat.interval.intersection(storage.unit.shard(rank))
+        for part in _members(storage, flat, piece):
+            place = places[part.parameter.name]
+            yield Held(MASTER, place, part, within(flat, flat.tensor.detach(), part))
+            for kind, value in state.items():
+                if _elementwise(value, flat):
+                    yield Held(kind, place, part, within(flat, value, part))
+
+
+def members(storage: FlatUnit, flat: Flat) -> Iterator[Slice]:
+    """The slices of parameters that a flat parameter holds, padding left out."""
+    return _members(storage, flat, flat.interval)
+
+
+def _members(storage: FlatUnit, flat: Flat, piece: Interval) -> Iterator[Slice]:
+    for part in storage.unit.slices_within(piece):
+        if part.parameter.group == flat.group:
+            yield part
+
+
+def _elementwise(value: object, flat: Flat) -> bool:
+    return isinstance(value, Tensor) and value.shape == flat.tensor.shape
+
+
+def describe(parts: Build, rank: int) -> Description:
+    """What this rank holds. Raises `CheckpointError` for kinds that no stream can be called by."""
+    found = Description()
+    for held in own_slices(parts, rank):
+        if held.kind in (MASTER, PARAM) or ("/" not in held.kind and held.kind):
+            found.kinds.setdefault((held.kind, dtype_name(held.tensor)), []).append(held.place)
+        else:
+            raise CheckpointError(f"optimizer state {held.kind!r} cannot be saved: rename it without '/'")
+    places = places_of(parts.layout)
+    for storage, flat, state in flats(parts):
+        for kind, value in state.items():
+            if _elementwise(value, flat):
+                if kind in (MASTER, PARAM):
+                    raise CheckpointError(
+                        f"optimizer state {kind!r} cannot be saved: that name is the checkpoint's own"
+                    )
+                continue
+            for part in members(storage, flat):
+                place = places[part.parameter.name]
+                if isinstance(value, Tensor):
+                    key = (kind, dtype_name(value), tuple(value.shape))
+                    found.scalars.setdefault(key, {})[place] = bytes(host_bytes(value))
+                else:
+                    found.values.setdefault(kind, {})[place] = value
+    return found
+
+
+def merge(
+    layout: Layout, found: Sequence[Description]
+) -> tuple[tuple[Stream, ...], dict[Scalars, bytes], dict[str, Any]]:
+    """The streams of all ranks together, the scalars with their bytes, and the values that are no tensors.
+
+    Raises `CheckpointError` where ranks that share a parameter disagree.
+    """
+    kinds: dict[tuple[str, str], set[int]] = {}
+    for description in found:
+        for key, held in description.kinds.items():
+            kinds.setdefault(key, set()).update(held)
+    line = list(layout.parameters)
+    _require_one_dtype(layout, kinds, found)
+    for place, parameter in enumerate(line):
+        if not parameter.numel:
+            # Nobody owns a slice of it: it belongs to the streams that all its group's parameters belong to.
+            for key in _shared_kinds(layout, kinds, place):
+                kinds.setdefault(key, set()).add(place)
+    streams = sorted(
+        (Stream(kind, dtype, tuple(sorted(held))) for (kind, dtype), held in kinds.items()),
+        key=lambda s: s.order,
+    )
+    scalars: dict[tuple[str, str, tuple[int, ...]], dict[int, bytes]] = {}
+    values: dict[str, dict[int, Any]] = {}
+    for rank, description in enumerate(found):
+        for key, held_bytes in description.scalars.items():
+            _join(scalars.setdefault(key, {}), held_bytes, line, key[0], rank)
+        for kind, held_values in description.values.items():
+            _join(values.setdefault(kind, {}), held_values, line, kind, rank)
+    stacked = {
+        Scalars(kind, dtype, shape, tuple(sorted(held))): b"".join(held[place] for place in sorted(held))
+        for (kind, dtype, shape), held in sorted(scalars.items())
+    }
+    names = [scalar.kind for scalar in stacked]
+    for name in names:
+        if names.count(name) > 1:
+            raise CheckpointError(
+                f"optimizer state {name!r} has another dtype or shape from parameter to parameter"
+            )
+    return (
+        tuple(streams),
+        stacked,
+        {kind: {line[place].name: held[place] for place in sorted(held)} for kind, held in values.items()},
+    )
+
+
+def _require_one_dtype(
+    layout: Layout, kinds: Mapping[tuple[str, str], set[int]], found: Sequence[Description]
+) -> None:
+    line = list(layout.parameters)
+    dtypes: dict[tuple[str, int], str] = {}
+    for (kind, dtype), held in kinds.items():
+        for place in held:
+            if dtypes.setdefault((kind, place), dtype) != dtype:
+                raise CheckpointError(
+                    f"{kind} of {line[place].name} is {dtype} on one rank and {dtypes[kind, place]} on another"
+                )
+    for kind, place in dtypes:
+        for rank in layout.owners(line[place].name):
+            if not any(place in held for (name, _), held in found[rank].kinds.items() if name == kind):
+                raise CheckpointError(
+                    f"{kind} of {line[place].name} is missing on rank {rank}, which others have"
+                )
+
+
+def _shared_kinds(
+    layout: Layout, kinds: Mapping[tuple[str, str], set[int]], place: int
+) -> list[tuple[str, str]]:
+    line = list(layout.parameters)
+    wanted = line[place]
+    peers = {
+        other
+        for other, parameter in enumerate(line)
+        if parameter.numel
+        and (parameter.trainable, parameter.group) == (wanted.trainable, wanted.group)
+        and (wanted.trainable or parameter.dtype == wanted.dtype)
+    }
+    shared = [key for key, held in kinds.items() if peers and peers <= held]
+    own = MASTER if wanted.trainable else PARAM
+    if any(kind == own for kind, _ in shared):
+        return shared
+    return [*shared, (own, "float32" if wanted.trainable else wanted.dtype)]
+
+
+def _join(target: dict[int, Any], held: Mapping[int, Any], line: Sequence[Any], kind: str, rank: int) -> None:
+    for place, value in held.items():
+        if target.setdefault(place, value) != value:
+            raise CheckpointError(
+                f"{kind} of {line[place].name} on rank {rank} differs from another rank's: {target[place]!r}, {value!r}"
+            )
