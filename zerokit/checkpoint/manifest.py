@@ -27,6 +27,7 @@ VERSION = (1, 0)
 _PREFIX = '{"crc32":"%08x",'
 _PREFIX_BYTES = len(_PREFIX % 0)
 _MAX_WORLD = 1 << 20
+_MAX_PLACES = 1 << 25
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,61 +165,62 @@ def parse_manifest(content: bytes, where: str) -> Manifest:
         raise CheckpointError(f"{where}: not valid: {error}") from None
 
 
-class _Parser:
-    def __init__(self, where: str) -> None:
-        self._where = where
+def _manifest(plain: Any) -> Manifest:
+    top = typed(plain, dict, "the manifest")
+    if top.get("format") != FORMAT:
+        raise ValueError(f"format is {str(top.get('format'))[:60]!r}, expected {FORMAT!r}")
+    version = members(top, "version", int)
+    if len(version) != 2 or version[0] != VERSION[0]:
+        raise ValueError(
+            f"version is {'.'.join(map(str, version[:3]))}, this zerokit reads {VERSION[0]}.x: use a newer one"
+        )
+    alignment = member(top, "alignment", int)
+    if alignment != ALIGNMENT:
+        raise ValueError(f"alignment is {alignment}, expected {ALIGNMENT}")
+    world = bounded(top, "world", 1, _MAX_WORLD)
+    layout = _layout(top, world)
+    budget = _Budget(sum(len(unit.parameters) for unit in layout.units))
+    streams, checksums = [], []
+    for entry in members(top, "streams", dict):
+        stream = Stream(member(entry, "kind", str), _dtype(entry), budget.places(entry))
+        streams.append(stream)
+        checksums.append(_checksums(entry, slice_count(layout, stream)))
+    _check_streams(layout, streams)
+    scalars = tuple(
+        Scalars(member(entry, "kind", str), _dtype(entry), shape_of(entry), budget.places(entry))
+        for entry in members(top, "scalars", dict)
+    )
+    return Manifest(
+        bounded(top, "step", 0),
+        layout,
+        tuple(streams),
+        scalars,
+        tuple(checksums),
+        _files(top, world),
+        _file(top, "common", COMMON_NAME),
+        _file(top, "extra", EXTRA_NAME),
+    )
 
-    def manifest(self, plain: Any) -> Manifest:
-        top = typed(plain, dict, "the manifest")
-        if top.get("format") != FORMAT:
-            raise ValueError(f"format is {top.get('format')!r}, expected {FORMAT!r}")
-        version = members(top, "version", int)
-        if len(version) != 2 or version[0] != VERSION[0]:
+
+def _files(top: dict[str, Any], world: int) -> tuple[File, ...]:
+    entries = members(top, "files", dict)
+    if len(entries) != world:
+        raise ValueError(f"{len(entries)} files are listed, expected one for each of {world} ranks")
+    files = tuple(
+        File(
+            member(entry, "name", str),
+            bounded(entry, "bytes", 8),
+            bounded(entry, "header_bytes", 8),
+            _crc(entry, "header_crc32"),
+        )
+        for entry in entries
+    )
+    for rank, file in enumerate(files):
+        if file.name != file_name(rank, world):
             raise ValueError(
-                f"version is {'.'.join(map(str, version))}, this zerokit reads {VERSION[0]}.x: use a newer one"
+                f"rank {rank}'s file is called {file.name[:60]!r}, expected {file_name(rank, world)!r}"
             )
-        alignment = member(top, "alignment", int)
-        if alignment != ALIGNMENT:
-            raise ValueError(f"alignment is {alignment}, expected {ALIGNMENT}")
-        world = bounded(top, "world", 1, _MAX_WORLD)
-        layout = _layout(top, world)
-        count = sum(len(unit.parameters) for unit in layout.units)
-        streams, checksums = [], []
-        for entry in members(top, "streams", dict):
-            stream = Stream(member(entry, "kind", str), _dtype(entry), _places(entry, count))
-            streams.append(stream)
-            checksums.append(_checksums(entry, slice_count(layout, stream)))
-        _check_streams(layout, streams)
-        scalars = tuple(
-            Scalars(member(entry, "kind", str), _dtype(entry), shape_of(entry), _places(entry, count))
-            for entry in members(top, "scalars", dict)
-        )
-        files = tuple(
-            File(
-                member(entry, "name", str),
-                bounded(entry, "bytes", 8),
-                bounded(entry, "header_bytes", 8),
-                _crc(entry, "header_crc32"),
-            )
-            for entry in members(top, "files", dict)
-        )
-        expected = [file_name(rank, world) for rank in range(world)]
-        if [file.name for file in files] != expected:
-            strange = [file.name for file in files if file.name not in set(expected)]
-            raise ValueError(
-                f"files are {strange[:3] or [file.name for file in files][:3]}, expected one for each of "
-                f"{world} ranks: {expected[0]} …"
-            )
-        return Manifest(
-            bounded(top, "step", 0),
-            layout,
-            tuple(streams),
-            scalars,
-            tuple(checksums),
-            files,
-            _file(top, "common", COMMON_NAME),
-            _file(top, "extra", EXTRA_NAME),
-        )
+    return files
 
 
 def _layout(top: dict[str, Any], world: int) -> Layout:
@@ -242,16 +244,14 @@ def _layout(top: dict[str, Any], world: int) -> Layout:
     start = 0
     for entry in members(top, "units", dict):
         stop = start + bounded(entry, "parameters", 1)
-        members = tuple(parameters[start:stop])
+        held = tuple(parameters[start:stop])
         if stop > len(parameters):
             raise ValueError(f"units hold {stop} parameters or more, but {len(parameters)} are listed")
-        if len({p.trainable for p in members}) > 1 or [p.group for p in members] != sorted(
-            p.group for p in members
-        ):
+        if len({p.trainable for p in held}) > 1 or [p.group for p in held] != sorted(p.group for p in held):
             raise ValueError(
                 f"unit {len(units)} mixes frozen and trainable parameters, or groups out of order"
             )
-        units.append(Unit(len(units), tuple(members(entry, "scopes", str)), members, world))
+        units.append(Unit(len(units), tuple(members(entry, "scopes", str)), held, world))
         start = stop
     if start != len(parameters):
         raise ValueError(f"units hold {start} parameters, but {len(parameters)} are listed")
@@ -287,19 +287,30 @@ def _dtype(entry: dict[str, Any]) -> str:
     return dtype
 
 
-def _places(entry: dict[str, Any], count: int) -> tuple[int, ...]:
-    """Positions of parameters, written as [start, stop) ranges."""
-    places: list[int] = []
-    end = 0
-    for stretch in members(entry, "parameters", list):
-        if len(stretch) != 2 or not all(type(bound) is int for bound in stretch):
-            raise ValueError(f"{stretch!r} is no [start, stop] of parameters")
-        start, stop = stretch
-        if not end <= start < stop <= count:
-            raise ValueError(f"{stretch!r} does not lie in the {count} parameters, in ascending order")
-        places.extend(range(start, stop))
-        end = stop
-    return tuple(places)
+class _Budget:
+    """Positions of parameters, written as [start, stop) ranges. A few bytes may stand for millions of them."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._left = _MAX_PLACES
+
+    def places(self, entry: dict[str, Any]) -> tuple[int, ...]:
+        places: list[int] = []
+        end = 0
+        for stretch in members(entry, "parameters", list):
+            if len(stretch) != 2 or not all(type(bound) is int for bound in stretch):
+                raise ValueError(f"{str(stretch)[:60]} is no [start, stop] of parameters")
+            start, stop = stretch
+            if not end <= start < stop <= self._count:
+                raise ValueError(
+                    f"{stretch} does not lie in the {self._count} parameters, in ascending order"
+                )
+            self._left -= stop - start
+            if self._left < 0:
+                raise ValueError(f"streams and scalars hold more than {_MAX_PLACES} parameters together")
+            places.extend(range(start, stop))
+            end = stop
+        return tuple(places)
 
 
 def _ranges(places: Iterable[int]) -> Iterator[list[int]]:

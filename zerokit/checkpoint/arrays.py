@@ -1,0 +1,31 @@
+"""Bytes of a checkpoint as numpy arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def to_array(content: bytes | bytearray, dtype: str, shape: tuple[int, ...]) -> NDArray[Any]:
+    """The elements as an array of `shape`; bfloat16 and float8, which numpy does not have, as float32, exactly."""
+    if dtype == "bfloat16":
+        flat = (np.frombuffer(content, "<u2").astype(np.uint32) << 16).view(np.float32)
+    elif dtype == "float8_e5m2":  # the upper half of a float16
+        flat = (np.frombuffer(content, np.uint8).astype(np.uint16) << 8).view(np.float16).astype(np.float32)
+    elif dtype == "float8_e4m3fn":
+        flat = _e4m3fn()[np.frombuffer(content, np.uint8)]
+    elif dtype == "bool":
+        flat = np.frombuffer(content, np.uint8) != 0
+    else:
+        flat = np.frombuffer(content, np.dtype(dtype).newbyteorder("<")).astype(dtype, copy=False)
+    return flat.reshape(shape)
+
+
+def _e4m3fn() -> NDArray[np.float32]:
+    """The value of each byte: sign, 4 bits of exponent with bias 7, 3 of mantissa; no infinity (arXiv:2209.05433)."""
+    code = np.arange(256)
+    sign, exponent, mantissa = 1 - 2 * (code >> 7), (code >> 3) & 15, code & 7
+    value = np.where(exponent > 0, np.ldexp(8 + mantissa, exponent - 10), np.ldexp(mantissa, -9))
+    return np.where((code & 127) == 127, np.nan, np.copysign(value, sign)).astype(np.float32)

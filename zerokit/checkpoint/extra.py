@@ -1,0 +1,243 @@
+"""Values of `extra.json`: what JSON breaks is written as objects with the member "$", which names the type.
+
+    None, bool, str, list, int below 2^53, finite float     as they are
+    dict of str without a key "$"                           object
+    any other dict, Counter, OrderedDict                    {"$": "dict", "items": [[key, value], …]}
+    tuple, set, frozenset                                   {"$": "tuple", "items": […]}
+    larger int, inf and nan, bytes                          {"$": "int", "hex": "-0x…"}, {"$": "float", "value": "inf"},
+                                                            {"$": "bytes", "base64": "…"}
+    torch tensor, numpy array, numpy scalar                 {"$": "torch" | "array" | "scalar", "tensor": name}
+
+Tensors lie in `common.safetensors`. Every type comes back as it was, or is refused: plain JSON turns the integer keys
+of MultiStepLR into text, and nobody notices. This module never imports torch or numpy; it knows their types by name.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import reprlib
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from zerokit.checkpoint.extents import ELEMENT_BYTES
+from zerokit.errors import CheckpointError
+
+MARKER = "$"
+MAX_DEPTH = 64
+"""Values that contain themselves end here, and readers in other languages need no deep stack."""
+
+_EXACT = 1 << 53
+"""Readers that keep numbers as doubles are exact below it."""
+
+_MAPPINGS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "Counter": Counter, "OrderedDict": OrderedDict}
+_SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset}
+_LEAVES = {
+    "int": "hex",
+    "float": "value",
+    "bytes": "base64",
+    "torch": "tensor",
+    "array": "tensor",
+    "scalar": "tensor",
+}
+_NUMPY_HAS_NOT = {"bfloat16", "float8_e4m3fn", "float8_e5m2"}
+
+
+def encode(value: Any, path: str = "extra") -> tuple[Any, dict[str, Any]]:
+    """The value as plain JSON data, and the tensors and arrays it refers to, by their names: "path/keys/…".
+
+    Raises `CheckpointError`, naming the place, for a value of any other type, text that is not valid Unicode, tensors
+    that are not dense and of a dtype of the format, and nesting deeper than `MAX_DEPTH`.
+    """
+    encoder = _Encoder()
+    return encoder.encode(value, path, path, 0), encoder.tensors
+
+
+def decode(plain: Any, tensors: Mapping[str, Any], path: str = "extra") -> Any:
+    """The value that `encode` was given. Raises `CheckpointError`, naming the place, for anything it cannot return.
+
+    A torch tensor comes back as what `tensors` holds under its name; so does a numpy array, unless that is a torch
+    tensor, which is turned into an array.
+    """
+    return _decode(plain, tensors, path, 0)
+
+
+class _Encoder:
+    def __init__(self) -> None:
+        self.tensors: dict[str, Any] = {}
+
+    def encode(self, value: Any, where: str, name: str, depth: int) -> Any:
+        if depth > MAX_DEPTH:
+            raise CheckpointError(f"{where}: nested more than {MAX_DEPTH} deep, or it contains itself")
+        kind = type(value)
+        if value is None or kind is bool:
+            return value
+        if kind is str:
+            return _text(value, where)
+        if kind is int:
+            return value if abs(value) < _EXACT else {MARKER: "int", "hex": hex(value)}
+        if kind is float:
+            return value if math.isfinite(value) else {MARKER: "float", "value": str(value)}
+        if kind is bytes:
+            return {MARKER: "bytes", "base64": base64.b64encode(value).decode()}
+        if kind is list:
+            return self._items(value, where, name, depth)
+        if kind.__name__ in _SEQUENCES and kind is _SEQUENCES[kind.__name__]:
+            items = self._items(value, where, name, depth)
+            if kind is not tuple:
+                items.sort(key=_canonical)  # sets have no order; equal ones are written equally
+            return {MARKER: kind.__name__, "items": items}
+        if kind.__name__ in _MAPPINGS and kind is _MAPPINGS[kind.__name__]:
+            return self._mapping(value, where, name, depth)
+        if (kind.__module__, kind.__name__) == ("torch", "Tensor"):
+            return self._torch(value, where, name)
+        if _is_numpy(kind):
+            return self._numpy(value, where, name)
+        raise CheckpointError(
+            f"{where}: {_described(kind)} cannot be written ({reprlib.repr(value)}): use numbers, text, bytes, lists, "
+            "tuples, sets, dicts, tensors or arrays"
+        )
+
+    def _items(self, values: Iterable[Any], where: str, name: str, depth: int) -> list[Any]:
+        return [
+            self.encode(value, f"{where}[{number}]", f"{name}/{number}", depth + 1)
+            for number, value in enumerate(values)
+        ]
+
+    def _mapping(self, value: Mapping[Any, Any], where: str, name: str, depth: int) -> dict[str, Any]:
+        encoded = []
+        for number, (key, item) in enumerate(value.items()):
+            place = f"{where}[{reprlib.repr(key)}]"
+            part = str(key) if type(key) in (str, int) else str(number)
+            encoded.append(
+                [
+                    self.encode(key, f"{place} (its key)", f"{name}/{part}.key", depth + 1),
+                    self.encode(item, place, f"{name}/{part}", depth + 1),
+                ]
+            )
+        if type(value) is dict and all(type(key) is str for key in value) and MARKER not in value:
+            return dict(encoded)
+        return {MARKER: type(value).__name__, "items": encoded}
+
+    def _torch(self, value: Any, where: str, name: str) -> dict[str, Any]:
+        dtype = str(value.dtype).removeprefix("torch.")
+        if str(value.layout) != "torch.strided" or value.is_meta or dtype not in ELEMENT_BYTES:
+            raise CheckpointError(
+                f"{where}: a {str(value.layout).removeprefix('torch.')} tensor of {dtype} on {value.device} cannot be "
+                f"written, only dense ones of {', '.join(ELEMENT_BYTES)}"
+            )
+        return {MARKER: "torch", "tensor": self._add(name, value.detach())}
+
+    def _numpy(self, value: Any, where: str, name: str) -> dict[str, Any]:
+        dtype = str(value.dtype)
+        if dtype not in ELEMENT_BYTES.keys() - _NUMPY_HAS_NOT:
+            raise CheckpointError(f"{where}: numpy's {dtype} cannot be written: convert it")
+        is_array = type(value).__name__ == "ndarray"
+        # A copy, in C order, since not every reader of arrays takes negative strides or memory that is read-only.
+        array = value.copy(order="C") if is_array else value.reshape(())
+        return {MARKER: "array" if is_array else "scalar", "tensor": self._add(name, array)}
+
+    def _add(self, name: str, value: Any) -> str:
+        """Names need not be pretty, only unique: {"a/b": …} and {"a": {"b": …}} meet otherwise."""
+        unique, number = name, 1
+        while unique in self.tensors:
+            number += 1
+            unique = f"{name}~{number}"
+        self.tensors[unique] = value
+        return unique
+
+
+def _decode(plain: Any, tensors: Mapping[str, Any], where: str, depth: int) -> Any:
+    if depth > 2 * MAX_DEPTH:  # a level of ours may be two of JSON's
+        raise CheckpointError(f"{where}: nested too deep")
+    if isinstance(plain, list):
+        return [_decode(item, tensors, f"{where}[{n}]", depth + 1) for n, item in enumerate(plain)]
+    if not isinstance(plain, dict):
+        return plain
+    if MARKER not in plain:
+        return {key: _decode(item, tensors, f"{where}[{key!r}]", depth + 1) for key, item in plain.items()}
+    try:
+        return _typed_value(plain, tensors, where, depth)
+    except (
+        ValueError,
+        TypeError,
+        OverflowError,
+    ) as error:  # TypeError: a key or member that cannot be hashed
+        raise CheckpointError(f"{where}: {reprlib.repr(plain)} is no value of this format: {error}") from None
+
+
+def _typed_value(plain: dict[str, Any], tensors: Mapping[str, Any], where: str, depth: int) -> Any:
+    kind = plain[MARKER]
+    if len(plain) != 2 or not isinstance(kind, str):
+        raise ValueError("expected two members")
+    if kind in _MAPPINGS or kind in _SEQUENCES:
+        items = plain["items"] if isinstance(plain.get("items"), list) else None
+        if items is None:
+            raise ValueError("expected a list 'items'")
+        decoded = [_decode(item, tensors, f"{where}[{n}]", depth + 1) for n, item in enumerate(items)]
+        if kind in _MAPPINGS and not all(isinstance(item, list) and len(item) == 2 for item in decoded):
+            raise ValueError("expected [key, value] pairs")
+        result = _mapping(kind, decoded) if kind in _MAPPINGS else _SEQUENCES[kind](decoded)
+        if len(result) != len(decoded):
+            raise ValueError("the same key or member twice")
+        return result
+    return _leaf(kind, plain, tensors)
+
+
+def _mapping(kind: str, items: list[list[Any]]) -> dict[Any, Any]:
+    result = _MAPPINGS[kind]()
+    for key, value in items:
+        result[key] = value
+    return result
+
+
+def _leaf(kind: str, plain: dict[str, Any], tensors: Mapping[str, Any]) -> Any:
+    member = _LEAVES.get(kind)
+    text = plain.get(member) if member else None
+    if not isinstance(text, str):
+        raise ValueError(f"type {kind[:20]!r} is unknown, or it has no text {member!r}")
+    if kind == "int":
+        value = int(text, 16)
+        if hex(value) != text:
+            raise ValueError("expected lower-case hexadecimal digits after 0x")
+        return value
+    if kind == "float":
+        if text not in ("inf", "-inf", "nan"):
+            raise ValueError("expected inf, -inf or nan")
+        return float(text)
+    if kind == "bytes":
+        return base64.b64decode(text, validate=True)
+    if text not in tensors:
+        raise ValueError("there is no such tensor")
+    value = tensors[text]
+    if kind != "torch" and type(value).__module__ == "torch":
+        value = value.numpy()
+    return value[()] if kind == "scalar" else value
+
+
+def _text(value: str, where: str) -> str:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise CheckpointError(f"{where}: {value!a} is not valid Unicode: write it as bytes") from None
+    return value
+
+
+def _is_numpy(kind: type) -> bool:
+    return kind.__module__ == "numpy" and (
+        kind.__name__ == "ndarray" or any(base.__name__ == "generic" for base in kind.__mro__)
+    )
+
+
+def _described(kind: type) -> str:
+    return (
+        "a function"
+        if kind.__name__ in ("function", "method")
+        else f"a {kind.__module__}.{kind.__qualname__}"
+    )
+
+
+def _canonical(plain: Any) -> str:
+    return json.dumps(plain, sort_keys=True)
