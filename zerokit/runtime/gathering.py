@@ -121,11 +121,11 @@ class Gathering:
                 kept = training and (not unit.unit.scopes or unit.unit.index == self._last)
                 if unit.resident and not kept:
                     unit.free()
-            if training:
-                # Backward begins with the largest tensors, which no hole that forward has left can take.
-                self._return_freed_memory()
         else:
             self.make_current()
+        if training:
+            # Backward begins with the largest tensors, which no hole that forward has left can take.
+            self._return_freed_memory()
         self._entered.clear()
         self._active.clear()
 
