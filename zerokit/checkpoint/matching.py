@@ -105,11 +105,12 @@ def _compare_streams(manifest: Manifest, parts: Build, match: Match) -> list[str
     expected = {number: _kinds(parts, number) for number in range(len(parts.inner.param_groups))}
     faults: dict[str, None] = {}
     for parameter in parts.layout.parameters:
-        place = match.sources.get(parameter.name)
-        if place is None or not parameter.trainable or not parameter.numel:
+        source = match.sources.get(parameter.name)
+        wanted = expected.get(parameter.group)
+        if source is None or wanted is None or not parameter.trainable or not parameter.numel:
             continue
-        wanted, there = expected[parameter.group], saved.get(place, set())
-        if wanted is not None and wanted != there:
+        there = saved.get(source, set())
+        if wanted != there:
             faults[
                 f"the optimizer ({type(parts.inner).__name__}) keeps {_set(wanted)} for group {parameter.group}, the "
                 f"checkpoint has {_set(there)}"

@@ -263,7 +263,7 @@ def _find_step(path: Path) -> tuple[Path, int | None]:
     step = path / found[1].decode()
     if not (step / NAME).exists():
         raise CheckpointError(
-            f"{latest}: points to {step.name}, which is not there: name another step of {path}"
+            f"{latest}: points to {step.name}, which has no {NAME}: name another step of {path}"
         )
     return step, int(found[2], 16)
 

@@ -71,7 +71,7 @@ def save(
 
     Returns the step's directory. Raises `CheckpointError` on every rank if any of them fails; nothing is left then.
     """
-    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+    if type(step) is not int or step < 0:
         raise UsageError(f"step={step!r}: expected an integer of at least 0")
     parts = optimizer.parts
     if optimizer.refusal:
@@ -273,7 +273,7 @@ def _write_common(path: Path, tensors: list[Whole]) -> Piece:
         }
         offset += tensor.data.nbytes
     header = encode_header(entries)
-    content = [header, *(tensor.data for tensor in tensors)]
+    content: list[bytes | memoryview] = [header, *(tensor.data for tensor in tensors)]
     with new_file(path, len(header) + offset) as fd:
         write_exactly(fd, content, 0, path)
     return combine(Piece(crc32(piece), memoryview(piece).nbytes) for piece in content)

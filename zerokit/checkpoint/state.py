@@ -57,7 +57,8 @@ def dtype_name(tensor: Tensor) -> str:
 def host_bytes(tensor: Tensor) -> memoryview:
     """The tensor's bytes; no copy for a contiguous one in host memory."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+    array: Any = flat.view(torch.uint8).numpy() if flat.numel() else b""
+    return memoryview(array)
 
 
 def places_of(layout: Layout) -> dict[str, int]:
@@ -164,8 +165,8 @@ def merge(
     scalars: dict[tuple[str, str, tuple[int, ...]], dict[int, bytes]] = {}
     values: dict[str, dict[int, Any]] = {}
     for rank, description in enumerate(found):
-        for key, held_bytes in description.scalars.items():
-            _join(scalars.setdefault(key, {}), held_bytes, line, key[0], rank)
+        for form, held_bytes in description.scalars.items():
+            _join(scalars.setdefault(form, {}), held_bytes, line, form[0], rank)
         for kind, held_values in description.values.items():
             _join(values.setdefault(kind, {}), held_values, line, kind, rank)
     stacked = {
