@@ -1,4 +1,4 @@
-"""zerokit: a compact ZeRO runtime on PyTorch.
+"""zerokit: a compact ZeRO runtime on PyTorch, and checkpoints that any world size reads.
 
 Importing this package loads nothing heavy: each name below is resolved when it is first used, so that the
 offline commands start without torch.
@@ -8,6 +8,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from zerokit.checkpoint.load import load
+    from zerokit.checkpoint.reader import Checkpoint
+    from zerokit.checkpoint.save import save
     from zerokit.errors import (
         CheckpointError,
         LayoutMismatch,
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Checkpoint",
     "CheckpointError",
     "LayoutMismatch",
     "LossScale",
@@ -35,9 +39,19 @@ __all__ = [
     "ZeroOptimizer",
     "ZerokitError",
     "__version__",
+    "load",
+    "save",
 ]
 
-_RUNTIME_NAMES = frozenset({"LossScale", "MemoryReport", "Precision", "TrafficReport", "ZeroOptimizer"})
+_HOMES = {
+    **dict.fromkeys(
+        ("LossScale", "MemoryReport", "Precision", "TrafficReport", "ZeroOptimizer"), "zerokit.runtime"
+    ),
+    "Checkpoint": "zerokit.checkpoint.reader",
+    "load": "zerokit.checkpoint.load",
+    "save": "zerokit.checkpoint.save",
+}
+"""Where a public name lives; the others are errors."""
 
 
 if not TYPE_CHECKING:  # a type checker that saw it would accept any name
@@ -46,7 +60,7 @@ if not TYPE_CHECKING:  # a type checker that saw it would accept any name
         """Import the module that holds `name`, once (PEP 562)."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        module = import_module("zerokit.runtime" if name in _RUNTIME_NAMES else "zerokit.errors")
+        module = import_module(_HOMES.get(name, "zerokit.errors"))
         value = getattr(module, name)
         globals()[name] = value
         return value
