@@ -136,7 +136,7 @@ class _Encoder:
             raise CheckpointError(f"{where}: numpy's {dtype} cannot be written: convert it")
         is_array = type(value).__name__ == "ndarray"
         # A copy, in C order, since not every reader of arrays takes negative strides or memory that is read-only.
-        array = value.copy(order="C") if is_array else value.reshape(())
+        array = value.copy(order="C") if is_array else value.reshape(1).reshape(())
         return {MARKER: "array" if is_array else "scalar", "tensor": self._add(name, array)}
 
     def _add(self, name: str, value: Any) -> str:

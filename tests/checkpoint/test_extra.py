@@ -1,0 +1,284 @@
+"""Typed values in JSON: each comes back as it was, type for type, or is refused by its place."""
+
+from __future__ import annotations
+
+import enum
+import json
+import math
+from collections import Counter, OrderedDict, defaultdict, namedtuple
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.optim import lr_scheduler
+
+from zerokit.checkpoint.extra import MAX_DEPTH, decode, encode
+from zerokit.checkpoint.strict import parse_json
+from zerokit.errors import CheckpointError
+
+
+def returned(value: Any) -> Any:
+    """The value after a way through the file."""
+    plain, tensors = encode(value)
+    text = json.dumps(plain, ensure_ascii=False, allow_nan=False).encode()
+    return decode(parse_json(text), tensors)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal, types, order of keys and signs of zero included."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, float):
+        return bool(a.hex() == b.hex())
+    if isinstance(a, dict):
+        pairs = zip(a.items(), b.items(), strict=False)
+        return len(a) == len(b) and all(same(k, m) and same(v, w) for (k, v), (m, w) in pairs)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, set | frozenset):
+        return len(a) == len(b) and all(any(same(x, y) for y in b) for x in a)
+    if isinstance(a, torch.Tensor):
+        return bool(a.dtype == b.dtype and torch.equal(a, b))
+    if isinstance(a, np.ndarray | np.generic):
+        return bool(a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes())
+    return bool(a == b)
+
+
+LEAVES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.integers(-(2**200), 2**200),
+    st.floats().filter(lambda value: value == value),
+    st.text(),
+    st.sampled_from(["$", "items", "tensor", "-0x1"]),
+    st.binary(),
+)
+KEYS: st.SearchStrategy[Any] = st.deferred(
+    lambda: st.one_of(LEAVES, LEAVES, st.tuples(KEYS, KEYS), st.frozensets(KEYS, max_size=2))
+)
+DICTS: st.SearchStrategy[Any] = st.deferred(
+    lambda: st.one_of(
+        st.dictionaries(KEYS, VALUES, max_size=3),
+        st.dictionaries(st.sampled_from(["$", "items", "a", "b/c", "b"]), VALUES, max_size=4),
+    )
+)
+VALUES: st.SearchStrategy[Any] = st.deferred(
+    lambda: st.one_of(
+        LEAVES,
+        LEAVES,
+        st.just(math.nan),
+        st.lists(VALUES, max_size=3),
+        st.lists(VALUES, max_size=3).map(tuple),
+        st.sets(KEYS, max_size=3),
+        DICTS,
+        DICTS.map(OrderedDict),
+        DICTS.map(Counter),
+    )
+)
+
+
+@settings(max_examples=200)
+@given(VALUES)
+def test_every_value_comes_back_as_it_was(value: Any) -> None:
+    assert same(returned(value), value)
+
+
+def test_tensors_and_arrays_are_named_by_their_place_and_come_back() -> None:
+    value = {
+        "a": [torch.arange(3, dtype=torch.bfloat16), np.float64(-0.0), np.int16(3), np.bool_(True)],
+        "a/0": torch.tensor(True),
+        1: np.arange(6.0)[::-2],
+        ("t",): torch.zeros(0, 2, dtype=torch.int64),
+    }
+    plain, tensors = encode(value, "extra/user")
+    assert set(tensors) == {
+        "extra/user/a/0",
+        "extra/user/a/1",
+        "extra/user/a/2",
+        "extra/user/a/3",
+        "extra/user/a/0~2",
+        "extra/user/1",
+        "extra/user/3",
+    }
+    assert same(decode(plain, tensors), value)
+    assert "torch" not in json.dumps(plain).replace('"torch"', "")
+
+
+def test_an_array_that_the_reader_made_a_torch_tensor_is_an_array_again() -> None:
+    value = [np.arange(3, dtype=np.int32), np.float32(1.5)]
+    plain, tensors = encode(value)
+    assert same(decode(plain, {name: torch.as_tensor(array) for name, array in tensors.items()}), value)
+
+
+def test_a_tensor_that_needs_a_gradient_comes_back_without_one() -> None:
+    assert not returned(torch.ones(2, requires_grad=True)).requires_grad
+
+
+def schedulers() -> dict[str, Any]:
+    def optimizer() -> torch.optim.Optimizer:
+        return torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1, momentum=0.9)
+
+    def sequential(inner: torch.optim.Optimizer) -> Any:
+        parts = [lr_scheduler.ConstantLR(inner, 0.5, 3), lr_scheduler.MultiStepLR(inner, [2, 4, 4])]
+        return lr_scheduler.SequentialLR(inner, parts, milestones=[3])
+
+    made = {
+        "StepLR": lr_scheduler.StepLR(optimizer(), 2),
+        "MultiStepLR": lr_scheduler.MultiStepLR(optimizer(), [2, 4, 4]),
+        "CosineAnnealingLR": lr_scheduler.CosineAnnealingLR(optimizer(), 10),
+        "OneCycleLR": lr_scheduler.OneCycleLR(optimizer(), 0.5, total_steps=10),
+        "ReduceLROnPlateau": lr_scheduler.ReduceLROnPlateau(optimizer()),
+        "SequentialLR": sequential(optimizer()),
+        "ExponentialLR": lr_scheduler.ExponentialLR(optimizer(), 0.9),
+        "LinearLR": lr_scheduler.LinearLR(optimizer()),
+        "PolynomialLR": lr_scheduler.PolynomialLR(optimizer()),
+        "CosineAnnealingWarmRestarts": lr_scheduler.CosineAnnealingWarmRestarts(optimizer(), 4),
+        "CyclicLR": lr_scheduler.CyclicLR(optimizer(), 0.1, 0.5),
+        "LambdaLR": lr_scheduler.LambdaLR(optimizer(), lambda step: 0.9**step),
+    }
+    for scheduler in made.values():
+        scheduler.optimizer.step()
+        scheduler.step(*([1.0] if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else []))
+    return made
+
+
+@pytest.mark.filterwarnings("ignore:The epoch parameter:UserWarning")
+def test_the_state_of_every_scheduler_comes_back() -> None:
+    for name, scheduler in schedulers().items():
+        state = scheduler.state_dict()
+        assert same(returned(state), state), name
+
+
+def test_generators_states_come_back() -> None:
+    import random
+
+    for state in (
+        random.getstate(),
+        np.random.get_state(),
+        torch.get_rng_state(),
+        np.random.default_rng(1).bit_generator.state,
+    ):
+        assert same(returned(state), state)
+
+
+class Colour(enum.IntEnum):
+    RED = 1
+
+
+class Text(str):
+    pass
+
+
+Point = namedtuple("Point", "x y")
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (
+            {"a": [0, 1, 2, print]},
+            r"extra\['a'\]\[3\]: a builtins.builtin_function_or_method cannot be written",
+        ),
+        ({"a": lambda: 0}, r"extra\['a'\]: a function cannot be written"),
+        ([object()], r"extra\[0\]: a builtins.object"),
+        ({"a": Colour.RED}, r"extra\['a'\]: a tests.checkpoint.test_extra.Colour"),
+        (Text("a"), r"extra: a tests.checkpoint.test_extra.Text"),
+        (Point(1, 2), r"extra: a tests.checkpoint.test_extra.Point"),
+        (defaultdict(list), r"extra: a collections.defaultdict"),
+        (bytearray(b"a"), "extra: a builtins.bytearray"),
+        (1j, "extra: a builtins.complex"),
+        ({(1, print): 0}, r"its key\)\[1\]: a builtins.builtin_function_or_method"),
+        ("\ud800", "extra: '.ud800' is not valid Unicode"),
+        ({"\ud800": 1}, "not valid Unicode"),
+        (torch.nn.Parameter(torch.ones(1)), "extra: a torch.nn.parameter.Parameter cannot"),
+        (torch.ones(2, 2).to_sparse(), "extra: a sparse_coo tensor of float32 on cpu cannot be written"),
+        (torch.ones(2, device="meta"), "on meta cannot be written"),
+        (torch.ones(2, dtype=torch.complex64), "tensor of complex64"),
+        (np.array(["a"]), "numpy's <U1 cannot be written: convert it"),
+        (np.array([object()]), "numpy's object cannot be written"),
+        (np.ones(2, ">f4"), "numpy's >f4 cannot be written"),
+        (np.ones(2, complex), "numpy's complex128 cannot be written"),
+    ],
+)
+def test_what_cannot_come_back_is_refused_by_its_place(value: Any, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        encode(value)
+
+
+def test_a_value_that_contains_itself_is_refused() -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    with pytest.raises(CheckpointError, match=f"nested more than {MAX_DEPTH} deep, or it contains itself"):
+        encode(endless)
+
+
+def test_the_deepest_value_comes_back() -> None:
+    deepest: Any = 0
+    for number in range(MAX_DEPTH):
+        deepest = ({number: deepest},)[0] if number % 2 else [deepest]
+    assert same(returned(deepest), deepest)
+
+
+@pytest.mark.parametrize(
+    ("plain", "message"),
+    [
+        ({"$": "tuple"}, "expected two members"),
+        ({"$": "tuple", "items": [], "more": 1}, "expected two members"),
+        ({"$": 1, "items": []}, "expected two members"),
+        ({"$": "tuple", "items": {}}, "expected a list 'items'"),
+        ({"$": "complex", "value": "1j"}, "type 'complex' is unknown"),
+        ({"$": "dict", "items": [[1]]}, "pairs"),
+        ({"$": "dict", "items": [1]}, "pairs"),
+        ({"$": "dict", "items": [[1, 2], [1, 3]]}, "twice"),
+        ({"$": "Counter", "items": [[[], 2]]}, "unhashable"),
+        ({"$": "set", "items": [1, 1]}, "twice"),
+        ({"$": "int", "hex": "0x_1"}, "expected lower-case"),
+        ({"$": "int", "hex": "1"}, "expected lower-case"),
+        ({"$": "int", "hex": ""}, "invalid literal"),
+        ({"$": "int", "hex": 3}, "no text 'hex'"),
+        ({"$": "float", "value": "1"}, "expected inf, -inf or nan"),
+        ({"$": "bytes", "base64": "a"}, "base64-encoded string"),
+        ({"$": "bytes", "base64": "é"}, "ASCII"),
+        ({"$": "torch", "tensor": "extra/x"}, "no such tensor"),
+        ([{"$": "torch"}], r"extra\[0\]: "),
+    ],
+)
+def test_what_encode_never_writes_is_refused(plain: Any, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        decode(plain, {})
+
+
+def test_plain_data_that_is_too_deep_is_refused() -> None:
+    plain: Any = 0
+    for _ in range(500):
+        plain = [plain]
+    with pytest.raises(CheckpointError, match="nested too deep"):
+        decode(plain, {})
+
+
+JSON = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(max_size=4)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.dictionaries(
+            st.sampled_from(["$", "items", "hex", "value", "base64", "tensor", "a"]),
+            st.one_of(inner, st.sampled_from(["dict", "Counter", "set", "tuple", "int", "bytes", "scalar"])),
+            max_size=3,
+        ),
+    ),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=300)
+@given(JSON)
+def test_any_plain_data_is_decoded_or_refused_and_nothing_else(plain: Any) -> None:
+    try:
+        value = decode(plain, {"a": np.ones(2)})
+    except CheckpointError:
+        return
+    assert same(returned(value), value)
