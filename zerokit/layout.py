@@ -223,6 +223,12 @@ class Layout:
         """The unit of the parameter called `name`, and the parameter's place in it. Raises `KeyError`."""
         return self._by_name[name]
 
+    def for_world(self, world: int) -> Layout:
+        """The same units, cut for `world` ranks. Raises `ValueError` for fewer than 1."""
+        _check_world(world)
+        units = tuple(Unit(unit.index, unit.scopes, unit.parameters, world) for unit in self.units)
+        return Layout(world, self.bucket_bytes, units)
+
     def owners(self, name: str) -> range:
         """The ranks that hold some of the parameter `name`: neighbours; none where it has no elements."""
         unit, whole = self.find(name)
@@ -264,8 +270,7 @@ def build_layout(segments: Iterable[Segment], *, world: int, bucket_bytes: int) 
 
     Raises `ValueError` for a world size below 1 or a parameter named twice.
     """
-    if world < 1:
-        raise ValueError(f"a layout needs a world size of at least 1, not {world}")
+    _check_world(world)
     joined: list[list[Segment]] = []
     open_units: dict[str, list[Segment]] = {}
     for segment in segments:
@@ -282,6 +287,11 @@ def build_layout(segments: Iterable[Segment], *, world: int, bucket_bytes: int) 
         twice = sorted({name for name in names if names.count(name) > 1})
         raise ValueError(f"parameters named twice: {', '.join(twice)}")
     return Layout(world, bucket_bytes, units)
+
+
+def _check_world(world: int) -> None:
+    if world < 1:
+        raise ValueError(f"a layout needs a world size of at least 1, not {world}")
 
 
 def _kinds(parameters: Sequence[Parameter]) -> dict[str, tuple[Parameter, ...]]:

@@ -26,7 +26,7 @@ VERSION = (1, 0)
 
 _PREFIX = '{"crc32":"%08x",'
 _PREFIX_BYTES = len(_PREFIX % 0)
-_MAX_WORLD = 1 << 20
+MAX_WORLD = 1 << 20
 _MAX_PLACES = 1 << 25
 
 
@@ -177,7 +177,7 @@ def _manifest(plain: Any) -> Manifest:
     alignment = member(top, "alignment", int)
     if alignment != ALIGNMENT:
         raise ValueError(f"alignment is {alignment}, expected {ALIGNMENT}")
-    world = bounded(top, "world", 1, _MAX_WORLD)
+    world = bounded(top, "world", 1, MAX_WORLD)
     layout = _layout(top, world)
     budget = _Budget(sum(len(unit.parameters) for unit in layout.units))
     streams, checksums = [], []

@@ -1,0 +1,119 @@
+"""A checkpoint cut for another number of ranks: byte ranges copied, no tensor decoded.
+
+Ranges are the common refinement of the old cuts and the new ones. Their checksums combine to those of the old slices,
+which proves what was read, and to those of the new ones, which the new manifest states; no byte is read twice for it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from zerokit.checkpoint.checksum import Piece, combine, crc32
+from zerokit.checkpoint.copying import Copier, Progress
+from zerokit.checkpoint.disk import require_apart, staged, write_exactly, write_file
+from zerokit.checkpoint.extents import names_of, rank_file
+from zerokit.checkpoint.manifest import MAX_WORLD, NAME, File, Manifest
+from zerokit.checkpoint.plan import PieceKey
+from zerokit.checkpoint.reader import Checkpoint
+from zerokit.checkpoint.slices import Key, Source, Want
+from zerokit.errors import UsageError
+from zerokit.layout import Layout
+
+
+def reshard(
+    source: str | os.PathLike[str],
+    world: int,
+    output: str | os.PathLike[str] | None = None,
+    *,
+    jobs: int | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> Path:
+    """Write the checkpoint `source` as `world` ranks would have saved it, byte for byte.
+
+    Every byte that is copied is proven; the result is synced to the disk and appears whole or not at all.
+
+    Args:
+        source: the directory of a step, or of a run, whose newest step is taken.
+        world: number of ranks, at least 1.
+        output: a directory that does not exist yet; by default beside the source, such as `step-00000100.to-16`.
+        jobs: threads that copy; up to four by default.
+        force: replace an existing output.
+        progress: called with the bytes copied and the bytes in all, often; what it raises ends the work.
+
+    Returns the output. Raises `UsageError` for an impossible `world` or `jobs`, and `CheckpointError` if the source is
+    damaged or no checkpoint, or the output cannot be written; there is no output then, or it is as before.
+    """
+    if not 1 <= world <= MAX_WORLD:
+        raise UsageError(f"world={world!r}: expected an integer from 1 to {MAX_WORLD}")
+    checkpoint = Checkpoint(source)
+    path = checkpoint.path.resolve()
+    target = path.with_name(f"{path.name}.to-{world}") if output is None else Path(output)
+    require_apart(path, target)
+    with staged(target, force=force) as work:
+        _write(Source(checkpoint), checkpoint.layout.for_world(world), work, jobs, progress)
+    return target
+
+
+def _write(source: Source, layout: Layout, work: Path, jobs: int | None, progress: Progress | None) -> None:
+    manifest = source.checkpoint.manifest
+    source.check_headers()
+    files = []
+    with Copier[Key](jobs=jobs, total=source.size, progress=progress) as copier:
+        for rank in range(layout.world):
+            file = rank_file(layout, manifest.streams, manifest.step, rank)
+            target = copier.target(work / file.name, file.size)
+            write_exactly(target.fd, [file.header], 0, target.path)
+            wants = (
+                Want(
+                    extent.stream,
+                    source.places[extent.parameter.name],
+                    extent.parameter.name,
+                    extent.interval,
+                    extent.offset,
+                )
+                for extent in file.extents
+            )
+            source.copy(copier, wants, target)
+            copier.release(target)
+            files.append(File(file.name, file.size, len(file.header), crc32(file.header)))
+        for whole in (manifest.common, manifest.extra):
+            target = copier.target(work / whole.name, whole.size)
+            source.copy_file(copier, whole, target)
+            copier.release(target)
+    source.check(copier.pieces)
+    checksums = _recombined(manifest, layout, copier.pieces)
+    write_file(
+        work / NAME, replace(manifest, layout=layout, checksums=checksums, files=tuple(files)).to_bytes()
+    )
+
+
+def _recombined(
+    manifest: Manifest, layout: Layout, pieces: Mapping[Key, Piece]
+) -> tuple[tuple[int, ...], ...]:
+    """The checksums of the new slices, from those of the pieces."""
+    found: dict[tuple[int, int], list[tuple[int, Piece]]] = {}
+    for key, piece in pieces.items():
+        if isinstance(key, PieceKey):
+            found.setdefault((key.stream, key.place), []).append((key.start, piece))
+    checksums = []
+    for number, stream in enumerate(manifest.streams):
+        crcs = []
+        for place, name in zip(stream.parameters, names_of(layout, stream), strict=True):
+            parts = iter(sorted(found.get((number, place), []), key=lambda part: part[0]))
+            for _, cut in layout.cuts(name):
+                crcs.append(_take(parts, cut.numel * stream.element_bytes))
+        checksums.append(tuple(crcs))
+    return tuple(checksums)
+
+
+def _take(parts: Iterator[tuple[int, Piece]], size: int) -> int:
+    """The checksum of the next `size` bytes."""
+    whole = Piece(0, 0)
+    while whole.size < size:
+        whole = combine((whole, next(parts)[1]))
+    assert whole.size == size
+    return whole.crc
