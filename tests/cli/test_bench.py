@@ -200,40 +200,24 @@ def test_an_interrupt_ends_everything_and_the_run_is_killed(
     assert newest_run(client).info.status == "KILLED"
 
 
-def test_a_bench_goes_on_from_its_checkpoint_at_another_world_size_and_stage(tmp_path: Path) -> None:
-    options = ["--no-mlflow", "--save", "run", *TINY]
-    first = zerokit(
-        tmp_path, "bench", "--nodes", "2", "--save-every", "2", "--output", "first.json", *options
-    )
-    assert first.returncode == 0, first.stderr
-    record = read_record(tmp_path / "first.json")
-    total = record.settings.warmup + record.settings.steps
-    assert [save.step for save in record.checkpoints.saves] == sorted({*range(2, total + 1, 2), total})
-    assert (tmp_path / "run" / "latest").read_text().startswith(f"step-{total:08d} ")
-    second = zerokit(tmp_path, "bench", "--resume", "--stage", "3", "--output", "second.json", *options)
-    assert second.returncode == 0, second.stderr
-    assert f"step {total}" in second.stdout
-    again = read_record(tmp_path / "second.json").checkpoints
-    assert again.resumed_from == total
-    assert [save.step for save in again.saves] == [2 * total]
-
-
-def test_a_bench_resumes_with_the_bits_of_one_that_never_stopped(tmp_path: Path) -> None:
-    def run(name: str, steps: str, *options: str) -> list[float | None]:
+def test_a_bench_resumes_with_the_same_bits_and_at_another_world_size_and_stage(tmp_path: Path) -> None:
+    def run(name: str, steps: str, *options: str) -> Record:
         output = ("--output", f"{name}.json", "--no-mlflow")
-        lengths = ("--warmup", "0", "--steps", steps)
-        done = zerokit(tmp_path, "bench", "--nproc-per-node", "2", *TINY, *lengths, *output, *options)
+        done = zerokit(tmp_path, "bench", *TINY, "--warmup", "0", "--steps", steps, *output, *options)
         assert done.returncode == 0, done.stderr
-        return read_record(tmp_path / f"{name}.json").loss
+        return read_record(tmp_path / f"{name}.json")
 
-    whole = run("whole", "4")
-    assert run("half", "2", "--save", "run") + run("rest", "2", "--save", "run", "--resume") == whole
-
-
-def test_resuming_with_other_data_is_refused(tmp_path: Path) -> None:
-    options = ["bench", "--no-mlflow", "--save", "run", *TINY]
-    assert zerokit(tmp_path, *options).returncode == 0
-    refused = zerokit(tmp_path, *options, "--resume", "--seed", "5")
+    two, save = ("--nproc-per-node", "2"), ("--save", "run")
+    whole = run("whole", "4", *two)
+    half = run("half", "2", *two, *save, "--save-every", "1")
+    rest = run("rest", "2", *two, *save, "--resume")
+    assert half.loss + rest.loss == whole.loss
+    assert [entry.step for entry in half.checkpoints.saves] == [1, 2]
+    assert rest.checkpoints.resumed_from == 2
+    alone = run("alone", "1", "--stage", "3", *save, "--resume")
+    assert alone.checkpoints.resumed_from == 4
+    assert (tmp_path / "run" / "latest").read_text().startswith("step-00000005 ")
+    refused = zerokit(tmp_path, "bench", "--no-mlflow", *TINY, *save, "--resume", "--seed", "5")
     assert refused.returncode == 1
     assert "trained with --seed 0, not 5" in refused.stderr
     assert zerokit(tmp_path, "bench", "--resume", *TINY).returncode == 2
