@@ -8,9 +8,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from zerokit.checkpoint.consolidate import consolidate
+    from zerokit.checkpoint.diff import diff
+    from zerokit.checkpoint.inspect import inspect
     from zerokit.checkpoint.load import load
     from zerokit.checkpoint.reader import Checkpoint
+    from zerokit.checkpoint.reshard import reshard
     from zerokit.checkpoint.save import save
+    from zerokit.checkpoint.verify import verify
     from zerokit.errors import (
         CheckpointError,
         LayoutMismatch,
@@ -39,8 +44,13 @@ __all__ = [
     "ZeroOptimizer",
     "ZerokitError",
     "__version__",
+    "consolidate",
+    "diff",
+    "inspect",
     "load",
+    "reshard",
     "save",
+    "verify",
 ]
 
 _HOMES = {
@@ -48,8 +58,10 @@ _HOMES = {
         ("LossScale", "MemoryReport", "Precision", "TrafficReport", "ZeroOptimizer"), "zerokit.runtime"
     ),
     "Checkpoint": "zerokit.checkpoint.reader",
-    "load": "zerokit.checkpoint.load",
-    "save": "zerokit.checkpoint.save",
+    **{
+        name: f"zerokit.checkpoint.{name}"
+        for name in ("consolidate", "diff", "inspect", "load", "reshard", "save", "verify")
+    },
 }
 """Where a public name lives; the others are errors."""
 

@@ -15,7 +15,6 @@ of MultiStepLR into text, and nobody notices. This module never imports torch or
 from __future__ import annotations
 
 import base64
-import json
 import math
 import reprlib
 from collections import Counter, OrderedDict
@@ -23,6 +22,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from zerokit.checkpoint.extents import ELEMENT_BYTES
+from zerokit.checkpoint.strict import canonical
 from zerokit.errors import CheckpointError
 
 MARKER = "$"
@@ -87,7 +87,7 @@ class _Encoder:
         if kind.__name__ in _SEQUENCES and kind is _SEQUENCES[kind.__name__]:
             items = self._items(value, where, name, depth)
             if kind is not tuple:
-                items.sort(key=_canonical)  # sets have no order; equal ones are written equally
+                items.sort(key=canonical)  # sets have no order; equal ones are written equally
             return {MARKER: kind.__name__, "items": items}
         if kind.__name__ in _MAPPINGS and kind is _MAPPINGS[kind.__name__]:
             return self._mapping(value, where, name, depth)
@@ -237,7 +237,3 @@ def _described(kind: type) -> str:
         if kind.__name__ in ("function", "method")
         else f"a {kind.__module__}.{kind.__qualname__}"
     )
-
-
-def _canonical(plain: Any) -> str:
-    return json.dumps(plain, sort_keys=True)

@@ -45,7 +45,7 @@ class Checkpoint:
         assert crc is not None
         self.manifest_crc: int = crc
         if stated is not None:
-            _check_latest(Path(path) / LATEST_NAME, self, stated)
+            check_latest(Path(path) / LATEST_NAME, self, stated)
         self._rank_files: dict[int, RankFile] = {}
         self._crcs: dict[int, dict[str, list[tuple[int, int]]]] = {}
 
@@ -268,7 +268,8 @@ def _find_step(path: Path) -> tuple[Path, int | None]:
     return step, int(found[2], 16)
 
 
-def _check_latest(latest: Path, checkpoint: Checkpoint, stated: int) -> None:
+def check_latest(latest: Path, checkpoint: Checkpoint, stated: int) -> None:
+    """Raises `CheckpointError` unless the manifest is the `stated` one and its step is what its directory is called."""
     if checkpoint.manifest_crc != stated:
         raise CheckpointError(
             f"{latest}: states the manifest {stated:08x}, {checkpoint.path.name} has {checkpoint.manifest_crc:08x}: "

@@ -36,6 +36,11 @@ def parse_json(content: bytes) -> Any:
     return plain
 
 
+def canonical(plain: Any) -> str:
+    """The same text for equal data, whatever the order of members."""
+    return json.dumps(plain, sort_keys=True)
+
+
 def typed(value: Any, kind: type[T], what: str) -> T:
     """`value`, if it is of that kind (a bool is no int)."""
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):

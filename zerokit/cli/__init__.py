@@ -16,7 +16,14 @@ from zerokit.errors import ZerokitError
 from zerokit.launch.interrupts import Interrupted
 
 # Name, and the line that `zerokit --help` shows without importing the command.
-COMMANDS = {"bench": "Train a model for some steps, measure it, write a record and an MLflow run."}
+COMMANDS = {
+    "bench": "Train a model for some steps, measure it, write a record and an MLflow run.",
+    "reshard": "Cut a checkpoint for another number of ranks.",
+    "consolidate": "Write a checkpoint's weights as safetensors for Hugging Face's loaders.",
+    "inspect": "Show what a checkpoint holds: parameters, streams, files.",
+    "verify": "Read every byte of a checkpoint, and say what is damaged.",
+    "diff": "Compare two checkpoints of any world sizes, without reading their data.",
+}
 
 
 class _Commands(click.Group):

@@ -1,0 +1,177 @@
+"""`verify`: an intact checkpoint has no finding; every damage has one, with its place; nothing else has."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.cli.commands import zerokit
+from tests.support.checkpoints import (
+    Content,
+    example_content,
+    example_layout,
+    write_checkpoint,
+    write_run,
+)
+from zerokit.checkpoint.reader import Checkpoint
+from zerokit.checkpoint.verify import Finding, verify
+from zerokit.errors import CheckpointError
+
+WORLD = 3
+RANK_1 = "rank-00001-of-00003.safetensors"
+
+
+@pytest.fixture
+def step(tmp_path: Path) -> Path:
+    layout = example_layout(WORLD)
+    return write_run(tmp_path / "run", layout, example_content(layout))
+
+
+@pytest.mark.parametrize("world", [1, 2, 17])
+def test_an_intact_checkpoint_has_no_finding_and_is_read_whole(tmp_path: Path, world: int) -> None:
+    layout = example_layout(world)
+    manifest = write_checkpoint(tmp_path / "step", layout, example_content(layout))
+    seen: list[tuple[int, int]] = []
+    report = verify(tmp_path / "step", lambda done, total: seen.append((done, total)))
+    size = sum(path.stat().st_size for path in (tmp_path / "step").iterdir() if path.name != "manifest.json")
+    assert report.intact
+    assert (report.step, report.world, report.bytes_read) == (100, world, size)
+    assert report.slices == sum(map(len, manifest.checksums))
+    assert seen[-1] == (size, size)
+    assert seen == sorted(seen)
+
+
+def test_a_flipped_bit_has_one_finding_with_its_place(step: Path) -> None:
+    """In every file; in data, with the slice."""
+    checkpoint = Checkpoint(step)
+    generator = random.Random(1)
+    for path in sorted(step.iterdir()):
+        whole = path.read_bytes()
+        extents = {checkpoint.rank_file(r).name: checkpoint.rank_file(r).extents for r in range(WORLD)}
+        places = {
+            e.offset + generator.randrange(e.size)
+            for e in generator.sample(extents.get(path.name, ()), 5 if path.name in extents else 0)
+        }
+        for place in sorted(places | {0, 15, len(whole) // 2, len(whole) - 1}):
+            changed = bytearray(whole)
+            changed[place] ^= 1 << place % 8
+            path.write_bytes(changed)
+            report = verify(step)
+            assert len(report.findings) == 1, (path.name, place, report.findings)
+            finding = report.findings[0]
+            assert finding.file == path.name
+            for extent in extents.get(path.name, ()):
+                if extent.offset <= place < extent.offset + extent.size:
+                    kind = checkpoint.streams[extent.stream].kind
+                    interval = extent.interval
+                    assert (finding.stream, finding.parameter) == (kind, extent.parameter.name)
+                    assert (finding.start, finding.stop) == (interval.start, interval.stop)
+                    assert finding.problem.startswith("damaged (CRC-32 ")
+                    break
+            else:
+                assert finding.stream is None
+        path.write_bytes(whole)
+    assert verify(step).intact
+
+
+def test_all_damage_is_told_at_once(step: Path) -> None:
+    content = bytearray((step / RANK_1).read_bytes())
+    checkpoint = Checkpoint(step)
+    extents = checkpoint.rank_file(1).extents
+    for extent in (extents[0], extents[-2]):
+        content[extent.offset] ^= 255
+    content[100] ^= 1  # the header
+    (step / RANK_1).write_bytes(content[: extents[-1].offset + 1])
+    (step / "rank-00000-of-00003.safetensors").unlink()
+    (step / "common.safetensors").write_bytes(b"")
+    (step / "extra.json").write_bytes(bytes((step / "extra.json").stat().st_size))
+    (step / "rank-00003-of-00004.safetensors").touch()
+    (step.parent / "latest").write_text(f"{step.name} 00000000\n")
+    found = [
+        (finding.file, finding.problem.split(":")[0].split(" (")[0])
+        for finding in verify(step.parent).findings
+    ]
+    assert found == [
+        ("latest", "states the manifest 00000000, step-00000100 has " + found[0][1][-8:]),
+        ("rank-00003-of-00004.safetensors", "not a part of this checkpoint"),
+        ("rank-00000-of-00003.safetensors", "cannot be opened"),
+        (RANK_1, "truncated"),
+        (RANK_1, "its header is damaged or foreign"),
+        (RANK_1, "damaged"),
+        (RANK_1, "damaged"),
+        (RANK_1, "beyond the end of the file"),
+        ("common.safetensors", "truncated"),
+        ("extra.json", "damaged"),
+    ]
+
+
+def test_a_file_that_ends_in_its_header_loses_all_slices(step: Path) -> None:
+    (step / RANK_1).write_bytes((step / RANK_1).read_bytes()[:50])
+    problems = [finding.problem for finding in verify(step).findings]
+    slices = len(Checkpoint(step).rank_file(1).extents)
+    assert problems[0].startswith("truncated: 50 bytes, expected")
+    assert problems[1].startswith("truncated: it ends at byte 50")
+    assert problems[2:] == ["beyond the end of the file"] * slices
+
+
+def test_files_of_another_step_are_told(step: Path) -> None:
+    layout = example_layout(WORLD)
+    content = example_content(layout, step=200)
+    other = step.parent / "step-00000200"
+    write_checkpoint(other, layout, content)
+    (step / RANK_1).write_bytes((other / RANK_1).read_bytes())
+    (finding,) = verify(step).findings
+    assert finding.file == RANK_1
+    assert "is of another checkpoint (step '200', not '100')" in finding.problem
+
+
+def test_small_files_that_do_not_fit_the_manifest_are_told(tmp_path: Path) -> None:
+    """Their checksums are right."""
+    layout = example_layout(1)
+    good = example_content(layout)
+    kept = tuple(tensor for tensor in good.common if tensor[0] != "optimizer/step")
+    strange = Content(good.step, good.streams, good.values, good.scalars, kept, {"step": 7})
+    write_checkpoint(tmp_path / "step", layout, strange)
+    assert verify(tmp_path / "step").findings == (
+        Finding("common.safetensors", "holds nothing as optimizer/step, expected float32 [14]"),
+        Finding("extra.json", "is of step 7, not 100"),
+    )
+    strange = Content(good.step, good.streams, good.values, (), (), {"user": {"$": "torch", "tensor": "x"}})
+    write_checkpoint(tmp_path / "other", layout, strange)
+    (finding,) = verify(tmp_path / "other").findings
+    assert finding.file == "extra.json"
+    assert "there is no such tensor" in finding.problem
+
+
+def test_no_checkpoint_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        verify(tmp_path)
+
+
+def test_the_command_tells_intact_from_damaged(step: Path, tmp_path: Path) -> None:
+    done = zerokit(tmp_path, "verify", "run")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("run/step-00000100: intact: step 100 of 3 ranks, ")
+    content = bytearray((step / RANK_1).read_bytes())
+    content[-1] ^= 1
+    (step / RANK_1).write_bytes(content)
+    done = zerokit(tmp_path, "verify", "run/step-00000100")
+    assert (done.returncode, done.stderr) == (1, "")
+    assert done.stdout.startswith(f"{RANK_1}: exp_avg_sq/") or done.stdout.startswith(f"{RANK_1}: param/")
+    assert done.stdout.endswith("run/step-00000100: damaged: 1 finding\n")
+    done = zerokit(tmp_path, "verify", "--json", "run")
+    report = json.loads(done.stdout)
+    assert (done.returncode, done.stderr, report["intact"]) == (1, "", False)
+    assert report["findings"][0].keys() == {"file", "problem", "stream", "parameter", "start", "stop"}
+
+
+def test_the_command_says_what_is_no_checkpoint(tmp_path: Path) -> None:
+    done = zerokit(tmp_path, "verify", "nowhere")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "zerokit: nowhere: does not exist: give the directory of a step, or of a run\n"
+    done = zerokit(tmp_path, "verify")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "Missing argument 'CKPT'" in done.stderr

@@ -1,0 +1,174 @@
+"""`diff`: what differs between two checkpoints, whatever their world sizes, by their manifests.
+
+The CRC-32 of a whole parameter combines from those of its slices, however it is cut, so no stream is read.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import TypeVar
+
+from zerokit.checkpoint.checksum import Piece, combine, crc32
+from zerokit.checkpoint.manifest import File
+from zerokit.checkpoint.reader import Checkpoint
+from zerokit.checkpoint.strict import canonical
+from zerokit.errors import CheckpointError
+from zerokit.layout import Parameter
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Something that differs: `a` and `b` describe both sides, None where one has no such thing.
+
+    `stream` is a kind of state, "parameter" for a parameter's own description, "common" for a tensor that is stored
+    whole, "extra" for a member of `extra.json`, "checkpoint" for the step.
+    """
+
+    stream: str
+    name: str
+    a: str | None
+    b: str | None
+
+    @property
+    def change(self) -> str:
+        """ "added", "removed" or "changed", from `a` to `b`."""
+        return "added" if self.a is None else "removed" if self.b is None else "changed"
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What `diff` found: `equal` counts the parameters of streams that are equal by CRC-32, dtype and shape.
+
+    `layout` tells how the cut differs (world size, units), which does not change the state.
+    """
+
+    equal: int
+    differences: tuple[Difference, ...]
+    layout: tuple[str, ...]
+
+    @property
+    def same(self) -> bool:
+        return not self.differences
+
+    def plain(self) -> dict[str, object]:
+        """As JSON data."""
+        return {
+            "same": self.same,
+            "equal": self.equal,
+            "differences": [asdict(found) | {"change": found.change} for found in self.differences],
+            "layout": list(self.layout),
+        }
+
+
+def diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Comparison:
+    """Compare the states of two checkpoints; each path is a step's, or a run's, whose `latest` is followed.
+
+    Streams are compared by parameter, by their checksums; `common` and `extra.json`, which are small, are read where
+    their checksums differ. Raises `CheckpointError` for a path that holds none, or a damaged one.
+    """
+    left, right = Checkpoint(a), Checkpoint(b)
+    found: list[Difference] = []
+    if left.step != right.step:
+        found.append(Difference("checkpoint", "step", str(left.step), str(right.step)))
+    found += _compare("parameter", _parameters(left), _parameters(right), _describe_parameter)
+    equal = 0
+    kinds = dict.fromkeys(stream.kind for checkpoint in (left, right) for stream in checkpoint.streams)
+    for kind in kinds:
+        ours, theirs = _whole(left, kind), _whole(right, kind)
+        equal += sum(theirs.get(name) == value for name, value in ours.items())
+        found += _compare(kind, ours, theirs, _describe_whole)
+    found += _files(left, right, "common", left.manifest.common, right.manifest.common, _common)
+    found += _files(left, right, "extra", left.manifest.extra, right.manifest.extra, _extra)
+    return Comparison(equal, tuple(found), tuple(_layouts(left, right)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    dtype: str
+    shape: tuple[int, ...]
+    piece: Piece
+
+
+def _whole(checkpoint: Checkpoint, kind: str) -> dict[str, _Whole]:
+    found = {}
+    for number, stream in enumerate(checkpoint.streams):
+        if stream.kind != kind:
+            continue
+        for name, slices in checkpoint.slice_checksums(number).items():
+            cuts = checkpoint.layout.cuts(name)
+            pieces = (
+                Piece(crc, cut.numel * stream.element_bytes)
+                for (_, crc), (_, cut) in zip(slices, cuts, strict=True)
+            )
+            found[name] = _Whole(stream.dtype, checkpoint.shapes[name], combine(pieces))
+    return found
+
+
+def _describe_whole(whole: _Whole) -> str:
+    return f"{whole.dtype} {list(whole.shape)} {whole.piece.crc:08x}"
+
+
+def _parameters(checkpoint: Checkpoint) -> dict[str, Parameter]:
+    return {parameter.name: parameter for parameter in checkpoint.layout.parameters}
+
+
+def _describe_parameter(parameter: Parameter) -> str:
+    tied = f", tied with {', '.join(parameter.aliases)}" if parameter.aliases else ""
+    trained = f"group {parameter.group}" if parameter.trainable else "frozen"
+    return f"{parameter.dtype} {list(parameter.shape)}, {trained}{tied}"
+
+
+def _compare(
+    stream: str, ours: Mapping[K, V], theirs: Mapping[K, V], describe: Callable[[V], str]
+) -> Iterator[Difference]:
+    for name in dict.fromkeys([*ours, *theirs]):
+        a, b = ours.get(name), theirs.get(name)
+        if a != b:
+            yield Difference(
+                stream, str(name), None if a is None else describe(a), None if b is None else describe(b)
+            )
+
+
+def _files(
+    left: Checkpoint,
+    right: Checkpoint,
+    stream: str,
+    ours: File,
+    theirs: File,
+    read: Callable[[Checkpoint], Mapping[str, str]],
+) -> Iterator[Difference]:
+    if (ours.crc, ours.size) == (theirs.crc, theirs.size):
+        return
+    try:
+        found = list(_compare(stream, read(left), read(right), str))
+    except CheckpointError as error:
+        found = [Difference(stream, f"unreadable: {error}", f"{ours.crc:08x}", f"{theirs.crc:08x}")]
+    yield from found  # none, if only the order of members differs
+
+
+def _common(checkpoint: Checkpoint) -> dict[str, str]:
+    found = {}
+    for name in checkpoint.common_names:
+        dtype, shape, content = checkpoint.common_tensor(name)
+        found[name] = f"{dtype} {list(shape)} {crc32(content):08x}"
+    return found
+
+
+def _extra(checkpoint: Checkpoint) -> dict[str, str]:
+    plain = checkpoint.extra_plain()
+    return {name: canonical(value) for name, value in plain.items() if name != "step"}
+
+
+def _layouts(left: Checkpoint, right: Checkpoint) -> Iterator[str]:
+    if left.world != right.world:
+        yield f"world size {left.world} and {right.world}"
+    ours, theirs = left.layout, right.layout
+    if [unit.parameters for unit in ours.units] != [unit.parameters for unit in theirs.units]:
+        yield f"{len(ours.units)} and {len(theirs.units)} units, of other parameters"
+    if ours.bucket_bytes != theirs.bucket_bytes:
+        yield f"buckets of {ours.bucket_bytes} and {theirs.bucket_bytes} bytes"

@@ -1,0 +1,186 @@
+"""`verify`: read every byte of a checkpoint, and tell all that is wrong with it and where."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from zerokit.checkpoint.checksum import crc32
+from zerokit.checkpoint.copying import Progress
+from zerokit.checkpoint.disk import LATEST_NAME, explained, opened, read_exactly
+from zerokit.checkpoint.extents import Extent, RankFile
+from zerokit.checkpoint.manifest import NAME
+from zerokit.checkpoint.reader import Checkpoint, check_header, check_latest, find_step
+from zerokit.errors import CheckpointError
+
+_BUFFER_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something wrong with a file; with one slice of one parameter, if `stream` is given.
+
+    Elements `start` to `stop` (exclusive) of the flattened parameter are bad, or some of them.
+    """
+
+    file: str
+    problem: str
+    stream: str | None = None
+    parameter: str | None = None
+    start: int | None = None
+    stop: int | None = None
+
+    def __str__(self) -> str:
+        if self.stream is None:
+            return f"{self.file}: {self.problem}"
+        return f"{self.file}: {self.stream}/{self.parameter}, elements {self.start} to {self.stop}: {self.problem}"
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What `verify` found. `step`, `world` and `slices` are those of the manifest: None and 0 if it cannot be read."""
+
+    path: Path
+    step: int | None
+    world: int | None
+    slices: int
+    bytes_read: int
+    findings: tuple[Finding, ...]
+
+    @property
+    def intact(self) -> bool:
+        return not self.findings
+
+    def plain(self) -> dict[str, object]:
+        """As JSON data."""
+        return {"intact": self.intact} | asdict(self) | {"path": str(self.path)}
+
+
+def verify(path: str | os.PathLike[str], progress: Progress | None = None) -> Report:
+    """Read every byte of the checkpoint at `path`, a step's directory or a run's, whose `latest` is followed.
+
+    Damage is reported, not raised. Raises `CheckpointError` only where there is no checkpoint to look at.
+    """
+    step, stated = find_step(Path(path))
+    try:
+        checkpoint = Checkpoint(step)
+    except CheckpointError as error:
+        return Report(step, None, None, 0, 0, (_finding(NAME, error, step),))
+    verification = _Verification(checkpoint, progress or (lambda done, total: None))
+    findings = list(verification.run())
+    if stated is not None:
+        latest = Path(path) / LATEST_NAME
+        try:
+            check_latest(latest, checkpoint, stated)
+        except CheckpointError as error:
+            findings.insert(0, _finding(LATEST_NAME, error, latest.parent))
+    slices = sum(map(len, checkpoint.manifest.checksums))
+    return Report(step, checkpoint.step, checkpoint.world, slices, verification.bytes_read, tuple(findings))
+
+
+class _Verification:
+    def __init__(self, checkpoint: Checkpoint, progress: Progress) -> None:
+        self._checkpoint = checkpoint
+        self._progress = progress
+        manifest = checkpoint.manifest
+        self._total = sum(file.size for file in (*manifest.files, manifest.common, manifest.extra))
+        self._done = 0
+        self.bytes_read = 0
+        self._buffer = memoryview(bytearray(_BUFFER_BYTES))
+
+    def run(self) -> Iterator[Finding]:
+        checkpoint, manifest = self._checkpoint, self._checkpoint.manifest
+        yield from self._foreign()
+        for rank, stated in enumerate(manifest.files):
+            try:
+                file = checkpoint.rank_file(rank)
+            except CheckpointError as error:
+                yield _finding(NAME, error, checkpoint.path)
+                continue
+            try:
+                with opened(checkpoint.path / file.name) as fd:
+                    yield from self._rank(fd, file, rank)
+            except CheckpointError as error:
+                yield _finding(stated.name, error, checkpoint.path)
+        try:
+            yield from self._common()
+        except CheckpointError as error:
+            yield _finding(manifest.common.name, error, checkpoint.path)
+        self._advance(manifest.common.size)
+        try:
+            checkpoint.extra()
+            if (step := checkpoint.extra_plain().get("step", manifest.step)) != manifest.step:
+                yield Finding(manifest.extra.name, f"is of step {step!r}, not {manifest.step}")
+        except CheckpointError as error:
+            yield _finding(manifest.extra.name, error, checkpoint.path)
+        self._advance(manifest.extra.size)
+
+    def _foreign(self) -> Iterator[Finding]:
+        manifest = self._checkpoint.manifest
+        known = {NAME, *(file.name for file in (*manifest.files, manifest.common, manifest.extra))}
+        with explained(self._checkpoint.path, "listed"):
+            for name in sorted(set(os.listdir(self._checkpoint.path)) - known):
+                yield Finding(name, "not a part of this checkpoint: move it away")
+
+    def _rank(self, fd: int, file: RankFile, rank: int) -> Iterator[Finding]:
+        path = self._checkpoint.path / file.name
+        size = os.fstat(fd).st_size
+        if size != file.size:
+            wrong = "truncated" if size < file.size else "too long"
+            yield Finding(file.name, f"{wrong}: {size} bytes, expected {file.size}")
+        try:
+            check_header(fd, file, path)
+        except CheckpointError as error:
+            yield _finding(file.name, error, self._checkpoint.path)
+        self._advance(len(file.header))
+        for extent in file.extents:
+            problem = self._problem(fd, extent, rank, size, path)
+            if problem:
+                kind, name = self._checkpoint.streams[extent.stream].kind, extent.parameter.name
+                yield Finding(file.name, problem, kind, name, extent.interval.start, extent.interval.stop)
+
+    def _problem(self, fd: int, extent: Extent, rank: int, size: int, path: Path) -> str:
+        """What is wrong with a slice, read through one buffer; "" if nothing is."""
+        if extent.offset + extent.size > size:
+            self._advance(extent.size, read=False)
+            return "beyond the end of the file"
+        crc, left, offset = 0, extent.size, extent.offset
+        while left:
+            part = self._buffer[: min(left, _BUFFER_BYTES)]
+            try:
+                read_exactly(fd, [part], offset, path)
+            except CheckpointError as error:
+                self._advance(left, read=False)
+                return str(error).removeprefix(f"{path}: ")
+            crc = crc32(part, crc)
+            left -= part.nbytes
+            offset += part.nbytes
+            self._advance(part.nbytes)
+        expected = dict(self._checkpoint.slice_checksums(extent.stream)[extent.parameter.name])[rank]
+        return "" if crc == expected else f"damaged (CRC-32 {crc:08x}, expected {expected:08x})"
+
+    def _common(self) -> Iterator[Finding]:
+        """The stated tensors must be there; their bytes are proven with the whole file."""
+        checkpoint, manifest = self._checkpoint, self._checkpoint.manifest
+        tensors = checkpoint.common.tensors
+        for scalar in manifest.scalars:
+            name, shape = f"optimizer/{scalar.kind}", (len(scalar.parameters), *scalar.shape)
+            found = tensors.get(name)
+            if found is None or (found.dtype, found.shape) != (scalar.dtype, shape):
+                what = "nothing" if found is None else f"{found.dtype} {list(found.shape)}"
+                yield Finding(
+                    manifest.common.name, f"holds {what} as {name}, expected {scalar.dtype} {list(shape)}"
+                )
+
+    def _advance(self, size: int, *, read: bool = True) -> None:
+        self._done += size
+        self.bytes_read += size if read else 0
+        self._progress(self._done, self._total)
+
+
+def _finding(file: str, error: CheckpointError, folder: Path) -> Finding:
+    """An error as a finding about `file` of `folder`, which need not be named again."""
+    text = str(error)
+    return Finding(file, text.removeprefix(f"{folder / file}: "))

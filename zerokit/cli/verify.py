@@ -1,0 +1,37 @@
+"""`zerokit verify`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+
+@click.command(epilog="Exit code 0: intact. 1: damaged, or no checkpoint.")
+@click.argument("checkpoint", metavar="CKPT", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print the report on stdout, and nothing else there.")
+@click.pass_context
+def command(context: click.Context, checkpoint: Path, as_json: bool) -> None:
+    """Read every byte of CKPT, a step or a run, and say which file, parameter and range is bad."""
+    from zerokit.checkpoint.verify import verify
+    from zerokit.cli.text import decimal_size, printable
+    from zerokit.cli.work import working
+
+    with working("verifying") as progress:
+        report = verify(checkpoint, progress)
+    if as_json:
+        click.echo(json.dumps(report.plain(), indent=2))
+    else:
+        for finding in report.findings:
+            click.echo(printable(str(finding)))
+        if report.intact:
+            click.echo(
+                f"{report.path}: intact: step {report.step} of {report.world} rank{'s'[: report.world != 1]}, "
+                f"{report.slices} slices, {decimal_size(report.bytes_read)} read"
+            )
+        else:
+            count = len(report.findings)
+            click.echo(f"{report.path}: damaged: {count} finding{'s'[: count != 1]}")
+    if not report.intact:
+        context.exit(1)
