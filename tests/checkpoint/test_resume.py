@@ -1,0 +1,229 @@
+"""What is saved by N ranks continues on M ranks, at any stage, with the bits of a run that started from that state."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.optim import lr_scheduler
+
+import zerokit
+from tests.support.distributed import run_ranks
+from tests.support.models import CASES
+from tests.support.training import Run, Trajectory, build_seeded, digest, one_step, whole_weights, wrap
+from zerokit.checkpoint.load import load
+from zerokit.checkpoint.reader import Checkpoint
+from zerokit.checkpoint.reshard import reshard
+from zerokit.checkpoint.save import save
+
+STAGES = (0, 1, 2, 3)
+SMALL, LARGE = 1e-6, 64.0
+
+
+def _train(model: Any, optimizer: zerokit.ZeroOptimizer, name: str, run: Run, steps: range) -> Trajectory:
+    trajectory = Trajectory()
+    for step in steps:
+        one_step(model, optimizer, CASES[name], run, step, trajectory)
+    trajectory.weights = digest(whole_weights(model).items())
+    trajectory.buffers = digest(model.named_buffers())
+    return trajectory
+
+
+def _save(name: str, run: Run, directory: str, steps: int = 3) -> list[str]:
+    """Train, save, and train on: the bits of what follows."""
+    model = build_seeded(CASES[name], dist.get_rank())
+    optimizer = wrap(model, CASES[name], run)
+    _train(model, optimizer, name, run, range(steps))
+    save(directory, optimizer, step=steps)
+    return _train(model, optimizer, name, run, range(steps, steps + 3)).bits()
+
+
+def _continue(name: str, runs: list[Run], directory: str, first: int = 3) -> list[tuple[list[str], str]]:
+    found = []
+    for run in runs:
+        model = build_seeded(CASES[name], 5 + dist.get_rank())
+        optimizer = wrap(model, CASES[name], run)
+        load(directory, optimizer)
+        trajectory = _train(model, optimizer, name, run, range(first, first + 3))
+        found.append((trajectory.bits(), trajectory.buffers))
+    return found
+
+
+def _started_from(name: str, run: Run, directory: str, first: int = 3) -> tuple[list[str], str]:
+    """The reference: a stage-0 run whose state is written by hand from whole arrays, without `load`."""
+    checkpoint = Checkpoint(Path(directory))
+    model = build_seeded(CASES[name], 5 + dist.get_rank())
+    optimizer = wrap(model, CASES[name], run)
+    kinds = {stream.kind for stream in checkpoint.manifest.streams} - {"master", "param"}
+    steps = {
+        scalar.kind: torch.frombuffer(
+            bytearray(checkpoint.common_tensor(f"optimizer/{scalar.kind}")[2]),
+            dtype=getattr(torch, scalar.dtype),
+        )
+        for scalar in checkpoint.manifest.scalars
+    }
+    with torch.no_grad():
+        for storage in optimizer.parts.storages:
+            if not storage.unit.trainable:
+                for part in storage.unit.slices:
+                    value = torch.as_tensor(checkpoint.read("param", part.parameter.name))
+                    storage.whole[part.memory.start : part.memory.stop].copy_(value.flatten())
+            for flat in storage.flats:
+                state: dict[str, Any] = {kind: torch.zeros_like(flat.tensor) for kind in kinds}
+                for part in storage.unit.slices:
+                    if part.parameter.group != flat.group:
+                        continue
+                    start = part.offset - flat.interval.start
+                    for kind, target in (("master", flat.tensor), *state.items()):
+                        value = torch.as_tensor(checkpoint.read(kind, part.parameter.name)).flatten()
+                        target[start : start + value.numel()].copy_(value)
+                for kind, rows in steps.items():
+                    assert len(set(rows.tolist())) == 1
+                    state[kind] = rows[0].clone()
+                optimizer.state[flat.tensor] = state
+            storage.write_back()
+        for buffer_name, buffer in model.named_buffers():
+            dtype, shape, data = checkpoint.common_tensor(f"buffers/{buffer_name}")
+            buffer.copy_(torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype)).reshape(shape))
+    if optimizer.scaler is not None:
+        saved = checkpoint.extra_plain()["scaler"]
+        optimizer.scaler.value, optimizer.scaler.good_steps = (
+            float.fromhex(saved["value"]),
+            saved["good_steps"],
+        )
+    trajectory = _train(model, optimizer, name, run, range(first, first + 3))
+    return trajectory.bits(), trajectory.buffers
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "optimizer"),
+    [
+        ("gpt", "fp32", "adamw"),
+        ("lora", "bf16", "adamw"),
+        ("tiny_parameters", "fp16", "adamw"),
+        ("resnet", "fp32", "momentum"),
+        ("gpt_groups", "bf16", "adam"),
+    ],
+)
+def test_any_world_size_and_stage_continues_with_the_same_bits(
+    name: str, precision: str, optimizer: str, tmp_path: Path
+) -> None:
+    source = Run(stage=3, precision=precision, optimizer=optimizer, bucket_mb=SMALL, clip=1.0)
+    went_on = run_ranks(2, _save, name, source, str(tmp_path / "run"))
+    for world in (1, 2, 3, 4) if name == "gpt" else (1, 3):
+        reference = Run(stage=0, precision=precision, optimizer=optimizer, bucket_mb=LARGE, clip=1.0)
+        expected = run_ranks(world, _started_from, name, reference, str(tmp_path / "run"))
+        runs = [
+            Run(stage=s, precision=precision, optimizer=optimizer, bucket_mb=b, clip=1.0)
+            for s, b in zip(STAGES, (SMALL, LARGE, 0.004, SMALL), strict=True)
+        ]
+        resharded = reshard(tmp_path / "run", world, tmp_path / f"to-{world}")
+        direct = run_ranks(world, _continue, name, runs, str(tmp_path / "run"))
+        indirect = run_ranks(world, _continue, name, [runs[3], runs[1]], str(resharded))
+        for rank in range(world):
+            assert direct[rank] == [expected[rank]] * len(STAGES)
+            assert indirect[rank] == [expected[rank]] * 2
+            if world == 2:
+                assert expected[rank][0] == went_on[rank]
+
+
+def _resave(source: str, target: str, name: str, run: Run) -> None:
+    model = build_seeded(CASES[name], 9)
+    optimizer = wrap(model, CASES[name], run)
+    extra = load(source, optimizer)
+    save(target, optimizer, step=3, extra=extra)
+
+
+def _contents(directory: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in sorted(directory.iterdir())}
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [("gpt_groups", "fp32"), ("lora", "bf16"), ("tiny_parameters", "fp32"), ("resnet", "fp32")],
+)
+def test_reshard_writes_what_the_ranks_would_have_saved(name: str, precision: str, tmp_path: Path) -> None:
+    for before in (2, 3):
+        run = Run(stage=2, precision=precision)
+        run_ranks(before, _save, name, run, str(tmp_path / f"from-{before}"))
+        for after in (1, 2, 4):
+            target = tmp_path / f"{before}-{after}"
+            run_ranks(
+                after,
+                _resave,
+                str(tmp_path / f"from-{before}"),
+                str(target),
+                name,
+                Run(stage=3, precision=precision),
+            )
+            resharded = reshard(tmp_path / f"from-{before}", after, tmp_path / f"{before}-to-{after}")
+            assert _contents(resharded) == _contents(target / "step-00000003")
+
+
+SCHEDULERS: dict[str, Callable[[Any], lr_scheduler.LRScheduler]] = {
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 2, 0.5),
+    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [2, 4, 5, 7], 0.3),
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 7),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, max_lr=1e-2, total_steps=30),
+    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, factor=0.5, patience=0),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.ConstantLR(o, 0.1, 2), lr_scheduler.ExponentialLR(o, 0.9)], [3]
+    ),
+}
+
+
+def _scheduled(make: str, directory: str, resume: bool, steps: range, save_at: int) -> list[str]:
+    """Learning rates and losses, step by step."""
+    case, run = CASES["mlp_10_64_2"], Run(stage=2)
+    model = build_seeded(case, 0)
+    optimizer = wrap(model, case, run)
+    scheduler: Any = SCHEDULERS[make](optimizer)
+    if resume:
+        scheduler.load_state_dict(load(directory, optimizer)["scheduler"])
+    seen = []
+    for step in steps:
+        trajectory = Trajectory()
+        one_step(model, optimizer, case, run, step, trajectory)
+        scheduler.step(*([1.0] if make == "ReduceLROnPlateau" else []))
+        seen += [str([group["lr"] for group in optimizer.param_groups]), trajectory.losses[0].hex()]
+        if step + 1 == save_at:
+            before = copy.deepcopy(scheduler.state_dict())
+            save(directory, optimizer, step=step + 1, extra={"scheduler": scheduler.state_dict()})
+            assert scheduler.state_dict() == before
+    return seen
+
+
+@pytest.mark.parametrize("make", SCHEDULERS)
+def test_schedulers_continue(make: str, tmp_path: Path) -> None:
+    whole = run_ranks(2, _scheduled, make, str(tmp_path), False, range(8), 4)
+    resumed = run_ranks(2, _scheduled, make, str(tmp_path), True, range(4, 8), 99)
+    for rank in range(2):
+        assert resumed[rank] == whole[rank][8:]
+
+
+def _draws(directory: str, resume: bool) -> list[float]:
+    import random
+
+    case, run = CASES["mlp_10_64_2"], Run(stage=1)
+    torch.manual_seed(100 + dist.get_rank())
+    random.seed(dist.get_rank())
+    optimizer = wrap(build_seeded(case, 0), case, run)
+    torch.manual_seed(7 + dist.get_rank())
+    if resume:
+        load(directory, optimizer)
+    else:
+        save(directory, optimizer, step=0)
+    return [*torch.rand(3).tolist(), random.random()]
+
+
+def test_generators_continue_and_differ_between_ranks(tmp_path: Path) -> None:
+    saved = run_ranks(2, _draws, str(tmp_path), False)
+    assert run_ranks(2, _draws, str(tmp_path), True) == saved
+    three = run_ranks(3, _draws, str(tmp_path), True)
+    assert len({str(draws) for draws in three}) == 3
+    assert run_ranks(3, _draws, str(tmp_path), True) == three
