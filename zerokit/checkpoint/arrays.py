@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-def to_array(content: bytes | bytearray, dtype: str, shape: tuple[int, ...]) -> NDArray[Any]:
+def to_array(content: bytes | bytearray | memoryview, dtype: str, shape: tuple[int, ...]) -> NDArray[Any]:
     """The elements as an array of `shape`; bfloat16 and float8, which numpy does not have, as float32, exactly."""
     if dtype == "bfloat16":
         flat = (np.frombuffer(content, "<u2").astype(np.uint32) << 16).view(np.float32)
@@ -21,6 +21,28 @@ def to_array(content: bytes | bytearray, dtype: str, shape: tuple[int, ...]) -> 
     else:
         flat = np.frombuffer(content, np.dtype(dtype).newbyteorder("<")).astype(dtype, copy=False)
     return flat.reshape(shape)
+
+
+def from_array(values: NDArray[Any], dtype: str) -> memoryview:
+    """The bytes of floating-point `values` as float64, float32, float16 or bfloat16, rounded to nearest, ties to even.
+
+    Raises `OverflowError` if a finite value is too large for `dtype`.
+    """
+    if dtype == "bfloat16":
+        with np.errstate(over="ignore"):
+            single = values.astype(np.float32, copy=False)
+        bits = single.view(np.uint32)
+        found = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
+        found[np.isnan(single)] = 0x7FC0  # adding could have made an infinity of it
+        infinite = found & 0x7FFF == 0x7F80
+    else:
+        with np.errstate(over="ignore"):
+            found = values.astype(np.dtype(dtype).newbyteorder("<"))
+        infinite = np.isinf(found)
+    lost = np.flatnonzero(infinite & np.isfinite(values))
+    if lost.size:
+        raise OverflowError(f"{values[lost[0]]:g} does not fit {dtype}")
+    return found.view(np.uint8).data
 
 
 def _e4m3fn() -> NDArray[np.float32]:

@@ -45,6 +45,7 @@ def damaged(manifest: Manifest, found: Sequence[Mapping[PieceKey, Piece]]) -> li
         for key, piece in held.items():
             pieces.setdefault((key.stream, key.place, key.source), {}).setdefault(key.start, set()).add(piece)
     line = list(manifest.layout.parameters)
+    cuts = {place: dict(manifest.layout.cuts(line[place].name)) for place in {key[1] for key in pieces}}
     expected = {
         (number, name, rank): crc
         for number in range(len(manifest.streams))
@@ -54,7 +55,7 @@ def damaged(manifest: Manifest, found: Sequence[Mapping[PieceKey, Piece]]) -> li
     lines = []
     for (number, place, rank), by_start in sorted(pieces.items()):
         stream, name = manifest.streams[number], line[place].name
-        cut = dict(manifest.layout.cuts(name))[rank]
+        cut = cuts[place][rank]
         whole = combine(next(iter(by_start[start])) for start in sorted(by_start))
         if whole.size != cut.numel * ELEMENT_BYTES[stream.dtype]:
             raise ValueError(f"{stream.kind}/{name} of rank {rank} was read in part only: {whole.size} bytes")

@@ -1,0 +1,374 @@
+"""Consolidated weights: the values that torch would give, in files that stock loaders take."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import Tensor
+
+import zerokit
+from tests.cli.commands import environment
+from tests.cli.commands import zerokit as command
+from tests.support.checkpoints import Content, example_content, example_layout, write_checkpoint, write_run
+from tests.support.distributed import run_ranks
+from tests.support.training import SMALL
+from zerokit.checkpoint import copying
+from zerokit.checkpoint.arrays import from_array, to_array
+from zerokit.checkpoint.consolidate import parse_size
+from zerokit.errors import CheckpointError, UsageError
+from zerokit.layout import Parameter, Segment, build_layout
+
+TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def finite(content: Content) -> Content:
+    """With numbers that fit every dtype in place of random bits."""
+    generator = torch.Generator().manual_seed(0)
+    values = {}
+    for (kind, name), data in content.values.items():
+        if name == "table":
+            values[kind, name] = data
+            continue
+        dtype = torch.bfloat16 if kind == "param" else torch.float32
+        numel = len(data) // dtype.itemsize
+        values[kind, name] = raw(torch.randn(numel, generator=generator).to(dtype))
+    common = [
+        (
+            name,
+            dtype,
+            shape,
+            raw(torch.randn(8, generator=generator)) if name == "buffers/running_mean" else data,
+        )
+        for name, dtype, shape, data in content.common
+    ]
+    return replace(content, values=values, common=tuple(common))
+
+
+def raw(tensor: Tensor) -> bytes:
+    return tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
+@pytest.fixture(scope="module")
+def content() -> Content:
+    return finite(example_content(example_layout(1)))
+
+
+@pytest.fixture
+def step(tmp_path: Path, content: Content) -> Path:
+    return write_run(tmp_path / "run", example_layout(3), content)
+
+
+def expected(content: Content, dtype: str | None = None) -> dict[str, Tensor]:
+    """What the folder must hold."""
+    tensors = [("buffers/" + p.name, p.dtype, p.shape, data) for p, data in _parameters(content)]
+    tensors += [entry for entry in content.common if entry[0].startswith("buffers/")]
+    found = {}
+    for name, kind, shape, data in tensors:
+        whole = torch.frombuffer(bytearray(data) or bytearray(8), dtype=getattr(torch, kind))
+        whole = (whole if data else whole[:0]).reshape(shape)
+        found[name.removeprefix("buffers/")] = (
+            whole.to(TORCH[dtype]) if dtype and whole.is_floating_point() else whole
+        )
+    return found
+
+
+def _parameters(content: Content) -> list[tuple[Parameter, bytes]]:
+    return [
+        (p, content.values["master" if p.trainable else "param", p.name])
+        for p in example_layout(1).parameters
+    ]
+
+
+def loaded(folder: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        part = load_file(path)
+        assert not part.keys() & found.keys()
+        found |= part
+    return found
+
+
+def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
+        assert raw(found[name]) == raw(tensor), name
+
+
+@pytest.mark.parametrize("world", [1, 3, 8])
+@pytest.mark.parametrize("dtype", [None, "fp32", "bf16", "fp16"])
+def test_values_at_any_world_size_and_dtype(
+    tmp_path: Path, content: Content, world: int, dtype: str | None
+) -> None:
+    write_checkpoint(tmp_path / "step", example_layout(world), content)
+    folder = zerokit.consolidate(tmp_path / "step", tmp_path / "out", dtype=dtype)
+    assert [path.name for path in folder.iterdir()] == ["model.safetensors"]
+    same(loaded(folder), expected(content, dtype))
+
+
+def test_an_fp32_model_keeps_every_bit(tmp_path: Path) -> None:
+    """Random bits: signalling nans, denormals, infinities."""
+    content = example_content(example_layout(1))
+    write_checkpoint(tmp_path / "step", example_layout(2), content)
+    same(loaded(zerokit.consolidate(tmp_path / "step", tmp_path / "out")), expected(content))
+
+
+@pytest.mark.parametrize("limit", [1, 3000, "6kB", "5GB"])
+@pytest.mark.parametrize("buffer", [64, 1 << 20])
+def test_shards_and_their_index(
+    tmp_path: Path,
+    step: Path,
+    content: Content,
+    limit: int | str,
+    buffer: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(copying, "BUFFER_BYTES", buffer)
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+    folder = zerokit.consolidate(step, tmp_path / "out", dtype="bf16", max_shard_size=limit)
+    wanted = expected(content, "bf16")
+    same(loaded(folder), wanted)
+    files = sorted(folder.glob("*.safetensors"))
+    if limit == "5GB":
+        assert [path.name for path in folder.iterdir()] == ["model.safetensors"]
+        return
+    names = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
+    assert [path.name for path in files] == names
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert index["metadata"] == {"total_size": sum(tensor.nbytes for tensor in wanted.values())}
+    assert index["weight_map"].keys() == wanted.keys()
+    for path in files:
+        tensors = load_file(path)
+        assert {name for name, file in index["weight_map"].items() if file == path.name} == tensors.keys()
+        full = [tensor for tensor in tensors.values() if tensor.nbytes]
+        assert len(full) == 1 or sum(tensor.nbytes for tensor in full) <= parse_size(limit)
+
+
+def test_the_models_own_dtypes_are_the_default(tmp_path: Path, content: Content) -> None:
+    """As a model in bf16 is saved: masters in fp32."""
+    layout = build_layout(
+        [Segment(None, (Parameter("a", (33,), dtype="bfloat16"), Parameter("b", (5,))))],
+        world=2,
+        bucket_bytes=0,
+    )
+    made = finite(example_content(layout))
+    write_checkpoint(tmp_path / "step", layout, made)
+    found = loaded(zerokit.consolidate(tmp_path / "step", tmp_path / "out"))
+    whole = {
+        name: torch.frombuffer(bytearray(made.values["master", name]), dtype=torch.float32) for name in "ab"
+    }
+    assert raw(found["a"]) == raw(whole["a"].bfloat16())
+    assert raw(found["b"]) == raw(whole["b"])
+
+
+# --- conversions -------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=50)
+@given(
+    data=st.binary(min_size=8, max_size=800),
+    source=st.sampled_from(["bfloat16", "float16", "float32", "float64"]),
+)
+@pytest.mark.parametrize("target", ["bfloat16", "float16", "float32", "float64"])
+def test_conversions_are_torchs(target: str, source: str, data: bytes) -> None:
+    data = data[: len(data) // 8 * 8]
+    whole = torch.frombuffer(bytearray(data), dtype=getattr(torch, source))
+    converted = whole.to(getattr(torch, target))
+    lost = whole.isfinite() & ~converted.isfinite()
+    values = to_array(data, source, (-1,))
+    if lost.any():
+        with pytest.raises(OverflowError, match=f"does not fit {target}"):
+            from_array(values, target)
+        values = np.where(lost.numpy(), 0, values)
+        converted = torch.where(lost, 0, converted)
+    found = torch.frombuffer(bytearray(from_array(values, target)), dtype=getattr(torch, target))
+    assert torch.equal(found.isnan(), converted.isnan())
+    kept = ~converted.isnan()
+    assert raw(found[kept]) == raw(converted[kept])
+
+
+def test_every_half_of_a_bf16_step_rounds_to_even() -> None:
+    codes = np.arange(0x3F80, 0x3F90, dtype=np.uint32)
+    halves = np.concatenate([(codes << 16) + offset for offset in (0x7FFF, 0x8000, 0x8001)]).view(np.float32)
+    assert bytes(from_array(halves, "bfloat16")) == raw(torch.from_numpy(halves).bfloat16())
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path, content: Content) -> None:
+    values = dict(content.values)
+    values["master", "gain"] = np.float32(70000).tobytes()
+    write_checkpoint(tmp_path / "step", example_layout(2), replace(content, values=values))
+    with pytest.raises(CheckpointError, match="gain: 70000 does not fit float16: choose a wider dtype"):
+        zerokit.consolidate(tmp_path / "step", tmp_path / "out", dtype="fp16")
+    assert [path.name for path in tmp_path.iterdir()] == ["step"]
+    zerokit.consolidate(tmp_path / "step", tmp_path / "out", dtype="bf16")
+
+
+# --- refusals ----------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_a_flipped_bit_in_what_is_read_is_an_error(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    folder = tmp_path_factory.getbasetemp() / "consolidated"
+    if not folder.exists():
+        write_run(folder / "run", example_layout(2), finite(example_content(example_layout(1))))
+    checkpoint = zerokit.Checkpoint(folder / "run")
+    kind = data.draw(st.sampled_from(["data", "header", "common.safetensors", "manifest.json"]))
+    if kind in ("data", "header"):
+        rank = data.draw(st.integers(0, 1))
+        file = checkpoint.rank_file(rank)
+        path = checkpoint.path / file.name
+        read = [e for e in file.extents if checkpoint.streams[e.stream].kind in ("master", "param")]
+        extent = data.draw(st.sampled_from(read))
+        place = data.draw(st.integers(extent.offset, extent.offset + extent.size - 1))
+        if kind == "header":
+            place = data.draw(st.integers(0, len(file.header) - 1))
+    else:
+        path = checkpoint.path / kind
+        place = data.draw(st.integers(0, path.stat().st_size - 1))
+    whole = path.read_bytes()
+    damaged = bytearray(whole)
+    damaged[place] ^= 1 << data.draw(st.integers(0, 7))
+    path.write_bytes(damaged)
+    try:
+        with pytest.raises(CheckpointError, match=path.name):
+            zerokit.consolidate(folder / "run", folder / "out")
+    finally:
+        path.write_bytes(whole)
+    assert [entry.name for entry in folder.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        (7, 7),
+        ("7", 7),
+        ("300MB", 300 * 10**6),
+        ("5GB", 5 * 10**9),
+        ("1.5GiB", 3 * 2**29),
+        (" 2 kb ", 2000),
+        ("1T", 10**12),
+    ],
+)
+def test_sizes(text: int | str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", [0, -1, "", "GB", "5 PB", "1e3", "0.1", "5iB", "-5GB"])
+def test_sizes_that_are_none(text: int | str) -> None:
+    with pytest.raises(UsageError, match="expected a number of bytes, or such as 300MB"):
+        parse_size(text)
+
+
+def test_impossible_requests(tmp_path: Path, step: Path) -> None:
+    with pytest.raises(UsageError, match="dtype='fp8': expected one of bf16, fp16, fp32"):
+        zerokit.consolidate(step, tmp_path / "out", dtype="fp8")
+    with pytest.raises(CheckpointError, match="the output contains its source"):
+        zerokit.consolidate(step, tmp_path / "run", force=True)
+    (tmp_path / "out").mkdir()
+    with pytest.raises(CheckpointError, match="exists: choose another output"):
+        zerokit.consolidate(step, tmp_path / "out")
+    assert zerokit.consolidate(step, tmp_path / "out", force=True) == tmp_path / "out"
+
+
+def test_names_that_collide_are_refused(tmp_path: Path, content: Content) -> None:
+    common = (*content.common, ("buffers/gain", "float32", (), bytes(4)))
+    write_checkpoint(tmp_path / "step", example_layout(1), replace(content, common=common))
+    with pytest.raises(CheckpointError, match="no tensor can be written as 'gain': that name is taken"):
+        zerokit.consolidate(tmp_path / "step", tmp_path / "out")
+
+
+# --- the command -------------------------------------------------------------------------------------------
+
+
+def test_the_command_does_not_import_torch(tmp_path: Path, step: Path) -> None:
+    code = (
+        "import sys, atexit; from zerokit.cli import main;"
+        "atexit.register(lambda: print(sorted({'torch', 'mlflow', 'rich'} & set(sys.modules))));"
+        "main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "consolidate", "run", "-o", "out", "--dtype", "bf16"],
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert (done.stdout, done.stderr) == ("out\n[]\n", "")
+    assert len(loaded(tmp_path / "out")) == 21
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["run"], 2, "Missing option '-o' / '--output'"),
+        (["run", "-o", "out", "--dtype", "fp8"], 2, "'fp8' is not one of 'bf16', 'fp16', 'fp32'."),
+        (["run", "-o", "out", "--max-shard-size", "5 apples"], 2, "--max-shard-size: size '5 apples'"),
+        (["run", "-o", "run"], 1, "zerokit: run: the output contains its source"),
+        (["out", "-o", "out2"], 1, "zerokit: out: does not exist"),
+    ],
+)
+def test_the_command_refuses_in_plain_words(
+    tmp_path: Path, step: Path, arguments: list[str], code: int, message: str
+) -> None:
+    done = command(tmp_path, "consolidate", *arguments)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+# --- transformers ------------------------------------------------------------------------------------------
+
+
+def _gpt2() -> Any:
+    import transformers
+
+    torch.manual_seed(8)
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=61, n_positions=16, n_embd=24, n_layer=2, n_head=2)
+    )
+
+
+def _train_gpt2(directory: str) -> dict[str, Tensor]:
+    model = _gpt2()
+    zero = zerokit.ZeroOptimizer(model, torch.optim.AdamW, stage=3, precision="fp32", bucket_mb=SMALL, lr=0.1)
+    tokens = torch.arange(18).reshape(2, 9)
+    zero.backward(model(input_ids=tokens, labels=tokens).loss)
+    zero.step()
+    zerokit.save(directory, zero, step=1)
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("limit", ["5GB", "20kB"])
+def test_transformers_loads_gpt2_with_its_tied_head(
+    tmp_path: Path, limit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    trained = run_ranks(2, _train_gpt2, str(tmp_path / "run"))[0]
+    folder = zerokit.consolidate(tmp_path / "run", tmp_path / "out", max_shard_size=limit)
+    config = _gpt2().config
+    config.save_pretrained(folder)
+    model, report = transformers.GPT2LMHeadModel.from_pretrained(folder, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    assert model.lm_head.weight is model.transformer.wte.weight
+    same(dict(model.state_dict()), trained)
+    # The names are those that transformers itself would have written.
+    model.save_pretrained(tmp_path / "own")
+    assert loaded(tmp_path / "own").keys() == loaded(folder).keys()

@@ -1,0 +1,203 @@
+"""Ranges moved by threads: the right bytes, the right checksums, and nothing left open when something fails."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import threading
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zerokit.checkpoint import copying
+from zerokit.checkpoint.checksum import Piece
+from zerokit.checkpoint.copying import Conversion, Copier
+from zerokit.checkpoint.disk import opened
+from zerokit.cli.work import working
+from zerokit.errors import CheckpointError, UsageError
+from zerokit.launch.interrupts import Interrupted
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "source"
+    path.write_bytes(os.urandom(3000))
+    return path
+
+
+def copy_all(source: Path, target: Path, **options: object) -> None:
+    """The whole file in two pieces."""
+    with Copier[int](**options) as copier:  # type: ignore[arg-type]
+        file, out = copier.source(source, opened(source)), copier.target(target, 3000)
+        copier.copy(0, 1000, file, 0, out, 0)
+        copier.copy(1, 2000, file, 1000, out, 1000)
+        copier.release(file)
+        copier.release(out)
+
+
+def open_files() -> set[str]:
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found.add(os.readlink(f"/proc/self/fd/{name}"))
+        except OSError:
+            continue
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_ranges_between_any_files(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    folder = tmp_path_factory.mktemp("ranges")
+    contents = [os.urandom(size) for size in data.draw(st.lists(st.integers(0, 300), min_size=1, max_size=3))]
+    for number, content in enumerate(contents):
+        (folder / f"source{number}").write_bytes(content)
+    targets: list[bytearray] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(copying, "BUFFER_BYTES", data.draw(st.sampled_from([8, 24, 1 << 20])))
+        patch.setattr(copying, "_MOST_RUNS", data.draw(st.integers(1, 3)))
+        with Copier[str](jobs=data.draw(st.integers(1, 3))) as copier:
+            expected: dict[str, bytes] = {}
+            for number in range(data.draw(st.integers(1, 3))):
+                parts = []
+                for _ in range(data.draw(st.integers(0, 8))):
+                    which = data.draw(st.integers(0, len(contents) - 1))
+                    start = data.draw(st.integers(0, len(contents[which])))
+                    parts.append((which, start, data.draw(st.integers(0, len(contents[which]) - start))))
+                    if data.draw(st.booleans()):  # what follows at once, in both files: one run
+                        parts.append((which, sum(parts[-1][1:]), len(contents[which]) - sum(parts[-1][1:])))
+                whole = bytearray(sum(size for *_, size in parts))
+                target = copier.target(folder / f"target{number}", len(whole))
+                sources = [copier.source(path, opened(path)) for path in sorted(folder.glob("source*"))]
+                offset = 0
+                for which, start, size in parts:
+                    key = data.draw(st.sampled_from("abc"))
+                    copier.copy(key, size, sources[which], start, target, offset)
+                    content = contents[which][start : start + size]
+                    if content:
+                        expected[key] = expected.get(key, b"") + content
+                    whole[offset : offset + size] = content
+                    offset += size
+                for file in (*sources, target):
+                    copier.release(file)
+                targets.append(whole)
+    assert [(folder / f"target{number}").read_bytes() for number in range(len(targets))] == targets
+    assert copier.pieces == {key: Piece(zlib.crc32(part), len(part)) for key, part in expected.items()}
+
+
+def test_a_conversion_keeps_elements_whole(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copying, "BUFFER_BYTES", 64)
+    halves = Conversion(lambda view: bytes(view[2::4]), 4, 1)
+    with Copier[str](jobs=2) as copier:
+        file, target = copier.source(source, opened(source)), copier.target(tmp_path / "out", 500)
+        copier.copy("a", 2000, file, 1000, target, 0, halves)
+        copier.release(file)
+        copier.release(target)
+    content = source.read_bytes()[1000:]
+    assert (tmp_path / "out").read_bytes() == content[2::4]
+    assert copier.pieces == {"a": Piece(zlib.crc32(content), 2000)}
+
+
+def test_progress_is_told_in_this_thread_until_all_is_done(tmp_path: Path, source: Path) -> None:
+    told = []
+
+    def progress(done: int, total: int) -> None:
+        assert threading.current_thread() is threading.main_thread()
+        told.append((done, total))
+
+    copy_all(source, tmp_path / "out", total=3000, progress=progress)
+    assert told == sorted(told)
+    assert told[-1] == (3000, 3000)
+
+
+@pytest.mark.parametrize("what", ["read", "written", "synced", "interrupted"])
+def test_a_failure_ends_the_threads_and_closes_the_files(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    before, threads = open_files(), set(threading.enumerate())
+
+    def fail(*_: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    def interrupt(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    kind: type[BaseException] = CheckpointError
+    message = f"(source|out): cannot be {what}: Input/output error"
+    if what == "interrupted":
+        kind, message = KeyboardInterrupt, "^$"
+    else:
+        monkeypatch.setattr(os, {"read": "preadv", "written": "pwritev", "synced": "fsync"}[what], fail)
+    with pytest.raises(kind, match=message):
+        copy_all(source, tmp_path / "out", progress=interrupt if what == "interrupted" else None)
+    assert open_files() == before
+    assert set(threading.enumerate()) == threads
+
+
+def test_a_source_that_shrinks_is_told(tmp_path: Path, source: Path) -> None:
+    os.truncate(source, 2500)
+    with pytest.raises(CheckpointError, match="source: truncated: it ends at byte 2500"):
+        copy_all(source, tmp_path / "out")
+
+
+def test_an_error_of_the_caller_is_its_own(tmp_path: Path, source: Path) -> None:
+    before = open_files()
+
+    def use() -> None:
+        with Copier[int]() as copier:
+            copier.target(tmp_path / "out", 10)
+            copier.source(source, opened(source))
+            raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        use()
+    assert open_files() == before
+
+
+def test_many_files_are_not_open_at_once(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most = 0
+    preadv = os.preadv
+
+    def count(fd: int, views: Sequence[WriteableBuffer], offset: int) -> int:
+        nonlocal most
+        most = max(most, len(os.listdir("/proc/self/fd")))
+        return preadv(fd, views, offset)
+
+    monkeypatch.setattr(os, "preadv", count)
+    before = len(os.listdir("/proc/self/fd"))
+    with Copier[int](jobs=2) as copier:
+        for number in range(300):
+            file, target = copier.source(source, opened(source)), copier.target(tmp_path / f"{number}", 10)
+            copier.copy(number, 10, file, 0, target, 0)
+            copier.release(file)
+            copier.release(target)
+    assert most - before < 120
+    assert len(list(tmp_path.iterdir())) == 301
+
+
+def test_a_signal_ends_the_work(tmp_path: Path, source: Path) -> None:
+    def use() -> None:
+        with working("copying") as progress:
+            os.kill(os.getpid(), signal.SIGTERM)
+            copy_all(source, tmp_path / "out", progress=progress)
+
+    with pytest.raises(Interrupted, match="SIGTERM"):
+        use()
+
+
+def test_no_threads_is_wrong_use() -> None:
+    with pytest.raises(UsageError, match="jobs=0: expected at least 1"):
+        Copier[int](jobs=0)

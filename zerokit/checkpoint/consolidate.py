@@ -1,0 +1,238 @@
+"""A checkpoint's weights as a folder that Hugging Face's loaders take: whole tensors in `model*.safetensors`.
+
+Trainable parameters come from their masters, frozen ones and buffers as they are. Where the dtype stays the same,
+bytes are copied; where it changes, they pass through numpy, one buffer at a time. All that is read is proven.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from pathlib import Path
+
+from zerokit.checkpoint.copying import Conversion, Copier, Progress
+from zerokit.checkpoint.disk import opened, require_apart, staged, write_exactly, write_file
+from zerokit.checkpoint.extents import ELEMENT_BYTES, SAFETENSORS_NAMES, encode_header
+from zerokit.checkpoint.header import METADATA
+from zerokit.checkpoint.reader import Checkpoint
+from zerokit.checkpoint.slices import Key, Source, Want
+from zerokit.errors import CheckpointError, UsageError
+from zerokit.layout import Interval
+
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+DEFAULT_SHARD_SIZE = "5GB"
+BUFFER_PREFIX = "buffers/"
+
+_FLOATING = ("float64", "float32", "bfloat16", "float16")
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(I?))?B?\s*", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """A tensor of the output. `stream` is the number of the one that it comes from; buffers come from `common`."""
+
+    name: str
+    shape: tuple[int, ...]
+    numel: int
+    source_dtype: str
+    dtype: str
+    stream: int | None
+
+    @property
+    def source_size(self) -> int:
+        return self.numel * ELEMENT_BYTES[self.source_dtype]
+
+    @property
+    def size(self) -> int:
+        """Bytes in the output."""
+        return self.numel * ELEMENT_BYTES[self.dtype]
+
+
+def consolidate(
+    source: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    *,
+    dtype: str | None = None,
+    max_shard_size: int | str = DEFAULT_SHARD_SIZE,
+    force: bool = False,
+    jobs: int | None = None,
+    progress: Progress | None = None,
+) -> Path:
+    """Write the weights and buffers of `source` as `model.safetensors`, or as several with an index.
+
+    Of tied parameters only the first name is written, as `save_pretrained` does: loaders tie them again.
+
+    Args:
+        source: the directory of a step, or of a run, whose newest step is taken.
+        output: a directory that does not exist yet.
+        dtype: "bf16", "fp16" or "fp32" for everything that is floating-point; by default each parameter's own dtype in
+            the model that was saved, and the buffers' own.
+        max_shard_size: largest size of the tensors in one file, in bytes or such as "5GB" (10^9) or "5GiB" (2^30);
+            a single tensor that is larger has a file of its own.
+        force: replace an existing output.
+        jobs: threads that copy; up to four by default.
+        progress: called with the bytes copied and the bytes in all, often; what it raises ends the work.
+
+    Returns the output. Raises `UsageError` for an unknown dtype or size, and `CheckpointError` if the source is damaged
+    or no checkpoint, a value does not fit the dtype, or the output cannot be written; there is no output then, or it is
+    as before.
+    """
+    if dtype is not None and dtype not in DTYPES:
+        raise UsageError(f"dtype={dtype!r}: expected one of {', '.join(DTYPES)}")
+    limit = parse_size(max_shard_size)
+    checkpoint = Checkpoint(source)
+    target = Path(output)
+    require_apart(checkpoint.path, target)
+    with staged(target, force=force) as work:
+        shards = list(_shards(_tensors(checkpoint, DTYPES.get(dtype or "")), limit))
+        _write(Source(checkpoint), shards, work, jobs, progress)
+    return target
+
+
+def parse_size(size: int | str) -> int:
+    """Bytes of 1000, "300MB", "5GB" (10^9) or "5GiB" (2^30). Raises `UsageError` for anything else, or less than 1."""
+    found = _SIZE.fullmatch(str(size))
+    number = 0
+    if found is not None:
+        base = 1024 if found[3] else 1000
+        number = int(Decimal(found[1]) * base ** (" KMGT".index((found[2] or " ").upper())))
+    if number < 1:
+        raise UsageError(f"size {size!r}: expected a number of bytes, or such as 300MB, 5GB or 5GiB")
+    return number
+
+
+def _tensors(checkpoint: Checkpoint, dtype: str | None) -> Iterator[_Tensor]:
+    """Every parameter once, in the order of the line, then the buffers."""
+    seen = {METADATA}
+    held = {
+        place: number
+        for number, stream in enumerate(checkpoint.streams)
+        if stream.kind in ("master", "param")
+        for place in stream.parameters
+    }
+
+    def tensor(name: str, shape: tuple[int, ...], source: str, own: str, stream: int | None) -> _Tensor:
+        wanted = dtype if dtype is not None and source in _FLOATING else own
+        if wanted != source and not (wanted in _FLOATING and source in _FLOATING):
+            raise CheckpointError(
+                f"{checkpoint.path}: {name} is stored as {source} and cannot be written as {wanted}, its dtype in the "
+                "model: choose a dtype"
+            )
+        if name in seen:
+            raise CheckpointError(f"{checkpoint.path}: no tensor can be written as {name!r}: that name is taken")
+        seen.add(name)
+        return _Tensor(name, shape, math.prod(shape), source, wanted, stream)
+
+    for place, parameter in enumerate(checkpoint.layout.parameters):
+        number = held[place]
+        yield tensor(
+            parameter.name, parameter.shape, checkpoint.streams[number].dtype, parameter.dtype, number
+        )
+    for name, found in checkpoint.common.tensors.items():
+        if name.startswith(BUFFER_PREFIX):
+            yield tensor(name.removeprefix(BUFFER_PREFIX), found.shape, found.dtype, found.dtype, None)
+
+
+def _shards(tensors: Iterable[_Tensor], limit: int) -> Iterator[list[_Tensor]]:
+    """Neighbours together while they fit; at least one shard."""
+    shard: list[_Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if shard and size + tensor.size > limit:
+            yield shard
+            shard, size = [], 0
+        shard.append(tensor)
+        size += tensor.size
+    yield shard
+
+
+def _write(
+    source: Source,
+    shards: Sequence[Sequence[_Tensor]],
+    work: Path,
+    jobs: int | None,
+    progress: Progress | None,
+) -> None:
+    names = [
+        f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
+        for number in range(1, len(shards) + 1)
+    ]
+    total = sum(tensor.source_size for shard in shards for tensor in shard)
+    with Copier[Key](jobs=jobs, total=total, progress=progress) as copier:
+        for name, shard in zip(names, shards, strict=True):
+            _write_shard(source, copier, work / name, shard)
+    source.check(copier.pieces)
+    if len(shards) > 1:
+        index = {
+            "metadata": {"total_size": sum(tensor.size for shard in shards for tensor in shard)},
+            "weight_map": {
+                tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard
+            },
+        }
+        text = json.dumps(index, indent=2, sort_keys=True, ensure_ascii=False)
+        write_file(work / "model.safetensors.index.json", f"{text}\n".encode())
+
+
+def _write_shard(source: Source, copier: Copier[Key], path: Path, shard: Iterable[_Tensor]) -> None:
+    # Wide elements first, so that each tensor starts at a multiple of its element size.
+    ordered = sorted(shard, key=lambda tensor: -ELEMENT_BYTES[tensor.dtype])
+    entries: dict[str, object] = {METADATA: {"format": "pt"}}  # transformers refuses a file without it
+    position = 0
+    for tensor in ordered:
+        entries[tensor.name] = {
+            "dtype": SAFETENSORS_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [position, position + tensor.size],
+        }
+        position += tensor.size
+    header = encode_header(entries)
+    target = copier.target(path, len(header) + position)
+    write_exactly(target.fd, [header], 0, path)
+    wants, whole = [], []
+    position = len(header)
+    for tensor in ordered:
+        if tensor.stream is None:
+            whole.append((tensor, position))
+        else:
+            wants.append(
+                Want(
+                    tensor.stream,
+                    source.places[tensor.name],
+                    tensor.name,
+                    Interval(0, tensor.numel),
+                    position,
+                    _conversion(tensor),
+                )
+            )
+        position += tensor.size
+    source.copy(copier, wants, target)
+    if whole:
+        checkpoint = source.checkpoint
+        common = checkpoint.path / checkpoint.manifest.common.name
+        opened_common = copier.source(common, opened(common))
+        for tensor, offset in whole:
+            name = BUFFER_PREFIX + tensor.name
+            found = checkpoint.common.tensors[name]
+            copier.copy(name, found.size, opened_common, found.offset, target, offset, _conversion(tensor))
+        copier.release(opened_common)
+    copier.release(target)
+
+
+def _conversion(tensor: _Tensor) -> Conversion | None:
+    if tensor.dtype == tensor.source_dtype:
+        return None
+
+    def convert(view: memoryview) -> memoryview:
+        from zerokit.checkpoint.arrays import from_array, to_array
+
+        try:
+            return from_array(to_array(view, tensor.source_dtype, (-1,)), tensor.dtype)
+        except OverflowError as error:
+            raise CheckpointError(f"{tensor.name}: {error}: choose a wider dtype") from None
+
+    return Conversion(convert, ELEMENT_BYTES[tensor.source_dtype], ELEMENT_BYTES[tensor.dtype])

@@ -1,0 +1,34 @@
+"""`zerokit reshard`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command(epilog="The output is synced to the disk and appears whole or not at all.")
+@click.argument("checkpoint", metavar="CKPT", type=click.Path(path_type=Path))
+@click.option("--to", "world", type=click.IntRange(min=1), required=True, help="World size to cut for.")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    help="A new directory.  [default: beside the source, such as step-00000100.to-16]",
+)
+@click.option("--jobs", type=click.IntRange(min=1), help="Threads that copy.  [default: up to 4]")
+@click.option("--force", is_flag=True, help="Replace an existing output.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result on stdout as JSON.")
+def command(
+    checkpoint: Path, world: int, output: Path | None, jobs: int | None, force: bool, as_json: bool
+) -> None:
+    """Cut CKPT, a step or a run's newest, for another number of ranks.
+
+    Writes, byte for byte, what that many ranks would have saved. Every byte copied is proven by its checksum.
+    """
+    from zerokit.checkpoint.reshard import reshard
+    from zerokit.cli.work import told, working
+
+    with working("resharding") as progress:
+        written = reshard(checkpoint, world, output, jobs=jobs, force=force, progress=progress)
+    told(written, as_json, world=world)

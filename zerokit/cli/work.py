@@ -1,0 +1,35 @@
+"""Long work in a command: a progress bar, and signals that end it cleanly."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import click
+
+from zerokit.cli.bar import byte_bar
+from zerokit.launch.interrupts import Interrupts
+
+
+@contextmanager
+def working(task: str) -> Iterator[Callable[[int, int], None]]:
+    """What to call often, with the bytes done and the bytes in all; it raises `Interrupted` after a signal."""
+    with Interrupts() as interrupts, byte_bar(task) as show:
+
+        def progress(done: int, total: int) -> None:
+            interrupts.check()
+            if show is not None:
+                show(done, total)
+
+        yield progress
+
+
+def told(output: Path, as_json: bool, **more: object) -> None:
+    """Say what a command has written, on stdout: its path, or JSON with its files."""
+    if not as_json:
+        click.echo(output)
+        return
+    files = {path.name: path.stat().st_size for path in sorted(output.iterdir())}
+    click.echo(json.dumps({"output": str(output), **more, "files": files}, indent=2))
