@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from zerokit.checkpoint.extents import ELEMENT_BYTES, SAFETENSORS_NAMES, Stream, encode_header, rank_file
 from zerokit.checkpoint.manifest import COMMON_NAME, EXTRA_NAME, NAME, File, Manifest, Scalars
@@ -135,6 +136,14 @@ def common_file(tensors: Sequence[tuple[str, str, tuple[int, ...], bytes]]) -> b
         }
         body += data
     return encode_header(entries) + body
+
+
+def sealed(manifest: dict[str, Any] | bytes) -> bytes:
+    """A manifest's file with a right checksum, whatever is in it; as bytes, what follows the checksum's member."""
+    if isinstance(manifest, dict):
+        members = {key: value for key, value in manifest.items() if key != "crc32"}
+        manifest = json.dumps(members).encode()[1:]
+    return b'{"crc32":"%08x",' % zlib.crc32(manifest) + manifest
 
 
 def write_run(run: Path, layout: Layout, content: Content) -> Path:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from zerokit.checkpoint.checksum import crc32
@@ -27,7 +28,7 @@ VERSION = (1, 0)
 _PREFIX = '{"crc32":"%08x",'
 _PREFIX_BYTES = len(_PREFIX % 0)
 MAX_WORLD = 1 << 20
-_MAX_PLACES = 1 << 25
+_MAX_PLACES = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +191,8 @@ def _manifest(plain: Any) -> Manifest:
         Scalars(member(entry, "kind", str), _dtype(entry), shape_of(entry), budget.places(entry))
         for entry in members(top, "scalars", dict)
     )
+    if len({scalar.kind for scalar in scalars}) != len(scalars):
+        raise ValueError("scalars of one kind are listed twice")
     return Manifest(
         bounded(top, "step", 0),
         layout,
@@ -237,7 +240,7 @@ def _layout(top: dict[str, Any], world: int) -> Layout:
         )
         for name in (parameter.name, *parameter.aliases):
             if name in names:
-                raise ValueError(f"two parameters are called {name!r}")
+                raise ValueError(f"two parameters are called {name[:200]!r}")
             names.add(name)
         parameters.append(parameter)
     units: list[Unit] = []
@@ -259,21 +262,23 @@ def _layout(top: dict[str, Any], world: int) -> Layout:
 
 
 def _check_streams(layout: Layout, streams: list[Stream]) -> None:
-    if [stream.order for stream in streams] != sorted(stream.order for stream in streams):
-        raise ValueError("streams are not in order: wide elements first, then master, then by name")
+    if any(a.order >= b.order for a, b in pairwise(streams)):
+        raise ValueError(
+            "streams are not in order: wide elements first, then master, then by name, each once"
+        )
     trainable = [parameter.trainable for parameter in layout.parameters]
     seen: set[tuple[str, int]] = set()
     for stream in streams:
         if not stream.kind or "/" in stream.kind:
-            raise ValueError(f"a stream cannot be called {stream.kind!r}")
+            raise ValueError(f"a stream cannot be called {stream.kind[:200]!r}")
         for place in stream.parameters:
             if trainable[place] == (stream.kind == "param"):
                 raise ValueError(
-                    f"stream {stream.kind!r} holds parameter {place}, which is "
+                    f"stream {stream.kind[:200]!r} holds parameter {place}, which is "
                     f"{'trainable' if trainable[place] else 'frozen'}"
                 )
             if (stream.kind, place) in seen:
-                raise ValueError(f"parameter {place} is in two streams of kind {stream.kind!r}")
+                raise ValueError(f"parameter {place} is in two streams of kind {stream.kind[:200]!r}")
             seen.add((stream.kind, place))
     for place, trains in enumerate(trainable):
         if ("master" if trains else "param", place) not in seen:
@@ -283,7 +288,7 @@ def _check_streams(layout: Layout, streams: list[Stream]) -> None:
 def _dtype(entry: dict[str, Any]) -> str:
     dtype = member(entry, "dtype", str)
     if dtype not in ELEMENT_BYTES:
-        raise ValueError(f"dtype {dtype!r} is unknown")
+        raise ValueError(f"dtype {dtype[:60]!r} is unknown")
     return dtype
 
 
@@ -329,7 +334,8 @@ def _checksums(entry: dict[str, Any], count: int) -> tuple[int, ...]:
     text = member(entry, "crc32", str)
     if len(text) != 8 * count:
         raise ValueError(
-            f"stream {entry.get('kind')!r} has {len(text) / 8:g} checksums, expected one for each of {count} slices"
+            f"stream {str(entry.get('kind'))[:200]!r} has {len(text) / 8:g} checksums, expected one for each of "
+            f"{count} slices"
         )
     return tuple(_hex(text[start : start + 8]) for start in range(0, len(text), 8))
 
@@ -340,7 +346,7 @@ def _crc(entry: dict[str, Any], key: str) -> int:
 
 def _hex(text: str) -> int:
     if len(text) != 8 or not set(text) <= set("0123456789abcdef"):
-        raise ValueError(f"{text!r} is no CRC-32 of eight hexadecimal digits")
+        raise ValueError(f"{text[:60]!r} is no CRC-32 of eight hexadecimal digits")
     return int(text, 16)
 
 
@@ -348,7 +354,7 @@ def _file(top: dict[str, Any], key: str, name: str) -> File:
     entry = member(top, key, dict)
     found = member(entry, "name", str)
     if found != name:
-        raise ValueError(f"{key!r} is called {found!r}, expected {name!r}")
+        raise ValueError(f"{key!r} is called {found[:60]!r}, expected {name!r}")
     return File(name, bounded(entry, "bytes", 0), 0, _crc(entry, "crc32"))
 
 

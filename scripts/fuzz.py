@@ -1,0 +1,194 @@
+"""Coverage-guided fuzzing, each target in a process of its own (see scripts/fuzz).
+
+A reader may accept its input or refuse it with `CheckpointError`. Any other exception, ten seconds or 2 GiB for one
+input, and accepting what does not hold are failures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import subprocess
+import sys
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+SECONDS = 120
+# What the readers look for: without it, bytes seldom form a known key.
+WORDS = (
+    *(
+        '"name"',
+        '"shape"',
+        '"dtype"',
+        '"group"',
+        '"trainable"',
+        '"aliases"',
+        '"units"',
+        '"scopes"',
+        '"parameters"',
+    ),
+    *(
+        '"streams"',
+        '"kind"',
+        '"crc32"',
+        '"scalars"',
+        '"files"',
+        '"common"',
+        '"extra"',
+        '"bytes"',
+        '"header_bytes"',
+    ),
+    *(
+        '"data_offsets"',
+        '"__metadata__"',
+        '"float32"',
+        '"bfloat16"',
+        '"F32"',
+        '"BF16"',
+        '"param"',
+        '"master"',
+    ),
+    *(
+        '"$"',
+        '"items"',
+        '"tuple"',
+        '"dict"',
+        '"Counter"',
+        '"set"',
+        '"torch"',
+        '"hex"',
+        '"0x1"',
+        '"base64"',
+        "\\\\ud800",
+    ),
+    *("true", "false", "null", "1e999", "-1", "18446744073709551615", "[0,1]", "{}", "[]", "},{", "[[0,1]]"),
+)
+
+
+def check_header(data: bytes) -> None:
+    """What is accepted tiles the file."""
+    from zerokit.checkpoint.header import parse_header
+
+    header = parse_header(data, len(data), "input")
+    end = header.size
+    for tensor in header.tensors.values():
+        assert tensor.offset == end, tensor
+        end += tensor.size
+    assert end == len(data)
+
+
+def check_manifest(data: bytes) -> None:
+    """The checksum is made right. What is accepted is written again as it was understood, and places its files."""
+    from zerokit.checkpoint.extents import rank_file
+    from zerokit.checkpoint.manifest import parse_manifest
+
+    manifest = parse_manifest(b'{"crc32":"%08x",' % zlib.crc32(data) + data, "input")
+    assert parse_manifest(manifest.to_bytes(), "input") == manifest
+    for rank in {0, manifest.world - 1}:
+        file = rank_file(manifest.layout, manifest.streams, manifest.step, rank)
+        assert file.size == len(file.header) + sum(extent.size for extent in file.extents)
+
+
+def check_extra(data: bytes) -> None:
+    """What is accepted is encoded again."""
+    from zerokit.checkpoint.extra import decode, encode
+    from zerokit.checkpoint.strict import parse_json
+    from zerokit.errors import CheckpointError
+
+    try:
+        plain = parse_json(data)
+    except (ValueError, RecursionError):
+        return
+    value = decode(plain, {})
+    with contextlib.suppress(CheckpointError):  # for instance, as deep as reading allows
+        again, tensors = encode(value)
+        assert json.dumps(encode(decode(again, {}))[0]) == json.dumps(again)
+        assert not tensors
+
+
+def seeds(target: str) -> Iterator[bytes]:
+    """Valid inputs."""
+    from tests.support.checkpoints import common_file, example_content, example_layout, write_checkpoint
+    from zerokit.checkpoint.extra import encode
+
+    if target == "extra":
+        from collections import Counter
+
+        yield json.dumps(
+            encode([{1: (2.5, None)}, {"a": {1, 2}}, Counter("abba"), 2**70, b"\0", float("inf")])[0]
+        ).encode()
+        return
+    for world in (1, 3):
+        layout = example_layout(world)
+        content = example_content(layout)
+        if target == "header":
+            yield common_file(content.common)
+            yield common_file(content.common[:1])
+        else:
+            with tempfile.TemporaryDirectory() as folder:
+                manifest = write_checkpoint(Path(folder) / "step", layout, content)
+            yield manifest.to_bytes()[20:]
+
+
+TARGETS: dict[str, Callable[[bytes], None]] = {
+    "header": check_header,
+    "manifest": check_manifest,
+    "extra": check_extra,
+}
+
+
+def fuzz(target: str, arguments: list[str]) -> None:
+    """Does not return: the fuzzer ends the process."""
+    import atheris
+
+    with atheris.instrument_imports(include=["zerokit"]):
+        import zerokit.checkpoint.extra
+        import zerokit.checkpoint.header
+        import zerokit.checkpoint.manifest  # noqa: F401
+    from zerokit.errors import CheckpointError
+
+    def one(data: bytes) -> None:
+        with contextlib.suppress(CheckpointError):
+            TARGETS[target](data)
+
+    atheris.Setup([sys.argv[0], *arguments], one)
+    atheris.Fuzz()
+
+
+def main() -> int:
+    """Run the targets one after the other."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("seconds", nargs="?", type=int, default=SECONDS, help="of each target")
+    parser.add_argument("targets", nargs="*", metavar="target", help=", ".join(TARGETS))
+    options = parser.parse_args()
+    if not set(options.targets) <= set(TARGETS):
+        parser.error(f"the targets are {', '.join(TARGETS)}")
+    failed = []
+    for target in options.targets or TARGETS:
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            for number, seed in enumerate(seeds(target)):
+                (folder / f"seed-{number}").write_bytes(seed)
+            words = folder.with_suffix(".dict")
+            words.write_text("".join(f'"{word.replace(chr(34), chr(92) + chr(34))}"\n' for word in WORDS))
+            command = [sys.executable, __file__, "--inside", target, f"-max_total_time={options.seconds}"]
+            command += ["-timeout=10", "-rss_limit_mb=2048", "-max_len=16384", "-print_final_stats=1"]
+            command += [f"-dict={words}", f"-artifact_prefix={ROOT / f'fuzz-{target}-'}", str(folder)]
+            print(f"fuzz: {target} for {options.seconds} s", flush=True)
+            if subprocess.run(command, check=False).returncode:
+                failed.append(target)
+            words.unlink()
+    print(f"fuzz: {'failed: ' + ', '.join(failed) if failed else 'nothing found'}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--inside"]:
+        fuzz(sys.argv[2], sys.argv[3:])
+    sys.exit(main())

@@ -1,0 +1,359 @@
+"""Manifests: read back as written, as the schema says; every malformed one is refused by what is wrong with it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.cli.commands import environment
+from tests.support.checkpoints import example_content, example_layout, sealed, write_checkpoint
+from zerokit.checkpoint.extents import ELEMENT_BYTES, file_name, rank_file
+from zerokit.checkpoint.manifest import MAX_WORLD, Manifest, own_checksum, parse_manifest
+from zerokit.checkpoint.strict import MAX_NUMEL
+from zerokit.errors import CheckpointError
+
+SCHEMA = json.loads(files("zerokit.checkpoint").joinpath("manifest.schema.json").read_text())
+VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
+
+
+@pytest.fixture(scope="module")
+def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
+    layout = example_layout(3)
+    return write_checkpoint(tmp_path_factory.mktemp("made") / "step", layout, example_content(layout))
+
+
+@pytest.fixture(scope="module")
+def plain(manifest: Manifest) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(manifest.to_bytes())
+    return found
+
+
+def test_the_schema_is_one() -> None:
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+    assert set(SCHEMA["$defs"]["dtype"]["enum"]) == set(ELEMENT_BYTES)
+    assert SCHEMA["properties"]["world"]["maximum"] == MAX_WORLD
+    assert SCHEMA["$defs"]["shape"]["items"]["maximum"] == MAX_NUMEL
+
+
+def test_a_manifest_is_read_back_as_written(manifest: Manifest) -> None:
+    content = manifest.to_bytes()
+    assert parse_manifest(content, "manifest.json") == manifest
+    assert parse_manifest(content, "manifest.json").to_bytes() == content
+    VALIDATOR.validate(json.loads(content))
+
+
+def test_members_of_a_higher_minor_version_are_ignored(plain: dict[str, Any], manifest: Manifest) -> None:
+    newer = plain | {"version": [1, 7], "colour": "green"}
+    newer["streams"] = [stream | {"compression": None} for stream in plain["streams"]]
+    assert parse_manifest(sealed(newer), "manifest.json") == manifest
+    VALIDATOR.validate(newer)
+
+
+def test_any_flipped_bit_is_found(manifest: Manifest) -> None:
+    content = manifest.to_bytes()
+    for place in range(len(content)):
+        changed = bytearray(content)
+        changed[place] ^= 1 << place % 8
+        with pytest.raises(CheckpointError, match=r"^here: "):
+            parse_manifest(bytes(changed), "here")
+
+
+def test_what_is_no_manifest_is_told() -> None:
+    for content in (b"", b"{}", b'{"crc32":"0123456G",', b"\x80" * 40, b'{"crc32":"01234567"}'):
+        assert own_checksum(content) is None
+        with pytest.raises(CheckpointError, match="here: not a zerokit manifest"):
+            parse_manifest(content, "here")
+
+
+def put(*path: str | int, value: Any) -> Callable[[Any], None]:
+    def change(plain: Any) -> None:
+        for key in path[:-1]:
+            plain = plain[key]
+        plain[path[-1]] = value
+
+    return change
+
+
+def drop(*path: str | int) -> Callable[[Any], None]:
+    def change(plain: Any) -> None:
+        for key in path[:-1]:
+            plain = plain[key]
+        del plain[path[-1]]
+
+    return change
+
+
+def one_unit(plain: Any) -> None:
+    plain["units"] = [{"scopes": [], "parameters": len(plain["parameters"])}]
+
+
+def swap_streams(plain: Any) -> None:
+    plain["streams"][1:3] = plain["streams"][2:0:-1]
+
+
+def repeat_stream(plain: Any) -> None:
+    """The same kind and dtype, cut into two."""
+    whole = plain["streams"][0]
+    plain["streams"].insert(0, whole | {"parameters": [], "crc32": ""})
+
+
+def repeat_scalars(plain: Any) -> None:
+    plain["scalars"] *= 2
+
+
+def many_scalars(plain: Any) -> None:
+    """A short text that stands for 10^10 positions."""
+    count = len(plain["parameters"])
+    plain["parameters"] += [
+        {"name": f"p{i}", "shape": [0], "dtype": "float32", "group": 0, "trainable": True, "aliases": []}
+        for i in range(10_000)
+    ]
+    plain["units"].append({"scopes": [], "parameters": 10_000})
+    plain["streams"][1]["parameters"].append([count, count + 10_000])
+    stretch = {"dtype": "uint8", "shape": [], "parameters": [[0, count + 10_000]]}
+    plain["scalars"] = [stretch | {"kind": str(i)} for i in range(20_000)]
+
+
+REFUSALS: dict[str, tuple[Callable[[Any], None], str]] = {
+    "another format": (put("format", value="torch"), "format is 'torch', expected 'zerokit.checkpoint'"),
+    "another major version": (
+        put("version", value=[2, 0]),
+        r"version is 2.0, this zerokit reads 1.x: use a newer",
+    ),
+    "no version": (drop("version"), "'version' is missing"),
+    "a version of three": (put("version", value=[1, 0, 0]), "version is 1.0.0"),
+    "another alignment": (put("alignment", value=32), "alignment is 32, expected 64"),
+    "no ranks": (put("world", value=0), "'world' is 0, expected 1 to"),
+    "absurd ranks": (put("world", value=2**63), "'world' is 9223372036854775808, expected 1 to"),
+    "ranks without files": (put("world", value=2**20), "checksums, expected one for each|3 files are listed"),
+    "a truth as a number": (put("step", value=True), "'step' is 'True', expected int"),
+    "a fractional step": (put("step", value=1.0), "'step' is '1.0', expected int"),
+    "a negative step": (put("step", value=-1), "'step' is -1, expected 0 to"),
+    "a step of many digits": (put("step", value=10**4000), "number 10{19}… is too large"),
+    "no list of parameters": (put("parameters", value={}), "'parameters' is '{}', expected list"),
+    "a parameter is no object": (
+        put("parameters", 0, value=1),
+        "an element of 'parameters' is '1', expected dict",
+    ),
+    "a name is no text": (put("parameters", 0, "name", value=1), "'name' is '1', expected str"),
+    "half a surrogate pair": (put("parameters", 0, "name", value="\ud800"), "surrogates not allowed"),
+    "two of one name": (put("parameters", 0, "name", value="gain"), "two parameters are called 'gain'"),
+    "an alias of another's name": (
+        put("parameters", 0, "aliases", value=["gain"]),
+        "two parameters are called 'gain'",
+    ),
+    "unknown dtype": (put("parameters", 0, "dtype", value="fp32"), "dtype 'fp32' is unknown"),
+    "negative shape": (put("parameters", 0, "shape", value=[-1]), r"shape \(-1,\) is impossible"),
+    "absurd shape": (put("parameters", 0, "shape", value=[2**40, 2**40]), "is impossible"),
+    "a million dimensions": (put("parameters", 0, "shape", value=[2**62] * 10**6), "is impossible"),
+    "another shape": (put("parameters", 1, "shape", value=[0, 40]), "checksums, expected one for each of"),
+    "an empty unit": (put("units", 0, "parameters", value=0), "'parameters' is 0, expected 1 to"),
+    "units that are too long": (
+        put("units", 0, "parameters", value=2**40),
+        "units hold .* or more, but 19 are",
+    ),
+    "units that are too short": (drop("units", -1), "units hold 1. parameters, but 19 are listed"),
+    "a unit of frozen and trainable": (one_unit, "mixes frozen and trainable parameters, or groups"),
+    "groups out of order": (put("parameters", 1, "group", value=9), "groups out of order"),
+    "streams out of order": (swap_streams, "streams are not in order"),
+    "a stream twice": (repeat_stream, "streams are not in order"),
+    "a stream without a name": (
+        put("streams", 1, "kind", value=""),
+        "streams are not in order|cannot be called",
+    ),
+    "a stream that names a path": (
+        put("streams", 3, "kind", value="../up"),
+        "streams are not in order|cannot be",
+    ),
+    "a parameter in no stream": (
+        lambda plain: plain["streams"][-1].update(parameters=[], crc32=""),
+        "is in no param stream",
+    ),
+    "a frozen parameter's master": (
+        put("streams", 1, "parameters", value=[[0, 19]]),
+        "checksums, expected|frozen",
+    ),
+    "a range backwards": (put("streams", 1, "parameters", 0, value=[3, 1]), "in ascending order"),
+    "an empty range": (put("streams", 1, "parameters", 0, value=[0, 0]), "in ascending order"),
+    "a range beyond": (
+        put("streams", 1, "parameters", 0, value=[0, 2**60]),
+        "does not lie in the 19 parameters",
+    ),
+    "a range of three": (put("streams", 1, "parameters", 0, value=[0, 1, 2]), "is no .start, stop."),
+    "a range of text": (put("streams", 1, "parameters", 0, value=["0", "1"]), "is no .start, stop."),
+    "a checksum too few": (
+        lambda plain: put("streams", 1, "crc32", value=plain["streams"][1]["crc32"][8:])(plain),
+        "checksums, expected one for each of",
+    ),
+    "half a checksum": (
+        lambda plain: put("streams", 1, "crc32", value=plain["streams"][1]["crc32"][4:])(plain),
+        r"\.5 checksums, expected",
+    ),
+    "a checksum in capitals": (
+        lambda plain: put("streams", 1, "crc32", value="ABCDEF01" + plain["streams"][1]["crc32"][8:])(plain),
+        "'ABCDEF01' is no CRC-32 of eight hexadecimal digits",
+    ),
+    "scalars twice": (repeat_scalars, "scalars of one kind are listed twice"),
+    "a flood of scalars": (many_scalars, "hold more than 4194304 parameters together"),
+    "a file too few": (drop("files", 0), "2 files are listed, expected one for each of 3 ranks"),
+    "a file outside": (
+        put("files", 0, "name", value="../rank-00000-of-00003.safetensors"),
+        "rank 0's file is called '../rank-00000-of-00003.safetensors', expected 'rank-00000-of-00003.safetensors'",
+    ),
+    "a negative size": (put("files", 0, "bytes", value=-1), "'bytes' is -1, expected 8 to"),
+    "an absurd size": (
+        put("files", 0, "bytes", value=2**64 - 1),
+        "'bytes' is 18446744073709551615, expected",
+    ),
+    "a header without a checksum": (drop("files", 0, "header_crc32"), "'header_crc32' is missing"),
+    "common elsewhere": (
+        put("common", "name", value="/etc/passwd"),
+        "'common' is called '/etc/passwd', expected",
+    ),
+    "extra elsewhere": (
+        put("extra", "name", value="../extra.json"),
+        "'extra' is called '../extra.json', expected",
+    ),
+    "no extra": (drop("extra"), "'extra' is missing"),
+    "an infinite number": (put("more", value=float("inf")), "Infinity is not JSON"),
+    "no number": (put("more", value=float("nan")), "NaN is not JSON"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_a_malformed_manifest_is_refused_although_its_checksum_is_right(
+    plain: dict[str, Any], case: str
+) -> None:
+    change, message = REFUSALS[case]
+    changed = copy.deepcopy(plain)
+    change(changed)
+    content = sealed(changed)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        parse_manifest(content, "there/manifest.json")
+    assert str(caught.value).startswith("there/manifest.json: not valid: ")
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b'"a":1,"a":2}', "duplicate key 'a'"),
+        (b'"crc32":"00000000"}', "duplicate key 'crc32'"),
+        (b'"a":' + b"[" * 10**5 + b"]" * 10**5 + b"}", "recursion"),
+        (b'"a":"\xff"}', "can't decode"),
+        (b'"a":1}{}', "Extra data"),
+        (b'"a":1e999}', "number 1e999 is too large"),
+        (b"", "property name"),
+    ],
+)
+def test_a_malformed_text_is_refused_although_its_checksum_is_right(body: bytes, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        parse_manifest(sealed(body), "here")
+
+
+def test_refusing_takes_little_time_and_memory(plain: dict[str, Any], tmp_path: Path) -> None:
+    """A small hostile file must not cost more than a large honest one."""
+    code = (
+        "import resource, sys; from pathlib import Path; from zerokit.checkpoint.manifest import parse_manifest;"
+        "resource.setrlimit(resource.RLIMIT_AS, (1 << 29, 1 << 29)); resource.setrlimit(resource.RLIMIT_CPU, (10, 10));"
+        "parse_manifest(Path(sys.argv[1]).read_bytes(), 'here')"
+    )
+    for case in ("a flood of scalars", "a million dimensions", "ranks without files"):
+        changed = copy.deepcopy(plain)
+        REFUSALS[case][0](changed)
+        (tmp_path / "manifest.json").write_bytes(sealed(changed))
+        done = subprocess.run(
+            [sys.executable, "-c", code, tmp_path / "manifest.json"],
+            env=environment(tmp_path),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert "CheckpointError: here: not valid: " in done.stderr
+
+
+def accepted(content: bytes) -> None:
+    """Read a manifest; what is accepted follows the schema, and its files can be computed."""
+    try:
+        found = parse_manifest(content, "here")
+    except CheckpointError:
+        return
+    VALIDATOR.validate(json.loads(content))
+    assert parse_manifest(found.to_bytes(), "here") == found
+    for rank in {0, found.world - 1}:
+        file = rank_file(found.layout, found.streams, found.step, rank)
+        assert file.name == file_name(rank, found.world)
+
+
+JSON = st.recursive(
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(-2, 70),
+        st.integers(-(2**70), 2**70),
+        st.floats(allow_nan=False, allow_infinity=False),
+        st.text(max_size=4),
+        st.sampled_from(["float32", "bfloat16", "master", "param", "0123abcd", "gain"]),
+    ),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=4), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=250)
+@given(st.data())
+def test_a_changed_manifest_is_read_or_refused_and_nothing_else(
+    plain: dict[str, Any], data: st.DataObject
+) -> None:
+    """Members are replaced, removed, doubled; the checksum is made right."""
+    changed: Any = copy.deepcopy(plain)
+    for _ in range(data.draw(st.integers(1, 3))):
+        place = changed
+        while True:
+            keys = list(place) if isinstance(place, dict) else list(range(len(place)))
+            if not keys:
+                break
+            key = data.draw(st.sampled_from(keys))
+            if isinstance(place[key], dict | list) and data.draw(st.integers(0, 5)):
+                place = place[key]
+                continue
+            action = data.draw(st.integers(0, 3))
+            if action == 0:
+                del place[key]
+            elif action == 1 and isinstance(place, list):
+                place.insert(key, copy.deepcopy(place[key]))
+            elif action == 2 and type(place[key]) is int:
+                place[key] += data.draw(st.integers(-2, 2))
+            else:
+                place[key] = data.draw(JSON)
+            break
+    accepted(sealed(changed))
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_changed_bytes_are_read_or_refused_and_nothing_else(manifest: Manifest, data: st.DataObject) -> None:
+    body = bytearray(manifest.to_bytes()[20:])
+    for _ in range(data.draw(st.integers(1, 3))):
+        start = data.draw(st.integers(0, len(body)))
+        stop = data.draw(st.integers(start, min(len(body), start + 6)))
+        body[start:stop] = data.draw(
+            st.one_of(
+                st.binary(max_size=4),
+                st.sampled_from([b"0", b"9", b"-", b'"', b"[", b"},{", b"\\ud800", b"null"]),
+            )
+        )
+    accepted(sealed(bytes(body)))
