@@ -72,9 +72,12 @@ WORDS = (
 
 
 def check_header(data: bytes) -> None:
-    """What is accepted tiles the file."""
+    """What is accepted tiles the file. The first byte says how many bytes of data there are, and 255: all is as it is."""
     from zerokit.checkpoint.header import parse_header
 
+    size, data = data[0] if data else 255, data[1:]
+    if size != 255:
+        data = len(data).to_bytes(8, "little") + data + bytes(size)
     header = parse_header(data, len(data), "input")
     end = header.size
     for tensor in header.tensors.values():
@@ -128,8 +131,10 @@ def seeds(target: str) -> Iterator[bytes]:
         layout = example_layout(world)
         content = example_content(layout)
         if target == "header":
-            yield common_file(content.common)
-            yield common_file(content.common[:1])
+            whole = common_file(content.common[:world])
+            length = int.from_bytes(whole[:8], "little")
+            yield b"\xff" + whole
+            yield bytes([len(whole) - 8 - length]) + whole[8 : 8 + length].rstrip()
         else:
             with tempfile.TemporaryDirectory() as folder:
                 manifest = write_checkpoint(Path(folder) / "step", layout, content)
