@@ -72,7 +72,7 @@ WORDS = (
 
 
 def check_header(data: bytes) -> None:
-    """What is accepted tiles the file. The first byte is how many bytes of data there are; 255: the rest is the file."""
+    """What is accepted tiles the file. The first byte is how many bytes of data come; 255: the rest is the file."""
     from zerokit.checkpoint.header import parse_header
 
     size, data = data[0] if data else 255, data[1:]

@@ -18,9 +18,12 @@ from tests.support.checkpoints import Content, example_content, example_layout, 
 from zerokit.checkpoint.arrays import to_array
 from zerokit.checkpoint.checksum import crc32
 from zerokit.checkpoint.disk import read_exactly
-from zerokit.checkpoint.extents import ELEMENT_BYTES
+from zerokit.checkpoint.extents import ELEMENT_BYTES, Stream, rank_file
+from zerokit.checkpoint.manifest import File, Manifest
 from zerokit.checkpoint.reader import Checkpoint
+from zerokit.checkpoint.verify import verify
 from zerokit.errors import CheckpointError, UsageError
+from zerokit.layout import Parameter, Segment, build_layout
 
 ROOT = Path(__file__).parents[2]
 WORLD = 3
@@ -295,6 +298,21 @@ def test_a_manifest_that_states_another_file_than_its_layout_gives_is_refused(st
     path.write_bytes(b'{"crc32":"%08x",' % crc32(body) + body)
     with pytest.raises(CheckpointError, match=r"describes rank-00000-of-00003\.safetensors as .* 4000"):
         Checkpoint(step).rank_file(0)
+
+
+def test_a_parameter_that_the_files_cannot_hold_takes_no_memory(step: Path) -> None:
+    """Everything that the manifest states agrees, but the file is small."""
+    layout = build_layout([Segment(None, (Parameter("a", (1 << 50,)),))], world=1, bucket_bytes=0)
+    stream = Stream("master", "float64", (0,))
+    file = rank_file(layout, [stream], 100, 0)
+    stated = File(file.name, file.size, len(file.header), crc32(file.header))
+    old = Checkpoint(step).manifest
+    manifest = Manifest(100, layout, (stream,), (), ((0,),), (stated,), old.common, old.extra)
+    (step / "manifest.json").write_bytes(manifest.to_bytes())
+    (step / file.name).write_bytes(file.header)
+    with pytest.raises(CheckpointError, match=f"{file.name}: truncated: 4096 bytes, expected {file.size}"):
+        Checkpoint(step).read("master", "a")
+    assert [finding.problem for finding in verify(step).findings][-1] == "beyond the end of the file"
 
 
 def test_reading_loads_no_torch(step: Path) -> None:

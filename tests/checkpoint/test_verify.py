@@ -5,17 +5,24 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.cli.commands import zerokit
 from tests.support.checkpoints import (
     Content,
     example_content,
     example_layout,
+    sealed,
     write_checkpoint,
     write_run,
 )
+from tests.support.mutations import mutated
+from zerokit.checkpoint.diff import diff
+from zerokit.checkpoint.inspect import inspect
 from zerokit.checkpoint.reader import Checkpoint
 from zerokit.checkpoint.verify import Finding, verify
 from zerokit.errors import CheckpointError
@@ -144,6 +151,36 @@ def test_small_files_that_do_not_fit_the_manifest_are_told(tmp_path: Path) -> No
     (finding,) = verify(tmp_path / "other").findings
     assert finding.file == "extra.json"
     assert "there is no such tensor" in finding.problem
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], Path]:
+    """A step whose manifest may be changed, that manifest, and an untouched copy."""
+    layout, folder = example_layout(WORLD), tmp_path_factory.mktemp("hostile")
+    content = example_content(layout)
+    manifest = write_checkpoint(folder / "step", layout, content)
+    write_checkpoint(folder / "copy", layout, content)
+    return folder / "step", json.loads(manifest.to_bytes()), folder / "copy"
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_a_changed_manifest_with_a_right_checksum_is_survived(
+    hostile: tuple[Path, dict[str, Any], Path], data: st.DataObject
+) -> None:
+    """By everything that reads checkpoints; it may pass only if nothing that counts was changed."""
+    step, plain, copy = hostile
+    (step / "manifest.json").write_bytes(sealed(mutated(plain, data)))
+    report = verify(step)
+    assert report.intact or all(finding.file for finding in report.findings)
+    try:
+        checkpoint = Checkpoint(step)
+        for name in checkpoint.names:
+            checkpoint.read("master" if checkpoint.layout.find(name)[0].trainable else "param", name)
+        inspect(step)
+        diff(step, copy)
+    except CheckpointError:
+        assert not report.intact
 
 
 def test_no_checkpoint_is_an_error(tmp_path: Path) -> None:

@@ -86,14 +86,18 @@ class Checkpoint:
 
         number, first = self.find(stream, name)
         found = self.streams[number]
+        slices = self.slice_checksums(number)[first]
+        for rank, _ in slices:  # before memory is taken that the files may not justify
+            with self._opened(rank):
+                pass
         whole = bytearray(self.layout.find(first)[1].interval.numel * found.element_bytes)
-        for rank, crc in self.slice_checksums(number)[first]:
+        for rank, crc in slices:
             file = self.rank_file(rank)
             extent = file.by_place[number, first]
             start = extent.interval.start * found.element_bytes
             part = memoryview(whole)[start : start + extent.size]
             path = self.path / file.name
-            with opened(path) as fd:
+            with self._opened(rank) as fd:
                 read_exactly(fd, [part], extent.offset, path)
             if crc32(part) != crc:
                 raise CheckpointError(
@@ -145,10 +149,17 @@ class Checkpoint:
         Raises `CheckpointError`, naming the file, if it is missing, of another size or of another header.
         """
         file = self.rank_file(rank)
+        with self._opened(rank) as fd:
+            check_header(fd, file, self.path / file.name)
+            yield fd
+
+    @contextmanager
+    def _opened(self, rank: int) -> Iterator[int]:
+        """The descriptor of a rank's file, whose size is as it must be."""
+        file = self.rank_file(rank)
         path = self.path / file.name
         with opened(path) as fd:
             check_size(fd, file.size, path)
-            check_header(fd, file, path)
             yield fd
 
     @cached_property
