@@ -1,0 +1,64 @@
+"""What offline commands show while they work, and how they write sizes and names."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.commands import environment
+from tests.support.checkpoints import example_content, example_layout, write_checkpoint
+from zerokit.cli.bar import byte_bar
+from zerokit.cli.text import decimal_size, printable
+
+
+def test_a_bar_is_drawn_on_a_terminal_and_stdout_stays_data(tmp_path: Path) -> None:
+    layout = example_layout(2)
+    write_checkpoint(tmp_path / "step", layout, example_content(layout))
+    master, terminal = pty.openpty()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "zerokit.cli", "verify", "step"],
+            cwd=tmp_path,
+            env=environment(tmp_path, TERM="xterm"),
+            stdout=subprocess.PIPE,
+            stderr=terminal,
+            check=True,
+            timeout=60,
+        )
+        drawn = os.read(master, 1 << 16).decode()
+    finally:
+        os.close(terminal)
+        os.close(master)
+    assert "verifying" in drawn
+    assert "100%" in drawn or "kB" in drawn
+    assert done.stdout.startswith(b"step: intact: step 100 of 2 ranks")
+
+
+def test_no_bar_is_drawn_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
+    with byte_bar("verifying") as show:
+        assert show is None
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 bytes"),
+        (999, "999 bytes"),
+        (1000, "1.0 kB"),
+        (999_999, "1000.0 kB"),
+        (2_200_000_000, "2.2 GB"),
+        (5 * 10**18, "5000.0 PB"),
+    ],
+)
+def test_sizes_are_decimal(size: int, text: str) -> None:
+    assert decimal_size(size) == text
+
+
+def test_control_characters_are_escaped() -> None:
+    assert printable("wörter\x1b[2J\n\u202e") == "wörter\\x1b[2J\\n\\u202e"
