@@ -41,7 +41,7 @@ def command(context: click.Context, a: Path, b: Path, as_json: bool) -> None:
 
 
 def _print(found: Comparison) -> None:
-    from zerokit.cli.text import printable
+    from zerokit.cli.text import counted, printable
 
     by_stream: dict[str, list[Difference]] = {}
     for difference in found.differences:
@@ -54,8 +54,7 @@ def _print(found: Comparison) -> None:
             click.echo(f"         and {len(differences) - _SHOWN} more of {stream} (--json lists all)")
     for line in found.layout:
         click.echo(f"layout   {line} (no difference of the state)")
-    count = len(found.differences)
-    differ = f"{count} difference{'s'[: count != 1]}" if count else "no difference"
+    differ = counted(len(found.differences), "difference") if found.differences else "no difference"
     click.echo(f"{differ}; {found.equal} equal by CRC-32")
 
 

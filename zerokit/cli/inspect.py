@@ -58,7 +58,7 @@ def _print(summary: Summary) -> None:
     from rich.text import Text
     from rich.tree import Tree
 
-    from zerokit.cli.text import decimal_size, printable
+    from zerokit.cli.text import counted, decimal_size, printable
 
     def text(label: str, detail: str = "") -> Text:
         return Text.assemble((printable(label), "bold"), (f"  {printable(detail)}" if detail else "", "dim"))
@@ -66,12 +66,12 @@ def _print(summary: Summary) -> None:
     root = Tree(
         text(
             str(summary.path),
-            f"step {summary.step}, {summary.world} rank{'s'[: summary.world != 1]}, {decimal_size(summary.bytes)}",
+            f"step {summary.step}, {counted(summary.world, 'rank')}, {decimal_size(summary.bytes)}",
         )
     )
-    streams = root.add(text("streams", f"of {summary.units} units"))
+    streams = root.add(text("streams", f"of {counted(summary.units, 'unit')}"))
     for stream in summary.streams:
-        detail = f"{stream.parameters} parameters, {stream.numel:,} elements, {decimal_size(stream.bytes)}"
+        detail = f"{counted(stream.parameters, 'parameter')}, {counted(stream.numel, 'element')}, {decimal_size(stream.bytes)}"
         streams.add(text(stream.kind, f"{stream.dtype}, {detail}"))
     parameters = root.add(
         text("parameters", f"{summary.trainable_numel:,} trainable elements, {summary.frozen_numel:,} frozen")

@@ -14,6 +14,11 @@ def decimal_size(size_bytes: int) -> str:
     return f"{size:.1f} {unit}"
 
 
+def counted(number: int, noun: str) -> str:
+    """The number with its noun: 1 rank, 2 ranks."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def printable(text: str) -> str:
     """Without control characters: a name could move the cursor or change the terminal's title."""
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)

@@ -15,7 +15,7 @@ import click
 def command(context: click.Context, checkpoint: Path, as_json: bool) -> None:
     """Read every byte of CKPT, a step or a run, and say which file, parameter and range is bad."""
     from zerokit.checkpoint.verify import verify
-    from zerokit.cli.text import decimal_size, printable
+    from zerokit.cli.text import counted, decimal_size, printable
     from zerokit.cli.work import working
 
     with working("verifying") as progress:
@@ -27,11 +27,10 @@ def command(context: click.Context, checkpoint: Path, as_json: bool) -> None:
             click.echo(printable(str(finding)))
         if report.intact:
             click.echo(
-                f"{report.path}: intact: step {report.step} of {report.world} rank{'s'[: report.world != 1]}, "
-                f"{report.slices} slices, {decimal_size(report.bytes_read)} read"
+                f"{report.path}: intact: step {report.step} of {counted(report.world or 0, 'rank')}, "
+                f"{counted(report.slices, 'slice')}, {decimal_size(report.bytes_read)} read"
             )
         else:
-            count = len(report.findings)
-            click.echo(f"{report.path}: damaged: {count} finding{'s'[: count != 1]}")
+            click.echo(f"{report.path}: damaged: {counted(len(report.findings), 'finding')}")
     if not report.intact:
         context.exit(1)
