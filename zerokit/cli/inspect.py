@@ -71,8 +71,8 @@ def _print(summary: Summary) -> None:
     )
     streams = root.add(text("streams", f"of {counted(summary.units, 'unit')}"))
     for stream in summary.streams:
-        detail = f"{counted(stream.parameters, 'parameter')}, {counted(stream.numel, 'element')}, {decimal_size(stream.bytes)}"
-        streams.add(text(stream.kind, f"{stream.dtype}, {detail}"))
+        amount = f"{counted(stream.parameters, 'parameter')}, {counted(stream.numel, 'element')}"
+        streams.add(text(stream.kind, f"{stream.dtype}, {amount}, {decimal_size(stream.bytes)}"))
     parameters = root.add(
         text("parameters", f"{summary.trainable_numel:,} trainable elements, {summary.frozen_numel:,} frozen")
     )
