@@ -1,0 +1,308 @@
+"""Checkpoints: zerokit's commands and calls beside `cp` and `sync` and torch's own tools, on this machine.
+
+    python benchmarks/compare_checkpoints.py
+    python benchmarks/compare_checkpoints.py --size-gb 0.5 --repeats 3 --skip-live --json results.json
+
+Commands are whole processes, with their peak resident memory; everything is in the page cache, and every figure
+includes the way to the disk. Rounds over all follow each other, every second one in reverse order, so that a machine's
+moods fall on all alike: trust the ratios of medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:  # run as a file from a checkout that is not installed
+    sys.path.insert(0, str(ROOT))
+
+from benchmarks.compare_engines import machine  # noqa: E402
+from benchmarks.tables import print_table  # noqa: E402
+from zerokit.checkpoint.checksum import crc32  # noqa: E402
+from zerokit.checkpoint.extents import Stream, encode_header, rank_file  # noqa: E402
+from zerokit.checkpoint.manifest import COMMON_NAME, EXTRA_NAME, NAME, File, Manifest  # noqa: E402
+from zerokit.layout import Layout, Parameter, Segment, build_layout  # noqa: E402
+
+_KINDS = ("master", "exp_avg", "exp_avg_sq")
+_WIDTH = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A command to time; `floor` is the one that it is compared with. `output` is removed after each run."""
+
+    name: str
+    command: Sequence[str]
+    output: Path
+    floor: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Of all runs of one task. Memory is that of its largest process; a call has none of its own."""
+
+    seconds: list[float]
+    peak_bytes: list[int]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+
+def make_checkpoint(path: Path, size_gb: float, world: int) -> int:
+    """Write a synthetic one of a transformer's shapes and AdamW's streams; returns the bytes of its weights."""
+    shapes = ((3 * _WIDTH, _WIDTH), (3 * _WIDTH,), (4 * _WIDTH, _WIDTH), (_WIDTH, 4 * _WIDTH), (_WIDTH,))
+    block = [Parameter("", shape).numel for shape in shapes]
+    count = max(1, round(size_gb * 1e9 / 4 / len(_KINDS) / sum(block)))
+    layout = build_layout(
+        (
+            Segment(f"b{i}", tuple(Parameter(f"b{i}.{n}", shape) for n, shape in enumerate(shapes)))
+            for i in range(count)
+        ),
+        world=world,
+        bucket_bytes=25 << 20,
+    )
+    numbers = range(count * len(shapes))
+    streams = tuple(Stream(kind, "float32", tuple(numbers)) for kind in _KINDS)
+    path.mkdir(parents=True)
+    noise = bytearray(random.Random(0).randbytes(8 << 20))
+    noise[3::4] = b"\x3e" * (len(noise) // 4)  # numbers below 1: not every float fits bf16
+    files, crcs = [], {}
+    for rank in range(world):
+        file = rank_file(layout, streams, 1, rank)
+        with (path / file.name).open("wb") as out:
+            out.write(file.header)
+            for extent in file.extents:
+                start = random.Random(extent.offset).randrange(1 << 18) * 4
+                data = (noise * (extent.size // len(noise) + 2))[start : start + extent.size]
+                crcs[extent.stream, extent.parameter.name, rank] = crc32(data)
+                out.write(data)
+        files.append(File(file.name, file.size, len(file.header), crc32(file.header)))
+    common, extra = encode_header({"__metadata__": {"format": "zerokit"}}), b'{"step":1}'
+    for name, content in ((COMMON_NAME, common), (EXTRA_NAME, extra)):
+        (path / name).write_bytes(content)
+    manifest = Manifest(
+        step=1,
+        layout=layout,
+        streams=streams,
+        scalars=(),
+        checksums=tuple(
+            tuple(crcs[number, p.name, rank] for p in layout.parameters for rank in layout.owners(p.name))
+            for number in range(len(streams))
+        ),
+        files=tuple(files),
+        common=File(COMMON_NAME, len(common), 0, crc32(common)),
+        extra=File(EXTRA_NAME, len(extra), 0, crc32(extra)),
+    )
+    (path / NAME).write_bytes(manifest.to_bytes())
+    return 4 * _numel(layout)
+
+
+def _numel(layout: Layout) -> int:
+    return sum(parameter.numel for parameter in layout.parameters)
+
+
+# A process of its own: a child's peak memory begins with that of the process that it was forked from.
+_LAUNCHER = """
+import json, os, sys, time
+started = time.perf_counter()
+process = os.posix_spawnp(sys.argv[1], sys.argv[1:], os.environ)
+_, status, usage = os.wait4(process, 0)
+print(json.dumps([os.waitstatus_to_exitcode(status), time.perf_counter() - started, usage.ru_maxrss * 1024]))
+"""
+
+
+def run(command: Sequence[str]) -> tuple[float, int]:
+    """Seconds and peak resident bytes of a command and its children. Raises `RuntimeError` if it fails."""
+    os.sync()
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", _LAUNCHER, *command],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        check=True,
+        text=True,
+    )
+    code, seconds, peak = json.loads(done.stdout.splitlines()[-1])
+    if code:
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr[-2000:]}")
+    return seconds, peak
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a directory, if it is there."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def run_rounds(tasks: Sequence[Task], repeats: int) -> dict[str, Figures]:
+    """All tasks `repeats` times, after one round that only fills the page cache."""
+    found = {task.name: Figures([], []) for task in tasks}
+    for number in range(repeats + 1):
+        for task in tasks if number % 2 else reversed(tasks):
+            print(f"round {number}/{repeats}: {task.name}", file=sys.stderr, flush=True)
+            seconds, peak = run(task.command)
+            remove(task.output)
+            if number:
+                found[task.name].seconds.append(seconds)
+                found[task.name].peak_bytes.append(peak)
+    return found
+
+
+def offline_tasks(directory: Path, step: Path, world: int) -> list[Task]:
+    """`reshard` and `consolidate` beside copies of as many bytes."""
+    program = [sys.executable, "-m", "zerokit.cli"]
+    out = directory / "out"
+    weights, half = directory / "weights", directory / "weights-bf16"
+    for path, options in ((weights, []), (half, ["--dtype", "bf16"])):
+        run([*program, "consolidate", str(step), "-o", str(path), *options])
+
+    def copy(source: Path) -> list[str]:
+        return ["sh", "-c", 'cp -r "$0" "$1" && sync', str(source), str(out)]
+
+    return [
+        Task("cp + sync (checkpoint)", copy(step), out),
+        Task(
+            f"zerokit reshard --to {world}",
+            [*program, "reshard", str(step), "--to", str(world), "-o", str(out)],
+            out,
+            "cp + sync (checkpoint)",
+        ),
+        Task("cp + sync (weights)", copy(weights), out),
+        Task(
+            "zerokit consolidate",
+            [*program, "consolidate", str(step), "-o", str(out)],
+            out,
+            "cp + sync (weights)",
+        ),
+        Task("cp + sync (bf16 weights)", copy(half), out),
+        Task(
+            "zerokit consolidate, bf16",
+            [*program, "consolidate", str(step), "-o", str(out), "--dtype", "bf16"],
+            out,
+            "cp + sync (bf16 weights)",
+        ),
+    ]
+
+
+def peer_tasks(directory: Path) -> list[Task]:
+    """torch's tools, on what `live_checkpoint` has left: a state of the same size, and its weights."""
+    out = directory / "out"
+    to_torch = (
+        "import sys; from torch.distributed.checkpoint.format_utils import dcp_to_torch_save as convert;"
+        "convert(*sys.argv[1:]); import os; os.sync()"
+    )
+    whole = (
+        "import sys, os, glob; os.makedirs(sys.argv[2]); from safetensors import safe_open;"
+        "from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files as c;"
+        "names = [n for f in glob.glob(sys.argv[1] + '/*.safetensors') for n in safe_open(f, 'pt').keys()];"
+        "c(sys.argv[1], sys.argv[2], dict.fromkeys(names, 1), num_threads=2); os.sync()"
+    )
+    return [
+        Task(
+            "torch dcp_to_torch_save (checkpoint)",
+            [sys.executable, "-c", to_torch, str(directory / "dcp"), str(out)],
+            out,
+            "cp + sync (checkpoint)",
+        ),
+        Task(
+            "torch consolidate_safetensors (weights)",
+            [sys.executable, "-c", whole, str(directory / "dcp-hf"), str(out)],
+            out,
+            "cp + sync (weights)",
+        ),
+    ]
+
+
+def live(directory: Path, size_gb: float, repeats: int) -> dict[str, Figures]:
+    """Times of save and load calls."""
+    print(f"save and load, {repeats} rounds", file=sys.stderr, flush=True)
+    command = [sys.executable, "-m", "benchmarks.live_checkpoint", str(directory)]
+    done = subprocess.run(
+        [*command, "--size-gb", str(size_gb), "--repeats", str(repeats)],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        check=True,
+        text=True,
+    )
+    return {name: Figures(times, []) for name, times in json.loads(done.stdout)["seconds"].items()}
+
+
+def show(figures: Mapping[str, Figures], floors: Mapping[str, str], title: str) -> None:
+    """Print the table."""
+    rows = []
+    for name, found in figures.items():
+        floor = figures.get(floors.get(name, ""))
+        rows.append(
+            [
+                name,
+                f"{found.median:.2f} ({min(found.seconds):.2f}–{max(found.seconds):.2f})",
+                f"{found.median / floor.median:.2f}" if floor else "",
+                f"{max(found.peak_bytes) / 2**20:.0f}" if found.peak_bytes else "",
+            ]
+        )
+    print_table(title, ["", "seconds (min–max)", "÷ floor", "peak RSS MiB"], rows)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the comparison; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="compare_checkpoints.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--size-gb", type=float, default=2.0, help="of the checkpoint, in 10^9 bytes")
+    parser.add_argument("--repeats", type=int, default=5, help="rounds over all")
+    parser.add_argument("--world", type=int, default=4, help="ranks of the checkpoint")
+    parser.add_argument("--to", type=int, default=8, help="ranks that it is resharded to")
+    parser.add_argument("--directory", type=Path, help="where to work  [default: a temporary one]")
+    parser.add_argument("--skip-live", action="store_true", help="neither torch nor save and load")
+    parser.add_argument(
+        "--json", type=Path, metavar="OUT", help="write settings, machine and every figure here"
+    )
+    options = parser.parse_args(arguments)
+    if options.size_gb <= 0 or min(options.repeats, options.world, options.to) < 1:
+        parser.error("sizes and counts must be positive")
+    with ExitStack() as stack:
+        directory = Path(
+            stack.enter_context(tempfile.TemporaryDirectory(prefix="zerokit-", dir=options.directory))
+        )
+        step = directory / "synthetic" / "step-00000001"
+        make_checkpoint(step, options.size_gb, options.world)
+        calls = {} if options.skip_live else live(directory, options.size_gb, options.repeats)
+        tasks = offline_tasks(directory, step, options.to)
+        if not options.skip_live:
+            tasks += peer_tasks(directory)
+        figures = run_rounds(tasks, options.repeats) | calls
+    floors = {task.name: task.floor for task in tasks} | dict.fromkeys(calls, "write and sync")
+    floors["zerokit.load"] = "dcp.load"
+    if options.json is not None:
+        record = {
+            "format": "zerokit.compare-checkpoints/1",
+            "machine": machine(),
+            "settings": {key: str(value) for key, value in vars(options).items()},
+            "figures": {name: asdict(found) for name, found in figures.items()},
+            "floors": floors,
+        }
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
+    show(figures, floors, f"{options.size_gb:g} GB, {options.world} ranks, median of {options.repeats}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
