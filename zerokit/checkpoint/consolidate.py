@@ -124,7 +124,9 @@ def _tensors(checkpoint: Checkpoint, dtype: str | None) -> Iterator[_Tensor]:
                 "model: choose a dtype"
             )
         if name in seen:
-            raise CheckpointError(f"{checkpoint.path}: no tensor can be written as {name!r}: that name is taken")
+            raise CheckpointError(
+                f"{checkpoint.path}: no tensor can be written as {name!r}: that name is taken"
+            )
         seen.add(name)
         return _Tensor(name, shape, math.prod(shape), source, wanted, stream)
 
