@@ -37,6 +37,8 @@ from zerokit.layout import Layout, Parameter, Segment, build_layout  # noqa: E40
 
 _KINDS = ("master", "exp_avg", "exp_avg_sq")
 _WIDTH = 1024
+_SMALL_WIDTH = 64
+"""Of checkpoints that would have less than eight blocks otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +65,10 @@ class Figures:
 
 def make_checkpoint(path: Path, size_gb: float, world: int) -> int:
     """Write a synthetic one of a transformer's shapes and AdamW's streams; returns the bytes of its weights."""
-    shapes = ((3 * _WIDTH, _WIDTH), (3 * _WIDTH,), (4 * _WIDTH, _WIDTH), (_WIDTH, 4 * _WIDTH), (_WIDTH,))
-    block = [Parameter("", shape).numel for shape in shapes]
-    count = max(1, round(size_gb * 1e9 / 4 / len(_KINDS) / sum(block)))
+    numel = size_gb * 1e9 / 4 / len(_KINDS)
+    width = _WIDTH if numel > 8 * 11 * _WIDTH**2 else _SMALL_WIDTH
+    shapes = ((3 * width, width), (3 * width,), (4 * width, width), (width, 4 * width), (width,))
+    count = max(1, round(numel / sum(Parameter("", shape).numel for shape in shapes)))
     layout = build_layout(
         (
             Segment(f"b{i}", tuple(Parameter(f"b{i}.{n}", shape) for n, shape in enumerate(shapes)))

@@ -24,9 +24,6 @@ from tests.support.checkpoints import (
     write_checkpoint,
     write_run,
 )
-from tests.support.distributed import run_ranks
-from tests.support.models import CASES
-from tests.support.training import Run, Trajectory, build_seeded, one_step, wrap
 from zerokit.checkpoint import copying
 from zerokit.errors import CheckpointError, UsageError
 from zerokit.layout import Layout, Parameter, Segment, build_layout
@@ -117,29 +114,6 @@ def test_generated_models(
         found = contents(zerokit.reshard(folder / "old", world, folder / "out"))
     assert found == contents(folder / "new")
     shutil.rmtree(folder)
-
-
-def _save(directory: str, old: str | None) -> None:
-    """Train two steps and save; or load `old` and save that."""
-    case = CASES["gpt_groups"]
-    run = Run(stage=2 if old is None else 3)
-    model = build_seeded(case, 0)
-    zero = wrap(model, case, run)
-    if old is None:
-        for step in range(2):
-            one_step(model, zero, case, run, step, Trajectory())
-        zerokit.save(directory, zero, step=2, extra={"epoch": 1})
-    else:
-        zerokit.save(directory, zero, step=2, extra=zerokit.load(old, zero))
-
-
-def test_the_same_as_ranks_that_load_and_save(tmp_path: Path) -> None:
-    run_ranks(3, _save, str(tmp_path / "run"), None)
-    for world in (1, 2, 4):
-        output = zerokit.reshard(tmp_path / "run", world)
-        assert output == tmp_path / "run" / f"step-00000002.to-{world}"
-        run_ranks(world, _save, str(tmp_path / f"run{world}"), str(tmp_path / "run"))
-        assert contents(output) == contents(tmp_path / f"run{world}" / "step-00000002")
 
 
 # --- damage ------------------------------------------------------------------------------------------------

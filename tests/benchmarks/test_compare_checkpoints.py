@@ -1,0 +1,56 @@
+"""The comparison of checkpoints runs from end to end, on real checkpoints, and says what failed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+import zerokit
+from benchmarks import compare_checkpoints
+
+
+def test_commands_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [
+        "--size-gb",
+        "0.004",
+        "--repeats",
+        "1",
+        "--skip-live",
+        "--directory",
+        str(tmp_path),
+        "--json",
+    ]
+    assert compare_checkpoints.main([*arguments, str(tmp_path / "found.json")]) == 0
+    record = json.loads((tmp_path / "found.json").read_text())
+    assert record["format"] == "zerokit.compare-checkpoints/1"
+    assert {"zerokit reshard --to 8", "zerokit consolidate"} <= record["figures"].keys()
+    for name, found in record["figures"].items():
+        assert all(seconds > 0 for seconds in found["seconds"]), name
+        assert all(2**20 < size < 2**27 for size in found["peak_bytes"]), name
+    assert record["floors"]["zerokit consolidate"] in record["figures"]
+    assert "÷ floor" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
+
+
+def test_calls_and_peers_run(tmp_path: Path) -> None:
+    figures = compare_checkpoints.live(tmp_path, 0.004, 1)
+    assert {"write and sync", "zerokit.save", "zerokit.load", "dcp.save", "dcp.load"} == figures.keys()
+    assert all(found.median > 0 for found in figures.values())
+    assert zerokit.verify(tmp_path / "run").intact
+    for task in compare_checkpoints.peer_tasks(tmp_path):
+        compare_checkpoints.run(task.command)
+        assert task.output.exists()
+        compare_checkpoints.remove(task.output)
+
+
+def test_the_synthetic_checkpoint_is_a_checkpoint(tmp_path: Path) -> None:
+    compare_checkpoints.make_checkpoint(tmp_path / "step", 0.002, 3)
+    assert zerokit.verify(tmp_path / "step").intact
+
+
+def test_a_failing_command_is_told(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="no such thing"):
+        compare_checkpoints.run([sys.executable, "-c", "raise SystemExit('no such thing')"])
