@@ -8,6 +8,7 @@ import os
 import resource
 import stat
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -27,13 +28,15 @@ def old(tmp_path: Path) -> Path:
     return target
 
 
-@pytest.fixture
+@contextmanager
 def small_files() -> Iterator[None]:
-    """No file of this process may grow beyond 4096 bytes."""
+    """No file of this process may grow beyond 4096 bytes: nor pytest's own output, so no fixture."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def names(directory: Path) -> list[str]:
@@ -93,14 +96,15 @@ def test_a_full_disk_is_told_with_needed_and_free_bytes(tmp_path: Path) -> None:
     assert str(caught.value).endswith("are free")
 
 
-@pytest.mark.usefixtures("small_files")
 def test_a_file_beyond_the_limit_is_told_at_lay_out(tmp_path: Path) -> None:
     with (
+        small_files(),
         pytest.raises(CheckpointError, match=r"cannot be laid out: File too large: .*ulimit -f"),
         disk.new_file(tmp_path / "a", 5000),
     ):
         pytest.fail("the body ran")
-    disk.write_file(tmp_path / "b", bytes(4096))
+    with small_files():
+        disk.write_file(tmp_path / "b", bytes(4096))
     assert (tmp_path / "b").stat().st_size == 4096
 
 

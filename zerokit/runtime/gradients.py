@@ -45,7 +45,9 @@ class BucketPool:
         """`fitting` lists the elements of the units that the pool's `count` buckets serve."""
         self.numel = max(fitting, default=0)
         self._dtype, self._device = dtype, device
-        self._free = [torch.empty(self.numel, dtype=dtype, device=device) for _ in range(min(count, len(fitting)))]
+        self._free = [
+            torch.empty(self.numel, dtype=dtype, device=device) for _ in range(min(count, len(fitting)))
+        ]
         self._owned = {bucket.data_ptr(): bucket for bucket in self._free}
 
     def take(self, numel: int) -> Tensor | None:
