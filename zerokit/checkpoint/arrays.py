@@ -28,7 +28,7 @@ def from_array(values: NDArray[Any], dtype: str) -> memoryview:
 
     Raises `OverflowError` if a finite value is too large for `dtype`.
     """
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):  # a signalling nan is as good as any
         if dtype == "bfloat16":
             found = _rounded(values.astype("<f4", copy=False).view("<u4"))
             infinite = (found & 0x7FFF) == 0x7F80

@@ -6,7 +6,8 @@ combine to the slice's, whoever has read them, so every byte is proven without r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from zerokit.checkpoint.checksum import Piece, combine
@@ -26,13 +27,15 @@ class PieceKey:
 
 
 def refine(
-    cuts: Iterable[tuple[int, Interval]], wanted: Interval
+    cuts: Sequence[tuple[int, Interval]], wanted: Interval
 ) -> Iterator[tuple[int, Interval, Interval]]:
     """`(rank, cut, part)` for the parts of `wanted` that lie in each rank's cut of the same parameter."""
-    for rank, cut in cuts:
-        part = cut.intersection(wanted)
-        if part.numel:
-            yield rank, cut, part
+    # A large parameter at a thousand ranks has a thousand cuts, and every new slice meets a few of them.
+    place = bisect_right(cuts, wanted.start, key=lambda held: held[1].stop)
+    while wanted.numel and place < len(cuts) and cuts[place][1].start < wanted.stop:
+        rank, cut = cuts[place]
+        yield rank, cut, cut.intersection(wanted)
+        place += 1
 
 
 def damaged(manifest: Manifest, found: Sequence[Mapping[PieceKey, Piece]]) -> list[str]:
