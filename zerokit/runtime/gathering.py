@@ -21,6 +21,9 @@ from collections.abc import Collection, Sequence
 from zerokit.runtime.memory import return_freed_memory
 from zerokit.runtime.storage import FlatUnit
 
+_TRIMMED_PASSES = 3
+"""Where parameters stay whole, the heap settles in the first passes; later ones would only pay for fresh pages."""
+
 
 class Gathering:
     """Gathers and frees units as the model walks through them.
@@ -46,6 +49,7 @@ class Gathering:
         self._entered: set[int] = set()
         self._active: dict[int, int] = {}
         self._outdated = False
+        self._passes = 0
 
     # ---- after the optimizer step, stages 1 and 2
 
@@ -123,9 +127,10 @@ class Gathering:
                     unit.free()
         else:
             self.make_current()
-        if training:
+        if training and (self._sharded or self._passes < _TRIMMED_PASSES):
             # Backward begins with the largest tensors, which no hole that forward has left can take.
             self._return_freed_memory()
+        self._passes += training
         self._entered.clear()
         self._active.clear()
 
