@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerokit.checkpoint import rng
+from zerokit.checkpoint import plan, rng
 from zerokit.checkpoint.checksum import Piece, crc32
 from zerokit.checkpoint.disk import read_exactly
 from zerokit.checkpoint.extra import decode
@@ -23,26 +23,21 @@ from zerokit.checkpoint.save import buffers
 from zerokit.checkpoint.state import MASTER, PARAM, flats, host_bytes, members, within
 from zerokit.checkpoint.together import Together
 from zerokit.errors import CheckpointError
-from zerokit.layout import Interval
 from zerokit.runtime import ZeroOptimizer
 from zerokit.runtime.build import Build
 from zerokit.runtime.storage import Flat, FlatUnit
 
-_IOV = 512
-"""Buffers a vectored read, below every system's limit."""
+_BATCH_BYTES = 64 << 20
+"""A vectored read goes on to its neighbours up to this size: what must be converted is staged in memory."""
 
 _KERNEL_OPTIONS = frozenset({"fused", "foreach", "capturable", "differentiable"})
 """How an optimizer computes is the running program's business, not the checkpoint's."""
 
 
 @dataclass(frozen=True, slots=True)
-class Want:
-    """Elements `interval` of the source's parameter `place` in one stream are to be put into `tensor`, flat."""
+class Want(plan.Want):
+    """What is to be put into `tensor`, flat."""
 
-    stream: int
-    place: int
-    name: str
-    interval: Interval
     tensor: Tensor
 
 
@@ -207,10 +202,11 @@ def _read_all(checkpoint: Checkpoint, parts: Build, match: Match, rank: int) -> 
 
 
 def _neighbours(reads: list[Read]) -> Iterator[list[Read]]:
-    """Runs of reads that follow each other in the file, for one call each; large conversions stay apart."""
+    """Runs of reads that follow each other in the file, for one call each."""
     batch: list[Read] = []
     for read in reads:
-        if batch and (read.offset != batch[-1].offset + batch[-1].size or len(batch) == _IOV):
+        end = batch[-1].offset + batch[-1].size if batch else read.offset
+        if batch and (read.offset != end or end + read.size - batch[0].offset > _BATCH_BYTES):
             yield batch
             batch = []
         batch.append(read)

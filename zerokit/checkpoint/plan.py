@@ -26,6 +26,16 @@ class PieceKey:
     start: int
 
 
+@dataclass(frozen=True, slots=True)
+class Want:
+    """Elements `interval` of the parameter `name` (position `place` of the source's line) in one stream."""
+
+    stream: int
+    place: int
+    name: str
+    interval: Interval
+
+
 def refine(
     cuts: Sequence[tuple[int, Interval]], wanted: Interval
 ) -> Iterator[tuple[int, Interval, Interval]]:

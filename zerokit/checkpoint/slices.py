@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from zerokit.checkpoint import plan
 from zerokit.checkpoint.checksum import Piece
 from zerokit.checkpoint.copying import Conversion, Copier, OpenFile
 from zerokit.checkpoint.disk import opened
@@ -19,13 +20,9 @@ Key = PieceKey | str
 
 
 @dataclass(frozen=True, slots=True)
-class Want:
-    """Elements `interval` of the parameter `name` (position `place` of the line) in one stream, and where they go."""
+class Want(plan.Want):
+    """What goes to byte `offset` of a file, converted or as it is."""
 
-    stream: int
-    place: int
-    name: str
-    interval: Interval
     offset: int
     conversion: Conversion | None = None
 

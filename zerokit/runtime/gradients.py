@@ -4,7 +4,8 @@
                  stage 0, is gathered to all pieces)
     stage 2, 3   one shard a unit, kept; buckets are lent by a small pool while a unit's gradients arrive
 
-A gradient is multiplied by 1/N while it is copied into its bucket, and N ranks' buckets are then summed in rank
+A gradient is multiplied by 1/N while it is copied into its bucket (that of a unit of one unpadded parameter, made by
+autograd, is the bucket), and N ranks' buckets are then summed in rank
 order. Units are reduced in one order on every rank (see gathering's [Note: one order]): reversed line order in the
 first backward, in which rank 0 records the order in which its units became complete. A unit that is incomplete at
 the end of backward is reduced with zeros in place of what is missing.
