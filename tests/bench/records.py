@@ -35,12 +35,36 @@ def make_record(loss: list[float | None] | None = None) -> Record:
         )
         for rank in range(2)
     ]
+    model = Model(
+        "gpt-tiny", MODELS["gpt-tiny"].parameters, asdict(MODELS["gpt-tiny"]), "tokens", 16, None, None
+    )
     return Record(
+        id="0" * 32,
+        cell=settings.key,
+        status="ok",
         created="2030-01-02T03:04:05+00:00",
         settings=settings,
-        model=Model("gpt-tiny", MODELS["gpt-tiny"].parameters, asdict(MODELS["gpt-tiny"])),
+        model=model,
         data=Data("synthetic", 1000, 0, False, "abc"),
-        environment=Environment("0.1.0", "2.13.0", "3.11.7", "Linux", "a processor", 2, 1, "gloo", 2),
+        environment=Environment(
+            zerokit="0.1.0",
+            torch="2.13.0",
+            python="3.11.7",
+            platform="Linux",
+            processor="a processor",
+            cores=2,
+            memory_bytes=2**34,
+            threads=1,
+            backend="gloo",
+            world=2,
+            accelerator=None,
+            accelerators=0,
+            cuda=None,
+            nccl=None,
+            packages={},
+            variables={},
+            git_commit=None,
+        ),
         ranks=ranks,
         traffic=Traffic(
             1000, 4 * MIB, 64, 1000, 4 * MIB, "(N−1)·2Ψ elements", {"all_gather": {"elements": 500}}
@@ -48,5 +72,5 @@ def make_record(loss: list[float | None] | None = None) -> Record:
         loss=losses,
         gradient_norm=[2.0, 1.0, 0.5, 0.25],
         skipped_steps=0,
-        results=summarise(settings, ranks, losses),
+        results=summarise(settings, model, ranks, losses),
     )

@@ -23,10 +23,11 @@ def test_a_record_comes_back_as_it_was(tmp_path: Path) -> None:
 
 def test_results_are_computed_from_the_slowest_rank() -> None:
     results = make_record().results
+    assert results is not None
     assert (results.step.count, results.step.p50, results.step.maximum) == (3, 200.0, 300.0)
     assert results.skew.maximum == 10.0
-    assert results.tokens_per_second == pytest.approx(2 * 4 * 16 / 0.2)
-    assert results.tokens_per_second_per_rank == pytest.approx(4 * 16 / 0.2)
+    assert results.throughput == pytest.approx(2 * 4 * 16 / 0.2)
+    assert results.throughput_per_rank == pytest.approx(4 * 16 / 0.2)
     assert (results.loss_first, results.loss_last) == (5.5, 3.5)
     assert (results.peak_host_bytes, results.peak_allocated_bytes) == (301 * MIB, None)
 
@@ -54,7 +55,7 @@ def damaged(change: Any) -> str:
         ("{", "not a bench record"),
         ("[]", "format None"),
         ('{"format": "zerokit.bench/2"}', f"format 'zerokit.bench/2', expected '{FORMAT}'"),
-        (damaged(lambda content: content.pop("loss")), "loss: missing"),
+        (damaged(lambda content: content.pop("cell")), "cell: missing"),
         (damaged(lambda content: content["ranks"][1].pop("pid")), r"ranks\[1\].pid: missing"),
         (damaged(lambda content: content["traffic"].update(more=1)), "traffic.more: not a field of Traffic"),
         (

@@ -28,6 +28,24 @@ def test_wrong_settings_are_refused(wrong: dict[str, Any], message: str) -> None
         Settings(**wrong)
 
 
-def test_tokens_of_a_step_count_ranks_and_micro_batches() -> None:
-    settings = Settings(nodes=2, nproc_per_node=3, batch_size=5, seq_len=7, accumulate=11)
-    assert (settings.world, settings.tokens_per_step) == (6, 6 * 5 * 7 * 11)
+def test_samples_of_a_step_count_ranks_and_micro_batches() -> None:
+    settings = Settings(nodes=2, nproc_per_node=3, batch_size=5, accumulate=11)
+    assert (settings.world, settings.samples_per_step) == (6, 6 * 5 * 11)
+
+
+def test_equal_settings_have_equal_keys() -> None:
+    assert Settings(seed=1).key == Settings(seed=1).key != Settings(seed=2).key
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        ({"engine": "ddp", "stage": 3}, "ddp has no stage 3: it has stage 0 only"),
+        ({"engine": "fsdp2", "stage": 0}, "fsdp2 has no stage 0: it has stages 2, 3"),
+        ({"engine": "fsdp2", "stage": 3, "precision": "fp16"}, "fsdp2 is not benched in fp16"),
+        ({"engine": "zerokit", "stage": 0}, None),
+    ],
+)
+def test_what_an_engine_cannot_do_is_said(asked: dict[str, Any], reason: str | None) -> None:
+    found = Settings(**asked).unsupported
+    assert found is None if reason is None else found is not None and found.startswith(reason)

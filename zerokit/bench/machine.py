@@ -84,3 +84,8 @@ def cores() -> int:
         return len(os.sched_getaffinity(0))
     except AttributeError:  # not on macOS
         return os.cpu_count() or 1
+
+
+def memory_bytes() -> int:
+    """Main memory of this machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -7,18 +7,20 @@ null.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from zerokit.bench.checkpoints import Checkpoints
-from zerokit.bench.schema import SchemaError, from_plain, to_plain
+from zerokit.bench.schema import from_plain, to_plain
 from zerokit.bench.settings import Settings
 from zerokit.bench.statistics import Summary, skew, slowest
+from zerokit.bench.utilisation import Utilisation, utilisation
 from zerokit.errors import ZerokitError
 
 FORMAT = "zerokit.bench/1"
@@ -30,16 +32,27 @@ class RecordError(ZerokitError):
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What was trained; `parameters` are trainable elements (Ψ), tied ones once, `config` its sizes."""
+    """What was trained; `parameters` are trainable elements (Ψ), tied ones once, `config` its sizes.
+
+    Attributes:
+        unit: what throughput counts: "tokens", "images" or "samples".
+        units_per_sample: how many of these one sample of a batch has (tokens of a sequence, else 1).
+        flops_per_unit: of a forward and a backward pass, without recomputation; null where unknown.
+        flops_convention: in words, how they were counted.
+    """
 
     name: str
     parameters: int
     config: dict[str, Any]
+    unit: str
+    units_per_sample: int
+    flops_per_unit: float | None
+    flops_convention: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """The text: where from, bytes read, files read from, BLAKE2b of the bytes."""
+    """The training data: where from, bytes read, files read from, BLAKE2b of the bytes (of the seed, if made up)."""
 
     source: str
     size_bytes: int
@@ -50,7 +63,11 @@ class Data:
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """The machine and the software, as rank 0 sees them; `threads` are intra-op threads of a rank."""
+    """The machine and the software, as rank 0 sees them; `threads` are intra-op threads of a rank.
+
+    `packages` are the versions of what takes part in the step (engine, transformers), `git_commit` that of the working
+    directory, with "-dirty" for uncommitted changes; null outside a repository.
+    """
 
     zerokit: str
     torch: str
@@ -58,9 +75,40 @@ class Environment:
     platform: str
     processor: str
     cores: int
+    memory_bytes: int
     threads: int
     backend: str
     world: int
+    accelerator: str | None
+    accelerators: int
+    cuda: str | None
+    nccl: str | None
+    packages: dict[str, str]
+    variables: dict[str, str]
+    git_commit: str | None
+
+    @property
+    def digest(self) -> str:
+        """Equal where everything but the commit is equal: such runs can be compared without a second thought."""
+        content = to_plain(self) | {"git_commit": None}
+        return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Phases:
+    """The parts of a step, medians over `steps` extra steps after the measured ones, of the slowest rank; milliseconds.
+
+    The parts are waited for one by one, so that their sum may exceed a measured step. `exposed_communication_ms` is how
+    long a step waits for communication with nothing else to do; null where the engine cannot be asked.
+    `source` says how it was measured: "clock", or "trace" for CUDA traces.
+    """
+
+    steps: int
+    forward_ms: float
+    backward_ms: float
+    optimizer_ms: float
+    exposed_communication_ms: float | None
+    source: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +123,7 @@ class Rank:
         peak_host_bytes: resident memory of the process at its highest, construction included.
         peak_allocated_bytes: by torch's CUDA allocator, construction included; null on a CPU.
         peak_reserved_bytes: taken by that allocator from the device; null on a CPU.
-        memory_bytes: `ZeroOptimizer.memory()` at the end of backward, by kind, with `total`.
+        memory_bytes: `ZeroOptimizer.memory()` at the end of backward, by kind, with `total`; null for other engines.
         predicted_memory_bytes: the same from the layout alone.
     """
 
@@ -90,8 +138,8 @@ class Rank:
     peak_host_bytes: int
     peak_allocated_bytes: int | None
     peak_reserved_bytes: int | None
-    memory_bytes: dict[str, int]
-    predicted_memory_bytes: dict[str, int]
+    memory_bytes: dict[str, int] | None
+    predicted_memory_bytes: dict[str, int] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,49 +159,130 @@ class Traffic:
 
 
 @dataclass(frozen=True, slots=True)
+class Bandwidth:
+    """One collective by itself, after the training: nccl-tests' definitions.
+
+    Attributes:
+        operation: "all_reduce", "reduce_scatter", "all_gather" or "broadcast".
+        by: whose: "zerokit" (its own on this backend) or "torch".
+        size_bytes: of the whole buffer (all_gather and reduce_scatter: all ranks' parts together).
+        ms: median time, of the slowest rank.
+        algorithm_gb_per_s: size / time, 10^9 bytes.
+        bus_gb_per_s: that × 2(N−1)/N for all_reduce, (N−1)/N for reduce_scatter and all_gather, 1 for broadcast: what
+            the wire of the busiest rank carries in one direction.
+    """
+
+    operation: str
+    by: str
+    size_bytes: int
+    ms: float
+    algorithm_gb_per_s: float
+    bus_gb_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Twin:
+    """The compute-only twin: the same processes, model and batches, nothing communicated in a step.
+
+    `stage` 0 stepped the whole optimizer on every rank, 1 a 1/N share. `step_ms` is of each step's slowest rank.
+    """
+
+    stage: int
+    step_ms: list[float]
+    step: Summary
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """One node's system metrics while the measured steps ran.
+
+    `seconds` are since the first measured step; `series` has one list of the same length a metric, named as MLflow names
+    system metrics ("cpu_utilization_percentage", "system_memory_usage_megabytes", …); null where one could not be read.
+    `cost_ms` is the processor time that all this sampling took.
+    """
+
+    node: int
+    host: str
+    interval_s: float
+    seconds: list[float]
+    series: dict[str, list[float | None]]
+    cost_ms: float
+
+
+@dataclass(frozen=True, slots=True)
 class Results:
     """What is computed from the ranks' numbers; a step's time is that of its slowest rank.
 
-    `step` and `skew` (slowest minus fastest rank) are in milliseconds. `loss_first` is the first warm-up
-    step's loss, before any update.
+    `step` and `skew` (slowest minus fastest rank) are in milliseconds. `throughput` counts the model's unit a second at
+    the median step. `communication_ms` is the median step minus the twin's: what communication costs, and null without
+    a twin; it may be negative within the noise. `loss_first` is the first warm-up step's loss, before any update.
+    Memory is the largest and the smallest over ranks.
     """
 
     step: Summary
     skew: Summary
-    tokens_per_second: float
-    tokens_per_second_per_rank: float
+    throughput: float
+    throughput_per_rank: float
+    communication_ms: float | None
+    utilisation: Utilisation | None
     loss_first: float | None
     loss_last: float | None
     peak_host_bytes: int
+    peak_host_bytes_minimum: int
     peak_allocated_bytes: int | None
+    peak_allocated_bytes_minimum: int | None
+    peak_reserved_bytes: int | None
+
+
+STATUSES = ("ok", "out of memory", "unsupported", "failed", "killed")
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One bench.
+    """One bench. What an unsuccessful one did not come to is null or empty.
 
     Attributes:
+        id: of this run, 32 hexadecimal digits; a repetition gets another.
+        sweep: the id that all cells of a sweep share; null for a single bench.
+        cell: `Settings.key` of what was asked, before a rank filled in what was left open.
+        status: "ok", "out of memory", "unsupported", "failed" or "killed"; `reason` says more unless it is ok.
         created: when the measured steps ended, UTC, ISO 8601.
         loss: of every step, warm-up first, the mean over ranks and micro-batches.
         gradient_norm: of every step, before clipping; empty when nothing was clipped.
         skipped_steps: by fp16 overflow, warm-up included.
         ranks: in rank order.
+        traffic: of zerokit; null for other engines.
+        bandwidth: of single collectives, after the training.
+        system: one a node.
         checkpoints: what was saved and resumed, between the steps.
     """
 
+    id: str
+    cell: str
+    status: str
     created: str
     settings: Settings
-    model: Model
-    data: Data
-    environment: Environment
-    ranks: list[Rank]
-    traffic: Traffic
-    loss: list[float | None]
-    gradient_norm: list[float | None]
-    skipped_steps: int
-    results: Results
+    reason: str | None = None
+    sweep: str | None = None
+    model: Model | None = None
+    data: Data | None = None
+    environment: Environment | None = None
+    ranks: list[Rank] = field(default_factory=list)
+    traffic: Traffic | None = None
+    bandwidth: list[Bandwidth] = field(default_factory=list)
+    phases: Phases | None = None
+    twin: Twin | None = None
+    system: list[Samples] = field(default_factory=list)
+    loss: list[float | None] = field(default_factory=list)
+    gradient_norm: list[float | None] = field(default_factory=list)
+    skipped_steps: int = 0
+    results: Results | None = None
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
     format: str = field(default=FORMAT)
+
+    def __post_init__(self) -> None:
+        if self.status not in STATUSES:
+            raise ValueError(f"status {self.status!r} is unknown: one of {STATUSES}")
 
     def to_json(self) -> str:
         """Two-space JSON that ends with a newline; long lists of numbers stay on one line each."""
@@ -175,25 +304,43 @@ class Record:
             )
         try:
             return from_plain(cls, value)
-        except (SchemaError, ZerokitError) as error:
+        except (ValueError, ZerokitError) as error:
             raise RecordError(f"malformed bench record: {error}") from error
 
 
-def summarise(settings: Settings, ranks: list[Rank], loss: list[float | None]) -> Results:
+def summarise(
+    settings: Settings, model: Model, ranks: list[Rank], loss: list[float | None], twin: Twin | None = None
+) -> Results:
     """The `Results` of these numbers."""
     step = Summary.of(slowest([rank.step_ms for rank in ranks]))
-    tokens_per_second = settings.tokens_per_step / step.p50 * 1000.0
+    throughput = settings.samples_per_step * model.units_per_sample / step.p50 * 1000.0
+    host = [rank.peak_host_bytes for rank in ranks]
     allocated = [rank.peak_allocated_bytes for rank in ranks if rank.peak_allocated_bytes is not None]
+    reserved = [rank.peak_reserved_bytes for rank in ranks if rank.peak_reserved_bytes is not None]
+    per_rank = throughput / len(ranks)
     return Results(
         step=step,
         skew=Summary.of(skew([rank.step_ms for rank in ranks])),
-        tokens_per_second=tokens_per_second,
-        tokens_per_second_per_rank=tokens_per_second / len(ranks),
+        throughput=throughput,
+        throughput_per_rank=per_rank,
+        communication_ms=None if twin is None else step.p50 - twin.step.p50,
+        utilisation=utilisation(per_rank, model.flops_per_unit, ranks[0].device, settings.precision),
         loss_first=loss[0],
         loss_last=loss[-1],
-        peak_host_bytes=max(rank.peak_host_bytes for rank in ranks),
+        peak_host_bytes=max(host),
+        peak_host_bytes_minimum=min(host),
         peak_allocated_bytes=max(allocated, default=None),
+        peak_allocated_bytes_minimum=min(allocated, default=None),
+        peak_reserved_bytes=max(reserved, default=None),
     )
+
+
+def with_twin(record: Record, twin: Twin) -> Record:
+    """The record of a successful bench with its twin, and the results that follow from it."""
+    if record.model is None or record.results is None:
+        return record
+    results = summarise(record.settings, record.model, record.ranks, record.loss, twin)
+    return replace(record, twin=twin, results=results)
 
 
 def write_record(record: Record, path: Path) -> None:

@@ -16,7 +16,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Protocol
 
-from zerokit.bench.data import load_corpus, require_length
+from zerokit.bench.data import STANDARD_LIBRARY, load_corpus, require_length
 from zerokit.bench.progress import Progress, ProgressReader
 from zerokit.bench.record import Record, RecordError, read_record
 from zerokit.bench.schema import to_plain
@@ -107,7 +107,7 @@ def run_session(
     Raises whatever `launch` raises, and `ZerokitError` for bad text or a record that is no record.
     """
     phase("reading the text")
-    require_length(load_corpus(settings.data, seed=settings.seed), settings.seq_len)
+    require_length(load_corpus(settings.data or STANDARD_LIBRARY, seed=settings.seed), settings.seq_len)
     if tracking is not None:
         phase("opening the MLflow run")
     tracker = _open(tracking, settings, warn)

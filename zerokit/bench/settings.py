@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+import json
+from dataclasses import asdict, dataclass
 
-from zerokit.bench.data import STANDARD_LIBRARY
+from zerokit.bench.engines.catalogue import ENGINES
 from zerokit.bench.models.configs import MODELS
 from zerokit.errors import UsageError
 
@@ -17,35 +19,41 @@ DEVICES = ("cpu", "cuda")
 class Settings:
     """The options of one bench.
 
-    `precision`, `device` and `bucket_mb` are None until a rank has looked at its machine: the record holds
-    what was chosen. `batch_size` counts sequences a rank and micro-batch; a step takes `accumulate`
-    micro-batches. `steps` are measured, after `warmup` that are not. `clip` bounds the gradient norm, None
-    leaves it alone (and unmeasured). `save` is a run directory for checkpoints, written every `save_every` steps and
-    at the end; `resume` goes on from its newest.
+    `precision`, `device`, `bucket_mb`, `data` and `image_size` are None until a rank has looked at its machine and its
+    model: the record holds what was chosen. `batch_size` counts samples (sequences, images) a rank and micro-batch; a
+    step takes `accumulate` micro-batches. `steps` are measured, after `warmup` that are not; `warmup` None warms up
+    until steps take a steady time. `clip` bounds the gradient norm, None leaves it alone (and unmeasured). `twin` also
+    runs the compute-only twin that communication is measured against. `save` is a run directory for checkpoints,
+    written every `save_every` steps and at the end; `resume` goes on from its newest. `repeat` numbers equal cells of
+    a sweep.
     """
 
+    engine: str = "zerokit"
     model: str = "gpt-5m"
     stage: int = 2
     precision: str | None = None
     device: str | None = None
     batch_size: int = 4
     seq_len: int = 128
+    image_size: int | None = None
     steps: int = 30
-    warmup: int = 5
+    warmup: int | None = None
     accumulate: int = 1
     bucket_mb: float | None = None
     seed: int = 0
-    data: str = STANDARD_LIBRARY
+    data: str | None = None
     lr: float = 1e-3
     clip: float | None = 1.0
     nodes: int = 1
     nproc_per_node: int = 1
+    twin: bool = True
     save: str | None = None
     save_every: int | None = None
     resume: bool = False
+    repeat: int = 0
 
     def __post_init__(self) -> None:
-        for name, choices in (("model", tuple(MODELS)), ("stage", STAGES)):
+        for name, choices in (("engine", tuple(ENGINES)), ("model", tuple(MODELS)), ("stage", STAGES)):
             if getattr(self, name) not in choices:
                 raise UsageError(f"{name} {getattr(self, name)!r} is unknown: choose one of {choices}")
         for name, allowed in (("precision", PRECISIONS), ("device", DEVICES)):
@@ -56,9 +64,11 @@ class Settings:
                 raise UsageError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.save is None and (self.resume or self.save_every is not None):
             raise UsageError("save_every and resume need a run directory: give --save as well")
+        if self.save is not None and self.engine != "zerokit":
+            raise UsageError(f"--save writes zerokit's checkpoints, which engine {self.engine!r} cannot")
         if self.save_every is not None and self.save_every < 1:
             raise UsageError(f"save_every must be at least 1, not {self.save_every}")
-        if self.warmup < 0:
+        if self.warmup is not None and self.warmup < 0:
             raise UsageError(f"warmup must be at least 0, not {self.warmup}")
         positions = MODELS[self.model].positions
         if self.seq_len > positions:
@@ -70,6 +80,23 @@ class Settings:
         return self.nodes * self.nproc_per_node
 
     @property
-    def tokens_per_step(self) -> int:
-        """Over all ranks and micro-batches."""
-        return self.world * self.batch_size * self.seq_len * self.accumulate
+    def samples_per_step(self) -> int:
+        """Sequences or images over all ranks and micro-batches."""
+        return self.world * self.batch_size * self.accumulate
+
+    @property
+    def key(self) -> str:
+        """Equal for equal settings, in any process and at any time: what an interrupted sweep knows its cells by."""
+        text = json.dumps(asdict(self), sort_keys=True)
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+    @property
+    def unsupported(self) -> str | None:
+        """Why the engine cannot do this, in words; None where it can. Whether it is installed is not looked at."""
+        stages = ENGINES[self.engine].stages
+        if self.stage not in stages:
+            has = f"stage {stages[0]} only" if len(stages) == 1 else f"stages {', '.join(map(str, stages))}"
+            return f"{self.engine} has no stage {self.stage}: it has {has}"
+        if self.precision == "fp16" and self.engine not in ("zerokit", "deepspeed", "compute-only"):
+            return f"{self.engine} is not benched in fp16, which needs its own loss scaling; use bf16"
+        return None

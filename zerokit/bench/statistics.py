@@ -5,6 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
+
+CONFIDENCE = 0.95
+# Warm-up is over when the medians of the last two windows of this many steps agree within the tolerance.
+STEADY_WINDOW = 5
+STEADY_TOLERANCE = 0.05
+STEADY_LIMIT = 50
 
 
 def quantile(values: Sequence[float], fraction: float) -> float:
@@ -21,9 +28,67 @@ def quantile(values: Sequence[float], fraction: float) -> float:
     return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
 
 
+def median_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> tuple[float, float]:
+    """A confidence interval of the median between two order statistics, whatever the distribution.
+
+    The number of values below the true median is binomial(n, 1/2), so the k-th smallest and the k-th largest of n
+    independent values enclose it with probability 1 − 2·P(X < k): the largest k that keeps `confidence`. Fewer than
+    six values cannot reach 95 %: the interval is then their range. Steps that follow each other are not quite
+    independent; compare repeated runs where that matters.
+
+    Raises ValueError for no values.
+    """
+    if not values:
+        raise ValueError("an interval needs values")
+    ordered, count = sorted(values), len(values)
+    tail, below = 0, 0  # P(X < below) · 2^count
+    while below < count // 2:
+        grown = tail + math.comb(count, below)
+        if 2 * grown > (1.0 - confidence) * 2**count:
+            break
+        tail, below = grown, below + 1
+    place = max(below - 1, 0)
+    return ordered[place], ordered[count - 1 - place]
+
+
+def drift(values: Sequence[float]) -> float:
+    """How much the values rise from the first to the last, as a share of their median: Theil and Sen's slope × length.
+
+    0 for fewer than two values, or a median of 0.
+    """
+    middle = median(values) if values else 0.0
+    if len(values) < 2 or middle == 0.0:
+        return 0.0
+    # Pairs at least half the length apart: the slope of near neighbours is noise, and n²/8 pairs do.
+    apart = len(values) // 2
+    slopes = [
+        (values[later] - values[earlier]) / (later - earlier)
+        for earlier in range(len(values) - apart)
+        for later in range(earlier + apart, len(values))
+    ]
+    return median(slopes) * (len(values) - 1) / middle
+
+
+def steady(values: Sequence[float]) -> bool:
+    """Whether warm-up may end after steps of these times.
+
+    The first step is never looked at, and `STEADY_LIMIT` steps are enough however the times go.
+    """
+    if len(values) >= STEADY_LIMIT:
+        return True
+    if len(values) < 2 * STEADY_WINDOW + 1:
+        return False
+    before = median(values[-2 * STEADY_WINDOW : -STEADY_WINDOW])
+    return abs(median(values[-STEADY_WINDOW:]) - before) <= STEADY_TOLERANCE * before
+
+
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Of some measurements, in their own unit."""
+    """Of some measurements, in their own unit.
+
+    `median_low` and `median_high` enclose the true median with 95 % confidence. `spread` is p90 − p10 and `drift` the
+    rise from first to last, both as a share of the median.
+    """
 
     count: int
     mean: float
@@ -33,19 +98,29 @@ class Summary:
     p90: float
     p99: float
     maximum: float
+    median_low: float
+    median_high: float
+    spread: float
+    drift: float
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Summary:
         """Raises ValueError for no values."""
+        p10, p50, p90 = (quantile(values, fraction) for fraction in (0.1, 0.5, 0.9))
+        low, high = median_interval(values)
         return cls(
             count=len(values),
-            mean=math.fsum(values) / max(1, len(values)),
-            minimum=quantile(values, 0.0),
-            p10=quantile(values, 0.1),
-            p50=quantile(values, 0.5),
-            p90=quantile(values, 0.9),
+            mean=math.fsum(values) / len(values),
+            minimum=min(values),
+            p10=p10,
+            p50=p50,
+            p90=p90,
             p99=quantile(values, 0.99),
-            maximum=quantile(values, 1.0),
+            maximum=max(values),
+            median_low=low,
+            median_high=high,
+            spread=(p90 - p10) / p50 if p50 else 0.0,
+            drift=drift(values),
         )
 
 

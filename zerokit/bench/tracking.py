@@ -124,8 +124,9 @@ class Tracker:
 def summary_metrics(record: Record) -> dict[str, float]:
     """One number a name, all finite; names hold no parentheses, which MLflow rejects."""
     results, traffic = record.results, record.traffic
-    measured = [rank.memory_bytes["total"] for rank in record.ranks]
-    predicted = [rank.predicted_memory_bytes["total"] for rank in record.ranks]
+    if results is None or record.model is None:
+        return {}
+    unit = record.model.unit
     found: dict[str, float | None] = {
         "step/mean_ms": results.step.mean,
         "step/p10_ms": results.step.p10,
@@ -133,20 +134,29 @@ def summary_metrics(record: Record) -> dict[str, float]:
         "step/p90_ms": results.step.p90,
         "step/p99_ms": results.step.p99,
         "step/skew_p50_ms": results.skew.p50,
-        "throughput/tokens_per_s": results.tokens_per_second,
-        "throughput/tokens_per_s_per_rank": results.tokens_per_second_per_rank,
+        f"throughput/{unit}_per_s": results.throughput,
+        f"throughput/{unit}_per_s_per_rank": results.throughput_per_rank,
         "memory/peak_host_mib": results.peak_host_bytes / MIB,
         "memory/peak_allocated_mib": _mib(results.peak_allocated_bytes),
-        "memory/state_mib": max(measured) / MIB,
-        "memory/state_predicted_mib": max(predicted) / MIB,
-        "traffic/mib_per_step": traffic.bytes / MIB,
-        "traffic/predicted_mib_per_step": traffic.predicted_bytes / MIB,
-        "traffic/elements_per_step": traffic.elements,
+        "memory/state_mib": _mib(most_state(record, predicted=False)),
+        "memory/state_predicted_mib": _mib(most_state(record, predicted=True)),
         "loss_first": results.loss_first,
         "loss_last": results.loss_last,
         "skipped_steps": record.skipped_steps,
     }
+    if traffic is not None:
+        found |= {
+            "traffic/mib_per_step": traffic.bytes / MIB,
+            "traffic/predicted_mib_per_step": traffic.predicted_bytes / MIB,
+            "traffic/elements_per_step": traffic.elements,
+        }
     return {name: value for name, value in found.items() if value is not None and math.isfinite(value)}
+
+
+def most_state(record: Record, *, predicted: bool) -> int | None:
+    """The bytes of model state of the rank that holds most; None for engines that do not count them."""
+    lines = [rank.predicted_memory_bytes if predicted else rank.memory_bytes for rank in record.ranks]
+    return max((line["total"] for line in lines if line is not None), default=None)
 
 
 def curves(record: Record) -> dict[str, Sequence[float | None]]:
@@ -162,24 +172,27 @@ def curves(record: Record) -> dict[str, Sequence[float | None]]:
 def run_params(record: Record) -> dict[str, str]:
     """The settings as they were resolved, and what was trained."""
     found = {name: str(value) for name, value in asdict(record.settings).items() if value is not None}
-    return found | {
-        "parameters": str(record.model.parameters),
-        "world": str(record.environment.world),
-        "backend": record.environment.backend,
-    }
+    if record.model is not None:
+        found["parameters"] = str(record.model.parameters)
+    if record.environment is not None:
+        found |= {"world": str(record.environment.world), "backend": record.environment.backend}
+    return found
 
 
 def run_tags(record: Record) -> dict[str, str]:
     """Where it ran, and the record's format."""
-    environment = record.environment
-    return {
-        "zerokit.record": record.format,
-        "zerokit.version": environment.zerokit,
-        "torch.version": environment.torch,
-        "processor": environment.processor,
-        "device": record.ranks[0].device,
-        "data.digest": record.data.digest,
-    }
+    tags = {"zerokit.record": record.format, "zerokit.status": record.status}
+    if (environment := record.environment) is not None:
+        tags |= {
+            "zerokit.version": environment.zerokit,
+            "torch.version": environment.torch,
+            "processor": environment.processor,
+        }
+    if record.ranks:
+        tags["device"] = record.ranks[0].device
+    if record.data is not None:
+        tags["data.digest"] = record.data.digest
+    return tags
 
 
 def _mib(size_bytes: int | None) -> float | None:

@@ -15,6 +15,7 @@ import platform
 import socket
 import sys
 import time
+import uuid
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,8 +27,8 @@ from torch import Tensor, nn
 
 import zerokit
 from zerokit.bench.checkpoints import Keeper
-from zerokit.bench.data import Corpus, batch, load_corpus, require_length
-from zerokit.bench.machine import Place, choose_place, cores, peak_host_bytes, processor_name
+from zerokit.bench.data import STANDARD_LIBRARY, Corpus, batch, load_corpus, require_length
+from zerokit.bench.machine import Place, choose_place, cores, memory_bytes, peak_host_bytes, processor_name
 from zerokit.bench.models import MODELS, build
 from zerokit.bench.progress import Progress, ProgressWriter
 from zerokit.bench.record import Data, Environment, Model, Rank, Record, Traffic, summarise, write_record
@@ -65,14 +66,15 @@ def train(
     it waits for the device. Batches are prepared before it starts, losses are read after it has stopped.
     """
     measured = Measured()
-    total = settings.warmup + settings.steps
+    warmup = settings.warmup if settings.warmup is not None else 5
+    total = warmup + settings.steps
     trained = keeper.resume()
     for step in range(total):
         batches = [
             _batch(corpus, settings, trained + step, micro_batch, place)
             for micro_batch in range(settings.accumulate)
         ]
-        if step == settings.warmup:
+        if step == warmup:
             # All ranks begin the measured steps together. Not `barrier`: NCCL's asks for a device of its own.
             dist.all_reduce(torch.zeros(1, device=place.device))
         _synchronize(place)
@@ -83,7 +85,7 @@ def train(
         measured.loss.append(sum(float(loss) for loss in losses) / len(losses))
         if norm is not None:
             measured.gradient_norm.append(float(norm))
-        writer.write(Progress(step + 1, total, settings.warmup, measured.loss[-1], measured.step_ms[-1]))
+        writer.write(Progress(step + 1, total, warmup, measured.loss[-1], measured.step_ms[-1]))
         keeper.after_step(trained + step + 1, last=step == total - 1)
     return measured
 
@@ -146,14 +148,21 @@ def build_optimizer(settings: Settings, place: Place) -> tuple[nn.Module, ZeroOp
     return model, optimizer
 
 
-def run(settings: Settings, record_path: Path, progress_path: Path | None) -> None:
+def run(settings: Settings, record_path: Path, progress_path: Path | None, sweep: str | None) -> None:
     """Bench on this rank, inside the process group of all ranks."""
     place = choose_place(settings.device)
     precision = settings.precision or ("bf16" if place.device.type == "cuda" else "fp32")
-    settings = replace(settings, device=place.device.type, precision=precision)
+    asked = settings
+    settings = replace(
+        settings,
+        device=place.device.type,
+        precision=precision,
+        warmup=5 if settings.warmup is None else settings.warmup,
+        data=settings.data or STANDARD_LIBRARY,
+    )
     if place.device.type == "cuda":
         torch.cuda.set_device(place.device)
-    corpus = load_corpus(settings.data, seed=settings.seed)
+    corpus = load_corpus(settings.data or STANDARD_LIBRARY, seed=settings.seed)
     require_length(corpus, settings.seq_len)
     dist.init_process_group(place.backend)
     writer = ProgressWriter(progress_path if dist.get_rank() == 0 else None)
@@ -175,8 +184,8 @@ def run(settings: Settings, record_path: Path, progress_path: Path | None) -> No
         host=socket.gethostname(),
         pid=os.getpid(),
         device=torch.cuda.get_device_name(place.device) if on_cuda else "cpu",
-        step_ms=measured.step_ms[settings.warmup :],
-        warmup_ms=measured.step_ms[: settings.warmup],
+        step_ms=measured.step_ms[settings.warmup or 0 :],
+        warmup_ms=measured.step_ms[: settings.warmup or 0],
         build_ms=build_ms,
         peak_host_bytes=peak_host_bytes(),
         peak_allocated_bytes=torch.cuda.max_memory_allocated(place.device) if on_cuda else None,
@@ -190,10 +199,23 @@ def run(settings: Settings, record_path: Path, progress_path: Path | None) -> No
     if dist.get_rank() == 0:
         ranks = [rank for rank, _ in gathered]
         loss = [sum(losses) / len(losses) for losses in zip(*(losses for _, losses in gathered), strict=True)]
+        model_made = Model(
+            settings.model,
+            optimizer.layout.trainable_numel,
+            asdict(MODELS[settings.model]),
+            "tokens",
+            settings.seq_len,
+            None,
+            None,
+        )
         record = Record(
+            id=uuid.uuid4().hex,
+            cell=asked.key,
+            status="ok",
+            sweep=sweep,
             created=ended.isoformat(timespec="seconds"),
             settings=settings,
-            model=Model(settings.model, optimizer.layout.trainable_numel, asdict(MODELS[settings.model])),
+            model=model_made,
             data=Data(corpus.source, len(corpus.content), corpus.files, corpus.truncated, corpus.digest),
             environment=_environment(place),
             ranks=ranks,
@@ -201,7 +223,7 @@ def run(settings: Settings, record_path: Path, progress_path: Path | None) -> No
             loss=list(loss),
             gradient_norm=list(measured.gradient_norm),
             skipped_steps=optimizer.skipped_steps,
-            results=summarise(settings, ranks, list(loss)),
+            results=summarise(settings, model_made, ranks, list(loss)),
             checkpoints=keeper.done,
         )
         write_record(record, record_path)
@@ -225,6 +247,7 @@ def _traffic(optimizer: ZeroOptimizer, settings: Settings) -> Traffic:
 
 
 def _environment(place: Place) -> Environment:
+    on_cuda = place.device.type == "cuda"
     return Environment(
         zerokit=zerokit.__version__,
         torch=torch.__version__,
@@ -235,6 +258,14 @@ def _environment(place: Place) -> Environment:
         threads=torch.get_num_threads(),
         backend=place.backend,
         world=dist.get_world_size(),
+        memory_bytes=memory_bytes(),
+        accelerator=torch.cuda.get_device_name(place.device) if on_cuda else None,
+        accelerators=torch.cuda.device_count() if on_cuda else 0,
+        cuda=torch.version.cuda if on_cuda else None,
+        nccl=".".join(map(str, torch.cuda.nccl.version())) if place.backend == "nccl" else None,
+        packages={},
+        variables={},
+        git_commit=None,
     )
 
 
@@ -244,7 +275,7 @@ def main(job: Path) -> None:
     settings = from_plain(Settings, asked["settings"])
     progress = asked.get("progress")
     try:
-        run(settings, Path(asked["record"]), Path(progress) if progress else None)
+        run(settings, Path(asked["record"]), Path(progress) if progress else None, asked.get("sweep"))
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise OutOfMemory(_out_of_memory(settings, str(error))) from error
     except RuntimeError as error:

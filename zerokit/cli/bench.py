@@ -70,9 +70,7 @@ _DEFAULTS = Settings()
 @click.option(
     "--warmup",
     type=click.IntRange(min=0),
-    default=_DEFAULTS.warmup,
-    show_default=True,
-    help="Steps before those.",
+    help="Steps before those.  [default: until they take a steady time]",
 )
 @click.option(
     "--bucket-mb",

@@ -72,6 +72,9 @@ class Display:
     def results(self, record: Record) -> None:
         """The tables."""
         settings, results, environment = record.settings, record.results, record.environment
+        if results is None or environment is None or record.model is None:
+            self._out.print(Text(f"{record.status}: {record.reason}"))
+            return
         nodes = f"{settings.nodes} node{'s' if settings.nodes > 1 else ''}"
         ranks = f"{settings.world} rank{'s' if settings.world > 1 else ''}"
         self._out.print(
@@ -88,23 +91,24 @@ class Display:
         table.add_row(
             "loss",
             f"{_loss(results.loss_first)} → {_loss(results.loss_last)}",
-            f"first and last of {settings.warmup + settings.steps} steps, {settings.warmup} of them warm-up",
+            f"first and last of {len(record.loss)} steps, {settings.warmup} of them warm-up",
         )
         table.add_row(
             "step p50", _ms(results.step.p50), f"of {results.step.count} steps, slowest rank of each"
         )
         table.add_row("step p90", _ms(results.step.p90), f"p10 {_ms(results.step.p10)}")
         table.add_row(
-            "tokens/s",
-            f"{results.tokens_per_second:,.0f}",
-            f"{results.tokens_per_second_per_rank:,.0f} a rank; {settings.tokens_per_step:,} tokens a step",
+            f"{record.model.unit}/s",
+            f"{results.throughput:,.0f}",
+            f"{results.throughput_per_rank:,.0f} a rank; "
+            f"{settings.samples_per_step * record.model.units_per_sample:,} {record.model.unit} a step",
         )
-        traffic = record.traffic
-        table.add_row(
-            "moved a step",
-            _mib(traffic.bytes),
-            f"predicted {_mib(traffic.predicted_bytes)}: {traffic.formula}",
-        )
+        if (traffic := record.traffic) is not None:
+            table.add_row(
+                "moved a step",
+                _mib(traffic.bytes),
+                f"predicted {_mib(traffic.predicted_bytes)}: {traffic.formula}",
+            )
         if record.skipped_steps:
             table.add_row("skipped steps", str(record.skipped_steps), "gradients overflowed in fp16")
         for row in _checkpoint_rows(record):
@@ -161,8 +165,8 @@ def _rank_table(ranks: list[Rank]) -> Table:
             str(rank.node),
             _ms(quantile(rank.step_ms, 0.5)),
             _mib(rank.peak_host_bytes),
-            _mib(rank.memory_bytes["total"]),
-            _mib(rank.predicted_memory_bytes["total"]),
+            _mib(rank.memory_bytes["total"]) if rank.memory_bytes else "",
+            _mib(rank.predicted_memory_bytes["total"]) if rank.predicted_memory_bytes else "",
         ]
         if on_cuda:
             row.insert(4, _mib(rank.peak_allocated_bytes or 0))

@@ -1,0 +1,47 @@
+"""The engines by name: what each does, which ZeRO stages it has, what it needs. Standard library only."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """One way to train over ranks.
+
+    `stages` are the ZeRO stages that it amounts to, `default_stage` the one it has when none is asked for. `package`
+    has to be importable, and `install` says how to make it so.
+    """
+
+    summary: str
+    stages: tuple[int, ...]
+    default_stage: int
+    package: str = "torch"
+    install: str = "pip install torch"
+
+    @property
+    def missing(self) -> str | None:
+        """How to get it, where its package is not installed."""
+        if importlib.util.find_spec(self.package) is not None:
+            return None
+        return f"{self.package} is not installed here; {self.install}"
+
+
+ENGINES: Mapping[str, Engine] = MappingProxyType(
+    {
+        "zerokit": Engine("this package's ZeroOptimizer", (0, 1, 2, 3), 2),
+        "ddp": Engine("torch's DistributedDataParallel", (0,), 0),
+        "zero-redundancy-optimizer": Engine("DDP with torch's ZeroRedundancyOptimizer", (1,), 1),
+        "fsdp2": Engine("torch's fully_shard; stage 2 keeps parameters between forward and backward", (2, 3), 3),
+        "deepspeed": Engine(
+            "DeepSpeed's ZeRO", (0, 1, 2, 3), 2, "deepspeed", "pip install deepspeed (it brings its own dependencies)"
+        ),
+        "parameter-server": Engine("gradients pushed to rank 0, parameters pulled from it", (0,), 0),
+        # The floor, and the twin that a cell's communication is measured against. At stages 1 to 3 each rank steps the
+        # optimizer for a 1/N share of the parameters only, as the engines with these stages do.
+        "compute-only": Engine("every rank alone, without communication", (0, 1, 2, 3), 0),
+    }
+)
