@@ -1,12 +1,26 @@
-"""A made-up record with known numbers."""
+"""Made-up records: one with known numbers, and a sweep that looks like a real one."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import random
+from dataclasses import replace
 
-from zerokit.bench.models import MODELS
-from zerokit.bench.record import Data, Environment, Model, Rank, Record, Traffic, summarise
+from zerokit.bench.record import (
+    Bandwidth,
+    Data,
+    Environment,
+    Model,
+    Phases,
+    Rank,
+    Record,
+    Samples,
+    Traffic,
+    Twin,
+    summarise,
+    with_twin,
+)
 from zerokit.bench.settings import Settings
+from zerokit.bench.statistics import Summary
 
 MIB = 2**20
 
@@ -35,9 +49,7 @@ def make_record(loss: list[float | None] | None = None) -> Record:
         )
         for rank in range(2)
     ]
-    model = Model(
-        "gpt-tiny", MODELS["gpt-tiny"].parameters, asdict(MODELS["gpt-tiny"]), "tokens", 16, None, None
-    )
+    model = Model("gpt-tiny", 35_712, {"width": 32, "layers": 2}, "tokens", 16, None, None)
     return Record(
         id="0" * 32,
         cell=settings.key,
@@ -74,3 +86,151 @@ def make_record(loss: list[float | None] | None = None) -> Record:
         skipped_steps=0,
         results=summarise(settings, model, ranks, losses),
     )
+
+
+PSI = 33_674_240
+SWEEP = "5" * 32
+
+
+def make_cell(
+    engine: str = "zerokit",
+    stage: int = 2,
+    step_ms: float = 770.0,
+    host_mib: int = 950,
+    *,
+    device: str = "cpu",
+    twin: bool = True,
+    nodes: int = 2,
+    jitter: float = 0.03,
+    **options: object,
+) -> Record:
+    """A cell that went well: 30 steps around `step_ms`, reproducible; `options` are further `Settings`."""
+    settings = Settings(
+        engine=engine,
+        stage=stage,
+        model="gpt-34m",
+        nodes=nodes,
+        warmup=11,
+        **{"batch_size": 2, "precision": "fp32", "device": device, "bucket_mb": 25.0, **options},  # type: ignore[arg-type]
+    )
+    draw = random.Random(settings.key)
+    model = Model(
+        "gpt-34m",
+        PSI,
+        {"layers": 8, "width": 512},
+        "tokens",
+        settings.seq_len,
+        6.0 * PSI + 12 * 8 * 512 * settings.seq_len,
+        "6N + 12·L·d·s a token",
+    )
+    common = [step_ms * draw.lognormvariate(0.0, jitter) for _ in range(settings.steps)]
+    common[settings.steps // 2] *= 1.4  # a machine is never quite alone
+    kept = PSI * 4
+    world = settings.world
+    state = {
+        "parameters": kept if stage < 3 else kept // world,
+        "gradients": kept if stage < 2 else kept // world,
+        "optimizer": 2 * kept if stage < 1 else 2 * kept // world,
+        "buckets": 12 * MIB,
+    }
+    state["total"] = sum(state.values())
+    own = engine == "zerokit"
+    ranks = [
+        Rank(
+            rank=rank,
+            node=rank % nodes,
+            host="laptop",
+            pid=4000 + rank,
+            device=device if device == "cpu" else "NVIDIA H100 80GB HBM3",
+            step_ms=[ms * draw.uniform(0.985, 1.0) for ms in common],
+            warmup_ms=[step_ms * (3.0 if step == 0 else 1.1) for step in range(11)],
+            build_ms=900.0,
+            peak_host_bytes=(host_mib - 3 * rank) * MIB,
+            peak_allocated_bytes=None if device == "cpu" else (host_mib - 200) * MIB,
+            peak_reserved_bytes=None if device == "cpu" else (host_mib - 100) * MIB,
+            memory_bytes=state if own else None,
+            predicted_memory_bytes=state if own else None,
+        )
+        for rank in range(world)
+    ]
+    factor = 3 if stage == 3 else 2
+    moved = factor * PSI * (world - 1)
+    loss: list[float | None] = [5.6 * 0.985**step + draw.gauss(0, 0.01) for step in range(41)]
+    record = replace(
+        make_record(),
+        id=f"{draw.getrandbits(128):032x}",
+        sweep=SWEEP,
+        cell=settings.key,
+        settings=settings,
+        model=model,
+        ranks=ranks,
+        traffic=Traffic(moved, 4 * moved, 2048, moved, 4 * moved, f"(N−1)·{factor}Ψ elements", {})
+        if own
+        else None,
+        bandwidth=[
+            Bandwidth(name, "zerokit" if own else "torch", kept, 24.0, 5.6, 5.6 * draw.uniform(0.5, 1.0))
+            for name in ("reduce_scatter", "all_gather")
+        ],
+        phases=Phases(
+            5, step_ms * 0.24, step_ms * 0.55, step_ms * 0.09, step_ms * 0.11 if own else None, "clock"
+        ),
+        system=[
+            Samples(
+                node,
+                "laptop",
+                1.0,
+                [float(second) for second in range(23)],
+                {"cpu_utilization_percentage": [min(100.0, 93 + draw.gauss(0, 4)) for _ in range(23)]},
+                9.0,
+            )
+            for node in range(nodes)
+        ],
+        loss=loss,
+        gradient_norm=[2.0 for _ in loss],
+        results=summarise(settings, model, ranks, loss),
+    )
+    if not twin:
+        return record
+    floor = [605.0 * draw.lognormvariate(0.0, jitter) for _ in range(settings.steps)]
+    return with_twin(record, Twin(0 if stage == 0 else 1, floor, Summary.of(floor)))
+
+
+def make_failure(
+    status: str, reason: str, engine: str = "zerokit", stage: int = 2, **options: object
+) -> Record:
+    """A cell of the same sweep that came to nothing."""
+    settings = Settings(engine=engine, stage=stage, model="gpt-34m", nodes=2, **options)  # type: ignore[arg-type]
+    return Record(
+        id=settings.key.rjust(32, "0"),
+        cell=settings.key,
+        status=status,
+        created="2030-01-02T03:04:05+00:00",
+        settings=settings,
+        reason=reason,
+        sweep=SWEEP,
+    )
+
+
+def make_sweep(repeats: int = 1) -> list[Record]:
+    """Engines and stages side by side, with cells that ran out of memory, failed, or could not run."""
+    shapes = [
+        ("zerokit", 0, 742.0, 1168),
+        ("zerokit", 1, 768.0, 951),
+        ("zerokit", 2, 769.0, 975),
+        ("zerokit", 3, 904.0, 810),
+        ("ddp", 0, 721.0, 1174),
+        ("zero-redundancy-optimizer", 1, 725.0, 1036),
+        ("fsdp2", 3, 1270.0, 1223),
+        ("parameter-server", 0, 1010.0, 1390),
+    ]
+    cells = [
+        make_cell(engine, stage, step_ms * (1 + 0.01 * repeat), host_mib + 2 * repeat, repeat=repeat)
+        for repeat in range(repeats)
+        for engine, stage, step_ms, host_mib in shapes
+    ]
+    return [
+        *cells,
+        make_failure("unsupported", "deepspeed is not installed here; pip install deepspeed", "deepspeed"),
+        make_failure("out of memory", "needs about 41.2 GiB a rank, 7.5 GiB are available", batch_size=512),
+        make_failure("failed", "rank 1: ValueError: not today", "fsdp2", 2),
+    ]

@@ -183,7 +183,7 @@ def _twin_error(record: Record) -> float | None:
 
 
 def _phase(name: str) -> tuple[Read, Read]:
-    """A phase, and its error: its few steps are taken to be as noisy as the measured ones, so by √(their ratio) wider."""
+    """A phase, and its error: its few steps are taken to be as noisy as the measured ones, so √(their ratio) wider."""
 
     def value(record: Record) -> float | None:
         return None if record.phases is None else getattr(record.phases, name)

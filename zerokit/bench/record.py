@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from zerokit.bench.checkpoints import Checkpoints
-from zerokit.bench.schema import from_plain, to_plain
+from zerokit.bench.schema import from_plain, json_schema, to_plain
 from zerokit.bench.settings import Settings
 from zerokit.bench.statistics import Summary, skew, slowest
 from zerokit.bench.utilisation import Utilisation, utilisation
@@ -196,8 +196,9 @@ class Twin:
 class Samples:
     """One node's system metrics while the measured steps ran.
 
-    `seconds` are since the first measured step; `series` has one list of the same length a metric, named as MLflow names
-    system metrics ("cpu_utilization_percentage", "system_memory_usage_megabytes", …); null where one could not be read.
+    `seconds` are since the first measured step; `series` has one list of the same length a metric, named as MLflow
+    names system metrics ("cpu_utilization_percentage", "system_memory_usage_megabytes", …); null where one could not be
+    read.
     `cost_ms` is the processor time that all this sampling took.
     """
 
@@ -259,7 +260,7 @@ class Record:
 
     id: str
     cell: str
-    status: str
+    status: str = field(metadata={"schema": {"enum": list(STATUSES)}})
     created: str
     settings: Settings
     reason: str | None = None
@@ -278,7 +279,7 @@ class Record:
     skipped_steps: int = 0
     results: Results | None = None
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
-    format: str = field(default=FORMAT)
+    format: str = field(default=FORMAT, metadata={"schema": {"const": FORMAT}})
 
     def __post_init__(self) -> None:
         if self.status not in STATUSES:
@@ -295,7 +296,7 @@ class Record:
         """Parse and check a record; raises `RecordError` naming the first field that is wrong."""
         try:
             value = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RecordError(f"not a bench record: {error}") from error
         found = value.get("format") if isinstance(value, dict) else None
         if found != FORMAT:
@@ -303,9 +304,17 @@ class Record:
                 f"not a bench record that this version reads: format {found!r}, expected {FORMAT!r}"
             )
         try:
-            return from_plain(cls, value)
+            record = from_plain(cls, value)
         except (ValueError, ZerokitError) as error:
             raise RecordError(f"malformed bench record: {error}") from error
+        if len({(len(rank.warmup_ms), len(rank.step_ms)) for rank in record.ranks}) > 1:
+            raise RecordError("malformed bench record: ranks: they measured different numbers of steps")
+        return record
+
+
+def record_schema() -> str:
+    """The JSON Schema of a record, as `record.schema.json` beside this module has it."""
+    return json.dumps(json_schema(Record, FORMAT), indent=2, ensure_ascii=False) + "\n"
 
 
 def summarise(

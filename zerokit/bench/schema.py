@@ -1,10 +1,12 @@
 """Dataclasses to JSON and back, strictly: a record with a wrong field is refused and the field named.
 
-Understands dataclasses, lists, tuples of one type, dicts with string keys, unions with None, JSON's scalars.
+Understands dataclasses, lists, tuples of one type, dicts with string keys, unions with None, JSON's scalars;
+`json_schema` says the same in JSON Schema.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 import types
 import typing
@@ -13,6 +15,11 @@ from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, TypeVar, get_args, get_origin
 
 T = TypeVar("T")
+
+LARGEST = 2**63 - 1
+"""Of integers: arithmetic with floats does not overflow, and other languages read them."""
+
+_SCALARS = {bool: "boolean", int: "integer", float: "number", str: "string"}
 
 
 class SchemaError(ValueError):
@@ -73,7 +80,65 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
     if is_dataclass(hint):
         return from_plain(typing.cast(type[Any], hint), value, path)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        value = float(value) if abs(value) <= LARGEST else math.inf
+    if isinstance(value, float) and not math.isfinite(value):
+        raise SchemaError(f"{path}: expected a finite number, found {value}")
+    if isinstance(value, int) and abs(value) > LARGEST:
+        raise SchemaError(f"{path}: expected an integer of at most 64 bits")
     if hint is not Any and (not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool)):
         raise SchemaError(f"{path}: expected {hint.__name__}, found {type(value).__name__}")
     return value
+
+
+def json_schema(kind: type[Any], name: str) -> dict[str, Any]:
+    """The JSON Schema (draft 2020-12) of what `to_plain` makes of a `kind`, a dataclass; `name` becomes its `$id`.
+
+    Every dataclass is a definition with its docstring as description. A field's `metadata["schema"]` is added to its
+    schema: what a type cannot say, such as the values of an enumeration. Fields with a default may be absent.
+    """
+    definitions: dict[str, Any] = {}
+    _define(kind, definitions)
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "$id": name,
+        "$ref": f"#/$defs/{kind.__name__}",
+        "$defs": dict(sorted(definitions.items())),
+    }
+
+
+def _define(kind: type[Any], definitions: dict[str, Any]) -> dict[str, Any]:
+    """A reference to the definition of a dataclass, which is made where it is missing."""
+    if kind.__name__ not in definitions:
+        definitions[kind.__name__] = {}  # holds the name, should a dataclass contain itself
+        hints, own = typing.get_type_hints(kind), fields(kind)
+        definitions[kind.__name__] = {
+            "description": inspect.cleandoc(kind.__doc__ or ""),
+            "type": "object",
+            "properties": {
+                field.name: _schema(hints[field.name], definitions) | dict(field.metadata.get("schema", {}))
+                for field in own
+            },
+            "required": [
+                field.name for field in own if field.default is MISSING and field.default_factory is MISSING
+            ],
+            "additionalProperties": False,
+        }
+    return {"$ref": f"#/$defs/{kind.__name__}"}
+
+
+def _schema(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
+    origin, parameters = get_origin(hint), get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        choices = [_schema(one, definitions) for one in parameters]
+        if all(set(one) == {"type"} for one in choices):
+            return {"type": [one["type"] for one in choices]}
+        return {"anyOf": choices}
+    if origin in (list, tuple):
+        return {"type": "array", "items": _schema(parameters[0], definitions)}
+    if origin is dict:
+        return {"type": "object", "additionalProperties": _schema(parameters[1], definitions)}
+    if is_dataclass(hint):
+        return _define(typing.cast(type[Any], hint), definitions)
+    if hint is type(None):
+        return {"type": "null"}
+    return {} if hint is Any else {"type": _SCALARS[hint]}
