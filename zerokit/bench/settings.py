@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict, dataclass
 
 from zerokit.bench.engines.catalogue import ENGINES
-from zerokit.bench.models.configs import MODELS
+from zerokit.bench.workloads.catalogue import describe
 from zerokit.errors import UsageError
 
 STAGES = (0, 1, 2, 3)
@@ -53,7 +53,7 @@ class Settings:
     repeat: int = 0
 
     def __post_init__(self) -> None:
-        for name, choices in (("engine", tuple(ENGINES)), ("model", tuple(MODELS)), ("stage", STAGES)):
+        for name, choices in (("engine", tuple(ENGINES)), ("stage", STAGES)):
             if getattr(self, name) not in choices:
                 raise UsageError(f"{name} {getattr(self, name)!r} is unknown: choose one of {choices}")
         for name, allowed in (("precision", PRECISIONS), ("device", DEVICES)):
@@ -70,9 +70,9 @@ class Settings:
             raise UsageError(f"save_every must be at least 1, not {self.save_every}")
         if self.warmup is not None and self.warmup < 0:
             raise UsageError(f"warmup must be at least 0, not {self.warmup}")
-        positions = MODELS[self.model].positions
-        if self.seq_len > positions:
-            raise UsageError(f"seq_len {self.seq_len} exceeds the {positions} positions of {self.model}")
+        describe(self.model).check(
+            seq_len=self.seq_len, image_size=self.image_size, batch_size=self.batch_size, data=self.data
+        )
 
     @property
     def world(self) -> int:

@@ -35,9 +35,15 @@ ENGINES: Mapping[str, Engine] = MappingProxyType(
         "zerokit": Engine("this package's ZeroOptimizer", (0, 1, 2, 3), 2),
         "ddp": Engine("torch's DistributedDataParallel", (0,), 0),
         "zero-redundancy-optimizer": Engine("DDP with torch's ZeroRedundancyOptimizer", (1,), 1),
-        "fsdp2": Engine("torch's fully_shard; stage 2 keeps parameters between forward and backward", (2, 3), 3),
+        "fsdp2": Engine(
+            "torch's fully_shard; stage 2 keeps parameters between forward and backward", (2, 3), 3
+        ),
         "deepspeed": Engine(
-            "DeepSpeed's ZeRO", (0, 1, 2, 3), 2, "deepspeed", "pip install deepspeed (it brings its own dependencies)"
+            "DeepSpeed's ZeRO",
+            (0, 1, 2, 3),
+            2,
+            "deepspeed",
+            "pip install deepspeed (it brings its own dependencies)",
         ),
         "parameter-server": Engine("gradients pushed to rank 0, parameters pulled from it", (0,), 0),
         # The floor, and the twin that a cell's communication is measured against. At stages 1 to 3 each rank steps the
