@@ -7,7 +7,8 @@ import torch.distributed as dist
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from benchmarks.units import take_over
-from zerokit.bench.models import MODELS, build
+from zerokit.bench.workloads.build import build
+from zerokit.bench.workloads.catalogue import describe
 
 MODEL = "gpt-34m"
 GROUP = f"bucket fill, {MODEL}"
@@ -16,7 +17,7 @@ GROUP = f"bucket fill, {MODEL}"
 def bench_fill(benchmark: BenchmarkFixture, fake_world: dist.ProcessGroup) -> None:
     """`UnitGradients.fill` for every parameter: a copy that also divides by the world size."""
     benchmark.group = GROUP
-    model = build(MODELS[MODEL])
+    model = build(MODEL)
     built = take_over(model, fake_world)
     units = list(built.gradients.units.values())
     arrived = [[torch.ones_like(parameter) for parameter in unit.storage.parameters] for unit in units]
@@ -35,6 +36,6 @@ def bench_fill(benchmark: BenchmarkFixture, fake_world: dist.ProcessGroup) -> No
 def bench_copy(benchmark: BenchmarkFixture) -> None:
     """The floor: one copy of one flat tensor."""
     benchmark.group = GROUP
-    source = torch.ones(MODELS[MODEL].parameters)
+    source = torch.ones(describe(MODEL).parameters or 0)
     target = torch.empty_like(source)
     benchmark(lambda: target.copy_(source))

@@ -10,7 +10,8 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 
 from benchmarks.units import take_over
-from zerokit.bench.models import MODELS, build
+from zerokit.bench.workloads.build import build
+from zerokit.bench.workloads.catalogue import describe
 
 MODEL = "gpt-34m"
 GROUP = f"AdamW step, {MODEL}"
@@ -28,18 +29,18 @@ def _time_step(benchmark: BenchmarkFixture, optimizer: Optimizer) -> None:
 @pytest.mark.parametrize("kernel", ["fused", "foreach", "loop"])
 def bench_parameters(benchmark: BenchmarkFixture, kernel: str) -> None:
     """Every parameter, as DDP's ranks do."""
-    parameters = build(MODELS[MODEL]).parameters()
+    parameters = build(MODEL).parameters()
     _time_step(benchmark, AdamW(parameters, lr=1e-3, fused=kernel == "fused", foreach=kernel == "foreach"))
 
 
 def bench_flat_shards(benchmark: BenchmarkFixture, fake_world: dist.ProcessGroup) -> None:
     """One flat tensor a unit, fused: what each of two ranks does at stages 1 to 3."""
-    model = build(MODELS[MODEL])
+    model = build(MODEL)
     built = take_over(model, fake_world)
     _time_step(benchmark, built.inner)
 
 
 def bench_flat_whole(benchmark: BenchmarkFixture) -> None:
     """One flat tensor of all parameters, fused."""
-    flat = nn.Parameter(torch.zeros(MODELS[MODEL].parameters))
+    flat = nn.Parameter(torch.zeros(describe(MODEL).parameters or 0))
     _time_step(benchmark, AdamW([flat], lr=1e-3, fused=True))

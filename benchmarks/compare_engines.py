@@ -29,7 +29,7 @@ if str(ROOT) not in sys.path:  # run as a file from a checkout that is not insta
 from benchmarks.cells import CellFailed, CellResult, CellSpec, run_cell  # noqa: E402
 from benchmarks.tables import print_table  # noqa: E402
 from zerokit.bench.machine import cores, processor_name  # noqa: E402
-from zerokit.bench.models.configs import MODELS  # noqa: E402
+from zerokit.bench.workloads.catalogue import WORKLOADS  # noqa: E402
 
 FLOOR = "compute-only"
 DEFAULT_ENGINES = [
@@ -183,7 +183,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="compare_engines.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=DEFAULT_ENGINES, metavar="ENGINE")
-    parser.add_argument("--model", choices=sorted(MODELS), default="gpt-34m")
+    parser.add_argument(
+        "--model", choices=sorted(name for name, one in WORKLOADS.items() if one.text), default="gpt-34m"
+    )
     parser.add_argument("--world", type=_positive, default=2, help="ranks (default: %(default)s)")
     parser.add_argument("--repeats", type=_positive, default=3, help="rounds over all engines")
     parser.add_argument("--steps", type=_positive, default=10, help="timed steps a cell")
@@ -200,9 +202,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--json", type=Path, metavar="OUT", help="write settings, machine and every figure here"
     )
     options = parser.parse_args(arguments)
-    longest = MODELS[options.model].positions
-    if options.seq_len > longest:
-        parser.error(f"--seq-len {options.seq_len} exceeds {options.model}'s {longest} positions")
+    text = WORKLOADS[options.model].text
+    if text is not None and options.seq_len > text.positions:
+        parser.error(f"--seq-len {options.seq_len} exceeds {options.model}'s {text.positions} positions")
     return options
 
 

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from benchmarks.cells import CellSpec
-from zerokit.bench.models.gpt import GPT
-from zerokit.bench.models.llama import Llama
+from zerokit.bench.workloads.initialise import init_module
 
 Step = Callable[[Tensor, Tensor], Tensor]
 Context = Callable[[], AbstractContextManager[object]]
@@ -31,9 +30,9 @@ class Job:
 
     spec: CellSpec
     device: torch.device
-    build: Callable[[], GPT | Llama]
+    build: Callable[[], nn.Module]
 
-    def model(self) -> GPT | Llama:
+    def model(self) -> nn.Module:
         """The model in memory, built on the device."""
         with self.device:
             return self.build()
@@ -130,7 +129,7 @@ def zerokit(stage: int, *, meta: bool = False) -> Callable[[Job], Step]:
             AdamW,
             stage=stage,
             precision=job.spec.precision,
-            init_fn=model.init_module if meta else None,
+            init_fn=init_module if meta else None,
             lr=job.spec.learning_rate,
             **buckets,
         )

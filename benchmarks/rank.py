@@ -17,7 +17,8 @@ from torch import Tensor
 from benchmarks.cells import CellSpec, RankResult
 from benchmarks.engines import ENGINES, Job
 from zerokit.bench.machine import peak_host_bytes
-from zerokit.bench.models import MODELS, build
+from zerokit.bench.workloads.build import build
+from zerokit.bench.workloads.catalogue import describe
 
 
 def main(directory: Path, rank: int) -> None:
@@ -44,9 +45,10 @@ def main(directory: Path, rank: int) -> None:
 def train(spec: CellSpec, rank: int, device: torch.device) -> RankResult:
     """Build the engine, warm it up, and time its steps."""
     torch.manual_seed(spec.seed)
-    config = MODELS[spec.model]
-    step = ENGINES[spec.engine](Job(spec, device, partial(build, config, seed=spec.seed)))
-    batches = [_batch(spec, rank, number, config.vocabulary) for number in range(spec.warmup + spec.steps)]
+    text = describe(spec.model).text
+    assert text is not None
+    step = ENGINES[spec.engine](Job(spec, device, partial(build, spec.model, seed=spec.seed)))
+    batches = [_batch(spec, rank, number, text.vocabulary) for number in range(spec.warmup + spec.steps)]
     losses: list[Tensor] = []
     clock = _CudaClock() if device.type == "cuda" else _HostClock()
     dist.barrier()

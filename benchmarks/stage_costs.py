@@ -27,11 +27,11 @@ def measure(rank: int, world: int, store: str, model_name: str, stage: int) -> N
     from torch._C._distributed_c10d import FileStore
 
     from zerokit import ZeroOptimizer
-    from zerokit.bench.models import MODELS, build
+    from zerokit.bench.workloads.build import build
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=FileStore(store, world), rank=rank, world_size=world)
-    model = build(MODELS[model_name])
+    model = build(model_name)
     optimizer = ZeroOptimizer(model, torch.optim.AdamW, stage=stage, precision="fp32", lr=1e-4)
     generator = torch.Generator().manual_seed(rank)
     for _ in range(STEPS):

@@ -13,7 +13,7 @@ from zerokit.errors import UsageError
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"model": "gpt-9"}, "model 'gpt-9' is unknown: choose one of"),
+        ({"model": "gpt-9"}, "model 'gpt-9' is unknown: did you mean gpt"),
         ({"stage": 4}, "stage 4 is unknown"),
         ({"precision": "fp8"}, "precision 'fp8' is unknown"),
         ({"device": "tpu"}, "device 'tpu' is unknown"),

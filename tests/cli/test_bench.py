@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.cli.commands import TINY, processes_of, rank_pid, start, training, wait_for, zerokit
-from zerokit.bench.models import MODELS
 from zerokit.bench.record import Record, read_record
+from zerokit.bench.workloads.catalogue import describe
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -71,7 +71,7 @@ def test_the_record_holds_every_ranks_every_step(finished: Finished) -> None:
     record = finished.record
     assert (record.settings.stage, record.settings.nodes, record.settings.accumulate) == (2, 2, 2)
     assert (record.settings.precision, record.settings.device) == ("fp32", "cpu")
-    assert record.model.parameters == MODELS["gpt-tiny"].parameters
+    assert record.model.parameters == describe("gpt-tiny").parameters
     assert [(rank.rank, rank.node) for rank in record.ranks] == [(0, 0), (1, 1)]
     assert all(len(rank.step_ms) == 4 and len(rank.warmup_ms) == 2 for rank in record.ranks)
     assert all(rank.peak_host_bytes > 50 * 2**20 for rank in record.ranks)

@@ -115,12 +115,17 @@ def require_length(corpus: Corpus, length: int) -> None:
         )
 
 
+def draw_seed(*, seed: int, step: int, rank: int, micro_batch: int) -> int:
+    """The seed of everything that is drawn for one micro-batch, below 2^64."""
+    key = f"{seed}/{step}/{rank}/{micro_batch}".encode()
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
+
+
 def draw_offsets(
     size: int, *, seed: int, step: int, rank: int, micro_batch: int, batch_size: int, length: int
 ) -> list[int]:
     """Where the sequences of one micro-batch start in a text of `size` bytes."""
-    key = f"{seed}/{step}/{rank}/{micro_batch}".encode()
-    generator = random.Random(int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little"))
+    generator = random.Random(draw_seed(seed=seed, step=step, rank=rank, micro_batch=micro_batch))
     return [generator.randrange(size - length) for _ in range(batch_size)]
 
 

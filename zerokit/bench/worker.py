@@ -16,7 +16,7 @@ import socket
 import sys
 import time
 import uuid
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -27,13 +27,13 @@ from torch import Tensor, nn
 
 import zerokit
 from zerokit.bench.checkpoints import Keeper
-from zerokit.bench.data import STANDARD_LIBRARY, Corpus, batch, load_corpus, require_length
 from zerokit.bench.machine import Place, choose_place, cores, memory_bytes, peak_host_bytes, processor_name
-from zerokit.bench.models import MODELS, build
 from zerokit.bench.progress import Progress, ProgressWriter
-from zerokit.bench.record import Data, Environment, Model, Rank, Record, Traffic, summarise, write_record
+from zerokit.bench.record import Environment, Rank, Record, Traffic, summarise, write_record
 from zerokit.bench.schema import from_plain, to_plain
 from zerokit.bench.settings import Settings
+from zerokit.bench.workloads.build import Loaded, load
+from zerokit.bench.workloads.catalogue import describe
 from zerokit.errors import ZerokitError
 from zerokit.runtime import ZeroOptimizer
 
@@ -54,7 +54,7 @@ class Measured:
 def train(
     model: nn.Module,
     optimizer: ZeroOptimizer,
-    corpus: Corpus,
+    loaded: Loaded,
     settings: Settings,
     place: Place,
     writer: ProgressWriter,
@@ -71,8 +71,7 @@ def train(
     trained = keeper.resume()
     for step in range(total):
         batches = [
-            _batch(corpus, settings, trained + step, micro_batch, place)
-            for micro_batch in range(settings.accumulate)
+            _batch(loaded, trained + step, micro_batch, place) for micro_batch in range(settings.accumulate)
         ]
         if step == warmup:
             # All ranks begin the measured steps together. Not `barrier`: NCCL's asks for a device of its own.
@@ -91,14 +90,14 @@ def train(
 
 
 def train_step(
-    model: nn.Module, optimizer: ZeroOptimizer, batches: list[tuple[Tensor, Tensor]], clip: float | None
+    model: nn.Module, optimizer: ZeroOptimizer, batches: list[tuple[Tensor, ...]], clip: float | None
 ) -> tuple[list[Tensor], Tensor | None]:
     """One optimizer step over the micro-batches, reduced once; their losses and the gradient norm."""
     losses = []
-    for place, (tokens, targets) in enumerate(batches):
+    for place, tensors in enumerate(batches):
         last = place == len(batches) - 1
         with contextlib.nullcontext() if last else optimizer.accumulate():
-            loss = model(tokens, targets)
+            loss = model(*tensors)
             optimizer.backward(loss / len(batches))
         losses.append(loss.detach())
     norm = None if clip is None else optimizer.clip_grad_norm_(clip)
@@ -107,19 +106,9 @@ def train_step(
     return losses, norm
 
 
-def _batch(
-    corpus: Corpus, settings: Settings, step: int, micro_batch: int, place: Place
-) -> tuple[Tensor, Tensor]:
-    tokens, targets = batch(
-        corpus,
-        seed=settings.seed,
-        step=step,
-        rank=dist.get_rank(),
-        micro_batch=micro_batch,
-        batch_size=settings.batch_size,
-        length=settings.seq_len,
-    )
-    return tokens.to(place.device), targets.to(place.device)
+def _batch(loaded: Loaded, step: int, micro_batch: int, place: Place) -> tuple[Tensor, ...]:
+    tensors = loaded.batch(step, dist.get_rank(), micro_batch)
+    return tuple(tensor.to(place.device) for tensor in tensors)
 
 
 def _synchronize(place: Place) -> None:
@@ -127,21 +116,22 @@ def _synchronize(place: Place) -> None:
         torch.cuda.synchronize(place.device)
 
 
-def build_optimizer(settings: Settings, place: Place) -> tuple[nn.Module, ZeroOptimizer]:
+def build_optimizer(loaded: Loaded, place: Place) -> tuple[nn.Module, ZeroOptimizer]:
     """The model, built on meta and so never whole in memory where the stage shards it, and its optimizer.
 
     Where gloo serves CUDA tensors it is built on the device: from a model on meta the runtime concludes CPU.
     """
-    on_meta = place.backend == "nccl" or place.device.type == "cpu"
+    settings = loaded.settings
+    on_meta = loaded.init_fn is not None and (place.backend == "nccl" or place.device.type == "cpu")
     with torch.device("meta") if on_meta else place.device:
-        model = build(MODELS[settings.model], seed=settings.seed)
+        model = loaded.build()
     options: dict[str, Any] = {} if settings.bucket_mb is None else {"bucket_mb": settings.bucket_mb}
     optimizer = ZeroOptimizer(
         model,
         torch.optim.AdamW,
         stage=settings.stage,
         precision=settings.precision or "fp32",
-        init_fn=model.init_module if on_meta else None,
+        init_fn=loaded.init_fn if on_meta else None,
         lr=settings.lr,
         **options,
     )
@@ -158,21 +148,20 @@ def run(settings: Settings, record_path: Path, progress_path: Path | None, sweep
         device=place.device.type,
         precision=precision,
         warmup=5 if settings.warmup is None else settings.warmup,
-        data=settings.data or STANDARD_LIBRARY,
+        data=settings.data or describe(settings.model).default_data,
     )
     if place.device.type == "cuda":
         torch.cuda.set_device(place.device)
-    corpus = load_corpus(settings.data or STANDARD_LIBRARY, seed=settings.seed)
-    require_length(corpus, settings.seq_len)
+    loaded = load(settings)
     dist.init_process_group(place.backend)
     writer = ProgressWriter(progress_path if dist.get_rank() == 0 else None)
 
     started = time.perf_counter()
-    model, optimizer = build_optimizer(settings, place)
+    model, optimizer = build_optimizer(loaded, place)
     _synchronize(place)
     build_ms = (time.perf_counter() - started) * 1000.0
     keeper = Keeper(settings, optimizer)
-    measured = train(model, optimizer, corpus, settings, place, writer, keeper)
+    measured = train(model, optimizer, loaded, settings, place, writer, keeper)
     ended = datetime.now(UTC)
     writer.close()
 
@@ -199,15 +188,6 @@ def run(settings: Settings, record_path: Path, progress_path: Path | None, sweep
     if dist.get_rank() == 0:
         ranks = [rank for rank, _ in gathered]
         loss = [sum(losses) / len(losses) for losses in zip(*(losses for _, losses in gathered), strict=True)]
-        model_made = Model(
-            settings.model,
-            optimizer.layout.trainable_numel,
-            asdict(MODELS[settings.model]),
-            "tokens",
-            settings.seq_len,
-            None,
-            None,
-        )
         record = Record(
             id=uuid.uuid4().hex,
             cell=asked.key,
@@ -215,15 +195,15 @@ def run(settings: Settings, record_path: Path, progress_path: Path | None, sweep
             sweep=sweep,
             created=ended.isoformat(timespec="seconds"),
             settings=settings,
-            model=model_made,
-            data=Data(corpus.source, len(corpus.content), corpus.files, corpus.truncated, corpus.digest),
+            model=loaded.model,
+            data=loaded.data,
             environment=_environment(place),
             ranks=ranks,
             traffic=traffic,
             loss=list(loss),
             gradient_norm=list(measured.gradient_norm),
             skipped_steps=optimizer.skipped_steps,
-            results=summarise(settings, model_made, ranks, list(loss)),
+            results=summarise(settings, loaded.model, ranks, list(loss)),
             checkpoints=keeper.done,
         )
         write_record(record, record_path)
@@ -286,9 +266,10 @@ def main(job: Path) -> None:
 
 def _out_of_memory(settings: Settings, message: str) -> str:
     reason = message.strip().splitlines()[0][:300] if message.strip() else "no detail given"
-    millions = MODELS[settings.model].parameters / 1e6
+    parameters = describe(settings.model).parameters
+    size = "" if parameters is None else f" ({parameters / 1e6:.1f} M parameters)"
     return (
-        f"out of memory: {settings.model} ({millions:.1f} M parameters), stage "
+        f"out of memory: {settings.model}{size}, stage "
         f"{settings.stage}, {settings.world} ranks, batch {settings.batch_size}×{settings.seq_len}. A higher "
         "--stage or more ranks shard more of the state; a smaller --batch-size or --seq-len needs less for "
         f"activations. ({reason})"

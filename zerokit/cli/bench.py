@@ -10,7 +10,6 @@ from typing import Any
 import click
 
 from zerokit.bench.data import STANDARD_LIBRARY
-from zerokit.bench.models.configs import MODELS
 from zerokit.bench.settings import DEVICES, PRECISIONS, Settings
 from zerokit.errors import UsageError
 
@@ -21,7 +20,6 @@ _DEFAULTS = Settings()
 @click.command(epilog="On this machine N nodes are N torchrun agents: real ranks, one loopback wire.")
 @click.option(
     "--model",
-    type=click.Choice(list(MODELS)),
     default=_DEFAULTS.model,
     help="What to train.",
     show_default=True,

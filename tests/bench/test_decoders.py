@@ -7,35 +7,29 @@ import math
 import pytest
 import torch
 
-from zerokit.bench.models import MODELS, GPTConfig, LlamaConfig, build
-from zerokit.bench.models.llama import rotary_angles, rotate
+from zerokit.bench.workloads.build import build
+from zerokit.bench.workloads.configs import GPTConfig, LlamaConfig
+from zerokit.bench.workloads.gpt import GPT
+from zerokit.bench.workloads.initialise import init_module
+from zerokit.bench.workloads.llama import Llama, rotary_angles, rotate
 
 TINY = ("gpt-tiny", "llama-tiny")
 
 
-@pytest.mark.parametrize("name", list(MODELS))
-def test_parameters_are_as_many_as_the_formula_says(name: str) -> None:
-    with torch.device("meta"):
-        model = build(MODELS[name])
-    assert sum(parameter.numel() for parameter in model.parameters()) == MODELS[name].parameters
-
-
-@pytest.mark.parametrize(
-    ("name", "millions"),
-    [("gpt-34m", 33.7), ("gpt2-124m", 124.4), ("llama-1b", 1235.8), ("llama-8b", 8030.3)],
-)
-def test_sizes_are_the_published_ones(name: str, millions: float) -> None:
-    assert MODELS[name].parameters / 1e6 == pytest.approx(millions, abs=0.1)
+def decoder(name: str, seed: int = 0) -> GPT | Llama:
+    model = build(name, seed=seed)
+    assert isinstance(model, GPT | Llama)
+    return model
 
 
 @pytest.mark.parametrize("name", TINY)
 def test_a_model_built_on_meta_gets_the_weights_of_one_built_in_memory(name: str) -> None:
-    here = build(MODELS[name], seed=3)
+    here = decoder(name, 3)
     with torch.device("meta"):
-        there = build(MODELS[name], seed=3)
+        there = decoder(name, 3)
     there.to_empty(device="cpu")
     for module in reversed(list(there.modules())):  # in any order
-        there.init_module(module)
+        init_module(module)
     # `to_empty` unties weights, so that the head is compared as well.
     mine, theirs = here.state_dict(), there.state_dict()
     assert mine.keys() == theirs.keys()
@@ -44,14 +38,12 @@ def test_a_model_built_on_meta_gets_the_weights_of_one_built_in_memory(name: str
 
 @pytest.mark.parametrize("name", TINY)
 def test_another_seed_gives_other_weights(name: str) -> None:
-    assert not torch.equal(
-        build(MODELS[name], seed=0).tokens.weight, build(MODELS[name], seed=1).tokens.weight
-    )
+    assert not torch.equal(decoder(name, 0).tokens.weight, decoder(name, 1).tokens.weight)
 
 
 @pytest.mark.parametrize("name", TINY)
 def test_an_untrained_model_guesses_evenly_and_sees_no_future(name: str) -> None:
-    model = build(MODELS[name])
+    model = decoder(name)
     tokens = torch.arange(32).view(2, 16)
     targets = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(0))
     assert model(tokens, targets).item() == pytest.approx(math.log(256), abs=0.1)
@@ -64,14 +56,14 @@ def test_an_untrained_model_guesses_evenly_and_sees_no_future(name: str) -> None
 
 @pytest.mark.parametrize("name", TINY)
 def test_the_loss_is_fp32_in_a_half_precision_model(name: str) -> None:
-    model = build(MODELS[name]).bfloat16()
+    model = decoder(name).bfloat16()
     tokens = torch.zeros(1, 8, dtype=torch.int64)
     assert model(tokens).dtype is torch.bfloat16
     assert model(tokens, tokens).dtype is torch.float32
 
 
 def test_the_gpt_head_is_its_embedding() -> None:
-    model = build(MODELS["gpt-tiny"])
+    model = decoder("gpt-tiny")
     assert model.head.weight is model.tokens.weight
 
 

@@ -8,14 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zerokit.bench.models.configs import LlamaConfig
-from zerokit.bench.models.initialise import (
+from zerokit.bench.workloads.configs import LlamaConfig
+from zerokit.bench.workloads.initialise import (
     DEFAULT_STD,
     init_model,
     init_module,
     name_modules,
     set_std,
-    share_seed,
 )
 
 __all__ = ["Llama", "LlamaBlock", "LlamaConfig"]
@@ -119,8 +118,6 @@ class Llama(nn.Module):
             set_std(module.attention.out, DEFAULT_STD / math.sqrt(2 * config.layers))
             set_std(module.mlp.down, DEFAULT_STD / math.sqrt(2 * config.layers))
         name_modules(self, seed)
-        if config.tied:
-            share_seed(self.head, self.tokens)
         init_model(self)
 
     @staticmethod
