@@ -353,12 +353,17 @@ def with_twin(record: Record, twin: Twin) -> Record:
 
 
 def write_record(record: Record, path: Path) -> None:
-    """Write it whole or not at all: a temporary file beside `path`, fsync, rename, fsync of the folder."""
+    """Write it whole or not at all."""
+    write_text(record.to_json(), path)
+
+
+def write_text(text: str, path: Path) -> None:
+    """Write a file whole or not at all: a temporary one beside `path`, fsync, rename, fsync of the folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(record.to_json())
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
         os.chmod(temporary, 0o644)  # mkstemp keeps others from reading
