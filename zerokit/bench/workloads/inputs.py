@@ -10,8 +10,8 @@ import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from zerokit.bench import images
 from zerokit.bench.data import (
-    STANDARD_LIBRARY,
     SYNTHETIC,
     Corpus,
     batch,
@@ -20,7 +20,8 @@ from zerokit.bench.data import (
     require_length,
 )
 from zerokit.bench.workloads.catalogue import describe
-from zerokit.bench.workloads.configs import ImageConfig, LinearConfig
+from zerokit.bench.workloads.configs import BertConfig, ImageConfig, LinearConfig
+from zerokit.bench.workloads.own import Own, find
 
 if TYPE_CHECKING:
     import torch
@@ -85,6 +86,71 @@ class Text:
         )
 
 
+# Of BERT (arXiv:1810.04805, §3.1): how much of a sequence is guessed, and how much of that is left as it was or
+# replaced by another byte, so that a mask is not the only place to guess at.
+_GUESSED, _KEPT, _REPLACED = 0.15, 0.1, 0.1
+# The first token that is no byte stands for the mask.
+MASK = 256
+
+
+@dataclass(frozen=True, slots=True)
+class MaskedText:
+    """Tokens with some masked, and what these were, each int64 (batch, length); −100 where nothing is to be guessed.
+
+    As many of every sequence, so that the mean over ranks is the mean over all guesses.
+    """
+
+    text: Text
+
+    def data(self) -> Data:
+        """The corpus."""
+        return self.text.data()
+
+    def batch(self, step: int, rank: int, micro_batch: int) -> tuple[Tensor, ...]:
+        """The same stretches as for a causal model, with places to guess drawn anew each time."""
+        import torch
+
+        tokens, _ = self.text.batch(step, rank, micro_batch)
+        drawn = generator(self.text.settings, step, rank, micro_batch)
+        count = max(1, round(_GUESSED * tokens.shape[1]))
+        places = torch.rand(tokens.shape, generator=drawn).argsort(1)[:, :count]
+        targets = torch.full_like(tokens, -100).scatter_(1, places, tokens.gather(1, places))
+        chance = torch.rand(places.shape, generator=drawn)
+        other = torch.randint(MASK, places.shape, generator=drawn)
+        shown = torch.where(chance < _KEPT, tokens.gather(1, places), torch.full_like(places, MASK))
+        shown = torch.where(chance >= 1.0 - _REPLACED, other, shown)
+        return tokens.scatter(1, places, shown), targets
+
+
+@dataclass(frozen=True, slots=True)
+class ImageFolder:
+    """Images from files, fp32 (batch, channels, size, size), and labels, int64 (batch,)."""
+
+    settings: Settings
+    config: ImageConfig
+    folder: images.Folder
+
+    def data(self) -> Data:
+        """The files."""
+        from zerokit.bench.record import Data
+
+        folder = self.folder
+        return Data(str(folder.root), folder.size_bytes, len(folder.paths), folder.truncated, folder.digest)
+
+    def batch(self, step: int, rank: int, micro_batch: int) -> tuple[Tensor, ...]:
+        """Files drawn anew each time."""
+        return images.batch(
+            self.folder,
+            seed=self.settings.seed,
+            step=step,
+            rank=rank,
+            micro_batch=micro_batch,
+            batch_size=self.settings.batch_size,
+            size=self.settings.image_size or self.config.image_size,
+            channels=self.config.channels,
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class SyntheticImages:
     """Images, fp32 (batch, channels, size, size), and labels, int64 (batch,).
@@ -135,17 +201,46 @@ class Regression:
         return features, features @ weights + 0.1 * torch.randn(len(features), generator=drawn)
 
 
+@dataclass(frozen=True, slots=True)
+class OwnBatches:
+    """Whatever the user's own workload makes."""
+
+    settings: Settings
+    own: Own
+
+    def data(self) -> Data:
+        """Made up."""
+        return made_up(self.settings)
+
+    def batch(self, step: int, rank: int, micro_batch: int) -> tuple[Tensor, ...]:
+        """From a generator for this micro-batch alone."""
+        drawn = generator(self.settings, step, rank, micro_batch)
+        return tuple(self.own.batch(drawn, self.settings.batch_size))
+
+
 def open_source(settings: Settings) -> Source:
-    """The data of a bench, read as far as needed to know that they suffice.
+    """The data of a catalogued workload, read as far as needed to know that they suffice.
 
     Raises `DataError` where they are missing, unreadable or too few.
     """
     workload = describe(settings.model)
+    source = settings.data or workload.default_data
     if workload.text is not None:
-        corpus = load_corpus(settings.data or STANDARD_LIBRARY, seed=settings.seed)
+        corpus = load_corpus(source, seed=settings.seed)
         require_length(corpus, settings.seq_len)
-        return Text(settings, corpus)
+        text = Text(settings, corpus)
+        return MaskedText(text) if isinstance(workload.text, BertConfig) else text
     if workload.images is not None:
-        return SyntheticImages(settings, workload.images)
+        if source == SYNTHETIC:
+            return SyntheticImages(settings, workload.images)
+        return ImageFolder(settings, workload.images, images.open_folder(source, workload.images.classes))
     assert isinstance(workload.config, LinearConfig)
     return Regression(settings, workload.config)
+
+
+def check_inputs(settings: Settings) -> None:
+    """What the launcher can tell beforehand, without torch: raises as `open_source` and `own.find` do."""
+    if describe(settings.model).config is None:
+        find(settings.model)
+    else:
+        open_source(settings)
