@@ -1,7 +1,7 @@
 """Model FLOPs utilisation: what a device could do at most, and the share of it that a model's arithmetic is.
 
-Peaks are dense (no sparsity) and of the type that products are computed in, in FLOP/s, from NVIDIA's data sheets. A device
-or a precision that is not listed has no utilisation: a guess would look like a measurement.
+Peaks are dense (no sparsity) and of the type that products are computed in, in FLOP/s, from NVIDIA's data sheets. A
+device or a precision that is not listed has no utilisation: a guess would look like a measurement.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 _TERA = 1e12
 
-# By a part of the name that torch gives the device, the more particular first. fp32 is without TF32, which is torch's default.
+# By a part of the name that torch gives the device, the more particular first. fp32 is without TF32: torch's default.
 PEAKS: Mapping[str, Mapping[str, float]] = MappingProxyType(
     {
         "H200": {"bf16": 989.4 * _TERA, "fp16": 989.4 * _TERA, "fp32": 66.9 * _TERA},
