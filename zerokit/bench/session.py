@@ -1,8 +1,9 @@
-"""A bench from beginning to end, as the process that launches the ranks sees it.
+"""One cell from beginning to end, as the process that launches the ranks sees it.
 
-    check the text -- open the MLflow run -- launch the ranks -- they write the record -- fill the MLflow run
+    can it run at all? -- launch the ranks -- rank 0 writes a record -- put it in its place, with what became of it
 
-How ranks are started is the caller's: `Launch` is all that is asked of a launcher.
+A cell that does not come to numbers has a record all the same, which says why. How ranks are started is the caller's:
+`Launch` is all that is asked of a launcher.
 """
 
 from __future__ import annotations
@@ -10,45 +11,70 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from datetime import datetime
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Protocol
 
-from zerokit.bench.data import STANDARD_LIBRARY, load_corpus, require_length
+from zerokit.bench.engines.catalogue import ENGINES
 from zerokit.bench.progress import Progress, ProgressReader
-from zerokit.bench.record import Record, RecordError, read_record
+from zerokit.bench.record import Record, RecordError, read_record, write_record
 from zerokit.bench.schema import to_plain
 from zerokit.bench.settings import Settings
-from zerokit.bench.tracking import Status, Tracker, TrackingError
+from zerokit.bench.workloads.catalogue import describe
+from zerokit.bench.workloads.inputs import open_source
+from zerokit.errors import ZerokitError
 
 DEFAULT_FOLDER = Path("zerokit-bench")
+# A reason holds the end of a rank's stderr; a record is no place for more of it.
+_REASON_LENGTH = 8000
 
 
 class Launch(Protocol):
-    """Runs a module on every rank and returns when all have ended; raises if one failed."""
+    """Runs a module on every rank and returns when all have ended; raises `ZerokitError` if one failed."""
 
     def __call__(
-        self, module: str, arguments: Sequence[str], *, log_dir: Path, poll: Callable[[], None]
+        self,
+        module: str,
+        arguments: Sequence[str],
+        *,
+        nodes: int,
+        nproc_per_node: int,
+        log_dir: Path,
+        poll: Callable[[], None],
     ) -> None: ...
 
 
+class Watch(Protocol):
+    """Who looks on."""
+
+    def phase(self, text: str) -> None:
+        """Told what is going on while no steps are made."""
+
+    def show(self, progress: Progress) -> None:
+        """Told of steps."""
+
+    def warn(self, text: str) -> None:
+        """Told in plain words what went wrong beside the measurement."""
+
+
 @dataclass(frozen=True, slots=True)
-class Tracking:
-    """Where the MLflow run goes."""
+class Host:
+    """Where cells run.
 
-    uri: str
-    experiment: str
+    Attributes:
+        launch: starts the ranks.
+        interrupted: raises one of `interruptions` if the user wants no more; called between the parts.
+        interruptions: the exceptions that mean "killed"; any other error means "failed".
+        watch: is told of everything.
+    """
 
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """A finished bench: its record, the record's file, and the MLflow run that was filled from it, if any."""
-
-    record: Record
-    path: Path
-    tracker: Tracker | None
+    launch: Launch
+    interrupted: Callable[[], None]
+    interruptions: tuple[type[BaseException], ...]
+    watch: Watch
 
 
 def record_path(output: Path | None, settings: Settings, now: datetime) -> Path:
@@ -56,7 +82,7 @@ def record_path(output: Path | None, settings: Settings, now: datetime) -> Path:
 
     Raises `RecordError` if the folder cannot be made or written to.
     """
-    name = f"{now:%Y%m%d-%H%M%S}-{settings.model}-stage{settings.stage}-world{settings.world}"
+    name = f"{now:%Y%m%d-%H%M%S}-{_model_slug(settings)}-{settings.engine}-stage{settings.stage}-world{settings.world}"
     if output is not None and output.suffix == ".json":
         path = output
     else:
@@ -66,104 +92,160 @@ def record_path(output: Path | None, settings: Settings, now: datetime) -> Path:
         while path.exists():
             attempt += 1
             path = folder / f"{name}-{attempt}.json"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
-        if path.is_dir():
-            raise IsADirectoryError(None, "Is a directory")
-    except OSError as error:
-        raise RecordError(
-            f"the record cannot be written to {path}: {error.strerror}; choose another --output"
-        ) from error
+    require_writable(path.parent)
+    if path.is_dir():
+        raise RecordError(f"the record cannot be written to {path}: Is a directory; choose another --output")
     return path
 
 
-def run_session(
-    settings: Settings,
-    *,
-    path: Path,
-    tracking: Tracking | None,
-    launch: Launch,
-    interrupted: Callable[[], None],
-    interruptions: tuple[type[BaseException], ...],
-    phase: Callable[[str], None],
-    show: Callable[[Progress], None],
-    warn: Callable[[str], None],
-) -> Outcome:
-    """Run the bench.
+def require_writable(folder: Path) -> None:
+    """Make the folder if there is none; raises `RecordError` if that, or a file in it, is impossible."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise RecordError(
+            f"the record cannot be written to {folder}: {error.strerror}; choose another --output"
+        ) from error
+
+
+def require_data(settings: Settings) -> None:
+    """Raises `ZerokitError` if the data is missing or too little, before any rank is started."""
+    if refusal(settings) is None:
+        open_source(settings)
+
+
+def run_cell(
+    settings: Settings, path: Path, host: Host, *, sweep: str | None = None, identity: str | None = None
+) -> Record:
+    """Run one cell and write its record to `path`, whatever becomes of it.
+
+    A record that is there already is replaced, unless it is of a success and the new one is not.
 
     Args:
         settings: what to do.
-        path: where rank 0 writes the record.
-        tracking: None for no MLflow.
-        launch: starts the ranks.
-        interrupted: raises one of `interruptions` if the user wants no more; called between the parts.
-        interruptions: the exceptions that mean KILLED; any other means FAILED.
-        phase: told what is going on before the first step.
-        show: told of every step.
-        warn: told in plain words what went wrong beside the measurement.
+        path: of the record.
+        host: where, and who looks on.
+        sweep: the id of the sweep that the cell belongs to.
+        identity: of the record; a new one by default.
 
-    Raises whatever `launch` raises, and `ZerokitError` for bad text or a record that is no record.
+    Raises one of `host.interruptions` after the record of the killed cell is written, and `RecordError` where a record
+    cannot be written; the temporary folder that then keeps it is named.
     """
-    phase("reading the text")
-    require_length(load_corpus(settings.data or STANDARD_LIBRARY, seed=settings.seed), settings.seq_len)
-    if tracking is not None:
-        phase("opening the MLflow run")
-    tracker = _open(tracking, settings, warn)
+    identity = identity or uuid.uuid4().hex
+    failed = Record(
+        id=identity, cell=settings.key, sweep=sweep, status="failed", created=_now(), settings=settings
+    )
+    host.watch.phase("looking at what is asked")
+    if (refused := refusal(settings)) is not None:
+        record = replace(failed, status=refused[0], reason=refused[1])
+        _put(record, path)
+        return record
     work = Path(tempfile.mkdtemp(prefix="zerokit-bench-"))
+    keep = False
     try:
-        interrupted()
-        reader = ProgressReader(work / "progress")
-        job = work / "job.json"
-        job.write_text(
-            json.dumps(
-                {
-                    "settings": to_plain(settings),
-                    "record": str(path.resolve()),
-                    "progress": str(work / "progress"),
-                }
-            )
-        )
-
-        def poll() -> None:
-            if (progress := reader.latest()) is not None:
-                show(progress)
-
-        phase(f"starting {settings.world} rank{'s' if settings.world > 1 else ''}")
-        launch("zerokit.bench.worker", [str(job)], log_dir=work, poll=poll)
-        record = read_record(path)
+        record = _train(settings, work, host, sweep)
+        record = replace(record, id=identity)
     except BaseException as error:
-        killed = isinstance(error, interruptions)
-        _close(tracker, "KILLED" if killed else "FAILED", str(error), warn)
-        if killed:
+        killed = isinstance(error, host.interruptions)
+        status, reason = ("killed", str(error) or "interrupted") if killed else what_happened(error, work)
+        keep = status == "failed"  # the ranks' output is there
+        record = replace(failed, status=status, reason=reason[:_REASON_LENGTH], created=_now())
+        if killed or not isinstance(error, ZerokitError):
+            _put(record, path)
+            raise
+    finally:
+        if not keep:
             shutil.rmtree(work, ignore_errors=True)
-        raise
-    shutil.rmtree(work, ignore_errors=True)
-    if tracker is not None:
-        try:
-            tracker.fill(record, path)
-        except TrackingError as error:
-            warn(f"{error}\nthe record is complete: {path}")
-            _close(tracker, "FAILED", str(error), lambda again: None)
-            tracker = None
-    return Outcome(record, path, tracker)
+    _put(record, path)
+    return record
 
 
-def _open(tracking: Tracking | None, settings: Settings, warn: Callable[[str], None]) -> Tracker | None:
-    if tracking is None:
-        return None
-    tags = {"mlflow.source.name": "zerokit bench", "mlflow.source.type": "LOCAL"}
+def refusal(settings: Settings) -> tuple[str, str] | None:
+    """The status and the reason of a cell that need not be tried; None for one that may run."""
+    if settings.unsupported is not None:
+        return "unsupported", settings.unsupported
+    if (missing := ENGINES[settings.engine].missing) is not None:
+        return "unsupported", f"engine {settings.engine}: {missing}"
+    if (missing := describe(settings.model).missing) is not None:
+        return "unsupported", missing
+    return None
+
+
+def what_happened(error: BaseException, work: Path) -> tuple[str, str]:
+    """The status and the reason of a cell whose ranks ended with this error.
+
+    Args:
+        error: what `Launch` raised.
+        work: the folder of the job, where a rank that ran out of memory says so.
+    """
     try:
-        return Tracker.open(tracking.uri, tracking.experiment, settings, tags)
-    except TrackingError as error:
-        warn(f"{error}\nthe bench goes on without it; its record will be complete")
-        return None
+        told = json.loads((work / "status").read_text())
+        return str(told["status"]), str(told["reason"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return "failed", str(error) or type(error).__name__
 
 
-def _close(tracker: Tracker | None, status: Status, reason: str, warn: Callable[[str], None]) -> None:
-    if tracker is not None:
+def _train(settings: Settings, work: Path, host: Host, sweep: str | None) -> Record:
+    """Launch the ranks and read what rank 0 has written."""
+    host.interrupted()
+    written, progress, job = work / "record.json", work / "progress", work / "job.json"
+    job.write_text(
+        json.dumps(
+            {
+                "settings": to_plain(settings),
+                "record": str(written),
+                "progress": str(progress),
+                "sweep": sweep,
+            }
+        )
+    )
+    reader = ProgressReader(progress)
+
+    def poll() -> None:
+        if (latest := reader.latest()) is not None:
+            host.watch.show(latest)
+
+    host.watch.phase(f"starting {settings.world} rank{'s' if settings.world > 1 else ''}")
+    host.launch(
+        "zerokit.bench.worker",
+        [str(job)],
+        nodes=settings.nodes,
+        nproc_per_node=settings.nproc_per_node,
+        log_dir=work,
+        poll=poll,
+    )
+    return read_record(written)
+
+
+def put_record(record: Record, path: Path) -> None:
+    """Write it; where that fails it goes to a temporary folder, and the `RecordError` says which."""
+    try:
+        write_record(record, path)
+    except OSError as error:
+        rescue = Path(tempfile.mkdtemp(prefix="zerokit-record-")) / path.name
         try:
-            tracker.close(status, reason)
-        except TrackingError as error:
-            warn(str(error))
+            write_record(record, rescue)
+            kept = f"it is kept in {rescue}"
+        except OSError as again:
+            kept = f"nor to {rescue}: {again.strerror}"
+        raise RecordError(f"the record cannot be written to {path}: {error.strerror}; {kept}") from error
+
+
+def _put(record: Record, path: Path) -> None:
+    if record.status != "ok" and path.exists():
+        try:
+            if read_record(path).status == "ok":
+                return
+        except RecordError:
+            pass  # what is there is no record worth keeping
+    put_record(record, path)
+
+
+def _model_slug(settings: Settings) -> str:
+    return "".join(letter if letter.isalnum() or letter in ".-" else "-" for letter in settings.model)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

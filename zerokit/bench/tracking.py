@@ -1,32 +1,32 @@
-"""One MLflow run for one bench: opened before the ranks start, filled from the record after they have ended.
+"""An MLflow store, as far as benches need one: runs that are found by tags, filled, and ended.
 
-Only the process that launched the ranks talks to MLflow, and never while they run, so that tracking costs the
-timed steps nothing. The run exists from the start, so that a bench that dies is seen as FAILED or KILLED.
-Everything in it is computed from the record: losing MLflow loses no measurement.
+Only the process that launched the ranks talks to MLflow, and never while they run, so that tracking costs the timed
+steps nothing. Every failure is a `TrackingError`: losing MLflow loses no measurement.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import os
-from collections.abc import Sequence
-from dataclasses import asdict
-from datetime import datetime
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
-from zerokit.bench.record import Record
-from zerokit.bench.settings import Settings
+from zerokit.bench.tracked import Point
 from zerokit.errors import ZerokitError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mlflow.entities import Run
     from mlflow.tracking import MlflowClient
 
 DEFAULT_URI = "sqlite:///mlflow.db"
 DEFAULT_EXPERIMENT = "zerokit-bench"
-MIB = 2.0**20
-Status = Literal["FINISHED", "FAILED", "KILLED"]
+Status = Literal["RUNNING", "FINISHED", "FAILED", "KILLED"]
+T = TypeVar("T")
 
 # A server that is down must be noticed in seconds: MLflow's own defaults retry for minutes.
 _ENVIRONMENT = {
@@ -34,13 +34,24 @@ _ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     # Usage reports to MLflow's makers are the user's choice, and no part of a measurement.
     "MLFLOW_DISABLE_TELEMETRY": "true",
+    # Bars of uploads would be drawn over ours.
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
 }
-# A server refuses a batch with more metrics than this.
+# A server refuses a batch with more than these.
 _METRICS_A_CALL = 1000
+_PARAMS_A_CALL = 100
 
 
 class TrackingError(ZerokitError):
     """MLflow could not be reached or refused something; the bench itself is not affected."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tracking:
+    """Where MLflow runs go."""
+
+    uri: str
+    experiment: str
 
 
 def resolve_uri(asked: str | None) -> str:
@@ -48,155 +59,124 @@ def resolve_uri(asked: str | None) -> str:
     return asked or os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_URI
 
 
-class Tracker:
-    """An open MLflow run. Use `open`; every method raises `TrackingError` and nothing else.
+def connect(uri: str) -> MlflowClient:
+    """A client that gives up on a silent server in seconds; raises `TrackingError`."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    try:
+        from mlflow.tracking import MlflowClient
+    except ImportError as error:
+        raise TrackingError(
+            f"MLflow is not installed ({error}); use --no-mlflow or install mlflow"
+        ) from error
+    # Creating the SQLite file announces every migration otherwise.
+    for name in ("alembic", "mlflow.store.db.utils"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    return _told(f"MLflow at {uri} cannot be used", lambda: MlflowClient(tracking_uri=uri))
 
-    Args:
-        client: of the store that holds the run.
-        run_id: MLflow's.
-        uri: of that store.
-    """
 
-    def __init__(self, client: MlflowClient, run_id: str, uri: str) -> None:
+class Store:
+    """One experiment of an MLflow store. Use `open`; every method raises `TrackingError` and nothing else."""
+
+    def __init__(self, client: MlflowClient, experiment_id: str, tracking: Tracking) -> None:
         self._client = client
-        self.run_id = run_id
-        self.uri = uri
+        self._experiment_id = experiment_id
+        self.tracking = tracking
 
     @classmethod
-    def open(cls, uri: str, experiment: str, settings: Settings, tags: dict[str, str]) -> Tracker:
-        """Create a run that says RUNNING, and its experiment if there is none."""
-        for name, value in _ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
-        try:
-            from mlflow.tracking import MlflowClient
-        except ImportError as error:
-            raise TrackingError(
-                f"MLflow is not installed ({error}); use --no-mlflow or install mlflow"
-            ) from error
-        # Creating the SQLite file announces every migration otherwise.
-        for name in ("alembic", "mlflow.store.db.utils"):
-            logging.getLogger(name).setLevel(logging.WARNING)
-        try:
-            client = MlflowClient(tracking_uri=uri)
-            known = client.get_experiment_by_name(experiment)
-            experiment_id = known.experiment_id if known else client.create_experiment(experiment)
-            name = f"{settings.model} stage {settings.stage} world {settings.world}"
-            run = client.create_run(experiment_id, run_name=name, tags=tags)
-        except Exception as error:
-            raise TrackingError(f"MLflow at {uri} cannot be used: {_first_line(error)}") from error
-        return cls(client, run.info.run_id, uri)
+    def open(cls, tracking: Tracking) -> Store:
+        """Reach the store, and create the experiment if there is none."""
 
-    def fill(self, record: Record, path: Path) -> None:
-        """Write parameters, metrics, tags and the record file, and mark the run FINISHED."""
+        def reach() -> tuple[MlflowClient, str]:
+            client = connect(tracking.uri)
+            known = client.get_experiment_by_name(tracking.experiment)
+            if known is not None and known.lifecycle_stage == "deleted":
+                raise ValueError(
+                    f"experiment {tracking.experiment!r} is deleted: restore it, or name another"
+                )
+            return client, known.experiment_id if known else client.create_experiment(tracking.experiment)
+
+        return cls(*_told(f"MLflow at {tracking.uri} cannot be used", reach), tracking)
+
+    def find(self, tags: Mapping[str, str]) -> Run | None:
+        """The oldest run of the experiment that has all of these tags; deleted runs are not looked at."""
+        wanted = " and ".join(f"tags.`{name}` = '{value}'" for name, value in tags.items())
+
+        def search() -> Run | None:
+            found = self._client.search_runs(
+                [self._experiment_id], wanted, max_results=1, order_by=["attributes.start_time ASC"]
+            )
+            return found[0] if found else None
+
+        return self._ask("was not searched", search)
+
+    def create(self, name: str, tags: Mapping[str, str], started_ms: int | None = None) -> str:
+        """A new run that says RUNNING; its id."""
+
+        def create() -> str:
+            run = self._client.create_run(
+                self._experiment_id, start_time=started_ms, run_name=name, tags=dict(tags)
+            )
+            return str(run.info.run_id)
+
+        return self._ask("takes no run", create)
+
+    def write(
+        self,
+        run_id: str,
+        *,
+        params: Mapping[str, str] | None = None,
+        tags: Mapping[str, str] | None = None,
+        points: Iterable[Point] = (),
+        files: Mapping[str, str | bytes] | None = None,
+    ) -> None:
+        """Add to a run. The same once more changes nothing: points are not doubled, files are replaced."""
         from mlflow.entities import Metric, Param, RunTag
 
-        moment = int(datetime.fromisoformat(record.created).timestamp() * 1000)
-        metrics = [Metric(name, value, moment, 0) for name, value in summary_metrics(record).items()]
-        for name, values in curves(record).items():
-            metrics += [
-                Metric(name, value, moment, step)
-                for step, value in enumerate(values)
-                if value is not None and math.isfinite(value)
-            ]
-        params = [Param(name, value) for name, value in run_params(record).items()]
-        tags = [RunTag(name, value) for name, value in run_tags(record).items()]
-        try:
-            self._client.log_batch(self.run_id, params=params, tags=tags)
+        def write() -> None:
+            given = [Param(name, value) for name, value in (params or {}).items()]
+            for start in range(0, len(given), _PARAMS_A_CALL):
+                self._client.log_batch(run_id, params=given[start : start + _PARAMS_A_CALL])
+            if tags:
+                self._client.log_batch(run_id, tags=[RunTag(name, value) for name, value in tags.items()])
+            metrics = [Metric(point.name, point.value, point.moment_ms, point.step) for point in points]
             for start in range(0, len(metrics), _METRICS_A_CALL):
-                self._client.log_batch(self.run_id, metrics=metrics[start : start + _METRICS_A_CALL])
-            self._client.log_artifact(self.run_id, str(path))
-        except Exception as error:
-            raise TrackingError(f"MLflow at {self.uri} was not filled: {_first_line(error)}") from error
-        self.close("FINISHED")
+                self._client.log_batch(run_id, metrics=metrics[start : start + _METRICS_A_CALL])
+            if files:
+                self._upload(run_id, files)
 
-    def close(self, status: Status, reason: str = "") -> None:
-        """End the run with this status; `reason` becomes the tag "zerokit.reason"."""
-        try:
-            if reason:
-                self._client.set_tag(self.run_id, "zerokit.reason", reason[:5000])
-            self._client.set_terminated(self.run_id, status)
-        except Exception as error:
-            raise TrackingError(
-                f"MLflow at {self.uri}: run {self.run_id} stays open: {_first_line(error)}"
-            ) from error
+        self._ask("was not filled", write)
 
+    def _upload(self, run_id: str, files: Mapping[str, str | bytes]) -> None:
+        with tempfile.TemporaryDirectory(prefix="zerokit-mlflow-") as folder:
+            for name, content in files.items():
+                path = Path(folder, name)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(content.encode() if isinstance(content, str) else content)
+            self._client.log_artifacts(run_id, folder)
 
-def summary_metrics(record: Record) -> dict[str, float]:
-    """One number a name, all finite; names hold no parentheses, which MLflow rejects."""
-    results, traffic = record.results, record.traffic
-    if results is None or record.model is None:
-        return {}
-    unit = record.model.unit
-    found: dict[str, float | None] = {
-        "step/mean_ms": results.step.mean,
-        "step/p10_ms": results.step.p10,
-        "step/p50_ms": results.step.p50,
-        "step/p90_ms": results.step.p90,
-        "step/p99_ms": results.step.p99,
-        "step/skew_p50_ms": results.skew.p50,
-        f"throughput/{unit}_per_s": results.throughput,
-        f"throughput/{unit}_per_s_per_rank": results.throughput_per_rank,
-        "memory/peak_host_mib": results.peak_host_bytes / MIB,
-        "memory/peak_allocated_mib": _mib(results.peak_allocated_bytes),
-        "memory/state_mib": _mib(most_state(record, predicted=False)),
-        "memory/state_predicted_mib": _mib(most_state(record, predicted=True)),
-        "loss_first": results.loss_first,
-        "loss_last": results.loss_last,
-        "skipped_steps": record.skipped_steps,
-    }
-    if traffic is not None:
-        found |= {
-            "traffic/mib_per_step": traffic.bytes / MIB,
-            "traffic/predicted_mib_per_step": traffic.predicted_bytes / MIB,
-            "traffic/elements_per_step": traffic.elements,
-        }
-    return {name: value for name, value in found.items() if value is not None and math.isfinite(value)}
+    def status(self, run_id: str, status: Status, ended_ms: int | None = None) -> None:
+        """End the run, or open it again with RUNNING."""
+
+        def change() -> None:
+            if status == "RUNNING":
+                self._client.update_run(run_id, status)
+            else:
+                self._client.set_terminated(run_id, status, ended_ms)
+
+        self._ask(f"left run {run_id} as it was", change)
+
+    def _ask(self, what: str, question: Callable[[], T]) -> T:
+        return _told(f"MLflow at {self.tracking.uri} {what}", question)
 
 
-def most_state(record: Record, *, predicted: bool) -> int | None:
-    """The bytes of model state of the rank that holds most; None for engines that do not count them."""
-    lines = [rank.predicted_memory_bytes if predicted else rank.memory_bytes for rank in record.ranks]
-    return max((line["total"] for line in lines if line is not None), default=None)
-
-
-def curves(record: Record) -> dict[str, Sequence[float | None]]:
-    """One number a step; step 0 is the first warm-up step."""
-    by_step = zip(*(rank.warmup_ms + rank.step_ms for rank in record.ranks), strict=True)
-    return {
-        "loss": record.loss,
-        "gradient_norm": record.gradient_norm,
-        "step_ms": [max(times) for times in by_step],
-    }
-
-
-def run_params(record: Record) -> dict[str, str]:
-    """The settings as they were resolved, and what was trained."""
-    found = {name: str(value) for name, value in asdict(record.settings).items() if value is not None}
-    if record.model is not None:
-        found["parameters"] = str(record.model.parameters)
-    if record.environment is not None:
-        found |= {"world": str(record.environment.world), "backend": record.environment.backend}
-    return found
-
-
-def run_tags(record: Record) -> dict[str, str]:
-    """Where it ran, and the record's format."""
-    tags = {"zerokit.record": record.format, "zerokit.status": record.status}
-    if (environment := record.environment) is not None:
-        tags |= {
-            "zerokit.version": environment.zerokit,
-            "torch.version": environment.torch,
-            "processor": environment.processor,
-        }
-    if record.ranks:
-        tags["device"] = record.ranks[0].device
-    if record.data is not None:
-        tags["data.digest"] = record.data.digest
-    return tags
-
-
-def _mib(size_bytes: int | None) -> float | None:
-    return None if size_bytes is None else size_bytes / MIB
+def _told(what: str, question: Callable[[], T]) -> T:
+    try:
+        return question()
+    except TrackingError:
+        raise
+    except Exception as error:
+        raise TrackingError(f"{what}: {_first_line(error)}") from error
 
 
 def _first_line(error: Exception) -> str:

@@ -17,7 +17,8 @@ from zerokit.launch.interrupts import Interrupted
 
 # Name, and the line that `zerokit --help` shows without importing the command.
 COMMANDS = {
-    "bench": "Train a model for some steps, measure it, write a record and an MLflow run.",
+    "bench": "Train models with several engines, measure them, write records, a report and MLflow runs.",
+    "push": "Bring MLflow to where records on disk are.",
     "reshard": "Cut a checkpoint for another number of ranks.",
     "consolidate": "Write a checkpoint's weights as safetensors for Hugging Face's loaders.",
     "inspect": "Show what a checkpoint holds: parameters, streams, files.",

@@ -2,82 +2,156 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import shlex
+from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from zerokit.bench.data import STANDARD_LIBRARY
+from zerokit.bench.cells import DIMENSIONS, product
+from zerokit.bench.engines.catalogue import ENGINES
 from zerokit.bench.settings import DEVICES, PRECISIONS, Settings
+from zerokit.bench.workloads.catalogue import WORKLOADS
+from zerokit.cli.lists import CommaList, Name, Range
 from zerokit.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from zerokit.bench.record import Record
+    from zerokit.bench.session import Host
+    from zerokit.bench.sweep import Sweep
+    from zerokit.bench.tracking import Tracking
+    from zerokit.cli.display import Display
+    from zerokit.launch.interrupts import Interrupts
 
 _COUNT = click.IntRange(min=1)
 _DEFAULTS = Settings()
+# Of one bench alone: cells that write the same checkpoints would continue each other's.
+_CHECKPOINTS = ("save", "save_every", "resume")
+
+_EPILOG = """\b
+Several values after commas make a sweep of all combinations:
+  zerokit bench --stage 0,1,2,3 --engine zerokit,ddp,fsdp2 --nodes 2
+On this machine N nodes are N torchrun agents: real ranks, one loopback wire.
+\b
+Exit codes: 0 ok, 1 a cell failed, 2 wrong use, 4 nothing ran (all out of memory
+or unsupported), 128 + N ended by signal N.
+"""
 
 
-@click.command(epilog="On this machine N nodes are N torchrun agents: real ranks, one loopback wire.")
+@click.command(epilog=_EPILOG)
+@click.option(
+    "--engine",
+    type=CommaList(click.Choice(list(ENGINES))),
+    default=_DEFAULTS.engine,
+    show_default=True,
+    metavar="NAME,…",
+    help=f"Who trains: {', '.join(ENGINES)}.",
+)
 @click.option(
     "--model",
+    type=CommaList(Name(lambda: list(WORKLOADS))),
     default=_DEFAULTS.model,
-    help="What to train.",
     show_default=True,
+    metavar="NAME,…",
+    help="What is trained; package.module:factory for your own.",
 )
 @click.option(
     "--stage",
-    type=click.IntRange(0, 3),
-    default=_DEFAULTS.stage,
-    show_default=True,
-    help="ZeRO stage: 0 shards nothing, 1 optimizer state, 2 also gradients, 3 also parameters.",
+    type=CommaList(Range(0, 3)),
+    metavar="0-3,…",
+    help="ZeRO stage: 0 shards nothing, 1 optimizer state, 2 also gradients, 3 also parameters.  "
+    "[default: each engine's own, zerokit's is 2]",
 )
 @click.option(
     "--precision",
-    type=click.Choice(PRECISIONS),
-    help="Of the computation.  [default: bf16 on CUDA, fp32 on a CPU]",
+    type=CommaList(click.Choice(PRECISIONS)),
+    metavar="NAME,…",
+    help="Of the computation: fp32, bf16 or fp16.  [default: bf16 on CUDA, fp32 on a CPU]",
 )
 @click.option("--device", type=click.Choice(DEVICES), help="[default: cuda where there is any]")
 @click.option(
-    "--nodes", type=_COUNT, default=_DEFAULTS.nodes, show_default=True, help="Nodes to simulate here."
+    "--nodes",
+    type=CommaList(_COUNT),
+    metavar="N,…",
+    default=str(_DEFAULTS.nodes),
+    show_default=True,
+    help="Nodes to simulate here.",
 )
 @click.option(
     "--nproc-per-node",
-    type=_COUNT,
-    default=_DEFAULTS.nproc_per_node,
+    type=CommaList(_COUNT),
+    metavar="N,…",
+    default=str(_DEFAULTS.nproc_per_node),
     show_default=True,
     help="Ranks of each node.",
 )
 @click.option(
     "--batch-size",
-    type=_COUNT,
-    default=_DEFAULTS.batch_size,
+    type=CommaList(_COUNT),
+    metavar="N,…",
+    default=str(_DEFAULTS.batch_size),
     show_default=True,
-    help="Sequences a rank and micro-batch.",
+    help="Samples a rank and micro-batch.",
 )
 @click.option(
     "--seq-len",
-    type=_COUNT,
-    default=_DEFAULTS.seq_len,
+    type=CommaList(_COUNT),
+    metavar="N,…",
+    default=str(_DEFAULTS.seq_len),
     show_default=True,
-    help="Tokens a sequence; a token is a byte.",
+    help="Tokens a sequence, for language models.",
 )
 @click.option(
-    "--accumulate", type=_COUNT, default=_DEFAULTS.accumulate, show_default=True, help="Micro-batches a step."
+    "--image-size",
+    type=_COUNT,
+    metavar="N",
+    help="Pixels a side, for models of images.  [default: the model's]",
 )
-@click.option("--steps", type=_COUNT, default=_DEFAULTS.steps, show_default=True, help="Measured steps.")
 @click.option(
-    "--warmup",
-    type=click.IntRange(min=0),
-    help="Steps before those.  [default: until they take a steady time]",
+    "--accumulate",
+    type=CommaList(_COUNT),
+    metavar="N,…",
+    default=str(_DEFAULTS.accumulate),
+    show_default=True,
+    help="Micro-batches a step.",
 )
 @click.option(
     "--bucket-mb",
-    type=click.FloatRange(min=0, min_open=True),
-    help="Largest unit of neighbouring small modules, in MiB of fp32.  [default: the runtime's]",
+    type=CommaList(click.FloatRange(min=0, min_open=True)),
+    metavar="MIB,…",
+    help="Largest unit of neighbouring small modules, in MiB of fp32.  [default: the engine's]",
+)
+@click.option(
+    "--steps", type=_COUNT, metavar="N", default=_DEFAULTS.steps, show_default=True, help="Measured steps."
+)
+@click.option(
+    "--warmup",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Steps before those.  [default: until they take a steady time]",
+)
+@click.option(
+    "--repeats",
+    type=_COUNT,
+    metavar="N",
+    default=1,
+    show_default=True,
+    help="Rounds through all cells, every second one backwards.",
+)
+@click.option(
+    "--twin/--no-twin",
+    default=True,
+    show_default=True,
+    help="Also run each cell's compute-only twin: what a step takes longer is communication.",
 )
 @click.option(
     "--lr",
     type=click.FloatRange(min=0),
+    metavar="X",
     default=_DEFAULTS.lr,
     show_default=True,
     help="AdamW's learning rate.",
@@ -85,6 +159,7 @@ _DEFAULTS = Settings()
 @click.option(
     "--clip",
     type=click.FloatRange(min=0),
+    metavar="X",
     default=_DEFAULTS.clip,
     show_default=True,
     help="Largest gradient norm; 0 leaves gradients alone and the norm unmeasured.",
@@ -92,9 +167,9 @@ _DEFAULTS = Settings()
 @click.option("--seed", type=int, default=_DEFAULTS.seed, show_default=True, help="Of weights and batches.")
 @click.option(
     "--data",
-    default=STANDARD_LIBRARY,
-    show_default=True,
-    help="A text file or a folder of them, 'standard-library' (this Python's own sources) or 'synthetic'.",
+    metavar="PATH",
+    help="A file or a folder, 'standard-library' (the text of this Python's own sources) or 'synthetic'.  "
+    "[default: that text for language models, else synthetic]",
 )
 @click.option(
     "--save",
@@ -108,7 +183,15 @@ _DEFAULTS = Settings()
 @click.option(
     "--output",
     type=click.Path(path_type=Path),
-    help="A folder for the record, or a file that ends in .json.  [default: zerokit-bench/]",
+    help="A folder for the record or the sweep, or for one bench a file that ends in .json.  "
+    "[default: zerokit-bench/]",
+)
+@click.option(
+    "--continue",
+    "continued",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Go on with the sweep in DIR: run the cells that are missing, failed or were interrupted.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the record on stdout, and nothing else there.")
 @click.option(
@@ -117,60 +200,229 @@ _DEFAULTS = Settings()
 )
 @click.option("--experiment", default="zerokit-bench", show_default=True, help="Of MLflow.")
 @click.option("--no-mlflow", is_flag=True, help="Write the record only.")
+@click.pass_context
 def command(
+    context: click.Context,
+    /,
     output: Path | None,
+    continued: Path | None,
     as_json: bool,
     tracking_uri: str | None,
     experiment: str,
     no_mlflow: bool,
     clip: float,
+    repeats: int,
     **options: Any,
 ) -> None:
-    """Train a model for some steps, measure it, write a record and an MLflow run.
+    """Train models for some steps, measure them, write records and MLflow runs.
 
-    Tokens are the bytes of real text. A step's time is that of its slowest rank, warm-up apart. The record is
-    JSON with every rank's every step; the MLflow run is filled from it after the ranks have ended.
+    A step's time is that of its slowest rank, warm-up apart. The record is JSON with every rank's every step;
+    the MLflow run is filled from it after the ranks have ended. A sweep ends with a table and an HTML report.
     """
-    from zerokit.bench.session import Tracking, record_path, run_session
-    from zerokit.bench.tracking import resolve_uri
-    from zerokit.cli.display import Display
-    from zerokit.launch.interrupts import Interrupted, Interrupts
-    from zerokit.launch.local import launch
+    from zerokit.bench.tracking import Tracking, resolve_uri
 
+    if continued is not None:
+        _require_alone(context)
     try:
-        settings = Settings(clip=clip or None, **options)
+        dimensions = {name: _listed(options.pop(name)) for name in DIMENSIONS}
+        cells = product(dimensions, {**options, "clip": clip or None}, repeats)
+        if len(cells) > 1 and any(options[name] for name in _CHECKPOINTS):
+            raise UsageError("checkpoints belong to one bench: give --save and --resume without a sweep")
+        if len(cells) > 1 and output is not None and output.suffix == ".json":
+            raise UsageError(f"a sweep writes a folder: --output {output} names a file")
     except UsageError as error:
         raise click.UsageError(str(error)) from error
-    path = record_path(output, settings, datetime.now())
     tracking = None if no_mlflow else Tracking(resolve_uri(tracking_uri), experiment)
-    display = Display()
-    with Interrupts() as interrupts:
-
-        def start(module: str, arguments: Sequence[str], *, log_dir: Path, poll: Callable[[], None]) -> None:
-            launch(
-                module,
-                arguments,
-                nodes=settings.nodes,
-                nproc_per_node=settings.nproc_per_node,
-                log_dir=log_dir,
-                interrupts=interrupts,
-                poll=poll,
-            )
-
-        with display:
-            outcome = run_session(
-                settings,
-                path=path,
-                tracking=tracking,
-                launch=start,
-                interrupted=interrupts.check,
-                interruptions=(Interrupted, KeyboardInterrupt),
-                phase=display.phase,
-                show=display.show,
-                warn=display.warn,
-            )
-    if as_json:
-        click.echo(outcome.record.to_json(), nl=False)
+    given = _given(context, "tracking_uri", "experiment", "no_mlflow")
+    if continued is None and len(cells) == 1:
+        code = _single(cells[0], output, tracking, as_json=as_json, given=given)
     else:
-        display.results(outcome.record)
-    display.places(outcome, to_stderr=as_json)
+        asked = None
+        if continued is None:
+            from zerokit.bench.sweep import Sweep
+
+            asked = Sweep.of(cells, _asked(context, dimensions))
+        code = _sweep(asked, continued or output, tracking, as_json=as_json, given=given)
+    context.exit(code)
+
+
+def _listed(values: Any) -> tuple[Any, ...]:
+    return () if values is None else tuple(values)
+
+
+def _require_alone(context: click.Context) -> None:
+    """Refuse options of cells beside --continue, which has them from the sweep."""
+    about_cells = {field.name for field in fields(Settings)} | {"repeats", "output"}
+    for parameter in context.command.params:
+        if parameter.name in about_cells and _from_command_line(context, parameter.name):
+            raise click.UsageError(
+                f"{parameter.opts[0]} cannot be given with --continue, which runs the cells of the sweep as they are"
+            )
+
+
+def _from_command_line(context: click.Context, name: str) -> bool:
+    return context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+
+
+def _given(context: click.Context, *names: str) -> str:
+    """These options as they stood on the command line, each after a space, to be repeated in advice."""
+    found = ""
+    for parameter in context.command.params:
+        if parameter.name in names and _from_command_line(context, parameter.name):
+            value = context.params[parameter.name]
+            found += f" {parameter.opts[0]}" + ("" if value is True else f" {shlex.quote(str(value))}")
+    return found
+
+
+def _asked(context: click.Context, dimensions: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+    """What the user chose, by the options' names; what was left at its default is in the cells."""
+    found: dict[str, Any] = {}
+    left_out = {"output", "continued", "as_json", "tracking_uri", "experiment", "no_mlflow"}
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        source = context.get_parameter_source(name)
+        if name in left_out or source in (None, click.core.ParameterSource.DEFAULT):
+            continue
+        values = dimensions.get(name)
+        found[parameter.opts[0].lstrip("-")] = list(values) if values else context.params[name]
+    return found
+
+
+def _single(
+    settings: Settings, output: Path | None, tracking: Tracking | None, *, as_json: bool, given: str
+) -> int:
+    """One bench: its record, its tables; the exit code."""
+    import tempfile
+
+    from zerokit.bench.mirror import Live
+    from zerokit.bench.pictures import pictures
+    from zerokit.bench.session import record_path, require_data, run_cell
+    from zerokit.bench.sweep import complete, exit_code
+    from zerokit.bench.twins import Twins
+    from zerokit.cli.display import Display
+    from zerokit.launch.interrupts import Interrupted, Interrupts
+
+    require_data(settings)
+    path = record_path(output, settings, datetime.now())
+    display = Display()
+    push = f"zerokit push {shlex.quote(str(path))}{given}"
+    with Interrupts() as interrupts, tempfile.TemporaryDirectory(prefix="zerokit-twin-") as scratch, display:
+        host = _host(interrupts, display)
+
+        def run_twin(asked: Settings, place: Path) -> Record:
+            display.phase("the compute-only twin")
+            return run_cell(asked, place, host)
+
+        twins = Twins(Path(scratch), run_twin, display.warn)
+        if tracking is not None:
+            display.phase("opening the MLflow run")
+        live = Live(
+            tracking, display.warn, push, (Interrupted, KeyboardInterrupt), lambda one: pictures([one])
+        )
+        record = live.during(
+            settings,
+            None,
+            lambda identity: complete(
+                run_cell(settings, path, host, identity=identity), settings, path, twins
+            ),
+        )
+    if record.status != "ok":
+        display.warn(record.reason or record.status)
+    if as_json:
+        click.echo(record.to_json(), nl=False)
+    elif record.status == "ok":
+        display.results(record)
+    display.places({"record": str(path)}, live, push, to_stderr=as_json or record.status != "ok")
+    return exit_code([record])
+
+
+def _sweep(
+    asked: Sweep | None, place: Path | None, tracking: Tracking | None, *, as_json: bool, given: str
+) -> int:
+    """All cells of `asked`, or those that a folder's sweep still misses; the exit code."""
+    import json
+
+    from zerokit.bench.mirror import Live
+    from zerokit.bench.pictures import pictures
+    from zerokit.bench.schema import to_plain
+    from zerokit.bench.session import DEFAULT_FOLDER, require_data
+    from zerokit.bench.sweep import (
+        SweepFolder,
+        exit_code,
+        prepare,
+        run_sweep,
+        sweep_files,
+        sweep_status,
+        write_report,
+    )
+    from zerokit.cli.display import Display
+    from zerokit.launch.interrupts import Interrupted, Interrupts
+
+    folder = SweepFolder(place or _new_folder(DEFAULT_FOLDER))
+    try:
+        sweep = folder.read() if asked is None else asked
+        for settings in dict.fromkeys(cell.settings for cell in sweep.cells):
+            require_data(settings)
+        sweep = prepare(folder, sweep)
+    except UsageError as error:
+        raise click.UsageError(str(error)) from error
+    display = Display(cells=len(sweep.cells))
+    where = shlex.quote(str(folder.path))
+    push = f"zerokit push {where}{given}"
+    with Interrupts() as interrupts, folder.alone(), display:
+        live = Live(
+            tracking, display.warn, push, (Interrupted, KeyboardInterrupt), lambda one: pictures([one])
+        )
+        try:
+            records = run_sweep(sweep, folder, _host(interrupts, display), display, live)
+        except BaseException as error:
+            killed = isinstance(error, Interrupted | KeyboardInterrupt)
+            live.end_sweep(sweep.id, folder.records(sweep), dict, "KILLED" if killed else "FAILED")
+            display.warn(f"to go on where this ends: zerokit bench --continue {where}{given}")
+            raise
+        display.phase("writing the report")
+        report = write_report(records, folder.report, display.warn)
+        live.end_sweep(
+            sweep.id,
+            records,
+            lambda: sweep_files(sweep, folder, lambda: pictures(records)),
+            sweep_status(sweep, records),
+        )
+    if as_json:
+        content = {"sweep": to_plain(sweep), "records": [to_plain(record) for record in records]}
+        click.echo(json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False))
+    else:
+        display.table(sweep, records)
+    places = {"records": str(folder.path / "cells")}
+    if report:
+        places["report"] = str(folder.report)
+    display.places(places, live, push, to_stderr=as_json)
+    code = exit_code(records)
+    if code == 1:
+        display.warn(f"to run the failed cells again: zerokit bench --continue {where}{given}")
+    return code
+
+
+def _new_folder(parent: Path) -> Path:
+    name = f"{datetime.now():%Y%m%d-%H%M%S}-sweep"
+    path, attempt = parent / name, 1
+    while path.exists():
+        attempt += 1
+        path = parent / f"{name}-{attempt}"
+    return path
+
+
+def _host(interrupts: Interrupts, display: Display) -> Host:
+    """This machine."""
+    from functools import partial
+
+    from zerokit.bench.session import Host
+    from zerokit.launch.interrupts import Interrupted
+    from zerokit.launch.local import launch
+
+    return Host(
+        launch=partial(launch, interrupts=interrupts),
+        interrupted=interrupts.check,
+        interruptions=(Interrupted, KeyboardInterrupt),
+        watch=display,
+    )

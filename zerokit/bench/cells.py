@@ -1,0 +1,100 @@
+"""Which cells a bench has: the product of its options, in the order in which they run, and what each is called."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from zerokit.bench.engines.catalogue import ENGINES
+from zerokit.bench.settings import Settings
+
+DEFAULT_ENGINE = Settings().engine
+# What may take several values, the slowest to change first: the engines and stages of one workload run after each
+# other, so that a machine that changes its pace in the course of an hour spoils no comparison between them.
+DIMENSIONS = (
+    "model",
+    "precision",
+    "seq_len",
+    "nodes",
+    "nproc_per_node",
+    "accumulate",
+    "batch_size",
+    "engine",
+    "stage",
+    "bucket_mb",
+)
+# How a label says a value of a dimension.
+_WORDS: Mapping[str, str] = {
+    "model": "{}",
+    "precision": "{}",
+    "seq_len": "seq {}",
+    "nodes": "nodes {}",
+    "nproc_per_node": "ranks {} a node",
+    "accumulate": "accumulate {}",
+    "batch_size": "batch {}",
+    "engine": "{}",
+    "stage": "stage {}",
+    "bucket_mb": "bucket {:g} MiB",
+}
+
+
+def product(
+    options: Mapping[str, Sequence[Any]], fixed: Mapping[str, Any], repeats: int = 1
+) -> list[Settings]:
+    """Every combination of `options`, `repeats` times.
+
+    Args:
+        options: values by dimension, of which a value counts once; one that is left out, or empty, has its default.
+            Without a stage an engine takes its own.
+        fixed: the other fields of `Settings`, equal in all cells.
+        repeats: rounds through all cells. Every second one goes backwards, so that a steady drift of the machine
+            weighs equally on the first and the last.
+
+    Raises `UsageError` for settings that do not fit together.
+    """
+    values = [tuple(dict.fromkeys(options.get(name) or (None,))) for name in DIMENSIONS]
+    once = []
+    for combination in itertools.product(*values):
+        chosen = {
+            name: value for name, value in zip(DIMENSIONS, combination, strict=True) if value is not None
+        }
+        engine = chosen.setdefault("engine", DEFAULT_ENGINE)
+        if "stage" not in chosen and engine in ENGINES:
+            chosen["stage"] = ENGINES[engine].default_stage
+        once.append(Settings(**{**fixed, **chosen}))
+    once = list(dict.fromkeys(once))
+    rounds = []
+    for number in range(repeats):
+        cells = once if number % 2 == 0 else once[::-1]
+        rounds += [replace(cell, repeat=number) for cell in cells]
+    return rounds
+
+
+def varying(cells: Iterable[Settings]) -> tuple[str, ...]:
+    """The dimensions in which these cells differ."""
+    found = list(cells)
+    return tuple(name for name in DIMENSIONS if len({getattr(cell, name) for cell in found}) > 1)
+
+
+def label(cell: Settings, dimensions: Iterable[str] = ()) -> str:
+    """Engine and stage, then what else tells this cell from its neighbours: "fsdp2 stage 3, batch 4, round 2"."""
+    parts = [f"{cell.engine} stage {cell.stage}"]
+    for name in dimensions:
+        if name not in ("engine", "stage"):
+            parts.append(value_in_words(name, getattr(cell, name)))
+    if cell.repeat:
+        parts.append(f"round {cell.repeat + 1}")
+    return ", ".join(parts)
+
+
+def value_in_words(dimension: str, value: Any) -> str:
+    """A value as it stands in a label: "batch 4"; one that was left open says so."""
+    return f"default {dimension}" if value is None else _WORDS[dimension].format(value)
+
+
+def slug(text: str) -> str:
+    """A label as part of a file's name: letters, digits, dots and dashes."""
+    return re.sub(r"[^A-Za-z0-9.]+", "-", text).strip("-.")[:80].lower()

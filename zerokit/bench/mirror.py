@@ -1,0 +1,239 @@
+"""Benches in MLflow, each once: a run a record, a parent run a sweep, found again by tags.
+
+`Mirror` brings an MLflow store to where a record is, however far an earlier attempt came. `Live` uses it beside a
+running bench: a store that fails is told of once and then left alone until `zerokit push`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from zerokit.bench.record import Record
+from zerokit.bench.settings import Settings
+from zerokit.bench.tracked import (
+    CELL_TAG,
+    COMPLETE_TAG,
+    KIND_TAG,
+    PARENT_TAG,
+    RECORD_TAG,
+    STATUS_TAG,
+    SWEEP_TAG,
+    moment_ms,
+    run_files,
+    run_name,
+    run_params,
+    run_points,
+    run_tags,
+)
+from zerokit.bench.tracking import Status, Store, Tracking, TrackingError
+
+Pushed = Literal["new", "completed", "there"]
+# "Out of memory" and "unsupported" are results.
+_STATUSES: Mapping[str, Status] = {"failed": "FAILED", "killed": "KILLED"}
+_SOURCE = {"mlflow.source.name": "zerokit bench", "mlflow.source.type": "LOCAL"}
+
+
+class Mirror:
+    """Runs of benches in one experiment. Every method raises `TrackingError` and nothing else."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self._parents: dict[str, str] = {}
+
+    def parent(self, sweep: str, name: str | None = None, options: Mapping[str, Any] | None = None) -> str:
+        """The run of a sweep: the one that is there, or a new one; its id."""
+        if sweep not in self._parents:
+            found = self.store.find({SWEEP_TAG: sweep, KIND_TAG: "sweep"})
+            if found is None:
+                tags = {SWEEP_TAG: sweep, KIND_TAG: "sweep", **_SOURCE}
+                run_id = self.store.create(name or f"sweep {sweep[:8]}", tags)
+            else:
+                run_id = found.info.run_id
+            self._parents[sweep] = run_id
+        if options:
+            params = {key: _words(value) for key, value in options.items()}
+            self.store.write(self._parents[sweep], params=params)
+        return self._parents[sweep]
+
+    def end_sweep(
+        self, sweep: str, records: Sequence[Record], files: Mapping[str, str | bytes], status: Status
+    ) -> str:
+        """Write a sweep's outcome to its run: how many cells came to what, and files. The run's id."""
+        run_id = self.parent(sweep)
+        counts = Counter(record.status for record in records)
+        tags = {f"zerokit.cells.{name.replace(' ', '_')}": str(count) for name, count in counts.items()}
+        self.store.write(run_id, tags=tags, files=files)
+        self.store.status(run_id, status)
+        return run_id
+
+    def begin(self, settings: Settings, identity: str, sweep: str | None) -> str:
+        """The run of a bench that is about to start, RUNNING; its id.
+
+        In a sweep a cell keeps its run when it is run again after it failed.
+        """
+        tags = {RECORD_TAG: identity, CELL_TAG: settings.key, STATUS_TAG: "running", **_SOURCE}
+        if sweep is None:
+            return self.store.create(run_name(settings), tags)
+        found = self._unfinished(sweep, settings.key)
+        if found is not None:
+            self.store.write(found, tags=tags)
+            self.store.status(found, "RUNNING")
+            return found
+        tags |= {SWEEP_TAG: sweep, PARENT_TAG: self.parent(sweep)}
+        return self.store.create(run_name(settings), tags)
+
+    def _unfinished(self, sweep: str, cell: str) -> str | None:
+        """The run of a cell that was begun and did not come to a result."""
+        for status in ("running", "failed", "killed"):
+            if (found := self.store.find({SWEEP_TAG: sweep, CELL_TAG: cell, STATUS_TAG: status})) is not None:
+                return str(found.info.run_id)
+        return None
+
+    def push(self, record: Record, pictures: Callable[[Record], Mapping[str, bytes]]) -> tuple[Pushed, str]:
+        """Bring the run of a record to its end: what was done, and the run's id.
+
+        Args:
+            record: any, whatever its status.
+            pictures: makes plots by file name; asked only when they are needed.
+        """
+        digest = hashlib.blake2b(record.to_json().encode(), digest_size=8).hexdigest()
+        found = self.store.find({RECORD_TAG: record.id})
+        done: Pushed = "completed"
+        if found is not None:
+            run_id = str(found.info.run_id)
+            if found.data.tags.get(COMPLETE_TAG) == digest:
+                return "there", run_id
+        elif (
+            record.sweep is not None
+            and (unfinished := self._unfinished(record.sweep, record.cell)) is not None
+        ):
+            run_id = unfinished
+        else:
+            done = "new"
+            tags = {RECORD_TAG: record.id, STATUS_TAG: "running", **_SOURCE}
+            run_id = self.store.create(run_name(record.settings), tags, started_ms=_started_ms(record))
+        tags = run_tags(record)
+        if record.sweep is not None:
+            tags[PARENT_TAG] = self.parent(record.sweep)
+        files: dict[str, str | bytes] = {**run_files(record)}
+        files |= {f"plots/{name}": content for name, content in pictures(record).items()}
+        self.store.write(run_id, params=run_params(record), tags=tags, points=run_points(record), files=files)
+        self.store.status(run_id, _STATUSES.get(record.status, "FINISHED"), ended_ms=moment_ms(record))
+        self.store.write(run_id, tags={COMPLETE_TAG: digest})
+        return done, run_id
+
+
+class Live:
+    """MLflow beside a running bench. Nothing here raises: what fails is told once, and `lost` is true from then on.
+
+    Args:
+        tracking: where to; None for nowhere.
+        warn: told what failed, with `later`.
+        later: what to do about it when the bench has ended.
+        interruptions: the exceptions that mean KILLED, where any other means FAILED.
+        pictures: makes plots for a record.
+    """
+
+    def __init__(
+        self,
+        tracking: Tracking | None,
+        warn: Callable[[str], None],
+        later: str,
+        interruptions: tuple[type[BaseException], ...],
+        pictures: Callable[[Record], Mapping[str, bytes]],
+    ) -> None:
+        self.tracking = tracking
+        self.lost = False
+        self.run_id: str | None = None
+        self._warn = warn
+        self._later = later
+        self._interruptions = interruptions
+        self._pictures = pictures
+        self._mirror: Mirror | None = None
+        if tracking is not None:
+            self._try(lambda: self._reach(tracking))
+
+    def open_sweep(self, sweep: str, name: str, options: Mapping[str, Any]) -> None:
+        """Show the sweep as RUNNING."""
+
+        def work(mirror: Mirror) -> None:
+            self.run_id = mirror.parent(sweep, name, options)
+            mirror.store.status(self.run_id, "RUNNING")
+
+        self._with(work)
+
+    def end_sweep(
+        self,
+        sweep: str,
+        records: Sequence[Record],
+        files: Callable[[], Mapping[str, str | bytes]],
+        status: Status,
+    ) -> None:
+        """Write the sweep's outcome; `files` is asked only if there is a store."""
+        self._with(lambda mirror: mirror.end_sweep(sweep, records, files(), status))
+
+    def during(self, settings: Settings, sweep: str | None, work: Callable[[str], Record]) -> Record:
+        """Show a bench as RUNNING while `work`, given the id of the record to be, comes to it; then fill its run.
+
+        An exception of `work` ends the run as KILLED, or FAILED if it is an error, and goes on to the caller.
+        """
+        identity, run_id = uuid.uuid4().hex, ""
+
+        def begin(mirror: Mirror) -> None:
+            nonlocal run_id
+            run_id = mirror.begin(settings, identity, sweep)
+            if sweep is None:
+                self.run_id = run_id
+
+        def abandon(mirror: Mirror) -> None:
+            if run_id:
+                mirror.store.write(run_id, tags={STATUS_TAG: status.lower(), "zerokit.reason": reason[:5000]})
+                mirror.store.status(run_id, status)
+
+        self._with(begin)
+        try:
+            record = work(identity)
+        except BaseException as error:
+            status: Status = "KILLED" if isinstance(error, self._interruptions) else "FAILED"
+            reason = str(error) or type(error).__name__
+            self._with(abandon)
+            raise
+        self.ensure(record)
+        return record
+
+    def ensure(self, record: Record) -> None:
+        """Bring the run of a record to its end, if it is not there yet."""
+        self._with(lambda mirror: mirror.push(record, self._pictures))
+
+    def _reach(self, tracking: Tracking) -> None:
+        self._mirror = Mirror(Store.open(tracking))
+
+    def _with(self, work: Callable[[Mirror], object]) -> None:
+        mirror = self._mirror
+        if mirror is not None and not self.lost:
+            self._try(lambda: work(mirror))
+
+    def _try(self, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except TrackingError as error:
+            self.lost = True
+            self._warn(
+                f"{error}\nno result is lost: records are on disk. When MLflow can be reached: {self._later}"
+            )
+
+
+def _started_ms(record: Record) -> int | None:
+    """About when the first step began; None for a record without steps."""
+    if not record.ranks:
+        return moment_ms(record) or None
+    rank = record.ranks[0]
+    return max(0, moment_ms(record) - round(sum(rank.warmup_ms + rank.step_ms)))
+
+
+def _words(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

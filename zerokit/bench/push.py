@@ -1,0 +1,129 @@
+"""Records on disk to MLflow, later and as often as one likes: what is there already is not written again."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from zerokit.bench.mirror import Mirror, Pushed
+from zerokit.bench.pictures import pictures
+from zerokit.bench.record import Record, read_record
+from zerokit.bench.sweep import FILE, Sweep, SweepFolder, sweep_files, sweep_status
+from zerokit.bench.tracking import Store, Tracking
+from zerokit.errors import UsageError, ZerokitError
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """What became of one record: "new", "completed", "there", or "failed" with the reason."""
+
+    path: Path
+    outcome: Pushed | str
+    run_id: str | None
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The records to push, with their sweeps as far as the folders tell of them."""
+
+    records: list[tuple[Path, Record]]
+    sweeps: dict[str, tuple[Sweep, SweepFolder]]
+    damaged: list[Done]
+
+
+def find_records(paths: Sequence[Path]) -> Found:
+    """The records in these files and folders, each once.
+
+    Every .json file below a folder is looked at, but for sweep.json and the compute-only twins of a sweep.
+
+    Raises `UsageError` for a path that is not there, or a folder without any record.
+    """
+    found = Found([], {}, [])
+    seen: set[str] = set()
+    for path in paths:
+        if not path.exists():
+            raise UsageError(f"{path} does not exist; give a record, or a folder of records")
+        files = _records_below(path, found) if path.is_dir() else [path]
+        if not files:
+            raise UsageError(f"{path} holds no record")
+        for file in files:
+            try:
+                record = read_record(file)
+            except ZerokitError as error:
+                found.damaged.append(Done(file, "failed", None, str(error)))
+                continue
+            _remember_sweep(file.parent.parent, found)
+            if record.id not in seen:
+                seen.add(record.id)
+                found.records.append((file, record))
+    return found
+
+
+def _records_below(folder: Path, found: Found) -> list[Path]:
+    files = []
+    for place, folders, names in os.walk(folder):
+        if FILE in names and "twins" in folders:
+            folders.remove("twins")
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        files += [
+            Path(place, name)
+            for name in sorted(names)
+            if name.endswith(".json") and not name.startswith(".") and name != FILE
+        ]
+    return files
+
+
+def _remember_sweep(path: Path, found: Found) -> None:
+    folder = SweepFolder(path)
+    if folder.exists() and all(known.path != path for _, known in found.sweeps.values()):
+        try:
+            sweep = folder.read()
+        except ZerokitError as error:
+            found.damaged.append(Done(path / FILE, "failed", None, str(error)))
+            return
+        found.sweeps[sweep.id] = (sweep, folder)
+
+
+def push(
+    found: Found,
+    tracking: Tracking,
+    *,
+    interrupted: Callable[[], None] = lambda: None,
+    show: Callable[[Done], None] = lambda done: None,
+) -> list[Done]:
+    """Bring MLflow to where the records are.
+
+    Args:
+        found: by `find_records`.
+        tracking: where to.
+        interrupted: raises if the user wants no more; called between the records.
+        show: told of every record that is done.
+
+    Raises `TrackingError` as soon as the store fails; what was written by then stays, and the next push completes it.
+    """
+    mirror = Mirror(Store.open(tracking))
+    results = list(found.damaged)
+    for done in results:
+        show(done)
+    for sweep, _ in found.sweeps.values():
+        mirror.parent(sweep.id, sweep.title, sweep.options)
+    for path, record in found.records:
+        interrupted()
+        outcome, run_id = mirror.push(record, lambda one: pictures([one]))
+        results.append(Done(path, outcome, run_id))
+        show(results[-1])
+    for sweep, folder in found.sweeps.values():
+        records = folder.records(sweep)
+        mirror.end_sweep(
+            sweep.id,
+            records,
+            sweep_files(sweep, folder, partial(pictures, records)),
+            sweep_status(sweep, records),
+        )
+    for identity in {record.sweep for _, record in found.records if record.sweep} - found.sweeps.keys():
+        mirror.end_sweep(identity, [], {}, "FINISHED")  # only these records are here to tell of it
+    return results

@@ -1,0 +1,188 @@
+"""What an MLflow run holds of a record: parameters, metrics, tags and files, all computed from the record alone.
+
+The same for a bench that is tracked while it runs and for one that is pushed a week later.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
+
+from zerokit.bench.cells import value_in_words
+from zerokit.bench.metrics import metrics_of
+from zerokit.bench.record import Record
+from zerokit.bench.schema import to_plain
+from zerokit.bench.settings import Settings
+
+# Metrics of a run. MLflow's pages draw every key, and more of them hide the ones that matter.
+MOST_KEYS = 60
+# MLflow cuts longer values silently.
+_PARAM_LENGTH = 6000
+_TAG_LENGTH = 8000
+
+# Tags that runs are found by.
+RECORD_TAG = "zerokit.record_id"
+SWEEP_TAG = "zerokit.sweep_id"
+CELL_TAG = "zerokit.cell"
+STATUS_TAG = "zerokit.status"
+# "sweep" on the parent of a sweep's cells.
+KIND_TAG = "zerokit.kind"
+# Set last of all, to the digest of what was written: a run that has it is whole.
+COMPLETE_TAG = "zerokit.complete"
+PARENT_TAG = "mlflow.parentRunId"
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One value of a metric; `moment_ms` since the epoch."""
+
+    name: str
+    value: float
+    moment_ms: int
+    step: int
+
+
+def run_name(settings: Settings) -> str:
+    """What the run is called: first what differs in most comparisons."""
+    parts = [f"{settings.engine} stage {settings.stage}", settings.model]
+    parts += [
+        value_in_words(name, getattr(settings, name))
+        for name in ("batch_size", "precision", "bucket_mb")
+        if getattr(settings, name) is not None
+    ]
+    if settings.accumulate > 1:
+        parts.append(value_in_words("accumulate", settings.accumulate))
+    parts.append(f"world {settings.world}")
+    if settings.repeat:
+        parts.append(f"round {settings.repeat + 1}")
+    return ", ".join(parts)
+
+
+def run_params(record: Record) -> dict[str, str]:
+    """The settings as they were resolved, and what was trained. Not the round: repetitions are to compare as equal."""
+    found = {
+        name: str(value)[:_PARAM_LENGTH]
+        for name, value in asdict(record.settings).items()
+        if value is not None and name != "repeat"
+    }
+    found["world"] = str(record.settings.world)
+    if record.model is not None:
+        found["parameters"] = str(record.model.parameters)
+    if record.environment is not None:
+        found["backend"] = record.environment.backend
+    return found
+
+
+def run_tags(record: Record) -> dict[str, str]:
+    """What the run is found by, and where it ran."""
+    tags = {
+        RECORD_TAG: record.id,
+        CELL_TAG: record.cell,
+        STATUS_TAG: record.status,
+        "zerokit.record": record.format,
+        "mlflow.source.name": "zerokit bench",
+        "mlflow.source.type": "LOCAL",
+    }
+    if record.sweep is not None:
+        tags[SWEEP_TAG] = record.sweep
+    if record.reason:
+        tags["zerokit.reason"] = record.reason[:_TAG_LENGTH]
+    if (environment := record.environment) is not None:
+        tags |= {
+            "zerokit.version": environment.zerokit,
+            "zerokit.environment": environment.digest,
+            "torch.version": environment.torch,
+            "processor": environment.processor,
+        }
+        if environment.git_commit is not None:
+            tags["zerokit.git_commit"] = environment.git_commit
+            tags["mlflow.source.git.commit"] = environment.git_commit.removesuffix("-dirty")
+    if record.ranks:
+        tags["device"] = record.ranks[0].device
+    if record.data is not None:
+        tags["data.digest"] = record.data.digest
+    return tags
+
+
+def run_points(record: Record) -> list[Point]:
+    """Every metric: one number each, curves over the steps, and the system's over time."""
+    moment = moment_ms(record)
+    points = [Point(name, value, moment, 0) for name, value in metrics_of(record).items()]
+    for name, values in curves(record).items():
+        points += [
+            Point(name, value, moment, step)
+            for step, value in enumerate(values)
+            if value is not None and math.isfinite(value)
+        ]
+    return points + _system(record, moment, MOST_KEYS - len({point.name for point in points}))
+
+
+def curves(record: Record) -> dict[str, Sequence[float | None]]:
+    """One number a step; step 0 is the first warm-up step."""
+    found: dict[str, Sequence[float | None]] = {"loss": record.loss, "gradient_norm": record.gradient_norm}
+    if record.ranks:
+        by_step = zip(*(rank.warmup_ms + rank.step_ms for rank in record.ranks), strict=True)
+        found["step_ms"] = [max(times) for times in by_step]
+    return found
+
+
+def _system(record: Record, moment: int, room: int) -> list[Point]:
+    """System metrics by the names that MLflow's page for them knows; whole nodes, as many as `room` keys allow."""
+    points: list[Point] = []
+    for samples in record.system:
+        node = f"node{samples.node}/" if len(record.system) > 1 else ""
+        series = {
+            name: values for name, values in samples.series.items() if any(v is not None for v in values)
+        }
+        room -= len(series)
+        if room < 0:
+            break  # the record has them all
+        started = moment - round(samples.seconds[-1] * 1000.0) if samples.seconds else moment
+        points += [
+            Point(f"system/{node}{name}", value, started + round(second * 1000.0), step)
+            for name, values in series.items()
+            for step, (second, value) in enumerate(zip(samples.seconds, values, strict=True))
+            if value is not None and math.isfinite(value)
+        ]
+    return points
+
+
+def run_files(record: Record) -> dict[str, str]:
+    """Files by name, as text."""
+    files = {"record.json": record.to_json(), "configuration.json": _json(to_plain(record.settings))}
+    if record.environment is not None:
+        files["environment.json"] = _json(to_plain(record.environment))
+    if record.ranks:
+        files["step_times.csv"] = step_times(record)
+    return files
+
+
+def step_times(record: Record) -> str:
+    """CSV, a row a step, warm-up first: step, phase, the loss, then each rank's milliseconds."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["step", "phase", "loss", *(f"rank_{rank.rank}_ms" for rank in record.ranks)])
+    warmup = len(record.ranks[0].warmup_ms)
+    times = zip(*(rank.warmup_ms + rank.step_ms for rank in record.ranks), strict=True)
+    for step, row in enumerate(times):
+        loss = record.loss[step] if step < len(record.loss) else None
+        phase = "warm-up" if step < warmup else "measured"
+        writer.writerow([step, phase, "" if loss is None else loss, *row])
+    return text.getvalue()
+
+
+def moment_ms(record: Record) -> int:
+    """When the record was made, in milliseconds since the epoch; 0 where it does not say."""
+    try:
+        return int(datetime.fromisoformat(record.created).timestamp() * 1000)
+    except ValueError:
+        return 0
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"

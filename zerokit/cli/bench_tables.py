@@ -1,0 +1,150 @@
+"""The tables of one bench."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from zerokit.bench.metrics import METRICS, measure
+from zerokit.bench.record import Rank, Record
+from zerokit.bench.statistics import quantile
+from zerokit.cli.numbers import count, loss, mib, ms, rate
+from zerokit.cli.text import counted
+
+# More ranks than this are shown as those with the least and the most memory only.
+RANKS_SHOWN = 16
+Row = tuple[str, str, str]
+
+
+def result_tables(record: Record) -> list[RenderableType]:
+    """What was trained, the figures, a row a rank; `record` is of a bench that succeeded."""
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(style="dim")
+    for row in _rows(record):
+        table.add_row(*row)
+    note = "state: parameters, gradients, optimizer, buckets; part of the peak"
+    has_state = any(rank.memory_bytes for rank in record.ranks)
+    return [
+        headline(record),
+        table,
+        Text(),
+        _rank_table(record.ranks),
+        *([Text(note, style="dim")] if has_state else []),
+    ]
+
+
+def headline(record: Record) -> Text:
+    """What was trained, by whom, where."""
+    settings = record.settings
+    parameters = f" ({count(record.model.parameters)} parameters)" if record.model else ""
+    backend = f", {record.environment.backend}" if record.environment else ""
+    return Text.assemble(
+        (settings.model, "bold"),
+        f"{parameters}, {settings.engine} stage {settings.stage}, {settings.precision}, "
+        f"{counted(settings.world, 'rank')} on {counted(settings.nodes, 'node')}{backend}",
+    )
+
+
+def _rows(record: Record) -> Iterator[Row]:
+    settings, results, model = record.settings, record.results, record.model
+    if results is None or model is None:
+        return
+    step = results.step
+    yield (
+        "loss",
+        f"{loss(results.loss_first)} → {loss(results.loss_last)}",
+        f"first and last of {len(record.loss)} steps, {settings.warmup} of them warm-up",
+    )
+    yield (
+        "step p50",
+        ms(step.p50),
+        f"of {step.count} steps, slowest rank of each; 95 % between {ms(step.median_low)} and {ms(step.median_high)}",
+    )
+    yield "step p90", ms(step.p90), f"p10 {ms(step.p10)}, p99 {ms(step.p99)}"
+    yield (
+        f"{model.unit}/s",
+        rate(results.throughput),
+        f"{rate(results.throughput_per_rank)} a rank; "
+        f"{settings.samples_per_step * model.units_per_sample:,} {model.unit} a step",
+    )
+    if (utilisation := results.utilisation) is not None:
+        peak = utilisation.peak_flops_per_s / 1e12
+        yield "MFU", f"{utilisation.mfu:.1%}", f"of {peak:,.0f} TFLOP/s, dense {utilisation.precision}"
+    if record.twin is not None and results.communication_ms is not None:
+        yield (
+            "communication",
+            ms(results.communication_ms),
+            f"± {_error(record, 'comm/cost_ms')}: the step less its compute-only twin's {ms(record.twin.step.p50)}",
+        )
+    if (phases := record.phases) is not None:
+        parts = f"forward {ms(phases.forward_ms)}, backward {ms(phases.backward_ms)}"
+        if phases.exposed_communication_ms is not None:
+            yield "exposed", ms(phases.exposed_communication_ms), "a step waits for communication alone"
+        yield "phases", "", f"{parts}, optimizer {ms(phases.optimizer_ms)}; each waited for"
+    if (traffic := record.traffic) is not None:
+        yield (
+            "moved a step",
+            mib(traffic.bytes),
+            f"predicted {mib(traffic.predicted_bytes)}: {traffic.formula}",
+        )
+    for one in record.bandwidth:
+        yield (
+            one.operation.replace("_", "-"),
+            f"{one.bus_gb_per_s:.2f} GB/s",
+            f"bus bandwidth of {one.by}'s, {mib(one.size_bytes)} in {ms(one.ms)}",
+        )
+    if record.skipped_steps:
+        yield "skipped steps", str(record.skipped_steps), "gradients overflowed in fp16"
+    yield from _checkpoint_rows(record)
+
+
+def _error(record: Record, name: str) -> str:
+    measured = measure(METRICS[name], [record])
+    return "unknown" if measured is None or measured.error is None else ms(measured.error)
+
+
+def _checkpoint_rows(record: Record) -> Iterator[Row]:
+    done, run = record.checkpoints, record.settings.save
+    if done.resumed_from is not None:
+        yield "resumed", f"step {done.resumed_from}", f"from {run}, {ms(done.load_ms or 0.0)}"
+    if done.saves:
+        last = done.saves[-1]
+        yield (
+            "saved",
+            f"step {last.step}",
+            f"{counted(len(done.saves), 'checkpoint')} in {run}; the last {mib(last.size_bytes)}, {ms(last.ms)}",
+        )
+
+
+def _rank_table(ranks: list[Rank]) -> Table:
+    """A row a rank: its steps, its peak memory, its state as counted and as predicted."""
+    on_cuda = ranks[0].peak_allocated_bytes is not None
+    has_state = any(rank.memory_bytes for rank in ranks)
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    headings = ["rank", "node", "step p50", "peak host"]
+    headings += ["peak CUDA"] * on_cuda + ["state", "predicted"] * has_state
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for rank in ranks if len(ranks) <= RANKS_SHOWN else _extremes(ranks):
+        row = [str(rank.rank), str(rank.node), ms(quantile(rank.step_ms, 0.5)), mib(rank.peak_host_bytes)]
+        if on_cuda:
+            row.append(mib(rank.peak_allocated_bytes or 0))
+        if has_state:
+            row.append(mib(rank.memory_bytes["total"]) if rank.memory_bytes else "")
+            row.append(mib(rank.predicted_memory_bytes["total"]) if rank.predicted_memory_bytes else "")
+        table.add_row(*row)
+    return table
+
+
+def _extremes(ranks: list[Rank]) -> list[Rank]:
+    """The ranks with the least and the most memory."""
+
+    def peak(rank: Rank) -> int:
+        return rank.peak_allocated_bytes or rank.peak_host_bytes
+
+    return [min(ranks, key=peak), max(ranks, key=peak)]

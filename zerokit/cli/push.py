@@ -1,0 +1,66 @@
+"""`zerokit push`."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from zerokit.errors import UsageError
+
+
+@click.command(
+    epilog="What MLflow has already is not written again, so a push that broke is simply repeated."
+)
+@click.argument("paths", metavar="RECORD|FOLDER…", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option(
+    "--tracking-uri",
+    help="Where MLflow keeps the runs.  [default: MLFLOW_TRACKING_URI, else sqlite:///mlflow.db]",
+)
+@click.option("--experiment", default="zerokit-bench", show_default=True, help="Of MLflow.")
+@click.option("--json", "as_json", is_flag=True, help="Print what became of each record on stdout, as JSON.")
+def command(paths: tuple[Path, ...], tracking_uri: str | None, experiment: str, as_json: bool) -> None:
+    """Bring MLflow to where records on disk are: a run a record, a parent run a sweep.
+
+    For benches that ran without a tracking server, or whose server failed. Each record has one run, however often
+    it is pushed, and even if it was tracked while it ran.
+    """
+    from zerokit.bench.push import Done, find_records, push
+    from zerokit.bench.tracking import Tracking, resolve_uri
+    from zerokit.launch.interrupts import Interrupts
+
+    try:
+        found = find_records(paths)
+    except UsageError as error:
+        raise click.UsageError(str(error)) from error
+    tracking = Tracking(resolve_uri(tracking_uri), experiment)
+    results: list[Done] = []
+
+    def show(done: Done) -> None:
+        results.append(done)
+        click.echo(
+            f"{_WORDS[done.outcome]:<14}{done.path}" + (f": {done.reason}" if done.reason else ""), err=True
+        )
+
+    with Interrupts() as interrupts:
+        push(found, tracking, interrupted=interrupts.check, show=show)
+    counts = Counter(done.outcome for done in results)
+    if as_json:
+        content = [{**asdict(done), "path": str(done.path)} for done in results]
+        click.echo(
+            json.dumps({"tracking_uri": tracking.uri, "experiment": experiment, "records": content}, indent=2)
+        )
+    else:
+        told = ", ".join(f"{count} {_WORDS[outcome]}" for outcome, count in counts.items())
+        click.echo(f"{told}: experiment {experiment} at {tracking.uri}")
+        if not tracking.uri.startswith("http"):
+            click.echo(f"open    mlflow ui --backend-store-uri {shlex.quote(tracking.uri)}")
+    if counts["failed"]:
+        raise SystemExit(1)
+
+
+_WORDS = {"new": "pushed", "completed": "completed", "there": "already there", "failed": "not a record"}

@@ -1,0 +1,238 @@
+"""The table that a sweep ends with: a row a cell, its repetitions together, beside the first that came to numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from zerokit.bench.cells import value_in_words, varying
+from zerokit.bench.metrics import METRICS, UNITS, Measured, measure
+from zerokit.bench.record import Record
+from zerokit.bench.settings import Settings
+from zerokit.bench.sweep import Sweep
+from zerokit.cli.numbers import MIB, mib, ms, rate
+from zerokit.cli.text import counted
+
+_HEADINGS = {
+    "seq_len": "seq",
+    "nproc_per_node": "ranks a node",
+    "batch_size": "batch",
+    "bucket_mb": "bucket",
+}
+# Between two columns.
+_GAP = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A cell and the records of its repetitions."""
+
+    settings: Settings
+    records: tuple[Record, ...]
+
+    @property
+    def successes(self) -> list[Record]:
+        """The records with numbers."""
+        return [record for record in self.records if record.status == "ok"]
+
+    @property
+    def status(self) -> str:
+        """One word for all repetitions, or how many came to numbers and what became of the others."""
+        statuses = list(dict.fromkeys(record.status for record in self.records))
+        if len(statuses) == 1:
+            return statuses[0]
+        others = ", ".join(status for status in statuses if status != "ok")
+        return f"{len(self.successes)} of {len(self.records)} ok, {others}"
+
+    def figure(self, name: str) -> Measured | None:
+        """A metric over the repetitions."""
+        return measure(METRICS[name], self.successes) if self.successes else None
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One of the table; where the terminal is too narrow, columns with the highest `rank` go first, 0 never."""
+
+    heading: str
+    values: list[str]
+    rank: int
+    left: bool = False
+
+    @property
+    def width(self) -> int:
+        return max(map(len, [self.heading, *self.values]))
+
+
+def sweep_table(sweep: Sweep, records: Sequence[Record], width: int) -> list[RenderableType]:
+    """What all cells have in common, the table, what it means, and why cells have no numbers.
+
+    Args:
+        sweep: with the settings as they were asked for.
+        records: of its cells.
+        width: of the terminal, in characters.
+    """
+    rows = _rows(sweep, records)
+    dimensions = tuple(
+        name for name in varying(row.settings for row in rows) if name not in ("engine", "stage")
+    )
+    columns = _fitting(_columns(rows, dimensions), width)
+    table = Table(box=None, padding=(0, _GAP, 0, 0), header_style="bold", pad_edge=False)
+    for column in columns:
+        table.add_column(column.heading, justify="left" if column.left else "right", no_wrap=True)
+    for place, row in enumerate(rows):
+        table.add_row(*(column.values[place] for column in columns), style=None if row.successes else "dim")
+    return [_common(rows, dimensions), Text(), table, *_notes(columns, rows), *_reasons(rows, dimensions)]
+
+
+def _rows(sweep: Sweep, records: Sequence[Record]) -> list[Row]:
+    """In the order of the first round, with the settings as they were asked for: ranks resolve what was left open."""
+    by_key: dict[str, list[Record]] = {}
+    for record in records:
+        by_key.setdefault(record.cell, []).append(record)
+    found: dict[Settings, list[Record]] = {}
+    for cell in sorted(sweep.cells, key=lambda cell: cell.settings.repeat):
+        found.setdefault(replace(cell.settings, repeat=0), []).extend(by_key.get(cell.key, []))
+    return [Row(settings, tuple(same)) for settings, same in found.items() if same]
+
+
+def _columns(rows: list[Row], dimensions: Sequence[str]) -> list[Column]:
+    reference = next((row for row in rows if row.successes), None)
+    on_cuda = any(row.figure("memory/peak_allocated_mib") for row in rows)
+    memory = "memory/peak_allocated_mib" if on_cuda else "memory/peak_host_mib"
+    units = sorted({record.model.unit for row in rows for record in row.successes if record.model})
+
+    def relative(name: str, row: Row) -> str:
+        """Of a metric, to the first row's."""
+        if reference is None or row is reference or not row.successes:
+            return ""
+        mine, first = row.figure(name), reference.figure(name)
+        return f"{mine.value / first.value:.2f}×" if mine and first and first.value else ""
+
+    def speed(row: Row) -> tuple[str, Measured] | None:
+        for unit in UNITS:
+            if (found := row.figure(f"throughput/{unit}_per_s")) is not None:
+                return unit, found
+        return None
+
+    def throughput(row: Row) -> str:
+        found = speed(row)
+        if found is None:
+            return ""
+        return rate(found[1].value) + (f" {found[0]}/s" if len(units) > 1 else "")
+
+    def relative_throughput(row: Row) -> str:
+        found = speed(row)
+        return relative(f"throughput/{found[0]}_per_s", row) if found else ""
+
+    def value(name: str, words: Callable[[float], str]) -> Callable[[Row], str]:
+        return lambda row: words(found.value) if (found := row.figure(name)) is not None else ""
+
+    def error(row: Row) -> str:
+        found = row.figure("step/p50_ms")
+        return "" if found is None or found.error is None else f"± {found.error:.1f}"
+
+    def made(heading: str, read: Callable[[Row], str], rank: int, *, left: bool = False) -> Column:
+        return Column(heading, [read(row) for row in rows], rank, left)
+
+    columns = [
+        made("engine", lambda row: row.settings.engine, 0, left=True),
+        made("stage", lambda row: str(row.settings.stage), 0),
+    ]
+    for name in dimensions:
+        columns.append(made(_HEADINGS.get(name, name), _reader(name), 0))
+    columns += [
+        made("step p50", value("step/p50_ms", ms), 1),
+        made("", error, 4),
+        made(f"{units[0]}/s" if len(units) == 1 else "throughput", throughput, 2),
+        made("", relative_throughput, 3),
+        made("peak CUDA" if on_cuda else "peak host", value(memory, lambda size: mib(size * MIB)), 2),
+        made("", lambda row: relative(memory, row), 5),
+        made("communication", value("comm/cost_ms", ms), 6),
+        made("exposed", value("comm/exposed_ms", ms), 8),
+        made("MFU", value("mfu", lambda share: f"{share:.1%}"), 7),
+        made("status", lambda row: row.status if row.status != "ok" else "", 1, left=True),
+    ]
+    return [column for column in columns if column.rank == 0 or any(column.values)]
+
+
+def _reader(name: str) -> Callable[[Row], str]:
+    def read(row: Row) -> str:
+        value = getattr(row.settings, name)
+        return "default" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+    return read
+
+
+def _fitting(columns: list[Column], width: int) -> list[Column]:
+    """As many columns as fit, the important ones first."""
+    kept = list(columns)
+    while sum(column.width + _GAP for column in kept) - _GAP > width:
+        worst = max(kept, key=lambda column: column.rank)
+        if worst.rank <= 1:
+            break
+        kept.remove(worst)
+    return kept
+
+
+def _common(rows: list[Row], dimensions: Sequence[str]) -> Text:
+    """What does not vary, in one line."""
+    settings, text = rows[0].settings, Text()
+    if "model" not in dimensions:
+        text.append(settings.model, style="bold")
+    resolved = next((record for row in rows for record in row.successes), None)
+    parts = []
+    if "precision" not in dimensions:
+        parts.append(resolved.settings.precision if resolved else settings.precision)
+    if not {"nodes", "nproc_per_node"} & set(dimensions):
+        parts.append(f"{counted(settings.world, 'rank')} on {counted(settings.nodes, 'node')}")
+    for name in ("batch_size", "seq_len", "accumulate"):
+        if name not in dimensions and (name != "accumulate" or settings.accumulate > 1):
+            parts.append(value_in_words(name, getattr(settings, name)))
+    if resolved is not None and resolved.environment is not None:
+        parts.append(resolved.environment.backend)
+    repeats = max(len(row.records) for row in rows)
+    if repeats > 1:
+        parts.append(f"medians of {repeats} rounds")
+    return text.append((", " if text else "") + ", ".join(part for part in parts if part))
+
+
+def _notes(columns: list[Column], rows: list[Row]) -> list[Text]:
+    notes = []
+    if any(value.startswith("±") for column in columns for value in column.values):
+        notes.append("±: half of the 95 % interval of the median, ms")
+    if any(value.endswith("×") for column in columns for value in column.values):
+        notes.append("×: of the first row with numbers")
+    if any(column.heading == "communication" for column in columns):
+        notes.append("communication: step less the compute-only twin's")
+    return [Text(". ".join(notes), style="dim")] if notes else []
+
+
+def _reasons(rows: list[Row], dimensions: Sequence[str]) -> list[Text]:
+    """Why cells have no numbers; a reason that several share is told once."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        for record in row.records:
+            if record.status != "ok":
+                reason = (record.reason or "").partition("\n")[0]
+                found.setdefault((record.status, reason), []).append(_where(row.settings, dimensions))
+    lines = [
+        Text.assemble((status, "bold"), f" {'; '.join(dict.fromkeys(cells))}: {reason}")
+        for (status, reason), cells in found.items()
+    ]
+    return [Text(), *lines] if lines else []
+
+
+def _where(settings: Settings, dimensions: Sequence[str]) -> str:
+    return ", ".join(
+        [f"{settings.engine} stage {settings.stage}", *(_words(settings, name) for name in dimensions)]
+    )
+
+
+def _words(settings: Settings, name: str) -> str:
+    value: Any = getattr(settings, name)
+    return value_in_words(name, value)
