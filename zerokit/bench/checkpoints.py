@@ -33,9 +33,12 @@ class Checkpoints:
 
 
 class Keeper:
-    """Saves and resumes one bench's run on this rank; all ranks do the same calls."""
+    """Saves and resumes one bench's run on this rank; all ranks do the same calls.
 
-    def __init__(self, settings: Settings, optimizer: ZeroOptimizer) -> None:
+    Without an optimizer of zerokit's there is nothing to save, and `Settings` refuses to be asked for it.
+    """
+
+    def __init__(self, settings: Settings, optimizer: ZeroOptimizer | None) -> None:
         self._settings = settings
         self._optimizer = optimizer
         self._run = Path(settings.save) if settings.save else None
@@ -46,7 +49,9 @@ class Keeper:
         """Load the run's newest step, if `resume` is asked for and there is one; returns the steps trained so far."""
         from zerokit.checkpoint.load import load
 
-        if not self._settings.resume or self._run is None or not (self._run / "latest").exists():
+        if self._run is None or self._optimizer is None:
+            return 0
+        if not self._settings.resume or not (self._run / "latest").exists():
             return 0
         started = time.perf_counter()
         extra = load(self._run, self._optimizer)
@@ -68,7 +73,7 @@ class Keeper:
 
         every = self._settings.save_every
         due = last or (every is not None and trained % every == 0)
-        if self._run is None or not due or self._last == trained:
+        if self._run is None or self._optimizer is None or not due or self._last == trained:
             return
         extra = {name: getattr(self._settings, name) for name in ("model", "seed", "data")} | {
             "step": trained

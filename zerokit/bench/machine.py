@@ -23,6 +23,13 @@ class Place:
     device: torch.device
     backend: str
 
+    def synchronize(self) -> None:
+        """Wait until the device has done all that was asked of it; a CPU always has."""
+        if self.device.type == "cuda":
+            import torch
+
+            torch.cuda.synchronize(self.device)
+
 
 def choose_place(wanted: str | None) -> Place:
     """The device and backend of this rank, from the torchrun environment.

@@ -2,154 +2,80 @@
 
     torchrun ... -m zerokit.bench.worker JOB.json
 
-The job is `{"settings": {…}, "record": PATH, "progress": PATH or null}`. The rank knows the torchrun
-environment and nothing of who started it.
+The job is `{"settings": {…}, "record": PATH, "progress": PATH or null, "sweep": ID or null}`. The rank knows the
+torchrun environment and nothing of who started it. A rank that runs out of memory says so beside the job (`status`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import platform
 import socket
 import sys
 import time
 import uuid
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
-import zerokit
+from zerokit.bench.bandwidth import measure_bandwidth
 from zerokit.bench.checkpoints import Keeper
-from zerokit.bench.machine import Place, choose_place, cores, memory_bytes, peak_host_bytes, processor_name
-from zerokit.bench.progress import Progress, ProgressWriter
-from zerokit.bench.record import Environment, Rank, Record, Traffic, summarise, write_record
+from zerokit.bench.engines.trainer import Trainer, make
+from zerokit.bench.environment import look_around
+from zerokit.bench.machine import Place, choose_place, peak_host_bytes
+from zerokit.bench.phases import measure_phases
+from zerokit.bench.progress import ProgressWriter
+from zerokit.bench.record import Rank, Record, Samples, Traffic, summarise, write_record
+from zerokit.bench.sampler import Sampler
 from zerokit.bench.schema import from_plain, to_plain
 from zerokit.bench.settings import Settings
-from zerokit.bench.workloads.build import Loaded, load
+from zerokit.bench.status import OUT_OF_MEMORY, Status, write_status
+from zerokit.bench.training import Loop, Measured
+from zerokit.bench.workloads.build import load
 from zerokit.bench.workloads.catalogue import describe
 from zerokit.errors import ZerokitError
-from zerokit.runtime import ZeroOptimizer
 
 
 class OutOfMemory(ZerokitError):
     """A rank's device or host memory did not suffice."""
 
 
-@dataclass(slots=True)
-class Measured:
-    """What one rank saw of each step, warm-up first."""
+@dataclass(frozen=True, slots=True)
+class FromRank:
+    """What each rank hands to rank 0."""
 
-    step_ms: list[float] = field(default_factory=list)
-    loss: list[float] = field(default_factory=list)
-    gradient_norm: list[float] = field(default_factory=list)
-
-
-def train(
-    model: nn.Module,
-    optimizer: ZeroOptimizer,
-    loaded: Loaded,
-    settings: Settings,
-    place: Place,
-    writer: ProgressWriter,
-    keeper: Keeper,
-) -> Measured:
-    """Run warm-up and measured steps, going on from a checkpoint where `keeper` finds one.
-
-    The clock runs from before the forward to after the optimizer's step and the zeroing of gradients; on CUDA
-    it waits for the device. Batches are prepared before it starts, losses are read after it has stopped.
-    """
-    measured = Measured()
-    warmup = settings.warmup if settings.warmup is not None else 5
-    total = warmup + settings.steps
-    trained = keeper.resume()
-    for step in range(total):
-        batches = [
-            _batch(loaded, trained + step, micro_batch, place) for micro_batch in range(settings.accumulate)
-        ]
-        if step == warmup:
-            # All ranks begin the measured steps together. Not `barrier`: NCCL's asks for a device of its own.
-            dist.all_reduce(torch.zeros(1, device=place.device))
-        _synchronize(place)
-        started = time.perf_counter()
-        losses, norm = train_step(model, optimizer, batches, settings.clip)
-        _synchronize(place)
-        measured.step_ms.append((time.perf_counter() - started) * 1000.0)
-        measured.loss.append(sum(float(loss) for loss in losses) / len(losses))
-        if norm is not None:
-            measured.gradient_norm.append(float(norm))
-        writer.write(Progress(step + 1, total, warmup, measured.loss[-1], measured.step_ms[-1]))
-        keeper.after_step(trained + step + 1, last=step == total - 1)
-    return measured
+    rank: Rank
+    loss: list[float]
+    samples: Samples | None
 
 
-def train_step(
-    model: nn.Module, optimizer: ZeroOptimizer, batches: list[tuple[Tensor, ...]], clip: float | None
-) -> tuple[list[Tensor], Tensor | None]:
-    """One optimizer step over the micro-batches, reduced once; their losses and the gradient norm."""
-    losses = []
-    for place, tensors in enumerate(batches):
-        last = place == len(batches) - 1
-        with contextlib.nullcontext() if last else optimizer.accumulate():
-            loss = model(*tensors)
-            optimizer.backward(loss / len(batches))
-        losses.append(loss.detach())
-    norm = None if clip is None else optimizer.clip_grad_norm_(clip)
-    optimizer.step()
-    optimizer.zero_grad()
-    return losses, norm
+def choose(settings: Settings, place: Place) -> Settings:
+    """The settings with what was left open: device, precision, data, image size, zerokit's bucket size."""
+    workload = describe(settings.model)
+    image_size, bucket_mb = settings.image_size, settings.bucket_mb
+    if image_size is None and workload.images is not None:
+        image_size = workload.images.image_size
+    if bucket_mb is None and settings.engine == "zerokit":
+        from zerokit.runtime.optimizer import DEFAULT_BUCKET_MB
 
-
-def _batch(loaded: Loaded, step: int, micro_batch: int, place: Place) -> tuple[Tensor, ...]:
-    tensors = loaded.batch(step, dist.get_rank(), micro_batch)
-    return tuple(tensor.to(place.device) for tensor in tensors)
-
-
-def _synchronize(place: Place) -> None:
-    if place.device.type == "cuda":
-        torch.cuda.synchronize(place.device)
-
-
-def build_optimizer(loaded: Loaded, place: Place) -> tuple[nn.Module, ZeroOptimizer]:
-    """The model, built on meta and so never whole in memory where the stage shards it, and its optimizer.
-
-    Where gloo serves CUDA tensors it is built on the device: from a model on meta the runtime concludes CPU.
-    """
-    settings = loaded.settings
-    on_meta = loaded.init_fn is not None and (place.backend == "nccl" or place.device.type == "cpu")
-    with torch.device("meta") if on_meta else place.device:
-        model = loaded.build()
-    options: dict[str, Any] = {} if settings.bucket_mb is None else {"bucket_mb": settings.bucket_mb}
-    optimizer = ZeroOptimizer(
-        model,
-        torch.optim.AdamW,
-        stage=settings.stage,
-        precision=settings.precision or "fp32",
-        init_fn=loaded.init_fn if on_meta else None,
-        lr=settings.lr,
-        **options,
-    )
-    return model, optimizer
-
-
-def run(settings: Settings, record_path: Path, progress_path: Path | None, sweep: str | None) -> None:
-    """Bench on this rank, inside the process group of all ranks."""
-    place = choose_place(settings.device)
-    precision = settings.precision or ("bf16" if place.device.type == "cuda" else "fp32")
-    asked = settings
-    settings = replace(
+        bucket_mb = DEFAULT_BUCKET_MB
+    return replace(
         settings,
         device=place.device.type,
-        precision=precision,
-        warmup=5 if settings.warmup is None else settings.warmup,
-        data=settings.data or describe(settings.model).default_data,
+        precision=settings.precision or ("bf16" if place.device.type == "cuda" else "fp32"),
+        data=settings.data or workload.default_data,
+        image_size=image_size,
+        bucket_mb=bucket_mb,
     )
+
+
+def run(asked: Settings, record_path: Path, progress_path: Path | None, sweep: str | None) -> None:
+    """Bench on this rank, inside the process group of all ranks."""
+    place = choose_place(asked.device)
+    settings = choose(asked, place)
     if place.device.type == "cuda":
         torch.cuda.set_device(place.device)
     loaded = load(settings)
@@ -157,37 +83,29 @@ def run(settings: Settings, record_path: Path, progress_path: Path | None, sweep
     writer = ProgressWriter(progress_path if dist.get_rank() == 0 else None)
 
     started = time.perf_counter()
-    model, optimizer = build_optimizer(loaded, place)
-    _synchronize(place)
+    trainer = make(loaded, settings, place)
+    place.synchronize()
     build_ms = (time.perf_counter() - started) * 1000.0
-    keeper = Keeper(settings, optimizer)
-    measured = train(model, optimizer, loaded, settings, place, writer, keeper)
+    loop = Loop(trainer, loaded, settings, place)
+    sampler = Sampler() if os.environ.get("LOCAL_RANK", "0") == "0" else None
+    keeper = Keeper(settings, trainer.zero)
+    measured = loop.run(writer, keeper, begin=sampler.start if sampler is not None else _nothing)
     ended = datetime.now(UTC)
+    samples = None if sampler is None else sampler.stop()
     writer.close()
+    settings = replace(settings, warmup=measured.warmup)
 
-    memory, predicted = optimizer.memory(), optimizer.predicted_memory()
-    on_cuda = place.device.type == "cuda"
-    mine = Rank(
-        rank=dist.get_rank(),
-        node=int(os.environ.get("GROUP_RANK", "0")),
-        host=socket.gethostname(),
-        pid=os.getpid(),
-        device=torch.cuda.get_device_name(place.device) if on_cuda else "cpu",
-        step_ms=measured.step_ms[settings.warmup or 0 :],
-        warmup_ms=measured.step_ms[: settings.warmup or 0],
-        build_ms=build_ms,
-        peak_host_bytes=peak_host_bytes(),
-        peak_allocated_bytes=torch.cuda.max_memory_allocated(place.device) if on_cuda else None,
-        peak_reserved_bytes=torch.cuda.max_memory_reserved(place.device) if on_cuda else None,
-        memory_bytes={**memory.as_dict(), "total": memory.total},
-        predicted_memory_bytes={**predicted.as_dict(), "total": predicted.total},
-    )
-    traffic = _traffic(optimizer, settings)
-    gathered: list[tuple[Rank, list[float]]] = [(mine, measured.loss)] * dist.get_world_size()
-    dist.all_gather_object(gathered, (mine, measured.loss))
+    # What follows the measured steps takes memory and sends bytes of its own: theirs are looked at first.
+    mine = FromRank(_rank(trainer, measured, place, build_ms), measured.loss, samples)
+    traffic = _traffic(trainer, settings)
+    skipped_steps = trainer.skipped_steps
+    phases = measure_phases(trainer, loop, place, steps=settings.steps)
+    bandwidth = measure_bandwidth(trainer, loaded.model.parameters, settings, place)
+    gathered: list[FromRank] = [mine] * dist.get_world_size()
+    dist.all_gather_object(gathered, mine)
     if dist.get_rank() == 0:
-        ranks = [rank for rank, _ in gathered]
-        loss = [sum(losses) / len(losses) for losses in zip(*(losses for _, losses in gathered), strict=True)]
+        ranks = [one.rank for one in gathered]
+        loss = [sum(losses) / len(losses) for losses in zip(*(one.loss for one in gathered), strict=True)]
         record = Record(
             id=uuid.uuid4().hex,
             cell=asked.key,
@@ -197,12 +115,15 @@ def run(settings: Settings, record_path: Path, progress_path: Path | None, sweep
             settings=settings,
             model=loaded.model,
             data=loaded.data,
-            environment=_environment(place),
+            environment=look_around(place),
             ranks=ranks,
             traffic=traffic,
+            bandwidth=bandwidth,
+            phases=phases,
+            system=[one.samples for one in gathered if one.samples is not None],
             loss=list(loss),
             gradient_norm=list(measured.gradient_norm),
-            skipped_steps=optimizer.skipped_steps,
+            skipped_steps=skipped_steps,
             results=summarise(settings, loaded.model, ranks, list(loss)),
             checkpoints=keeper.done,
         )
@@ -210,8 +131,39 @@ def run(settings: Settings, record_path: Path, progress_path: Path | None, sweep
     dist.destroy_process_group()
 
 
-def _traffic(optimizer: ZeroOptimizer, settings: Settings) -> Traffic:
-    measured, predicted = optimizer.traffic(), optimizer.predicted_traffic(micro_batches=settings.accumulate)
+def _nothing() -> None:
+    pass
+
+
+def _rank(trainer: Trainer, measured: Measured, place: Place, build_ms: float) -> Rank:
+    on_cuda = place.device.type == "cuda"
+    memory = predicted = None
+    if trainer.zero is not None:
+        memory, predicted = trainer.zero.memory(), trainer.zero.predicted_memory()
+    return Rank(
+        rank=dist.get_rank(),
+        node=int(os.environ.get("GROUP_RANK", "0")),
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        device=torch.cuda.get_device_name(place.device) if on_cuda else "cpu",
+        step_ms=measured.step_ms[measured.warmup :],
+        warmup_ms=measured.step_ms[: measured.warmup],
+        build_ms=build_ms,
+        peak_host_bytes=peak_host_bytes(),
+        peak_allocated_bytes=torch.cuda.max_memory_allocated(place.device) if on_cuda else None,
+        peak_reserved_bytes=torch.cuda.max_memory_reserved(place.device) if on_cuda else None,
+        memory_bytes=None if memory is None else {**memory.as_dict(), "total": memory.total},
+        predicted_memory_bytes=None
+        if predicted is None
+        else {**predicted.as_dict(), "total": predicted.total},
+    )
+
+
+def _traffic(trainer: Trainer, settings: Settings) -> Traffic | None:
+    if trainer.zero is None:
+        return None
+    measured = trainer.zero.traffic()
+    predicted = trainer.zero.predicted_traffic(micro_batches=settings.accumulate)
     # Reduced once a step; stage 3 gathers parameters for the forward and the backward of each micro-batch,
     # less the units that it keeps.
     volume = 2 if settings.stage < 3 else 2 * settings.accumulate + 1
@@ -226,29 +178,6 @@ def _traffic(optimizer: ZeroOptimizer, settings: Settings) -> Traffic:
     )
 
 
-def _environment(place: Place) -> Environment:
-    on_cuda = place.device.type == "cuda"
-    return Environment(
-        zerokit=zerokit.__version__,
-        torch=torch.__version__,
-        python=platform.python_version(),
-        platform=platform.platform(),
-        processor=processor_name(),
-        cores=cores(),
-        threads=torch.get_num_threads(),
-        backend=place.backend,
-        world=dist.get_world_size(),
-        memory_bytes=memory_bytes(),
-        accelerator=torch.cuda.get_device_name(place.device) if on_cuda else None,
-        accelerators=torch.cuda.device_count() if on_cuda else 0,
-        cuda=torch.version.cuda if on_cuda else None,
-        nccl=".".join(map(str, torch.cuda.nccl.version())) if place.backend == "nccl" else None,
-        packages={},
-        variables={},
-        git_commit=None,
-    )
-
-
 def main(job: Path) -> None:
     """Run the job; an out-of-memory error becomes an `OutOfMemory` that says what may help."""
     asked = json.loads(job.read_text())
@@ -256,12 +185,17 @@ def main(job: Path) -> None:
     progress = asked.get("progress")
     try:
         run(settings, Path(asked["record"]), Path(progress) if progress else None, asked.get("sweep"))
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        raise OutOfMemory(_out_of_memory(settings, str(error))) from error
-    except RuntimeError as error:
-        if "DefaultCPUAllocator" not in str(error):
+    except (MemoryError, RuntimeError) as error:
+        if not _is_out_of_memory(error):
             raise
-        raise OutOfMemory(_out_of_memory(settings, str(error))) from error
+        reason = _out_of_memory(settings, str(error))
+        write_status(job, Status(OUT_OF_MEMORY, reason))
+        raise OutOfMemory(reason) from error
+
+
+def _is_out_of_memory(error: MemoryError | RuntimeError) -> bool:
+    """Whether Python, torch's CUDA allocator (a RuntimeError of its own) or its CPU allocator had no more to give."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 def _out_of_memory(settings: Settings, message: str) -> str:
@@ -269,10 +203,9 @@ def _out_of_memory(settings: Settings, message: str) -> str:
     parameters = describe(settings.model).parameters
     size = "" if parameters is None else f" ({parameters / 1e6:.1f} M parameters)"
     return (
-        f"out of memory: {settings.model}{size}, stage "
-        f"{settings.stage}, {settings.world} ranks, batch {settings.batch_size}×{settings.seq_len}. A higher "
-        "--stage or more ranks shard more of the state; a smaller --batch-size or --seq-len needs less for "
-        f"activations. ({reason})"
+        f"out of memory: {settings.model}{size}, {settings.engine} stage {settings.stage}, {settings.world} ranks, "
+        f"batch {settings.batch_size}. A higher --stage or more ranks shard more of the state; a smaller --batch-size "
+        f"or --seq-len needs less for activations. ({reason})"
     )
 
 

@@ -26,6 +26,8 @@ class Watch:
         self._since: float | None = None
         self._what = ""
         self._published = -1
+        self.waited_s = 0.0
+        """Seconds spent waiting so far, for whoever measures communication."""
         self._thread: threading.Thread | None = None
         self._wake = threading.Event()
 
@@ -46,6 +48,7 @@ class Watch:
         except RuntimeError as error:
             raise ScheduleError(self._explain(error)) from error
         finally:
+            self.waited_s += time.monotonic() - self._since
             self._since = None
 
     def publish_if_long(self) -> None:

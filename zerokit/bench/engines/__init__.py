@@ -1,1 +1,6 @@
-"""Engines of the bench: `catalogue` names them, each other module is one adapter."""
+"""Engines of the bench: `catalogue` names them, `trainer` is what all are to the worker, each other module is one.
+
+An engine's module is named as the engine, with underscores, and has `make(loaded, settings, place) -> Trainer`. It is
+tuned as its users would, imports what it needs when it is used (nobody's memory includes another's modules), and
+starts from the same weights on the same batches as every other.
+"""

@@ -1,0 +1,36 @@
+"""torch's DistributedDataParallel."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+
+from zerokit.bench.engines.trainer import TorchTrainer, adamw, autocast, build_in_memory
+from zerokit.bench.machine import Place
+from zerokit.bench.settings import Settings
+from zerokit.bench.workloads.build import Loaded
+
+
+class DdpTrainer(TorchTrainer):
+    """Gradients are reduced in the backward pass of the last micro-batch."""
+
+    def micro_batch(self, *, last: bool) -> AbstractContextManager[object]:
+        model = self.model
+        assert isinstance(model, DistributedDataParallel)
+        return nullcontext() if last else model.no_sync()
+
+
+def wrap(loaded: Loaded, settings: Settings, place: Place) -> DistributedDataParallel:
+    """The model under DDP. `bucket_mb`, where it is given, is its `bucket_cap_mb`."""
+    options: dict[str, Any] = {} if settings.bucket_mb is None else {"bucket_cap_mb": settings.bucket_mb}
+    # Gradients as views of the buckets save a copy and the second set of gradients.
+    return DistributedDataParallel(build_in_memory(loaded, place), gradient_as_bucket_view=True, **options)
+
+
+def make(loaded: Loaded, settings: Settings, place: Place) -> DdpTrainer:
+    """Built in memory on every rank, as DDP wants it."""
+    model = wrap(loaded, settings, place)
+    optimizer = adamw(model.parameters(), settings)
+    return DdpTrainer(model, optimizer, clip=settings.clip, autocast=autocast(settings, place))

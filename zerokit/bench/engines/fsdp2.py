@@ -1,0 +1,97 @@
+"""torch's FSDP2: `fully_shard` on every child of the outermost ModuleLists, and on the root."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+
+from zerokit.bench.engines.trainer import TorchTrainer, adamw, build_in_memory
+from zerokit.bench.machine import Place
+from zerokit.bench.settings import Settings
+from zerokit.bench.workloads.build import Loaded
+
+
+class Fsdp2Trainer(TorchTrainer):
+    """Gradients are reduced in the last micro-batch; until then each rank adds up whole ones."""
+
+    def micro_batch(self, *, last: bool) -> AbstractContextManager[object]:
+        model = self.model
+        assert isinstance(model, FSDPModule)
+        model.set_is_last_backward(last)
+        model.set_requires_gradient_sync(last)
+        return nullcontext()
+
+    def clip(self, largest: float) -> Tensor:
+        norm = super().clip(largest)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def make(loaded: Loaded, settings: Settings, place: Place) -> Fsdp2Trainer:
+    """Built on meta where the workload can be.
+
+    At stage 3 blocks are freed after the forward and the root, as by default, is not: backward begins with it. At
+    stage 2 nothing is freed before the backward has used it.
+    """
+    mesh = init_device_mesh(place.device.type, (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy()
+    if settings.precision == "bf16":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if loaded.init_fn is None:
+        model = build_in_memory(loaded, place)
+    else:
+        with torch.device("meta"):
+            model = loaded.build()
+    for module in [*outermost_blocks(model), model]:
+        if settings.stage == 2:
+            fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        else:
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+    if loaded.init_fn is not None:
+        model.to_empty(device=place.device)
+        initialise(model, loaded.init_fn, place.device)
+    return Fsdp2Trainer(model, adamw(model.parameters(), settings), clip=settings.clip)
+
+
+def outermost_blocks(model: nn.Module) -> Iterator[nn.Module]:
+    """The children of every ModuleList that is inside no other: the layers of a transformer, the stages of a ResNet."""
+    for child in model.children():
+        if isinstance(child, nn.ModuleList):
+            yield from child
+        else:
+            yield from outermost_blocks(child)
+
+
+@torch.no_grad()
+def initialise(model: nn.Module, init_fn: Callable[[nn.Module], None], device: torch.device) -> None:
+    """Give every module's parameters the values of an unsharded model, a module at a time.
+
+    Each module is initialised with whole parameters in the place of its shards, which then take their part. A buffer
+    is whole, and is filled where it is.
+    """
+    for module in model.modules():
+        shards = {name: shard for name, shard in module._parameters.items() if shard is not None}
+        if not shards and not any(True for _ in module.buffers(recurse=False)):
+            continue
+        for name, shard in shards.items():
+            module._parameters[name] = nn.Parameter(
+                torch.empty(shard.shape, dtype=shard.dtype, device=device)
+            )
+        try:
+            init_fn(module)
+            for name, shard in shards.items():
+                whole = module._parameters[name]
+                assert isinstance(shard, DTensor)
+                assert whole is not None
+                replica = DTensor.from_local(
+                    whole.detach(), shard.device_mesh, [Replicate()], run_check=False
+                )
+                shard.copy_(replica.redistribute(shard.device_mesh, shard.placements))
+        finally:
+            module._parameters.update(shards)

@@ -1,0 +1,102 @@
+"""A parameter server, as a baseline: rank 0 owns the optimizer, the others push gradients to it and pull parameters.
+
+    rank 1, 2, …   backward ── gradients ──► rank 0: sum, clip, step ── parameters ──► rank 1, 2, …
+
+One flat message each way and rank, point to point. Rank 0's wire carries 2·(N−1)·Ψ elements a step, which is what
+collectives spread over all ranks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zerokit.bench.engines.trainer import TorchTrainer, adamw, autocast, build_in_memory
+from zerokit.bench.machine import Place
+from zerokit.bench.settings import Settings
+from zerokit.bench.workloads.build import Loaded
+
+SERVER = 0
+
+
+class ParameterServerTrainer(TorchTrainer):
+    """Parameters and gradients are views of one flat tensor each, so that nothing is copied before it is sent."""
+
+    def __init__(self, model: nn.Module, settings: Settings, place: Place) -> None:
+        self._rank, self._world = dist.get_rank(), dist.get_world_size()
+        self._on_cuda = place.device.type == "cuda"
+        self._waited_s = 0.0
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        numel = sum(parameter.numel() for parameter in parameters)
+        self._flat = nn.Parameter(torch.empty(numel, device=place.device))
+        self._flat.grad = torch.zeros_like(self._flat)
+        self._gradients = self._flat.grad
+        place_in_flat = 0
+        for parameter in parameters:
+            own = slice(place_in_flat, place_in_flat + parameter.numel())
+            place_in_flat = own.stop
+            view = self._flat.detach()[own].view(parameter.shape)
+            view.copy_(parameter.detach())
+            parameter.data = view
+            # The backward pass adds to a gradient that is there already, in place.
+            parameter.grad = self._gradients[own].view(parameter.shape)
+        self._arriving = torch.empty_like(self._gradients) if self._rank == SERVER < self._world - 1 else None
+        optimizer = adamw([self._flat], settings)
+        super().__init__(model, optimizer, clip=settings.clip, autocast=autocast(settings, place))
+        self._pull()
+
+    @property
+    def waited_s(self) -> float | None:
+        # On CUDA the host does not wait for a message, the stream does.
+        return None if self._on_cuda else self._waited_s
+
+    def clip(self, largest: float) -> Tensor:
+        return nn.utils.clip_grad_norm_([self._flat], largest)
+
+    def update(self) -> Tensor | None:
+        """The norm is known on the server alone."""
+        self._push()
+        norm = None
+        if self._rank == SERVER:
+            norm = None if self._clip is None else self.clip(self._clip)
+            self.optimizer.step()
+        self._pull()
+        self._gradients.zero_()
+        return norm
+
+    def _push(self) -> None:
+        if self._rank != SERVER:
+            with self._waiting():
+                dist.send(self._gradients, SERVER)
+        elif self._arriving is not None:
+            for peer in range(1, self._world):
+                with self._waiting():
+                    dist.recv(self._arriving, peer)
+                self._gradients.add_(self._arriving)
+            self._gradients.div_(self._world)
+
+    def _pull(self) -> None:
+        flat = self._flat.detach()
+        with self._waiting():
+            if self._rank != SERVER:
+                dist.recv(flat, SERVER)
+                return
+            for work in [dist.isend(flat, peer) for peer in range(1, self._world)]:
+                if work is not None:
+                    work.wait()
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self._waited_s += time.perf_counter() - started
+
+
+def make(loaded: Loaded, settings: Settings, place: Place) -> ParameterServerTrainer:
+    """Built in memory on every rank; rank 0's weights are the ones that all begin with."""
+    return ParameterServerTrainer(build_in_memory(loaded, place), settings, place)

@@ -1,0 +1,25 @@
+"""DDP with torch's ZeroRedundancyOptimizer."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from zerokit.bench.engines.ddp import DdpTrainer, wrap
+from zerokit.bench.engines.trainer import autocast
+from zerokit.bench.machine import Place
+from zerokit.bench.settings import Settings
+from zerokit.bench.workloads.build import Loaded
+
+
+def make(loaded: Loaded, settings: Settings, place: Place) -> DdpTrainer:
+    """Each rank steps its share of the parameters, whole ones, and broadcasts them."""
+    model = wrap(loaded, settings, place)
+    optimizer = ZeroRedundancyOptimizer(
+        [parameter for parameter in model.parameters() if parameter.requires_grad],
+        optimizer_class=torch.optim.AdamW,
+        parameters_as_bucket_view=True,  # as for DDP's gradients: a copy saved, and memory with it
+        lr=settings.lr,
+        fused=True,
+    )
+    return DdpTrainer(model, optimizer, clip=settings.clip, autocast=autocast(settings, place))

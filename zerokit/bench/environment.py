@@ -1,0 +1,117 @@
+"""What a bench ran on and with, as the record keeps it: machine, software, and variables that change measurements."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from zerokit.bench.machine import Place, cores, memory_bytes, processor_name
+from zerokit.bench.record import Environment
+
+# Packages that can take part in a step, beside torch; named in the record where a rank has imported them.
+_PACKAGES = ("deepspeed", "torchvision", "transformers", "triton")
+# Allocators, communication, threads, and how kernels are launched and chosen.
+_PREFIXES = (
+    "GLIBC_TUNABLES",
+    "GLOO_",
+    "GOMP_",
+    "KMP_",
+    "MALLOC_",
+    "MKL_",
+    "NCCL_",
+    "OMP_",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING",
+    "TORCH_DISTRIBUTED_DEBUG",
+    "TORCH_NCCL_",
+)
+_NAMES = frozenset(
+    {
+        "CUBLAS_WORKSPACE_CONFIG",
+        "CUDA_DEVICE_MAX_CONNECTIONS",
+        "CUDA_LAUNCH_BLOCKING",
+        "CUDA_MODULE_LOADING",
+        "DS_ACCELERATOR",
+        "LD_PRELOAD",
+        "NVIDIA_TF32_OVERRIDE",
+        "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    }
+)
+_GIT_SECONDS = 10.0
+
+
+def look_around(place: Place) -> Environment:
+    """The environment of this rank, inside its process group. Starts `git`: not for a timed step."""
+    import torch
+    import torch.distributed as dist
+
+    import zerokit
+
+    on_cuda = place.device.type == "cuda"
+    return Environment(
+        zerokit=zerokit.__version__,
+        torch=torch.__version__,
+        python=platform.python_version(),
+        platform=platform.platform(),
+        processor=processor_name(),
+        cores=cores(),
+        memory_bytes=memory_bytes(),
+        threads=torch.get_num_threads(),
+        backend=place.backend,
+        world=dist.get_world_size(),
+        accelerator=torch.cuda.get_device_name(place.device) if on_cuda else None,
+        accelerators=torch.cuda.device_count() if on_cuda else 0,
+        cuda=torch.version.cuda if on_cuda else None,
+        nccl=".".join(map(str, torch.cuda.nccl.version())) if place.backend == "nccl" else None,
+        packages=versions(sys.modules),
+        variables=measured_variables(os.environ),
+        git_commit=git_commit(Path.cwd()),
+    )
+
+
+def versions(imported: Collection[str]) -> dict[str, str]:
+    """The versions of those packages among `imported` that can take part in a step."""
+    found = {}
+    for name in _PACKAGES:
+        if name in imported:
+            try:
+                found[name] = importlib.metadata.version(name)
+            except importlib.metadata.PackageNotFoundError:
+                found[name] = "unknown"  # on the path, but not installed
+    return found
+
+
+def measured_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that change what is measured, by name."""
+    return {
+        name: value
+        for name, value in sorted(environment.items())
+        if name in _NAMES or name.startswith(_PREFIXES)
+    }
+
+
+def git_commit(folder: Path) -> str | None:
+    """The commit that is checked out around `folder`, with "-dirty" for uncommitted changes of tracked files.
+
+    None outside a repository, and where there is no git.
+    """
+    commit = _git(folder, "rev-parse", "HEAD")
+    if commit is None:
+        return None
+    changes = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    return f"{commit}-dirty" if changes else commit
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

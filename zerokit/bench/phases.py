@@ -1,0 +1,151 @@
+"""The parts of a step, and how long it waits for communication with nothing else to do.
+
+Extra steps after the measured ones: to time the parts each is waited for, which a measured step does not do.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Protocol
+
+from zerokit.bench.record import Phases
+
+if TYPE_CHECKING:
+    from zerokit.bench.engines.trainer import Batch, Trainer
+    from zerokit.bench.machine import Place
+
+STEPS = 5
+TRACED_STEPS = 3
+
+Span = tuple[float, float]
+"""Start and end, in any unit."""
+
+
+class Batches(Protocol):
+    """Gives the micro-batches of a step, on the device."""
+
+    def batches(self, step: int) -> list[Batch]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """One step on one rank, in milliseconds; `waited` is None where the engine cannot be asked."""
+
+    forward: float
+    backward: float
+    optimizer: float
+    waited: float | None
+
+    @property
+    def total(self) -> float:
+        """The sum of the parts: waiting lies within them."""
+        return self.forward + self.backward + self.optimizer
+
+
+def measure_phases(trainer: Trainer, source: Batches, place: Place, *, steps: int) -> Phases:
+    """At most `STEPS` extra steps in parts, and on NCCL `TRACED_STEPS` more under the profiler. All ranks call it."""
+    import torch.distributed as dist
+
+    steps = min(STEPS, steps)
+    mine = [_step_in_parts(trainer, source.batches(step), place) for step in range(steps)]
+    traced = _traced(trainer, source, place) if place.backend == "nccl" else None
+    gathered: list[tuple[list[Parts], tuple[float, float] | None]] = [(mine, traced)] * dist.get_world_size()
+    dist.all_gather_object(gathered, (mine, traced))
+    return combine([parts for parts, _ in gathered], [trace for _, trace in gathered if trace is not None])
+
+
+def combine(by_rank: Sequence[Sequence[Parts]], traced: Sequence[tuple[float, float]]) -> Phases:
+    """The medians over steps, each step as its slowest rank saw it.
+
+    Args:
+        by_rank: the same steps of every rank.
+        traced: of every rank with a trace, milliseconds a step took under the profiler and those exposed.
+    """
+    slowest = [max(ranks, key=lambda parts: parts.total) for ranks in zip(*by_rank, strict=True)]
+    waited = [parts.waited for parts in slowest if parts.waited is not None]
+    exposed_ms = median(waited) if len(waited) == len(slowest) else None
+    if traced:
+        exposed_ms = max(traced)[1]
+    return Phases(
+        steps=len(slowest),
+        forward_ms=median(parts.forward for parts in slowest),
+        backward_ms=median(parts.backward for parts in slowest),
+        optimizer_ms=median(parts.optimizer for parts in slowest),
+        exposed_communication_ms=exposed_ms,
+        source="trace" if traced else "clock",
+    )
+
+
+def _step_in_parts(trainer: Trainer, batches: Sequence[Batch], place: Place) -> Parts:
+    """`Trainer.step`, with the device waited for after each part."""
+    forward = backward = 0.0
+    # On CUDA the host is past a collective before it has begun: only a trace knows.
+    waited = trainer.waited_s if place.device.type == "cpu" else None
+    for number, batch in enumerate(batches):
+        with trainer.micro_batch(last=number == len(batches) - 1):
+            started = _now(place)
+            loss = trainer.forward(batch)
+            between = _now(place)
+            trainer.backward(loss / len(batches))
+            ended = _now(place)
+        forward += between - started
+        backward += ended - between
+    started = _now(place)
+    trainer.update()
+    optimizer = _now(place) - started
+    waited_ms = None
+    if waited is not None and trainer.waited_s is not None:
+        waited_ms = (trainer.waited_s - waited) * 1000.0
+    return Parts(forward * 1000.0, backward * 1000.0, optimizer * 1000.0, waited_ms)
+
+
+def _now(place: Place) -> float:
+    place.synchronize()
+    return time.perf_counter()
+
+
+def _traced(trainer: Trainer, source: Batches, place: Place) -> tuple[float, float]:
+    """Milliseconds a step takes under the profiler, and how many of these only NCCL's kernels run."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    trainer.step(source.batches(0))
+    place.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        started = _now(place)
+        for step in range(TRACED_STEPS):
+            trainer.step(source.batches(step))
+        elapsed_ms = (_now(place) - started) * 1000.0
+    communication: list[Span] = []
+    computation: list[Span] = []
+    for event in profiler.events() or ():
+        if event.device_type == DeviceType.CUDA:
+            kind = communication if "nccl" in event.name.lower() else computation
+            kind.append((event.time_range.start, event.time_range.end))
+    exposed_us = exposed(communication, computation)
+    return elapsed_ms / TRACED_STEPS, exposed_us / 1000.0 / TRACED_STEPS
+
+
+def exposed(communication: Iterable[Span], computation: Iterable[Span]) -> float:
+    """How long some communication runs and no computation; the spans may overlap in any way."""
+    hidden = merge(computation)
+    both = merge([*communication, *hidden])
+    return _length(both) - _length(hidden)
+
+
+def merge(spans: Iterable[Span]) -> list[Span]:
+    """The same points as disjoint spans in order."""
+    merged: list[Span] = []
+    for start, end in sorted(span for span in spans if span[0] < span[1]):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def _length(spans: Iterable[Span]) -> float:
+    return sum(end - start for start, end in spans)

@@ -1,0 +1,192 @@
+"""System metrics of one node while the measured steps run: a thread that reads a few small files once a second.
+
+Metrics are named as MLflow names its own, so that they appear among its system metrics. What a machine does not tell is
+left out; what one reading could not tell is null.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zerokit.bench.record import Samples
+
+INTERVAL_S = 1.0
+_MEGABYTE = 1e6
+_READINGS = 4096
+"""Where there would be more, every second one is dropped and the interval doubled: a record stays a small file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """What only ever grows: processor time in ticks, and bytes over all network interfaces but loopback."""
+
+    busy_ticks: int
+    all_ticks: int
+    received_bytes: int
+    sent_bytes: int
+
+
+def parse_stat(text: str) -> tuple[int, int]:
+    """Busy and all ticks of all processors, from /proc/stat. Waiting for a disk is not busy."""
+    ticks = [int(word) for word in text.splitlines()[0].split()[1:9]]  # guests are part of user already
+    return sum(ticks) - ticks[3] - ticks[4], sum(ticks)
+
+
+def parse_memory(text: str) -> tuple[int, int]:
+    """Used and all bytes of main memory, from /proc/meminfo; what the kernel would give back is not used."""
+    lines = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
+    total, available = (int(lines[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
+    return total - available, total
+
+
+def parse_network(text: str) -> tuple[int, int]:
+    """Received and sent bytes, from /proc/net/dev.
+
+    Loopback counts: simulated nodes talk over it, as do the ranks of one node.
+    """
+    received = sent = 0
+    for line in text.splitlines()[2:]:
+        fields = line.split(":", 1)[1].split()
+        received, sent = received + int(fields[0]), sent + int(fields[8])
+    return received, sent
+
+
+class Sampler:
+    """Samples this node from `start` to `stop`.
+
+    Args:
+        interval_s: between two readings.
+        proc: where the kernel's files are.
+    """
+
+    def __init__(self, interval_s: float = INTERVAL_S, proc: Path = Path("/proc")) -> None:
+        self._interval_s = interval_s
+        self._proc = proc
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._seconds: list[float] = []
+        self._rows: list[dict[str, float | None]] = []
+        self._cost_s = 0.0
+        self._first: Counted | None = None
+        self._last: Counted | None = None
+        self._started = 0.0
+        self._devices: _Devices | None = None
+
+    def start(self) -> None:
+        """Take the first reading and begin; returns at once."""
+        self._started = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="zerokit-sampler", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> Samples:
+        """Take the last reading and end; waits for the thread."""
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+        names = list(dict.fromkeys(name for row in self._rows for name in row))
+        return Samples(
+            node=int(os.environ.get("GROUP_RANK", "0")),
+            host=socket.gethostname(),
+            interval_s=self._interval_s,
+            seconds=self._seconds,
+            series={name: [row.get(name) for row in self._rows] for name in names},
+            cost_ms=self._cost_s * 1000.0,
+        )
+
+    def _run(self) -> None:
+        self._devices = _Devices.find()
+        due = self._started
+        while True:
+            self._seconds.append(time.monotonic() - self._started)
+            self._rows.append(self._read())
+            if len(self._rows) >= _READINGS:
+                self._thin_out()
+            self._cost_s = time.thread_time()
+            if self._ended.is_set():
+                return
+            due += self._interval_s
+            # At the end one more reading is taken, so that the last part of an interval is not lost.
+            self._ended.wait(max(0.0, due - time.monotonic()))
+
+    def _thin_out(self) -> None:
+        self._seconds, self._rows = self._seconds[::2], self._rows[::2]
+        self._interval_s *= 2
+
+    def _read(self) -> dict[str, float | None]:
+        row: dict[str, float | None] = {}
+        with contextlib.suppress(OSError, ValueError, LookupError):
+            self._read_counted(row)
+        with contextlib.suppress(OSError, ValueError, LookupError):
+            used, total = parse_memory((self._proc / "meminfo").read_text())
+            row["system_memory_usage_megabytes"] = used / _MEGABYTE
+            row["system_memory_usage_percentage"] = 100.0 * used / total
+        with contextlib.suppress(OSError):
+            disk = shutil.disk_usage("/")
+            row["disk_usage_percentage"] = 100.0 * disk.used / disk.total
+            row["disk_usage_megabytes"] = disk.used / _MEGABYTE
+            row["disk_available_megabytes"] = disk.free / _MEGABYTE
+        if self._devices is not None:
+            self._devices.read(row)
+        return row
+
+    def _read_counted(self, row: dict[str, float | None]) -> None:
+        busy, ticks = parse_stat((self._proc / "stat").read_text())
+        received, sent = parse_network((self._proc / "net/dev").read_text())
+        now = Counted(busy, ticks, received, sent)
+        self._first = self._first or now
+        before, self._last = self._last, now
+        passed = 0 if before is None else now.all_ticks - before.all_ticks
+        # A share needs two readings, and time between them.
+        row["cpu_utilization_percentage"] = (
+            100.0 * (now.busy_ticks - before.busy_ticks) / passed
+            if before is not None and passed > 0
+            else None
+        )
+        row["network_receive_megabytes"] = (received - self._first.received_bytes) / _MEGABYTE
+        row["network_transmit_megabytes"] = (sent - self._first.sent_bytes) / _MEGABYTE
+
+
+class _Devices:
+    """NVIDIA's management library, where its Python binding (`pip install nvidia-ml-py`) is installed."""
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+        count: int = library.nvmlDeviceGetCount()
+        self._handles = [library.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
+
+    @classmethod
+    def find(cls) -> _Devices | None:
+        """None where there is no such device, or no way to ask it."""
+        try:
+            import pynvml
+        except ImportError:
+            return None
+        try:
+            pynvml.nvmlInit()
+            return cls(pynvml)
+        except pynvml.NVMLError:
+            return None
+
+    def read(self, row: dict[str, float | None]) -> None:
+        """Add this moment's figures to `row`."""
+        nvml = self._library
+        for index, handle in enumerate(self._handles):
+            # Not every device tells everything.
+            with contextlib.suppress(nvml.NVMLError):
+                row[f"gpu_{index}_utilization_percentage"] = float(
+                    nvml.nvmlDeviceGetUtilizationRates(handle).gpu
+                )
+            with contextlib.suppress(nvml.NVMLError):
+                memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+                row[f"gpu_{index}_memory_usage_megabytes"] = memory.used / _MEGABYTE
+                row[f"gpu_{index}_memory_usage_percentage"] = 100.0 * memory.used / memory.total
+            with contextlib.suppress(nvml.NVMLError):
+                row[f"gpu_{index}_power_usage_watts"] = nvml.nvmlDeviceGetPowerUsage(handle) / 1000.0
