@@ -199,7 +199,7 @@ def make_failure(
     status: str, reason: str, engine: str = "zerokit", stage: int = 2, **options: object
 ) -> Record:
     """A cell of the same sweep that came to nothing."""
-    settings = Settings(engine=engine, stage=stage, model="gpt-34m", nodes=2, **options)  # type: ignore[arg-type]
+    settings = Settings(engine=engine, stage=stage, model="gpt-34m", nodes=2, batch_size=2, **options)  # type: ignore[arg-type]
     return Record(
         id=settings.key.rjust(32, "0"),
         cell=settings.key,
@@ -231,6 +231,6 @@ def make_sweep(repeats: int = 1) -> list[Record]:
     return [
         *cells,
         make_failure("unsupported", "deepspeed is not installed here; pip install deepspeed", "deepspeed"),
-        make_failure("out of memory", "needs about 41.2 GiB a rank, 7.5 GiB are available", batch_size=512),
+        make_failure("out of memory", "needs about 41.2 GiB a rank, 7.5 GiB are available", "deepspeed", 1),
         make_failure("failed", "rank 1: ValueError: not today", "fsdp2", 2),
     ]

@@ -1,0 +1,238 @@
+"""Records grouped into cells: equal settings on an equal machine are repetitions of one cell, which tell its noise.
+
+A cell's label says what tells it from the others beside it, and no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from zerokit.bench.comparison.runs import Run
+from zerokit.bench.engines.catalogue import ENGINES
+from zerokit.bench.metrics import METRICS, Measured, measure
+from zerokit.bench.record import Record
+from zerokit.bench.schema import to_plain
+
+# How long was measured, what for, and how often: not what was measured.
+_ASIDE = ("repeat", "steps", "warmup", "twin", "save", "save_every", "resume")
+
+ENGINE_TITLES = {
+    "zerokit": "zerokit",
+    "ddp": "DDP",
+    "zero-redundancy-optimizer": "ZeroRedundancy",
+    "fsdp2": "FSDP2",
+    "deepspeed": "DeepSpeed",
+    "parameter-server": "parameter server",
+    "compute-only": "compute only",
+}
+
+_WORDS: Mapping[str, Callable[[Any], str]] = {
+    "model": str,
+    "precision": str,
+    "device": str,
+    "batch_size": lambda value: f"batch {value}",
+    "seq_len": lambda value: f"{value} positions",
+    "image_size": lambda value: f"{value} pixels",
+    "accumulate": lambda value: f"{value} micro-batches",
+    "bucket_mb": lambda value: f"bucket {value:g} MiB",
+    "nodes": lambda value: f"{value} node{'s' if value != 1 else ''}",
+    "nproc_per_node": lambda value: f"{value} rank{'s' if value != 1 else ''} a node",
+    "clip": lambda value: f"clip {value:g}",
+    "lr": lambda value: f"lr {value:g}",
+}
+
+
+@dataclass(slots=True)
+class Cell:
+    """One point of a comparison and its repetitions.
+
+    Attributes:
+        run: the name that the user gave to where its records are.
+        records: at least one; those that went well first.
+        label: what tells it from the others; unique among the cells that were made together.
+    """
+
+    run: str
+    records: list[Record]
+    label: str = ""
+    _measured: dict[str, Measured | None] = field(default_factory=dict, repr=False)
+
+    @property
+    def first(self) -> Record:
+        """A record that went well, if any did."""
+        return self.records[0]
+
+    @property
+    def measured_records(self) -> list[Record]:
+        """The repetitions that went well."""
+        return [record for record in self.records if record.status == "ok" and record.results is not None]
+
+    @property
+    def status(self) -> str:
+        """ "ok" if any repetition went well."""
+        return self.first.status
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What was measured, by name: those of `Settings` that are not about how long or how often."""
+        return _identity(self.first)
+
+    def measure(self, name: str) -> Measured | None:
+        """A figure over its repetitions; None where no repetition has it."""
+        if name not in self._measured:
+            records = self.measured_records
+            self._measured[name] = measure(METRICS[name], records) if records else None
+        return self._measured[name]
+
+    def value(self, name: str) -> float | None:
+        """The same without its error."""
+        measured = self.measure(name)
+        return None if measured is None else measured.value
+
+
+def make_cells(runs: Sequence[Run]) -> list[Cell]:
+    """The cells of all runs in their order, labelled. Repetitions are looked for within a run only."""
+    cells = [cell for run in runs for cell in _group(run)]
+    _label(cells)
+    return cells
+
+
+def _identity(record: Record) -> dict[str, Any]:
+    return {name: value for name, value in asdict(record.settings).items() if name not in _ASIDE}
+
+
+def _group(run: Run) -> list[Cell]:
+    cells: list[Cell] = []
+    well = [record for record in run.records if record.results is not None]
+    for record in [*well, *(record for record in run.records if record.results is None)]:
+        for cell in cells:
+            if _agree(cell.first, record):
+                cell.records.append(record)
+                break
+        else:
+            cells.append(Cell(run.name, [record]))
+    places = {id(record): place for place, record in enumerate(run.records)}
+    return sorted(cells, key=lambda cell: min(places[id(record)] for record in cell.records))
+
+
+def _agree(known: Record, record: Record) -> bool:
+    """Whether they are repetitions. A record that came to nothing lacks what only a rank could have filled in."""
+    if record.environment is not None and known.environment is not None:
+        commits = known.environment.git_commit, record.environment.git_commit
+        if known.environment.digest != record.environment.digest or commits[0] != commits[1]:
+            return False
+    one, other = _identity(known), _identity(record)
+    unfilled = record.environment is None
+    return all(one[name] == other[name] or (unfilled and other[name] is None) for name in one)
+
+
+def varying(records: Iterable[Record]) -> list[str]:
+    """The settings that differ among records, what nobody filled in apart."""
+    rows = [_identity(record) for record in records]
+    names = list(rows[0]) if rows else []
+    return [name for name in names if len({repr(row[name]) for row in rows if row[name] is not None}) > 1]
+
+
+def name_of(record: Record, names: Iterable[str]) -> str:
+    """The engine, its stage where it has several, and what these settings are."""
+    settings = record.settings
+    words = [ENGINE_TITLES.get(settings.engine, settings.engine)]
+    stages = ENGINES[settings.engine].stages if settings.engine in ENGINES else ()
+    if len(stages) > 1:
+        words[0] += f" {settings.stage}"
+    for name in names:
+        value = getattr(settings, name)
+        if name not in ("engine", "stage") and value is not None:
+            words.append(_WORDS[name](value) if name in _WORDS else f"{name} {value}")
+    return " · ".join(words)
+
+
+def _label(cells: Sequence[Cell]) -> None:
+    names = varying(cell.first for cell in cells)
+    runs = short_names(list(dict.fromkeys(cell.run for cell in cells)))
+    by_label: dict[str, list[Cell]] = {}
+    for cell in cells:
+        cell.label = name_of(cell.first, names)
+        by_label.setdefault(cell.label, []).append(cell)
+    if any(len({cell.run for cell in alike}) > 1 for alike in by_label.values()):
+        for cell in cells:
+            cell.label = f"{runs[cell.run]}: {cell.label}"
+    _tell_apart(cells)
+
+
+def _tell_apart(cells: Sequence[Cell]) -> None:
+    """Equal settings on another machine, another commit or another day: say which."""
+    by_label: dict[str, list[Cell]] = {}
+    for cell in cells:
+        by_label.setdefault(cell.label, []).append(cell)
+    for alike in by_label.values():
+        if len(alike) == 1:
+            continue
+        commits = [_commit(cell.first) for cell in alike]
+        marks = commits if len(set(commits)) == len(alike) else [cell.first.created[:19] for cell in alike]
+        if len(set(marks)) < len(alike):
+            marks = [cell.first.id[:8] for cell in alike]
+        for cell, mark in zip(alike, marks, strict=True):
+            cell.label = f"{cell.label} · {mark}"
+
+
+def _commit(record: Record) -> str:
+    commit = record.environment.git_commit if record.environment is not None else None
+    if not commit:
+        return ""
+    return commit[:8] + ("-dirty" if commit.endswith("-dirty") else "")
+
+
+def short_names(names: Sequence[str]) -> dict[str, str]:
+    """The shortest ends of paths that still tell them apart: "a/x/run.json", "b/x/run.json" → "a/x/run", "b/x/run"."""
+    parts = {name: [part for part in name.split("/") if part] or [name] for name in names}
+    short: dict[str, str] = {}
+    for name, pieces in parts.items():
+        for length in range(1, len(pieces) + 1):
+            end = pieces[-length:]
+            if sum(other[-length:] == end for other in parts.values()) == 1:
+                break
+        short[name] = "/".join(pieces[-length:]).removesuffix(".json")
+    return short if len(set(short.values())) == len(short) else {name: name for name in names}
+
+
+def baselines(cells: Sequence[Cell], runs: Sequence[Run]) -> dict[int, Cell | None]:
+    """Which cell each is compared with, by `id(cell)`; None where it has no partner, and for the baseline itself.
+
+    The first run is the baseline. If it is one cell (or the only run: then its first that went well), everything is
+    compared with that. Otherwise cells are matched by the settings that vary within any run.
+    """
+    own = [cell for cell in cells if cell.run == runs[0].name]
+    if len(runs) == 1 or len(own) == 1:
+        chosen = next((cell for cell in own if cell.status == "ok"), own[0])
+        return {id(cell): None if cell is chosen else chosen for cell in cells}
+    names = {name for run in runs for name in varying(cell.first for cell in cells if cell.run == run.name)}
+    found: dict[int, Cell | None] = {}
+    for cell in cells:
+        partners = [
+            other for other in own if all(_same(cell.settings[name], other.settings[name]) for name in names)
+        ]
+        found[id(cell)] = partners[0] if partners and cell.run != runs[0].name else None
+    return found
+
+
+def _same(one: object, other: object) -> bool:
+    return one == other or one is None or other is None
+
+
+def environment_rows(record: Record) -> dict[str, str]:
+    """Where it ran, flat: "packages.transformers" → "5.23.0"."""
+    if record.environment is None:
+        return {}
+    rows: dict[str, str] = {}
+    for name, value in to_plain(record.environment).items():
+        if isinstance(value, dict):
+            rows |= {f"{name}.{key}": str(item) for key, item in value.items()}
+        elif name != "world":  # of the settings already
+            rows[name] = "" if value is None else str(value)
+    if record.ranks:
+        rows["device"] = ", ".join(dict.fromkeys(rank.device for rank in record.ranks))
+        rows["hosts"] = ", ".join(dict.fromkeys(rank.host for rank in record.ranks))
+    return rows

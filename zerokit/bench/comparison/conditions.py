@@ -1,0 +1,72 @@
+"""Under which conditions cells were measured: the settings and the machine, what is equal and what differs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zerokit.bench.comparison.cells import Cell, environment_rows
+from zerokit.bench.comparison.figures import count
+
+# Names that read better than those of the fields.
+_NAMES = {
+    "batch_size": "batch, samples a rank and micro-batch",
+    "seq_len": "tokens a sequence",
+    "image_size": "image size, pixels",
+    "accumulate": "micro-batches a step",
+    "bucket_mb": "bucket, MiB",
+    "nproc_per_node": "ranks a node",
+    "lr": "learning rate",
+    "clip": "largest gradient norm",
+    "cores": "processor cores",
+    "memory_bytes": "memory",
+    "threads": "threads a rank",
+    "git_commit": "git commit",
+}
+
+
+def conditions(cells: Sequence[Cell]) -> tuple[list[tuple[str, list[str]]], list[tuple[str, str]]]:
+    """What differs, as a name and a value a cell ("–" where it has none), and what is equal, as names and values."""
+    rows = [_rows(cell) for cell in cells]
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    differing, equal = [], []
+    for name in names:
+        values = [row.get(name, "") for row in rows]
+        known = {value for value in values if value}
+        if len(known) > 1:
+            differing.append((title_of(name), [value or "–" for value in values]))
+        elif known:
+            equal.append((title_of(name), known.pop()))
+    return differing, equal
+
+
+def title_of(name: str) -> str:
+    """Of a setting or a property of the machine, in words."""
+    return _NAMES.get(name, name.replace("_", " "))
+
+
+def _rows(cell: Cell) -> dict[str, str]:
+    record = cell.first
+    rows = {
+        name: f"{value:g}" if isinstance(value, float) else str(value)
+        for name, value in cell.settings.items()
+        if value is not None
+    }
+    if (model := record.model) is not None:
+        rows["parameters"] = count(model.parameters)
+        if model.flops_per_unit is not None:
+            rows["model FLOPs"] = f"{count(model.flops_per_unit)} a {model.unit.removesuffix('s')}"
+            rows["FLOPs counted as"] = model.flops_convention or ""
+    if record.results is not None:
+        rows["measured steps"] = ", ".join(
+            dict.fromkeys(str(one.settings.steps) for one in cell.measured_records)
+        )
+        if len(cell.measured_records) > 1:
+            rows["repetitions"] = str(len(cell.measured_records))
+        if (use := record.results.utilisation) is not None:
+            rows["peak of MFU"] = f"{use.peak_flops_per_s / 1e12:g} TFLOP/s ({use.device}, {use.precision})"
+    machine = environment_rows(record)
+    if "memory_bytes" in machine and record.environment is not None:
+        machine["memory_bytes"] = f"{record.environment.memory_bytes / 2**30:.1f} GiB"
+    if machine.get("accelerators") == "0":
+        del machine["accelerators"]
+    return rows | machine
