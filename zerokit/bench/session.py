@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import tempfile
 import uuid
 from collections.abc import Callable, Sequence
@@ -23,11 +24,15 @@ from zerokit.bench.progress import Progress, ProgressReader
 from zerokit.bench.record import Record, RecordError, read_record, write_record
 from zerokit.bench.schema import to_plain
 from zerokit.bench.settings import Settings
+from zerokit.bench.status import oom_kills, read_status
 from zerokit.bench.workloads.catalogue import describe
-from zerokit.bench.workloads.inputs import open_source
+from zerokit.bench.workloads.fit import refuse_if_too_large, this_machine
+from zerokit.bench.workloads.inputs import check_inputs
 from zerokit.errors import ZerokitError
+from zerokit.launch.local import WorkerFailed
 
 DEFAULT_FOLDER = Path("zerokit-bench")
+JOB = "job.json"
 # A reason holds the end of a rank's stderr; a record is no place for more of it.
 _REASON_LENGTH = 8000
 
@@ -113,7 +118,7 @@ def require_writable(folder: Path) -> None:
 def require_data(settings: Settings) -> None:
     """Raises `ZerokitError` if the data is missing or too little, before any rank is started."""
     if refusal(settings) is None:
-        open_source(settings)
+        check_inputs(settings)
 
 
 def run_cell(
@@ -143,13 +148,16 @@ def run_cell(
         _put(record, path)
         return record
     work = Path(tempfile.mkdtemp(prefix="zerokit-bench-"))
-    keep = False
+    keep, kills = False, oom_kills()
     try:
         record = _train(settings, work, host, sweep)
         record = replace(record, id=identity)
     except BaseException as error:
         killed = isinstance(error, host.interruptions)
-        status, reason = ("killed", str(error) or "interrupted") if killed else what_happened(error, work)
+        if killed:
+            status, reason = "killed", str(error) or "interrupted"
+        else:
+            status, reason = what_happened(error, work / JOB, kills)
         keep = status == "failed"  # the ranks' output is there
         record = replace(failed, status=status, reason=reason[:_REASON_LENGTH], created=_now())
         if killed or not isinstance(error, ZerokitError):
@@ -170,27 +178,37 @@ def refusal(settings: Settings) -> tuple[str, str] | None:
         return "unsupported", f"engine {settings.engine}: {missing}"
     if (missing := describe(settings.model).missing) is not None:
         return "unsupported", missing
+    if (too_large := refuse_if_too_large(settings, this_machine())) is not None:
+        return "out of memory", too_large
     return None
 
 
-def what_happened(error: BaseException, work: Path) -> tuple[str, str]:
+def what_happened(error: BaseException, job: Path, oom_kills_before: int | None) -> tuple[str, str]:
     """The status and the reason of a cell whose ranks ended with this error.
 
     Args:
         error: what `Launch` raised.
-        work: the folder of the job, where a rank that ran out of memory says so.
+        job: the file of the job, beside which a rank that ran out of memory says so.
+        oom_kills_before: `oom_kills()` before the launch: a rank that the kernel killed could not say anything.
     """
-    try:
-        told = json.loads((work / "status").read_text())
-        return str(told["status"]), str(told["reason"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return "failed", str(error) or type(error).__name__
+    if (told := read_status(job)) is not None:
+        return told.status, told.reason
+    reason = str(error) or type(error).__name__
+    killed = isinstance(error, WorkerFailed) and any(
+        one.exit_code == -signal.SIGKILL for one in error.failures
+    )
+    if killed and (oom_kills() or 0) > (oom_kills_before or 0):
+        return (
+            "out of memory",
+            f"the kernel ended processes for want of memory meanwhile, probably ours: {reason}",
+        )
+    return "failed", reason
 
 
 def _train(settings: Settings, work: Path, host: Host, sweep: str | None) -> Record:
     """Launch the ranks and read what rank 0 has written."""
     host.interrupted()
-    written, progress, job = work / "record.json", work / "progress", work / "job.json"
+    written, progress, job = work / "record.json", work / "progress", work / JOB
     job.write_text(
         json.dumps(
             {

@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 # A server that is down must be noticed in seconds: MLflow's own defaults retry for minutes.
 _ENVIRONMENT = {
-    "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     # Usage reports to MLflow's makers are the user's choice, and no part of a measurement.
     "MLFLOW_DISABLE_TELEMETRY": "true",

@@ -296,15 +296,18 @@ def _single(
 
     from zerokit.bench.mirror import Live
     from zerokit.bench.pictures import pictures
-    from zerokit.bench.session import record_path, require_data, run_cell
+    from zerokit.bench.session import record_path, refusal, require_data, run_cell
     from zerokit.bench.sweep import complete, exit_code
     from zerokit.bench.twins import Twins
     from zerokit.cli.display import Display
     from zerokit.launch.interrupts import Interrupted, Interrupts
 
+    refused = refusal(settings)
     require_data(settings)
     path = record_path(output, settings, datetime.now())
     display = Display()
+    if refused is not None:
+        display.warn(refused[1])  # the answer, before MLflow takes its seconds
     push = f"zerokit push {shlex.quote(str(path))}{given}"
     with Interrupts() as interrupts, tempfile.TemporaryDirectory(prefix="zerokit-twin-") as scratch, display:
         host = _host(interrupts, display)
@@ -326,7 +329,7 @@ def _single(
                 run_cell(settings, path, host, identity=identity), settings, path, twins
             ),
         )
-    if record.status != "ok":
+    if record.status != "ok" and refused is None:
         display.warn(record.reason or record.status)
     if as_json:
         click.echo(record.to_json(), nl=False)

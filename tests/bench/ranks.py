@@ -1,0 +1,97 @@
+"""Made-up ranks: what a launcher of `zerokit.bench.session` looks like, without processes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from tests.bench.records import make_record
+from zerokit.bench.progress import Progress
+from zerokit.bench.record import Record, write_record
+from zerokit.bench.schema import from_plain
+from zerokit.bench.session import Host
+from zerokit.bench.settings import Settings
+from zerokit.bench.sweep import Cell
+
+
+class Stopped(Exception):
+    """The user wants no more."""
+
+
+@dataclass
+class Ranks:
+    """A launcher whose ranks succeed at once, except where `act` raises or writes something else.
+
+    `asked` are the settings of every launch.
+    """
+
+    act: Callable[[Settings, Path], None] = lambda settings, job: None
+    asked: list[Settings] = field(default_factory=list)
+
+    def __call__(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        *,
+        nodes: int,
+        nproc_per_node: int,
+        log_dir: Path,
+        poll: Callable[[], None],
+    ) -> None:
+        job = Path(arguments[0])
+        content = json.loads(job.read_text())
+        settings = from_plain(Settings, content["settings"])
+        assert (module, log_dir, nodes * nproc_per_node) == (
+            "zerokit.bench.worker",
+            job.parent,
+            settings.world,
+        )
+        self.asked.append(settings)
+        self.act(settings, job)
+        poll()
+        write_record(record_of(settings, content["sweep"]), Path(content["record"]))
+
+    @property
+    def engines(self) -> list[tuple[str, int]]:
+        """Of every launch."""
+        return [(settings.engine, settings.stage) for settings in self.asked]
+
+
+def record_of(settings: Settings, sweep: str | None) -> Record:
+    """The record of a success, with the settings as ranks resolve them."""
+    resolved = replace(settings, precision=settings.precision or "fp32", device="cpu", warmup=1)
+    return replace(make_record(), cell=settings.key, settings=resolved, sweep=sweep)
+
+
+@dataclass
+class Watcher:
+    """Remembers what it was told."""
+
+    warnings: list[str] = field(default_factory=list)
+    shown: list[Progress] = field(default_factory=list)
+    lines: list[tuple[int, str, bool]] = field(default_factory=list)
+
+    def phase(self, text: str) -> None:
+        """Nothing to remember."""
+
+    def show(self, progress: Progress) -> None:
+        """A step."""
+        self.shown.append(progress)
+
+    def warn(self, text: str) -> None:
+        """A warning."""
+        self.warnings.append(text)
+
+    def began(self, cell: Cell) -> None:
+        """Nothing to remember."""
+
+    def ended(self, cell: Cell, record: Record, *, before: bool) -> None:
+        """The number of the cell, its status, whether it was there already."""
+        self.lines.append((cell.number, record.status, before))
+
+
+def host(ranks: Ranks, watcher: Watcher, interrupted: Callable[[], None] = lambda: None) -> Host:
+    """This test."""
+    return Host(launch=ranks, interrupted=interrupted, interruptions=(Stopped,), watch=watcher)

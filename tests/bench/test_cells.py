@@ -1,0 +1,64 @@
+"""The cells of a sweep: which, in which order, and what they are called."""
+
+from __future__ import annotations
+
+import pytest
+
+from zerokit.bench.cells import label, product, slug, varying
+from zerokit.bench.settings import Settings
+from zerokit.errors import UsageError
+
+TINY = {"model": "gpt-tiny", "seq_len": 16}
+
+
+def places(cells: list[Settings]) -> list[tuple[int, str, int]]:
+    return [(cell.batch_size, cell.engine, cell.stage) for cell in cells]
+
+
+def test_engines_and_stages_of_one_workload_follow_each_other() -> None:
+    cells = product({"batch_size": (1, 4), "engine": ("zerokit", "fsdp2"), "stage": (2, 3)}, TINY)
+    assert places(cells) == [
+        (batch, engine, stage) for batch in (1, 4) for engine in ("zerokit", "fsdp2") for stage in (2, 3)
+    ]
+    assert all(cell.model == "gpt-tiny" for cell in cells)
+
+
+def test_without_a_stage_an_engine_has_its_own() -> None:
+    cells = product({"engine": ("ddp", "fsdp2", "zerokit", "zero-redundancy-optimizer")}, TINY)
+    assert [cell.stage for cell in cells] == [0, 3, 2, 1]
+    assert product({}, TINY) == [Settings(model="gpt-tiny", seq_len=16)]
+
+
+def test_a_value_given_twice_counts_once() -> None:
+    assert len(product({"stage": (1, 2, 1)}, TINY)) == 2
+
+
+def test_every_second_round_goes_backwards() -> None:
+    cells = product({"stage": (0, 1, 2)}, TINY, repeats=3)
+    assert [(cell.repeat, cell.stage) for cell in cells] == [
+        *((0, stage) for stage in (0, 1, 2)),
+        *((1, stage) for stage in (2, 1, 0)),
+        *((2, stage) for stage in (0, 1, 2)),
+    ]
+    assert len({cell.key for cell in cells}) == 9
+
+
+def test_sizes_that_do_not_fit_one_model_refuse_the_sweep() -> None:
+    with pytest.raises(UsageError, match="seq_len 128 exceeds the 64 positions of gpt-tiny"):
+        product({"model": ("gpt-5m", "gpt-tiny"), "seq_len": (128,)}, {})
+
+
+def test_a_label_tells_what_varies() -> None:
+    cells = product({"batch_size": (1, 2), "bucket_mb": (0.5, 25.0), "stage": (3,)}, TINY, repeats=2)
+    dimensions = varying(cells)
+    assert dimensions == ("batch_size", "bucket_mb")
+    assert label(cells[0], dimensions) == "zerokit stage 3, batch 1, bucket 0.5 MiB"
+    assert label(cells[-1], dimensions) == "zerokit stage 3, batch 1, bucket 0.5 MiB, round 2"
+    assert len({label(cell, dimensions) for cell in cells}) == len(cells)
+    assert label(Settings(), ("precision",)) == "zerokit stage 2, default precision"
+
+
+def test_a_slug_is_fit_for_a_file_name() -> None:
+    assert slug("fsdp2 stage 3, my.package:factory/../x") == "fsdp2-stage-3-my.package-factory-..-x"
+    assert slug("../..") == ""
+    assert "/" not in slug("/etc/passwd")

@@ -1,0 +1,283 @@
+"""A sweep over made-up ranks: what runs, what is kept, and how it goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.bench.ranks import Ranks, Stopped, Watcher, host
+from zerokit.bench.cells import product
+from zerokit.bench.mirror import Live
+from zerokit.bench.record import Record, RecordError, read_record, write_record
+from zerokit.bench.settings import Settings
+from zerokit.bench.status import OUT_OF_MEMORY, Status, write_status
+from zerokit.bench.sweep import (
+    Sweep,
+    SweepError,
+    SweepFolder,
+    exit_code,
+    prepare,
+    run_sweep,
+    sweep_status,
+)
+from zerokit.bench.twins import twin_settings
+from zerokit.errors import UsageError
+from zerokit.launch.local import WorkerFailed
+
+FIXED = {"model": "gpt-tiny", "seq_len": 16, "data": "synthetic"}
+
+
+def make(twin: bool = False, world: int = 2, repeats: int = 1, **options: Sequence[object]) -> Sweep:
+    cells = product({**options, "nproc_per_node": (world,)}, {**FIXED, "twin": twin}, repeats)
+    return Sweep.of(cells, {name: list(values) for name, values in options.items()})
+
+
+def run(
+    sweep: Sweep,
+    folder: SweepFolder,
+    ranks: Ranks | None = None,
+    watcher: Watcher | None = None,
+    interrupted: Callable[[], None] = lambda: None,
+) -> list[Record]:
+    watcher = watcher or Watcher()
+    live = Live(None, watcher.warn, "", (Stopped,), lambda record: {})
+    return run_sweep(sweep, folder, host(ranks or Ranks(), watcher, interrupted), watcher, live)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SweepFolder:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return SweepFolder(tmp_path / "sweep")
+
+
+def at_stage(stage: int, error: Exception | None, told: Status | None = None) -> Ranks:
+    """Ranks that fail at one stage; None succeeds."""
+
+    def act(settings: Settings, job: Path) -> None:
+        if settings.stage == stage and error is not None:
+            if told is not None:
+                write_status(job, told)
+            raise error
+
+    return Ranks(act)
+
+
+def test_a_cell_that_fails_does_not_end_the_sweep(folder: SweepFolder) -> None:
+    sweep = prepare(folder, make(stage=(0, 1, 2)))
+    watcher = Watcher()
+    records = run(sweep, folder, at_stage(1, WorkerFailed("rank 0 failed: no")), watcher)
+    assert [record.status for record in records] == ["ok", "failed", "ok"]
+    assert watcher.lines == [(0, "ok", False), (1, "failed", False), (2, "ok", False)]
+    assert {record.sweep for record in records} == {sweep.id}
+    assert len({record.id for record in records}) == 3
+    assert [path.name for path in sorted((folder.path / "cells").iterdir())] == [
+        "000-zerokit-stage-0.json",
+        "001-zerokit-stage-1.json",
+        "002-zerokit-stage-2.json",
+    ]
+    assert folder.records(sweep) == records
+    assert exit_code(records) == 1
+    assert sweep_status(sweep, records) == "FAILED"
+
+
+def test_going_on_runs_only_what_has_no_result(folder: SweepFolder) -> None:
+    sweep = prepare(folder, make(engine=("zerokit", "ddp"), stage=(0, 1, 2)))
+    told = Status(OUT_OF_MEMORY, "too much")
+    run(sweep, folder, at_stage(1, WorkerFailed("no"), told))
+    cells = {cell.label: cell for cell in sweep.cells}
+    failed = cells["zerokit stage 2"]
+    write_record(replace(folder.records(sweep)[2], status="failed", reason="no"), folder.record(failed))
+    folder.record(cells["zerokit stage 0"]).unlink()
+
+    ranks, watcher = Ranks(), Watcher()
+    records = run(folder.read(), folder, ranks, watcher)
+    assert ranks.engines == [("zerokit", 0), ("zerokit", 2)]
+    assert [(status, before) for _, status, before in watcher.lines] == [
+        ("ok", False),
+        ("out of memory", True),
+        ("ok", False),
+        ("ok", True),
+        ("unsupported", True),
+        ("unsupported", True),
+    ]
+    assert exit_code(records) == 0
+    assert sweep_status(sweep, records) == "FINISHED"
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_an_interruption_anywhere_is_made_up_for(folder: SweepFolder, at: int) -> None:
+    """Cells and twins alike: the launch that is interrupted runs again, and no other does."""
+    sweep = prepare(folder, make(twin=True, stage=(1, 2), engine=("zerokit", "ddp"), accumulate=(1, 2)))
+    wanted = [("zerokit", 1), ("compute-only", 1), ("zerokit", 2)] * 2
+
+    def act(settings: Settings, job: Path) -> None:
+        if len(ranks.asked) == at + 1:
+            raise Stopped("enough")
+
+    ranks = Ranks(act)
+    with pytest.raises(Stopped):
+        run(sweep, folder, ranks)
+    assert ranks.engines == wanted[: at + 1]
+    assert sweep_status(sweep, folder.records(sweep)) == "KILLED"
+
+    rest = Ranks()
+    records = run(folder.read(), folder, rest)
+    assert rest.engines == wanted[at:]
+    assert all(
+        (record.status, record.twin is not None) in (("ok", True), ("unsupported", False))
+        for record in records
+    )
+
+
+def test_an_interruption_between_cells_is_heeded(folder: SweepFolder) -> None:
+    ranks = Ranks()
+
+    def interrupted() -> None:
+        if len(ranks.asked) == 1:
+            raise Stopped
+
+    sweep = prepare(folder, make(stage=(1, 2)))
+    with pytest.raises(Stopped):
+        run(sweep, folder, ranks, interrupted=interrupted)
+    assert len(folder.records(sweep)) == 1
+
+
+def test_cells_that_compute_the_same_share_a_twin(folder: SweepFolder) -> None:
+    ranks = Ranks()
+    sweep = prepare(folder, make(twin=True, stage=(0, 1, 2, 3), bucket_mb=(1.0, 2.0), repeats=2))
+    records = run(sweep, folder, ranks)
+    assert [(engine, stage) for engine, stage in ranks.engines if engine == "compute-only"] == [
+        ("compute-only", 0),
+        ("compute-only", 1),
+    ]
+    assert [record.twin.stage for record in records if record.twin] == [
+        min(r.settings.stage, 1) for r in records
+    ]
+    # The made-up steps are all alike.
+    assert all(record.results and record.results.communication_ms == 0.0 for record in records)
+    assert folder.records(sweep) == records
+    assert len(list(folder.twins.iterdir())) == 2
+
+
+def test_a_twin_that_fails_is_told_once_and_costs_no_cell(folder: SweepFolder) -> None:
+    def act(settings: Settings, job: Path) -> None:
+        if settings.engine == "compute-only":
+            raise WorkerFailed("rank 0 failed: no twin\nlong story")
+
+    watcher, ranks = Watcher(), Ranks(act)
+    records = run(prepare(folder, make(twin=True, stage=(1, 2, 3))), folder, ranks, watcher)
+    assert [record.status for record in records] == ["ok"] * 3
+    assert all(record.twin is None for record in records)
+    assert watcher.warnings == [
+        "without its compute-only twin, a cell's communication is not known: failed: rank 0 failed: no twin"
+    ]
+    assert len(ranks.asked) == 4
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        Settings(),
+        Settings(nodes=2, twin=False),
+        Settings(nodes=2, engine="compute-only", stage=0),
+    ],
+)
+def test_who_communicates_nothing_has_no_twin(settings: Settings) -> None:
+    assert twin_settings(settings) is None
+
+
+def test_a_folder_goes_on_with_the_same_cells_only(folder: SweepFolder) -> None:
+    first = prepare(folder, make(stage=(1, 2)))
+    assert prepare(folder, make(stage=(1, 2))) == first
+    for other in (make(stage=(2, 1)), make(stage=(1, 2), batch_size=(8,)), make(stage=(1, 2, 3))):
+        with pytest.raises(UsageError, match="holds a sweep of other cells: go on with it by --continue"):
+            prepare(folder, other)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "holds no sweep: there is no sweep.json in it"),
+        ("{", "cannot read the sweep"),
+        ("[]", "format None, expected 'zerokit.sweep/1'"),
+        ('{"format": "zerokit.sweep/9"}', "format 'zerokit.sweep/9'"),
+        ('{"format": "zerokit.sweep/1"}', "malformed sweep: id: missing"),
+        ({"cells": []}, "its cells are not numbered from 0"),
+        ({"cells": "all"}, "malformed sweep: cells: expected a list"),
+    ],
+)
+def test_a_damaged_sweep_is_an_error_that_says_where(
+    folder: SweepFolder, content: str | dict[str, object] | None, message: str
+) -> None:
+    folder.write(make(stage=(1, 2)))
+    path = folder.path / "sweep.json"
+    if content is None:
+        path.unlink()
+    elif isinstance(content, str):
+        path.write_text(content)
+    else:
+        path.write_text(json.dumps(json.loads(path.read_text()) | content))
+    with pytest.raises(SweepError, match=message):
+        folder.read()
+
+
+def test_settings_in_a_sweep_are_checked(folder: SweepFolder) -> None:
+    folder.write(make(stage=(1, 2)))
+    path = folder.path / "sweep.json"
+    path.write_text(path.read_text().replace('"gpt-tiny"', '"gpt-vast"'))
+    with pytest.raises(SweepError, match=r"malformed sweep: .*model 'gpt-vast' is unknown"):
+        folder.read()
+
+
+def test_a_damaged_record_is_not_taken_for_a_missing_one(folder: SweepFolder) -> None:
+    sweep = prepare(folder, make(stage=(1, 2)))
+    run(sweep, folder)
+    folder.record(sweep.cells[1]).write_text("{")
+    with pytest.raises(RecordError, match=r"001-zerokit-stage-2\.json"):
+        run(sweep, folder)
+
+
+def test_two_processes_cannot_run_one_sweep(folder: SweepFolder) -> None:
+    folder.write(make(stage=(1, 2)))
+    with folder.alone(), pytest.raises(SweepError, match="another zerokit bench is running"), folder.alone():
+        raise AssertionError("not reached")
+    with folder.alone():
+        pass
+
+
+def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RecordError, match="choose another --output"):
+        prepare(SweepFolder(tmp_path / "file" / "sweep"), make(stage=(1, 2)))
+
+
+def test_repetitions_are_records_of_their_own(folder: SweepFolder) -> None:
+    sweep = prepare(folder, make(stage=(1, 2), repeats=2))
+    records = run(sweep, folder)
+    assert [(record.settings.repeat, record.settings.stage) for record in records] == [
+        (0, 1),
+        (0, 2),
+        (1, 2),
+        (1, 1),
+    ]
+    assert len({record.cell for record in records}) == 4
+    assert read_record(folder.path / "cells" / "003-zerokit-stage-1-round-2.json") == records[3]
+
+
+@pytest.mark.parametrize(
+    ("statuses", "code"),
+    [
+        (("ok", "out of memory"), 0),
+        (("unsupported", "out of memory"), 4),
+        (("ok", "failed"), 1),
+        (("unsupported", "failed"), 1),
+        (("killed",), 1),
+    ],
+)
+def test_the_exit_code_follows_from_the_statuses(statuses: tuple[str, ...], code: int) -> None:
+    settings = Settings()
+    assert exit_code([Record("i", "c", status, "2030-01-01", settings) for status in statuses]) == code
