@@ -1,7 +1,7 @@
 """The command line: one thin module a command, imported when that command is called.
 
-Exit codes: 0 ok, 1 failure, 2 usage; a command that a signal ended leaves with 128 + its number, as
-shells do.
+Exit codes: 0 ok, 1 failure, 2 usage, 3 regression; a command that a signal ended leaves with 128 +
+its number, as shells do.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from zerokit.launch.interrupts import Interrupted
 # Name, and the line that `zerokit --help` shows without importing the command.
 COMMANDS = {
     "bench": "Train models with several engines, measure them, write records, a report and MLflow runs.",
+    "compare": "Set benches beside each other: figures, differences beside the noise, a page with pictures.",
     "push": "Bring MLflow to where records on disk are.",
     "reshard": "Cut a checkpoint for another number of ranks.",
     "consolidate": "Write a checkpoint's weights as safetensors for Hugging Face's loaders.",

@@ -71,6 +71,8 @@ def _unique(records: Iterable[Record]) -> list[Record]:
 def _in_folder(folder: Path) -> Iterator[Record]:
     """Every record below, by path; a sweep's twins are in the records of their cells already."""
     for path in sorted(folder.rglob("*.json")):
+        if any(part.startswith(".") for part in path.relative_to(folder).parts):
+            continue
         if path.parent.name == "twins" and (path.parent.parent / "sweep.json").exists():
             continue
         if path.is_file() and _is_record(path):

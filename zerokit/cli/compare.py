@@ -1,0 +1,142 @@
+"""`zerokit compare`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from click.shell_completion import CompletionItem
+
+from zerokit.errors import UsageError, ZerokitError
+
+if TYPE_CHECKING:
+    from zerokit.bench.comparison.runs import Run
+
+
+class _Metric(click.ParamType[str]):
+    """A metric's name; all of them are offered for completion."""
+
+    name = "metric"
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        """The names that begin so."""
+        from zerokit.bench.metrics import METRICS
+
+        return [CompletionItem(name) for name in METRICS if name.startswith(incomplete)]
+
+
+@click.command(
+    epilog="RUN: a record, a folder of records (a sweep), the id of an MLflow run, or the name of an MLflow experiment."
+)
+@click.argument("names", metavar="RUN…", nargs=-1)
+@click.option(
+    "--experiment", "experiments", multiple=True, metavar="NAME", help="Also this experiment of MLflow."
+)
+@click.option(
+    "--baseline",
+    metavar="RUN",
+    help="What the others are compared with.  [default: the first; in one sweep its first cell]",
+)
+@click.option(
+    "--metric",
+    "metrics",
+    multiple=True,
+    type=_Metric(),
+    help="Show this one; repeatable.  [default: those that matter]",
+)
+@click.option(
+    "--fail-on",
+    "rules",
+    multiple=True,
+    type=_Metric(),
+    metavar="METRIC:PERCENT",
+    help="Exit 3 if it is worse than the baseline's by more than this and by more than the noise: step/p50_ms:3%.",
+)
+@click.option(
+    "--html", type=click.Path(dir_okay=False, path_type=Path), help="Write the page with pictures here."
+)
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print all of it on stdout as JSON, and nothing else there."
+)
+@click.option(
+    "--tracking-uri",
+    help="Where MLflow keeps the runs.  [default: MLFLOW_TRACKING_URI, else sqlite:///mlflow.db]",
+)
+def command(
+    names: tuple[str, ...],
+    experiments: tuple[str, ...],
+    baseline: str | None,
+    metrics: tuple[str, ...],
+    rules: tuple[str, ...],
+    html: Path | None,
+    as_json: bool,
+    tracking_uri: str | None,
+) -> None:
+    """Set benches beside each other: figures, differences, and whether these exceed the noise.
+
+    With one RUN, all its cells are compared with the first. With several, cells are matched by the settings that vary
+    within the runs, such as engine and stage, and the rest is told as what differs.
+    """
+    from zerokit.bench.comparison.cells import baselines, make_cells
+    from zerokit.bench.comparison.differences import Rule, known_metric, regressions
+    from zerokit.cli.compare_tables import as_json_text, show
+    from zerokit.cli.text import printable
+
+    try:
+        parsed = [Rule.parse(rule) for rule in rules]
+        shown = [known_metric(name) for name in metrics]
+        runs = _runs(names, experiments, baseline, tracking_uri)
+    except UsageError as error:
+        raise click.UsageError(str(error)) from error
+    cells = make_cells(runs)
+    partners = baselines(cells, runs)
+    broken = regressions(parsed, cells, partners)
+    if html is not None:
+        _write(html, runs)
+    if as_json:
+        click.echo(as_json_text(cells, partners, broken))
+    else:
+        show(cells, partners, shown)
+    for regression in broken:
+        click.echo(f"zerokit: {printable(regression.message)}", err=True)
+    if broken:
+        sys.exit(3)
+
+
+def _runs(
+    names: tuple[str, ...], experiments: tuple[str, ...], baseline: str | None, tracking_uri: str | None
+) -> list[Run]:
+    """The baseline first, each record once."""
+    from zerokit.bench.comparison.runs import Run, load_experiment, load_run
+
+    if not names and not experiments:
+        raise UsageError(
+            "name at least one RUN: a record, a folder of records, or an MLflow run or experiment"
+        )
+    runs = [load_run(name, tracking_uri) for name in dict.fromkeys(names)]
+    runs += [load_experiment(name, tracking_uri) for name in dict.fromkeys(experiments)]
+    if baseline is not None:
+        first = next((run for run in runs if run.name == baseline), None) or load_run(baseline, tracking_uri)
+        runs = [first, *(run for run in runs if run is not first)]
+    seen: set[str] = set()
+    kept = []
+    for run in runs:
+        fresh = tuple(record for record in run.records if record.id not in seen)
+        seen |= {record.id for record in fresh}
+        if fresh:
+            kept.append(Run(run.name, fresh))
+    return kept
+
+
+def _write(path: Path, runs: list[Run]) -> None:
+    from zerokit.bench.comparison.report import write_comparison
+
+    try:
+        write_comparison(runs, path)
+    except OSError as error:
+        raise ZerokitError(f"the report cannot be written to {path}: {error.strerror}") from error
+    click.echo(f"report  {path}", err=True)

@@ -1,0 +1,187 @@
+"""What `zerokit compare` shows: tables for a terminal, JSON for a program."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from zerokit.bench.comparison.cells import Cell
+from zerokit.bench.comparison.charts import memory_metric
+from zerokit.bench.comparison.conditions import conditions
+from zerokit.bench.comparison.differences import Difference, Regression, difference
+from zerokit.bench.comparison.figures import Scale, percent, scale_of
+from zerokit.bench.metrics import METRICS, UNITS
+from zerokit.bench.schema import to_plain
+from zerokit.cli.text import printable
+
+# Up to this many cells have a column each; more have a row each.
+_COLUMNS = 4
+_STYLES = {"better": "green", "worse": "red"}
+
+
+def show(cells: Sequence[Cell], partners: Mapping[int, Cell | None], metrics: Sequence[str]) -> None:
+    """The table on stdout, then what differs, and what the marks mean; without `metrics`, those that matter most."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 1000  # no line of a pipe is folded
+    names = [name for name in metrics or _usual(cells) if any(cell.value(name) is not None for cell in cells)]
+    missing = [name for name in metrics if name not in names]
+    scales = {
+        name: scale_of(name, METRICS[name].unit, [cell.value(name) for cell in cells]) for name in names
+    }
+    build = _columns if len(cells) <= _COLUMNS else _rows
+    console.print(build(cells, partners, scales))
+    for cell in cells:
+        if cell.status != "ok":
+            console.print(
+                Text(f"{printable(cell.label)}: {cell.status}: {_line(cell.first.reason)}"), soft_wrap=True
+            )
+    for name in missing:
+        console.print(Text(f"{name}: no cell has it", style="dim"))
+    _show_conditions(console, cells)
+    if any(partner is not None for partner in partners.values()):
+        against = list(dict.fromkeys(partner.label for partner in partners.values() if partner is not None))
+        whose = printable(against[0]) if len(against) == 1 else "the same cell of the first run"
+        console.print(
+            Text(
+                f"changes are against {whose}; ≈ within the noise, ? noise unknown; ± half of the 95 % interval",
+                style="dim",
+            ),
+            soft_wrap=True,
+        )
+
+
+def as_json_text(
+    cells: Sequence[Cell], partners: Mapping[int, Cell | None], broken: Sequence[Regression]
+) -> str:
+    """Every figure of every cell, its error, and its difference from the baseline; shares, not percent."""
+    content = {
+        "cells": [_plain(cell, partners[id(cell)]) for cell in cells],
+        "differing": dict(conditions(cells)[0]),
+        "regressions": [
+            {"cell": one.cell, "metric": one.rule.metric, "percent": one.rule.percent, "message": one.message}
+            for one in broken
+        ],
+    }
+    return json.dumps(to_plain(content), indent=2, allow_nan=False, ensure_ascii=False)
+
+
+def _plain(cell: Cell, partner: Cell | None) -> dict[str, object]:
+    metrics = {}
+    for name, metric in METRICS.items():
+        if (measured := cell.measure(name)) is None:
+            continue
+        metrics[name] = {"value": measured.value, "error": measured.error, "unit": metric.unit}
+        if (change := difference(cell, partner, name)) is not None:
+            metrics[name] |= {"relative": change.relative, "noise": change.noise, "verdict": change.verdict}
+    return {
+        "label": cell.label,
+        "run": cell.run,
+        "status": cell.status,
+        "reason": cell.first.reason,
+        "records": [record.id for record in cell.records],
+        "baseline": None if partner is None else partner.label,
+        "settings": cell.settings,
+        "metrics": metrics,
+    }
+
+
+def _usual(cells: Sequence[Cell]) -> list[str]:
+    few = len(cells) <= _COLUMNS
+    return [
+        "step/p50_ms",
+        *(["step/p90_ms", "step/skew_p50_ms"] if few else []),
+        *(f"throughput/{unit}_per_s" for unit in UNITS),
+        "mfu",
+        memory_metric(cells)[0],
+        *(["memory/state_mib"] if few else []),
+        "comm/cost_ms",
+        *(["comm/exposed_ms", "phase/forward_ms", "phase/backward_ms", "phase/optimizer_ms"] if few else []),
+        *(["traffic/mib_per_step", "loss_last"] if few else []),
+    ]
+
+
+def _columns(
+    cells: Sequence[Cell], partners: Mapping[int, Cell | None], scales: Mapping[str, Scale]
+) -> Table:
+    """A row a metric, a column a cell: two or three runs in detail."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("", no_wrap=True)
+    table.add_column("", no_wrap=True, style="dim")
+    for cell in cells:
+        table.add_column(Text(printable(cell.label)), justify="right")
+        if partners[id(cell)] is not None:
+            table.add_column("", no_wrap=True)
+    for name, scale in scales.items():
+        row = [Text(METRICS[name].title), Text(scale.unit)]
+        for cell in cells:
+            row.append(_figure(cell, name, scale))
+            if partners[id(cell)] is not None:
+                row.append(_change(difference(cell, partners[id(cell)], name)))
+        table.add_row(*row)
+    return table
+
+
+def _rows(cells: Sequence[Cell], partners: Mapping[int, Cell | None], scales: Mapping[str, Scale]) -> Table:
+    """A row a cell, a column a metric: a sweep at a glance."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("cell", no_wrap=True)
+    compared = any(partner is not None for partner in partners.values())
+    for name, scale in scales.items():
+        table.add_column(f"{METRICS[name].title}\n{scale.unit}", justify="right", no_wrap=True)
+        if compared and name != "comm/cost_ms":
+            table.add_column("", no_wrap=True)
+    for cell in cells:
+        row = [Text(printable(cell.label))]
+        for name, scale in scales.items():
+            first = name == next(iter(scales))
+            told = cell.status if cell.status != "ok" and first else None
+            row.append(Text(told, style="yellow") if told else _figure(cell, name, scale))
+            if compared and name != "comm/cost_ms":
+                row.append(_change(difference(cell, partners[id(cell)], name)))
+        table.add_row(*row)
+    return table
+
+
+def _figure(cell: Cell, name: str, scale: Scale) -> Text:
+    """A value, with its error where one is known."""
+    measured = cell.measure(name)
+    if measured is None:
+        return Text("" if cell.status != "ok" else "–", style="dim")
+    error = f" ±{scale.text(measured.error)}" if measured.error and not name.startswith("throughput") else ""
+    return Text.assemble(scale.text(measured.value), (error, "dim"))
+
+
+def _change(change: Difference | None) -> Text:
+    if change is None:
+        return Text("")
+    text = percent(change)
+    if change.verdict == "within noise":
+        return Text(f"≈ {text}" if change.relative else text, style="dim")
+    if change.verdict == "noise unknown":
+        return Text(f"{text} ?")
+    return Text(text, style=_STYLES[change.verdict])
+
+
+def _show_conditions(console: Console, cells: Sequence[Cell]) -> None:
+    """What differs: a line each, each value once."""
+    differing, _ = conditions(cells)
+    if not differing:
+        return
+    console.print()
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    for name, values in differing:
+        table.add_row(Text(name), Text(_line(" · ".join(dict.fromkeys(values)))))
+    console.print(Text("what differs", style="bold dim"))
+    console.print(table)
+    console.print()
+
+
+def _line(text: str | None) -> str:
+    return printable(" ".join((text or "").split()))
