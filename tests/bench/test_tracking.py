@@ -1,26 +1,31 @@
-"""What goes to MLflow, read back through its own client."""
+"""What goes to MLflow: computed from a record, written to a real store, read back through its own client."""
 
 from __future__ import annotations
 
+import csv
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.bench.records import make_record
-from zerokit.bench.record import Record, read_record, write_record
+from tests.bench.records import make_cell, make_failure, make_record
+from zerokit.bench.record import Record, Samples
 from zerokit.bench.settings import Settings
-from zerokit.bench.tracking import (
-    DEFAULT_URI,
-    Tracker,
-    TrackingError,
+from zerokit.bench.tracked import (
+    MOST_KEYS,
+    Point,
     curves,
-    resolve_uri,
+    run_files,
+    run_name,
     run_params,
-    summary_metrics,
+    run_points,
+    run_tags,
+    step_times,
 )
+from zerokit.bench.tracking import DEFAULT_URI, Store, Tracking, TrackingError, resolve_uri
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
@@ -28,75 +33,169 @@ if TYPE_CHECKING:
 # MLflow and what it imports warn of their own deprecations.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-SETTINGS = Settings(model="gpt-tiny", seq_len=16)
-
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("mlflow"))  # MLflow puts artifacts in the working directory
-        yield "sqlite:///mlflow.db"
+        yield Store.open(Tracking("sqlite:///mlflow.db", "tests"))
 
 
 @pytest.fixture(scope="module")
-def client(store: str) -> MlflowClient:
+def client(store: Store) -> MlflowClient:
     from mlflow.tracking import MlflowClient
 
-    return MlflowClient(tracking_uri=store)
+    return MlflowClient(tracking_uri=store.tracking.uri)
 
 
-def test_a_filled_run_holds_the_record(store: str, client: MlflowClient, tmp_path: Path) -> None:
-    record = make_record(loss=[5.5, None, 4.0, 3.5])
-    path = tmp_path / "the-record.json"
-    write_record(record, path)
-    tracker = Tracker.open(store, "tests", SETTINGS, {"mlflow.source.name": "a test"})
-    assert client.get_run(tracker.run_id).info.status == "RUNNING"
-    tracker.fill(record, path)
-
-    run = client.get_run(tracker.run_id)
-    assert run.info.status == "FINISHED"
-    assert run.info.run_name == "gpt-tiny stage 2 world 1"
-    assert run.data.metrics["step/p50_ms"] == 200.0
-    assert run.data.metrics["throughput/tokens_per_s"] == pytest.approx(640.0)
-    assert run.data.metrics["memory/peak_host_mib"] == 301.0
-    assert run.data.metrics["memory/state_predicted_mib"] == 9.0
-    assert run.data.metrics["traffic/mib_per_step"] == 4.0
-    assert run.data.params == run_params(record)
-    assert run.data.params["nodes"] == "2"
-    assert run.data.tags["zerokit.record"] == "zerokit.bench/1"
-    assert run.data.tags["mlflow.source.name"] == "a test"
-    curve = client.get_metric_history(tracker.run_id, "loss")
-    assert [(point.step, point.value) for point in curve] == [(0, 5.5), (2, 4.0), (3, 3.5)]
-    downloaded = client.download_artifacts(tracker.run_id, "the-record.json")
-    assert read_record(Path(downloaded)) == record
+def summary(record: Record) -> dict[str, float]:
+    names = set(curves(record))
+    return {
+        point.name: point.value
+        for point in run_points(record)
+        if point.name not in names and not point.name.startswith("system/")
+    }
 
 
-@pytest.mark.parametrize("status", ["FAILED", "KILLED"])
-def test_a_run_that_did_not_finish_says_so_and_why(store: str, client: MlflowClient, status: str) -> None:
-    tracker = Tracker.open(store, "tests", SETTINGS, {})
-    tracker.close(status, "rank 1 was killed")  # type: ignore[arg-type]  # the parameters above are statuses
-    run = client.get_run(tracker.run_id)
-    assert run.info.status == status
-    assert run.data.tags["zerokit.reason"] == "rank 1 was killed"
+def test_writing_twice_is_writing_once(store: Store, client: MlflowClient) -> None:
+    run_id = store.create("a run", {"a": "b"})
+    points = [Point("loss", 5.5, 1000, 0), Point("loss", 4.0, 1000, 1), Point("step/p50_ms", 2.0, 1000, 0)]
+    for _ in range(2):
+        store.write(
+            run_id,
+            params={"stage": "2"},
+            tags={"c": "d"},
+            points=points,
+            files={"a.txt": "text", "folder/b.bin": b"\0"},
+        )
+    run = client.get_run(run_id)
+    assert run.info.run_name == "a run"
+    assert run.info.status == "RUNNING"
+    assert (run.data.params, run.data.metrics) == ({"stage": "2"}, {"loss": 4.0, "step/p50_ms": 2.0})
+    assert {"a": "b", "c": "d"}.items() <= run.data.tags.items()
+    assert [(point.step, point.value) for point in client.get_metric_history(run_id, "loss")] == [
+        (0, 5.5),
+        (1, 4.0),
+    ]
+    assert Path(client.download_artifacts(run_id, "folder/b.bin")).read_bytes() == b"\0"
+    store.status(run_id, "KILLED", 5000)
+    assert (client.get_run(run_id).info.status, client.get_run(run_id).info.end_time) == ("KILLED", 5000)
+    store.status(run_id, "RUNNING")
+    assert client.get_run(run_id).info.status == "RUNNING"
+
+
+def test_more_metrics_than_a_call_takes(store: Store, client: MlflowClient) -> None:
+    run_id = store.create("long", {})
+    store.write(run_id, points=[Point("loss", float(step), 1000, step) for step in range(2500)])
+    assert len(client.get_metric_history(run_id, "loss")) == 2500
+
+
+def test_runs_are_found_by_all_of_their_tags(store: Store, client: MlflowClient) -> None:
+    first = store.create("first", {"zerokit.x": "1", "zerokit.y": "1"})
+    store.create("second", {"zerokit.x": "1", "zerokit.y": "2"})
+    for tags, found in (({"zerokit.x": "1", "zerokit.y": "1"}, first), ({"zerokit.x": "1"}, first)):
+        run = store.find(tags)
+        assert run is not None
+        assert run.info.run_id == found
+    assert store.find({"zerokit.x": "2"}) is None
+    client.delete_run(first)
+    assert store.find({"zerokit.x": "1", "zerokit.y": "1"}) is None
 
 
 def test_a_store_that_does_not_exist_is_told_in_one_line() -> None:
     with pytest.raises(TrackingError, match=r"MLflow at nonsense://x cannot be used: \w+.*") as caught:
-        Tracker.open("nonsense://x", "tests", SETTINGS, {})
+        Store.open(Tracking("nonsense://x", "tests"))
     assert "\n" not in str(caught.value)
 
 
-def test_names_are_few_and_such_as_mlflow_accepts(tmp_path: Path) -> None:
-    record: Record = make_record()
-    names = [*summary_metrics(record), *curves(record)]
-    assert len(names) == len(set(names)) < 60
-    assert all(re.fullmatch(r"[A-Za-z0-9_\-./: ]+", name) for name in names)
+def test_a_deleted_experiment_is_told(store: Store, client: MlflowClient) -> None:
+    client.delete_experiment(client.create_experiment("gone"))
+    with pytest.raises(TrackingError, match="experiment 'gone' is deleted: restore it"):
+        Store.open(Tracking(store.tracking.uri, "gone"))
+
+
+def test_names_are_few_and_such_as_mlflow_accepts() -> None:
+    cells = [make_cell(device=device, nodes=nodes) for device in ("cpu", "cuda") for nodes in (1, 2, 16)]
+    for record in [make_record(), *cells]:
+        names = {point.name for point in run_points(record)}
+        assert len(names) < MOST_KEYS
+        assert all(re.fullmatch(r"[A-Za-z0-9_\-./: ]+", name) for name in names)
+
+
+def test_system_metrics_have_moments_and_leave_out_whole_nodes() -> None:
+    """The samples end when the measured steps do, which is when the record was created."""
+    series: dict[str, list[float | None]] = {"cpu": [1.0, None, 3.0], "gpu": [None, None, None]}
+    samples = Samples(0, "here", 1.0, [0.0, 1.0, 2.0], series, 0.1)
+    alone = [
+        point for point in run_points(replace(make_record(), system=[samples])) if "system" in point.name
+    ]
+    ended = 1893553445000
+    assert alone == [Point("system/cpu", 1.0, ended - 2000, 0), Point("system/cpu", 3.0, ended, 2)]
+    many = [replace(samples, node=node, series={f"m{n}": [1.0] * 3 for n in range(20)}) for node in range(3)]
+    names = {
+        point.name for point in run_points(replace(make_record(), system=many)) if "system" in point.name
+    }
+    assert names == {f"system/node0/m{n}" for n in range(20)}
 
 
 def test_numbers_that_are_not_finite_are_left_out() -> None:
-    record = make_record(loss=[5.5, 5.0, 4.0, None])
-    assert "loss_last" not in summary_metrics(record)
-    assert "memory/peak_allocated_mib" not in summary_metrics(record)
+    record = make_record(loss=[5.5, None, 4.0, None])
+    assert "loss_last" not in summary(record)
+    assert "memory/peak_allocated_mib" not in summary(record)
+    assert [point.step for point in run_points(record) if point.name == "loss"] == [0, 2]
+
+
+def test_the_figures_are_the_records() -> None:
+    found = summary(make_record())
+    assert found["step/p50_ms"] == 200.0
+    assert found["throughput/tokens_per_s"] == pytest.approx(640.0)
+    assert found["memory/peak_host_mib"] == 301.0
+    assert found["traffic/mib_per_step"] == 4.0
+
+
+def test_params_and_tags_tell_what_was_asked_and_where_it_ran() -> None:
+    record = replace(make_cell(nodes=2), reason=None)
+    params = run_params(record)
+    assert (params["engine"], params["stage"], params["world"], params["backend"]) == (
+        "zerokit",
+        "2",
+        "2",
+        "gloo",
+    )
+    assert "repeat" not in params
+    assert record.environment is not None
+    tags = run_tags(replace(record, environment=replace(record.environment, git_commit="abc-dirty")))
+    assert tags["zerokit.record_id"] == record.id
+    assert tags["zerokit.sweep_id"] == record.sweep
+    assert tags["zerokit.cell"] == record.cell
+    assert tags["zerokit.status"] == "ok"
+    assert tags["zerokit.environment"] == record.environment.digest
+    assert (tags["zerokit.git_commit"], tags["mlflow.source.git.commit"]) == ("abc-dirty", "abc")
+
+
+def test_a_failure_has_what_is_known_of_it() -> None:
+    record = make_failure("out of memory", "41 GiB are needed")
+    assert run_points(record) == []
+    assert run_params(record)["stage"] == "2"
+    assert run_tags(record)["zerokit.reason"] == "41 GiB are needed"
+    assert set(run_files(record)) == {"record.json", "configuration.json"}
+
+
+def test_raw_step_times_are_a_table() -> None:
+    rows = list(csv.reader(step_times(make_record(loss=[5.5, None, 4.0, 3.5])).splitlines()))
+    assert rows[0] == ["step", "phase", "loss", "rank_0_ms", "rank_1_ms"]
+    assert rows[1] == ["0", "warm-up", "5.5", "900.0", "900.0"]
+    assert rows[2] == ["1", "measured", "", "100.0", "90.0"]
+    assert len(rows) == 5
+
+
+def test_a_runs_name_begins_with_what_is_compared() -> None:
+    assert run_name(Settings(nodes=2)) == "zerokit stage 2, gpt-5m, batch 4, world 2"
+    long = Settings(engine="fsdp2", stage=3, precision="bf16", accumulate=2, bucket_mb=0.5, repeat=1)
+    assert (
+        run_name(long)
+        == "fsdp2 stage 3, gpt-5m, batch 4, bf16, bucket 0.5 MiB, accumulate 2, world 1, round 2"
+    )
 
 
 def test_the_flag_goes_before_the_variable_before_sqlite(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,337 @@
+"""Records and sweeps in a real MLflow store, each once, however often and however badly they are brought there."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.bench.ranks import Ranks, Stopped, Watcher, host, record_of
+from tests.bench.records import make_failure
+from zerokit.bench import mirror, push
+from zerokit.bench.cells import product
+from zerokit.bench.mirror import Live, Mirror
+from zerokit.bench.record import Record, write_record
+from zerokit.bench.settings import Settings
+from zerokit.bench.sweep import Sweep, SweepFolder, prepare, run_sweep, sweep_status
+from zerokit.bench.tracking import Store, Tracking, TrackingError
+from zerokit.errors import UsageError
+from zerokit.launch.local import WorkerFailed
+
+if TYPE_CHECKING:
+    from mlflow.entities import Run
+    from mlflow.tracking import MlflowClient
+
+# MLflow and what it imports warn of their own deprecations.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("mlflow")
+        patch.chdir(folder)  # MLflow puts artifacts in the working directory
+        patch.setattr(push, "pictures", lambda records: {"p.png": b"picture"})
+        yield folder
+
+
+@pytest.fixture
+def tracking(place: Path, request: pytest.FixtureRequest) -> Tracking:
+    """An experiment of this test's own: making a store takes seconds."""
+    return Tracking("sqlite:///mlflow.db", request.node.name)
+
+
+@pytest.fixture
+def client(tracking: Tracking) -> MlflowClient:
+    from mlflow.tracking import MlflowClient
+
+    return MlflowClient(tracking_uri=tracking.uri)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SweepFolder:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return SweepFolder(tmp_path / "sweep")
+
+
+def make(folder: SweepFolder, **options: Sequence[object]) -> Sweep:
+    fixed = {"model": "gpt-tiny", "seq_len": 16, "data": "synthetic", "twin": False}
+    sweep = Sweep.of(product(options, fixed), {name: list(values) for name, values in options.items()})
+    return prepare(folder, sweep)
+
+
+def run(
+    sweep: Sweep, folder: SweepFolder, tracking: Tracking | None, ranks: Ranks | None = None
+) -> tuple[list[Record], Watcher, Live]:
+    watcher = Watcher()
+    live = Live(tracking, watcher.warn, "zerokit push HERE", (Stopped,), lambda record: {"p.png": b"picture"})
+    try:
+        records = run_sweep(sweep, folder, host(ranks or Ranks(), watcher), watcher, live)
+    except Stopped:
+        live.end_sweep(sweep.id, folder.records(sweep), dict, "KILLED")
+        return folder.records(sweep), watcher, live
+    live.end_sweep(sweep.id, records, dict, sweep_status(sweep, records))
+    return records, watcher, live
+
+
+def pushed(tracking: Tracking, *paths: Path) -> Counter[str]:
+    return Counter(done.outcome for done in push.push(push.find_records(paths), tracking))
+
+
+def runs(client: MlflowClient, tracking: Tracking) -> tuple[list[Run], list[Run]]:
+    """Parents and the others."""
+    experiment = client.get_experiment_by_name(tracking.experiment)
+    assert experiment is not None
+    found = client.search_runs([experiment.experiment_id], order_by=["attributes.start_time ASC"])
+    parents = [run for run in found if run.data.tags.get("zerokit.kind") == "sweep"]
+    return parents, [run for run in found if run not in parents]
+
+
+def assert_mirrored(client: MlflowClient, tracking: Tracking, records: list[Record]) -> None:
+    """One parent, and one whole child for each record."""
+    (parent,), children = runs(client, tracking)
+    assert Counter(child.data.tags["zerokit.record_id"] for child in children) == Counter(
+        r.id for r in records
+    )
+    by_id = {record.id: record for record in records}
+    for child in children:
+        record = by_id[child.data.tags["zerokit.record_id"]]
+        assert child.data.tags["mlflow.parentRunId"] == parent.info.run_id
+        assert child.data.tags["zerokit.status"] == record.status
+        assert child.info.status == {"failed": "FAILED", "killed": "KILLED"}.get(record.status, "FINISHED")
+        assert len(client.get_metric_history(child.info.run_id, "loss")) == len(record.loss)
+        names = {artifact.path for artifact in client.list_artifacts(child.info.run_id)}
+        assert {"record.json", "plots"} <= names
+
+
+def test_ten_cells_pushed_twice_are_ten_runs_and_one_parent(
+    folder: SweepFolder, tracking: Tracking, client: MlflowClient
+) -> None:
+    options: dict[str, Sequence[object]] = {
+        "engine": ("zerokit", "ddp"),
+        "stage": (0, 1),
+        "batch_size": (1, 2, 3),
+    }
+    sweep = make(folder, **options)
+    records, _, _ = run(sweep, folder, None)
+    for cell in sweep.cells[10:]:
+        folder.record(cell).unlink()
+    del records[10:]
+    (folder.path / "cells" / ".hidden.json").write_text("not looked at")
+    shutil.copytree(folder.path / "cells", folder.path / "twins")  # nor these
+    assert pushed(tracking, folder.path) == {"new": 10}
+    assert pushed(tracking, folder.path) == {"there": 10}
+    assert_mirrored(client, tracking, records)
+    (parent,), _ = runs(client, tracking)
+    assert parent.info.run_name == "sweep of engine zerokit,ddp × stage 0,1 × batch_size 1,2,3"
+    assert parent.data.params == {"engine": "zerokit,ddp", "stage": "0,1", "batch_size": "1,2,3"}
+    assert parent.data.tags["zerokit.cells.ok"] == "8"
+    assert parent.data.tags["zerokit.cells.unsupported"] == "2"
+    assert {artifact.path for artifact in client.list_artifacts(parent.info.run_id)} == {
+        "plots",
+        "sweep.json",
+    }
+    assert parent.info.status == "KILLED"  # two cells are missing
+
+
+def test_what_was_tracked_live_is_not_pushed_again(
+    folder: SweepFolder, tracking: Tracking, client: MlflowClient
+) -> None:
+    records, watcher, live = run(make(folder, stage=(1, 2)), folder, tracking)
+    assert (watcher.warnings, live.lost) == ([], False)
+    assert_mirrored(client, tracking, records)
+    assert pushed(tracking, folder.path) == {"there": 2}
+    assert pushed(tracking, *(folder.path / "cells").iterdir()) == {"there": 2}
+    assert_mirrored(client, tracking, records)
+    (parent,), _ = runs(client, tracking)
+    assert parent.info.run_id == live.run_id
+
+
+class Breaking:
+    """Every call of a store, until the n-th of some kinds fails as a server does that goes away."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.left = -1
+        for name in ("find", "create", "write", "status"):
+            monkeypatch.setattr(Store, name, self._wrapped(getattr(Store, name)))
+
+    def _wrapped(self, method: Any) -> Any:
+        def call(store: Store, *arguments: Any, **more: Any) -> Any:
+            if self.left == 0:
+                raise TrackingError("MLflow at http://x was not filled: ConnectionError: gone")
+            self.left -= 1
+            return method(store, *arguments, **more)
+
+        return call
+
+
+@pytest.mark.parametrize("calls", range(16))
+def test_a_push_that_breaks_anywhere_is_completed_by_the_next(
+    folder: SweepFolder,
+    tracking: Tracking,
+    client: MlflowClient,
+    monkeypatch: pytest.MonkeyPatch,
+    calls: int,
+) -> None:
+    records, _, _ = run(make(folder, stage=(1, 2)), folder, None)
+    breaking = Breaking(monkeypatch)
+    breaking.left = calls
+    with pytest.raises(TrackingError, match="gone"):
+        pushed(tracking, folder.path)
+    breaking.left = -1
+    assert sum(pushed(tracking, folder.path).values()) == 2
+    assert_mirrored(client, tracking, records)
+    assert runs(client, tracking)[0][0].info.status == "FINISHED"
+
+
+@pytest.mark.parametrize("calls", [1, 4, 9, 12])
+def test_a_server_that_goes_away_during_a_sweep_loses_nothing(
+    folder: SweepFolder,
+    tracking: Tracking,
+    client: MlflowClient,
+    monkeypatch: pytest.MonkeyPatch,
+    calls: int,
+) -> None:
+    breaking = Breaking(monkeypatch)
+    breaking.left = calls
+    records, watcher, live = run(make(folder, stage=(1, 2)), folder, tracking)
+    assert [record.status for record in records] == ["ok", "ok"]
+    assert live.lost
+    (warning,) = watcher.warnings
+    assert "records are on disk. When MLflow can be reached: zerokit push HERE" in warning
+    assert breaking.left == 0  # nobody asked again
+    breaking.left = -1
+    pushed(tracking, folder.path)
+    assert_mirrored(client, tracking, records)
+
+
+def test_a_cell_that_is_run_again_keeps_its_run(
+    folder: SweepFolder, tracking: Tracking, client: MlflowClient
+) -> None:
+    def act(settings: Settings, job: Path) -> None:
+        if settings.stage == 1:
+            raise WorkerFailed("rank 0 failed: no")
+        if settings.stage == 3:
+            raise Stopped("enough")
+
+    sweep = make(folder, stage=(0, 1, 2, 3))
+    records, _, _ = run(sweep, folder, tracking, Ranks(act))
+    assert [record.status for record in records] == ["ok", "failed", "ok", "killed"]
+    parents, children = runs(client, tracking)
+    assert [run.info.status for run in parents + children] == [
+        "KILLED",
+        "FINISHED",
+        "FAILED",
+        "FINISHED",
+        "KILLED",
+    ]
+    assert children[1].data.tags["zerokit.reason"] == "rank 0 failed: no"
+    assert children[3].data.tags["zerokit.reason"] == "enough"
+    pushed(tracking, folder.path)  # in between: the killed one is completed
+
+    records, _, _ = run(sweep, folder, tracking)
+    assert [record.status for record in records] == ["ok"] * 4
+    assert_mirrored(client, tracking, records)
+    assert [run.info.run_id for run in runs(client, tracking)[1]] == [run.info.run_id for run in children]
+    assert runs(client, tracking)[0][0].info.status == "FINISHED"
+
+
+def test_going_on_tracks_what_was_not_tracked_before(
+    folder: SweepFolder, tracking: Tracking, client: MlflowClient
+) -> None:
+    sweep = make(folder, stage=(1, 2))
+    run(sweep, folder, None)
+    folder.record(sweep.cells[1]).unlink()
+    records, _, _ = run(sweep, folder, tracking)
+    assert_mirrored(client, tracking, records)
+
+
+def test_a_single_record_of_a_sweep_gets_a_parent(
+    folder: SweepFolder, tracking: Tracking, client: MlflowClient, tmp_path: Path
+) -> None:
+    records, _, _ = run(make(folder, stage=(1, 2)), folder, None)
+    alone = tmp_path / "alone.json"
+    write_record(records[0], alone)
+    assert pushed(tracking, alone) == {"new": 1}
+    (parent,), (child,) = runs(client, tracking)
+    assert child.data.tags["mlflow.parentRunId"] == parent.info.run_id
+    assert parent.info.status == "FINISHED"
+    assert pushed(tracking, folder.path, alone) == {"there": 1, "new": 1}
+    assert_mirrored(client, tracking, records)
+
+
+def test_a_bench_without_a_sweep(tracking: Tracking, client: MlflowClient, tmp_path: Path) -> None:
+    watcher = Watcher()
+    live = Live(tracking, watcher.warn, "", (Stopped,), lambda record: {})
+    settings = Settings(model="gpt-tiny", seq_len=16)
+
+    def work(identity: str) -> Record:
+        (run,) = runs(client, tracking)[1]
+        assert (run.info.status, run.data.tags["zerokit.record_id"]) == ("RUNNING", identity)
+        return replace(record_of(settings, None), id=identity)
+
+    record = live.during(settings, None, work)
+    (run,) = runs(client, tracking)[1]
+    assert (run.info.status, run.info.run_id) == ("FINISHED", live.run_id)
+    assert "mlflow.parentRunId" not in run.data.tags
+    write_record(record, tmp_path / "r.json")
+    assert pushed(tracking, tmp_path / "r.json") == {"there": 1}
+
+
+@pytest.mark.parametrize(("error", "status"), [(Stopped("enough"), "KILLED"), (ValueError("oh"), "FAILED")])
+def test_a_bench_that_ends_by_an_exception_leaves_no_run_open(
+    tracking: Tracking, client: MlflowClient, error: Exception, status: str
+) -> None:
+    live = Live(tracking, lambda text: None, "", (Stopped,), lambda record: {})
+
+    def work(identity: str) -> Record:
+        raise error
+
+    with pytest.raises(type(error)):
+        live.during(Settings(), None, work)
+    (run,) = runs(client, tracking)[1]
+    assert (run.info.status, run.data.tags["zerokit.reason"]) == (status, str(error))
+
+
+def test_a_record_that_grew_is_written_again(tracking: Tracking, client: MlflowClient) -> None:
+    """A twin that ran later, say."""
+    both = Mirror(Store.open(tracking))
+    record = replace(record_of(Settings(), None), id="grown")
+    assert both.push(record, lambda record: {})[0] == "new"
+    assert both.push(record, lambda record: {})[0] == "there"
+    assert both.push(replace(record, skipped_steps=3), lambda record: {})[0] == "completed"
+    (run,) = runs(client, tracking)[1]
+    assert run.data.metrics["skipped_steps"] == 3
+
+
+def test_what_is_no_record_is_told_and_the_rest_is_pushed(
+    tracking: Tracking, client: MlflowClient, tmp_path: Path
+) -> None:
+    write_record(make_failure("failed", "no"), tmp_path / "a.json")
+    (tmp_path / "b.json").write_text("{}")
+    results = push.push(push.find_records([tmp_path]), tracking)
+    assert [(done.path.name, done.outcome) for done in results] == [("b.json", "failed"), ("a.json", "new")]
+    assert "not a bench record" in (results[0].reason or "")
+
+
+def test_a_path_without_records_is_wrong_use(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="nowhere does not exist"):
+        push.find_records([tmp_path / "nowhere"])
+    with pytest.raises(UsageError, match="holds no record"):
+        push.find_records([tmp_path])
+
+
+def test_a_store_that_cannot_be_opened_is_told_once() -> None:
+    told: list[str] = []
+    live = Live(Tracking("nonsense://x", "e"), told.append, "zerokit push R", (Stopped,), lambda record: {})
+    record = record_of(Settings(), None)
+    assert live.during(Settings(), None, lambda identity: record) is record
+    assert len(told) == 1
+    assert "MLflow at nonsense://x cannot be used" in told[0]
+    assert told[0].endswith("zerokit push R")
+    assert mirror.Live(None, told.append, "", (Stopped,), lambda record: {}).lost is False
