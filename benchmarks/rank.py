@@ -7,7 +7,6 @@ import sys
 import time
 from dataclasses import asdict
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,9 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.cells import CellSpec, RankResult
-from benchmarks.engines import ENGINES, Job
-from zerokit.bench.machine import peak_host_bytes
-from zerokit.bench.workloads.build import build
+from benchmarks.engines import make_step
+from zerokit.bench.machine import Place, peak_host_bytes
 from zerokit.bench.workloads.catalogue import describe
 
 
@@ -47,7 +45,7 @@ def train(spec: CellSpec, rank: int, device: torch.device) -> RankResult:
     torch.manual_seed(spec.seed)
     text = describe(spec.model).text
     assert text is not None
-    step = ENGINES[spec.engine](Job(spec, device, partial(build, spec.model, seed=spec.seed)))
+    step = make_step(spec, Place(device, spec.backend))
     batches = [_batch(spec, rank, number, text.vocabulary) for number in range(spec.warmup + spec.steps)]
     losses: list[Tensor] = []
     clock = _CudaClock() if device.type == "cuda" else _HostClock()
