@@ -57,11 +57,27 @@ class Classifier(nn.Module):
         return loss if auxiliary is None else loss + _AUXILIARY * F.cross_entropy(auxiliary.float(), labels)
 
 
+class BatchNorm(nn.BatchNorm2d):
+    """Torch's, in a model whose parameters are in half precision and whose statistics stay in fp32.
+
+    Torch takes half-precision images then, but not half-precision weights beside fp32 statistics.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(batch, channels, height, width) to the same."""
+        mean, variance = self.running_mean, self.running_var
+        if mean is None or variance is None or self.weight.dtype == variance.dtype or not self.training:
+            return super().forward(input)
+        weight, bias = self.weight.to(variance.dtype), self.bias.to(variance.dtype)
+        return F.batch_norm(input, mean, variance, weight, bias, True, self.momentum or 0.0, self.eps)
+
+
 def build_library(config: Config, *, seed: int) -> nn.Module:
     """The model of `config`, on the device that `torch.device` as a context asks for ("meta" too)."""
     device = torch.get_default_device()
     with torch.device("meta"):
         model = _make(config)
+        _replace_norms(model)
     for name, module in model.named_modules():
         _choose_std(config, name, module)
     name_modules(model, seed)
@@ -160,6 +176,13 @@ def _language_model(config: TextConfig) -> nn.Module:
                     **same,
                 )
             )
+
+
+def _replace_norms(model: nn.Module) -> None:
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if type(child) is nn.BatchNorm2d:
+                setattr(module, name, BatchNorm(child.num_features, child.eps, child.momentum))
 
 
 def _choose_std(config: Config, name: str, module: nn.Module) -> None:
