@@ -199,7 +199,7 @@ def make_failure(
     status: str, reason: str, engine: str = "zerokit", stage: int = 2, **options: object
 ) -> Record:
     """A cell of the same sweep that came to nothing."""
-    settings = Settings(engine=engine, stage=stage, model="gpt-34m", nodes=2, batch_size=2, **options)  # type: ignore[arg-type]
+    settings = Settings(engine=engine, stage=stage, model="gpt-34m", nodes=2, **{"batch_size": 2, **options})  # type: ignore[arg-type]
     return Record(
         id=settings.key.rjust(32, "0"),
         cell=settings.key,

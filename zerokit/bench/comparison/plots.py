@@ -150,12 +150,14 @@ class Strip:
 
 def strips(rows: Sequence[Strip], width: float, unit: str) -> Drawing:
     """Every value a dot above a common axis; values far beyond the rest are drawn at the edge and counted there."""
-    reserved = max(text_width(row.text, SIZE) for row in rows) + 14.0
-    layout = _Rows.of([row.label for row in rows], width, reserved)
     least = min(min(row.values) for row in rows)
     most = max(max(row.values) for row in rows)
     typical = max(row.high for row in rows)
     limit = most if most <= least + 1.8 * (typical - least) else least + 1.5 * (typical - least)
+    beyond = [sum(value > limit for value in row.values) for row in rows]
+    texts = [row.text + (f" (+{count} ▸)" if count else "") for row, count in zip(rows, beyond, strict=True)]
+    reserved = max(text_width(text, SIZE) for text in texts) + 14.0
+    layout = _Rows.of([row.label for row in rows], width, reserved)
     axis = _Axis.of(least, limit, layout.left + 6.0, layout.right - 6.0, room=layout.right - layout.left)
     bottom = layout.height(len(rows))
     drawing = Drawing(width, bottom + 22.0)
@@ -174,9 +176,7 @@ def strips(rows: Sequence[Strip], width: float, unit: str) -> Drawing:
         drawing.add(
             Line(((axis.at(row.median), top - 3.0), (axis.at(row.median), top + _BAR + 3.0)), "text", 2.0)
         )
-        beyond = sum(value > limit for value in row.values)
-        text = f"{row.text} (+{beyond} ▸)" if beyond else row.text
-        drawing.add(Text(layout.right + 4.0, top + 11.0, text, size=SIZE))
+        drawing.add(Text(layout.right + 4.0, top + 11.0, texts[place], size=SIZE))
     return drawing
 
 

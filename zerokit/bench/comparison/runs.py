@@ -102,9 +102,9 @@ def _client(name: str, tracking_uri: str | None) -> MlflowClient:
 
 
 def _in_mlflow(name: str, tracking_uri: str | None) -> list[Record]:
+    client = _client(name, tracking_uri)
     from mlflow.exceptions import MlflowException
 
-    client = _client(name, tracking_uri)
     if not _RUN_ID.fullmatch(name):
         found = _of_experiment(client, name)
         if found is None:

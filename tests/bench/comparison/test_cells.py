@@ -1,0 +1,123 @@
+"""Records become cells: repetitions together, labels that tell apart, partners by what varies."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tests.bench.records import make_cell, make_failure, make_sweep
+from zerokit.bench.comparison.cells import Cell, baselines, make_cells, short_names
+from zerokit.bench.comparison.conditions import conditions
+from zerokit.bench.comparison.runs import Run
+from zerokit.bench.record import Record
+
+
+def run(*records: Record, name: str = "run") -> Run:
+    return Run(name, records)
+
+
+def labels(cells: list[Cell]) -> list[str]:
+    return [cell.label for cell in cells]
+
+
+def test_a_sweep_s_cells_are_named_by_engine_and_stage() -> None:
+    cells = make_cells([run(*make_sweep())])
+    assert labels(cells)[:6] == ["zerokit 0", "zerokit 1", "zerokit 2", "zerokit 3", "DDP", "ZeroRedundancy"]
+    assert [cell.status for cell in cells[-3:]] == ["unsupported", "out of memory", "failed"]
+
+
+def test_repetitions_are_one_cell_whatever_their_warm_up() -> None:
+    first = make_cell()
+    again = make_cell(repeat=1)
+    again = replace(again, settings=replace(again.settings, warmup=23))
+    broken = make_failure("failed", "why", batch_size=2, repeat=2, precision=None)
+    (cell,) = make_cells([run(broken, first, again)])
+    assert cell.records == [first, again, broken]
+    assert cell.status == "ok"
+    assert cell.measured_records == [first, again]
+
+
+def test_what_varies_is_in_the_label_and_nothing_else() -> None:
+    cells = make_cells(
+        [run(make_cell(bucket_mb=25.0), make_cell(bucket_mb=1.5), make_cell(bucket_mb=25.0, nodes=3))]
+    )
+    assert labels(cells) == [
+        "zerokit 2 · bucket 25 MiB · 2 nodes",
+        "zerokit 2 · bucket 1.5 MiB · 2 nodes",
+        "zerokit 2 · bucket 25 MiB · 3 nodes",
+    ]
+
+
+def test_another_commit_is_another_cell_named_by_it() -> None:
+    record = make_cell()
+    assert record.environment is not None
+    commits = ["0123456789abcdef", "fedcba9876543210-dirty"]
+    records = [
+        replace(record, id=str(place), environment=replace(record.environment, git_commit=commit))
+        for place, commit in enumerate(commits)
+    ]
+    assert labels(make_cells([run(*records)])) == ["zerokit 2 · 01234567", "zerokit 2 · fedcba98-dirty"]
+
+
+def test_another_machine_is_another_cell() -> None:
+    record = make_cell()
+    assert record.environment is not None
+    other = replace(record, id="other", environment=replace(record.environment, cores=64))
+    cells = make_cells([run(record, other)])
+    assert len({cell.label for cell in cells}) == 2
+    differing, equal = conditions(cells)
+    assert differing == [("processor cores", ["2", "64"])]
+    assert ("torch", "2.13.0") in equal
+
+
+def test_equal_cells_of_two_runs_are_named_by_the_run_and_matched() -> None:
+    runs = [run(*make_sweep(), name="old/sweep"), run(*make_sweep(), name="new/sweep")]
+    cells = make_cells(runs)
+    assert cells[0].label == "old/sweep: zerokit 0"
+    partners = baselines(cells, runs)
+    for cell in cells:
+        partner = partners[id(cell)]
+        if cell.run == "old/sweep":
+            assert partner is None
+        else:
+            assert partner is not None
+            assert partner.label == cell.label.replace("new/", "old/")
+
+
+def test_runs_that_differ_as_a_whole_are_matched_by_what_varies_within_them() -> None:
+    old = [make_cell("zerokit", stage, bucket_mb=25.0) for stage in (0, 1, 2)]
+    new = [make_cell("zerokit", stage, bucket_mb=50.0) for stage in (2, 3)]
+    runs = [run(*old, name="old"), run(*new, name="new")]
+    cells = make_cells(runs)
+    partners = baselines(cells, runs)
+    assert [partner and partner.label for partner in (partners[id(cell)] for cell in cells)] == [
+        None,
+        None,
+        None,
+        "zerokit 2 · bucket 25 MiB",
+        None,
+    ]
+
+
+def test_one_run_is_compared_with_its_first_cell_that_went_well() -> None:
+    records = [make_failure("failed", "why", "compute-only", 1), *make_sweep()]
+    runs = [run(*records)]
+    cells = make_cells(runs)
+    partners = baselines(cells, runs)
+    assert {partner.label for partner in partners.values() if partner is not None} == {"zerokit 0"}
+
+
+def test_a_single_baseline_is_that_of_everything() -> None:
+    runs = [run(make_cell("ddp", 0), name="base"), run(*make_sweep(), name="sweep")]
+    cells = make_cells(runs)
+    partners = baselines(cells, runs)
+    assert partners[id(cells[0])] is None
+    assert {partners[id(cell)] is cells[0] for cell in cells[1:]} == {True}
+
+
+def test_short_names_are_the_ends_that_tell_apart() -> None:
+    assert short_names(["a/b/run.json", "a/c/run.json", "other.json"]) == {
+        "a/b/run.json": "b/run",
+        "a/c/run.json": "c/run",
+        "other.json": "other",
+    }
+    assert short_names([""]) == {"": ""}

@@ -1,0 +1,152 @@
+"""Differences beside their noise, and the gate."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.bench.records import make_cell, make_failure
+from zerokit.bench.comparison.cells import Cell, baselines, make_cells
+from zerokit.bench.comparison.differences import Difference, Rule, known_metric, regressions
+from zerokit.bench.comparison.figures import Scale, percent, scale_of
+from zerokit.bench.comparison.runs import Run
+from zerokit.bench.metrics import METRICS, Measured
+from zerokit.bench.record import Record
+from zerokit.errors import UsageError, ZerokitError
+
+STEP, THROUGHPUT = METRICS["step/p50_ms"], METRICS["throughput/tokens_per_s"]
+
+
+def test_noise_is_the_root_of_the_sum_of_squares() -> None:
+    found = Difference.of(STEP, Measured(100.0, 3.0), Measured(110.0, 4.0))
+    assert (found.relative, found.noise, found.worsening) == pytest.approx((0.1, 0.05, 0.1))
+    assert found.verdict == "worse"
+    assert Difference.of(STEP, Measured(100.0, 3.0), Measured(104.0, 4.0)).verdict == "within noise"
+    assert Difference.of(STEP, Measured(100.0, 3.0), Measured(90.0, 4.0)).verdict == "better"
+
+
+def test_more_throughput_is_better_and_more_time_worse() -> None:
+    assert Difference.of(THROUGHPUT, Measured(100.0, 1.0), Measured(110.0, 1.0)).verdict == "better"
+    assert Difference.of(THROUGHPUT, Measured(100.0, 1.0), Measured(90.0, 1.0)).worsening == pytest.approx(
+        0.1
+    )
+
+
+def test_an_unknown_noise_is_said_and_a_zero_baseline_survived() -> None:
+    assert Difference.of(STEP, Measured(100.0, None), Measured(110.0, None)).verdict == "noise unknown"
+    assert Difference.of(STEP, Measured(0.0, 0.0), Measured(1.0, 0.0)).relative == math.inf
+    assert Difference.of(STEP, Measured(0.0, 0.0), Measured(0.0, 0.0)).verdict == "within noise"
+
+
+@given(st.floats(1, 1e6), st.floats(1, 1e6), st.floats(0, 1e3), st.floats(0, 1e3))
+def test_a_verdict_never_contradicts_its_numbers(
+    before: float, after: float, one: float, other: float
+) -> None:
+    found = Difference.of(STEP, Measured(before, one), Measured(after, other))
+    assert found.noise is not None
+    if found.verdict == "worse":
+        assert after > before
+        assert abs(after - before) > math.hypot(one, other) * (1 - 1e-9)
+    elif found.verdict == "better":
+        assert after < before
+    else:
+        assert abs(after - before) <= math.hypot(one, other) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("text", ["step/p50_ms:3%", "step/p50_ms:3", " step/p50_ms:3 % "])
+def test_a_rule_is_read(text: str) -> None:
+    assert Rule.parse(text) == Rule("step/p50_ms", 3.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("step/p50_ms", "no METRIC:PERCENT"),
+        ("step/p50_ms:-3%", "no METRIC:PERCENT"),
+        ("step/p50_ms:nan", "no METRIC:PERCENT"),
+        ("step/p50:3%", "did you mean step/p50_ms"),
+        ("xyzzy:3%", "one of step/p50_ms"),
+    ],
+)
+def test_a_wrong_rule_is_refused_with_advice(text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Rule.parse(text)
+    with pytest.raises(UsageError):
+        known_metric("throughput")
+
+
+def judged(rule: str, *runs: list[Record]) -> list[str]:
+    named = [Run(str(place), tuple(records)) for place, records in enumerate(runs)]
+    cells = make_cells(named)
+    return [one.message for one in regressions([Rule.parse(rule)], cells, baselines(cells, named))]
+
+
+def test_the_gate_needs_both_the_threshold_and_the_noise() -> None:
+    base = [make_cell(step_ms=700.0)]
+    slower, noisy = [make_cell(step_ms=780.0, seed=1)], [make_cell(step_ms=735.0, jitter=0.35, seed=1)]
+    (message,) = judged("step/p50_ms:3%", base, slower)
+    assert "worse than" in message
+    assert "allowed 3%, noise" in message
+    assert judged("step/p50_ms:30%", base, slower) == []
+    assert judged("step/p50_ms:3%", base, noisy) == []
+    assert judged("step/p50_ms:3%", slower, base) == []
+
+
+def test_a_cell_that_no_longer_runs_breaks_every_rule() -> None:
+    base, broken = [make_cell()], [make_failure("out of memory", "too much", seed=1)]
+    (message,) = judged("step/p50_ms:3%", base, broken)
+    assert "out of memory, and" in message
+
+
+def test_a_rule_that_cannot_be_checked_is_an_error() -> None:
+    with pytest.raises(ZerokitError, match=r"mfu cannot be checked: .* has no such figure"):
+        judged("mfu:3%", [make_cell()], [make_cell(seed=1)])
+    with pytest.raises(ZerokitError, match="nothing to check"):
+        judged("step/p50_ms:3%", [make_cell()])
+    with pytest.raises(ZerokitError, match="nothing to check"):
+        judged("step/p50_ms:3%", [make_failure("failed", "why")], [make_cell(seed=1)])
+
+
+def test_repetitions_widen_the_noise_of_a_gate() -> None:
+    steady = [make_cell(step_ms=700.0, repeat=repeat) for repeat in range(3)]
+    jumping = [
+        make_cell(step_ms=step_ms, seed=1, repeat=repeat)
+        for repeat, step_ms in enumerate((650.0, 760.0, 900.0))
+    ]
+    assert judged("step/p50_ms:3%", steady, [replace(jumping[1])]) != []
+    assert judged("step/p50_ms:3%", steady, jumping) == []
+
+
+@pytest.mark.parametrize(
+    ("relative", "text"),
+    [
+        (0.065, "+6.5 %"),
+        (-0.12, "−12 %"),
+        (2.2, "×3.2"),
+        (20.0, "×21"),
+        (0.0, "="),
+        (math.inf, "from 0"),
+        (0.0996, "+10 %"),
+    ],
+)
+def test_changes_are_written_shortly(relative: float, text: str) -> None:
+    assert percent(Difference(relative, 0.0, relative)) == text
+
+
+def test_a_column_has_one_number_of_decimals() -> None:
+    scale = Scale.of("ms", [721.4, 1263.2, None])
+    assert [scale.text(value) for value in (721.4, 1263.2, None, -3.0)] == ["721", "1,263", "–", "−3"]
+    assert Scale.of("MiB", [40_000.0, 20_000.0]).text(40_000.0) == "39.1"
+    assert Scale.of("ms", [0.01234]).text(0.01234) == "0.0123"
+    assert Scale.of("ms", []).text(-0.0) == "0"
+    assert scale_of("mfu", "", [0.412]).text(0.412) == "41.2"
+
+
+def test_a_cell_without_records_that_went_well_has_no_figures() -> None:
+    (cell,) = make_cells([Run("", (make_failure("failed", "why"),))])
+    assert isinstance(cell, Cell)
+    assert cell.measure("step/p50_ms") is None

@@ -1,0 +1,109 @@
+"""What a user calls a run: files, folders, MLflow."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.bench.records import make_cell, make_record, make_sweep
+from zerokit.bench.comparison.runs import load_experiment, load_run
+from zerokit.bench.record import Record, RecordError, write_record
+from zerokit.bench.tracking import TrackingError, connect
+from zerokit.errors import UsageError
+
+
+def write_all(folder: Path, records: Sequence[Record]) -> None:
+    for place, record in enumerate(records):
+        write_record(record, folder / f"{place:03}.json")
+
+
+def ids(records: Sequence[Record]) -> list[str]:
+    return [record.id for record in records]
+
+
+def test_a_file_and_a_folder(tmp_path: Path) -> None:
+    records = make_sweep()
+    write_all(tmp_path / "cells", records)
+    assert ids(load_run(str(tmp_path)).records) == ids(records)
+    assert load_run(str(tmp_path / "cells" / "001.json")).records == (records[1],)
+
+
+def test_a_sweep_s_twins_plan_and_hidden_files_are_no_cells(tmp_path: Path) -> None:
+    write_all(tmp_path / "cells", [make_cell()])
+    write_all(tmp_path / "twins", [make_cell("compute-only", 1)])
+    write_all(tmp_path / ".old", [make_cell("ddp", 0)])
+    (tmp_path / "sweep.json").write_text('{"format": "zerokit.sweep/1"}')
+    (tmp_path / "other.json").write_text("[1, 2]")
+    assert ids(load_run(str(tmp_path)).records) == [make_cell().id]
+
+
+def test_a_record_in_two_places_counts_once(tmp_path: Path) -> None:
+    write_all(tmp_path, [make_cell(), make_cell()])
+    assert len(load_run(str(tmp_path)).records) == 1
+
+
+@pytest.mark.parametrize(
+    "content", ["{", '{"format": "zerokit.bench/9"}', '{"format": "zerokit.bench/1"}', "[" * 100_000]
+)
+def test_a_malformed_record_is_named(tmp_path: Path, content: str) -> None:
+    write_all(tmp_path, [make_record()])
+    (tmp_path / "bad.json").write_text(content)
+    with pytest.raises(RecordError, match=r"bad\.json"):
+        load_run(str(tmp_path))
+
+
+def test_places_without_records_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    with pytest.raises(RecordError, match="holds no bench record"):
+        load_run(str(tmp_path))
+    with pytest.raises(UsageError, match="no such file or folder"):
+        load_run("missing.json")
+    with pytest.raises(UsageError, match=r"there is no mlflow\.db"):
+        load_run("0" * 32)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_that_disagree_about_the_steps_are_refused(tmp_path: Path) -> None:
+    content = json.loads(make_record().to_json())
+    content["ranks"][0]["step_ms"].pop()
+    (tmp_path / "bad.json").write_text(json.dumps(content))
+    with pytest.raises(RecordError, match="different numbers of steps"):
+        load_run(str(tmp_path / "bad.json"))
+
+
+# MLflow's own dependencies warn of each other.
+@pytest.mark.filterwarnings("ignore")
+def test_runs_children_and_experiments_of_mlflow(tmp_path: Path) -> None:
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    client = connect(uri)
+    experiment = client.create_experiment("bench", artifact_location=(tmp_path / "artifacts").as_uri())
+    parent = client.create_run(experiment).info.run_id
+    records = make_sweep()[:2]
+    children = []
+    for place, record in enumerate(records):
+        path = tmp_path / f"record-{place}.json"
+        write_record(record, path)
+        run_id = client.create_run(experiment, tags={"mlflow.parentRunId": parent}).info.run_id
+        client.log_artifact(run_id, str(path), "record" if place else None)
+        client.log_text(run_id, "[]", "configuration.json")
+        children.append(run_id)
+    assert load_run(children[1], uri).records == (records[1],)
+    assert set(ids(load_run(parent, uri).records)) == set(ids(records))
+    assert (
+        set(ids(load_run("bench", uri).records))
+        == set(ids(load_experiment("bench", uri).records))
+        == set(ids(records))
+    )
+    with pytest.raises(UsageError, match="neither a run id nor an experiment"):
+        load_run("benches", uri)
+    with pytest.raises(UsageError, match="no experiment 'benches'"):
+        load_experiment("benches", uri)
+    with pytest.raises(TrackingError, match="cannot be read"):
+        load_run("0" * 32, uri)
+    empty = client.create_run(experiment).info.run_id
+    with pytest.raises(RecordError, match="holds no bench record"):
+        load_run(empty, uri)

@@ -1,0 +1,129 @@
+"""The command `zerokit compare`: what it prints, and how it leaves."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from tests.bench.records import make_cell, make_failure, make_sweep
+from tests.cli.commands import zerokit
+from zerokit.bench.record import write_record
+from zerokit.cli.compare import command
+from zerokit.errors import ZerokitError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for place, record in enumerate(make_sweep()):
+        write_record(record, tmp_path / "sweep" / f"{place:03}.json")
+    write_record(make_cell(step_ms=700.0, bucket_mb=25.0), tmp_path / "old.json")
+    write_record(make_cell(step_ms=790.0, bucket_mb=50.0), tmp_path / "new.json")
+    return tmp_path
+
+
+def compare(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(command, [str(argument) for argument in arguments])
+
+
+def test_a_sweep_as_a_table(folder: Path) -> None:
+    done = compare(folder / "sweep")
+    assert done.exit_code == 0
+    rows = {line[:17].strip(): line for line in done.stdout.splitlines()}
+    assert {"zerokit 0", "zerokit 3", "DDP", "FSDP2 3"} <= set(rows)
+    assert "−" in rows["zerokit 3"] or "+" in rows["zerokit 3"]
+    assert "out of memory" in rows["DeepSpeed 1"]
+    assert "DeepSpeed 1: out of memory: needs about 41.2 GiB" in done.stdout
+
+
+def test_two_records_in_columns_and_what_differs(folder: Path) -> None:
+    done = compare(folder / "old.json", folder / "new.json")
+    assert done.exit_code == 0
+    assert "bucket 25 MiB" in done.stdout.splitlines()[0]
+    assert "bucket, MiB  25 · 50" in done.stdout
+    only = compare(folder / "old.json", folder / "new.json", "--metric", "step/p99_ms", "--metric", "mfu")
+    assert "step p99" in only.stdout
+    assert "peak host" not in only.stdout
+    assert "mfu: no cell has it" in only.stdout
+
+
+def test_the_baseline_can_be_chosen(folder: Path) -> None:
+    done = compare(folder / "old.json", folder / "new.json", "--baseline", folder / "new.json")
+    assert "against zerokit 2 · bucket 50 MiB" in done.stdout
+    within = compare(folder / "sweep", "--baseline", folder / "sweep" / "004.json")
+    assert "against DDP" in within.stdout
+
+
+def test_json_holds_values_errors_and_verdicts(folder: Path) -> None:
+    done = compare(folder / "old.json", folder / "new.json", "--json", "--fail-on", "step/p50_ms:3%")
+    assert done.exit_code == 3
+    content = json.loads(done.stdout)
+    step = content["cells"][1]["metrics"]["step/p50_ms"]
+    assert step["verdict"] == "worse"
+    assert step["relative"] > step["noise"] > 0
+    assert content["regressions"][0]["metric"] == "step/p50_ms"
+    assert content["differing"] == {"bucket, MiB": ["25", "50"]}
+
+
+def test_the_gate(folder: Path) -> None:
+    worse = compare(folder / "old.json", folder / "new.json", "--fail-on", "step/p50_ms:3%")
+    assert worse.exit_code == 3
+    assert "worse than" in worse.stderr
+    assert compare(folder / "new.json", folder / "old.json", "--fail-on", "step/p50_ms:3%").exit_code == 0
+    assert compare(folder / "old.json", folder / "new.json", "--fail-on", "step/p50_ms:40").exit_code == 0
+    write_record(make_failure("killed", "signal 9", bucket_mb=5.0), folder / "killed.json")
+    gone = compare(folder / "old.json", folder / "killed.json", "--fail-on", "memory/peak_host_mib:10")
+    assert gone.exit_code == 3
+    assert "killed" in gone.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "at least one RUN"),
+        (("nothing.json",), "no such file or folder"),
+        (("old.json", "--fail-on", "step/p50:3"), "did you mean step/p50_ms"),
+        (("old.json", "--fail-on", "3%"), "no METRIC:PERCENT"),
+        (("old.json", "--metric", "step"), "there is no metric 'step'"),
+    ],
+)
+def test_wrong_usage(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], message: str
+) -> None:
+    monkeypatch.chdir(folder)
+    done = compare(*arguments)
+    assert done.exit_code == 2
+    assert message in done.stderr
+
+
+def test_a_rule_that_cannot_be_checked_is_a_failure(folder: Path) -> None:
+    done = compare(folder / "old.json", folder / "new.json", "--fail-on", "mfu:3%")
+    assert isinstance(done.exception, ZerokitError)
+
+
+def test_as_a_process(folder: Path) -> None:
+    done = zerokit(folder, "compare", "sweep", "--html", "page.html")
+    assert done.returncode == 0, done.stderr
+    assert "report  page.html" in done.stderr
+    assert (folder / "page.html").read_text(encoding="utf-8").startswith("<!doctype html>")
+    (folder / "bad.json").write_text("{")
+    bad = zerokit(folder, "compare", "bad.json")
+    assert (bad.returncode, bad.stdout) == (1, "")
+    assert "bad.json: not a bench record" in bad.stderr
+    unwritable = zerokit(folder, "compare", "old.json", "--html", "old.json/page.html")
+    assert unwritable.returncode == 1
+    assert "cannot be written" in unwritable.stderr
+
+
+def test_torch_and_mlflow_are_not_imported_for_files(folder: Path) -> None:
+    program = (
+        "import sys\nfrom zerokit.cli.compare import command\n"
+        f"command([{str(folder / 'sweep')!r}], standalone_mode=False)\n"
+        "sys.exit(', '.join({'torch', 'mlflow', 'numpy', 'matplotlib'} & set(sys.modules)) or None)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
