@@ -11,6 +11,7 @@ from rich.text import Text
 from zerokit.bench.metrics import METRICS, measure
 from zerokit.bench.record import Rank, Record
 from zerokit.bench.statistics import quantile
+from zerokit.cli.columns import Column, fitting, make_table
 from zerokit.cli.numbers import count, loss, mib, ms, rate
 from zerokit.cli.text import counted
 
@@ -19,8 +20,13 @@ RANKS_SHOWN = 16
 Row = tuple[str, str, str]
 
 
-def result_tables(record: Record) -> list[RenderableType]:
-    """What was trained, the figures, a row a rank; `record` is of a bench that succeeded."""
+def result_tables(record: Record, width: int) -> list[RenderableType]:
+    """What was trained, the figures, a row a rank; `record` is of a bench that succeeded.
+
+    Args:
+        record: the bench.
+        width: of the terminal, in characters.
+    """
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
@@ -33,7 +39,7 @@ def result_tables(record: Record) -> list[RenderableType]:
         headline(record),
         table,
         Text(),
-        _rank_table(record.ranks),
+        _rank_table(record.ranks, width),
         *([Text(note, style="dim")] if has_state else []),
     ]
 
@@ -121,24 +127,26 @@ def _checkpoint_rows(record: Record) -> Iterator[Row]:
         )
 
 
-def _rank_table(ranks: list[Rank]) -> Table:
+def _rank_table(ranks: list[Rank], width: int) -> Table:
     """A row a rank: its steps, its peak memory, its state as counted and as predicted."""
-    on_cuda = ranks[0].peak_allocated_bytes is not None
-    has_state = any(rank.memory_bytes for rank in ranks)
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    headings = ["rank", "node", "step p50", "peak host"]
-    headings += ["peak CUDA"] * on_cuda + ["state", "predicted"] * has_state
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
-    for rank in ranks if len(ranks) <= RANKS_SHOWN else _extremes(ranks):
-        row = [str(rank.rank), str(rank.node), ms(quantile(rank.step_ms, 0.5)), mib(rank.peak_host_bytes)]
-        if on_cuda:
-            row.append(mib(rank.peak_allocated_bytes or 0))
-        if has_state:
-            row.append(mib(rank.memory_bytes["total"]) if rank.memory_bytes else "")
-            row.append(mib(rank.predicted_memory_bytes["total"]) if rank.predicted_memory_bytes else "")
-        table.add_row(*row)
-    return table
+    shown = ranks if len(ranks) <= RANKS_SHOWN else _extremes(ranks)
+
+    def state(memory: dict[str, int] | None) -> str:
+        return "" if memory is None else mib(memory["total"])
+
+    columns = [
+        Column("rank", [str(rank.rank) for rank in shown]),
+        Column("node", [str(rank.node) for rank in shown], 1),
+        Column("step p50", [ms(quantile(rank.step_ms, 0.5)) for rank in shown]),
+        Column("peak host", [mib(rank.peak_host_bytes) for rank in shown]),
+        Column("peak CUDA", [mib(rank.peak_allocated_bytes or 0) for rank in shown]),
+        Column("state", [state(rank.memory_bytes) for rank in shown], 2),
+        Column("predicted", [state(rank.predicted_memory_bytes) for rank in shown], 3),
+    ]
+    if ranks[0].peak_allocated_bytes is None:
+        del columns[4]
+    told = [column for column in columns if any(column.values)]
+    return make_table(fitting(told, width) or told)
 
 
 def _extremes(ranks: list[Rank]) -> list[Rank]:

@@ -114,7 +114,7 @@ class Display:
 
     def results(self, record: Record) -> None:
         """The tables of one bench."""
-        self._out.print(Group(*result_tables(record)))
+        self._out.print(Group(*result_tables(record, self._out.width)))
 
     def table(self, sweep: Sweep, records: Sequence[Record]) -> None:
         """The table of a sweep."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import RenderableType
-from rich.table import Table
+from rich.padding import Padding
 from rich.text import Text
 
 from zerokit.bench.cells import value_in_words, varying
@@ -15,7 +15,8 @@ from zerokit.bench.metrics import METRICS, UNITS, Measured, measure
 from zerokit.bench.record import Record
 from zerokit.bench.settings import Settings
 from zerokit.bench.sweep import Sweep
-from zerokit.cli.numbers import MIB, mib, ms, rate
+from zerokit.cli.columns import Column, fitting, make_table
+from zerokit.cli.numbers import MIB, mib, rate
 from zerokit.cli.text import counted
 
 _HEADINGS = {
@@ -24,8 +25,6 @@ _HEADINGS = {
     "batch_size": "batch",
     "bucket_mb": "bucket",
 }
-# Between two columns.
-_GAP = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,20 +53,6 @@ class Row:
         return measure(METRICS[name], self.successes) if self.successes else None
 
 
-@dataclass(frozen=True, slots=True)
-class Column:
-    """One of the table; where the terminal is too narrow, columns with the highest `rank` go first, 0 never."""
-
-    heading: str
-    values: list[str]
-    rank: int
-    left: bool = False
-
-    @property
-    def width(self) -> int:
-        return max(map(len, [self.heading, *self.values]))
-
-
 def sweep_table(sweep: Sweep, records: Sequence[Record], width: int) -> list[RenderableType]:
     """What all cells have in common, the table, what it means, and why cells have no numbers.
 
@@ -80,13 +65,15 @@ def sweep_table(sweep: Sweep, records: Sequence[Record], width: int) -> list[Ren
     dimensions = tuple(
         name for name in varying(row.settings for row in rows) if name not in ("engine", "stage")
     )
-    columns = _fitting(_columns(rows, dimensions), width)
-    table = Table(box=None, padding=(0, _GAP, 0, 0), header_style="bold", pad_edge=False)
-    for column in columns:
-        table.add_column(column.heading, justify="left" if column.left else "right", no_wrap=True)
-    for place, row in enumerate(rows):
-        table.add_row(*(column.values[place] for column in columns), style=None if row.successes else "dim")
-    return [_common(rows, dimensions), Text(), table, *_notes(columns, rows), *_reasons(rows, dimensions)]
+    every = _columns(rows, dimensions)
+    columns = fitting(every, width)
+    body: list[RenderableType]
+    if columns is None:
+        columns = every
+        body = list(_blocks(rows, every, dimensions))
+    else:
+        body = [make_table(columns, [not row.successes for row in rows])]
+    return [_common(rows, dimensions), Text(), *body, *_notes(columns, rows), *_reasons(rows, dimensions)]
 
 
 def _rows(sweep: Sweep, records: Sequence[Record]) -> list[Row]:
@@ -132,9 +119,12 @@ def _columns(rows: list[Row], dimensions: Sequence[str]) -> list[Column]:
     def value(name: str, words: Callable[[float], str]) -> Callable[[Row], str]:
         return lambda row: words(found.value) if (found := row.figure(name)) is not None else ""
 
-    def error(row: Row) -> str:
+    def step(row: Row) -> str:
+        """The median and its error in milliseconds; of a cell without numbers, why."""
         found = row.figure("step/p50_ms")
-        return "" if found is None or found.error is None else f"± {found.error:.1f}"
+        if found is None:
+            return row.status
+        return f"{found.value:,.1f}" + ("" if found.error is None else f" ± {found.error:,.1f}")
 
     def made(heading: str, read: Callable[[Row], str], rank: int, *, left: bool = False) -> Column:
         return Column(heading, [read(row) for row in rows], rank, left)
@@ -146,16 +136,14 @@ def _columns(rows: list[Row], dimensions: Sequence[str]) -> list[Column]:
     for name in dimensions:
         columns.append(made(_HEADINGS.get(name, name), _reader(name), 0))
     columns += [
-        made("step p50", value("step/p50_ms", ms), 1),
-        made("", error, 4),
-        made(f"{units[0]}/s" if len(units) == 1 else "throughput", throughput, 2),
-        made("", relative_throughput, 3),
-        made("peak CUDA" if on_cuda else "peak host", value(memory, lambda size: mib(size * MIB)), 2),
-        made("", lambda row: relative(memory, row), 5),
-        made("communication", value("comm/cost_ms", ms), 6),
-        made("exposed", value("comm/exposed_ms", ms), 8),
-        made("MFU", value("mfu", lambda share: f"{share:.1%}"), 7),
-        made("status", lambda row: row.status if row.status != "ok" else "", 1, left=True),
+        made("step p50, ms", step, 0),
+        made(f"{units[0]}/s" if len(units) == 1 else "throughput", throughput, 0),
+        made("", relative_throughput, 2),
+        made("peak CUDA" if on_cuda else "peak host", value(memory, lambda size: mib(size * MIB)), 0),
+        made("", lambda row: relative(memory, row), 4),
+        made("comm., ms", value("comm/cost_ms", lambda cost: f"{cost:,.1f}"), 3),
+        made("exposed, ms", value("comm/exposed_ms", lambda waited: f"{waited:,.1f}"), 6),
+        made("MFU", value("mfu", lambda share: f"{share:.1%}"), 5),
     ]
     return [column for column in columns if column.rank == 0 or any(column.values)]
 
@@ -168,15 +156,19 @@ def _reader(name: str) -> Callable[[Row], str]:
     return read
 
 
-def _fitting(columns: list[Column], width: int) -> list[Column]:
-    """As many columns as fit, the important ones first."""
-    kept = list(columns)
-    while sum(column.width + _GAP for column in kept) - _GAP > width:
-        worst = max(kept, key=lambda column: column.rank)
-        if worst.rank <= 1:
-            break
-        kept.remove(worst)
-    return kept
+def _blocks(rows: list[Row], columns: list[Column], dimensions: Sequence[str]) -> Iterator[RenderableType]:
+    """For a terminal that is too narrow for a table: a few lines a cell."""
+    for place, row in enumerate(rows):
+        yield Text(_where(row.settings, dimensions), style="bold" if row.successes else "dim")
+        told: list[str] = []
+        for column in columns[2 + len(dimensions) :]:
+            name, _, unit = column.heading.partition(", ")
+            value = column.values[place]
+            if value and name:
+                told.append(" ".join(part for part in (name, value, unit) if part))
+            elif value:
+                told[-1] += f" ({value})"
+        yield Padding(Text(", ".join(told) if row.successes else row.status), (0, 0, 0, 2))
 
 
 def _common(rows: list[Row], dimensions: Sequence[str]) -> Text:
@@ -203,12 +195,14 @@ def _common(rows: list[Row], dimensions: Sequence[str]) -> Text:
 
 def _notes(columns: list[Column], rows: list[Row]) -> list[Text]:
     notes = []
-    if any(value.startswith("±") for column in columns for value in column.values):
-        notes.append("±: half of the 95 % interval of the median, ms")
+    if any("±" in value for column in columns for value in column.values):
+        notes.append("±: half of the 95 % interval of the median")
     if any(value.endswith("×") for column in columns for value in column.values):
         notes.append("×: of the first row with numbers")
-    if any(column.heading == "communication" for column in columns):
-        notes.append("communication: step less the compute-only twin's")
+    if any(column.heading.startswith("comm.") for column in columns):
+        notes.append("comm.: the step less its compute-only twin's")
+    if any(column.heading.startswith("exposed") for column in columns):
+        notes.append("exposed: waiting for communication alone")
     return [Text(". ".join(notes), style="dim")] if notes else []
 
 
@@ -221,7 +215,7 @@ def _reasons(rows: list[Row], dimensions: Sequence[str]) -> list[Text]:
                 reason = (record.reason or "").partition("\n")[0]
                 found.setdefault((record.status, reason), []).append(_where(row.settings, dimensions))
     lines = [
-        Text.assemble((status, "bold"), f" {'; '.join(dict.fromkeys(cells))}: {reason}")
+        Text.assemble(f"{'; '.join(dict.fromkeys(cells))}: ", (status, "bold"), f": {reason}")
         for (status, reason), cells in found.items()
     ]
     return [Text(), *lines] if lines else []
