@@ -73,7 +73,7 @@ class Display:
         if self._task is not None:
             self._progress.update(
                 self._task,
-                description="warm-up" if progress.done <= progress.warmup else "measuring",
+                description=_part(progress),
                 completed=progress.done,
                 total=progress.total,
                 note=f"loss {progress.loss:.3f}  {progress.step_ms:.0f} ms",
@@ -83,8 +83,9 @@ class Display:
         """A cell of the sweep runs now."""
         if self._sweep is not None:
             self._progress.update(self._sweep, completed=cell.number, note=cell.label)
-        if self._task is not None:
-            self._progress.reset(self._task, total=None, description="starting", note="")
+        if self._task is not None:  # `reset` would keep the last cell's number of steps
+            self._progress.remove_task(self._task)
+        self._task = self._progress.add_task("starting", total=None, note="")
 
     def ended(self, cell: Cell, record: Record, *, before: bool) -> None:
         """A line about a cell of the sweep, above the bars."""
@@ -131,3 +132,10 @@ class Display:
             lines.append(f"MLflow  run {live.run_id}")
             lines.append(f"open    {uri if served else f'mlflow ui --backend-store-uri {shlex.quote(uri)}'}")
         (self._errors if to_stderr else self._out).print(Text("\n".join(lines)), soft_wrap=True)
+
+
+def _part(progress: BenchProgress) -> str:
+    """Of a bench: after the last step come phases and bandwidths, which are no steps."""
+    if progress.done == progress.total:
+        return "finishing"
+    return "warm-up" if progress.done <= progress.warmup else "measuring"

@@ -1,0 +1,119 @@
+"""`zerokit push`, and benches whose tracking server is down, slow, or says no."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from tests.bench.records import make_cell, make_record
+from tests.cli.commands import zerokit
+from zerokit.bench.mirror import Live
+from zerokit.bench.record import write_record
+from zerokit.bench.tracking import Tracking
+
+# MLflow and what it imports warn of their own deprecations.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+Serve = Callable[[int, float], str]
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    """A server that gives every request this status after this many seconds; its address."""
+    servers = []
+    over = threading.Event()
+
+    def start(status: int, seconds: float) -> str:
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                over.wait(seconds)
+                body = json.dumps({"error_code": "PERMISSION_DENIED", "message": "not you"}).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            do_POST = do_GET
+
+            def log_message(self, format: str, *arguments: object) -> None:
+                """Nothing."""
+
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        servers.append(server)
+        return f"http://127.0.0.1:{server.server_port}"
+
+    yield start
+    over.set()
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("status", "seconds", "told"), [(403, 0.0, "not you"), (500, 0.0, "500"), (200, 30.0, "timed out")]
+)
+def test_a_server_that_does_not_serve_is_told_once_and_left_alone(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, status: int, seconds: float, told: str
+) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    address = serve(status, seconds)
+    warnings: list[str] = []
+    live = Live(
+        Tracking(address, "e"), warnings.append, "zerokit push R", (KeyboardInterrupt,), lambda record: {}
+    )
+    assert live.lost
+    (warning,) = warnings
+    assert warning.startswith(f"MLflow at {address} cannot be used: ")
+    assert told in warning
+    assert warning.endswith(
+        "no result is lost: records are on disk. When MLflow can be reached: zerokit push R"
+    )
+    started = time.monotonic()
+    record = make_record()
+    assert live.during(record.settings, None, lambda identity: record) is record
+    live.open_sweep("s", "name", {})
+    assert time.monotonic() - started < 1.0
+    assert len(warnings) == 1
+
+
+def test_push_says_what_it_did_and_fails_in_plain_words(tmp_path: Path, serve: Serve) -> None:
+    write_record(make_cell(), tmp_path / "records" / "a.json")
+    write_record(make_cell("ddp", 0), tmp_path / "records" / "b.json")
+    refused = zerokit(tmp_path, "push", "records", MLFLOW_TRACKING_URI=serve(403, 0.0))
+    assert refused.returncode == 1
+    assert "zerokit: MLflow at http://127.0.0.1:" in refused.stderr
+    assert "not you" in refused.stderr
+    assert "Traceback" not in refused.stderr
+    assert refused.stdout == ""
+
+    first = zerokit(tmp_path, "push", "records/a.json", "--experiment", "mine")
+    assert (first.returncode, first.stderr) == (0, "pushed        records/a.json\n")
+    assert first.stdout.splitlines() == [
+        "1 pushed: experiment mine at sqlite:///mlflow.db",
+        "open    mlflow ui --backend-store-uri sqlite:///mlflow.db",
+    ]
+    (tmp_path / "records" / "c.json").write_text("{}")
+    second = zerokit(tmp_path, "push", "records", "--experiment", "mine", "--json")
+    assert second.returncode == 1
+    assert [entry["outcome"] for entry in json.loads(second.stdout)["records"]] == ["failed", "there", "new"]
+    assert "not a record  records/c.json: records/c.json: not a bench record" in second.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [([], "Missing argument"), (["nowhere"], "nowhere does not exist"), (["."], "holds no record")],
+)
+def test_wrong_use_of_push(tmp_path: Path, arguments: list[str], message: str) -> None:
+    (tmp_path / "tmp").mkdir()
+    done = zerokit(tmp_path, "push", *arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert not (tmp_path / "mlflow.db").exists()

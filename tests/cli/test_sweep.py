@@ -1,0 +1,161 @@
+"""Sweeps as a user runs them: real processes, interrupted, killed and continued."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from tests.cli.commands import TINY, processes_of, rank_pid, start, training, wait_for, zerokit
+from zerokit.bench.record import Record, read_record
+from zerokit.bench.sweep import SweepFolder
+from zerokit.cli import cli
+
+# MLflow and what it imports warn of their own deprecations.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+# About a second of steps: time enough to strike.
+LONG = (*TINY, "--steps", "400", "--data", "synthetic")
+
+
+def statuses(folder: Path) -> list[str]:
+    return [read_record(path).status for path in sorted((folder / "sweep" / "cells").iterdir())]
+
+
+def test_a_sweep_survives_an_interruption_and_a_killed_rank(tmp_path: Path) -> None:
+    """Ctrl-C in the first cell, SIGKILL to a rank of the second, and then to the end, with MLflow."""
+    options = ["--engine", "zerokit,ddp", "--stage", "1,2", "--output", "sweep", *LONG]
+    with start(tmp_path, ["bench", "--no-mlflow", *options]) as process:
+        wait_for(lambda: training(tmp_path), process)
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGINT
+    assert stdout == ""
+    assert stderr.splitlines() == [
+        "zerokit: to go on where this ends: zerokit bench --continue sweep --no-mlflow",
+        "zerokit: interrupted by SIGINT",
+    ]
+    assert processes_of(tmp_path) == {}
+    assert list((tmp_path / "tmp").glob("zerokit-*")) == []
+    assert statuses(tmp_path) == ["killed"]
+
+    with start(tmp_path, ["bench", "--continue", "sweep", "--no-mlflow"]) as process:
+        wait_for(lambda: statuses(tmp_path) == ["ok"] and training(tmp_path), process)
+        os.kill(rank_pid(tmp_path, 0), signal.SIGKILL)
+        stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert re.search(
+        r"\[2/4\] zerokit stage 2  failed: rank 0 \(node 0, pid \d+\) was killed by SIGKILL", stderr
+    )
+    assert "[3/4] ddp stage 1  unsupported: ddp has no stage 1: it has stage 0 only" in stderr
+    assert "to run the failed cells again: zerokit bench --continue sweep --no-mlflow" in stderr
+    assert re.search(r"zerokit +1 +\d", stdout)
+    assert re.search(r"zerokit +2 +failed", stdout)
+    assert processes_of(tmp_path) == {}
+    assert statuses(tmp_path) == ["ok", "failed", "unsupported", "unsupported"]
+
+    done = zerokit(tmp_path, "bench", "--continue", "sweep", "--json")
+    assert done.returncode == 0, done.stderr
+    content = json.loads(done.stdout)
+    records = [Record.from_json(json.dumps(record)) for record in content["records"]]
+    assert [record.status for record in records] == ["ok", "ok", "unsupported", "unsupported"]
+    assert content["sweep"] == json.loads((tmp_path / "sweep" / "sweep.json").read_text())
+    assert SweepFolder(tmp_path / "sweep").read().options["engine"] == ["zerokit", "ddp"]
+    assert "[1/4] zerokit stage 1  " in done.stderr
+    assert done.stderr.count("(from before)") == 3
+    assert "report  sweep/report.html" in done.stderr
+    assert (tmp_path / "sweep" / "report.html").read_text().startswith("<!")
+
+    pushed = zerokit(tmp_path, "push", "sweep")
+    assert (pushed.returncode, pushed.stdout.splitlines()[0]) == (
+        0,
+        "4 already there: experiment zerokit-bench at sqlite:///mlflow.db",
+    )
+    other = zerokit(tmp_path, "bench", *options, "--steps", "5")
+    assert other.returncode == 2
+    assert "sweep holds a sweep of other cells" in other.stderr
+
+
+def test_nothing_ran_is_an_exit_code_of_its_own(tmp_path: Path) -> None:
+    """Too large, and impossible: told in an instant, kept as records."""
+    single = zerokit(
+        tmp_path, "bench", "--engine", "ddp", "--stage", "3", "--no-mlflow", "--output", "one.json"
+    )
+    assert single.returncode == 4
+    assert single.stderr.startswith("zerokit: ddp has no stage 3: it has stage 0 only\n")
+    assert read_record(tmp_path / "one.json").status == "unsupported"
+    large = ("--model", "gpt3-175b", "--device", "cpu", "--stage", "0,3")
+    sweep = zerokit(tmp_path, "bench", *large, "--no-mlflow", "--output", "sweep")
+    assert sweep.returncode == 4
+    assert statuses(tmp_path) == ["out of memory", "out of memory"]
+    assert "gpt3-175b is too large" in sweep.stdout
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--stage", "1,4"], "4 is not in the range 0<=x<=3"),
+        (["--stage", "1,,2"], "'1,,2' has an empty value between its commas"),
+        (["--engine", "zerokit,dpp"], "'dpp' is not one of 'zerokit', 'ddp'"),
+        (["--batch-size", "1,two"], "'two' is not a valid integer"),
+        (["--model", "gpt-5m,gtp-34m"], "model 'gtp-34m' is unknown: did you mean gpt-34m"),
+        (["--stage", "1,2", "--save", "run"], "checkpoints belong to one bench"),
+        (["--stage", "1,2", "--output", "x.json"], "a sweep writes a folder: --output x.json names a file"),
+        (["--continue", "x", "--stage", "1"], "--stage cannot be given with --continue"),
+        (["--continue", "x", "--output", "y"], "--output cannot be given with --continue"),
+        (["--continue", "x", "--no-twin"], "--twin cannot be given with --continue"),
+        (["--repeats", "0"], "Invalid value for '--repeats'"),
+    ],
+)
+def test_wrong_use_is_told_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(cli, ["bench", *arguments])
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.split())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "holds no sweep: there is no sweep.json in it"), ("[", "cannot read the sweep sweep/sweep.json")],
+)
+def test_there_must_be_a_sweep_to_continue(tmp_path: Path, content: str | None, message: str) -> None:
+    (tmp_path / "sweep").mkdir()
+    if content is not None:
+        (tmp_path / "sweep" / "sweep.json").write_text(content)
+    done = zerokit(tmp_path, "bench", "--continue", "sweep")
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def completions(folder: Path, line: str) -> list[str]:
+    """What a shell is offered for the last word of a line."""
+    words = line.split(" ")
+    done = zerokit(
+        folder,
+        _ZEROKIT_COMPLETE="bash_complete",
+        COMP_WORDS=line,
+        COMP_CWORD=str(len(words) - 1),
+    )
+    return [entry.partition(",")[2] for entry in done.stdout.splitlines()]
+
+
+def test_a_shell_completes_commands_options_and_values_after_commas(tmp_path: Path) -> None:
+    assert completions(tmp_path, "zerokit b") == ["bench"]
+    assert completions(tmp_path, "zerokit bench --engine zerokit,fs") == ["zerokit,fsdp2"]
+    assert completions(tmp_path, "zerokit bench --stage 0,1,") == ["0,1,2", "0,1,3"]
+    assert completions(tmp_path, "zerokit bench --model gpt2-m") == ["gpt2-medium"]
+    assert completions(tmp_path, "zerokit bench --repea") == ["--repeats"]
+    script = zerokit(tmp_path, _ZEROKIT_COMPLETE="bash_source").stdout
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    assert "complete -o nosort -F" in script
