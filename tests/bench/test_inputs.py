@@ -1,0 +1,176 @@
+"""Batches of every kind depend on (seed, step, rank, micro-batch) alone, and hold what they promise."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from zerokit.bench.data import DataError, load_corpus
+from zerokit.bench.images import open_folder
+from zerokit.bench.settings import Settings
+from zerokit.bench.workloads.build import build, init_function, load
+from zerokit.bench.workloads.inputs import MASK, check_inputs, open_source
+from zerokit.errors import UsageError
+
+KINDS = [
+    Settings(model="gpt-tiny", seq_len=16, data="synthetic"),
+    Settings(model="bert-base", seq_len=40, data="synthetic"),
+    Settings(model="resnet50", image_size=32),
+    Settings(model="mlp-mnist"),
+    Settings(model="linear"),
+]
+
+
+@pytest.mark.parametrize("settings", KINDS, ids=lambda settings: settings.model)
+def test_a_batch_depends_on_its_place_and_the_seed_alone(settings: Settings) -> None:
+    source = open_source(settings)
+    batch = source.batch(1, 2, 3)
+    assert all(len(tensor) == settings.batch_size and tensor.device.type == "cpu" for tensor in batch)
+    again = open_source(settings).batch(1, 2, 3)
+    assert all(torch.equal(*pair) for pair in zip(batch, again, strict=True))
+    for other in (
+        source.batch(0, 2, 3),
+        source.batch(1, 0, 3),
+        source.batch(1, 2, 0),
+        open_source(replace(settings, seed=7)).batch(1, 2, 3),
+    ):
+        assert not torch.equal(batch[0], other[0])
+
+
+@pytest.mark.parametrize("settings", KINDS, ids=lambda settings: settings.model)
+def test_the_launcher_looks_at_data_without_torch_s_help(settings: Settings) -> None:
+    check_inputs(settings)
+    assert open_source(settings).data().source == "synthetic"
+
+
+def test_masked_text_asks_for_as_many_bytes_of_each_sequence(tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_bytes(bytes(range(256)) * 40)
+    source = open_source(Settings(model="bert-base", seq_len=100, batch_size=64, data=str(text)))
+    tokens, targets = source.batch(0, 0, 0)
+    asked = targets != -100
+    assert asked.sum(1).tolist() == [15] * 64
+    # The bytes count up, so that what stood anywhere follows from what was left alone.
+    first = (tokens - torch.arange(100)) % 256
+    original = (first.mode(1).values[:, None] + torch.arange(100)) % 256
+    assert torch.equal(targets[asked], original[asked])
+    assert torch.equal(tokens[~asked], original[~asked])
+    masked = (tokens == MASK)[asked].float().mean().item()
+    kept = (tokens == original)[asked].float().mean().item()
+    assert masked == pytest.approx(0.8, abs=0.05)
+    assert kept == pytest.approx(0.1, abs=0.05)
+    assert not (tokens == MASK)[~asked].any()
+
+
+def test_synthetic_images_are_as_many_classes_and_pixels_as_asked() -> None:
+    images, labels = open_source(Settings(model="resnet50", image_size=48, batch_size=3)).batch(0, 0, 0)
+    assert (images.shape, images.dtype) == ((3, 3, 48, 48), torch.float32)
+    assert labels.dtype is torch.int64
+    assert open_source(Settings(model="mlp-mnist")).batch(0, 0, 0)[0].shape == (4, 1, 28, 28)
+
+
+@pytest.mark.parametrize("name", ["linear", "mlp-mnist"])
+def test_there_is_something_to_learn(name: str) -> None:
+    loaded = load(Settings(model=name, batch_size=32))
+    model = loaded.build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(30):
+        loss = model(*loaded.batch(step, 0, 0))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.6 * losses[0]
+
+
+@pytest.mark.parametrize("name", ["linear", "mlp-mnist"])
+def test_a_small_model_on_meta_gets_the_weights_of_one_in_memory(name: str) -> None:
+    here = build(name, seed=3)
+    with torch.device("meta"):
+        there = build(name, seed=3)
+    there.to_empty(device="cpu")
+    for module in there.modules():
+        init_function(name)(module)
+    mine, theirs = here.state_dict(), there.state_dict()
+    assert all(torch.equal(mine[key], theirs[key]) for key in mine | theirs)
+
+
+def test_what_the_record_says_of_a_model() -> None:
+    text = load(Settings(model="gpt-tiny", seq_len=16, data="synthetic")).model
+    assert (text.unit, text.units_per_sample, text.config["width"]) == ("tokens", 16, 32)
+    images = load(Settings(model="mlp-mnist")).model
+    assert (images.unit, images.units_per_sample, images.config["image_size"]) == ("images", 1, 28)
+    # Forward and the weights' gradients of both layers, and the gradient of the second's input.
+    assert images.flops_per_unit == 2 * (2 * 784 * 256 + 3 * 256 * 10)
+
+
+def test_a_library_that_is_missing_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match="built by torchvision, which is not installed"):
+        load(Settings(model="inception-v3"))
+
+
+def save_image(path: Path, colour: tuple[int, int, int], size: tuple[int, int] = (40, 20)) -> None:
+    image = pytest.importorskip("PIL.Image")
+    path.parent.mkdir(exist_ok=True)
+    image.new("RGB", size, colour).save(path)
+
+
+def test_a_folder_of_images(tmp_path: Path) -> None:
+    save_image(tmp_path / "b-cats" / "x.png", (255, 0, 0))
+    save_image(tmp_path / "a-dogs" / "y.PNG", (0, 255, 0))
+    save_image(tmp_path / ".hidden" / "z.png", (0, 0, 255))
+    (tmp_path / "a-dogs" / "list.txt").write_text("no image")
+    source = open_source(Settings(model="resnet50", image_size=32, batch_size=16, data=str(tmp_path)))
+    data = source.data()
+    assert (data.source, data.files, data.truncated) == (str(tmp_path), 2, False)
+    images, labels = source.batch(0, 0, 0)
+    assert (images.shape, images.dtype) == ((16, 3, 32, 32), torch.float32)
+    assert set(labels.tolist()) == {0, 1}
+    for image, label in zip(images, labels, strict=True):
+        expected = torch.tensor([-1.0, 1.0, -1.0] if label == 0 else [1.0, -1.0, -1.0])
+        assert torch.equal(image, expected[:, None, None].expand(3, 32, 32))
+    assert not torch.equal(labels, source.batch(1, 0, 0)[1])
+    grey = open_source(Settings(model="mlp-mnist", data=str(tmp_path))).batch(0, 0, 0)[0]
+    assert grey.shape == (4, 1, 28, 28)
+
+
+def test_of_too_many_images_every_folder_has_a_part(tmp_path: Path) -> None:
+    for label in "ab":
+        for number in range(5):
+            save_image(tmp_path / label / f"{number}.png", (number, 0, 0), (4, 4))
+    folder = open_folder(str(tmp_path), 1000, limit=4)
+    assert folder.truncated
+    assert len(folder.paths) <= 4
+    assert set(folder.labels) == {0, 1}
+    assert open_folder(str(tmp_path), 1).labels == (0,) * 10
+
+
+def test_labels_without_folders_come_from_names(tmp_path: Path) -> None:
+    for number in range(8):
+        save_image(tmp_path / f"{number}.png", (0, 0, 0), (4, 4))
+    labels = open_folder(str(tmp_path), 1000).labels
+    assert len(set(labels)) > 1
+    assert labels == open_folder(str(tmp_path), 1000).labels
+
+
+def test_bad_folders_and_images_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="is no folder; image models take a folder"):
+        check_inputs(Settings(model="resnet50", data=str(tmp_path / "nowhere")))
+    with pytest.raises(DataError, match="holds no images"):
+        check_inputs(Settings(model="resnet50", data=str(tmp_path)))
+    (tmp_path / "bad.png").write_bytes(b"no image")
+    source = open_source(Settings(model="resnet50", image_size=32, data=str(tmp_path)))
+    with pytest.raises(DataError, match=r"bad.png cannot be read as an image"):
+        source.batch(0, 0, 0)
+
+
+def test_the_same_text_for_causal_and_masked_models() -> None:
+    causal = open_source(Settings(model="gpt2", seq_len=16, data="synthetic")).data()
+    assert causal.digest == load_corpus("synthetic").digest
+    assert causal == open_source(Settings(model="bert-base", seq_len=16, data="synthetic")).data()
