@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from zerokit.bench.workloads.configs import (
     ResNetConfig,
 )
 from zerokit.bench.workloads.library import BatchNorm, build_library, init_library
+from zerokit.errors import UsageError
 
 transformers = pytest.importorskip("transformers")
 
@@ -189,3 +192,13 @@ def test_inception_is_built_where_torchvision_is_installed() -> None:
     loss.backward()
     assert math.isfinite(loss.item())
     assert replace(config, classes=1000) == InceptionConfig()
+
+
+def test_a_torchvision_of_another_torch_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "torchvision", raising=False)
+    with pytest.raises(
+        UsageError, match=r"does not work with this torch \(operator torchvision::nms does not exist\)"
+    ):
+        build_library(InceptionConfig(), seed=0)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from zerokit.bench.workloads.catalogue import INSTALL
 from zerokit.bench.workloads.configs import (
     BertConfig,
     Config,
@@ -24,6 +25,7 @@ from zerokit.bench.workloads.configs import (
     TextConfig,
 )
 from zerokit.bench.workloads.initialise import DEFAULT_STD, init_module, name_modules, set_std
+from zerokit.errors import UsageError
 
 # Of the auxiliary classifier's loss, as torchvision's own training script for this model weighs it.
 _AUXILIARY = 0.4
@@ -111,8 +113,7 @@ def _make(config: Config) -> nn.Module:
             )
             return Classifier(transformers.ResNetForImageClassification(asked))
         case InceptionConfig():
-            import torchvision
-
+            torchvision = _torchvision()
             # Its own initialisation is slow and depends on the order of modules.
             made = torchvision.models.inception_v3(
                 weights=None, num_classes=config.classes, aux_logits=True, init_weights=False, dropout=0.0
@@ -120,6 +121,17 @@ def _make(config: Config) -> nn.Module:
             return Classifier(made)
         case _:
             raise AssertionError(f"{config} is built by no library")
+
+
+def _torchvision() -> Any:
+    try:
+        import torchvision
+    except (ImportError, RuntimeError) as error:
+        # Of another torch's version or build it is found, and fails only here.
+        raise UsageError(
+            f"torchvision does not work with this torch ({error}); {INSTALL['torchvision']}"
+        ) from error
+    return torchvision
 
 
 def _language_model(config: TextConfig) -> nn.Module:
