@@ -81,7 +81,7 @@ def command(
     With one RUN, all its cells are compared with the first. With several, cells are matched by the settings that vary
     within the runs, such as engine and stage, and the rest is told as what differs.
     """
-    from zerokit.bench.comparison.cells import baselines, make_cells
+    from zerokit.bench.comparison.cells import baselines, make_cells, side_by_side
     from zerokit.bench.comparison.differences import Rule, known_metric, regressions
     from zerokit.cli.compare_tables import as_json_text, show
     from zerokit.cli.text import printable
@@ -94,6 +94,7 @@ def command(
         raise click.UsageError(str(error)) from error
     cells = make_cells(runs)
     partners = baselines(cells, runs)
+    cells = side_by_side(cells, partners)
     broken = regressions(parsed, cells, partners)
     if html is not None:
         _write(html, runs)

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from zerokit.bench.comparison.cells import Cell
+from zerokit.bench.comparison.cells import Cell, unsupported
 from zerokit.bench.comparison.charts import memory_metric
 from zerokit.bench.comparison.conditions import conditions
 from zerokit.bench.comparison.differences import Difference, Regression, difference
@@ -33,10 +33,13 @@ def show(cells: Sequence[Cell], partners: Mapping[int, Cell | None], metrics: Se
     scales = {
         name: scale_of(name, METRICS[name].unit, [cell.value(name) for cell in cells]) for name in names
     }
-    build = _columns if len(cells) <= _COLUMNS else _rows
-    console.print(build(cells, partners, scales))
+    run = [cell for cell in cells if cell.status != "unsupported"]
+    build = _columns if len(run) <= _COLUMNS else _rows
+    console.print(build(run, partners, scales))
+    for labels, reason in unsupported(cells):
+        console.print(Text(f"{printable(labels)}: unsupported: {_line(reason)}"), soft_wrap=True)
     for cell in cells:
-        if cell.status != "ok":
+        if cell.status not in ("ok", "unsupported"):
             console.print(
                 Text(f"{printable(cell.label)}: {cell.status}: {_line(cell.first.reason)}"), soft_wrap=True
             )

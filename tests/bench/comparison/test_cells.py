@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.bench.records import make_cell, make_failure, make_sweep
-from zerokit.bench.comparison.cells import Cell, baselines, make_cells, short_names
+from zerokit.bench.comparison.cells import Cell, baselines, make_cells, short_names, side_by_side
 from zerokit.bench.comparison.conditions import conditions
 from zerokit.bench.comparison.runs import Run
 from zerokit.bench.record import Record
@@ -72,7 +72,7 @@ def test_another_machine_is_another_cell() -> None:
 def test_equal_cells_of_two_runs_are_named_by_the_run_and_matched() -> None:
     runs = [run(*make_sweep(), name="old/sweep"), run(*make_sweep(), name="new/sweep")]
     cells = make_cells(runs)
-    assert cells[0].label == "old/sweep: zerokit 0"
+    assert cells[0].label == "old: zerokit 0"
     partners = baselines(cells, runs)
     for cell in cells:
         partner = partners[id(cell)]
@@ -80,7 +80,7 @@ def test_equal_cells_of_two_runs_are_named_by_the_run_and_matched() -> None:
             assert partner is None
         else:
             assert partner is not None
-            assert partner.label == cell.label.replace("new/", "old/")
+            assert partner.label == cell.label.replace("new:", "old:")
 
 
 def test_runs_that_differ_as_a_whole_are_matched_by_what_varies_within_them() -> None:
@@ -114,10 +114,26 @@ def test_a_single_baseline_is_that_of_everything() -> None:
     assert {partners[id(cell)] is cells[0] for cell in cells[1:]} == {True}
 
 
-def test_short_names_are_the_ends_that_tell_apart() -> None:
-    assert short_names(["a/b/run.json", "a/c/run.json", "other.json"]) == {
-        "a/b/run.json": "b/run",
-        "a/c/run.json": "c/run",
-        "other.json": "other",
-    }
+def test_short_names_are_what_tells_apart() -> None:
+    assert list(short_names(["/x/b/run.json", "/x/c/run.json"]).values()) == ["b", "c"]
+    assert list(short_names(["/x/b/run.json", "/x/c/more/run.json", "y.json"]).values()) == [
+        "x/b/run",
+        "x/c/more/run",
+        "y",
+    ]
+    assert list(short_names(["old.json", "new.json"]).values()) == ["old", "new"]
+    assert short_names(["run", "run.json"]) == {"run": "run", "run.json": "run.json"}
     assert short_names([""]) == {"": ""}
+
+
+def test_matched_cells_stand_beside_their_baselines() -> None:
+    runs = [run(*make_sweep()[:3], name="old"), run(*make_sweep()[1:4], name="new")]
+    cells = make_cells(runs)
+    assert labels(side_by_side(cells, baselines(cells, runs))) == [
+        "old: zerokit 0",
+        "old: zerokit 1",
+        "new: zerokit 1",
+        "old: zerokit 2",
+        "new: zerokit 2",
+        "new: zerokit 3",
+    ]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.bench.records import make_cell, make_failure
 from zerokit.bench.comparison.cells import Cell, baselines, make_cells
-from zerokit.bench.comparison.differences import Difference, Rule, known_metric, regressions
+from zerokit.bench.comparison.differences import Difference, Rule, difference, known_metric, regressions
 from zerokit.bench.comparison.figures import Scale, percent, scale_of
 from zerokit.bench.comparison.runs import Run
 from zerokit.bench.metrics import METRICS, Measured
@@ -23,7 +23,8 @@ STEP, THROUGHPUT = METRICS["step/p50_ms"], METRICS["throughput/tokens_per_s"]
 
 def test_noise_is_the_root_of_the_sum_of_squares() -> None:
     found = Difference.of(STEP, Measured(100.0, 3.0), Measured(110.0, 4.0))
-    assert (found.relative, found.noise, found.worsening) == pytest.approx((0.1, 0.05, 0.1))
+    assert (found.relative, found.worsening) == pytest.approx((0.1, 0.1))
+    assert found.noise == pytest.approx(math.hypot(3 / 100, 4 / 110))
     assert found.verdict == "worse"
     assert Difference.of(STEP, Measured(100.0, 3.0), Measured(104.0, 4.0)).verdict == "within noise"
     assert Difference.of(STEP, Measured(100.0, 3.0), Measured(90.0, 4.0)).verdict == "better"
@@ -50,11 +51,30 @@ def test_a_verdict_never_contradicts_its_numbers(
     assert found.noise is not None
     if found.verdict == "worse":
         assert after > before
-        assert abs(after - before) > math.hypot(one, other) * (1 - 1e-9)
+        assert found.relative > found.noise  # the logarithm is the stricter for a rise
     elif found.verdict == "better":
         assert after < before
-    else:
-        assert abs(after - before) <= math.hypot(one, other) * (1 + 1e-9)
+    if one == other == 0.0:
+        assert (found.verdict == "within noise") == (before == after)
+
+
+@given(st.floats(1, 1e6), st.floats(1, 1e6), st.floats(0, 0.9), st.floats(0, 0.9))
+def test_a_time_and_its_rate_get_the_same_verdict(
+    before: float, after: float, one: float, other: float
+) -> None:
+    time = Difference.of(STEP, Measured(before, before * one), Measured(after, after * other))
+    rates = (1e6 / before, 1e6 / after)
+    rate = Difference.of(THROUGHPUT, Measured(rates[0], rates[0] * one), Measured(rates[1], rates[1] * other))
+    # But for rounding at the very edge of the noise.
+    assert time.verdict == rate.verdict or abs(math.log(after / before)) == pytest.approx(
+        math.hypot(one, other)
+    )
+
+
+def test_costs_around_zero_are_compared_by_their_distance() -> None:
+    cost = METRICS["comm/cost_ms"]
+    assert Difference.of(cost, Measured(2.0, 5.0), Measured(-3.0, 5.0)).verdict == "within noise"
+    assert Difference.of(cost, Measured(2.0, 5.0), Measured(30.0, 5.0)).verdict == "worse"
 
 
 @pytest.mark.parametrize("text", ["step/p50_ms:3%", "step/p50_ms:3", " step/p50_ms:3 % "])
@@ -134,7 +154,7 @@ def test_repetitions_widen_the_noise_of_a_gate() -> None:
     ],
 )
 def test_changes_are_written_shortly(relative: float, text: str) -> None:
-    assert percent(Difference(relative, 0.0, relative)) == text
+    assert percent(Difference(relative, 0.0, relative, "worse")) == text
 
 
 def test_a_column_has_one_number_of_decimals() -> None:
@@ -150,3 +170,14 @@ def test_a_cell_without_records_that_went_well_has_no_figures() -> None:
     (cell,) = make_cells([Run("", (make_failure("failed", "why"),))])
     assert isinstance(cell, Cell)
     assert cell.measure("step/p50_ms") is None
+
+
+def test_a_step_of_more_work_is_not_called_slower() -> None:
+    base, larger = [make_cell(step_ms=700.0)], [make_cell(step_ms=1390.0, batch_size=4)]
+    with pytest.raises(ZerokitError, match="not the same work; compare throughput"):
+        judged("step/p50_ms:3%", base, larger)
+    assert judged("throughput/tokens_per_s:3%", base, larger) == []
+    runs = [Run(str(place), tuple(records)) for place, records in enumerate((base, larger))]
+    first, second = make_cells(runs)
+    assert difference(second, first, "step/p50_ms") is None
+    assert difference(second, first, "memory/peak_host_mib") is not None

@@ -58,7 +58,7 @@ def test_the_page_says_who_won_and_what_failed(page: str) -> None:
     assert "gpt-34m on 2 ranks: zerokit 0–3, DDP, ZeroRedundancy, FSDP2 3, parameter server" in text
     assert re.search(r"Least memory ?zerokit 3 ?810 MiB a rank", text)
     assert "out of memory: needs about 41.2 GiB a rank, 7.5 GiB are available" in text
-    assert "unsupported: deepspeed is not installed here" in text
+    assert "not run: DeepSpeed 2 (deepspeed is not installed here; pip install deepspeed)" in text
 
 
 def test_nothing_is_loaded_from_outside_and_nothing_runs(page: str) -> None:

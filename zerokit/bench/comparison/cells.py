@@ -140,13 +140,27 @@ def name_of(record: Record, names: Iterable[str]) -> str:
     settings = record.settings
     words = [ENGINE_TITLES.get(settings.engine, settings.engine)]
     stages = ENGINES[settings.engine].stages if settings.engine in ENGINES else ()
-    if len(stages) > 1:
+    if stages != (settings.stage,):
         words[0] += f" {settings.stage}"
     for name in names:
         value = getattr(settings, name)
         if name not in ("engine", "stage") and value is not None:
             words.append(_WORDS[name](value) if name in _WORDS else f"{name} {value}")
     return " · ".join(words)
+
+
+def unsupported(cells: Sequence[Cell]) -> list[tuple[str, str]]:
+    """What could not run, as names and a reason: an engine's missing stages, told together."""
+    groups: dict[tuple[str, str], list[Cell]] = {}
+    for cell in cells:
+        if cell.status == "unsupported":
+            # "ddp has no stage 1: it has stage 0 only": of several stages, what they have in common is enough.
+            common = (cell.first.reason or "").rpartition(": ")[2]
+            groups.setdefault((cell.first.settings.engine, common), []).append(cell)
+    return [
+        (", ".join(cell.label for cell in group), common if len(group) > 1 else group[0].first.reason or "")
+        for (_, common), group in groups.items()
+    ]
 
 
 def _label(cells: Sequence[Cell]) -> None:
@@ -186,15 +200,14 @@ def _commit(record: Record) -> str:
 
 
 def short_names(names: Sequence[str]) -> dict[str, str]:
-    """The shortest ends of paths that still tell them apart: "a/x/run.json", "b/x/run.json" → "a/x/run", "b/x/run"."""
-    parts = {name: [part for part in name.split("/") if part] or [name] for name in names}
-    short: dict[str, str] = {}
-    for name, pieces in parts.items():
-        for length in range(1, len(pieces) + 1):
-            end = pieces[-length:]
-            if sum(other[-length:] == end for other in parts.values()) == 1:
-                break
-        short[name] = "/".join(pieces[-length:]).removesuffix(".json")
+    """What tells paths apart, without what all begin and end with: "a/x/run.json", "a/y/run.json" → "x", "y"."""
+    parts = {name: name.removesuffix(".json").strip("/").split("/") for name in names}
+    shortest = min((len(pieces) for pieces in parts.values()), default=1)
+    rows = list(parts.values())
+    start = next((n for n in range(shortest) if len({row[n] for row in rows}) > 1), 0)
+    rest = shortest - start - 1
+    end = next((n for n in range(rest) if len({row[-1 - n] for row in rows}) > 1), rest)
+    short = {name: "/".join(row[start : len(row) - end]) for name, row in parts.items()}
     return short if len(set(short.values())) == len(short) else {name: name for name in names}
 
 
@@ -216,6 +229,15 @@ def baselines(cells: Sequence[Cell], runs: Sequence[Run]) -> dict[int, Cell | No
         ]
         found[id(cell)] = partners[0] if partners and cell.run != runs[0].name else None
     return found
+
+
+def side_by_side(cells: Sequence[Cell], partners: Mapping[int, Cell | None]) -> list[Cell]:
+    """Each baseline followed by the cells that are compared with it, where there are several baselines."""
+    chosen = {id(partner) for partner in partners.values() if partner is not None}
+    if len(chosen) < 2:
+        return list(cells)
+    places = {id(cell): place for place, cell in enumerate(cells)}
+    return sorted(cells, key=lambda cell: (places[id(partners[id(cell)] or cell)], places[id(cell)]))
 
 
 def _same(one: object, other: object) -> bool:

@@ -16,6 +16,8 @@ from zerokit.bench.statistics import quantile, slowest
 
 # Dots of a strip: more than these cannot be told apart, and make a page heavy.
 DOTS = 300
+# Curves of which each is named; of more, only the highest and the lowest.
+_NAMED = 10
 _RUNS = ("first", "second", "third", "fourth")
 # Settings that are numbers with an order, and so an axis when they vary.
 _ORDERED = {
@@ -119,7 +121,9 @@ def _throughput(
     name = f"throughput/{unit}_per_s"
     if not any(cell.value(name) is not None for cell in cells):
         return None
-    shown = [cell for cell in cells if cell.value(name) is not None or cell.status != "ok"]
+    shown = [
+        cell for cell in cells if cell.value(name) is not None or cell.status not in ("ok", "unsupported")
+    ]
     draw, scale, words = _bar_chart(shown, partners, roles, name, f"{unit}/s")
     note = f"At the median step, all ranks together. More is better. {_differences(shown, partners)}"
     title = f"Throughput, {scale.unit}"
@@ -130,7 +134,9 @@ def _peak(
     cells: Sequence[Cell], partners: Mapping[int, Cell | None], roles: Mapping[int, str]
 ) -> Chart | None:
     name, words_for = memory_metric(cells)
-    shown = [cell for cell in cells if cell.value(name) is not None or cell.status != "ok"]
+    shown = [
+        cell for cell in cells if cell.value(name) is not None or cell.status not in ("ok", "unsupported")
+    ]
     if not any(cell.value(name) is not None for cell in cells):
         return None
     draw, scale, words = _bar_chart(shown, partners, roles, name, "MiB")
@@ -170,8 +176,9 @@ def _front(cells: Sequence[Cell], roles: Mapping[int, str], unit: str) -> Chart 
         )
         for cell, on_front in zip(shown, front, strict=True)
     ]
-    best = ", ".join(point.label for point in points if point.front)
-    note = f"Up and to the left is better. Filled: nothing else here is both faster and smaller ({best})."
+    best = [point.label for point in points if point.front]
+    note = "Up and to the left is better. Filled: nothing else here is both faster and smaller"
+    note += f" ({', '.join(best)})." if len(best) <= 6 else "."
     label = "Throughput over memory: " + "; ".join(point.title for point in points)
     return Chart(
         f"throughput-memory-{unit}",
@@ -284,9 +291,12 @@ def _communication(cells: Sequence[Cell], roles: Mapping[int, str]) -> Chart | N
         )
         measured = cell.measure("comm/cost_ms")
         error = (measured.error if measured is not None else None) or 0.0
-        known = abs(cost) > error
-        text = f"{scale.text(twin)} + {scale.text(cost)}" if known else f"{scale.text(step)}"
-        extra = f"{cost / step:.0%} of the step".replace("%", " %") if known and step else "within the noise"
+        known = cost > error and step > 0
+        text = f"{scale.text(twin)} + {scale.text(cost)}" if known else scale.text(step)
+        if known:
+            extra = f"{cost / step:.0%} of the step".replace("%", " %")
+        else:
+            extra = "faster than its twin" if -cost > error else "within the noise"
         parts = [
             Part(min(twin, step), "soft", title=f"compute only: {scale.text(twin)} {scale.unit}"),
             Part(
@@ -391,12 +401,16 @@ def _loss(cells: Sequence[Cell], roles: Mapping[int, str]) -> Chart | None:
     span = (max(values) - min(values)) or 1.0
     shared = set.intersection(*({step for step, _ in points} for _, points in curves))
     apart = max((_range(dict(points)[step] for _, points in curves) for step in shared), default=0.0)
-    same = len(curves) > 1 and apart < 0.02 * span
+    ends = [points[-1][1] for _, points in curves]
+    if len(curves) > 1 and apart < 0.02 * span:
+        names = {max(range(len(curves)), key=lambda place: curves[place][1][-1][0]): f"all {len(curves)}"}
+    elif len(curves) > _NAMED:
+        extremes = ends.index(max(ends)), ends.index(min(ends))
+        names = {place: curves[place][0].label for place in extremes}
+    else:
+        names = {place: cell.label for place, (cell, _) in enumerate(curves)}
     series = [
-        Series(
-            "" if same and number else (f"all {len(curves)}" if same else cell.label), points, roles[id(cell)]
-        )
-        for number, (cell, points) in enumerate(curves)
+        Series(names.get(place, ""), points, roles[id(cell)]) for place, (cell, points) in enumerate(curves)
     ]
     note = "Mean over ranks and micro-batches; step 0 is before any update."
     if len(curves) > 1:

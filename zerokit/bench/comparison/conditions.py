@@ -41,6 +41,9 @@ def conditions(cells: Sequence[Cell]) -> tuple[list[tuple[str, list[str]]], list
 
 def title_of(name: str) -> str:
     """Of a setting or a property of the machine, in words."""
+    kind, dot, rest = name.partition(".")
+    if dot:
+        return rest if kind == "variables" else f"{kind.removesuffix('s')} {rest}"
     return _NAMES.get(name, name.replace("_", " "))
 
 

@@ -24,37 +24,35 @@ class Difference:
 
     Attributes:
         relative: (value − baseline) ÷ |baseline|; infinite if only the baseline is 0.
-        noise: half of the 95 % interval of that difference: the root of the sum of both errors' squares; None where
-            neither side's error is known. An error that only one side knows counts alone.
+        noise: half of the 95 % interval of that difference: the root of the sum of the squares of both relative errors;
+            None where neither side's error is known. An error that only one side knows counts alone.
         worsening: `relative` if a higher value is worse, else −`relative`.
+        verdict: what may be said of it: nothing, where it does not exceed the noise. Ratios are measured by their
+            logarithm, so that a time and the rate that is its inverse get the same verdict.
     """
 
     relative: float
     noise: float | None
     worsening: float
+    verdict: Verdict
 
     @classmethod
     def of(cls, metric: Metric, baseline: Measured, measured: Measured) -> Difference:
-        change = measured.value - baseline.value
-        errors = [one.error for one in (baseline, measured) if one.error is not None]
-        noise = math.hypot(*errors) if errors else None
-        relative = _share(change, baseline.value)
-        return cls(
-            relative,
-            None if noise is None else abs(_share(noise, baseline.value)),
-            relative if metric.better == "lower" else -relative,
-        )
-
-    @property
-    def verdict(self) -> Verdict:
-        """What may be said of it: nothing, where it does not exceed the noise."""
-        if self.relative == 0.0:
-            return "within noise"
-        if self.noise is None:
-            return "noise unknown"
-        if abs(self.relative) <= self.noise:
-            return "within noise"
-        return "worse" if self.worsening > 0 else "better"
+        before, after = baseline.value, measured.value
+        relative = _share(after - before, before)
+        worsening = relative if metric.better == "lower" else -relative
+        errors = [(one.error, abs(one.value)) for one in (baseline, measured) if one.error is not None]
+        if not errors:
+            return cls(relative, None, worsening, "noise unknown" if relative else "within noise")
+        if before > 0.0 and after > 0.0 and all(error < value for error, value in errors):
+            noise = math.hypot(*(error / value for error, value in errors))
+            exceeds = abs(math.log(after / before)) > noise
+        else:  # a difference of two times may be about 0, or below it
+            spread = math.hypot(*(error for error, _ in errors))
+            noise = abs(_share(spread, before))
+            exceeds = abs(after - before) > spread
+        verdict: Verdict = ("worse" if worsening > 0 else "better") if exceeds else "within noise"
+        return cls(relative, noise, worsening, verdict)
 
 
 def _share(change: float, whole: float) -> float:
@@ -63,9 +61,22 @@ def _share(change: float, whole: float) -> float:
     return change / abs(whole) if whole else math.copysign(math.inf, change)
 
 
+# What a step of another batch, or of another model, is not compared by. Memory and rates a second always are.
+_OF_A_STEP = ("step/", "comm/", "phase/", "traffic/", "loss")
+_WORK = ("model", "batch_size", "accumulate", "seq_len", "image_size")
+
+
+def comparable(cell: Cell, baseline: Cell, name: str) -> bool:
+    """Whether both values are of the same work: a step of twice the batch is not slower because it takes longer."""
+    own, other = cell.settings, baseline.settings
+    if own["model"] != other["model"]:
+        return not name.startswith((*_OF_A_STEP, "throughput/"))
+    return not name.startswith(_OF_A_STEP) or all(own[work] == other[work] for work in _WORK)
+
+
 def difference(cell: Cell, baseline: Cell | None, name: str) -> Difference | None:
-    """Of one metric; None without a baseline or where one side does not have the metric."""
-    if baseline is None:
+    """Of one metric; None without a baseline, for other work, or where one side does not have the metric."""
+    if baseline is None or not comparable(cell, baseline, name):
         return None
     before, after = baseline.measure(name), cell.measure(name)
     return None if before is None or after is None else Difference.of(METRICS[name], before, after)
@@ -124,15 +135,19 @@ def regressions(
                 message = f"{cell.label}: {cell.status}, and {partner.label} was ok"
                 found.append(Regression(cell.label, rule, message))
                 continue
+            if not comparable(cell, partner, rule.metric):
+                raise ZerokitError(
+                    f"{rule.metric} cannot be checked: a step of {cell.label} and one of {partner.label} are not the "
+                    "same work; compare throughput"
+                )
             if (change := difference(cell, partner, rule.metric)) is None:
                 lacking = " and ".join(
                     one.label for one in (partner, cell) if one.measure(rule.metric) is None
                 )
                 raise ZerokitError(f"{rule.metric} cannot be checked: {lacking} has no such figure")
-            noise = change.noise or 0.0
-            if change.worsening > rule.percent / 100 and change.worsening > noise:
+            if change.worsening > rule.percent / 100 and change.verdict != "within noise":
                 before, after = partner.value(rule.metric), cell.value(rule.metric)
-                known = "unknown" if change.noise is None else f"{noise:.1%}"
+                known = "unknown" if change.noise is None else f"{change.noise:.1%}"
                 message = (
                     f"{cell.label}: {rule.metric} {after:,.6g} {metric.unit}".rstrip()
                     + f" is {change.worsening:.1%} worse than {before:,.6g} of {partner.label} "

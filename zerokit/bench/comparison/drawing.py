@@ -43,7 +43,7 @@ COLOURS: Mapping[str, tuple[str, str]] = MappingProxyType(
 )
 LIGHT = {role: colours[0] for role, colours in COLOURS.items()}
 
-CHARACTER = 0.56
+CHARACTER = 0.6
 """Width of a typical character of a proportional font, as a share of its size."""
 
 

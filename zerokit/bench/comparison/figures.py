@@ -48,7 +48,8 @@ class Scale:
 def scale_of(name: str, unit: str, values: Sequence[float | None]) -> Scale:
     """Of a metric's column: shares are told in percent, losses with four decimals."""
     if name in ("mfu", "step/spread", "step/drift"):
-        return Scale("%", 100.0, 1)
+        decimals = Scale.of("%", [None if value is None else 100 * value for value in values]).decimals
+        return Scale("%", 100.0, min(max(decimals, 1), 2))
     if name.startswith("loss"):
         return Scale("", 1.0, 4)
     if name in ("skipped_steps", "traffic/elements_per_step"):
@@ -66,7 +67,8 @@ def percent(difference: Difference) -> str:
     if share >= 1.0:
         return f"×{1 + share:.2g}" if share < 9 else f"×{1 + share:,.0f}"
     digits = 0 if abs(share) >= 0.0995 else 1
-    return f"{share * 100:+.{digits}f} %".replace("-", "−")
+    text = f"{share * 100:+.{digits}f} %".replace("-", "−")
+    return "0.0 %" if text[1:] == "0.0 %" else text
 
 
 def count(number: float) -> str:

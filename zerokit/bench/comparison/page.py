@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from zerokit.bench.comparison.cells import ENGINE_TITLES, Cell, short_names, varying
+from zerokit.bench.comparison.cells import ENGINE_TITLES, Cell, short_names, unsupported, varying
 from zerokit.bench.comparison.charts import memory_metric
 from zerokit.bench.comparison.conditions import conditions, title_of
-from zerokit.bench.comparison.differences import Difference, difference
+from zerokit.bench.comparison.differences import Difference, comparable, difference
 from zerokit.bench.comparison.figures import count, percent, scale_of
 from zerokit.bench.comparison.runs import Run
-from zerokit.bench.comparison.tables import Table, figures_table, results_table
+from zerokit.bench.comparison.tables import Table, figures_table, results_table, shortened
 from zerokit.bench.engines.catalogue import ENGINES
 from zerokit.bench.metrics import METRICS, UNITS
 from zerokit.bench.record import FORMAT
@@ -178,15 +178,18 @@ def _best_tiles(cells: Sequence[Cell]) -> list[Tile]:
                 _trade(smallest, fastest, memory, speed),
             )
         )
-    if (cheapest := _best(cells, "comm/cost_ms")) is not None:
-        share = (cheapest.value("comm/cost_ms") or 0.0) / (cheapest.value("step/p50_ms") or 1.0)
+    if (
+        cheapest := min((cell for cell in cells if cell.measure("comm/cost_ms")), key=_share, default=None)
+    ) is not None:
+        cost = cheapest.measure("comm/cost_ms")
+        what = f"{_figure(cheapest, 'comm/cost_ms')} a step, {_share(cheapest):.0%} of it".replace("%", " %")
+        if cost is not None and cost.value <= (cost.error or 0.0):
+            what = "costs nothing beyond the noise"
         tiles.append(
             Tile(
                 "Cheapest communication" if several else "Communication",
                 cheapest.label,
-                f"{_figure(cheapest, 'comm/cost_ms')} a step, {share:.0%} of it".replace("%", " %").replace(
-                    "-", "−"
-                ),
+                what,
                 _equals(cells, cheapest, "comm/cost_ms"),
             )
         )
@@ -199,6 +202,11 @@ def _best_tiles(cells: Sequence[Cell]) -> list[Tile]:
     return tiles
 
 
+def _share(cell: Cell) -> float:
+    """Of communication in the step."""
+    return (cell.value("comm/cost_ms") or 0.0) / (cell.value("step/p50_ms") or 1.0)
+
+
 def _equals(cells: Sequence[Cell], best: Cell, name: str) -> str:
     """Who cannot be told from the best."""
     measured = best.measure(name)
@@ -208,6 +216,7 @@ def _equals(cells: Sequence[Cell], best: Cell, name: str) -> str:
         if cell is not best
         and measured is not None
         and (other := cell.measure(name)) is not None
+        and comparable(cell, best, name)
         and Difference.of(METRICS[name], measured, other).verdict == "within noise"
     ]
     return f"within the noise of it: {listed(labels)}" if labels else ""
@@ -261,7 +270,9 @@ def _change_tiles(cells: Sequence[Cell], partners: Mapping[int, Cell | None]) ->
 
 
 def _notes(cells: Sequence[Cell], partners: Mapping[int, Cell | None]) -> list[str]:
-    notes = []
+    notes = [
+        f"Unsupported, so not run: {labels} ({shortened(reason)})." for labels, reason in unsupported(cells)
+    ]
     against = list(
         {id(partner): partner.label for partner in partners.values() if partner is not None}.values()
     )

@@ -112,14 +112,17 @@ def bars(rows: Sequence[Row], width: float) -> Drawing:
                 )
             )
         if row.error * scale > 1.0:
-            low, high = layout.left + (end - row.error) * scale, layout.left + (end + row.error) * scale
+            low, high = (
+                layout.left + max(end - row.error, 0.0) * scale,
+                layout.left + (end + row.error) * scale,
+            )
             middle = top + _BAR / 2
             drawing.add(Line(((low, middle), (high, middle)), "text", 1.25))
             drawing.add(*(Line(((at, middle - 3), (at, middle + 3)), "text", 1.25) for at in (low, high)))
         if row.mark is not None:
             at = layout.left + row.mark * scale
             drawing.add(Line(((at, top - 3), (at, top + _BAR + 3)), "text", 2.0))
-        after = layout.left + max(end + row.error, row.mark or 0.0) * scale + (7.0 if row.parts else 0.0)
+        after = layout.left + max(end + row.error, row.mark or 0.0) * scale + 7.0
         drawing.add(Text(after, top + 11.0, row.text, size=SIZE, fill="text" if row.parts else "muted"))
         if row.extra:
             drawing.add(
@@ -196,7 +199,9 @@ def scatter(points: Sequence[Point], width: float, x_title: str, y_title: str) -
     """Labelled points; neither axis starts at zero, because places beside each other are what is looked at."""
     height = max(260.0, 0.56 * width)
     x = _Axis.of(min(p.x for p in points), max(p.x for p in points), 50.0, width - 14.0, pad=0.1)
-    y = _Axis.of(min(p.y for p in points), max(p.y for p in points), height - 42.0, 30.0, pad=0.12)
+    y = _Axis.of(
+        min(p.y for p in points), max(p.y for p in points), height - 42.0, 30.0, room=1.6 * height, pad=0.12
+    )
     drawing = Drawing(width, height)
     _horizontal_grid(drawing, y, 46.0, width)
     _vertical_grid(drawing, x, 24.0, height - 38.0, "")
@@ -242,7 +247,9 @@ def lines(
     ys = [value for _, value in everything]
     xs = [value for value, _ in everything]
     x = _Axis.of(min(xs), max(xs), 52.0, width - min(labels, 0.45 * width) - 6.0, room=width - 60.0 - labels)
-    y = _Axis.of(0.0 if zero else min(ys), max(ys), height - 42.0, 30.0, pad=0.0 if zero else 0.05)
+    y = _Axis.of(
+        0.0 if zero else min(ys), max(ys), height - 42.0, 30.0, room=1.6 * height, pad=0.0 if zero else 0.05
+    )
     drawing = Drawing(width, height)
     _horizontal_grid(drawing, y, 46.0, x.stop + 4.0)
     for value, text in ticks or [(tick, x.text(tick)) for tick in x.ticks]:
@@ -256,7 +263,9 @@ def lines(
             drawing.add(*(Dot(a, b, 3.0, one.role) for a, b in path))
     ends = [(y.at(one.points[-1][1]), x.at(one.points[-1][0]), one) for one in series if one.label]
     for (_, at, one), placed in zip(
-        sorted(ends, key=lambda end: end[0]), _apart(sorted(end[0] for end in ends)), strict=True
+        sorted(ends, key=lambda end: end[0]),
+        _apart(sorted(end[0] for end in ends), 24.0, height - 42.0),
+        strict=True,
     ):
         drawing.add(Text(max(at, x.stop) + 8.0, placed + 4.0, one.label, size=SIZE, fill=one.role))
     return drawing
@@ -354,8 +363,8 @@ def _place(point: Point, x: float, y: float, taken: list[_Box], width: float, he
     return None
 
 
-def _apart(places: Sequence[float], pitch: float = SIZE + 3.0) -> list[float]:
-    """Sorted places moved as little as a simple rule can so that neighbours are `pitch` apart."""
+def _apart(places: Sequence[float], low: float, high: float, pitch: float = SIZE + 3.0) -> list[float]:
+    """Sorted places moved so that neighbours are `pitch` apart, between `low` and `high` where that is wide enough."""
     moved = list(places)
     for _ in range(50):
         for number in range(1, len(moved)):
@@ -363,4 +372,8 @@ def _apart(places: Sequence[float], pitch: float = SIZE + 3.0) -> list[float]:
             if overlap > 1e-6:
                 moved[number - 1] -= overlap / 2
                 moved[number] += overlap / 2
-    return moved
+    if not moved:
+        return moved
+    shift = min(0.0, high - moved[-1])
+    shift = max(shift, low - moved[0])
+    return [place + shift for place in moved]

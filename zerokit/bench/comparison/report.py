@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from zerokit.bench.comparison.cells import baselines, make_cells
+from zerokit.bench.comparison.cells import baselines, make_cells, side_by_side
 from zerokit.bench.comparison.charts import make_charts
 from zerokit.bench.comparison.drawing import COLOURS, png, svg
 from zerokit.bench.comparison.page import Picture, make_page
@@ -44,6 +44,7 @@ def render(runs: Sequence[Run]) -> str:
 
     cells = make_cells(runs)
     partners = baselines(cells, runs)
+    cells = side_by_side(cells, partners)
     pictures = [
         Picture(
             chart.name,

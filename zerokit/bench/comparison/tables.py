@@ -97,8 +97,9 @@ def _table(
     rows = [
         Line(cell.label, roles[id(cell)], tuple(items))
         if cell.status == "ok"
-        else Line(cell.label, roles[id(cell)], (), cell.status, _reason(cell))
+        else Line(cell.label, roles[id(cell)], (), cell.status, shortened(cell.first.reason))
         for cell, items in zip(cells, by_cell, strict=True)
+        if cell.status != "unsupported"
     ]
     return Table("cell", tuple(heads), tuple(rows))
 
@@ -114,9 +115,10 @@ def _change(change: Difference | None) -> Item:
     return Item(text, f"change {change.verdict}")
 
 
-def _reason(cell: Cell) -> str:
-    reason = " ".join((cell.first.reason or "").split())
-    return reason if len(reason) <= _REASON else reason[:_REASON] + "…"
+def shortened(reason: str | None) -> str:
+    """A reason on one line."""
+    text = " ".join((reason or "").split())
+    return text if len(text) <= _REASON else text[:_REASON] + "…"
 
 
 def figures_table(cells: Sequence[Cell]) -> Table:
