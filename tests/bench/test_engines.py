@@ -2,25 +2,40 @@
 
 from __future__ import annotations
 
+import importlib.util
+import math
+import subprocess
+import sys
 import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.support.distributed import run_ranks
 from zerokit.bench.engines.catalogue import ENGINES
-from zerokit.bench.engines.trainer import make
+from zerokit.bench.engines.compute_only import ComputeOnlyTrainer
+from zerokit.bench.engines.trainer import Trainer, make
 from zerokit.bench.machine import Place
 from zerokit.bench.settings import Settings
-
-# fp32 sums in another order differ by some 1e-7; a wrong average, a lost gradient or a skipped clip by 1e-3 and more.
-TOLERANCE = 1e-5
-STEPS = 4
+from zerokit.bench.workloads import catalogue
+from zerokit.bench.workloads.build import Loaded, load
+from zerokit.bench.workloads.catalogue import Workload
+from zerokit.bench.workloads.configs import BertConfig, GPTConfig, ResNetConfig
+from zerokit.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
+# fp32 sums in another order differ by some 1e-7; a wrong average or a lost gradient by 1e-3 and more.
+TOLERANCE = 1e-5
+# Engines round to bf16 at different places: autocast keeps fp32 parameters.
+HALF_TOLERANCE = 2e-2
+STEPS = 4
+
 TINY = Settings(
+    engine="zerokit",
+    stage=2,
     model="gpt-tiny",
     precision="fp32",
     device="cpu",
@@ -31,12 +46,30 @@ TINY = Settings(
     clip=0.5,
     nproc_per_node=2,
 )
+# DeepSpeed has an environment of its own, see `test_deepspeed_agrees`.
 PEERS = [
     (name, stage)
     for name, engine in ENGINES.items()
-    for stage in engine.stages
     if name not in ("compute-only", "deepspeed")
+    for stage in engine.stages
 ]
+FEW_PEERS = [
+    ("zerokit", 3),
+    ("ddp", 0),
+    ("zero-redundancy-optimizer", 1),
+    ("fsdp2", 3),
+    ("parameter-server", 0),
+]
+# The library's models, as small as they go: built on meta where the engine does that, with buffers, with BatchNorm.
+SMALL = {
+    "small-gpt2": GPTConfig(vocabulary=300, positions=16, width=16, layers=2, heads=2),
+    "small-bert": BertConfig(vocabulary=300, positions=16, width=16, layers=2, heads=2, hidden=32),
+    "small-resnet": ResNetConfig((1, 1, 1, 1), (16, 16, 32, 32), stem=8, classes=10, image_size=32),
+}
+WITH_SMALL = {
+    **catalogue.WORKLOADS,
+    **{name: Workload(name, config, "transformers") for name, config in SMALL.items()},
+}
 
 
 @dataclass(frozen=True)
@@ -47,17 +80,18 @@ class Curve:
     norms: list[float]
 
 
+def start(settings: Settings) -> tuple[Loaded, Trainer]:
+    """On a rank: a workload under an engine."""
+    loaded = load(settings)
+    return loaded, make(loaded, settings, Place(torch.device("cpu"), "gloo"))
+
+
 def train(settings: Settings) -> Curve:
     """On a rank: some steps."""
-    from zerokit.bench.workloads.build import load
-
-    place = Place(torch.device("cpu"), "gloo")
-    loaded = load(settings)
-    trainer = make(loaded, settings, place)
-    rank = torch.distributed.get_rank()
+    loaded, trainer = start(settings)
     curve = Curve([], [])
     for step in range(STEPS):
-        batches = [loaded.batch(step, rank, number) for number in range(settings.accumulate)]
+        batches = [loaded.batch(step, dist.get_rank(), number) for number in range(settings.accumulate)]
         losses, norm = trainer.step(batches)
         curve.losses.extend(float(loss) for loss in losses)
         if norm is not None:
@@ -67,30 +101,166 @@ def train(settings: Settings) -> Curve:
 
 def train_all(settings: list[Settings]) -> list[Curve]:
     """On a rank: one bench after the other, in one process group."""
+    catalogue.WORKLOADS = WITH_SMALL
     with warnings.catch_warnings():
-        # It compiles its functional optimizers at import (torch 2.13).
+        # torch compiles its functional optimizers at import (torch 2.13).
         warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)
         import torch.distributed.optim  # noqa: F401 - for ZeroRedundancyOptimizer
     return [train(one) for one in settings]
 
 
-def curves(settings: list[Settings], world: int = 2) -> list[list[Curve]]:
-    """By setting, by rank."""
-    by_rank = run_ranks(world, train_all, settings)
-    return [[rank[number] for rank in by_rank] for number in range(len(settings))]
+def curves(cells: list[Settings], world: int = 2) -> list[list[Curve]]:
+    """By cell, by rank."""
+    by_rank = run_ranks(world, train_all, cells)
+    return [[rank[number] for rank in by_rank] for number in range(len(cells))]
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("clip", [0.5, None])
-def test_engines_agree(accumulate: int, clip: float | None) -> None:
-    cells = [
-        replace(TINY, engine=name, stage=stage, accumulate=accumulate, clip=clip) for name, stage in PEERS
-    ]
-    found = curves(cells)
-    reference = found[0]
-    assert reference[0].losses[-1] < reference[0].losses[0]
-    assert len(reference[0].norms) == (STEPS if clip else 0)
+def cells_of(peers: list[tuple[str, int]], base: Settings) -> list[Settings]:
+    return [replace(base, engine=engine, stage=stage) for engine, stage in peers]
+
+
+def require_agreement(cells: list[Settings], found: list[list[Curve]], tolerance: float = TOLERANCE) -> None:
+    """Each rank's losses, and the norm where it is known, are those of the first cell."""
     for cell, ranks in zip(cells, found, strict=True):
-        for rank, expected in zip(ranks, reference, strict=True):
-            assert rank.losses == pytest.approx(expected.losses, rel=TOLERANCE), (cell.engine, cell.stage)
-        assert ranks[0].norms == pytest.approx(reference[0].norms, rel=TOLERANCE), (cell.engine, cell.stage)
+        for rank, expected in zip(ranks, found[0], strict=True):
+            assert rank.losses == pytest.approx(expected.losses, rel=tolerance), (cell.engine, cell.stage)
+        assert ranks[0].norms == pytest.approx(found[0][0].norms, rel=tolerance), (cell.engine, cell.stage)
+
+
+VARIANTS = [replace(TINY, accumulate=accumulate, clip=clip) for accumulate in (1, 2) for clip in (0.5, None)]
+ALONE = replace(TINY, engine="compute-only", stage=0)
+HALF = replace(TINY, precision="bf16")
+
+
+@pytest.fixture(scope="module")
+def trained() -> dict[Settings, list[Curve]]:
+    """What two ranks saw, all in one process group: importing torch's engines takes most of the time."""
+    cells = [cell for variant in VARIANTS for cell in cells_of(PEERS, variant)]
+    cells += [*cells_of([("zerokit", 2), *FEW_PEERS], HALF), ALONE]
+    return dict(zip(cells, curves(cells), strict=True))
+
+
+def test_engines_agree_with_and_without_clipping_and_accumulation(
+    trained: dict[Settings, list[Curve]],
+) -> None:
+    first = []
+    for variant in VARIANTS:
+        cells = cells_of(PEERS, variant)
+        require_agreement(cells, [trained[cell] for cell in cells])
+        curve = trained[cells[0]][0]
+        assert len(curve.losses) == STEPS * variant.accumulate
+        assert len(curve.norms) == (STEPS if variant.clip else 0)
+        assert curve.losses[-1] < curve.losses[0] - 0.1
+        first.append(curve.losses)
+    # Were clipping or accumulation left out by all alike, nothing above would notice.
+    assert first[0] != pytest.approx(first[1], rel=10 * TOLERANCE)
+    assert first[0] != pytest.approx(first[2][::2], rel=10 * TOLERANCE)
+
+
+def test_engines_agree_in_half_precision_as_far_as_it_goes(trained: dict[Settings, list[Curve]]) -> None:
+    cells = cells_of([("zerokit", 2), *FEW_PEERS], HALF)
+    require_agreement(cells, [trained[cell] for cell in cells], HALF_TOLERANCE)
+
+
+def test_compute_only_is_one_process_alone(trained: dict[Settings, list[Curve]]) -> None:
+    alone = run_ranks(1, train_all, [replace(TINY, nproc_per_node=1)])[0][0]
+    first, second = trained[ALONE]
+    assert first.losses == pytest.approx(alone.losses, rel=TOLERANCE)
+    assert first.norms == pytest.approx(alone.norms, rel=TOLERANCE)
+    assert second.losses != pytest.approx(alone.losses, rel=TOLERANCE)  # it has other batches
+
+
+def test_engines_agree_on_three_ranks_that_divide_nothing_evenly() -> None:
+    base = replace(TINY, model="llama-tiny", nproc_per_node=3)
+    cells = cells_of([("zerokit", 0), *FEW_PEERS], base)
+    require_agreement(cells, curves(cells, world=3))
+
+
+def test_engines_agree_on_the_models_of_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(catalogue, "WORKLOADS", WITH_SMALL)
+    # A BatchNorm over few values would amplify the order of sums beyond any tolerance.
+    images = replace(TINY, model="small-resnet", data="synthetic", batch_size=8, image_size=64, lr=1e-3)
+    bases = [replace(TINY, model="small-gpt2"), replace(TINY, model="small-bert"), images]
+    by_model = [cells_of([("zerokit", 0), *FEW_PEERS], base) for base in bases]
+    found = iter(curves([cell for cells in by_model for cell in cells]))
+    for cells in by_model:
+        require_agreement(cells, [next(found) for _ in cells])
+
+
+def moved(settings: Settings) -> list[list[bool]]:
+    """On a rank: which elements of each parameter some steps have changed."""
+    loaded, trainer = start(settings)
+    assert isinstance(trainer, ComputeOnlyTrainer)
+    before = [parameter.detach().clone() for parameter in trainer.model.parameters()]
+    for step in range(STEPS):
+        _, norm = trainer.step([loaded.batch(step, dist.get_rank(), 0)])
+    assert norm is not None
+    assert math.isfinite(norm)
+    # The scale of the loss in fp16 starts too high on purpose.
+    assert 0 < trainer.skipped_steps < STEPS if settings.precision == "fp16" else trainer.skipped_steps == 0
+    after = trainer.model.parameters()
+    return [(old != new).flatten().tolist() for old, new in zip(before, after, strict=True)]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_compute_only_steps_a_share_of_every_parameter_beyond_stage_zero(precision: str) -> None:
+    settings = replace(
+        TINY, model="mlp-mnist", data="synthetic", engine="compute-only", stage=1, nproc_per_node=3
+    )
+    by_rank = run_ranks(3, moved, replace(settings, precision=precision))
+    for parts in zip(*by_rank, strict=True):
+        numel = len(parts[0])
+        for rank, part in enumerate(parts):
+            start, stop = rank * numel // 3, (rank + 1) * numel // 3
+            assert not any(part[:start])
+            assert not any(part[stop:])
+        # A rank's own share has moved, but for pixels without a gradient.
+        assert all(any(part) for part in parts)
+
+
+def test_an_engine_that_is_missing_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    loaded = load(TINY)
+    with pytest.raises(UsageError, match="deepspeed is not installed here; pip install deepspeed"):
+        make(loaded, replace(TINY, engine="deepspeed"), Place(torch.device("cpu"), "gloo"))
+
+
+def test_an_engine_without_the_stage_says_so() -> None:
+    with pytest.raises(UsageError, match="ddp has no stage 2: it has stage 0 only"):
+        make(load(TINY), replace(TINY, engine="ddp", stage=2), Place(torch.device("cpu"), "gloo"))
+
+
+def test_nobodys_memory_includes_anothers_modules() -> None:
+    """A worker that trains with DDP has loaded neither zerokit's runtime nor what other peers need."""
+    program = (
+        "import sys, zerokit.bench.worker, zerokit.bench.engines.ddp\n"
+        "names = ('zerokit.runtime', 'zerokit.checkpoint', 'torch.distributed.optim', 'torch.distributed.fsdp',"
+        " 'transformers', 'mlflow', 'deepspeed')\n"
+        "print([name for name in names if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True, timeout=120
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def train_beside_ddp(cells: list[Settings]) -> list[Curve]:
+    """On a rank: DeepSpeed's imports and initialisation warn of many things."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return [train(one) for one in cells]
+
+
+@pytest.mark.skipif(ENGINES["deepspeed"].missing is not None, reason="deepspeed is not installed")
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_deepspeed_agrees(accumulate: int) -> None:
+    variants = [replace(TINY, accumulate=accumulate, clip=clip) for clip in (0.5, None)]
+    for variant in variants:
+        cells = cells_of([("ddp", 0), *(("deepspeed", stage) for stage in range(4))], variant)
+        by_rank = run_ranks(2, train_beside_ddp, cells)
+        for number, cell in enumerate(cells):
+            for rank in by_rank:
+                assert rank[number].losses == pytest.approx(rank[0].losses, rel=TOLERANCE), cell.stage
+                if rank[number].norms:  # DeepSpeed does not tell it at stage 0
+                    assert rank[number].norms == pytest.approx(rank[0].norms, rel=TOLERANCE)

@@ -1,0 +1,74 @@
+"""What the record says of machine and software."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import torch
+
+import zerokit
+from tests.support.distributed import run_ranks
+from zerokit.bench.environment import git_commit, look_around, measured_variables, versions
+from zerokit.bench.machine import Place
+from zerokit.bench.record import Environment
+
+
+def git(folder: Path, *arguments: str) -> str:
+    identity = ("-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false")
+    done = subprocess.run(
+        ["git", "-C", str(folder), *identity, *arguments], capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
+
+
+def test_the_commit_of_a_repository_and_whether_it_was_changed(tmp_path: Path) -> None:
+    assert git_commit(tmp_path) is None
+    git(tmp_path, "init", "--quiet")
+    assert git_commit(tmp_path) is None  # nothing is committed yet
+    (tmp_path / "file").write_text("one")
+    git(tmp_path, "add", "file")
+    git(tmp_path, "commit", "--quiet", "-m", "first")
+    commit = git(tmp_path, "rev-parse", "HEAD")
+    (tmp_path / "record.json").write_text("not tracked: no change")
+    assert git_commit(tmp_path) == commit
+    (tmp_path / "file").write_text("two")
+    assert git_commit(tmp_path / ".") == f"{commit}-dirty"
+
+
+def test_no_git_is_no_commit(tmp_path: Path, monkeypatch: object) -> None:
+    assert git_commit(tmp_path / "missing") is None
+
+
+def test_only_variables_that_change_measurements_are_kept() -> None:
+    kept = {
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "LD_PRELOAD": "libjemalloc.so",
+        "MALLOC_ARENA_MAX": "2",
+        "NCCL_ALGO": "Ring",
+        "OMP_NUM_THREADS": "1",
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    }
+    others = {"HOME": "/root", "AWS_SECRET_ACCESS_KEY": "x", "CUDA_HOME": "/usr/local/cuda", "PATH": "/bin"}
+    assert measured_variables(kept | others) == kept
+
+
+def test_versions_of_what_was_imported() -> None:
+    assert versions(["json", "numpy"]) == {}
+    assert versions(["deepspeed"]) == {"deepspeed": versions(["deepspeed"])["deepspeed"]}
+
+
+def look() -> Environment:
+    return look_around(Place(torch.device("cpu"), "gloo"))
+
+
+def test_a_rank_on_a_cpu() -> None:
+    first, second = run_ranks(2, look)
+    assert first == second
+    assert first.digest == second.digest
+    assert (first.zerokit, first.torch) == (zerokit.__version__, torch.__version__)
+    assert (first.backend, first.world, first.threads) == ("gloo", 2, 1)
+    assert first.cores >= 1
+    assert first.memory_bytes > 2**28
+    assert (first.accelerator, first.accelerators, first.cuda, first.nccl) == (None, 0, None, None)

@@ -1,0 +1,166 @@
+"""The timed loop: warm-up that all ranks end together, steps that are told, errors that say what they are."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.support.distributed import run_alone, run_ranks
+from zerokit.bench import status
+from zerokit.bench.checkpoints import Keeper
+from zerokit.bench.engines.trainer import Batch, Trainer
+from zerokit.bench.machine import Place
+from zerokit.bench.progress import Progress, ProgressReader, ProgressWriter
+from zerokit.bench.schema import to_plain
+from zerokit.bench.settings import Settings
+from zerokit.bench.statistics import STEADY_WINDOW
+from zerokit.bench.status import Status, oom_kills, read_status, write_status
+from zerokit.bench.training import Loop, Measured
+from zerokit.bench.worker import choose
+from zerokit.bench.workloads.build import load
+
+HERE = Place(torch.device("cpu"), "gloo")
+TINY = Settings(model="mlp-mnist", engine="compute-only", stage=0, steps=3, nproc_per_node=2)
+
+
+@dataclass
+class Settling(Trainer):
+    """Its first steps take long on the second rank alone: only together do the ranks know when to begin."""
+
+    slow_steps: int
+    seen: list[list[Batch]] = field(default_factory=list)
+
+    def forward(self, batch: Batch) -> Tensor:
+        return torch.ones(())
+
+    def backward(self, loss: Tensor) -> None:
+        pass
+
+    def update(self) -> None:
+        pass
+
+    def step(self, batches: object) -> tuple[list[Tensor], Tensor | None]:
+        assert isinstance(batches, list)
+        self.seen.append(batches)
+        slow = dist.get_rank() == 1 and len(self.seen) <= self.slow_steps
+        time.sleep(0.2 if slow else 0.03)
+        return [torch.tensor(float(len(self.seen))), torch.tensor(float(len(self.seen) + 2))], torch.tensor(
+            7.0
+        )
+
+
+def run(settings: Settings, slow_steps: int, path: str) -> tuple[Measured, int, int]:
+    """On a rank: the loop; also when the measured steps began, and how many different batches there were."""
+    trainer = Settling(slow_steps)
+    loop = Loop(trainer, load(settings), settings, HERE)
+    began: list[int] = []
+    writer = ProgressWriter(Path(path) if dist.get_rank() == 0 else None)
+    measured = loop.run(writer, Keeper(settings, None), begin=lambda: began.append(len(trainer.seen)))
+    writer.close()
+    (begin,) = began
+    different = {tuple(batch[0].flatten().tolist()) for batches in trainer.seen for batch in batches}
+    return measured, begin, len(different)
+
+
+def test_warm_up_ends_on_all_ranks_when_the_slowest_is_steady(tmp_path: Path) -> None:
+    slow_steps = STEADY_WINDOW + 2
+    settings = replace(TINY, accumulate=2)
+    found = run_ranks(2, run, settings, slow_steps, str(tmp_path / "progress"))
+    for measured, began, batches in found:
+        assert measured.warmup == found[0][0].warmup == began
+        # The shortest warm-up is not enough while the last window but one still holds slow steps.
+        assert measured.warmup >= slow_steps + STEADY_WINDOW
+        assert len(measured.step_ms) == len(measured.loss) == measured.warmup + 3 == measured.trained
+        assert measured.loss[:2] == [2.0, 3.0]  # the mean over micro-batches
+        assert set(measured.gradient_norm) == {7.0}
+        assert batches == 2 * measured.trained
+        assert min(measured.step_ms) >= 30.0
+    lines = (tmp_path / "progress").read_text().splitlines()
+    last = ProgressReader(tmp_path / "progress").latest()
+    assert len(lines) == found[0][0].trained
+    warmup = found[0][0].warmup
+    assert last is not None
+    assert (last.done, last.total, last.warmup) == (warmup + 3, warmup + 3, warmup)
+    # Meanwhile the least is expected.
+    assert Progress(*json.loads(lines[0])).total == 2 * STEADY_WINDOW + 1 + 3
+
+
+def test_a_given_warm_up_is_kept(tmp_path: Path) -> None:
+    for warmup in (0, 2):
+        found = run_ranks(2, run, replace(TINY, warmup=warmup), 100, str(tmp_path / f"progress-{warmup}"))
+        assert [(measured.warmup, began, measured.trained) for measured, began, _ in found] == [
+            (warmup, warmup, warmup + 3)
+        ] * 2
+
+
+def test_a_rank_fills_in_what_was_left_open() -> None:
+    asked = Settings(model="gpt-tiny", seq_len=16)
+    chosen = choose(asked, HERE)
+    assert (chosen.device, chosen.precision, chosen.data) == ("cpu", "fp32", "standard-library")
+    assert (chosen.bucket_mb, chosen.image_size, chosen.warmup) == (16.0, None, None)
+    on_cuda = choose(replace(asked, engine="fsdp2", stage=3), Place(torch.device("cuda"), "nccl"))
+    assert (on_cuda.device, on_cuda.precision, on_cuda.bucket_mb) == ("cuda", "bf16", None)
+    images = choose(replace(asked, model="mlp-mnist", precision="bf16"), HERE)
+    assert (images.image_size, images.precision, images.data) == (28, "bf16", "synthetic")
+
+
+def test_a_status_is_read_as_it_was_written(tmp_path: Path) -> None:
+    job = tmp_path / "job.json"
+    assert read_status(job) is None
+    for reason in ("one rank", "another"):
+        write_status(job, Status("out of memory", reason))
+    assert read_status(job) == Status("out of memory", "another")
+    assert [path.name for path in tmp_path.iterdir()] == ["job.json.status"]
+
+
+def test_the_kernels_count_of_killed_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status.Path, "read_text", lambda self: "nr_free_pages 5\noom_kill 3\n")
+    assert oom_kills() == 3
+    monkeypatch.setattr(status.Path, "read_text", lambda self: "nr_free_pages 5\n")
+    assert oom_kills() is None
+
+
+def run_out_of_memory(job: str) -> str:
+    """In a process of its own, with far less address space than the model takes."""
+    from zerokit.bench import worker
+
+    os.environ.update(
+        RANK="0",
+        WORLD_SIZE="1",
+        LOCAL_RANK="0",
+        LOCAL_WORLD_SIZE="1",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="0",
+    )
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group = lambda *arguments, **options: None  # type: ignore[assignment]
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + 2**28, used + 2**28))
+    with pytest.raises(worker.OutOfMemory) as caught:
+        worker.main(Path(job))
+    return str(caught.value)
+
+
+def test_running_out_of_memory_is_told_beside_the_job(tmp_path: Path) -> None:
+    job = tmp_path / "job.json"
+    settings = Settings(
+        engine="compute-only", stage=0, model="gpt2-124m", seq_len=16, batch_size=1, data="synthetic"
+    )
+    record = tmp_path / "record.json"
+    job.write_text(json.dumps({"settings": to_plain(settings), "record": str(record), "progress": None}))
+    message = run_alone(run_out_of_memory, str(job))
+    told = read_status(job)
+    assert told is not None
+    assert told == Status("out of memory", message)
+    assert "gpt2-124m (124.4 M parameters), compute-only stage 0, 1 ranks" in message
+    assert "higher --stage" in message
+    assert not record.exists()
