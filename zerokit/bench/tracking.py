@@ -179,6 +179,12 @@ def _told(what: str, question: Callable[[], T]) -> T:
         raise TrackingError(f"{what}: {_first_line(error)}") from error
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
+    """The error in a line; of a connection that failed its root, which libraries wrap up to five times."""
+    root = error
+    while (below := root.__cause__ or root.__context__) is not None:
+        root = below
+    if isinstance(root, OSError):
+        error = root
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0] if text else 'no message'}"[:300]
