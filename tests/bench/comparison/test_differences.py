@@ -174,10 +174,19 @@ def test_a_cell_without_records_that_went_well_has_no_figures() -> None:
 
 def test_a_step_of_more_work_is_not_called_slower() -> None:
     base, larger = [make_cell(step_ms=700.0)], [make_cell(step_ms=1390.0, batch_size=4)]
-    with pytest.raises(ZerokitError, match="not the same work; compare throughput"):
+    with pytest.raises(ZerokitError, match="did not do the same work"):
         judged("step/p50_ms:3%", base, larger)
     assert judged("throughput/tokens_per_s:3%", base, larger) == []
     runs = [Run(str(place), tuple(records)) for place, records in enumerate((base, larger))]
     first, second = make_cells(runs)
     assert difference(second, first, "step/p50_ms") is None
     assert difference(second, first, "memory/peak_host_mib") is not None
+
+
+def test_the_last_loss_of_more_steps_is_not_compared() -> None:
+    longer = make_cell(seed=1)
+    longer = replace(longer, loss=[*longer.loss, 1.0])
+    runs = [Run("0", (make_cell(),)), Run("1", (longer,))]
+    first, second = make_cells(runs)
+    assert difference(second, first, "loss_last") is None
+    assert difference(second, first, "loss_first") is not None

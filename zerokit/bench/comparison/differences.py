@@ -67,10 +67,15 @@ _WORK = ("model", "batch_size", "accumulate", "seq_len", "image_size")
 
 
 def comparable(cell: Cell, baseline: Cell, name: str) -> bool:
-    """Whether both values are of the same work: a step of twice the batch is not slower because it takes longer."""
+    """Whether both values are of the same work.
+
+    A step of twice the batch is not slower because it takes longer, nor the last loss of more steps better.
+    """
     own, other = cell.settings, baseline.settings
     if own["model"] != other["model"]:
         return not name.startswith((*_OF_A_STEP, "throughput/"))
+    if name == "loss_last" and len(cell.first.loss) != len(baseline.first.loss):
+        return False
     return not name.startswith(_OF_A_STEP) or all(own[work] == other[work] for work in _WORK)
 
 
@@ -137,8 +142,8 @@ def regressions(
                 continue
             if not comparable(cell, partner, rule.metric):
                 raise ZerokitError(
-                    f"{rule.metric} cannot be checked: a step of {cell.label} and one of {partner.label} are not the "
-                    "same work; compare throughput"
+                    f"{rule.metric} cannot be checked: {cell.label} and {partner.label} did not do the same work "
+                    "(model, batch, number of steps)"
                 )
             if (change := difference(cell, partner, rule.metric)) is None:
                 lacking = " and ".join(

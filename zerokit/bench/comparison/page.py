@@ -270,9 +270,9 @@ def _change_tiles(cells: Sequence[Cell], partners: Mapping[int, Cell | None]) ->
 
 
 def _notes(cells: Sequence[Cell], partners: Mapping[int, Cell | None]) -> list[str]:
-    notes = [
-        f"Unsupported, so not run: {labels} ({shortened(reason)})." for labels, reason in unsupported(cells)
-    ]
+    notes = []
+    if missing := [f"{labels} ({shortened(reason)})" for labels, reason in unsupported(cells)]:
+        notes.append(f"Unsupported, so not run: {'; '.join(missing)}.")
     against = list(
         {id(partner): partner.label for partner in partners.values() if partner is not None}.values()
     )

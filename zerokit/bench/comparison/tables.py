@@ -68,8 +68,9 @@ def results_table(cells: Sequence[Cell], partners: Mapping[int, Cell | None]) ->
         ("comm/cost_ms", True, False),
         ("mfu", False, False),
         ("traffic/mib_per_step", False, False),
-        ("loss_last", False, False),
     ]
+    if len({len(cell.first.loss) for cell in cells if cell.status == "ok"}) == 1:
+        columns.append(("loss_last", False, False))
     return _table(cells, partners, columns)
 
 
