@@ -239,6 +239,8 @@ def _fill(config: Config, module: nn.Module) -> None:
                 buffer.copy_(1.0 / config.rotary_base ** (half / (2 * len(buffer))))
             case "bias":  # the causal mask of GPT-2 in transformers 4
                 buffer.copy_(torch.ones_like(buffer).tril())
+            case "masked_bias":  # and what it puts in place of the future
+                buffer.fill_(-1e4)
             case _:
                 raise AssertionError(
                     f"{type(module).__name__}.{name}: a buffer whose values are not known here"
