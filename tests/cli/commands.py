@@ -12,7 +12,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 # Small enough that most of the time goes into starting Python.
-TINY = ("--model", "gpt-tiny", "--seq-len", "16", "--batch-size", "2", "--steps", "4", "--warmup", "2")
+TINY = (
+    *("--model", "gpt-tiny", "--seq-len", "16", "--batch-size", "2"),
+    *("--steps", "4", "--warmup", "2", "--no-twin"),
+)
 
 
 def environment(folder: Path, **more: str) -> dict[str, str]:

@@ -49,7 +49,7 @@ class Finished:
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     folder = tmp_path_factory.mktemp("finished")
-    process = zerokit(folder, "bench", "--stage", "2", "--nodes", "2", "--accumulate", "2", *TINY)
+    process = zerokit(folder, "bench", "--stage", "2", "--nodes", "2", "--accumulate", "2", *TINY, "--twin")
     assert process.returncode == 0, process.stderr
     return Finished(folder, process)
 
@@ -71,17 +71,29 @@ def test_the_record_holds_every_ranks_every_step(finished: Finished) -> None:
     record = finished.record
     assert (record.settings.stage, record.settings.nodes, record.settings.accumulate) == (2, 2, 2)
     assert (record.settings.precision, record.settings.device) == ("fp32", "cpu")
+    assert record.model is not None
+    assert record.results is not None
     assert record.model.parameters == describe("gpt-tiny").parameters
     assert [(rank.rank, rank.node) for rank in record.ranks] == [(0, 0), (1, 1)]
     assert all(len(rank.step_ms) == 4 and len(rank.warmup_ms) == 2 for rank in record.ranks)
     assert all(rank.peak_host_bytes > 50 * 2**20 for rank in record.ranks)
     assert len(record.loss) == len(record.gradient_norm) == 6
     assert record.results.step.count == 4
-    assert record.results.tokens_per_second > 0
+    assert record.results.throughput > 0
+
+
+def test_communication_is_the_step_less_its_twins(finished: Finished) -> None:
+    record = finished.record
+    assert record.twin is not None
+    assert record.results is not None
+    assert (record.twin.stage, record.twin.step.count) == (1, 4)
+    assert record.results.communication_ms == pytest.approx(record.results.step.p50 - record.twin.step.p50)
+    assert re.search(r"communication +-?[\d.]+ ms +± ", finished.process.stdout)
 
 
 def test_the_loss_falls(finished: Finished) -> None:
     results = finished.record.results
+    assert results is not None
     assert results.loss_first is not None
     assert results.loss_last is not None
     assert results.loss_last < results.loss_first - 0.05
@@ -91,6 +103,8 @@ def test_measured_memory_and_traffic_are_the_predicted(finished: Finished) -> No
     record = finished.record
     for rank in record.ranks:
         assert rank.memory_bytes == rank.predicted_memory_bytes
+    assert record.traffic is not None
+    assert record.model is not None
     assert record.traffic.elements == record.traffic.predicted_elements == 2 * record.model.parameters
     assert record.traffic.bytes == record.traffic.predicted_bytes == 8 * record.model.parameters
 
@@ -115,6 +129,7 @@ def test_the_table_tells_what_was_asked_for(finished: Finished) -> None:
 
 def test_mlflow_holds_the_record(finished: Finished, client: MlflowClient) -> None:
     run, record = newest_run(client), finished.record
+    assert record.results is not None
     assert run.info.status == "FINISHED"
     assert f"MLflow  run {run.info.run_id}" in finished.process.stdout
     assert run.data.metrics["step/p50_ms"] == pytest.approx(record.results.step.p50)
@@ -122,8 +137,10 @@ def test_mlflow_holds_the_record(finished: Finished, client: MlflowClient) -> No
     assert run.data.params["stage"] == "2"
     curve = client.get_metric_history(run.info.run_id, "loss")
     assert [point.value for point in curve] == pytest.approx(record.loss)
-    (artifact,) = client.list_artifacts(run.info.run_id)
-    assert artifact.path == finished.record_path.name
+    names = {artifact.path for artifact in client.list_artifacts(run.info.run_id)}
+    assert names == {"record.json", "configuration.json", "environment.json", "step_times.csv", "plots"}
+    assert read_record(Path(client.download_artifacts(run.info.run_id, "record.json"))) == record
+    assert run.data.tags["zerokit.record_id"] == record.id
 
 
 def test_nothing_is_left_behind(finished: Finished) -> None:
@@ -150,7 +167,8 @@ def test_a_tracking_server_that_is_down_loses_nothing_and_json_is_alone_on_stdou
     assert (record.settings.stage, record.settings.precision, record.settings.seed) == (3, "bf16", 7)
     assert record.gradient_norm == []
     assert json.loads(process.stdout)["settings"]["clip"] is None
-    assert "MLflow at http://127.0.0.1:1 cannot be used" in process.stderr
+    assert "MLflow at http://127.0.0.1:1 cannot be used: ConnectionRefusedError" in process.stderr
+    assert "MLflow  not complete; later: zerokit push mine.json" in process.stderr
     assert "record  mine.json" in process.stderr
 
 
@@ -168,7 +186,8 @@ def test_a_killed_rank_ends_the_command_and_is_named(
     assert stdout == ""
     assert f"zerokit: rank 1 (node 1, pid {victim}) was killed by SIGKILL" in stderr
     assert processes_of(tmp_path) == {}
-    assert list((tmp_path / "zerokit-bench").iterdir()) == []
+    (path,) = (tmp_path / "zerokit-bench").iterdir()
+    assert read_record(path).status == "failed"
     run = newest_run(client)
     assert run.info.status == "FAILED"
     assert f"pid {victim}" in run.data.tags["zerokit.reason"]

@@ -21,7 +21,7 @@ from zerokit.cli import cli
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 # About a second of steps: time enough to strike.
-LONG = (*TINY, "--steps", "400", "--data", "synthetic")
+LONG = (*TINY, "--steps", "200", "--data", "synthetic")
 
 
 def statuses(folder: Path) -> list[str]:
@@ -29,8 +29,8 @@ def statuses(folder: Path) -> list[str]:
 
 
 def test_a_sweep_survives_an_interruption_and_a_killed_rank(tmp_path: Path) -> None:
-    """Ctrl-C in the first cell, SIGKILL to a rank of the second, and then to the end, with MLflow."""
-    options = ["--engine", "zerokit,ddp", "--stage", "1,2", "--output", "sweep", *LONG]
+    """Ctrl-C in the first cell, SIGKILL to its rank the next time, and then to the end, with MLflow."""
+    options = ["--engine", "zerokit,ddp", "--stage", "2", "--output", "sweep", *LONG]
     with start(tmp_path, ["bench", "--no-mlflow", *options]) as process:
         wait_for(lambda: training(tmp_path), process)
         process.send_signal(signal.SIGINT)
@@ -46,36 +46,37 @@ def test_a_sweep_survives_an_interruption_and_a_killed_rank(tmp_path: Path) -> N
     assert statuses(tmp_path) == ["killed"]
 
     with start(tmp_path, ["bench", "--continue", "sweep", "--no-mlflow"]) as process:
-        wait_for(lambda: statuses(tmp_path) == ["ok"] and training(tmp_path), process)
+        wait_for(lambda: training(tmp_path), process)
         os.kill(rank_pid(tmp_path, 0), signal.SIGKILL)
         stdout, stderr = process.communicate(timeout=120)
     assert process.returncode == 1
     assert re.search(
-        r"\[2/4\] zerokit stage 2  failed: rank 0 \(node 0, pid \d+\) was killed by SIGKILL", stderr
+        r"\[1/2\] zerokit stage 2  failed: rank 0 \(node 0, pid \d+\) was killed by SIGKILL", stderr
     )
-    assert "[3/4] ddp stage 1  unsupported: ddp has no stage 1: it has stage 0 only" in stderr
+    assert "[2/2] ddp stage 2  unsupported: ddp has no stage 2: it has stage 0 only" in stderr
     assert "to run the failed cells again: zerokit bench --continue sweep --no-mlflow" in stderr
-    assert re.search(r"zerokit +1 +\d", stdout)
     assert re.search(r"zerokit +2 +failed", stdout)
     assert processes_of(tmp_path) == {}
-    assert statuses(tmp_path) == ["ok", "failed", "unsupported", "unsupported"]
+    assert statuses(tmp_path) == ["failed", "unsupported"]
 
     done = zerokit(tmp_path, "bench", "--continue", "sweep", "--json")
     assert done.returncode == 0, done.stderr
     content = json.loads(done.stdout)
     records = [Record.from_json(json.dumps(record)) for record in content["records"]]
-    assert [record.status for record in records] == ["ok", "ok", "unsupported", "unsupported"]
+    assert [record.status for record in records] == ["ok", "unsupported"]
     assert content["sweep"] == json.loads((tmp_path / "sweep" / "sweep.json").read_text())
     assert SweepFolder(tmp_path / "sweep").read().options["engine"] == ["zerokit", "ddp"]
-    assert "[1/4] zerokit stage 1  " in done.stderr
-    assert done.stderr.count("(from before)") == 3
+    assert re.search(
+        r"\[1/2\] zerokit stage 2  [\d.,]+ ms  [\d.,]+ tokens/s  [\d.,]+ MiB$", done.stderr, re.MULTILINE
+    )
+    assert done.stderr.count("(from before)") == 1
     assert "report  sweep/report.html" in done.stderr
     assert (tmp_path / "sweep" / "report.html").read_text().startswith("<!")
 
     pushed = zerokit(tmp_path, "push", "sweep")
     assert (pushed.returncode, pushed.stdout.splitlines()[0]) == (
         0,
-        "4 already there: experiment zerokit-bench at sqlite:///mlflow.db",
+        "2 already there: experiment zerokit-bench at sqlite:///mlflow.db",
     )
     other = zerokit(tmp_path, "bench", *options, "--steps", "5")
     assert other.returncode == 2
