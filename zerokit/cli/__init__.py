@@ -48,7 +48,12 @@ class _Commands(click.Group):
 @click.command(
     cls=_Commands,
     context_settings={"help_option_names": ["-h", "--help"], "auto_envvar_prefix": "ZEROKIT"},
-    epilog="Every option can be given in the environment: --stage of bench is ZEROKIT_BENCH_STAGE.",
+    epilog="""Every option can be given in the environment: --stage of bench is ZEROKIT_BENCH_STAGE.
+
+    Completion in bash, for commands, options and values, also after a comma (zsh and fish: zsh_source, fish_source):
+
+    eval "$(_ZEROKIT_COMPLETE=bash_source zerokit)"
+    """,
 )
 @click.version_option(__version__, prog_name="zerokit")
 def cli() -> None:

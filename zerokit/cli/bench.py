@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import fields
+from dataclasses import fields, replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -189,11 +189,18 @@ or unsupported), 128 + N ended by signal N.
 @click.option(
     "--continue",
     "continued",
+    envvar="ZEROKIT_BENCH_CONTINUE",
     type=click.Path(path_type=Path),
     metavar="DIR",
     help="Go on with the sweep in DIR: run the cells that are missing, failed or were interrupted.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the record on stdout, and nothing else there.")
+@click.option(
+    "--json",
+    "as_json",
+    envvar="ZEROKIT_BENCH_JSON",
+    is_flag=True,
+    help="Print the record, or the sweep with its records, on stdout and nothing else there.",
+)
 @click.option(
     "--tracking-uri",
     help="Where MLflow keeps the run.  [default: MLFLOW_TRACKING_URI, else sqlite:///mlflow.db]",
@@ -362,10 +369,10 @@ def _sweep(
     from zerokit.launch.interrupts import Interrupted, Interrupts
 
     folder = SweepFolder(place or _new_folder(DEFAULT_FOLDER))
+    sweep = folder.read() if asked is None else asked
+    for settings in dict.fromkeys(replace(cell.settings, repeat=0) for cell in sweep.cells):
+        require_data(settings)
     try:
-        sweep = folder.read() if asked is None else asked
-        for settings in dict.fromkeys(cell.settings for cell in sweep.cells):
-            require_data(settings)
         sweep = prepare(folder, sweep)
     except UsageError as error:
         raise click.UsageError(str(error)) from error
@@ -380,7 +387,7 @@ def _sweep(
             records = run_sweep(sweep, folder, _host(interrupts, display), display, live)
         except BaseException as error:
             killed = isinstance(error, Interrupted | KeyboardInterrupt)
-            live.end_sweep(sweep.id, folder.records(sweep), dict, "KILLED" if killed else "FAILED")
+            live.end_sweep(sweep.id, [], dict, "KILLED" if killed else "FAILED")
             display.warn(f"to go on where this ends: zerokit bench --continue {where}{given}")
             raise
         display.phase("writing the report")

@@ -22,7 +22,13 @@ from zerokit.errors import UsageError
     help="Where MLflow keeps the runs.  [default: MLFLOW_TRACKING_URI, else sqlite:///mlflow.db]",
 )
 @click.option("--experiment", default="zerokit-bench", show_default=True, help="Of MLflow.")
-@click.option("--json", "as_json", is_flag=True, help="Print what became of each record on stdout, as JSON.")
+@click.option(
+    "--json",
+    "as_json",
+    envvar="ZEROKIT_PUSH_JSON",
+    is_flag=True,
+    help="Print what became of each record on stdout, as JSON.",
+)
 def command(paths: tuple[Path, ...], tracking_uri: str | None, experiment: str, as_json: bool) -> None:
     """Bring MLflow to where records on disk are: a run a record, a parent run a sweep.
 
