@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from zerokit.bench.workloads.build import build, init_function, load
 from zerokit.bench.workloads.inputs import MASK, check_inputs, open_source
 from zerokit.errors import UsageError
 
+ROOT = Path(__file__).parents[2]
 KINDS = [
     Settings(model="gpt-tiny", seq_len=16, data="synthetic"),
     Settings(model="bert-base", seq_len=40, data="synthetic"),
@@ -41,10 +44,20 @@ def test_a_batch_depends_on_its_place_and_the_seed_alone(settings: Settings) -> 
         assert not torch.equal(batch[0], other[0])
 
 
-@pytest.mark.parametrize("settings", KINDS, ids=lambda settings: settings.model)
-def test_the_launcher_looks_at_data_without_torch_s_help(settings: Settings) -> None:
+def test_the_launcher_looks_at_data_and_memory_without_torch() -> None:
+    code = """
+import sys
+from zerokit.bench.settings import Settings
+from zerokit.bench.workloads.fit import refuse_if_too_large, this_machine
+from zerokit.bench.workloads.inputs import check_inputs
+for model in ("gpt-tiny", "bert-base", "resnet50", "mlp-mnist", "linear"):
+    settings = Settings(model=model, seq_len=16)
     check_inputs(settings)
-    assert open_source(settings).data().source == "synthetic"
+    assert refuse_if_too_large(settings, this_machine()) is None
+sys.exit(", ".join({"torch", "numpy", "transformers", "PIL", "mlflow"} & set(sys.modules)) or 0)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_masked_text_asks_for_as_many_bytes_of_each_sequence(tmp_path: Path) -> None:
