@@ -90,20 +90,22 @@ def measure(metric: Metric, records: Sequence[Record]) -> Measured | None:
     With several, its error is at least their own spread (half of the 95 % interval of their median, which below six is
     half of their range), and at least what one run's error shrinks to; with one, the error that this run tells.
     """
-    found = [
-        (value, metric.error(record))
-        for record in records
-        if (value := metric.value(record)) is not None and math.isfinite(value)
-    ]
-    if not found:
+    values = values_of(metric, records)
+    if not values:
         return None
-    values = [float(value) for value, _ in found]
-    within = [error for _, error in found if error is not None and math.isfinite(error)]
-    inner = median(within) / math.sqrt(len(found)) if within else None
-    if len(found) == 1:
+    errors = [metric.error(record) for record in records if metric.value(record) is not None]
+    within = [error for error in errors if error is not None and math.isfinite(error)]
+    inner = median(within) / math.sqrt(len(values)) if within else None
+    if len(values) == 1:
         return Measured(values[0], inner)
     low, high = median_interval(values)
     return Measured(median(values), max((high - low) / 2, inner or 0.0))
+
+
+def values_of(metric: Metric, records: Sequence[Record]) -> list[float]:
+    """The finite values of the records that have it."""
+    found = (metric.value(record) for record in records)
+    return [float(value) for value in found if value is not None and math.isfinite(value)]
 
 
 def bootstrap(

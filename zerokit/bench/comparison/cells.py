@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from statistics import median
 from typing import Any
 
 from zerokit.bench.comparison.runs import Run
 from zerokit.bench.engines.catalogue import ENGINES
-from zerokit.bench.metrics import METRICS, Measured, measure
+from zerokit.bench.metrics import METRICS, Measured, measure, values_of
 from zerokit.bench.record import Record
 from zerokit.bench.schema import to_plain
 
@@ -87,9 +88,9 @@ class Cell:
         return self._measured[name]
 
     def value(self, name: str) -> float | None:
-        """The same without its error."""
-        measured = self.measure(name)
-        return None if measured is None else measured.value
+        """The same without its error, which may take a bootstrap."""
+        values = values_of(METRICS[name], self.measured_records)
+        return median(values) if values else None
 
 
 def make_cells(runs: Sequence[Run]) -> list[Cell]:
