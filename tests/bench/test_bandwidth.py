@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -88,7 +90,8 @@ def measure_torchs(world: int) -> dict[str, list[Bandwidth]]:
     bandwidth.BUDGET_S = 0.001
     settings = settings_of("zerokit", 0, world)
     trainer = make(load(settings), settings, HERE)
-    trainer.zero = None  # type: ignore[assignment] - so that it counts as a peer
+    peer: Any = trainer
+    peer.zero = None  # so that it counts as a peer
     return {
         engine: measure_bandwidth(trainer, 1001, settings_of(engine, stage, world), HERE)
         for engine, stage in (("ddp", 0), ("fsdp2", 3), ("compute-only", 0), ("zero-redundancy-optimizer", 1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
 import subprocess
 import sys
 import warnings
@@ -23,7 +24,7 @@ from zerokit.bench.settings import Settings
 from zerokit.bench.workloads import catalogue
 from zerokit.bench.workloads.build import Loaded, load
 from zerokit.bench.workloads.catalogue import Workload
-from zerokit.bench.workloads.configs import BertConfig, GPTConfig, ResNetConfig
+from zerokit.bench.workloads.configs import BertConfig, Config, GPTConfig, ResNetConfig
 from zerokit.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
@@ -61,12 +62,12 @@ FEW_PEERS = [
     ("parameter-server", 0),
 ]
 # The library's models, as small as they go: built on meta where the engine does that, with buffers, with BatchNorm.
-SMALL = {
+SMALL: dict[str, Config] = {
     "small-gpt2": GPTConfig(vocabulary=300, positions=16, width=16, layers=2, heads=2),
     "small-bert": BertConfig(vocabulary=300, positions=16, width=16, layers=2, heads=2, hidden=32),
     "small-resnet": ResNetConfig((1, 1, 1, 1), (16, 16, 32, 32), stem=8, classes=10, image_size=32),
 }
-WITH_SMALL = {
+WITH_SMALL: dict[str, Workload] = {
     **catalogue.WORKLOADS,
     **{name: Workload(name, config, "transformers") for name, config in SMALL.items()},
 }
@@ -246,21 +247,25 @@ def test_nobodys_memory_includes_anothers_modules() -> None:
 
 
 def train_beside_ddp(cells: list[Settings]) -> list[Curve]:
-    """On a rank: DeepSpeed's imports and initialisation warn of many things."""
+    """On a rank: DeepSpeed's imports and initialisation warn of many things, and it wants a launcher's variable."""
+    os.environ["LOCAL_RANK"] = str(dist.get_rank())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return [train(one) for one in cells]
 
 
 @pytest.mark.skipif(ENGINES["deepspeed"].missing is not None, reason="deepspeed is not installed")
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_deepspeed_agrees(accumulate: int) -> None:
-    variants = [replace(TINY, accumulate=accumulate, clip=clip) for clip in (0.5, None)]
-    for variant in variants:
-        cells = cells_of([("ddp", 0), *(("deepspeed", stage) for stage in range(4))], variant)
-        by_rank = run_ranks(2, train_beside_ddp, cells)
-        for number, cell in enumerate(cells):
-            for rank in by_rank:
-                assert rank[number].losses == pytest.approx(rank[0].losses, rel=TOLERANCE), cell.stage
-                if rank[number].norms:  # DeepSpeed does not tell it at stage 0
-                    assert rank[number].norms == pytest.approx(rank[0].norms, rel=TOLERANCE)
+def test_deepspeed_agrees() -> None:
+    peers = [("ddp", 0), *(("deepspeed", stage) for stage in range(4))]
+    variants = [cells_of(peers, variant) for variant in [*VARIANTS, HALF, replace(TINY, bucket_mb=0.01)]]
+    by_rank = run_ranks(2, train_beside_ddp, [cell for cells in variants for cell in cells])
+    for rank in by_rank:
+        found = iter(rank)
+        for cells in variants:
+            expected, *others = [next(found) for _ in cells]
+            tolerance = HALF_TOLERANCE if cells[0].precision == "bf16" else TOLERANCE
+            for cell, curve in zip(cells[1:], others, strict=True):
+                assert curve.losses == pytest.approx(expected.losses, rel=tolerance), cell
+                # In fp32 at stage 0 DeepSpeed does not tell the norm, and in bf16 it sums gradients in bf16.
+                if curve.norms and cell.precision == "fp32":
+                    assert curve.norms == pytest.approx(expected.norms, rel=tolerance), cell

@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore
 
 from tests.support.distributed import run_alone, run_ranks
-from zerokit.bench import status
 from zerokit.bench.checkpoints import Keeper
 from zerokit.bench.engines.trainer import Batch, Trainer
 from zerokit.bench.machine import Place
@@ -123,9 +123,9 @@ def test_a_status_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 def test_the_kernels_count_of_killed_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(status.Path, "read_text", lambda self: "nr_free_pages 5\noom_kill 3\n")
+    monkeypatch.setattr(Path, "read_text", lambda self: "nr_free_pages 5\noom_kill 3\n")
     assert oom_kills() == 3
-    monkeypatch.setattr(status.Path, "read_text", lambda self: "nr_free_pages 5\n")
+    monkeypatch.setattr(Path, "read_text", lambda self: "nr_free_pages 5\n")
     assert oom_kills() is None
 
 
@@ -141,8 +141,8 @@ def run_out_of_memory(job: str) -> str:
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT="0",
     )
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    dist.init_process_group = lambda *arguments, **options: None  # type: ignore[assignment]
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    dist.init_process_group = lambda *arguments, **options: None
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + 2**28, used + 2**28))
     with pytest.raises(worker.OutOfMemory) as caught:

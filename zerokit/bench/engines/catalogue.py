@@ -43,7 +43,7 @@ ENGINES: Mapping[str, Engine] = MappingProxyType(
             (0, 1, 2, 3),
             2,
             "deepspeed",
-            "pip install deepspeed (it brings its own dependencies)",
+            "pip install deepspeed --no-build-isolation (its build looks for torch)",
         ),
         "parameter-server": Engine("gradients pushed to rank 0, parameters pulled from it", (0,), 0),
         # The floor, and the twin that a cell's communication is measured against. At stages 1 to 3 each rank steps the

@@ -17,6 +17,8 @@ from zerokit.bench.workloads.build import Loaded
 
 # DeepSpeed's own default, in elements: more than most models have, and it allocates a bucket whole.
 _LARGEST_BUCKET = 500_000_000
+# It refuses odd ones.
+_BUCKET_MULTIPLE = 64
 
 
 class DeepSpeedTrainer(Trainer):
@@ -70,7 +72,8 @@ def configuration(settings: Settings, model: nn.Module) -> dict[str, Any]:
     """DeepSpeed's configuration file, as a dictionary. `bucket_mb`, where it is given, is counted in fp32."""
     bucket = min(_LARGEST_BUCKET, sum(parameter.numel() for parameter in model.parameters()))
     if settings.bucket_mb is not None:
-        bucket = max(1, int(settings.bucket_mb * 2**20 / 4))
+        bucket = int(settings.bucket_mb * 2**20 / 4)
+    bucket = max(1, -(-bucket // _BUCKET_MULTIPLE)) * _BUCKET_MULTIPLE
     return {
         "train_micro_batch_size_per_gpu": settings.batch_size,
         "gradient_accumulation_steps": settings.accumulate,
