@@ -9,7 +9,7 @@ from dataclasses import replace
 from statistics import fmean, median
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.bench.records import MIB, make_cell, make_failure, make_record, make_sweep
@@ -122,7 +122,8 @@ def test_the_bootstrap_agrees_with_the_normal_distribution() -> None:
     assert bootstrap(values[:1], fmean) is None
 
 
-@given(st.lists(st.floats(1, 1000), min_size=2, max_size=40))
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.floats(1, 1000), min_size=2, max_size=20))
 def test_the_bootstrap_stays_within_the_values(values: list[float]) -> None:
     found = bootstrap(values, median)
     assert found is not None
