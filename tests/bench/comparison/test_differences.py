@@ -37,6 +37,12 @@ def test_more_throughput_is_better_and_more_time_worse() -> None:
     )
 
 
+def test_an_error_that_only_one_side_knows_is_taken_for_both() -> None:
+    memory = METRICS["memory/peak_host_mib"]
+    assert Difference.of(memory, Measured(1000.0, None), Measured(1013.0, 10.0)).verdict == "within noise"
+    assert Difference.of(memory, Measured(1000.0, 10.0), Measured(1020.0, None)).verdict == "worse"
+
+
 def test_an_unknown_noise_is_said_and_a_zero_baseline_survived() -> None:
     assert Difference.of(STEP, Measured(100.0, None), Measured(110.0, None)).verdict == "noise unknown"
     assert Difference.of(STEP, Measured(0.0, 0.0), Measured(1.0, 0.0)).relative == math.inf

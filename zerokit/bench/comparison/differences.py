@@ -25,7 +25,7 @@ class Difference:
     Attributes:
         relative: (value − baseline) ÷ |baseline|; infinite if only the baseline is 0.
         noise: half of the 95 % interval of that difference: the root of the sum of the squares of both relative errors;
-            None where neither side's error is known. An error that only one side knows counts alone.
+            None where neither side's error is known. What only one side knows is taken for both.
         worsening: `relative` if a higher value is worse, else −`relative`.
         verdict: what may be said of it: nothing, where it does not exceed the noise. Ratios are measured by their
             logarithm, so that a time and the rate that is its inverse get the same verdict.
@@ -41,14 +41,15 @@ class Difference:
         before, after = baseline.value, measured.value
         relative = _share(after - before, before)
         worsening = relative if metric.better == "lower" else -relative
-        errors = [(one.error, abs(one.value)) for one in (baseline, measured) if one.error is not None]
-        if not errors:
+        one, other = baseline.error, measured.error
+        one, other = (other if one is None else one), (one if other is None else other)
+        if one is None or other is None:
             return cls(relative, None, worsening, "noise unknown" if relative else "within noise")
-        if before > 0.0 and after > 0.0 and all(error < value for error, value in errors):
-            noise = math.hypot(*(error / value for error, value in errors))
+        if one < before and other < after:
+            noise = math.hypot(one / before, other / after)
             exceeds = abs(math.log(after / before)) > noise
         else:  # a difference of two times may be about 0, or below it
-            spread = math.hypot(*(error for error, _ in errors))
+            spread = math.hypot(one, other)
             noise = abs(_share(spread, before))
             exceeds = abs(after - before) > spread
         verdict: Verdict = ("worse" if worsening > 0 else "better") if exceeds else "within noise"
