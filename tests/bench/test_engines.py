@@ -130,7 +130,7 @@ def require_agreement(cells: list[Settings], found: list[list[Curve]], tolerance
 
 VARIANTS = [replace(TINY, accumulate=accumulate, clip=clip) for accumulate in (1, 2) for clip in (0.5, None)]
 ALONE = replace(TINY, engine="compute-only", stage=0)
-HALF = replace(TINY, precision="bf16")
+HALF = replace(TINY, precision="bf16", lr=1e-3)
 
 
 @pytest.fixture(scope="module")
