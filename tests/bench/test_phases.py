@@ -6,6 +6,7 @@ import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,11 +14,12 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._C._autograd import DeviceType
 
 from tests.support.distributed import run_ranks
 from zerokit.bench.engines.trainer import Batch, Trainer, make
 from zerokit.bench.machine import Place
-from zerokit.bench.phases import STEPS, Parts, Span, combine, exposed, measure_phases, merge
+from zerokit.bench.phases import STEPS, Parts, Span, combine, exposed, measure_phases, merge, on_device
 from zerokit.bench.record import Phases
 from zerokit.bench.settings import Settings
 from zerokit.bench.training import Loop
@@ -66,6 +68,38 @@ def test_without_an_answer_from_every_step_nothing_is_said_of_exposure() -> None
 def test_a_trace_knows_better_than_the_clock() -> None:
     phases = combine([[Parts(1.0, 1.0, 1.0, None)]] * 2, [(12.0, 3.0), (13.0, 4.0)])
     assert (phases.exposed_communication_ms, phases.source) == (4.0, "trace")
+
+
+def event(name: str, start: float, end: float, **more: object) -> SimpleNamespace:
+    """One of the profiler's, on the device."""
+    common = {"device_type": DeviceType.CUDA, "is_user_annotation": False}
+    return SimpleNamespace(name=name, time_range=SimpleNamespace(start=start, end=end), **(common | more))
+
+
+def test_of_a_trace_only_work_on_the_device_counts() -> None:
+    events = [
+        event("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgs)", 0.0, 10.0),
+        event("sm90_xmma_gemm_bf16", 4.0, 6.0),
+        event("Memcpy DtoD", 8.0, 12.0),
+        event("nccl:all_gather", 0.0, 30.0, is_user_annotation=True),
+        event("Optimizer.step#AdamW.step", 0.0, 30.0, is_user_annotation=True),
+        event("aten::mm", 0.0, 30.0, device_type=DeviceType.CPU),
+    ]
+    assert on_device(events) == ([(0.0, 10.0)], [(4.0, 6.0), (8.0, 12.0)])
+    assert exposed(*on_device(events)) == 6.0
+
+
+def test_the_profilers_events_are_as_expected() -> None:
+    """Of a CPU, since there may be no other: the attributes that `on_device` reads exist, nothing ran on a device."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        torch.ones(8).sum()
+    events = list(profiler.events() or ())
+    assert events
+    assert all(event.time_range.end >= event.time_range.start for event in events)
+    assert on_device(events) == ([], [])
+    assert {event.is_user_annotation for event in events} == {False}
 
 
 class Sleeper(Trainer):

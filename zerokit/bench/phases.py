@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from zerokit.bench.record import Phases
 
@@ -109,7 +109,6 @@ def _now(place: Place) -> float:
 
 def _traced(trainer: Trainer, source: Batches, place: Place) -> tuple[float, float]:
     """Milliseconds a step takes under the profiler, and how many of these only NCCL's kernels run."""
-    from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     trainer.step(source.batches(0))
@@ -119,14 +118,25 @@ def _traced(trainer: Trainer, source: Batches, place: Place) -> tuple[float, flo
         for step in range(TRACED_STEPS):
             trainer.step(source.batches(step))
         elapsed_ms = (_now(place) - started) * 1000.0
+    exposed_us = exposed(*on_device(profiler.events() or ()))
+    return elapsed_ms / TRACED_STEPS, exposed_us / 1000.0 / TRACED_STEPS
+
+
+def on_device(events: Iterable[Any]) -> tuple[list[Span], list[Span]]:
+    """When NCCL's kernels ran on the device, and when other kernels and copies did, in the profiler's microseconds.
+
+    The profiler also draws annotations ("nccl:all_reduce", "Optimizer.step") on the device's line, from the first to
+    the last kernel below them: these are no work.
+    """
+    from torch._C._autograd import DeviceType
+
     communication: list[Span] = []
     computation: list[Span] = []
-    for event in profiler.events() or ():
-        if event.device_type == DeviceType.CUDA:
+    for event in events:
+        if event.device_type == DeviceType.CUDA and not event.is_user_annotation:
             kind = communication if "nccl" in event.name.lower() else computation
             kind.append((event.time_range.start, event.time_range.end))
-    exposed_us = exposed(communication, computation)
-    return elapsed_ms / TRACED_STEPS, exposed_us / 1000.0 / TRACED_STEPS
+    return communication, computation
 
 
 def exposed(communication: Iterable[Span], computation: Iterable[Span]) -> float:
