@@ -85,7 +85,7 @@ def test_a_failed_rank_is_told_and_its_output_kept(tmp_path: Path) -> None:
 
 def test_a_rank_that_ran_out_of_memory_says_so(tmp_path: Path) -> None:
     def act(settings: Settings, job: Path) -> None:
-        write_status(job, Status(OUT_OF_MEMORY, "rank 1 wanted too much"))
+        write_status(job, Status(OUT_OF_MEMORY, "out of memory: rank 1 wanted too much"))
         raise WorkerFailed("rank 0 failed: connection closed by peer")
 
     record = run_cell(SETTINGS, tmp_path / "r.json", host(Ranks(act), Watcher()))

@@ -56,7 +56,7 @@ def test_version_and_commands_are_told() -> None:
         (["--nproc-per-node", "-1"], "Invalid value for '--nproc-per-node'"),
         (["--stage", "4"], "Invalid value for '--stage': 4 is not in the range 0<=x<=3."),
         (["--precision", "fp8"], "'fp8' is not one of 'fp32', 'bf16', 'fp16'."),
-        (["--model", "gpt-9"], "Invalid value for '--model'"),
+        (["--model", "gpt-9"], "model 'gpt-9' is unknown: did you mean"),
         (["--steps", "many"], "'many' is not a valid integer"),
         (["--bucket-mb", "0"], "Invalid value for '--bucket-mb'"),
         (["--seq-len", "257"], "seq_len 257 exceeds the 256 positions of gpt-5m"),

@@ -44,13 +44,19 @@ class Mirror:
         self.store = store
         self._parents: dict[str, str] = {}
 
-    def parent(self, sweep: str, name: str | None = None, options: Mapping[str, Any] | None = None) -> str:
-        """The run of a sweep: the one that is there, or a new one; its id."""
+    def parent(
+        self,
+        sweep: str,
+        name: str | None = None,
+        options: Mapping[str, Any] | None = None,
+        started_ms: int | None = None,
+    ) -> str:
+        """The run of a sweep: the one that is there, or a new one (started now, if not said); its id."""
         if sweep not in self._parents:
             found = self.store.find({SWEEP_TAG: sweep, KIND_TAG: "sweep"})
             if found is None:
                 tags = {SWEEP_TAG: sweep, KIND_TAG: "sweep", **_SOURCE}
-                run_id = self.store.create(name or f"sweep {sweep[:8]}", tags)
+                run_id = self.store.create(name or f"sweep {sweep[:8]}", tags, started_ms)
             else:
                 run_id = found.info.run_id
             self._parents[sweep] = run_id

@@ -12,6 +12,7 @@ from zerokit.bench.mirror import Mirror, Pushed
 from zerokit.bench.pictures import pictures
 from zerokit.bench.record import Record, read_record
 from zerokit.bench.sweep import FILE, Sweep, SweepFolder, sweep_files, sweep_status
+from zerokit.bench.tracked import milliseconds
 from zerokit.bench.tracking import Store, Tracking
 from zerokit.errors import UsageError, ZerokitError
 
@@ -110,7 +111,7 @@ def push(
     for done in results:
         show(done)
     for sweep, _ in found.sweeps.values():
-        mirror.parent(sweep.id, sweep.title, sweep.options)
+        mirror.parent(sweep.id, sweep.title, sweep.options, milliseconds(sweep.created))
     for path, record in found.records:
         interrupted()
         outcome, run_id = mirror.push(record, lambda one: pictures([one]))

@@ -192,7 +192,7 @@ def what_happened(error: BaseException, job: Path, oom_kills_before: int | None)
         oom_kills_before: `oom_kills()` before the launch: a rank that the kernel killed could not say anything.
     """
     if (told := read_status(job)) is not None:
-        return told.status, told.reason
+        return told.status, told.reason.removeprefix(f"{told.status}: ")
     reason = str(error) or type(error).__name__
     killed = isinstance(error, WorkerFailed) and any(
         one.exit_code == -signal.SIGKILL for one in error.failures

@@ -178,10 +178,15 @@ def step_times(record: Record) -> str:
 
 def moment_ms(record: Record) -> int:
     """When the record was made, in milliseconds since the epoch; 0 where it does not say."""
+    return milliseconds(record.created) or 0
+
+
+def milliseconds(moment: str) -> int | None:
+    """Since the epoch, of an ISO 8601 moment; None for something else."""
     try:
-        return int(datetime.fromisoformat(record.created).timestamp() * 1000)
+        return int(datetime.fromisoformat(moment).timestamp() * 1000)
     except ValueError:
-        return 0
+        return None
 
 
 def _json(value: object) -> str:

@@ -337,7 +337,8 @@ def _single(
             ),
         )
     if record.status != "ok" and refused is None:
-        display.warn(record.reason or record.status)
+        memory = record.status == "out of memory"
+        display.warn(f"{record.status}: {record.reason}" if memory else record.reason or record.status)
     if as_json:
         click.echo(record.to_json(), nl=False)
     elif record.status == "ok":

@@ -134,7 +134,8 @@ def _columns(rows: list[Row], dimensions: Sequence[str]) -> list[Column]:
         made("stage", lambda row: str(row.settings.stage), 0),
     ]
     for name in dimensions:
-        columns.append(made(_HEADINGS.get(name, name), _reader(name), 0))
+        left = name in ("model", "precision")
+        columns.append(made(_HEADINGS.get(name, name), _reader(name), 0, left=left))
     columns += [
         made("step p50, ms", step, 0),
         made(f"{units[0]}/s" if len(units) == 1 else "throughput", throughput, 0),
