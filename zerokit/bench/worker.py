@@ -37,6 +37,7 @@ from zerokit.bench.training import Loop, Measured
 from zerokit.bench.workloads.build import load
 from zerokit.bench.workloads.catalogue import describe
 from zerokit.errors import ZerokitError
+from zerokit.formulas import MemoryReport
 
 
 class OutOfMemory(ZerokitError):
@@ -96,9 +97,10 @@ def run(asked: Settings, record_path: Path, progress_path: Path | None, sweep: s
     settings = replace(settings, warmup=measured.warmup)
 
     # What follows the measured steps takes memory and sends bytes of its own: theirs are looked at first.
-    mine = FromRank(_rank(trainer, measured, place, build_ms), measured.loss, samples)
+    rank = _rank(measured, place, build_ms)
     traffic = _traffic(trainer, settings)
     skipped_steps = trainer.skipped_steps
+    mine = FromRank(_with_state(rank, trainer, loop), measured.loss, samples)
     phases = measure_phases(trainer, loop, place, steps=settings.steps)
     bandwidth = measure_bandwidth(trainer, loaded.model.parameters, settings, place)
     gathered: list[FromRank] = [mine] * dist.get_world_size()
@@ -135,11 +137,8 @@ def _nothing() -> None:
     pass
 
 
-def _rank(trainer: Trainer, measured: Measured, place: Place, build_ms: float) -> Rank:
+def _rank(measured: Measured, place: Place, build_ms: float) -> Rank:
     on_cuda = place.device.type == "cuda"
-    memory = predicted = None
-    if trainer.zero is not None:
-        memory, predicted = trainer.zero.memory(), trainer.zero.predicted_memory()
     return Rank(
         rank=dist.get_rank(),
         node=int(os.environ.get("GROUP_RANK", "0")),
@@ -152,11 +151,22 @@ def _rank(trainer: Trainer, measured: Measured, place: Place, build_ms: float) -
         peak_host_bytes=peak_host_bytes(),
         peak_allocated_bytes=torch.cuda.max_memory_allocated(place.device) if on_cuda else None,
         peak_reserved_bytes=torch.cuda.max_memory_reserved(place.device) if on_cuda else None,
-        memory_bytes=None if memory is None else {**memory.as_dict(), "total": memory.total},
-        predicted_memory_bytes=None
-        if predicted is None
-        else {**predicted.as_dict(), "total": predicted.total},
+        memory_bytes=None,
+        predicted_memory_bytes=None,
     )
+
+
+def _with_state(rank: Rank, trainer: Trainer, loop: Loop) -> Rank:
+    """The rank with zerokit's account of its state, taken at the end of the backward pass of one more step."""
+    zero = trainer.zero
+    if zero is None:
+        return rank
+    reports: list[MemoryReport] = []
+    trainer.step(loop.batches(loop.measured.trained), lambda: reports.append(zero.memory()))
+    held, predicted = (
+        {**report.as_dict(), "total": report.total} for report in (*reports, zero.predicted_memory())
+    )
+    return replace(rank, memory_bytes=held, predicted_memory_bytes=predicted)
 
 
 def _traffic(trainer: Trainer, settings: Settings) -> Traffic | None:

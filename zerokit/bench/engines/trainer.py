@@ -57,7 +57,9 @@ class Trainer(ABC):
     def update(self) -> Tensor | None:
         """Clip, step the optimizer, drop the gradients; returns the norm before, if it was asked for and is known."""
 
-    def step(self, batches: Sequence[Batch]) -> tuple[list[Tensor], Tensor | None]:
+    def step(
+        self, batches: Sequence[Batch], before_update: Callable[[], None] | None = None
+    ) -> tuple[list[Tensor], Tensor | None]:
         """One optimizer step over micro-batches: their losses, detached, and what `update` returned."""
         losses = []
         for place, batch in enumerate(batches):
@@ -65,6 +67,8 @@ class Trainer(ABC):
                 loss = self.forward(batch)
                 self.backward(loss / len(batches))
             losses.append(loss.detach())
+        if before_update is not None:
+            before_update()
         return losses, self.update()
 
 
