@@ -80,6 +80,11 @@ def test_repetitions_are_one_row() -> None:
     assert "ddp stage 0: failed: boom" in shown
 
 
+def test_stages_that_an_engine_does_not_have_share_a_reason() -> None:
+    records = [make_failure("unsupported", f"ddp has no stage {stage}", "ddp", stage) for stage in (1, 2)]
+    assert "ddp stage 1; ddp stage 2: unsupported: it has stage 0\n" in table(records, 100)
+
+
 def test_what_varies_has_a_column() -> None:
     shown = table([make_cell(batch_size=batch, precision=None) for batch in (2, 4)], 120)
     assert re.search(r"engine +stage +batch +step", shown)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import signal
 from dataclasses import fields, replace
 from datetime import datetime
 from pathlib import Path
@@ -241,15 +242,20 @@ def command(
         raise click.UsageError(str(error)) from error
     tracking = None if no_mlflow else Tracking(resolve_uri(tracking_uri), experiment)
     given = _given(context, "tracking_uri", "experiment", "no_mlflow")
-    if continued is None and len(cells) == 1:
-        code = _single(cells[0], output, tracking, as_json=as_json, given=given)
-    else:
-        asked = None
-        if continued is None:
-            from zerokit.bench.sweep import Sweep
+    try:
+        if continued is None and len(cells) == 1:
+            code = _single(cells[0], output, tracking, as_json=as_json, given=given)
+        else:
+            asked = None
+            if continued is None:
+                from zerokit.bench.sweep import Sweep
 
-            asked = Sweep.of(cells, _asked(context, dimensions))
-        code = _sweep(asked, continued or output, tracking, as_json=as_json, given=given)
+                asked = Sweep.of(cells, _asked(context, dimensions))
+            code = _sweep(asked, continued or output, tracking, as_json=as_json, given=given)
+    except KeyboardInterrupt:  # of someone who would not wait for the first signal's end
+        from zerokit.launch.interrupts import Interrupted
+
+        raise Interrupted(signal.SIGINT) from None
     context.exit(code)
 
 

@@ -11,6 +11,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from zerokit.bench.cells import value_in_words, varying
+from zerokit.bench.engines.catalogue import ENGINES
 from zerokit.bench.metrics import METRICS, UNITS, Measured, measure
 from zerokit.bench.record import Record
 from zerokit.bench.settings import Settings
@@ -213,13 +214,22 @@ def _reasons(rows: list[Row], dimensions: Sequence[str]) -> list[Text]:
     for row in rows:
         for record in row.records:
             if record.status != "ok":
-                reason = (record.reason or "").partition("\n")[0]
-                found.setdefault((record.status, reason), []).append(_where(row.settings, dimensions))
+                found.setdefault((record.status, _reason(record)), []).append(
+                    _where(row.settings, dimensions)
+                )
     lines = [
         Text.assemble(f"{'; '.join(dict.fromkeys(cells))}: ", (status, "bold"), f": {reason}")
         for (status, reason), cells in found.items()
     ]
     return [Text(), *lines] if lines else []
+
+
+def _reason(record: Record) -> str:
+    """In a line; of a stage that the engine does not have, such that all such stages share it."""
+    stages = ENGINES[record.settings.engine].stages
+    if record.status == "unsupported" and record.settings.stage not in stages:
+        return f"it has stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
+    return (record.reason or "").partition("\n")[0]
 
 
 def _where(settings: Settings, dimensions: Sequence[str]) -> str:
