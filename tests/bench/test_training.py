@@ -15,17 +15,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
+from tests.bench.records import make_record
 from tests.support.distributed import run_alone, run_ranks
 from zerokit.bench.checkpoints import Keeper
-from zerokit.bench.engines.trainer import Batch, Trainer
+from zerokit.bench.engines.trainer import Batch, Trainer, make
 from zerokit.bench.machine import Place
 from zerokit.bench.progress import Progress, ProgressReader, ProgressWriter
+from zerokit.bench.record import Rank
 from zerokit.bench.schema import to_plain
 from zerokit.bench.settings import Settings
 from zerokit.bench.statistics import STEADY_WINDOW
 from zerokit.bench.status import Status, oom_kills, read_status, write_status
 from zerokit.bench.training import Loop, Measured
-from zerokit.bench.worker import choose
+from zerokit.bench.worker import choose, with_state
 from zerokit.bench.workloads.build import load
 
 HERE = Place(torch.device("cpu"), "gloo")
@@ -164,3 +166,20 @@ def test_running_out_of_memory_is_told_beside_the_job(tmp_path: Path) -> None:
     assert "gpt2-124m (124.4 M parameters), compute-only stage 0, 1 ranks" in message
     assert "higher --stage" in message
     assert not record.exists()
+
+
+def _state(settings: Settings) -> Rank:
+    loaded = load(settings)
+    trainer = make(loaded, settings, HERE)
+    loop = Loop(trainer, loaded, settings, HERE)
+    loop.run(ProgressWriter(None), Keeper(settings, None), begin=lambda: None)
+    return with_state(make_record().ranks[dist.get_rank()], trainer, loop)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_state_is_counted_while_gradients_are_there(stage: int) -> None:
+    """At stages 0 and 1 a unit of one parameter keeps autograd's own gradient, which zeroing drops."""
+    settings = Settings(model="gpt-tiny", seq_len=16, stage=stage, bucket_mb=1e-6, steps=1, nproc_per_node=2)
+    for rank in run_ranks(2, _state, replace(settings, warmup=1, precision="fp32")):
+        assert rank.memory_bytes == rank.predicted_memory_bytes
+        assert rank.memory_bytes["gradients"] > 0

@@ -37,7 +37,6 @@ from zerokit.bench.training import Loop, Measured
 from zerokit.bench.workloads.build import load
 from zerokit.bench.workloads.catalogue import describe
 from zerokit.errors import ZerokitError
-from zerokit.formulas import MemoryReport
 
 
 class OutOfMemory(ZerokitError):
@@ -100,7 +99,7 @@ def run(asked: Settings, record_path: Path, progress_path: Path | None, sweep: s
     rank = _rank(measured, place, build_ms)
     traffic = _traffic(trainer, settings)
     skipped_steps = trainer.skipped_steps
-    mine = FromRank(_with_state(rank, trainer, loop), measured.loss, samples)
+    mine = FromRank(with_state(rank, trainer, loop), measured.loss, samples)
     phases = measure_phases(trainer, loop, place, steps=settings.steps)
     bandwidth = measure_bandwidth(trainer, loaded.model.parameters, settings, place)
     gathered: list[FromRank] = [mine] * dist.get_world_size()
@@ -156,17 +155,19 @@ def _rank(measured: Measured, place: Place, build_ms: float) -> Rank:
     )
 
 
-def _with_state(rank: Rank, trainer: Trainer, loop: Loop) -> Rank:
+def with_state(rank: Rank, trainer: Trainer, loop: Loop) -> Rank:
     """The rank with zerokit's account of its state, taken at the end of the backward pass of one more step."""
     zero = trainer.zero
     if zero is None:
         return rank
-    reports: list[MemoryReport] = []
-    trainer.step(loop.batches(loop.measured.trained), lambda: reports.append(zero.memory()))
-    held, predicted = (
-        {**report.as_dict(), "total": report.total} for report in (*reports, zero.predicted_memory())
+    trainer.differentiate(loop.batches(loop.measured.trained))
+    held, predicted = zero.memory(), zero.predicted_memory()
+    trainer.update()
+    return replace(
+        rank,
+        memory_bytes={**held.as_dict(), "total": held.total},
+        predicted_memory_bytes={**predicted.as_dict(), "total": predicted.total},
     )
-    return replace(rank, memory_bytes=held, predicted_memory_bytes=predicted)
 
 
 def _traffic(trainer: Trainer, settings: Settings) -> Traffic | None:

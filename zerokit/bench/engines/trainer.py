@@ -57,19 +57,19 @@ class Trainer(ABC):
     def update(self) -> Tensor | None:
         """Clip, step the optimizer, drop the gradients; returns the norm before, if it was asked for and is known."""
 
-    def step(
-        self, batches: Sequence[Batch], before_update: Callable[[], None] | None = None
-    ) -> tuple[list[Tensor], Tensor | None]:
-        """One optimizer step over micro-batches: their losses, detached, and what `update` returned."""
+    def differentiate(self, batches: Sequence[Batch]) -> list[Tensor]:
+        """Forward and backward over the micro-batches of a step: their losses, detached."""
         losses = []
         for place, batch in enumerate(batches):
             with self.micro_batch(last=place == len(batches) - 1):
                 loss = self.forward(batch)
                 self.backward(loss / len(batches))
             losses.append(loss.detach())
-        if before_update is not None:
-            before_update()
-        return losses, self.update()
+        return losses
+
+    def step(self, batches: Sequence[Batch]) -> tuple[list[Tensor], Tensor | None]:
+        """One optimizer step over micro-batches: their losses, detached, and what `update` returned."""
+        return self.differentiate(batches), self.update()
 
 
 class TorchTrainer(Trainer):
