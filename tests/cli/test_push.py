@@ -96,17 +96,19 @@ def test_push_says_what_it_did_and_fails_in_plain_words(tmp_path: Path, serve: S
     assert "Traceback" not in refused.stderr
     assert refused.stdout == ""
 
-    first = zerokit(tmp_path, "push", "records/a.json", "--experiment", "mine")
-    assert (first.returncode, first.stderr) == (0, "pushed        records/a.json\n")
-    assert first.stdout.splitlines() == [
-        "1 pushed: experiment mine at sqlite:///mlflow.db",
+    (tmp_path / "records" / "c.json").write_text("{}")
+    done = zerokit(tmp_path, "push", "records", "--experiment", "mine")
+    assert done.returncode == 1
+    assert [line.partition(" records/")[0].strip() for line in done.stderr.splitlines()] == [
+        "not a record",
+        "pushed",
+        "pushed",
+    ]
+    assert "records/c.json: records/c.json: not a bench record" in done.stderr
+    assert done.stdout.splitlines() == [
+        "1 not a record, 2 pushed: experiment mine at sqlite:///mlflow.db",
         "open    mlflow ui --backend-store-uri sqlite:///mlflow.db",
     ]
-    (tmp_path / "records" / "c.json").write_text("{}")
-    second = zerokit(tmp_path, "push", "records", "--experiment", "mine", "--json")
-    assert second.returncode == 1
-    assert [entry["outcome"] for entry in json.loads(second.stdout)["records"]] == ["failed", "there", "new"]
-    assert "not a record  records/c.json: records/c.json: not a bench record" in second.stderr
 
 
 @pytest.mark.parametrize(
