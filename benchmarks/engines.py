@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benchmarks.cells import CellSpec
 from zerokit.bench.engines.trainer import make
-from zerokit.bench.machine import Place
+from zerokit.bench.measure.machine import Place
 from zerokit.bench.settings import Settings
 from zerokit.bench.workloads.build import load
 

@@ -58,7 +58,7 @@ def measure(rank: int, world: int, folder: str, options: argparse.Namespace) -> 
     from torch._C._distributed_c10d import FileStore
 
     from zerokit.bench.engines.trainer import make
-    from zerokit.bench.machine import Place
+    from zerokit.bench.measure.machine import Place
     from zerokit.bench.settings import Settings
     from zerokit.bench.training import Loop
     from zerokit.bench.workloads.build import load
@@ -80,7 +80,7 @@ def measure(rank: int, world: int, folder: str, options: argparse.Namespace) -> 
 
 def run_pairs(trainer: Trainer, loop: Loop, options: argparse.Namespace, *, sampling: bool) -> Cost:
     """All blocks on this rank; only one rank of a node samples."""
-    from zerokit.bench.sampler import Sampler
+    from zerokit.bench.measure.sampler import Sampler
 
     ratios: list[float] = []
     without: list[float] = []

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.cells import CellSpec, RankResult
 from benchmarks.engines import make_step
-from zerokit.bench.machine import Place, peak_host_bytes
+from zerokit.bench.measure.machine import Place, peak_host_bytes
 from zerokit.bench.workloads.catalogue import describe
 
 

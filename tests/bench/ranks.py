@@ -13,7 +13,7 @@ from zerokit.bench.record import Record, write_record
 from zerokit.bench.schema import from_plain
 from zerokit.bench.session import Host
 from zerokit.bench.settings import Settings
-from zerokit.bench.sweep import Cell
+from zerokit.bench.sweeps.sweep import Cell
 
 
 class Stopped(Exception):

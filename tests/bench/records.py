@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+from zerokit.bench.measure.statistics import Summary
 from zerokit.bench.record import (
     Bandwidth,
     Data,
@@ -20,7 +21,6 @@ from zerokit.bench.record import (
     with_twin,
 )
 from zerokit.bench.settings import Settings
-from zerokit.bench.statistics import Summary
 
 MIB = 2**20
 

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.bench.records import MIB, make_cell, make_failure, make_record, make_sweep
+from zerokit.bench.measure.utilisation import Utilisation
 from zerokit.bench.metrics import METRICS, bootstrap, measure, metrics_of
 from zerokit.bench.record import Bandwidth, Record
-from zerokit.bench.utilisation import Utilisation
 
 P50 = METRICS["step/p50_ms"]
 

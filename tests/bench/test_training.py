@@ -19,12 +19,12 @@ from tests.bench.records import make_record
 from tests.support.distributed import run_alone, run_ranks
 from zerokit.bench.checkpoints import Keeper
 from zerokit.bench.engines.trainer import Batch, Trainer, make
-from zerokit.bench.machine import Place
+from zerokit.bench.measure.machine import Place
+from zerokit.bench.measure.statistics import STEADY_WINDOW
 from zerokit.bench.progress import Progress, ProgressReader, ProgressWriter
 from zerokit.bench.record import Rank
 from zerokit.bench.schema import to_plain
 from zerokit.bench.settings import Settings
-from zerokit.bench.statistics import STEADY_WINDOW
 from zerokit.bench.status import Status, oom_kills, read_status, write_status
 from zerokit.bench.training import Loop, Measured
 from zerokit.bench.worker import choose, with_state

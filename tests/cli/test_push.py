@@ -14,9 +14,9 @@ import pytest
 
 from tests.bench.records import make_cell, make_record
 from tests.cli.commands import zerokit
-from zerokit.bench.mirror import Live
 from zerokit.bench.record import write_record
-from zerokit.bench.tracking import Tracking
+from zerokit.bench.tracking.mirror import Live
+from zerokit.bench.tracking.store import Tracking
 
 # MLflow and what it imports warn of their own deprecations.
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -11,7 +11,7 @@ from rich.console import Console, Group, RenderableType
 
 from tests.bench.records import make_cell, make_failure, make_sweep
 from zerokit.bench.record import Record
-from zerokit.bench.sweep import Cell, Sweep
+from zerokit.bench.sweeps.sweep import Cell, Sweep
 from zerokit.cli.bench_tables import result_tables
 from zerokit.cli.numbers import count, mib, ms, rate
 from zerokit.cli.sweep_table import sweep_table

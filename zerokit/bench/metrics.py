@@ -14,8 +14,7 @@ from statistics import median
 from types import MappingProxyType
 from typing import Literal
 
-from zerokit.bench.record import Bandwidth, Record, Results
-from zerokit.bench.statistics import (
+from zerokit.bench.measure.statistics import (
     CONFIDENCE,
     Summary,
     drift,
@@ -24,6 +23,7 @@ from zerokit.bench.statistics import (
     skew,
     slowest,
 )
+from zerokit.bench.record import Bandwidth, Record, Results
 
 MIB = 2.0**20
 UNITS = ("tokens", "images", "samples")

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from zerokit.bench.checkpoints import Checkpoints
+from zerokit.bench.measure.statistics import Summary, skew, slowest
+from zerokit.bench.measure.utilisation import Utilisation, utilisation
 from zerokit.bench.schema import from_plain, json_schema, to_plain
 from zerokit.bench.settings import Settings
-from zerokit.bench.statistics import Summary, skew, slowest
-from zerokit.bench.utilisation import Utilisation, utilisation
 from zerokit.errors import ZerokitError
 
 FORMAT = "zerokit.bench/1"

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from zerokit.bench.checkpoints import Keeper
 from zerokit.bench.engines.trainer import Batch, Trainer
-from zerokit.bench.machine import Place
+from zerokit.bench.measure.machine import Place
+from zerokit.bench.measure.statistics import STEADY_WINDOW, steady
 from zerokit.bench.progress import Progress, ProgressWriter
 from zerokit.bench.settings import Settings
-from zerokit.bench.statistics import STEADY_WINDOW, steady
 from zerokit.bench.workloads.build import Loaded
 
 # With an open end of warm-up, a progress bar expects the shortest there is.

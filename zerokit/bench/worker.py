@@ -21,15 +21,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from zerokit.bench.bandwidth import measure_bandwidth
 from zerokit.bench.checkpoints import Keeper
 from zerokit.bench.engines.trainer import Trainer, make
-from zerokit.bench.environment import look_around
-from zerokit.bench.machine import Place, choose_place, peak_host_bytes
-from zerokit.bench.phases import measure_phases
+from zerokit.bench.measure.bandwidth import measure_bandwidth
+from zerokit.bench.measure.environment import look_around
+from zerokit.bench.measure.machine import Place, choose_place, peak_host_bytes
+from zerokit.bench.measure.phases import measure_phases
+from zerokit.bench.measure.sampler import Sampler
 from zerokit.bench.progress import ProgressWriter
 from zerokit.bench.record import Rank, Record, Samples, Traffic, summarise, write_record
-from zerokit.bench.sampler import Sampler
 from zerokit.bench.schema import from_plain, to_plain
 from zerokit.bench.settings import Settings
 from zerokit.bench.status import OUT_OF_MEMORY, Status, write_status

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from zerokit.bench.cells import DIMENSIONS, product
 from zerokit.bench.engines.catalogue import ENGINES
 from zerokit.bench.settings import DEVICES, PRECISIONS, Settings
+from zerokit.bench.sweeps.cells import DIMENSIONS, product
 from zerokit.bench.workloads.catalogue import WORKLOADS
 from zerokit.cli.lists import CommaList, Name, Range
 from zerokit.errors import UsageError
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     from zerokit.bench.record import Record
     from zerokit.bench.session import Host
-    from zerokit.bench.sweep import Sweep
-    from zerokit.bench.tracking import Tracking
+    from zerokit.bench.sweeps.sweep import Sweep
+    from zerokit.bench.tracking.store import Tracking
     from zerokit.cli.display import Display
     from zerokit.launch.interrupts import Interrupts
 
@@ -227,7 +227,7 @@ def command(
     A step's time is that of its slowest rank, warm-up apart. The record is JSON with every rank's every step;
     the MLflow run is filled from it after the ranks have ended. A sweep ends with a table and an HTML report.
     """
-    from zerokit.bench.tracking import Tracking, resolve_uri
+    from zerokit.bench.tracking.store import Tracking, resolve_uri
 
     if continued is not None:
         _require_alone(context)
@@ -248,7 +248,7 @@ def command(
         else:
             asked = None
             if continued is None:
-                from zerokit.bench.sweep import Sweep
+                from zerokit.bench.sweeps.sweep import Sweep
 
                 asked = Sweep.of(cells, _asked(context, dimensions))
             code = _sweep(asked, continued or output, tracking, as_json=as_json, given=given)
@@ -307,11 +307,11 @@ def _single(
     """One bench: its record, its tables; the exit code."""
     import tempfile
 
-    from zerokit.bench.mirror import Live
-    from zerokit.bench.pictures import pictures
     from zerokit.bench.session import record_path, refusal, require_data, run_cell
-    from zerokit.bench.sweep import complete, exit_code
-    from zerokit.bench.twins import Twins
+    from zerokit.bench.sweeps.sweep import complete, exit_code
+    from zerokit.bench.sweeps.twins import Twins
+    from zerokit.bench.tracking.mirror import Live
+    from zerokit.bench.tracking.pictures import pictures
     from zerokit.cli.display import Display
     from zerokit.launch.interrupts import Interrupted, Interrupts
 
@@ -359,11 +359,9 @@ def _sweep(
     """All cells of `asked`, or those that a folder's sweep still misses; the exit code."""
     import json
 
-    from zerokit.bench.mirror import Live
-    from zerokit.bench.pictures import pictures
     from zerokit.bench.schema import to_plain
     from zerokit.bench.session import DEFAULT_FOLDER, require_data
-    from zerokit.bench.sweep import (
+    from zerokit.bench.sweeps.sweep import (
         SweepFolder,
         exit_code,
         prepare,
@@ -372,6 +370,8 @@ def _sweep(
         sweep_status,
         write_report,
     )
+    from zerokit.bench.tracking.mirror import Live
+    from zerokit.bench.tracking.pictures import pictures
     from zerokit.cli.display import Display
     from zerokit.launch.interrupts import Interrupted, Interrupts
 

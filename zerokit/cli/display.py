@@ -13,10 +13,10 @@ from rich.console import Console, Group
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from zerokit.bench.mirror import Live
 from zerokit.bench.progress import Progress as BenchProgress
 from zerokit.bench.record import Record
-from zerokit.bench.sweep import Cell, Sweep
+from zerokit.bench.sweeps.sweep import Cell, Sweep
+from zerokit.bench.tracking.mirror import Live
 from zerokit.cli.bench_tables import result_tables
 from zerokit.cli.numbers import mib, ms, rate
 from zerokit.cli.sweep_table import sweep_table

@@ -35,8 +35,8 @@ def command(paths: tuple[Path, ...], tracking_uri: str | None, experiment: str, 
     For benches that ran without a tracking server, or whose server failed. Each record has one run, however often
     it is pushed, and even if it was tracked while it ran.
     """
-    from zerokit.bench.push import Done, find_records, push
-    from zerokit.bench.tracking import Tracking, resolve_uri
+    from zerokit.bench.tracking.push import Done, find_records, push
+    from zerokit.bench.tracking.store import Tracking, resolve_uri
     from zerokit.launch.interrupts import Interrupts
 
     try:

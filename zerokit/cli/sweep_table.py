@@ -10,12 +10,12 @@ from rich.console import RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from zerokit.bench.cells import value_in_words, varying
 from zerokit.bench.engines.catalogue import ENGINES
 from zerokit.bench.metrics import METRICS, UNITS, Measured, measure
 from zerokit.bench.record import Record
 from zerokit.bench.settings import Settings
-from zerokit.bench.sweep import Sweep
+from zerokit.bench.sweeps.cells import value_in_words, varying
+from zerokit.bench.sweeps.sweep import Sweep
 from zerokit.cli.columns import Column, fitting, make_table
 from zerokit.cli.numbers import MIB, mib, rate
 from zerokit.cli.text import counted

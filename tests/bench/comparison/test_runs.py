@@ -11,7 +11,7 @@ import pytest
 from tests.bench.records import make_cell, make_record, make_sweep
 from zerokit.bench.comparison.runs import load_experiment, load_run
 from zerokit.bench.record import Record, RecordError, write_record
-from zerokit.bench.tracking import TrackingError, connect
+from zerokit.bench.tracking.store import TrackingError, connect
 from zerokit.errors import UsageError
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zerokit.bench.record import FORMAT, Record, RecordError, read_record
-from zerokit.bench.tracking import TrackingError, resolve_uri
+from zerokit.bench.tracking.store import TrackingError, resolve_uri
 from zerokit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def _client(name: str, tracking_uri: str | None) -> MlflowClient:
             f"{name!r} is no file or folder here, and no MLflow run either: there is no {file}; "
             "give a record, a folder of records, or --tracking-uri"
         )
-    from zerokit.bench.tracking import connect
+    from zerokit.bench.tracking.store import connect
 
     return connect(uri)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from zerokit.bench.engines.trainer import Batch, Trainer, adamw, build_in_memory
-from zerokit.bench.machine import Place
+from zerokit.bench.measure.machine import Place
 from zerokit.bench.settings import Settings
 from zerokit.bench.workloads.build import Loaded
 

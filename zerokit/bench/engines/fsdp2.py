@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 
 from zerokit.bench.engines.trainer import TorchTrainer, adamw, build_in_memory
-from zerokit.bench.machine import Place
+from zerokit.bench.measure.machine import Place
 from zerokit.bench.settings import Settings
 from zerokit.bench.workloads.build import Loaded
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zerokit.bench.engines.catalogue import ENGINES
-from zerokit.bench.machine import Place
+from zerokit.bench.measure.machine import Place
 from zerokit.bench.settings import Settings
 from zerokit.errors import UsageError
 

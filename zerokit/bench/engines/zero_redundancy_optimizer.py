@@ -7,7 +7,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from zerokit.bench.engines.ddp import DdpTrainer, wrap
 from zerokit.bench.engines.trainer import autocast
-from zerokit.bench.machine import Place
+from zerokit.bench.measure.machine import Place
 from zerokit.bench.settings import Settings
 from zerokit.bench.workloads.build import Loaded
 

@@ -10,8 +10,11 @@ import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from zerokit.bench import images
-from zerokit.bench.data import (
+from zerokit.bench.workloads import images
+from zerokit.bench.workloads.catalogue import describe
+from zerokit.bench.workloads.configs import BertConfig, ImageConfig, LinearConfig
+from zerokit.bench.workloads.own import Own, find
+from zerokit.bench.workloads.text import (
     SYNTHETIC,
     Corpus,
     batch,
@@ -19,9 +22,6 @@ from zerokit.bench.data import (
     load_corpus,
     require_length,
 )
-from zerokit.bench.workloads.catalogue import describe
-from zerokit.bench.workloads.configs import BertConfig, ImageConfig, LinearConfig
-from zerokit.bench.workloads.own import Own, find
 
 if TYPE_CHECKING:
     import torch

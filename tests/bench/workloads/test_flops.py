@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zerokit.bench.utilisation import utilisation
+from zerokit.bench.measure.utilisation import utilisation
 from zerokit.bench.workloads.build import build
 from zerokit.bench.workloads.catalogue import describe
 from zerokit.bench.workloads.flops import count_flops, text_flops, transformer_flops

@@ -13,13 +13,13 @@ import pytest
 
 from tests.bench.ranks import Ranks, Stopped, Watcher, host, record_of
 from tests.bench.records import make_failure
-from zerokit.bench import mirror, push
-from zerokit.bench.cells import product
-from zerokit.bench.mirror import Live, Mirror
 from zerokit.bench.record import Record, write_record
 from zerokit.bench.settings import Settings
-from zerokit.bench.sweep import Sweep, SweepFolder, prepare, run_sweep, sweep_status
-from zerokit.bench.tracking import Store, Tracking, TrackingError
+from zerokit.bench.sweeps.cells import product
+from zerokit.bench.sweeps.sweep import Sweep, SweepFolder, prepare, run_sweep, sweep_status
+from zerokit.bench.tracking import mirror, push
+from zerokit.bench.tracking.mirror import Live, Mirror
+from zerokit.bench.tracking.store import Store, Tracking, TrackingError
 from zerokit.errors import UsageError
 from zerokit.launch.local import WorkerFailed
 

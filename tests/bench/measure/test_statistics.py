@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zerokit.bench.statistics import (
+from zerokit.bench.measure.statistics import (
     STEADY_LIMIT,
     Summary,
     drift,

@@ -14,7 +14,7 @@ from zerokit.bench.record import Bandwidth
 
 if TYPE_CHECKING:
     from zerokit.bench.engines.trainer import Trainer
-    from zerokit.bench.machine import Place
+    from zerokit.bench.measure.machine import Place
     from zerokit.bench.settings import Settings
     from zerokit.runtime import ZeroOptimizer
 
@@ -93,7 +93,7 @@ def _of_zerokit(zero: ZeroOptimizer, place: Place, world: int) -> list[Bandwidth
     ]
 
 
-def torch_collective(operation: str, numel: int, place: Place, world: int) -> Callable[[], None]:
+def torch_collective(operation: str, numel: int, place: Place, world: int) -> Callable[[], object]:
     """One of torch's over a buffer of `numel` fp32 elements, a multiple of `world`."""
     import torch
     import torch.distributed as dist
@@ -109,11 +109,10 @@ def torch_collective(operation: str, numel: int, place: Place, world: int) -> Ca
         "reduce_scatter": lambda: scatter(own, whole),
         "broadcast": lambda: dist.broadcast(whole, 0),
     }
-    call = calls[operation]
-    return lambda: call() and None
+    return calls[operation]
 
 
-def _timed(call: Callable[[], None], place: Place) -> list[float]:
+def _timed(call: Callable[[], object], place: Place) -> list[float]:
     """Seconds of each repetition on its slowest rank; ranks agree on how many there are."""
     import torch
     import torch.distributed as dist

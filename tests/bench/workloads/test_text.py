@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from zerokit.bench.data import (
+from zerokit.bench.workloads.text import (
     STANDARD_LIBRARY,
     SYNTHETIC,
     Corpus,

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from zerokit.bench.data import DataError, load_corpus
-from zerokit.bench.images import open_folder
 from zerokit.bench.settings import Settings
 from zerokit.bench.workloads.build import build, init_function, load
+from zerokit.bench.workloads.images import open_folder
 from zerokit.bench.workloads.inputs import MASK, check_inputs, open_source
+from zerokit.bench.workloads.text import DataError, load_corpus
 from zerokit.errors import UsageError
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 KINDS = [
     Settings(model="gpt-tiny", seq_len=16, data="synthetic"),
     Settings(model="bert-base", seq_len=40, data="synthetic"),

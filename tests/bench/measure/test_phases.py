@@ -18,8 +18,17 @@ from torch._C._autograd import DeviceType
 
 from tests.support.distributed import run_ranks
 from zerokit.bench.engines.trainer import Batch, Trainer, make
-from zerokit.bench.machine import Place
-from zerokit.bench.phases import STEPS, Parts, Span, combine, exposed, measure_phases, merge, on_device
+from zerokit.bench.measure.machine import Place
+from zerokit.bench.measure.phases import (
+    STEPS,
+    Parts,
+    Span,
+    combine,
+    exposed,
+    measure_phases,
+    merge,
+    on_device,
+)
 from zerokit.bench.record import Phases
 from zerokit.bench.settings import Settings
 from zerokit.bench.training import Loop

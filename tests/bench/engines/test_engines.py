@@ -19,7 +19,7 @@ from tests.support.distributed import run_ranks
 from zerokit.bench.engines.catalogue import ENGINES
 from zerokit.bench.engines.compute_only import ComputeOnlyTrainer
 from zerokit.bench.engines.trainer import Trainer, make
-from zerokit.bench.machine import Place
+from zerokit.bench.measure.machine import Place
 from zerokit.bench.settings import Settings
 from zerokit.bench.workloads import catalogue
 from zerokit.bench.workloads.build import Loaded, load
@@ -27,7 +27,7 @@ from zerokit.bench.workloads.catalogue import Workload
 from zerokit.bench.workloads.configs import BertConfig, Config, GPTConfig, ResNetConfig
 from zerokit.errors import UsageError
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 # fp32 sums in another order differ by some 1e-7; a wrong average or a lost gradient by 1e-3 and more.
 TOLERANCE = 1e-5
 # Engines round to bf16 at different places: autocast keeps fp32 parameters.

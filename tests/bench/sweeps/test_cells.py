@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from zerokit.bench.cells import label, product, slug, varying
 from zerokit.bench.settings import Settings
+from zerokit.bench.sweeps.cells import label, product, slug, varying
 from zerokit.errors import UsageError
 
 TINY = {"model": "gpt-tiny", "seq_len": 16}

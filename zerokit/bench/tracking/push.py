@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from zerokit.bench.mirror import Mirror, Pushed
-from zerokit.bench.pictures import pictures
 from zerokit.bench.record import Record, read_record
-from zerokit.bench.sweep import FILE, Sweep, SweepFolder, sweep_files, sweep_status
-from zerokit.bench.tracked import milliseconds
-from zerokit.bench.tracking import Store, Tracking
+from zerokit.bench.sweeps.sweep import FILE, Sweep, SweepFolder, sweep_files, sweep_status
+from zerokit.bench.tracking.content import milliseconds
+from zerokit.bench.tracking.mirror import Mirror, Pushed
+from zerokit.bench.tracking.pictures import pictures
+from zerokit.bench.tracking.store import Store, Tracking
 from zerokit.errors import UsageError, ZerokitError
 
 

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.distributed import run_ranks
-from zerokit.bench import bandwidth
-from zerokit.bench.bandwidth import LEAST, MOST, WARMUP, bandwidth_of, bus_factor, measure_bandwidth
 from zerokit.bench.engines.trainer import make
-from zerokit.bench.machine import Place
+from zerokit.bench.measure import bandwidth
+from zerokit.bench.measure.bandwidth import LEAST, MOST, WARMUP, bandwidth_of, bus_factor, measure_bandwidth
+from zerokit.bench.measure.machine import Place
 from zerokit.bench.record import Bandwidth
 from zerokit.bench.settings import Settings
 from zerokit.bench.workloads.build import load

@@ -20,14 +20,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
 
-from zerokit.bench.cells import label, slug, varying
-from zerokit.bench.mirror import Live
 from zerokit.bench.record import Record, read_record, with_twin, write_text
 from zerokit.bench.schema import from_plain, to_plain
 from zerokit.bench.session import Host, Watch, put_record, require_writable, run_cell
 from zerokit.bench.settings import Settings
-from zerokit.bench.tracking import Status
-from zerokit.bench.twins import Twins, twin_settings
+from zerokit.bench.sweeps.cells import label, slug, varying
+from zerokit.bench.sweeps.twins import Twins, twin_settings
+from zerokit.bench.tracking.mirror import Live
+from zerokit.bench.tracking.store import Status
 from zerokit.errors import UsageError, ZerokitError
 
 FORMAT = "zerokit.sweep/1"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zerokit.bench.data import DataError, draw_seed
+from zerokit.bench.workloads.text import DataError, draw_seed
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from zerokit.bench.record import Record
 from zerokit.bench.settings import Settings
-from zerokit.bench.tracked import (
+from zerokit.bench.tracking.content import (
     CELL_TAG,
     COMPLETE_TAG,
     KIND_TAG,
@@ -29,7 +29,7 @@ from zerokit.bench.tracked import (
     run_points,
     run_tags,
 )
-from zerokit.bench.tracking import Status, Store, Tracking, TrackingError
+from zerokit.bench.tracking.store import Status, Store, Tracking, TrackingError
 
 Pushed = Literal["new", "completed", "there"]
 # "Out of memory" and "unsupported" are results.

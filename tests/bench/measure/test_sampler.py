@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from zerokit.bench import sampler
+from zerokit.bench.measure import sampler
+from zerokit.bench.measure.sampler import Sampler, parse_memory, parse_network, parse_stat
 from zerokit.bench.record import Samples
-from zerokit.bench.sampler import Sampler, parse_memory, parse_network, parse_stat
 from zerokit.bench.schema import from_plain, to_plain
 
 # user nice system idle iowait irq softirq steal guest guest_nice

@@ -14,7 +14,7 @@ import pytest
 from tests.bench.records import make_cell, make_failure, make_record
 from zerokit.bench.record import Record, Samples
 from zerokit.bench.settings import Settings
-from zerokit.bench.tracked import (
+from zerokit.bench.tracking.content import (
     MOST_KEYS,
     Point,
     curves,
@@ -25,7 +25,7 @@ from zerokit.bench.tracked import (
     run_tags,
     step_times,
 )
-from zerokit.bench.tracking import DEFAULT_URI, Store, Tracking, TrackingError, resolve_uri
+from zerokit.bench.tracking.store import DEFAULT_URI, Store, Tracking, TrackingError, resolve_uri
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from zerokit.bench.tracked import Point
+from zerokit.bench.tracking.content import Point
 from zerokit.errors import ZerokitError
 
 if TYPE_CHECKING:

@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 
 from tests.bench.ranks import Ranks, Stopped, Watcher, host
-from zerokit.bench.cells import product
-from zerokit.bench.mirror import Live
 from zerokit.bench.record import Record, RecordError, read_record, write_record
 from zerokit.bench.settings import Settings
 from zerokit.bench.status import OUT_OF_MEMORY, Status, write_status
-from zerokit.bench.sweep import (
+from zerokit.bench.sweeps.cells import product
+from zerokit.bench.sweeps.sweep import (
     Sweep,
     SweepError,
     SweepFolder,
@@ -24,7 +23,8 @@ from zerokit.bench.sweep import (
     run_sweep,
     sweep_status,
 )
-from zerokit.bench.twins import twin_settings
+from zerokit.bench.sweeps.twins import twin_settings
+from zerokit.bench.tracking.mirror import Live
 from zerokit.errors import UsageError
 from zerokit.launch.local import WorkerFailed
 

@@ -1,0 +1,1 @@
+"""What is measured, where, and what the numbers say."""

@@ -1,0 +1,1 @@
+"""Many cells, one after the other."""
