@@ -1,7 +1,7 @@
 """The command line: one thin module a command, imported when that command is called.
 
-Exit codes: 0 ok, 1 failure, 2 usage, 3 regression; a command that a signal ended leaves with 128 +
-its number, as shells do.
+Exit codes: 0 ok, 1 failure, 2 usage, 3 regression, 4 nothing could run; a command that a signal ended leaves
+with 128 + its number, as shells do.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _Commands(click.Group):
 )
 @click.version_option(__version__, prog_name="zerokit")
 def cli() -> None:
-    """A compact ZeRO runtime for PyTorch."""
+    """ZeRO training for PyTorch: benches beside its peers, and checkpoints for any number of ranks."""
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ is freed, so that a use out of turn ends in a shape error instead.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import sys
@@ -91,6 +92,9 @@ class _Mapped:
     def __init__(self, numel: int, own: Interval, dtype: torch.dtype) -> None:
         size = numel * dtype.itemsize
         self._map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # Each gather faults the returned pages in again: 512 times fewer faults, where the system allows it.
+        with contextlib.suppress(OSError):
+            self._map.madvise(mmap.MADV_HUGEPAGE)
         self.whole = torch.frombuffer(self._map, dtype=dtype)
         self.shard = self.whole[own.start : own.stop]
         start = own.start * dtype.itemsize // mmap.PAGESIZE * mmap.PAGESIZE
