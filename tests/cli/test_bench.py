@@ -226,15 +226,15 @@ def test_a_bench_resumes_with_the_same_bits_and_at_another_world_size_and_stage(
         assert done.returncode == 0, done.stderr
         return read_record(tmp_path / f"{name}.json")
 
-    two, save = ("--nproc-per-node", "2"), ("--save", "run")
-    whole = run("whole", "4", *two)
-    half = run("half", "2", *two, *save, "--save-every", "1")
-    rest = run("rest", "2", *two, *save, "--resume")
+    save = ("--save", "run")
+    whole = run("whole", "4")
+    half = run("half", "2", *save, "--save-every", "1")
+    rest = run("rest", "2", *save, "--resume")
     assert half.loss + rest.loss == whole.loss
     assert [entry.step for entry in half.checkpoints.saves] == [1, 2]
     assert rest.checkpoints.resumed_from == 2
-    alone = run("alone", "1", "--stage", "3", *save, "--resume")
-    assert alone.checkpoints.resumed_from == 4
+    two = run("two", "1", "--stage", "3", "--nproc-per-node", "2", *save, "--resume")
+    assert two.checkpoints.resumed_from == 4
     assert (tmp_path / "run" / "latest").read_text().startswith("step-00000005 ")
     refused = zerokit(tmp_path, "bench", "--no-mlflow", *TINY, *save, "--resume", "--seed", "5")
     assert refused.returncode == 1

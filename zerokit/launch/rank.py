@@ -7,6 +7,7 @@ The reason goes to the file that torchrun names in TORCHELASTIC_ERROR_FILE, in t
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import runpy
@@ -15,6 +16,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from typing import NoReturn
 
 from zerokit.errors import ZerokitError
 from zerokit.launch.processes import die_with_parent
@@ -40,9 +42,10 @@ def _record(error: Exception) -> None:
 
 
 def main(module: str, arguments: list[str]) -> None:
-    """Run `module` as a program; on an error write it down and leave at once with code 1.
+    """Run `module` as a program and leave at once; on an error write it down before, and leave with code 1.
 
-    At once, because the destructors of a process group whose peers are gone may wait for them.
+    At once, because the destructors of a process group whose peers are gone may wait for them, and because threads
+    that an engine's library left behind may abort a process that has done its work.
     """
     # Python would turn it into an exception, which a rank that waits inside a collective never sees.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -52,9 +55,15 @@ def main(module: str, arguments: list[str]) -> None:
     except Exception as error:
         _record(error)
         traceback.print_exc()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
+        _leave(1)
+    atexit._run_exitfuncs()
+    _leave(0)
+
+
+def _leave(code: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -130,6 +130,12 @@ def test_a_cell_that_no_longer_runs_breaks_every_rule() -> None:
     assert "out of memory, and" in message
 
 
+def test_a_stage_that_an_engine_never_had_breaks_no_rule_beside_its_own_run() -> None:
+    lacking = make_failure("unsupported", "it has no such stage", engine="ddp", stage=1, seed=1)
+    assert judged("step/p50_ms:3%", [make_cell(), make_cell(seed=2), lacking]) == []
+    assert len(judged("step/p50_ms:3%", [make_cell()], [make_failure("unsupported", "gone", seed=1)])) == 1
+
+
 def test_a_rule_that_cannot_be_checked_is_an_error() -> None:
     with pytest.raises(ZerokitError, match=r"mfu cannot be checked: .* has no such figure"):
         judged("mfu:3%", [make_cell()], [make_cell(seed=1)])
