@@ -200,17 +200,14 @@ def _phase(name: str) -> tuple[Read, Read]:
     return value, error
 
 
-def _state(record: Record) -> float | None:
-    """Of the rank that holds most."""
-    totals = [rank.memory_bytes.get("total") for rank in record.ranks if rank.memory_bytes]
-    return _mib(max((total for total in totals if total is not None), default=None))
+def _state(name: str) -> Read:
+    """The total of the rank that holds most."""
 
+    def value(record: Record) -> float | None:
+        lines = [getattr(rank, name) or {} for rank in record.ranks]
+        return _mib(max((line["total"] for line in lines if "total" in line), default=None))
 
-def _state_predicted(record: Record) -> float | None:
-    totals = [
-        rank.predicted_memory_bytes.get("total") for rank in record.ranks if rank.predicted_memory_bytes
-    ]
-    return _mib(max((total for total in totals if total is not None), default=None))
+    return value
 
 
 def _traffic(name: str, divisor: float) -> Read:
@@ -339,8 +336,8 @@ def _table() -> list[Metric]:
             _nothing,
         ),
         ("memory/peak_reserved_mib", "peak CUDA reserved", "MiB", _peak("peak_reserved_bytes"), _nothing),
-        ("memory/state_mib", "state", "MiB", _state, _counted),
-        ("memory/state_predicted_mib", "state, formula", "MiB", _state_predicted, _counted),
+        ("memory/state_mib", "state", "MiB", _state("memory_bytes"), _counted),
+        ("memory/state_predicted_mib", "state, formula", "MiB", _state("predicted_memory_bytes"), _counted),
         (
             "comm/cost_ms",
             "communication",

@@ -130,6 +130,8 @@ def _runs(
         seen |= {record.id for record in fresh}
         if fresh:
             kept.append(Run(run.name, fresh))
+        else:
+            click.echo(f"zerokit: {run.name} is left out: each of its records is in an earlier RUN", err=True)
     return kept
 
 

@@ -26,7 +26,7 @@ _READINGS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """What only ever grows: processor time in ticks, and bytes over all network interfaces but loopback."""
+    """What only ever grows: processor time in ticks, and bytes over all network interfaces."""
 
     busy_ticks: int
     all_ticks: int

@@ -23,7 +23,7 @@ from zerokit.bench.sweeps.cells import value_in_words
 MOST_KEYS = 60
 # MLflow cuts longer values silently.
 _PARAM_LENGTH = 6000
-_TAG_LENGTH = 8000
+TAG_LENGTH = 8000
 
 # Tags that runs are found by.
 RECORD_TAG = "zerokit.record_id"
@@ -35,6 +35,8 @@ KIND_TAG = "zerokit.kind"
 # Set last of all, to the digest of what was written: a run that has it is whole.
 COMPLETE_TAG = "zerokit.complete"
 PARENT_TAG = "mlflow.parentRunId"
+# What MLflow shows as a run's source.
+SOURCE_TAGS = {"mlflow.source.name": "zerokit bench", "mlflow.source.type": "LOCAL"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +87,12 @@ def run_tags(record: Record) -> dict[str, str]:
         CELL_TAG: record.cell,
         STATUS_TAG: record.status,
         "zerokit.record": record.format,
-        "mlflow.source.name": "zerokit bench",
-        "mlflow.source.type": "LOCAL",
+        **SOURCE_TAGS,
     }
     if record.sweep is not None:
         tags[SWEEP_TAG] = record.sweep
     if record.reason:
-        tags["zerokit.reason"] = record.reason[:_TAG_LENGTH]
+        tags["zerokit.reason"] = record.reason[:TAG_LENGTH]
     if (environment := record.environment) is not None:
         tags |= {
             "zerokit.version": environment.zerokit,

@@ -20,8 +20,10 @@ from zerokit.bench.tracking.content import (
     KIND_TAG,
     PARENT_TAG,
     RECORD_TAG,
+    SOURCE_TAGS,
     STATUS_TAG,
     SWEEP_TAG,
+    TAG_LENGTH,
     moment_ms,
     run_files,
     run_name,
@@ -34,7 +36,6 @@ from zerokit.bench.tracking.store import Status, Store, Tracking, TrackingError
 Pushed = Literal["new", "completed", "there"]
 # "Out of memory" and "unsupported" are results.
 _STATUSES: Mapping[str, Status] = {"failed": "FAILED", "killed": "KILLED"}
-_SOURCE = {"mlflow.source.name": "zerokit bench", "mlflow.source.type": "LOCAL"}
 
 
 class Mirror:
@@ -55,7 +56,7 @@ class Mirror:
         if sweep not in self._parents:
             found = self.store.find({SWEEP_TAG: sweep, KIND_TAG: "sweep"})
             if found is None:
-                tags = {SWEEP_TAG: sweep, KIND_TAG: "sweep", **_SOURCE}
+                tags = {SWEEP_TAG: sweep, KIND_TAG: "sweep", **SOURCE_TAGS}
                 run_id = self.store.create(name or f"sweep {sweep[:8]}", tags, started_ms)
             else:
                 run_id = found.info.run_id
@@ -81,7 +82,7 @@ class Mirror:
 
         In a sweep a cell keeps its run when it is run again after it failed.
         """
-        tags = {RECORD_TAG: identity, CELL_TAG: settings.key, STATUS_TAG: "running", **_SOURCE}
+        tags = {RECORD_TAG: identity, CELL_TAG: settings.key, STATUS_TAG: "running", **SOURCE_TAGS}
         if sweep is None:
             return self.store.create(run_name(settings), tags)
         found = self._unfinished(sweep, settings.key)
@@ -120,7 +121,7 @@ class Mirror:
             run_id = unfinished
         else:
             done = "new"
-            tags = {RECORD_TAG: record.id, STATUS_TAG: "running", **_SOURCE}
+            tags = {RECORD_TAG: record.id, STATUS_TAG: "running", **SOURCE_TAGS}
             run_id = self.store.create(run_name(record.settings), tags, started_ms=_started_ms(record))
         tags = run_tags(record)
         if record.sweep is not None:
@@ -197,7 +198,9 @@ class Live:
 
         def abandon(mirror: Mirror) -> None:
             if run_id:
-                mirror.store.write(run_id, tags={STATUS_TAG: status.lower(), "zerokit.reason": reason[:5000]})
+                mirror.store.write(
+                    run_id, tags={STATUS_TAG: status.lower(), "zerokit.reason": reason[:TAG_LENGTH]}
+                )
                 mirror.store.status(run_id, status)
 
         self._with(begin)
