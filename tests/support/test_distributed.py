@@ -36,6 +36,10 @@ def _one_rank_is_silent() -> None:
 
 def _die_on(rank: int) -> str:
     print("about to end", file=sys.stderr)
+    # Joining ends on each rank by itself: who dies at once may die before a peer has connected.
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"joined by {dist.get_rank()}", "")
+    store.wait([f"joined by {peer}" for peer in range(dist.get_world_size())])
     if dist.get_rank() == rank:
         os.kill(os.getpid(), signal.SIGKILL)
     return "fine"

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from zerokit.bench.record import Record
     from zerokit.bench.session import Host
     from zerokit.bench.sweeps.sweep import Sweep
+    from zerokit.bench.tracking.mirror import Live
     from zerokit.bench.tracking.store import Tracking
     from zerokit.cli.display import Display
     from zerokit.launch.interrupts import Interrupts
@@ -310,10 +311,8 @@ def _single(
     from zerokit.bench.session import record_path, refusal, require_data, run_cell
     from zerokit.bench.sweeps.sweep import complete, exit_code
     from zerokit.bench.sweeps.twins import Twins
-    from zerokit.bench.tracking.mirror import Live
-    from zerokit.bench.tracking.pictures import pictures
     from zerokit.cli.display import Display
-    from zerokit.launch.interrupts import Interrupted, Interrupts
+    from zerokit.launch.interrupts import Interrupts
 
     refused = refusal(settings)
     require_data(settings)
@@ -332,9 +331,7 @@ def _single(
         twins = Twins(Path(scratch), run_twin, display.warn)
         if tracking is not None:
             display.phase("opening the MLflow run")
-        live = Live(
-            tracking, display.warn, push, (Interrupted, KeyboardInterrupt), lambda one: pictures([one])
-        )
+        live = _live(tracking, display, push)
         record = live.during(
             settings,
             None,
@@ -370,10 +367,9 @@ def _sweep(
         sweep_status,
         write_report,
     )
-    from zerokit.bench.tracking.mirror import Live
     from zerokit.bench.tracking.pictures import pictures
     from zerokit.cli.display import Display
-    from zerokit.launch.interrupts import Interrupted, Interrupts
+    from zerokit.launch.interrupts import Interrupts
 
     folder = SweepFolder(place or _new_folder(DEFAULT_FOLDER))
     sweep = folder.read() if asked is None else asked
@@ -387,13 +383,11 @@ def _sweep(
     where = shlex.quote(str(folder.path))
     push = f"zerokit push {where}{given}"
     with Interrupts() as interrupts, folder.alone(), display:
-        live = Live(
-            tracking, display.warn, push, (Interrupted, KeyboardInterrupt), lambda one: pictures([one])
-        )
+        live = _live(tracking, display, push)
         try:
             records = run_sweep(sweep, folder, _host(interrupts, display), display, live)
         except BaseException as error:
-            killed = isinstance(error, Interrupted | KeyboardInterrupt)
+            killed = isinstance(error, _interruptions())
             live.end_sweep(sweep.id, [], dict, "KILLED" if killed else "FAILED")
             display.warn(f"to go on where this ends: zerokit bench --continue {where}{given}")
             raise
@@ -429,17 +423,31 @@ def _new_folder(parent: Path) -> Path:
     return path
 
 
+def _live(tracking: Tracking | None, display: Display, later: str) -> Live:
+    """MLflow beside the cells."""
+    from zerokit.bench.tracking.mirror import Live
+    from zerokit.bench.tracking.pictures import pictures
+
+    return Live(tracking, display.warn, later, _interruptions(), lambda record: pictures([record]))
+
+
+def _interruptions() -> tuple[type[BaseException], ...]:
+    """What ends the work because the user wants no more."""
+    from zerokit.launch.interrupts import Interrupted
+
+    return Interrupted, KeyboardInterrupt
+
+
 def _host(interrupts: Interrupts, display: Display) -> Host:
     """This machine."""
     from functools import partial
 
     from zerokit.bench.session import Host
-    from zerokit.launch.interrupts import Interrupted
     from zerokit.launch.local import launch
 
     return Host(
         launch=partial(launch, interrupts=interrupts),
         interrupted=interrupts.check,
-        interruptions=(Interrupted, KeyboardInterrupt),
+        interruptions=_interruptions(),
         watch=display,
     )

@@ -12,7 +12,6 @@ from zerokit.bench.workloads.configs import GPTConfig
 from zerokit.bench.workloads.initialise import (
     DEFAULT_STD,
     init_model,
-    init_module,
     name_modules,
     set_std,
 )
@@ -94,11 +93,6 @@ class GPT(nn.Module):
             set_std(module.mlp.down, DEFAULT_STD / math.sqrt(2 * config.layers))
         name_modules(self, seed)
         init_model(self)
-
-    @staticmethod
-    def init_module(module: nn.Module) -> None:
-        """Fill the parameters that `module` itself owns; the `init_fn=` for a model built on meta."""
-        init_module(module)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Logits (batch, length, vocabulary), or with targets the mean cross-entropy in fp32, a scalar.
