@@ -52,14 +52,17 @@ def steps_of(name: str, world: int) -> int:
 
 def runs_of(name: str, world: int) -> dict[str, dict[str, Run]]:
     """Sets of runs that must agree bit for bit, as far as the shorter one goes; `plain` also meets the oracles."""
-    plain = {f"stage {s}": Run(stage=s, clip=math.inf, steps=steps_of(name, world)) for s in STAGES}
+    plain = {
+        f"stage {s}": Run(stage=s, clip=math.inf, bucket_mb=MIDDLE, steps=steps_of(name, world))
+        for s in STAGES
+    }
     sets = {"plain": plain}
     if world == 2:
         for stage, bucket_mb, backward in (
             (0, LARGE, False),
-            (2, MIDDLE, True),
+            (2, SMALL, True),
             (3, LARGE, True),
-            (3, MIDDLE, False),
+            (3, SMALL, False),
         ):
             run = Run(stage=stage, clip=math.inf, bucket_mb=bucket_mb, plain_backward=backward, steps=3)
             plain[f"stage {stage}, buckets of {bucket_mb} MiB"] = run

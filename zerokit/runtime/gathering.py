@@ -18,11 +18,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from zerokit.runtime.memory import return_freed_memory
+from zerokit.runtime.memory import keep_freed_memory, return_freed_memory
 from zerokit.runtime.storage import FlatUnit
 
-_TRIMMED_PASSES = 3
-"""Where parameters stay whole, the heap settles in the first passes; later ones would only pay for fresh pages."""
+_SETTLING_PASSES = 3
+"""The heap settles in the first passes; where parameters stay whole, later ones would only pay for fresh pages."""
 
 
 class Gathering:
@@ -127,10 +127,8 @@ class Gathering:
                     unit.free()
         else:
             self.make_current()
-        if training and (self._sharded or self._passes < _TRIMMED_PASSES):
-            # Backward begins with the largest tensors, which no hole that forward has left can take.
-            self._return_freed_memory()
-        self._passes += training
+        if training:
+            self._settle_heap()
         self._entered.clear()
         self._active.clear()
 
@@ -210,6 +208,14 @@ class Gathering:
             self._units[kept].free()
         self.lazy = set(lazy)
         self.recorded = True
+
+    def _settle_heap(self) -> None:
+        self._passes += 1
+        if self._sharded or self._passes <= _SETTLING_PASSES:
+            # Backward begins with the largest tensors, which no hole that forward has left can take.
+            self._return_freed_memory()
+        if self._passes == _SETTLING_PASSES and self._units[0].device.type == "cpu":
+            keep_freed_memory()
 
     def _return_freed_memory(self) -> None:
         if self._units[0].device.type == "cpu":

@@ -13,13 +13,18 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+import os
 import sys
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from zerokit.layout import Interval
+
+_M_TRIM_THRESHOLD = -1
+"""glibc's malloc.h, mallopt(3)."""
 
 
 class UnitMemory(Protocol):
@@ -115,7 +120,24 @@ class _Mapped:
 
 def return_freed_memory() -> None:
     """Ask glibc to hand pages of freed memory back to the system: its heap keeps them otherwise."""
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(0)
+    trim = _glibc("malloc_trim")
+    if trim is not None:
+        trim(0)
+
+
+def keep_freed_memory() -> None:
+    """Ask glibc to keep the free top of its heap from now on, unless the environment has settings of its own.
+
+    By itself glibc keeps 64 MiB at most, so that every step would hand the rest back and fault it in again: a backward
+    pass that drops each gradient at once frees much more. (Where gradients stay until the next step, as in DDP, they
+    lie on top and hold the heap back.) This also ends glibc's search for the size from which tensors get pages of
+    their own: to be called when it has seen some steps.
+    """
+    option = _glibc("mallopt")
+    chosen = any(name.startswith("MALLOC_") for name in os.environ)
+    if option is not None and not chosen and "glibc.malloc" not in os.environ.get("GLIBC_TUNABLES", ""):
+        option(_M_TRIM_THRESHOLD, -1)
+
+
+def _glibc(name: str) -> Callable[..., int] | None:
+    return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
