@@ -126,7 +126,7 @@ def return_freed_memory() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Ask glibc to keep the free top of its heap from now on, unless the environment has settings of its own.
+    """Ask glibc to keep the free top of its heap from now on, unless the environment says what to keep.
 
     By itself glibc keeps 64 MiB at most, so that every step would hand the rest back and fault it in again: a backward
     pass that drops each gradient at once frees much more. (Where gradients stay until the next step, as in DDP, they
@@ -134,8 +134,8 @@ def keep_freed_memory() -> None:
     their own: to be called when it has seen some steps.
     """
     option = _glibc("mallopt")
-    chosen = any(name.startswith("MALLOC_") for name in os.environ)
-    if option is not None and not chosen and "glibc.malloc" not in os.environ.get("GLIBC_TUNABLES", ""):
+    tuned = "MALLOC_TRIM_THRESHOLD_" in os.environ or "trim_threshold" in os.environ.get("GLIBC_TUNABLES", "")
+    if option is not None and not tuned:
         option(_M_TRIM_THRESHOLD, -1)
 
 
