@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from zerokit.bench.measure.statistics import slowest
+from zerokit.launch.interrupts import Interrupts
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -104,9 +105,9 @@ class CellFailed(RuntimeError):
 def run_cell(spec: CellSpec, *, timeout_s: float = 600.0) -> CellResult:
     """Train in `spec.world` fresh processes and collect what they measured.
 
-    Raises `CellFailed` when a rank fails or `timeout_s` passes; no process is left behind.
+    Raises `CellFailed` when a rank fails or `timeout_s` passes, `Interrupted` after a signal; no process is left behind.
     """
-    with tempfile.TemporaryDirectory(prefix="zerokit-cell-") as name:
+    with Interrupts() as interrupts, tempfile.TemporaryDirectory(prefix="zerokit-cell-") as name:
         directory = Path(name)
         (directory / "spec.json").write_text(json.dumps(asdict(spec)))
         processes: list[subprocess.Popen[bytes]] = []
@@ -123,7 +124,7 @@ def run_cell(spec: CellSpec, *, timeout_s: float = 600.0) -> CellResult:
                             stderr=subprocess.STDOUT,
                         )
                     )
-            failed = _wait(processes, time.monotonic() + timeout_s)
+            failed = _wait(processes, time.monotonic() + timeout_s, interrupts)
         finally:
             for process in processes:
                 process.kill()
@@ -145,9 +146,12 @@ def _environment(spec: CellSpec, rank: int) -> dict[str, str]:
     return inherited | own | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]], deadline: float) -> tuple[int, str] | None:
+def _wait(
+    processes: Sequence[subprocess.Popen[bytes]], deadline: float, interrupts: Interrupts
+) -> tuple[int, str] | None:
     """None when all ranks have ended well, else the first rank seen to fail and how."""
     while True:
+        interrupts.check()
         codes = [process.poll() for process in processes]
         for rank, code in enumerate(codes):
             if code:

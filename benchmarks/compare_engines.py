@@ -30,6 +30,7 @@ from benchmarks.cells import CellFailed, CellResult, CellSpec, run_cell  # noqa:
 from benchmarks.tables import print_table  # noqa: E402
 from zerokit.bench.measure.machine import cores, processor_name  # noqa: E402
 from zerokit.bench.workloads.catalogue import WORKLOADS  # noqa: E402
+from zerokit.launch.interrupts import Interrupted  # noqa: E402
 
 FLOOR = "compute-only"
 DEFAULT_ENGINES = [
@@ -264,4 +265,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    try:
+        raise SystemExit(main())
+    except Interrupted as interrupted:
+        print(f"compare_engines.py: {interrupted}", file=sys.stderr)
+        raise SystemExit(128 + interrupted.signal_number) from None

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +15,7 @@ import pytest
 from benchmarks import compare_engines
 from benchmarks.cells import CellFailed, CellResult, CellSpec, RankResult, run_cell
 from benchmarks.compare_engines import FLOOR, check_losses, disagreement, run_rounds, summarise
+from zerokit.launch.interrupts import Interrupted
 
 TINY = CellSpec(
     engine="ddp",
@@ -85,6 +90,15 @@ def test_a_failed_rank_is_named_and_its_words_shown() -> None:
 def test_a_cell_past_its_time_limit_is_stopped() -> None:
     with pytest.raises(CellFailed, match="had not finished at the time limit"):
         run_cell(TINY, timeout_s=0.2)
+
+
+def test_a_signal_stops_a_cell_and_its_ranks() -> None:
+    strike = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM))
+    strike.start()
+    started = time.monotonic()
+    with pytest.raises(Interrupted, match="SIGTERM"):
+        run_cell(replace(TINY, steps=10**6))
+    assert time.monotonic() - started < 60.0
 
 
 def test_an_engine_that_failed_is_left_out_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
