@@ -105,7 +105,8 @@ class CellFailed(RuntimeError):
 def run_cell(spec: CellSpec, *, timeout_s: float = 600.0) -> CellResult:
     """Train in `spec.world` fresh processes and collect what they measured.
 
-    Raises `CellFailed` when a rank fails or `timeout_s` passes, `Interrupted` after a signal; no process is left behind.
+    Raises `CellFailed` when a rank fails or `timeout_s` passes, `Interrupted` after a signal; no process is
+    left behind.
     """
     with Interrupts() as interrupts, tempfile.TemporaryDirectory(prefix="zerokit-cell-") as name:
         directory = Path(name)
