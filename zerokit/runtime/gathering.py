@@ -214,12 +214,16 @@ class Gathering:
         if self._sharded or self._passes <= _SETTLING_PASSES:
             # Backward begins with the largest tensors, which no hole that forward has left can take.
             self._return_freed_memory()
-        if self._passes == _SETTLING_PASSES and self._units[0].device.type == "cpu":
+        if self._passes == _SETTLING_PASSES and self._on_host:
             keep_freed_memory()
 
     def _return_freed_memory(self) -> None:
-        if self._units[0].device.type == "cpu":
+        if self._on_host:
             return_freed_memory()
+
+    @property
+    def _on_host(self) -> bool:
+        return self._units[0].device.type == "cpu"
 
     @property
     def _last(self) -> int | None:

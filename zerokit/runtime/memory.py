@@ -129,9 +129,8 @@ def keep_freed_memory() -> None:
     """Ask glibc to keep the free top of its heap from now on, unless the environment says what to keep.
 
     By itself glibc keeps 64 MiB at most, so that every step would hand the rest back and fault it in again: a backward
-    pass that drops each gradient at once frees much more. (Where gradients stay until the next step, as in DDP, they
-    lie on top and hold the heap back.) This also ends glibc's search for the size from which tensors get pages of
-    their own: to be called when it has seen some steps.
+    pass that drops each gradient at once frees much more. This also ends glibc's search for the size from which
+    tensors get pages of their own: to be called when it has seen some steps.
     """
     option = _glibc("mallopt")
     tuned = "MALLOC_TRIM_THRESHOLD_" in os.environ or "trim_threshold" in os.environ.get("GLIBC_TUNABLES", "")
