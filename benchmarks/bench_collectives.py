@@ -17,6 +17,7 @@ ROUNDS, WARMUP = 10, 2
 
 def zerokit_all_gather(collectives: Collectives, whole: Tensor) -> None:
     collectives.all_gather(whole, 0, _payload(whole)).wait()
+    collectives.settle()
 
 
 def zerokit_reduce_scatter(collectives: Collectives, bucket: Tensor) -> None:

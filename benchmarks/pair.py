@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zerokit.runtime.collectives import Collectives, make_collectives
+from zerokit.runtime.backends import make_collectives
+from zerokit.runtime.collectives import Collectives
 
 Operation = Callable[[Collectives, Tensor], None]
 _TIMEOUT = timedelta(seconds=60)
@@ -62,7 +63,7 @@ def _join(store: str, rank: int) -> Collectives:
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=_TIMEOUT)
     group = dist.group.WORLD
     assert group is not None
-    return make_collectives(group, torch.device("cpu"), _TIMEOUT)
+    return make_collectives(group, torch.device("cpu"), _TIMEOUT, units=1)
 
 
 def _follow(store: str, pipe: Connection) -> None:

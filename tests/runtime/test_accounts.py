@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import zerokit
 from tests.support.distributed import run_alone, run_ranks
 from tests.support.machine import bytes_received, held_bytes, live_storages
 from tests.support.models import CASES, count
 from tests.support.training import SMALL, Run, Trajectory, build_seeded, one_step, wrap
+from zerokit.runtime.neighbours import SWITCH, Neighbours
 
 STAGES = (0, 1, 2, 3)
 MIDDLE = 0.004
@@ -238,8 +241,25 @@ def test_traffic_of_micro_batches(micro: int) -> None:
                 assert elements <= 3 * micro * psi
 
 
-def _really_sent(stage: int, steps: int) -> tuple[int, int]:
-    """(bytes that this rank's sockets received in `steps` steps, bytes that the reports claim for all ranks)."""
+def _count_reads(total: list[int]) -> None:
+    """Add to `total[0]` what this process reads from others from now on."""
+    original = Neighbours.read
+
+    def read(self: Neighbours, peer: int, address: int, into: Tensor) -> None:
+        original(self, peer, address, into)
+        total[0] += into.numel() * into.element_size()
+
+    Neighbours.read = read  # type: ignore[method-assign]
+
+
+def _really_received(stage: int, steps: int, sockets: bool) -> tuple[int, int]:
+    """(bytes that this rank's sockets, or its reads of others' memory, brought in `steps` steps, and the reports' claim
+    for all ranks)."""
+    read = [0]
+    if sockets:
+        os.environ[SWITCH] = "0"
+    else:
+        _count_reads(read)
     case, run = CASES["mlp_784_256_10"], Run(stage=stage)
     model = build_seeded(case, 0)
     optimizer = wrap(model, case, run)
@@ -249,22 +269,23 @@ def _really_sent(stage: int, steps: int) -> tuple[int, int]:
     # Gathers of updated parameters are still on their way after a step; they count for the next one.
     time.sleep(0.2)
     dist.barrier()
-    before = bytes_received()
+    before = bytes_received() if sockets else read[0]
     for step in range(3, 3 + steps):
         one_step(model, optimizer, case, run, step, Trajectory())
         claimed += optimizer.traffic().bytes
     time.sleep(0.2)
     dist.barrier()
-    return bytes_received() - before, claimed
+    return (bytes_received() if sockets else read[0]) - before, claimed
 
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("world", [2, 3])
-def test_the_sockets_received_what_traffic_says(world: int, stage: int) -> None:
-    ranks = run_ranks(world, _really_sent, stage, 4)
+@pytest.mark.parametrize("sockets", [True, False], ids=["sockets", "memory"])
+def test_ranks_received_what_traffic_says(world: int, stage: int, sockets: bool) -> None:
+    ranks = run_ranks(world, _really_received, stage, 4, sockets)
     received, claimed = sum(found for found, _ in ranks), ranks[0][1]
-    assert claimed <= received, "traffic() claims more than the sockets saw"
-    assert received <= 1.02 * claimed + 65536, f"the sockets saw {received} bytes, traffic() says {claimed}"
+    assert claimed <= received, "traffic() claims more than arrived"
+    assert received <= 1.02 * claimed + 65536, f"{received} bytes arrived, traffic() says {claimed}"
 
 
 def test_the_papers_table() -> None:

@@ -20,7 +20,8 @@ from torch.optim import Optimizer
 from zerokit.errors import UsageError
 from zerokit.layout import Layout, build_layout, pooled_units
 from zerokit.runtime.agreement import require_agreement
-from zerokit.runtime.collectives import Collectives, make_collectives
+from zerokit.runtime.backends import make_collectives
+from zerokit.runtime.collectives import Collectives
 from zerokit.runtime.gathering import Gathering
 from zerokit.runtime.gradients import Gradients
 from zerokit.runtime.materialize import Materializer
@@ -77,7 +78,7 @@ def build(
     device = _device_of(model, group)
     anatomy = take_apart(model, rule, {p: number for number, g in enumerate(groups) for p in g["params"]})
     layout = build_layout(anatomy.segments, world=group.size(), bucket_bytes=int(bucket_mb * 2**20))
-    collectives = make_collectives(group, device, timeout)
+    collectives = make_collectives(group, device, timeout, units=len(layout.units))
     settings = {
         "stage": str(stage),
         "precision": str(precision.as_dict()),
@@ -105,7 +106,7 @@ def build(
     for buffer in model.buffers():
         collectives.broadcast(buffer)
 
-    gathering = Gathering(storages, sharded=stage == 3)
+    gathering = Gathering(storages, collectives, sharded=stage == 3)
     gradients = Gradients(storages, collectives, precision.reduce, stage=stage, fitting=pooled_units(layout))
     walk = ModelWalk(
         model,

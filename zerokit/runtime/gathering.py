@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from zerokit.runtime.collectives import Collectives
 from zerokit.runtime.memory import keep_freed_memory, return_freed_memory
 from zerokit.runtime.storage import FlatUnit
 
@@ -32,8 +33,9 @@ class Gathering:
     root module may use at any time, so they stay gathered from their first use to the end of the pass.
     """
 
-    def __init__(self, units: Sequence[FlatUnit], *, sharded: bool) -> None:
+    def __init__(self, units: Sequence[FlatUnit], collectives: Collectives, *, sharded: bool) -> None:
         self._units = units
+        self._collectives = collectives
         self._sharded = sharded
         rest = [unit.unit.index for unit in units if not unit.unit.scopes]
         self.forward_order = rest + [unit.unit.index for unit in units if unit.unit.scopes]
@@ -73,6 +75,11 @@ class Gathering:
         self.refresh()
         for unit in self._units:
             unit.ready()
+        self.settle()
+
+    def settle(self) -> None:
+        """Return when shards may change, and this rank may leave: others have read what they gather of them."""
+        self._collectives.settle()
 
     # ---- forward
 
@@ -125,6 +132,7 @@ class Gathering:
                 kept = training and (not unit.unit.scopes or unit.unit.index == self._last)
                 if unit.resident and not kept:
                     unit.free()
+            self.settle()
         else:
             self.make_current()
         if training:
@@ -179,6 +187,7 @@ class Gathering:
             for unit in self._units:
                 if unit.resident:
                     unit.free()
+            self.settle()
         else:
             self.make_current()
         self._entered.clear()

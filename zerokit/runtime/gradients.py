@@ -300,6 +300,7 @@ class Gradients:
             for gather in self._gathers:
                 gather.wait()
             self._gathers.clear()
+            self._collectives.settle()
         self._next = 0
         for unit in self.units.values():
             unit.begin_pass()
@@ -322,6 +323,7 @@ class Gradients:
         for gather in self._gathers:
             gather.wait()
         self._gathers.clear()
+        self._collectives.settle()
         for unit in self.units.values():
             unit.forget(self.pool)
         self._next = 0

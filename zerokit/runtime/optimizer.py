@@ -242,6 +242,7 @@ class ZeroOptimizer(Optimizer):
             self._gradients.clear_padding()
 
     def _update(self) -> None:
+        self._collectives.settle()
         for storage in self._storages:
             for flat in storage.flats:
                 gradient = self._gradients.of(storage, flat)

@@ -36,6 +36,7 @@ def _gather_all(storages: Sequence[FlatUnit], gathering: Gathering) -> None:
         if not storage.resident:
             storage.gather()
         storage.ready()
+    gathering.settle()
 
 
 def install_state_dict_hooks(model: nn.Module, storages: Sequence[FlatUnit], gathering: Gathering) -> None:
@@ -64,6 +65,7 @@ def install_state_dict_hooks(model: nn.Module, storages: Sequence[FlatUnit], gat
                     if prefix + name in state:
                         state[prefix + name] = parameter.detach().clone()
             storage.free()
+        gathering.settle()
 
     def before_load(module: nn.Module, state: Mapping[str, Tensor], prefix: str, *rest: Any) -> None:
         _gather_all(storages, gathering)

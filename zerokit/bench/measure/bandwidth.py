@@ -80,8 +80,13 @@ def _of_zerokit(zero: ZeroOptimizer, place: Place, world: int) -> list[Bandwidth
     whole = torch.zeros(unit.numel, dtype=zero.precision.compute, device=place.device)
     bucket = torch.zeros(unit.numel, dtype=zero.precision.reduce, device=place.device)
     own = bucket.view(world, -1)[collectives.rank]
+
+    def gather() -> None:
+        collectives.all_gather(whole, unit.index, payload).wait()
+        collectives.settle()
+
     calls: dict[str, tuple[torch.Tensor, Callable[[], None]]] = {
-        "all_gather": (whole, lambda: collectives.all_gather(whole, unit.index, payload).wait()),
+        "all_gather": (whole, gather),
         "reduce_scatter": (
             bucket,
             lambda: collectives.reduce_scatter(bucket, own, unit.index, payload, add=False).wait(),
