@@ -67,11 +67,10 @@ def runs_of(name: str, world: int) -> dict[str, dict[str, Run]]:
         ):
             run = Run(stage=stage, clip=math.inf, bucket_mb=bucket_mb, plain_backward=backward, steps=3)
             plain[f"stage {stage}, buckets of {bucket_mb} MiB"] = run
-        others = {
-            "clipped": Run(clip=0.3, steps=3),
-            "accumulated": Run(clip=math.inf, micro=3, accumulate=True, steps=2),
-            "repeated": Run(clip=math.inf, micro=2, steps=2),
-        }
+        others = {"accumulated": Run(clip=math.inf, micro=3, accumulate=True, steps=2)}
+        if name not in VARIANTS:
+            others["clipped"] = Run(clip=0.3, steps=3)
+            others["repeated"] = Run(clip=math.inf, micro=2, steps=2)
         for label, base in others.items():
             sets[label] = {
                 f"{label}, stage {s}": replace(base, stage=s, bucket_mb=buckets[s]) for s in STAGES

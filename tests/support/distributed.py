@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import io
 import multiprocessing
 import multiprocessing.forkserver
@@ -292,6 +293,9 @@ def _outcome(entry: _Rank, rank: int, directory: str) -> Outcome:
 
 def _rank_main(job: _Job, rank: int, pipe: Connection) -> None:
     """The body of one rank's process."""
+    # What the server has imported is not this rank's garbage: each full collection would walk over a million objects
+    # and, by that, copy the pages they share with the server.
+    gc.freeze()
     log = os.open(os.path.join(job.directory, f"log-{rank}"), os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
