@@ -121,7 +121,9 @@ def test_the_table_tells_what_was_asked_for(finished: Finished) -> None:
         "moved a step",
     ):
         assert wanted in shown
-    assert "(N−1)·2Ψ elements" in shown
+    assert finished.record.traffic is not None
+    assert f"(N−1)·2Ψ elements, through {finished.record.traffic.route}" in shown
+    assert finished.record.traffic.route in ("memory", "sockets")
     assert f"record  {finished.record_path.relative_to(finished.folder)}" in shown
     assert "open    mlflow ui --backend-store-uri sqlite:///mlflow.db" in shown
     assert finished.process.stderr == ""

@@ -16,7 +16,15 @@ import zerokit
 from tests.support.distributed import run_alone, run_ranks
 from tests.support.machine import bytes_received, held_bytes, live_storages
 from tests.support.models import CASES, count
-from tests.support.training import SMALL, Run, Trajectory, build_seeded, one_step, wrap
+from tests.support.training import (
+    SMALL,
+    Run,
+    Trajectory,
+    build_seeded,
+    one_step,
+    require_memory_route,
+    wrap,
+)
 from zerokit.runtime.neighbours import SWITCH, Neighbours
 
 STAGES = (0, 1, 2, 3)
@@ -282,6 +290,8 @@ def _really_received(stage: int, steps: int, sockets: bool) -> tuple[int, int]:
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("sockets", [True, False], ids=["sockets", "memory"])
 def test_ranks_received_what_traffic_says(world: int, stage: int, sockets: bool) -> None:
+    if not sockets:
+        require_memory_route()
     ranks = run_ranks(world, _really_received, stage, 4, sockets)
     received, claimed = sum(found for found, _ in ranks), ranks[0][1]
     assert claimed <= received, "traffic() claims more than arrived"

@@ -16,11 +16,25 @@ from torch import Tensor
 
 from tests.support.distributed import run_ranks, run_ranks_expecting_errors
 from tests.support.models import CASES
-from tests.support.training import SMALL, Run, Trajectory, build_seeded, one_step, train_all, wrap
+from tests.support.training import (
+    SMALL,
+    Run,
+    Trajectory,
+    build_seeded,
+    one_step,
+    require_memory_route,
+    train_all,
+    wrap,
+)
 from zerokit.runtime import backends
 from zerokit.runtime.backends import GlooCollectives, HostCollectives, make_collectives
 from zerokit.runtime.collectives import Collectives
 from zerokit.runtime.neighbours import SWITCH, meet
+
+
+@pytest.fixture(autouse=True)
+def _memory_route() -> None:
+    require_memory_route()
 
 
 def _collectives(units: int = 1) -> Collectives:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
+import os
+import platform
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerokit
+from tests.support.distributed import run_ranks
+from tests.support.machine import may_read
 from tests.support.models import CASES, Batch, Case
 from tests.support.optimizers import OPTIMIZERS, SCHEDULERS
 
@@ -151,6 +157,27 @@ def train_zero(name: str, run: Run, **options: Any) -> Trajectory:
     trajectory.weights = digest(whole_weights(model).items())
     trajectory.buffers = digest(model.named_buffers())
     return trajectory
+
+
+def _may_read_the_other() -> bool:
+    cell = torch.tensor([float(dist.get_rank())])
+    places = [torch.zeros(2, dtype=torch.int64) for _ in range(2)]
+    dist.all_gather(places, torch.tensor([os.getpid(), cell.data_ptr()]))
+    other = 1 - dist.get_rank()
+    allowed = may_read(*places[other].tolist(), numel=1) == [float(other)]
+    dist.barrier()
+    return allowed
+
+
+@functools.cache
+def _ranks_may_read() -> bool:
+    return platform.machine() == "x86_64" and all(run_ranks(2, _may_read_the_other))
+
+
+def require_memory_route() -> None:
+    """Skip the test where the kernel lets no rank read another's memory (Yama, some sandboxes), or not on x86-64."""
+    if not _ranks_may_read():
+        pytest.skip("ranks may not read each other's memory here")
 
 
 def train_all(name: str, runs: dict[str, Run]) -> dict[str, Trajectory]:

@@ -146,7 +146,8 @@ class Rank:
 class Traffic:
     """What all ranks together received in the last step: payload, without padding; control messages apart.
 
-    `formula` says in words what `predicted_elements` is, with N ranks and Ψ parameters.
+    `formula` says in words what `predicted_elements` is, with N ranks and Ψ parameters. `route` is how it travelled:
+    "nccl", "sockets" or, between ranks of one host, "memory"; null in records from before that was noted.
     """
 
     elements: int
@@ -156,6 +157,7 @@ class Traffic:
     predicted_bytes: int
     formula: str
     by_operation: dict[str, Any]
+    route: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,10 +93,11 @@ def _rows(record: Record) -> Iterator[Row]:
             yield "exposed", ms(phases.exposed_communication_ms), "a step waits for communication alone"
         yield "phases", "", f"{parts}, optimizer {ms(phases.optimizer_ms)}; each waited for"
     if (traffic := record.traffic) is not None:
+        route = f", through {traffic.route}" if traffic.route else ""
         yield (
             "moved a step",
             mib(traffic.bytes),
-            f"predicted {mib(traffic.predicted_bytes)}: {traffic.formula}",
+            f"predicted {mib(traffic.predicted_bytes)}: {traffic.formula}{route}",
         )
     for one in record.bandwidth:
         yield (

@@ -91,6 +91,8 @@ class FakeCollectives(Collectives):
 class GlooCollectives(Collectives):
     """Point-to-point messages in place; CUDA tensors travel through host memory."""
 
+    route = "sockets"
+
     def __init__(self, group: dist.ProcessGroup, device: torch.device, watch: Watch) -> None:
         super().__init__(group, device, watch)
         # Ranks may interleave gathers and reductions differently; each kind keeps its own order.
@@ -185,6 +187,8 @@ class HostCollectives(GlooCollectives):
     reduction. What others may still read must not change: a reduction's `wait` returns when its bucket has been
     taken, and gathered pieces are free to change after `settle`.
     """
+
+    route = "memory"
 
     def __init__(
         self,
@@ -343,6 +347,8 @@ class _Reading:
 
 class NcclCollectives(Collectives):
     """NCCL on two streams, gathers on one and reductions on the other, ordered by events alone."""
+
+    route = "nccl"
 
     def __init__(
         self, group: dist.ProcessGroup, device: torch.device, watch: Watch, timeout: datetime.timedelta | None

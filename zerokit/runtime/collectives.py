@@ -45,6 +45,9 @@ class Counters:
 class Collectives:
     """What the backends share: the group, the count, and the small control messages."""
 
+    route = "nowhere"
+    """How tensors travel."""
+
     def __init__(self, group: dist.ProcessGroup, device: torch.device, watch: Watch) -> None:
         self.group = group
         self.device = device

@@ -41,6 +41,7 @@ _NAMES = frozenset(
         "LD_PRELOAD",
         "NVIDIA_TF32_OVERRIDE",
         "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+        "ZEROKIT_CMA",
     }
 )
 _GIT_SECONDS = 10.0
