@@ -101,10 +101,15 @@ def meet(group: dist.ProcessGroup, units: int) -> Neighbours | None:
         return None
     token = _Token(secrets.randbits(62))
     size = (1 + world * len(Kind) * units * _FIELDS) * 8
-    descriptor = _new_board(size, token.value) if rank == 0 and _able() else -1
+    able, descriptor = _able(), -1
+    if able and rank == 0:
+        try:
+            descriptor = _new_board(size, token.value)
+        except OSError:
+            able = False
     try:
         table = torch.zeros(world, 5, dtype=torch.int64)
-        table[rank] = torch.tensor([_able(), os.getpid(), token.address, token.value, descriptor])
+        table[rank] = torch.tensor([able, os.getpid(), token.address, token.value, descriptor])
         dist.all_reduce(table, group=group)
         rows = [[int(cell) for cell in row] for row in table.tolist()]
         board = _open_board(rows, rank, size)
