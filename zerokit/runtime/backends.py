@@ -263,8 +263,10 @@ class HostCollectives(GlooCollectives):
                 self._sum(own, own, addresses, add=False)
                 out.add_(own.to(out.device)) if add else out.copy_(own)
 
-        for reading in list(self._unread):
-            reading.attempt()
+        if self._unread:
+            with self.watch.waiting("other ranks' pieces"):
+                for reading in list(self._unread):
+                    reading.attempt()
         count = self._neighbours.offer(Kind.REDUCE, unit, host)
         return self._start(Kind.REDUCE, unit, count, host, read)
 
