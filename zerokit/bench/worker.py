@@ -186,7 +186,7 @@ def _traffic(trainer: Trainer, settings: Settings) -> Traffic | None:
         predicted_bytes=predicted.bytes,
         formula=f"{'at most ' if settings.stage == 3 else ''}(N−1)·{volume}Ψ elements",
         by_operation=to_plain(measured.by_operation),
-        route=trainer.zero.parts.collectives.route,
+        route=trainer.zero.parts.collectives.route if settings.world > 1 else None,
     )
 
 
