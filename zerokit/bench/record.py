@@ -147,7 +147,8 @@ class Traffic:
     """What all ranks together received in the last step: payload, without padding; control messages apart.
 
     `formula` says in words what `predicted_elements` is, with N ranks and Ψ parameters. `route` is how it travelled:
-    "nccl", "sockets" or, between ranks of one host, "memory"; null for one rank, and in records from before that was noted.
+    "nccl", "sockets" or, between ranks of one host, "memory"; null for one rank, and in records from before it was
+    noted.
     """
 
     elements: int
