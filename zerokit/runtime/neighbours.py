@@ -46,7 +46,7 @@ class Neighbours:
         pids: every rank's process.
         board: shared by all ranks; for each rank, kind and unit how often it offered, what address, how often it took.
         units: how many units there are.
-        token: lies at the same place in every rank's memory for as long as the rank takes part.
+        token: this rank's, kept for as long as it takes part; knows where each of the others has its own.
     """
 
     def __init__(self, rank: int, pids: list[int], board: memoryview, units: int, token: _Token) -> None:
