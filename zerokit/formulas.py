@@ -6,7 +6,7 @@ for Ψ trainable parameters on N ranks, fp32 and Adam, 16Ψ · 8Ψ+8Ψ/N · 4Ψ+
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
 
 from zerokit.layout import Interval, Layout, pooled_units
@@ -152,13 +152,15 @@ def predict_traffic(
     stage: int,
     sizes: ElementBytes,
     order: Sequence[int] | None = None,
+    kept: Collection[int] | None = None,
     micro_batches: int = 1,
     reductions: int = 1,
 ) -> TrafficReport:
     """What one step moves, summed over ranks: (N-1)·kΨ elements with k = 2, 2, 2 and at most 3 at stages 0 to 3.
 
     At stage 3 units of the rest, and the one that backward begins with, stay gathered between forward and backward
-    and are subtracted. `order` is the forward order of units where some are called more than once.
+    and are subtracted. `order` is the forward order of units where some are called more than once; `kept` are the
+    units that stay gathered, by default the rest.
     `micro_batches` is the number of forward and backward passes, `reductions` of those that reduce gradients.
     """
     others = layout.world - 1
@@ -175,7 +177,8 @@ def predict_traffic(
         operations["all_gather"] = _times(len(trainable), others * psi, sizes.compute)
     else:
         forward = list(order) if order is not None else [unit.index for unit in layout.units]
-        backward = [index for index in forward if layout.units[index].scopes][:-1]
+        stay = {unit.index for unit in layout.units if not unit.scopes} if kept is None else kept
+        backward = [index for index in forward if index not in stay][:-1]
         calls = elements = size = 0
         for index in [*forward, *backward]:
             unit = layout.units[index]

@@ -203,7 +203,7 @@ def _clip_first(model: nn.Module, optimizer: zerokit.ZeroOptimizer) -> None:
 
 
 def _closure(model: nn.Module, optimizer: zerokit.ZeroOptimizer) -> None:
-    optimizer.step(lambda: model(torch.ones(2, 4)).sum())  # type: ignore[arg-type]
+    optimizer.step(lambda: model(torch.ones(2, 4)).sum().item())
 
 
 def _add_group(model: nn.Module, optimizer: zerokit.ZeroOptimizer) -> None:
@@ -262,7 +262,7 @@ MISUSES: dict[str, tuple[Callable[[nn.Module, zerokit.ZeroOptimizer], None], tup
     "step after a forward alone": (_step_after_forward_only, ("backward",)),
     "step after a forward without gradients": (_step_without_gradients, ("backward",)),
     "clipping before any backward": (_clip_first, ("backward",)),
-    "a closure": (_closure, ("closure",)),
+    "a closure without backward": (_closure, ("backward",)),
     "add_param_group": (_add_group, ("params=",)),
     "GradScaler.step": (_grad_scaler, ("GradScaler", "fp16")),
     "GradScaler.unscale_": (_grad_scaler_unscale, ("GradScaler", "fp16")),

@@ -77,12 +77,22 @@ def test_half_precision_follows_fp32(precision: str) -> None:
         assert results["half"].losses != results["full"].losses
 
 
+class SpyLinear(nn.Linear):
+    """Reports the dtypes of its inputs, which meet its weight."""
+
+    seen: torch.dtype | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = x.dtype
+        return super().forward(x)
+
+
 class Spy(nn.Module):
     """Reports the dtypes that reach it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = nn.Linear(4, 1)
+        self.inner = SpyLinear(4, 1)
         self.seen: list[tuple[str, torch.dtype]] = []
 
     def forward(self, x: Tensor, mask: Tensor, *, nested: dict[str, list[Tensor]]) -> Tensor:
@@ -101,7 +111,8 @@ def _dtypes(precision: str, stage: int) -> dict[str, Any]:
         "seen": dict(model.seen),
         "parameters": {p.dtype for p in model.parameters()},
         "out": out.dtype,
-        "grads": grads_before + [p.grad is None for p in model.parameters()],
+        "inner": model.inner.seen,
+        "grads": (grads_before, [p.grad is None for p in model.parameters()]),
         "masters": {p.dtype for group in optimizer.param_groups for p in group["params"]},
         "state_dict": {value.dtype for value in model.state_dict().values()},
     }
@@ -114,10 +125,11 @@ def _dtypes(precision: str, stage: int) -> dict[str, Any]:
 )
 def test_what_is_cast_and_what_is_not(precision: str, dtype: torch.dtype, stage: int) -> None:
     found = run_ranks(1, _dtypes, precision, stage)[0]
-    assert found["seen"] == {"x": dtype, "mask": torch.long, "nested": dtype}
+    assert found["seen"] == {"x": torch.float32, "mask": torch.long, "nested": torch.float32}
+    assert found["inner"] == dtype
     assert found["parameters"] == {dtype}
-    assert found["out"] == dtype
-    assert all(found["grads"])
+    assert found["out"] == torch.float32  # bfloat16 and float32 add up to float32
+    assert found["grads"] == ([True, True], [False, False])
     assert found["masters"] == {torch.float32}
     assert len(found["state_dict"]) == 1
 

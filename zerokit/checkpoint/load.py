@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from zerokit.checkpoint.together import Together
 from zerokit.errors import CheckpointError
 from zerokit.runtime import ZeroOptimizer
 from zerokit.runtime.build import Build
+from zerokit.runtime.flats import divide_flats, positions_of
 from zerokit.runtime.storage import Flat, FlatUnit
 
 _BATCH_BYTES = 64 << 20
@@ -95,9 +97,9 @@ def load(path: str | os.PathLike[str], optimizer: ZeroOptimizer, *, strict: bool
         storage.write_back()
         if not storage.unit.trainable and not storage.sharded:
             storage.gather()
-            storage.ready()
+            storage.complete()
     if optimizer.stage in (1, 2):
-        parts.gathering.outdate()
+        parts.gathering.gather_updated()
     _restore_generators(checkpoint, optimizer, extra, together)
     optimizer.refusal = ""
     if match.left_out and together.rank == 0:
@@ -232,8 +234,11 @@ def _apply(
             if source == number:
                 options = {key: value for key, value in saved.items() if key not in _KERNEL_OPTIONS}
                 parts.inner.param_groups[live].update(options)
-    for storage, flat, _ in flats(parts):
-        _apply_scalars(checkpoint, optimizer, match, extra, storage, flat)
+    shared = _Shared(checkpoint, match, extra)
+    for storage in parts.storages:
+        divide_flats(storage, parts.inner, partial(shared.key, storage))
+        for flat in storage.flats:
+            _apply_shared(shared, optimizer, storage, flat)
     _apply_buffers(checkpoint, parts, match, strict=strict)
     saved_scale = extra.get("scaler")
     if optimizer.scaler is not None and saved_scale is not None:
@@ -241,57 +246,63 @@ def _apply(
         optimizer.scaler.good_steps = int(saved_scale["good_steps"])
 
 
-def _apply_scalars(
-    checkpoint: Checkpoint,
-    optimizer: ZeroOptimizer,
-    match: Match,
-    extra: Mapping[str, Any],
-    storage: FlatUnit,
-    flat: Flat,
-) -> None:
-    """State of another shape than its parameter's must be equal for all parameters that share a flat one."""
+class _Shared:
+    """State of another shape than its parameter's: by kind, each saved parameter's bytes or value."""
+
+    def __init__(self, checkpoint: Checkpoint, match: Match, extra: Mapping[str, Any]) -> None:
+        self._sources = match.sources
+        self._line = list(checkpoint.manifest.layout.parameters)
+        self.forms: dict[str, tuple[str, tuple[int, ...]]] = {}
+        """Dtype and shape of the kinds that are tensors."""
+        self._rows: dict[str, dict[int, bytes]] = {}
+        self._values: Mapping[str, Mapping[str, Any]] = extra["values"]
+        for scalar in checkpoint.manifest.scalars:
+            dtype, shape, data = checkpoint.common_tensor(f"optimizer/{scalar.kind}")
+            if (dtype, shape) != (scalar.dtype, (len(scalar.parameters), *scalar.shape)):
+                raise CheckpointError(
+                    f"{checkpoint.path}: optimizer/{scalar.kind} is {dtype}{list(shape)}, not as the manifest says"
+                )
+            self.forms[scalar.kind] = dtype, scalar.shape
+            size = len(data) // max(len(scalar.parameters), 1)
+            self._rows[scalar.kind] = {
+                place: bytes(data[row * size : (row + 1) * size])
+                for row, place in enumerate(scalar.parameters)
+            }
+
+    def of(self, storage: FlatUnit, position: int) -> dict[str, Any]:
+        """By kind, what was saved for one parameter of a unit."""
+        place = self._sources.get(storage.unit.parameters[position].name)
+        if place is None:
+            return {}
+        name = self._line[place].name
+        rows = {kind: rows[place] for kind, rows in self._rows.items() if place in rows}
+        return rows | {kind: values[name] for kind, values in self._values.items() if name in values}
+
+    def key(self, storage: FlatUnit, position: int) -> str:
+        """Equal for parameters that may share a flat tensor."""
+        return repr(sorted(self.of(storage, position).items()))
+
+
+def _apply_shared(shared: _Shared, optimizer: ZeroOptimizer, storage: FlatUnit, flat: Flat) -> None:
     inner = optimizer.parts.inner
     group = inner.param_groups[flat.group]
-    peers = {
-        place: parameter.name
-        for parameter in storage.unit.parameters
-        if parameter.group == flat.group and (place := match.sources.get(parameter.name)) is not None
-    }
     state = dict(inner.state.get(flat.tensor, {}))
-    for scalar in checkpoint.manifest.scalars:
-        dtype, shape, data = checkpoint.common_tensor(f"optimizer/{scalar.kind}")
-        if (dtype, shape) != (scalar.dtype, (len(scalar.parameters), *scalar.shape)):
-            raise CheckpointError(
-                f"{checkpoint.path}: optimizer/{scalar.kind} is {dtype}{list(shape)}, not as the manifest says"
-            )
-        rows = [row for row, place in enumerate(scalar.parameters) if place in peers]
-        size = len(data) // max(len(scalar.parameters), 1)
-        found = {bytes(data[row * size : (row + 1) * size]) for row in rows}
-        if len(found) > 1:
-            raise _unequal(scalar.kind, storage.unit.name)
-        if found:
-            value = torch.frombuffer(bytearray(found.pop()), dtype=getattr(torch, dtype)).reshape(
-                scalar.shape
-            )
-            # As torch's own load_state_dict: fused kernels want the count beside the parameter, others on the host.
-            beside = scalar.kind != "step" or group.get("fused") or group.get("capturable")
-            state[scalar.kind] = value.to(flat.tensor.device) if beside else value
-    for kind, by_name in extra["values"].items():
-        line = checkpoint.manifest.layout.parameters
-        values = [by_name[p.name] for place, p in enumerate(line) if place in peers and p.name in by_name]
-        if any(value != values[0] for value in values):
-            raise _unequal(kind, storage.unit.name)
-        if values:
-            state[kind] = values[0]
+    # A piece that is all padding belongs to no parameter: its count is any one's of the unit.
+    fitting = positions_of(storage, flat) or [
+        place for place, p in enumerate(storage.unit.parameters) if p.group == flat.group
+    ]
+    for kind, value in shared.of(storage, fitting[0]).items():
+        form = shared.forms.get(kind)
+        if form is None:
+            state[kind] = value
+            continue
+        dtype, shape = form
+        tensor = torch.frombuffer(bytearray(value), dtype=getattr(torch, dtype)).reshape(shape)
+        # As torch's own load_state_dict: fused kernels want the count beside the parameter, others on the host.
+        beside = kind != "step" or group.get("fused") or group.get("capturable")
+        state[kind] = tensor.to(flat.tensor.device) if beside else tensor
     if state:
         inner.state[flat.tensor] = state
-
-
-def _unequal(kind: str, unit: str) -> CheckpointError:
-    return CheckpointError(
-        f"{kind} differs between the parameters of unit {unit}, which share one flat state here: load with the "
-        "units and groups that the checkpoint was saved with"
-    )
 
 
 def _apply_buffers(checkpoint: Checkpoint, parts: Build, match: Match, *, strict: bool) -> None:

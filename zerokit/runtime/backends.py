@@ -42,15 +42,16 @@ def make_collectives(
         # A new group would wait for the backend's default time, however short the given group's is.
         options = getattr(group._get_backend(device), "options", None)
         timeout = getattr(options, "_timeout", None)
+    waits = timeout or dist.default_pg_timeout
     if backend == "fake":
-        return FakeCollectives(group, device, watch)
+        return FakeCollectives(group, device, watch, waits)
     if backend == "gloo":
         with watch.waiting("creation of a communicator"):
             own = clone(group, "gloo", timeout)
             neighbours = meet(own, units)
         if neighbours is None:
-            return GlooCollectives(own, device, watch)
-        return HostCollectives(own, device, watch, neighbours, timeout or dist.default_pg_timeout)
+            return GlooCollectives(own, device, watch, waits)
+        return HostCollectives(own, device, watch, neighbours, waits)
     if backend == "nccl":
         with watch.waiting("creation of communicators"):
             return NcclCollectives(group, device, watch, timeout)
@@ -81,6 +82,9 @@ class FakeCollectives(Collectives):
             out.copy_(own)
         return Done()
 
+    def agree(self, what: str) -> None:
+        pass
+
     def all_gather_objects(self, value: object) -> list[object]:
         return [value] * self.world
 
@@ -93,8 +97,10 @@ class GlooCollectives(Collectives):
 
     route = "sockets"
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, watch: Watch) -> None:
-        super().__init__(group, device, watch)
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, watch: Watch, timeout: datetime.timedelta
+    ) -> None:
+        super().__init__(group, device, watch, timeout)
         # Ranks may interleave gathers and reductions differently; each kind keeps its own order.
         self._turns = [0, 0]
         self._peers = [rank for rank in range(self.world) if rank != self.rank]
@@ -198,9 +204,8 @@ class HostCollectives(GlooCollectives):
         neighbours: Neighbours,
         timeout: datetime.timedelta,
     ) -> None:
-        super().__init__(group, device, watch)
+        super().__init__(group, device, watch, timeout)
         self._neighbours = neighbours
-        self._timeout_s = timeout.total_seconds()
         self._unread: list[_Reading] = []
         self._offered: dict[int, tuple[int, Tensor]] = {}
         """Gathers that others may still be reading from: the number of the offer, and what is offered."""
@@ -355,7 +360,7 @@ class NcclCollectives(Collectives):
     def __init__(
         self, group: dist.ProcessGroup, device: torch.device, watch: Watch, timeout: datetime.timedelta | None
     ) -> None:
-        super().__init__(clone(group, "nccl", timeout), device, watch)
+        super().__init__(clone(group, "nccl", timeout), device, watch, timeout or dist.default_pg_timeout)
         self._gather_group = clone(group, "nccl", timeout)
         self._reduce_group = clone(group, "nccl", timeout)
         self._gather_stream = torch.cuda.Stream(device)

@@ -24,6 +24,7 @@ from zerokit.runtime.backends import make_collectives
 from zerokit.runtime.collectives import Collectives
 from zerokit.runtime.gathering import Gathering
 from zerokit.runtime.gradients import Gradients
+from zerokit.runtime.guard import ticket_of
 from zerokit.runtime.materialize import Materializer
 from zerokit.runtime.memory import return_freed_memory
 from zerokit.runtime.modules import UnitRule, take_apart
@@ -71,10 +72,10 @@ def build(
             "options as keywords; zerokit builds it over flat parameters"
         )
     _check_arguments(model, stage, bucket_mb)
+    group = _group_of_this_rank(process_group)
     groups = _as_groups(model, params)
     options = choose_kernel(optimizer_class, options)
     states = probe(optimizer_class, options, precision.master)
-    group = process_group if process_group is not None else dist.distributed_c10d._get_default_group()
     device = _device_of(model, group)
     anatomy = take_apart(model, rule, {p: number for number, g in enumerate(groups) for p in g["params"]})
     layout = build_layout(anatomy.segments, world=group.size(), bucket_bytes=int(bucket_mb * 2**20))
@@ -83,6 +84,7 @@ def build(
         "stage": str(stage),
         "precision": str(precision.as_dict()),
         "optimizer": optimizer_class.__name__,
+        **_describe_options(groups, options),
     }
     require_agreement(layout, settings, collectives)
 
@@ -106,18 +108,15 @@ def build(
     for buffer in model.buffers():
         collectives.broadcast(buffer)
 
-    gathering = Gathering(storages, collectives, sharded=stage == 3)
     gradients = Gradients(storages, collectives, precision.reduce, stage=stage, fitting=pooled_units(layout))
     walk = ModelWalk(
         model,
         anatomy,
         storages,
-        gathering,
         gradients,
         collectives,
-        compute=precision.compute,
-        sharded=stage == 3,
-        needs_scaling=precision.scaled,
+        precision=precision,
+        stage=stage,
     )
     for number, entry in enumerate(groups):
         entry["params"] = [
@@ -129,7 +128,7 @@ def build(
         layout,
         collectives,
         storages,
-        gathering,
+        walk.gathering,
         gradients,
         walk,
         optimizer_class(groups, **options),
@@ -137,7 +136,43 @@ def build(
     )
 
 
+def _group_of_this_rank(given: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    # torch.distributed.new_group gives ranks that are not in the group a number instead of one.
+    group: Any = given if given is not None else dist.distributed_c10d._get_default_group()
+    if group == dist.GroupMember.NON_GROUP_MEMBER or group.rank() < 0:
+        raise UsageError(
+            f"rank {dist.get_rank()} is not in process_group: build ZeroOptimizer on the ranks of that group only"
+        )
+    own: dist.ProcessGroup = group
+    return own
+
+
+def _describe_options(groups: list[dict[str, Any]], options: dict[str, Any]) -> dict[str, str]:
+    """Options by name, as text that is equal on ranks that were given the same."""
+    described = {}
+    for number, group in enumerate(groups):
+        where = f" of group {number}" if len(groups) > 1 else ""
+        for name, value in sorted((options | group).items()):
+            if name != "params":
+                described[name + where] = _describe(value)
+    return described
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return str(value.tolist())
+    if isinstance(value, list | tuple):
+        return f"({', '.join(map(_describe, value))})"
+    plain = value is None or isinstance(value, bool | int | float | str)
+    return repr(value) if plain else type(value).__qualname__
+
+
 def _check_arguments(model: nn.Module, stage: int, bucket_mb: float) -> None:
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"the first argument is a {type(model).__name__}: pass the model itself, ZeroOptimizer(model, "
+            "torch.optim.AdamW, ...), and groups of its parameters, if any, as params="
+        )
     if stage not in (0, 1, 2, 3):
         raise UsageError(
             f"stage {stage!r} is unknown: 0 divides nothing, 1 optimizer states, 2 also gradients, 3 also parameters"
@@ -167,6 +202,11 @@ def _check_arguments(model: nn.Module, stage: int, bucket_mb: float) -> None:
                 "one ZeroOptimizer for the whole model"
             )
     for name, parameter in model.named_parameters():
+        if ticket_of(parameter) is not None:
+            raise UsageError(
+                f"{name} is managed by a ZeroOptimizer already: models that share layers need one ZeroOptimizer over "
+                "one module that holds both"
+            )
         if type(parameter).__name__ == "DTensor" or hasattr(parameter, "device_mesh"):
             raise UsageError(f"{name} is a DTensor (fully_shard or tensor parallelism): pass the plain model")
         if parameter.requires_grad and parameter.dtype not in FLOATING:

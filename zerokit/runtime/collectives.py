@@ -48,7 +48,9 @@ class Collectives:
     route = "nowhere"
     """How tensors travel."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, watch: Watch) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, watch: Watch, timeout: datetime.timedelta
+    ) -> None:
         self.group = group
         self.device = device
         self.watch = watch
@@ -57,6 +59,7 @@ class Collectives:
         self.counters = Counters()
         self._schedule = [0, 0]
         self._side_group: dist.ProcessGroup | None = None
+        self._timeout_s = timeout.total_seconds()
 
     @property
     def schedule(self) -> int:
@@ -89,6 +92,11 @@ class Collectives:
 
     def settle(self) -> None:
         """Return when this rank's pieces of gathered units, and of gathered buckets, may be changed or dropped."""
+
+    def agree(self, what: str) -> None:
+        """Return when all ranks are about to do the same, unforeseen thing; else raise `ScheduleError`, soon."""
+        if self.world > 1:
+            self.watch.agree(what, self._timeout_s)
 
     def all_reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType) -> None:
         """Reduce a few control values in place."""
@@ -131,6 +139,7 @@ class Collectives:
     def _count(self, operation: str, whole: Tensor, payload: Sequence[int]) -> None:
         """In both operations each element of payload arrives at, or comes from, every rank but one."""
         elements = (self.world - 1) * sum(payload)
+        self.watch.issued += 1
         self.counters.calls[operation] += 1
         self.counters.elements[operation] += elements
         self.counters.bytes[operation] += elements * whole.element_size()
@@ -139,6 +148,7 @@ class Collectives:
         )
 
     def _count_control(self, values: Tensor) -> None:
+        self.watch.issued += 1
         self.counters.control_calls += 1
         self.counters.control_bytes += values.numel() * values.element_size() * (self.world - 1)
 

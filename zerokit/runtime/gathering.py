@@ -1,25 +1,20 @@
-"""When units are gathered and freed: one order of all-gathers, the same on every rank.
+"""When units are gathered, and for how long: what all stages share, and stages 0 to 2.
 
-[Note: one order] Collectives match by the order in which ranks issue them, so that order must not depend on what
-one rank happens to do. Units are gathered in a fixed *forward order* and its reverse in backward. Entering a unit
-first issues every earlier gather that is missing; the end of forward and of backward issues the rest. So a unit
-that one rank leaves out is gathered there all the same, and no other rank hangs. In the first forward the order
-is the rest of the model, then unit modules in layout order; rank 0 records what it really did, and broadcasts it.
-
-[Note: freeing in backward] A unit is freed when the backward pass enters another one, or ends; never at its last
-gradient, because a frozen weight is needed after that. It is safe because autograd runs nodes in reverse order of
-creation: when the output of an earlier unit receives its gradient, all nodes of later units have run.
-
-At stages 1 and 2 parameters stay whole, and are gathered once after every optimizer step: all are issued when the
-next forward begins, in forward order, and waited for unit by unit.
+At these stages parameters stay whole. At stages 1 and 2 their owners update them, and every rank gathers them right
+after the step, behind whatever the host does next; they are waited for unit by unit, in the next forward or when
+somebody reads a parameter before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 
+from zerokit.errors import ScheduleError, UsageError
 from zerokit.runtime.collectives import Collectives
 from zerokit.runtime.memory import keep_freed_memory, return_freed_memory
+from zerokit.runtime.order import BackwardPlan
+from zerokit.runtime.passes import ForwardPass
 from zerokit.runtime.storage import FlatUnit
 
 _SETTLING_PASSES = 3
@@ -27,93 +22,88 @@ _SETTLING_PASSES = 3
 
 
 class Gathering:
-    """Gathers and frees units as the model walks through them.
+    """Stages 0 to 2, and the order of units that every stage records.
 
     `units` are all units in line order; those without `scopes` hold the rest of the model's parameters, which the
-    root module may use at any time, so they stay gathered from their first use to the end of the pass.
+    root module may use at any time. `owners_update` tells whether each rank updates its own shards only.
     """
 
-    def __init__(self, units: Sequence[FlatUnit], collectives: Collectives, *, sharded: bool) -> None:
+    def __init__(self, units: Sequence[FlatUnit], collectives: Collectives, *, owners_update: bool) -> None:
+        self._owners_update = owners_update
         self._units = units
         self._collectives = collectives
-        self._sharded = sharded
         rest = [unit.unit.index for unit in units if not unit.unit.scopes]
+        self.kept = frozenset(rest)
+        """Units that stay gathered from their first use to the end of backward: whoever uses them, and when."""
         self.forward_order = rest + [unit.unit.index for unit in units if unit.unit.scopes]
-        self._backward_order = self._reverse()
         self.recorded = False
-        self.lazy: set[int] = set()
+        """Whether `forward_order` is what a forward pass of rank 0 did."""
+        self.lazy: frozenset[int] = frozenset()
         """Units whose weights are used only inside modules that announce it: needed when those are entered."""
         self._trace: list[int] = []
-        self._cursor = -1
-        self._issued = 0
-        self._backward_cursor = -1
-        self._backward_issued = 0
-        self._entered: set[int] = set()
+        self._read_early: set[int] = set()
         self._active: dict[int, int] = {}
-        self._outdated = False
+        self._updated: list[int] = []
+        self._open = 0
         self._passes = 0
 
     # ---- after the optimizer step, stages 1 and 2
 
-    def outdate(self) -> None:
-        """Trainable parameters have been updated by their owners only, until `refresh`.
+    def gather_updated(self) -> None:
+        """Start gathering what its owners have updated, on every rank.
 
-        Gathering right away could meet a rank that has left after its last step.
+        Another rank may have left after its last step; whoever needs the values will hear of it.
         """
-        self._outdated = not self._sharded
+        if not self._owners_update:
+            return
+        self._updated = [i for i in dict.fromkeys(self.forward_order) if self._units[i].unit.trainable]
+        with suppress(ScheduleError):
+            self._refresh()
 
-    def refresh(self) -> None:
-        """Start gathering what `outdate` announced."""
-        if self._outdated:
-            self._outdated = False
-            for index in dict.fromkeys(self.forward_order):
-                if self._units[index].unit.trainable:
-                    self._units[index].gather()
+    def _refresh(self) -> None:
+        while self._updated:
+            self._units[self._updated[0]].gather()
+            del self._updated[0]
 
     def make_current(self) -> None:
         """Let the parameters that are whole at this stage hold their current values."""
-        self.refresh()
+        self._refresh()
         for unit in self._units:
-            unit.ready()
+            unit.complete()
         self.settle()
 
     def settle(self) -> None:
         """Return when shards may change, and this rank may leave: others have read what they gather of them."""
         self._collectives.settle()
 
+    def read(self, index: int, name: str, *, in_forward: bool, in_backward: bool) -> None:
+        """Somebody is about to use parameter `name` of unit `index` outside the modules that announce it.
+
+        Raises `UsageError` where this rank alone cannot have its value (stage 3, outside the model's forward).
+        """
+        self._refresh()
+        self._units[index].complete()
+
     # ---- forward
 
-    def begin_forward(self) -> None:
-        self._cursor, self._issued = -1, 0
-        self._entered.clear()
+    def begin_forward(self, current: ForwardPass) -> None:
+        self._trace.clear()
+        self._read_early.clear()
         self._active.clear()
-        self.refresh()
+        self._refresh()
         for unit in self._units:
-            if unit.unit.index not in self.lazy and not (self._sharded and unit.unit.scopes):
-                self.enter(unit, record=False)
+            if unit.pending is None or unit.unit.index not in self.lazy:
+                unit.ready()
 
-    def enter(self, unit: FlatUnit, *, record: bool = True) -> None:
+    def enter(self, unit: FlatUnit) -> None:
         """`unit` is about to be used in forward."""
-        index = unit.unit.index
-        within = self._active.get(index, 0) > 0  # a module inside one that has been entered already
-        if record and not self.recorded and not within and self._trace[-1:] != [index]:
-            self._trace.append(index)
-        if not self._sharded:
-            self.refresh()
-            unit.ready()
-            return
-        if unit.unit.scopes:
-            # The last one stays for backward on every rank, also on one that meets it earlier than rank 0 did.
-            last = self._last
-            again = last is not None and _find(self.forward_order, last, self._cursor + 1) is not None
-            self._release_all_but({index} if again or last is None else {index, last})
-        place = _find(self.forward_order, index, self._cursor)
-        if place is not None:
-            self._cursor = place
-            self._issued = self._issue(self.forward_order, self._issued, place + 1)
-        self._use(unit)
-        if place is not None:
-            self._issued = self._issue(self.forward_order, self._issued, place + 2)
+        self._note(unit.unit.index)
+        unit.ready()
+
+    def enter_aside(self, unit: FlatUnit) -> None:
+        """A module of `unit` was called by itself, outside the model's forward."""
+        self._refresh()
+        unit.ready()
 
     def activate(self, unit: FlatUnit) -> None:
         self._active[unit.unit.index] = self._active.get(unit.unit.index, 0) + 1
@@ -124,103 +114,114 @@ class Gathering:
         self._active[index] = self._active.get(index, 1) - 1
         return self._active[index] <= 0
 
+    def pin(self, unit: FlatUnit) -> None:
+        """Nothing will tell when backward reads `unit`: it stays until then."""
+
+    def hold(self) -> None:
+        """Backward makes a graph of its own, which reads weights again: all of them stay until `drop`."""
+
+    def drop(self) -> None:
+        """What `hold` kept is not needed any more, or about to be updated."""
+
     def end_forward(self, *, training: bool) -> None:
-        """Issue what is missing, then free all units but those that backward begins with."""
-        if self._sharded:
-            self._issued = self._issue(self.forward_order, self._issued, len(self.forward_order))
-            for unit in self._units:
-                kept = training and (not unit.unit.scopes or unit.unit.index == self._last)
-                if unit.resident and not kept:
-                    unit.free()
-            self.settle()
-        else:
-            self.make_current()
+        """All ranks have used what they wanted, and may change it."""
+        self.make_current()
+        self._guard_all()
         if training:
             self._settle_heap()
-        self._entered.clear()
         self._active.clear()
 
     # ---- backward
 
     def begin_backward(self) -> None:
-        self._backward_cursor, self._backward_issued = -1, 0
-        self._entered.clear()
-        if not self._sharded:
-            return
-        for unit in self._units:
-            if not unit.unit.scopes:
-                self._use(unit)
+        self._unguard_all()
 
-    def enter_backward(self, units: Sequence[FlatUnit], *, recomputing: bool = False) -> None:
+    def enter_backward(
+        self, units: Sequence[FlatUnit], current: ForwardPass | None, *, recomputing: bool = False
+    ) -> None:
         """The gradient of an output of `units` is there, or a checkpoint is about to run their forward again."""
-        if not self._sharded:
-            return
-        if not recomputing and any(unit.unit.scopes for unit in units):
-            self._release_all_but({unit.unit.index for unit in units})
-        order = self._backward_order
-        for unit in units:
-            if not unit.unit.scopes:
-                self._use(unit)
-                continue
-            place = _find(order, unit.unit.index, self._backward_cursor)
-            if place is not None:
-                self._backward_cursor = place
-                self._backward_issued = self._issue(order, self._backward_issued, place + 1)
-            self._use(unit)
-            if place is not None:
-                self._backward_issued = self._issue(order, self._backward_issued, place + 2)
-                if place in (0, len(order) - 1):
-                    # What came after the units (logits) is free by now, or else all activations are, but they
-                    # leave holes too small for the large gradients of the rest of the model (embeddings).
-                    self._return_freed_memory()
 
-    def end_backward(self) -> None:
-        """Issue what this rank did not need but others may have, and free everything."""
-        if not self._sharded:
-            return
-        order = self._backward_order
-        self._backward_issued = self._issue(order, self._backward_issued, len(order))
-        self.free_all()
+    def end_backward(self, current: ForwardPass | None) -> None:
+        """Issue what this rank did not need but others may have; `current` is a pass that backward belongs to."""
 
     def free_all(self) -> None:
-        if self._sharded:
-            for unit in self._units:
-                if unit.resident:
-                    unit.free()
-            self.settle()
-        else:
-            self.make_current()
-        self._entered.clear()
+        """The pass is over, or given up."""
+        self.make_current()
+        self._guard_all()
         self._active.clear()
-        self._cursor = self._backward_cursor = -1
-        self._issued = self._backward_issued = 0
+
+    # ---- whole parameters, for their user
+
+    @property
+    def is_open(self) -> bool:
+        return self._open > 0
+
+    def open(self) -> None:
+        """Gather every parameter and leave it so until `close`."""
+        self._open += 1
+        if self._open == 1:
+            self._gather_whole()
+
+    def close(self) -> None:
+        self._open -= 1
+        self.free_all()
+
+    def _gather_whole(self) -> None:
+        self.free_all()
 
     # ---- the order
 
-    def trace(self, lazy: Sequence[int]) -> list[int]:
-        """The order of the first forward on this rank, every unit at least once.
+    plan: BackwardPlan | None = None
+    """The order of backward, where units are gathered there."""
 
-        Units of the rest appear once; those that cannot be gathered lazily come first.
+    @property
+    def deviated(self) -> bool:
+        """Whether this forward pass left the recorded order, as all ranks agreed."""
+        return False
+
+    def trace(self, lazy: Collection[int]) -> list[int]:
+        """The order of this forward on this rank, every unit at least once.
+
+        Kept units appear once; those that cannot be gathered lazily come first. Units that this rank left out follow
+        their neighbours on the line, so that ranks that use them meet them in order.
         """
-        lead = [u.unit.index for u in self._units if not u.unit.scopes and u.unit.index not in lazy]
-        order = list(lead)
+        kept = self.kept | self._read_early
+        order = [u.unit.index for u in self._units if not u.unit.scopes and u.unit.index not in lazy]
         for index in self._trace:
-            if index not in order or (self._units[index].unit.scopes and order[-1] != index):
+            if index not in order or (index not in kept and order[-1] != index):
                 order.append(index)
-        return order + [index for index in self.forward_order if index not in order]
+        for index in range(len(self._units)):
+            if index not in order:
+                before = max((place for place, other in enumerate(order) if other == index - 1), default=-1)
+                order.insert(before + 1, index)
+        return order
 
-    def adopt_order(self, order: Sequence[int], lazy: Sequence[int]) -> None:
-        kept = self._last
+    def used_anywhere(self) -> list[int]:
+        """Kept units, and those that this rank's forward has used outside their modules."""
+        return sorted(self.kept | self._read_early)
+
+    def adopt_order(self, order: Sequence[int], lazy: Collection[int], kept: Collection[int]) -> None:
         self.forward_order = list(order)
-        self._backward_order = self._reverse()
-        if self._sharded and kept is not None and kept != self._last and self._units[kept].resident:
-            self._units[kept].free()
-        self.lazy = set(lazy)
+        self.lazy = frozenset(lazy)
+        self.kept = frozenset(kept)
         self.recorded = True
+
+    def _note(self, index: int) -> None:
+        within = self._active.get(index, 0) > 0  # a module inside one that has been entered already
+        if not within and self._trace[-1:] != [index]:
+            self._trace.append(index)
+
+    def _guard_all(self) -> None:
+        for unit in self._units:
+            unit.guard()
+
+    def _unguard_all(self) -> None:
+        for unit in self._units:
+            unit.unguard()
 
     def _settle_heap(self) -> None:
         self._passes += 1
-        if self._sharded or self._passes <= _SETTLING_PASSES:
+        if self._passes <= _SETTLING_PASSES:
             # Backward begins with the largest tensors, which no hole that forward has left can take.
             self._return_freed_memory()
         if self._passes == _SETTLING_PASSES and self._on_host:
@@ -234,40 +235,10 @@ class Gathering:
     def _on_host(self) -> bool:
         return self._units[0].device.type == "cpu"
 
-    @property
-    def _last(self) -> int | None:
-        """The unit that backward begins with."""
-        return self._backward_order[0] if self._backward_order else None
 
-    def _reverse(self) -> list[int]:
-        return [index for index in reversed(self.forward_order) if self._units[index].unit.scopes]
-
-    def _issue(self, order: Sequence[int], start: int, stop: int) -> int:
-        for place in range(start, min(stop, len(order))):
-            unit = self._units[order[place]]
-            if not unit.resident:
-                unit.gather()
-        return max(start, min(stop, len(order)))
-
-    def _use(self, unit: FlatUnit) -> None:
-        if not unit.resident:
-            unit.gather()
-        unit.ready()
-        self._entered.add(unit.unit.index)
-
-    def _release_all_but(self, kept: Collection[int]) -> None:
-        """Free the module units that have done their part."""
-        for other in list(self._entered):
-            unit = self._units[other]
-            if other not in kept and unit.unit.scopes and not self._active.get(other):
-                self._entered.discard(other)
-                if unit.resident:
-                    unit.free()
-
-
-def _find(order: Sequence[int], index: int, cursor: int) -> int | None:
-    """The place of `index` in `order` at or after `cursor`."""
-    for place in range(max(cursor, 0), len(order)):
-        if order[place] == index:
-            return place
-    return None
+def refuse_reading(name: str) -> UsageError:
+    """What somebody hears who uses a freed parameter where its unit cannot be gathered."""
+    return UsageError(
+        f"{name} is divided over ranks between its uses (stage 3), so it cannot be read or changed here: do it inside "
+        "`with optimizer.gathered():`, which all ranks enter, or in the model's forward, where reading gathers it"
+    )

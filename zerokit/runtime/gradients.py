@@ -5,16 +5,16 @@
     stage 2, 3   one shard a unit, kept; buckets are lent by a small pool while a unit's gradients arrive
 
 A gradient is multiplied by 1/N while it is copied into its bucket (that of a unit of one unpadded parameter, made by
-autograd, is the bucket), and N ranks' buckets are then summed in rank
-order. Units are reduced in one order on every rank (see gathering's [Note: one order]): reversed line order in the
-first backward, in which rank 0 records the order in which its units became complete. A unit that is incomplete at
-the end of backward is reduced with zeros in place of what is missing.
+autograd, is the bucket), and N ranks' buckets are then summed in rank order. Units are reduced in one order on every
+rank. At stage 3 it is part of the order of gathers (see order's [Note: one order]); at the others it is reversed line
+order in the first backward, in which rank 0 records the order in which its units became complete. A unit that is
+incomplete at the end of backward is reduced with zeros in place of what is missing.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 
 import torch
@@ -194,6 +194,18 @@ class UnitGradients:
             pool.give(self.bucket)
             self.bucket = None
 
+    def clear(self, position: int) -> None:
+        """Let the gradient of one parameter be zero, wherever it stands between backward passes."""
+        part = self.unit.slices[position]
+        if self.bucket is not None:
+            self.bucket[part.memory.start : part.memory.stop].zero_()
+        if not self.whole:
+            own = part.memory.intersection(self.storage.own).shifted(-self.storage.own.start)
+            self.shard[own.start : own.stop].zero_()
+        if self.carry is not None:
+            own = part.memory.intersection(self.storage.own).shifted(-self.storage.own.start)
+            self.carry[own.start : own.stop].zero_()
+
     def of(self, interval: Interval) -> Tensor:
         """The gradients of elements `interval` (memory coordinates) of the unit."""
         if self.whole:
@@ -229,8 +241,14 @@ class Gradients:
         self.order = sorted(
             self.units, key=lambda index: (bool(self.units[index].unit.scopes), index), reverse=True
         )
+        self._allowed = len(self.order)
+        self.over: Callable[[int], bool] = lambda index: False
+        """Whether the current backward pass will bring no more gradients to a unit."""
         self.recorded = False
         self.accumulating = False
+        self.spoiled = False
+        """Whether a failed backward pass has left sums of earlier ones that nobody can separate from it."""
+        self._cleared: set[tuple[int, int]] = set()
         self._completed: list[int] = []
         self._next = 0
         self._reductions: deque[tuple[UnitGradients, Work]] = deque()
@@ -240,14 +258,17 @@ class Gradients:
 
     def accept(self, index: int, position: int, parameter: nn.Parameter) -> None:
         """Take `parameter.grad`, which has just become ready, and reduce every unit that this completes."""
+        unit = self.units[index]
+        unit.storage.unguard()
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
-        unit = self.units[index]
+        gradient = gradient.detach()  # backward(create_graph=True) gives it a graph
         if unit.phase in (Phase.COMPLETE, Phase.REDUCING):
             raise ScheduleError(
-                f"a second gradient for {unit.unit.parameters[position].name} in one backward pass, after its unit was "
-                "reduced: reentrant activation checkpointing does that. Use "
-                "torch.utils.checkpoint with use_reentrant=False"
+                f"a gradient for {unit.unit.parameters[position].name} came after its unit had been reduced in this "
+                "backward pass. Reentrant activation checkpointing does that: use torch.utils.checkpoint with "
+                "use_reentrant=False. So does a module that this rank uses elsewhere than rank 0 did first: name it "
+                "in units="
             )
         if gradient.layout != torch.strided:
             raise ScheduleError(
@@ -256,6 +277,8 @@ class Gradients:
                 "build the embedding with sparse=False"
             )
         self.received = True
+        if self._cleared:
+            self._cleared.clear()
         unit.phase = Phase.FILLING
         if self.accumulating:
             if not unit.whole:
@@ -272,21 +295,28 @@ class Gradients:
         if len(unit.arrived) == len(unit.storage.parameters):
             self._complete(unit)
 
-    def settle(self, over: Collection[int], unreachable: Mapping[int, Collection[int]]) -> None:
-        """Reduce units that will receive no more gradients, with zeros for what is missing, as far as the order allows.
+    def follow(self, order: Sequence[int]) -> None:
+        """Reduce in this order in the backward pass that begins, as far as `allow` says."""
+        if not self._next:
+            self.order = list(order)
+            self._allowed = 0
+
+    def allow(self, count: int) -> None:
+        """The first `count` reductions may be issued, once they are complete."""
+        self._allowed = count
+        if not self.accumulating:
+            self._issue()
+
+    def reduce_due(self, count: int) -> None:
+        """Issue the first `count` reductions, with zeros for gradients that will not come any more.
 
         Without this a rank on which a gradient is missing would hold back its reductions until the end of backward,
-        while others wait for them before they issue the gather that this rank waits for.
-
-        Args:
-            over: such units.
-            unreachable: positions of parameters, by unit, that the graph shows to be unused.
+        while others wait for them before they issue the gather that this rank waits for. Stops at a unit whose
+        gradients may still come: then all ranks must do the same.
         """
-        while not self.accumulating and self._next < len(self.order):
-            unit = self.units[self.order[self._next]]
-            index = unit.unit.index
-            known = unit.arrived.union(unreachable.get(index, ()))
-            if index not in over and len(known) < len(unit.storage.parameters):
+        while not self.accumulating and self._next < min(count, len(self.order)):
+            index = self.order[self._next]
+            if self.units[index].phase is not Phase.COMPLETE and not self.over(index):
                 return
             self._issue_next()
 
@@ -327,7 +357,23 @@ class Gradients:
         for unit in self.units.values():
             unit.forget(self.pool)
         self._next = 0
-        self.received = False
+        self.received = self.spoiled = False
+        self._cleared.clear()
+
+    def clear(self, index: int, position: int) -> None:
+        """Forget the gradient of one parameter; all gradients, when this was the last one."""
+        self.units[index].clear(position)
+        self._cleared.add((index, position))
+        if len(self._cleared) == sum(len(unit.storage.parameters) for unit in self.units.values()):
+            self.forget()
+
+    def holds(self, index: int, position: int) -> bool:
+        """Whether there is a gradient of this parameter, as far as this rank knows."""
+        return self.received and index in self.units and (index, position) not in self._cleared
+
+    def complete_units(self) -> list[int]:
+        """Units whose gradients have all arrived in this backward pass."""
+        return [i for i, unit in self.units.items() if unit.phase in (Phase.COMPLETE, Phase.REDUCING)]
 
     def completed_order(self) -> list[int]:
         """The order in which units became complete on this rank, every trainable unit once."""
@@ -376,7 +422,8 @@ class Gradients:
         self._issue()
 
     def _issue(self) -> None:
-        while self._next < len(self.order) and self.units[self.order[self._next]].phase is Phase.COMPLETE:
+        stop = min(self._allowed, len(self.order))
+        while self._next < stop and self.units[self.order[self._next]].phase is Phase.COMPLETE:
             self._issue_next()
 
     def _issue_next(self) -> None:

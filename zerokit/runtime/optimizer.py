@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import math
+import zlib
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NoReturn, overload
 
 import torch
 import torch.distributed as dist
@@ -19,12 +21,13 @@ from zerokit.formulas import ElementBytes, MemoryReport, TrafficReport, predict_
 from zerokit.layout import Layout
 from zerokit.runtime.build import Build, build
 from zerokit.runtime.collectives import Counters
+from zerokit.runtime.flats import divide_flats, positions_of
 from zerokit.runtime.gradients import Gradients
 from zerokit.runtime.measure import measure_memory, traffic_of
 from zerokit.runtime.modules import UnitRule
 from zerokit.runtime.norms import all_finite, global_norm
 from zerokit.runtime.precision import LossScale, Precision
-from zerokit.runtime.state_dict import gathered, install_state_dict_hooks
+from zerokit.runtime.whole import gathered, gathered_gradients, install_model_methods
 
 DEFAULT_BUCKET_MB = 16.0
 """MiB, counted in fp32: large enough to hide a collective's latency, small enough for two in flight."""
@@ -109,8 +112,7 @@ class ZeroOptimizer(Optimizer):
         self._previous_control: Tensor | None = None
         self._optimizer_step_pre_hooks = self._inner._optimizer_step_pre_hooks
         self._optimizer_step_post_hooks = self._inner._optimizer_step_post_hooks
-        install_state_dict_hooks(model, self._storages, self._gathering)
-        model.__dict__["__deepcopy__"] = _refuse_deepcopy
+        install_model_methods(model, self)
         self._collectives.counters = Counters()
 
     # ---- the training loop
@@ -146,6 +148,7 @@ class ZeroOptimizer(Optimizer):
         """
         if not norm_type > 0:
             raise UsageError(f"norm_type={norm_type}: expected a positive number or inf")
+        self._require_reduced("clip_grad_norm_()")
         self._walk.finish()
         norm = global_norm(self._gradients.shards(), float(norm_type), self._collectives)
         self._norm_is_finite = math.isfinite(norm)
@@ -162,16 +165,26 @@ class ZeroOptimizer(Optimizer):
             self._scale_gradients(factor * coefficient)
         return total
 
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update the parameters from the gradients of the backward passes since `zero_grad`.
 
         In fp16 a step whose gradients overflowed on any rank is skipped on all. A parameter without gradient is
-        updated with zeros.
+        updated with zeros; one that requires no gradient any more keeps its value and its states.
+
+        Args:
+            closure: runs forward and backward and returns the loss, as torch's optimizers take it; run once.
         """
+        self._require_reduced("step()")
+        loss = None
         if closure is not None:
-            raise UsageError(
-                "closures are not supported: run forward and backward yourself, then call step()"
-            )
+            with torch.enable_grad():
+                loss = closure()
         if self.refusal:
             raise UsageError(f"step() refused: {self.refusal}")
         self._walk.finish()
@@ -185,12 +198,20 @@ class ZeroOptimizer(Optimizer):
             if overflow:
                 self.skipped_steps += 1
                 self._end_step()
-                return
+                return loss
             if not self._unscaled:
                 self._scale_gradients(1.0 / scale)
                 self._unscaled = True
         self._update()
         self._end_step()
+        self._gathering.gather_updated()
+        return loss
+
+    def _require_reduced(self, call: str) -> None:
+        if self._gradients.accumulating:
+            raise UsageError(
+                f"{call} inside accumulate() would see the gradients of this rank alone: leave the context first"
+            )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, and whatever an unfinished backward pass left behind."""
@@ -203,16 +224,32 @@ class ZeroOptimizer(Optimizer):
     def gathered(self) -> Iterator[None]:
         """Inside, every parameter of the model is whole and up to date; all ranks must enter together.
 
-        In-place changes made alike on all ranks are kept.
+        In-place changes made alike on all ranks are kept. The model can run inside, too.
         """
         with gathered(self._storages, self._gathering):
             yield
 
+    @contextmanager
+    def gathered_gradients(self) -> Iterator[None]:
+        """Inside, every `parameter.grad` is a whole tensor, averaged over ranks; all ranks must enter together.
+
+        In-place changes made alike on all ranks are kept, so torch's functions over gradients work here. Costs an
+        all-gather and the memory of whole gradients. Elsewhere `parameter.grad` only tells that there is one.
+        """
+        self._require_reduced("gathered_gradients()")
+        self._walk.finish()
+        if self.scaler is not None and not self._unscaled:
+            self._norm_is_finite = all_finite(self._gradients.shards())
+            self._scale_gradients(1.0 / self.scaler.value)
+            self._unscaled = True
+        with gathered_gradients(self._gradients, self._collectives):
+            yield
+
     def _control(self, overflow: bool) -> bool:
         """Agree on overflow, and check that some rank has gradients and all walked the same way."""
-        turns = float(self._collectives.schedule & 0xFFFFFFFF)
+        path = float((self._collectives.schedule ^ self._stopped_digest()) & 0xFFFFFFFF)
         control = torch.tensor(
-            [float(overflow), float(self._gradients.received), turns, -turns], dtype=torch.float64
+            [float(overflow), float(self._gradients.received), path, -path], dtype=torch.float64
         ).to(self._collectives.device, non_blocking=True)
         self._collectives.all_reduce(control, dist.ReduceOp.MAX)
         if control.is_cuda and self.scaler is None:
@@ -229,10 +266,30 @@ class ZeroOptimizer(Optimizer):
                 "step() before any backward(): no rank has gradients. Call optimizer.backward(loss) first"
             )
         if highest != -lowest:
-            raise LayoutMismatch(
-                "ranks issued different sequences of collectives in this step: their models took different paths"
-            )
+            self._explain_paths()
         return bool(any_overflow)
+
+    def _explain_paths(self) -> NoReturn:
+        stopped = self._collectives.all_gather_objects(self._stopped_names())
+        for rank, names in enumerate(stopped):
+            if names != stopped[0]:
+                raise LayoutMismatch(
+                    f"ranks have frozen different parameters since ZeroOptimizer was built: rank 0 {stopped[0]}, "
+                    f"rank {rank} {names}. Call requires_grad_() alike on all ranks"
+                )
+        raise LayoutMismatch(
+            "ranks issued different sequences of collectives in this step: their models took different paths"
+        )
+
+    def _stopped_names(self) -> list[str]:
+        return [
+            storage.unit.parameters[position].name
+            for storage in self._storages
+            for position in sorted(storage.stopped)
+        ]
+
+    def _stopped_digest(self) -> int:
+        return zlib.crc32("\n".join(self._stopped_names()).encode())
 
     def _scale_gradients(self, factor: float) -> None:
         if factor != 1.0:
@@ -242,9 +299,15 @@ class ZeroOptimizer(Optimizer):
             self._gradients.clear_padding()
 
     def _update(self) -> None:
+        self._walk.absorb_changes()
         self._collectives.settle()
         for storage in self._storages:
+            stopped = storage.stopped
+            if stopped:
+                divide_flats(storage, self._inner, stopped.__contains__)
             for flat in storage.flats:
+                if stopped and stopped.issuperset(positions_of(storage, flat)):
+                    continue  # as in torch, what has no gradient keeps its value and its states
                 gradient = self._gradients.of(storage, flat)
                 flat.tensor.grad = (
                     gradient if gradient.dtype == flat.tensor.dtype else gradient.to(flat.tensor.dtype)
@@ -254,8 +317,8 @@ class ZeroOptimizer(Optimizer):
             for flat in storage.flats:
                 flat.tensor.grad = None
             storage.write_back()
-        if self.stage in (1, 2):
-            self._gathering.outdate()
+            if storage.unit.trainable:
+                storage.note_update()
 
     def _end_step(self) -> None:
         counters, self._collectives.counters = self._collectives.counters, Counters()
@@ -284,12 +347,12 @@ class ZeroOptimizer(Optimizer):
 
     def predicted_traffic(self, *, micro_batches: int = 1, reductions: int = 1) -> TrafficReport:
         """What a step must move, from the layout alone; the first step of stages 1 and 2 moves less."""
-        order = self._gathering.forward_order
         return predict_traffic(
             self.layout,
             stage=self.stage,
             sizes=self._element_bytes(),
-            order=order,
+            order=self._gathering.forward_order,
+            kept=self._gathering.kept,
             micro_batches=micro_batches,
             reductions=reductions,
         )
@@ -337,12 +400,14 @@ class ZeroOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the state: only a rank at the same place of an equal run can load it."""
-        return {
-            "inner": self._inner.state_dict(),
-            "masters": [flat.tensor.detach() for storage in self._storages for flat in storage.flats],
-            "place": self._place(),
-            "loss_scale": None if self.scaler is None else (self.scaler.value, self.scaler.good_steps),
-        }
+        return RankState(
+            {
+                "inner": self._inner.state_dict(),
+                "masters": [flat.tensor.detach() for storage in self._storages for flat in storage.flats],
+                "place": self._place(),
+                "loss_scale": None if self.scaler is None else (self.scaler.value, self.scaler.good_steps),
+            }
+        )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take back what `state_dict` gave. Raises `LayoutMismatch` for another layout, stage or rank."""
@@ -359,10 +424,11 @@ class ZeroOptimizer(Optimizer):
                 for flat in storage.flats:
                     flat.tensor.copy_(next(masters))
                 storage.write_back()
+                if storage.unit.trainable:
+                    storage.note_update()
         if self.scaler is not None:
             self.scaler.value, self.scaler.good_steps = state_dict["loss_scale"]
-        if self.stage in (1, 2):
-            self._gathering.outdate()
+        self._gathering.gather_updated()
 
     def _place(self) -> tuple[str, int, int, str]:
         return (self.layout.digest().hex(), self.stage, self._collectives.rank, str(self.precision.as_dict()))
@@ -380,6 +446,17 @@ class ZeroOptimizer(Optimizer):
             "zerokit scales the loss itself: use precision='fp16' and optimizer.backward(loss), without GradScaler"
         )
 
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise UsageError(
+            "a ZeroOptimizer cannot be copied, its communicators belong to this process: take state_dict()"
+        )
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise UsageError(
+            "a ZeroOptimizer cannot be pickled, its communicators belong to this process: use zerokit.save(), which "
+            "any number of ranks can load, or state_dict()"
+        )
+
     def __repr__(self) -> str:
         return (
             f"ZeroOptimizer(stage={self.stage}, world={self.layout.world}, precision={self.precision.as_dict()}, "
@@ -387,8 +464,14 @@ class ZeroOptimizer(Optimizer):
         )
 
 
-def _refuse_deepcopy(memo: object) -> NoReturn:
-    raise UsageError(
-        "deepcopy of a model under ZeroOptimizer would copy empty or shared "
-        "storages: copy it before, or take its state_dict()"
-    )
+class RankState(OrderedDict[str, Any]):
+    """One rank's part of the state; says so to whoever looks for torch's keys in it."""
+
+    def __missing__(self, key: str) -> NoReturn:
+        raise UsageError(
+            f"{key!r} is not in the state_dict of a ZeroOptimizer, which is one rank's part over flat tensors: use "
+            "zerokit.save() and zerokit.load() instead of torch.distributed.checkpoint's functions for optimizers"
+        )
+
+    def __reduce__(self) -> Any:
+        return OrderedDict, (), None, None, iter(self.items())  # torch.load(weights_only=True) knows that one

@@ -19,6 +19,8 @@ class Precision:
         compute: of the parameters that the model sees, and so of activations and raw gradients.
         reduce: of the buckets in which gradients are accumulated and summed over ranks.
         master: of the weights that the optimizer updates, and of its states.
+        cast_inputs: whether floating-point inputs take the compute dtype where they meet weights: at modules that
+            hold parameters themselves. What a model does not feed to weights (timesteps, masks) keeps its dtype.
 
     The ZeRO paper's mixed-precision table (arXiv:1910.02054, §3.1) counts 2 bytes an element for gradients:
     `Precision(compute=torch.float16, reduce=torch.float16)`. Summing in fp32 is the default because it costs
@@ -30,6 +32,7 @@ class Precision:
     compute: torch.dtype = torch.float32
     reduce: torch.dtype = torch.float32
     master: torch.dtype = torch.float32
+    cast_inputs: bool = True
 
     def __post_init__(self) -> None:
         for role in ("compute", "reduce", "master"):

@@ -2,10 +2,17 @@
 
 stage 0, 1, 2   `whole` always exists; this rank's `shard` is a view of it
 stage 3         `shard` always exists; `whole` has memory while the unit is gathered, see `memory`
+
+[Note: freed weights] Autograd saves weights for backward, as themselves or as views. While a unit is freed (stage 3),
+its parameters' version counters stand one higher, so that autograd refuses to read what it saved, as it does after an
+in-place change; gathering sets them back. The parameters themselves show nan in their own shape, in no memory, and
+are guarded (see `guard`); on Linux hosts the freed memory reads as nan, too. So a freed weight is never taken for
+numbers, whichever way somebody comes by it.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +22,7 @@ from torch import Tensor, nn
 from zerokit.errors import UsageError
 from zerokit.layout import Interval, Unit
 from zerokit.runtime.collectives import Collectives, Work
+from zerokit.runtime.guard import TICKET, Guard, Guarded, Ticket, guarded_class
 from zerokit.runtime.memory import unit_memory
 
 
@@ -58,13 +66,26 @@ class FlatUnit:
         self.flats: list[Flat] = []
         self.pending: Work | None = None
         self.resident = True
+        self.guarded = False
+        self.separate = False
+        """Whether masters have memory of their own, in another dtype than the parameters."""
         self.memory = unit_memory(unit.numel, self.own, dtype, self.device, sharded=sharded)
         self.whole, self.shard = self.memory.whole, self.memory.shard
         self._views = [
             self.whole[part.offset : part.offset + part.parameter.numel].view(part.parameter.shape)
             for part in unit.slices
         ]
-        self._empty = torch.empty(0, dtype=dtype, device=self.device)
+        nothing = torch.full(
+            (), float("nan") if dtype.is_floating_point else -1, dtype=dtype, device=self.device
+        )
+        self._placeholders = [nothing.expand(part.parameter.shape) for part in unit.slices]
+        self._plain: list[type[nn.Parameter]] = []
+        self._guarded: list[type[Guarded]] = []
+        self._versions: list[int] = []
+        self._aliases: list[weakref.ref[Tensor]] = []
+        self._shown = True
+        self.stopped: set[int] = set()
+        """Positions of trainable parameters that require no gradient any more: they are not updated."""
 
     def adopt(self, initial: Mapping[nn.Parameter, Tensor], master: torch.dtype) -> Tensor:
         """Make the parameters views of this storage; returns the unit's values [numel], in the master dtype.
@@ -93,6 +114,9 @@ class FlatUnit:
                 real.__dict__.update(parameter.__dict__)
                 torch.utils.swap_tensors(parameter, real)
                 parameter.data = view
+        self._plain = [type(parameter) for parameter in self.parameters]
+        self._guarded = [guarded_class(plain) for plain in self._plain]
+        self._versions = [parameter._version for parameter in self.parameters]
         return exact
 
     def settle(self, exact: Tensor, *, everything: bool) -> None:
@@ -101,8 +125,8 @@ class FlatUnit:
         That is the whole unit (stage 0) or this rank's shard of it. Where the master dtype is the storage's own, the
         masters are the storage itself.
         """
-        separate = exact.dtype != self.dtype
-        if separate:
+        self.separate = exact.dtype != self.dtype
+        if self.separate:
             self.whole.copy_(exact)
         if self.sharded:
             self.memory.store()
@@ -111,7 +135,9 @@ class FlatUnit:
             for group, stretch in self.unit.groups_within(
                 Interval(0, self.unit.numel) if everything else self.own
             ):
-                master = exact[stretch.start : stretch.stop].clone() if separate else self.slice_of(stretch)
+                master = (
+                    exact[stretch.start : stretch.stop].clone() if self.separate else self.slice_of(stretch)
+                )
                 self.flats.append(Flat(group, stretch, nn.Parameter(master)))
 
     def slice_of(self, interval: Interval) -> Tensor:
@@ -119,6 +145,8 @@ class FlatUnit:
         if self.sharded:
             return self.shard[interval.start - self.own.start : interval.stop - self.own.start]
         return self.whole[interval.start : interval.stop]
+
+    # ---- masters
 
     def write_back(self) -> None:
         """Copy updated masters into what this rank keeps of the parameters."""
@@ -128,52 +156,148 @@ class FlatUnit:
                 kept.copy_(flat.tensor.detach())
 
     def read_in(self) -> None:
-        """The opposite: parameters were changed as a whole; refresh this rank's shard and masters."""
+        """The opposite: parameters were changed as a whole; refresh this rank's shard and masters.
+
+        Masters of elements that still round to what is there keep their precision.
+        """
         self.memory.store()
         with torch.no_grad():
             for flat in self.flats:
                 kept = self.slice_of(flat.interval)
                 if kept.data_ptr() != flat.tensor.data_ptr():
-                    flat.tensor.copy_(kept)
+                    changed = flat.tensor.to(self.dtype) != kept
+                    flat.tensor.copy_(torch.where(changed, kept.to(flat.tensor.dtype), flat.tensor))
+        self.note_versions()
+
+    def take_exact(self, position: int, values: Tensor) -> None:
+        """Masters of parameter `position` take `values` [its shape], which the parameter may hold rounded."""
+        part = self.unit.slices[position]
+        if values.dtype == self.dtype or values.numel() != part.parameter.numel:
+            return
+        flattened = values.detach().reshape(-1)
+        with torch.no_grad():
+            for flat in self.flats:
+                both = part.memory.intersection(flat.interval)
+                if both.numel and flat.tensor.dtype != self.dtype:
+                    target = flat.tensor[both.start - flat.interval.start : both.stop - flat.interval.start]
+                    target.copy_(flattened[both.start - part.offset : both.stop - part.offset])
+
+    def suspect(self, alias: Tensor) -> None:
+        """A tensor that shares memory, but no version counter, with a parameter was handed out."""
+        self._aliases.append(weakref.ref(alias))
+
+    def note_versions(self) -> None:
+        """From now on, other versions of the parameters mean that somebody changed them."""
+        self._aliases = [alias for alias in self._aliases if alias() is not None]
+        self._versions = self._current_versions()
+
+    def note_update(self) -> None:
+        """The optimizer has changed the parameters: graphs made before must not be differentiated any more."""
+        torch.autograd.graph.increment_version(self.parameters)
+        if self.sharded or self.separate:
+            self._versions = [version + 1 for version in self._versions]
+
+    @property
+    def changed(self) -> bool:
+        """Whether somebody else may have changed the parameters in place since `note_versions`."""
+        return bool(self._aliases) or self._versions != self._current_versions()
+
+    def _current_versions(self) -> list[int]:
+        with torch._C.DisableTorchFunctionSubclass():
+            return [parameter._version for parameter in self.parameters]
+
+    def set_trainable(self, position: int, trainable: bool) -> None:
+        """Somebody set `requires_grad`: a parameter can stop and go on, but not begin to be trained."""
+        layout = self.unit.parameters[position]
+        if trainable and not layout.trainable:
+            raise UsageError(
+                f"parameter {layout.name} was frozen when ZeroOptimizer was built, so nothing would update it: call "
+                "requires_grad_(True) before, or build the optimizer anew"
+            )
+        if layout.trainable:
+            (self.stopped.discard if trainable else self.stopped.add)(position)
+
+    # ---- gathering
 
     def gather(self) -> None:
         """Start gathering the unit; `ready` must follow before its parameters are used."""
+        self.complete()
         self.memory.grow()
         self.pending = self.collectives.all_gather(self.whole, self.unit.index, self.payload)
         self.resident = True
 
     def ready(self) -> None:
-        """Wait for a gather in flight, so that the parameters hold their values."""
-        if self.pending is None:
-            return
-        pending, self.pending = self.pending, None
-        pending.wait()
-        if self.sharded:
+        """Wait for a gather in flight, so that the parameters hold their values, and let the model use them."""
+        self.complete()
+        self.unguard()
+        if not self._shown:
+            self._shown = True
             for parameter, view in zip(self.parameters, self._views, strict=True):
                 parameter.data = view
+            _set_versions(self.parameters, self._versions)
+
+    def complete(self) -> None:
+        """Wait for a gather in flight, and leave the parameters guarded."""
+        if self.pending is not None:
+            pending, self.pending = self.pending, None
+            pending.wait()
 
     def free(self) -> None:
-        """Stage 3: give the gathered unit's memory back; see memory's [Note: one storage for life]."""
-        self.ready()
-        for parameter in self.parameters:
-            parameter.data = self._empty
+        """Stage 3: give the gathered unit's memory back; see [Note: freed weights]."""
+        self.complete()
+        if self._shown:
+            self._shown = False
+            self.note_versions()
+            with torch._C.DisableTorchFunctionSubclass():
+                for parameter, placeholder in zip(self.parameters, self._placeholders, strict=True):
+                    parameter.data = placeholder
+            _set_versions(self.parameters, [version + 1 for version in self._versions])
         self.memory.shrink()
         self.resident = False
+        self.guard()
+
+    # ---- guarding
+
+    def issue_tickets(self, guard: weakref.ref[Guard]) -> None:
+        """Let the parameters know whom to ask once they are guarded."""
+        me = weakref.ref(self)
+        for position, (parameter, layout) in enumerate(
+            zip(self.parameters, self.unit.parameters, strict=True)
+        ):
+            parameter.__dict__[TICKET] = Ticket(guard, me, self.unit.index, position, layout.name)
+
+    def guard(self) -> None:
+        """Let the parameters answer for themselves; see the module `guard`."""
+        if not self.guarded:
+            self.guarded = True
+            for parameter, cls in zip(self.parameters, self._guarded, strict=True):
+                parameter.__class__ = cls
+
+    def unguard(self) -> None:
+        """Let the model compute with the parameters."""
+        if self.guarded:
+            self.guarded = False
+            for parameter, cls in zip(self.parameters, self._plain, strict=True):
+                parameter.__class__ = cls
 
     def check(self) -> None:
-        """Raise `UsageError` if someone re-pointed or unfroze a parameter: updates would be lost without a word."""
-        usable = not self.sharded or (self.resident and self.pending is None)
-        for parameter, view, layout in zip(self.parameters, self._views, self.unit.parameters, strict=True):
-            if parameter.requires_grad and not layout.trainable:
-                raise UsageError(
-                    f"parameter {layout.name} was frozen when ZeroOptimizer was built, so nothing updates it: call "
-                    "requires_grad_(True) before, or build the optimizer anew"
-                )
-            expected = view if usable else self._empty
-            if parameter.data_ptr() != expected.data_ptr() or parameter.dtype != self.dtype:
-                raise UsageError(
-                    f"parameter {layout.name} no longer lies in zerokit's storage (found {parameter.dtype} on "
-                    f"{parameter.device}, expected {self.dtype} on {self.device}): calling .to(), .float(), .half() or "
-                    "assigning .data after ZeroOptimizer was built cuts the parameter off from its updates. "
-                    "Do it before, or choose precision="
-                )
+        """Raise `UsageError` if someone re-pointed a parameter: updates would be lost without a word.
+
+        Guarded parameters refuse that at once; this finds what happened while they were not, and before.
+        """
+        expected = self._views if self._shown else self._placeholders
+        with torch._C.DisableTorchFunctionSubclass():
+            for position, (parameter, there) in enumerate(zip(self.parameters, expected, strict=True)):
+                if parameter.requires_grad != self.unit.trainable or self.stopped:
+                    self.set_trainable(position, parameter.requires_grad)
+                if parameter.data_ptr() != there.data_ptr() or parameter.dtype != self.dtype:
+                    raise UsageError(
+                        f"parameter {self.unit.parameters[position].name} no longer lies in zerokit's storage (found "
+                        f"{parameter.dtype} on {parameter.device}, expected {self.dtype} on {self.device}): calling "
+                        ".to(), .float(), .half() or assigning .data after ZeroOptimizer was built cuts the parameter "
+                        "off from its updates. Do it before, or choose precision="
+                    )
+
+
+def _set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
+    torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))

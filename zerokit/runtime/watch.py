@@ -13,6 +13,11 @@ import torch.distributed as dist
 from zerokit.errors import ScheduleError
 
 PUBLISH_AFTER_S = 1.0
+_STUCK_AFTER_S = 3.0
+"""A rank that has waited this long for what this one has not issued will wait for ever."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2e-4, 2e-2
+
+_SAME_PATH = "Ranks may leave units out, but must otherwise follow rank 0's first forward pass or all leave it together"
 
 
 class Watch:
@@ -26,6 +31,9 @@ class Watch:
         self._since: float | None = None
         self._what = ""
         self._published = -1
+        self._agreements = 0
+        self.issued = 0
+        """Collectives that this rank has issued."""
         self.waited_s = 0.0
         """Seconds spent waiting so far, for whoever measures communication."""
         self._thread: threading.Thread | None = None
@@ -51,16 +59,63 @@ class Watch:
             self.waited_s += time.monotonic() - self._since
             self._since = None
 
+    def agree(self, what: str, timeout_s: float) -> None:
+        """Return when every rank has said `what` this rank says, before it issues anything else.
+
+        Raises `ScheduleError` at once where a rank says something else, and within seconds where one waits for a
+        collective that this rank has not issued.
+        """
+        if self._store is None:
+            return
+        self._agreements += 1
+        start, pause = time.monotonic(), _FIRST_PAUSE_S
+        self._store.set(self._key(self.rank, "says"), f"{self._agreements} {what}")
+        missing = [rank for rank in range(self.world) if rank != self.rank]
+        while missing:
+            for rank in list(missing):
+                said = self._look_up(rank, "says")
+                number, _, text = (said or "0").partition(" ")
+                if int(number) == self._agreements and text != what:
+                    raise ScheduleError(f"rank {self.rank} {what}; rank {rank} {text}. {_SAME_PATH}")
+                if int(number) >= self._agreements:
+                    missing.remove(rank)
+                elif waits := self._waits_for_us(rank):
+                    raise ScheduleError(f"rank {self.rank} {what}; rank {rank} {waits}. {_SAME_PATH}")
+            if time.monotonic() - start > timeout_s:
+                raise ScheduleError(
+                    f"rank {self.rank} {what}; after {timeout_s:g} s ranks {missing} have not. {_SAME_PATH}"
+                )
+            time.sleep(pause)
+            pause = min(pause * 1.5, _LONGEST_PAUSE_S)
+
+    def _waits_for_us(self, rank: int) -> str:
+        """What `rank` waits for, if it is a collective that this rank has not issued; else nothing."""
+        issued, _, rest = (self._look_up(rank, "issued") or "0").partition(" ")
+        seconds, _, text = rest.partition(" ")
+        return text if int(issued) > self.issued and float(seconds or 0.0) > _STUCK_AFTER_S else ""
+
+    def _key(self, rank: int, *what: str) -> str:
+        return "/".join((self._prefix, str(rank), *what))
+
+    def _look_up(self, rank: int, *what: str) -> str | None:
+        key = self._key(rank, *what)
+        assert self._store is not None
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
     def publish_if_long(self) -> None:
         since, sequence = self._since, self._sequence
-        if since is None or sequence == self._published or time.monotonic() - since < PUBLISH_AFTER_S:
+        waited = 0.0 if since is None else time.monotonic() - since
+        if since is None or waited < PUBLISH_AFTER_S or self._store is None:
             return
-        self._publish(f"waits for the {self._what} (wait {sequence})")
-        self._published = sequence
+        text = f"waits for the {self._what} (wait {sequence})"
+        if sequence != self._published:
+            self._publish(text)
+            self._published = sequence
+        self._store.set(self._key(self.rank, "issued"), f"{self.issued} {waited} {text}")
 
     def _publish(self, text: str) -> None:
         if self._store is not None:
-            self._store.set(f"{self._prefix}/{self.rank}", text)
+            self._store.set(self._key(self.rank), text)
 
     def _explain(self, error: RuntimeError) -> str:
         lines = [
@@ -70,8 +125,7 @@ class Watch:
             self._publish(f"gave up waiting for the {self._what} (wait {self._sequence})")
             for rank in range(self.world):
                 if rank != self.rank and self._store is not None:
-                    key = f"{self._prefix}/{rank}"
-                    text = self._store.get(key).decode() if self._store.check([key]) else None
+                    text = self._look_up(rank)
                     lines.append(
                         f"  rank {rank} {text or 'is not known to wait: it failed, stopped, or is busy elsewhere'}"
                     )

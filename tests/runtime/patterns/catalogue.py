@@ -1,0 +1,45 @@
+"""All patterns; importing the modules registers them."""
+
+from __future__ import annotations
+
+from tests.runtime.patterns import (
+    autograd,
+    functional,
+    gradients,
+    half,
+    hooks,
+    library,
+    loops,
+    objects,
+    passing,
+    ranks,
+    recomputation,
+    several,
+    structure,
+    weights,
+)
+from tests.runtime.patterns.harness import PATTERNS
+
+_MODULES = (
+    loops,
+    weights,
+    gradients,
+    passing,
+    structure,
+    library,
+    autograd,
+    hooks,
+    recomputation,
+    functional,
+    several,
+    ranks,
+    half,
+    objects,
+)
+
+SUBJECTS = {
+    module.__name__.rpartition(".")[2]: (module.__doc__ or "").strip().rstrip(".") for module in _MODULES
+}
+"""Headings of the table, by the module's name."""
+
+__all__ = ["PATTERNS", "SUBJECTS"]

@@ -1,0 +1,302 @@
+"""The one interface that a training pattern is written against, and what stands behind it: plain torch or zerokit."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zerokit
+
+STEPS = 4
+
+SMALL = 0.0005
+"""MiB: 16 KB matrices are larger, so that every unit stands alone."""
+
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "sgd": (torch.optim.SGD, {"lr": 0.02, "momentum": 0.9, "weight_decay": 1e-2}),
+    # A larger eps than usual: gradients that are rounding errors must not decide the sign of an update.
+    "adamw": (torch.optim.AdamW, {"lr": 1e-3, "eps": 1e-5, "weight_decay": 0.1}),
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How zerokit runs a pattern. `bucket_mb=None` leaves the default."""
+
+    stage: int
+    bucket_mb: float | None = SMALL
+    optimizer: str = "sgd"
+
+    def __str__(self) -> str:
+        return f"stage {self.stage}, {'default' if self.bucket_mb is None else 'small'} buckets, {self.optimizer}"
+
+
+@dataclass
+class Journal:
+    """What a run leaves behind on one rank, to be compared."""
+
+    numbers: list[float] = field(default_factory=list)
+    engines: list[Engine] = field(default_factory=list)
+
+    def weights(self) -> list[dict[str, Tensor]]:
+        """Whole weights and buffers of every model; collective at stage 3."""
+        return [engine.weights() for engine in self.engines]
+
+
+class Engine(ABC):
+    """A model and its optimizer on this rank, and data that differs by rank."""
+
+    plain: bool
+    optimizer: Any
+
+    def __init__(
+        self,
+        model: nn.Module,
+        setting: Setting,
+        *,
+        params: Any = None,
+        options: dict[str, Any] | None = None,
+        journal: Journal | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        """`options` are the ZeroOptimizer's (`precision`, `units`) and the inner optimizer's (`lr`)."""
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.model: Any = model
+        self.setting = setting
+        self.journal = Journal() if journal is None else journal
+        self.journal.engines.append(self)
+        self.generator = generator or torch.Generator().manual_seed(1000 + self.rank)
+        cls, defaults = OPTIMIZERS[setting.optimizer]
+        self._make(cls, params, {**defaults, "fused": True}, dict(options or {}))
+
+    @abstractmethod
+    def _make(
+        self,
+        cls: type[torch.optim.Optimizer],
+        params: Any,
+        defaults: dict[str, Any],
+        options: dict[str, Any],
+    ) -> None: ...
+
+    def another(self, model: nn.Module, *, params: Any = None, **options: Any) -> Engine:
+        """A second model with an optimizer of its own, as in a GAN; compared as well."""
+        return type(self)(
+            model,
+            self.setting,
+            params=params,
+            options=options,
+            journal=self.journal,
+            generator=self.generator,
+        )
+
+    # ---- data and results
+
+    def data(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator)
+
+    def ids(self, high: int, *shape: int) -> Tensor:
+        return torch.randint(0, high, shape, generator=self.generator)
+
+    def record(self, value: Any) -> None:
+        """Compare this number, too."""
+        self.journal.numbers.append(value.item() if isinstance(value, Tensor) else float(value))
+
+    def weights(self) -> dict[str, Tensor]:
+        state = self.model.state_dict()
+        return {name: value.detach().clone() for name, value in state.items() if isinstance(value, Tensor)}
+
+    # ---- the training loop
+
+    def update(self, loss: Tensor, max_norm: float | None = None) -> None:
+        """Everything that follows the forward in the usual loop."""
+        self.record(loss)
+        self.backward(loss)
+        if max_norm is not None:
+            self.record(self.clip(max_norm))
+        self.step()
+        self.zero_grad()
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+
+    @abstractmethod
+    def backward(self, loss: Tensor) -> None: ...
+
+    @abstractmethod
+    def clip(self, max_norm: float) -> Tensor: ...
+
+    @abstractmethod
+    def step(self) -> None: ...
+
+    @abstractmethod
+    def closure_step(self, closure: Callable[[], Tensor]) -> Tensor:
+        """`optimizer.step(closure)`."""
+
+    @abstractmethod
+    def accumulate(self) -> contextlib.AbstractContextManager[None]: ...
+
+    @abstractmethod
+    def gathered(self) -> contextlib.AbstractContextManager[None]: ...
+
+    @abstractmethod
+    def gathered_gradients(self) -> contextlib.AbstractContextManager[None]: ...
+
+
+class Plain(Engine):
+    """Plain torch: one all-reduce averages the gradients, and a missing one counts as zeros.
+
+    In half precision the parameters are bf16, a plain optimizer updates fp32 masters, and every module that holds
+    parameters has its floating inputs cast to their dtype.
+    """
+
+    plain = True
+
+    def _make(
+        self,
+        cls: type[torch.optim.Optimizer],
+        params: Any,
+        defaults: dict[str, Any],
+        options: dict[str, Any],
+    ) -> None:
+        half = options.pop("precision", "fp32") == "bf16"
+        options.pop("units", None)
+        parameters = dict.fromkeys(self.model.parameters())
+        for parameter in parameters:
+            dist.broadcast(parameter.detach(), 0)  # as every engine for data parallelism does
+        self.masters: dict[nn.Parameter, nn.Parameter] = {p: p for p in parameters}
+        if half:
+            self.masters = {p: nn.Parameter(p.detach().clone(), p.requires_grad) for p in parameters}
+            self.model.to(torch.bfloat16)
+            for module in self.model.modules():
+                if next(module.parameters(recurse=False), None) is not None:
+                    module.register_forward_pre_hook(_cast_inputs)
+        groups: list[Any] = list(self.masters) if params is None else list(params)
+        if groups and isinstance(groups[0], dict):
+            groups = [{**g, "params": [self.masters[p] for p in g["params"]]} for g in groups]
+        else:
+            groups = [self.masters[p] for p in groups]
+        self.optimizer = cls(groups, **{**defaults, **options})
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Let every rank's gradients be their mean. A mean is its own mean: calling this again changes nothing."""
+        # What is frozen now but has a gradient from before is averaged, as torch's optimizer would still use it.
+        trained = [
+            (p, m)
+            for p, m in self.masters.items()
+            if p.requires_grad or p.grad is not None or (m is not p and m.grad is not None)
+        ]
+        for parameter, master in trained:
+            gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+            if master is not parameter:
+                before = master.grad if master.grad is not None else torch.zeros_like(master)
+                gradient = before + gradient.to(master.dtype)
+                parameter.grad = None
+            master.grad = gradient
+        if not trained:
+            return
+        gradients = [m.grad for _, m in trained if m.grad is not None]
+        flat = torch.cat([gradient.flatten() for gradient in gradients]).div_(self.world)
+        dist.all_reduce(flat)
+        for gradient, mean in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(mean.view_as(gradient))
+
+    def clip(self, max_norm: float) -> Tensor:
+        self.average()
+        return nn.utils.clip_grad_norm_(self.masters.values(), max_norm)
+
+    def step(self) -> None:
+        self.average()
+        self.optimizer.step()
+        self.write_back()
+
+    def write_back(self) -> None:
+        """From masters to parameters."""
+        with torch.no_grad():
+            for parameter, master in self.masters.items():
+                if master is not parameter:
+                    parameter.copy_(master)
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+        self.model.zero_grad()
+
+    def closure_step(self, closure: Callable[[], Tensor]) -> Tensor:
+        def averaged() -> Tensor:
+            loss = closure()
+            self.average()
+            return loss
+
+        return self.optimizer.step(averaged)  # type: ignore[no-any-return]
+
+    def accumulate(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def gathered(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def gathered_gradients(self) -> Iterator[None]:
+        self.average()
+        yield
+
+
+def _cast_inputs(module: nn.Module, args: Any) -> Any:
+    dtype = next(module.parameters(recurse=False)).dtype
+
+    def cast(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    return torch.utils._pytree.tree_map(cast, args)
+
+
+class Zero(Engine):
+    """zerokit."""
+
+    plain = False
+
+    def _make(
+        self,
+        cls: type[torch.optim.Optimizer],
+        params: Any,
+        defaults: dict[str, Any],
+        options: dict[str, Any],
+    ) -> None:
+        defaults.pop("fused")  # added by itself
+        if self.setting.bucket_mb is not None:
+            options.setdefault("bucket_mb", self.setting.bucket_mb)
+        options = {"precision": "fp32", **defaults, **options}
+        self.optimizer = zerokit.ZeroOptimizer(
+            self.model, cls, stage=self.setting.stage, params=params, **options
+        )
+
+    def backward(self, loss: Tensor) -> None:
+        self.optimizer.backward(loss)
+
+    def clip(self, max_norm: float) -> Tensor:
+        return self.optimizer.clip_grad_norm_(max_norm)  # type: ignore[no-any-return]
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+    def closure_step(self, closure: Callable[[], Tensor]) -> Tensor:
+        return self.optimizer.step(closure)  # type: ignore[no-any-return]
+
+    def accumulate(self) -> contextlib.AbstractContextManager[None]:
+        return self.optimizer.accumulate()  # type: ignore[no-any-return]
+
+    def gathered(self) -> contextlib.AbstractContextManager[None]:
+        return self.optimizer.gathered()  # type: ignore[no-any-return]
+
+    def gathered_gradients(self) -> contextlib.AbstractContextManager[None]:
+        return self.optimizer.gathered_gradients()  # type: ignore[no-any-return]

@@ -1,0 +1,188 @@
+# mypy: disable-error-code="no-any-return"
+"""Half precision: bf16 weights, fp32 masters; tolerance 1 %"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import zerokit
+from tests.runtime.patterns.engines import STEPS, Engine, Plain
+from tests.runtime.patterns.harness import OUTSIDE, pattern
+from tests.runtime.patterns.models import WIDTH, Block, Mlp, square
+
+# bf16 has 8 bits: a loss or a weight that is rounded once more or less differs by 0.4 %.
+BF16: dict[str, Any] = {"options": {"precision": "bf16"}, "tolerance": 1e-2}
+
+
+@pattern("bf16", Mlp, **BF16)
+def usual(engine: Engine) -> None:
+    for _ in range(STEPS):
+        engine.update(square(engine.model(engine.data(4, 8))), max_norm=0.1)
+
+
+@pattern("bf16, accumulated over micro-batches", Mlp, **BF16)
+def accumulated(engine: Engine) -> None:
+    for _ in range(STEPS):
+        with engine.accumulate():
+            engine.backward(square(engine.model(engine.data(4, 8))))
+        engine.update(square(engine.model(engine.data(4, 8))))
+
+
+@pattern("`Precision(reduce=bf16)`", Mlp, options={"precision": "bf16"}, tolerance=1e-2)
+def reduced_in_half(engine: Engine) -> None:
+    options: Any = "bf16" if engine.plain else zerokit.Precision(torch.bfloat16, torch.bfloat16)
+    other = engine.another(Mlp(2), precision=options)
+    for _ in range(STEPS):
+        other.update(square(other.model(engine.data(4, 8))))
+
+
+class Timed(nn.Module):
+    """A diffusion model's embedding of a time step, in fp32 whatever the weights are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.first = nn.Linear(8, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 8)
+
+    def forward(self, x: Tensor, time: Tensor) -> Tensor:
+        angles = time[:, None] * torch.exp(-torch.arange(WIDTH // 2) / 8)
+        embedded = torch.cat([angles.sin(), angles.cos()], -1)
+        x = self.first(x) + self.embed(embedded.to(self.embed.weight.dtype))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+@pattern("bf16: sines of an fp32 time step of 1001, given to the model", Timed, **BF16)
+def time_step(engine: Engine) -> None:
+    for step in range(STEPS):
+        time = torch.tensor([1001.0, 997.0 - step, 3.0 + engine.rank])
+        x = engine.data(3, 8)
+        engine.update(square(engine.model(x, time)))
+
+
+class Counting(Mlp):
+    """An fp32 buffer and integer inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(300, WIDTH)
+        self.count: Tensor
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.count.add_(1)
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+@pattern("bf16: integer inputs beyond 256, a buffer that counts", Counting, **BF16)
+def integers(engine: Engine) -> None:
+    for _ in range(STEPS):
+        engine.update(square(engine.model(engine.ids(300, 2, 6))))
+
+
+@pattern("bf16: a loss in fp32 of targets in fp32", Mlp, **BF16)
+def targets(engine: Engine) -> None:
+    for _ in range(STEPS):
+        engine.update(nn.functional.mse_loss(engine.model(engine.data(4, 8)).float(), engine.data(4, 8)))
+
+
+# ---- masters
+
+
+class Plane(nn.Module):
+    """One matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(WIDTH, WIDTH))
+
+    def forward(self) -> Tensor:
+        return -self.weight.sum()
+
+
+def _edit(engine: Engine, change: Callable[[Tensor], Any]) -> None:
+    """Change weights in place; by hand, masters are changed and the weights follow."""
+    with torch.no_grad():
+        if isinstance(engine, Plain):
+            for master in engine.masters.values():
+                change(master)
+            engine.write_back()
+        else:
+            for p in engine.model.parameters():
+                change(p)
+
+
+def _small_updates(engine: Engine, between: Callable[[], None]) -> None:
+    """Steps of 0.001, which masters add up and bf16 alone would round away at 1."""
+    for group in engine.optimizer.param_groups:
+        group["lr"] = 1e-3
+    for _ in range(STEPS):
+        engine.update(engine.model())
+        between()
+        engine.record(engine.weights()["weight"].double().mean())
+
+
+# Exact: what is recorded is the weight itself, in bf16 on both sides.
+EXACT: dict[str, Any] = {"options": {"precision": "bf16", "weight_decay": 0.0}, "tolerance": 2e-6}
+
+
+@pattern("bf16: updates too small for bf16 add up in the masters", Plane, **EXACT)
+def small_updates(engine: Engine) -> None:
+    with engine.gathered():
+        _edit(engine, lambda weight: weight.fill_(1.0))
+    _small_updates(engine, lambda: None)
+
+
+@pattern("bf16: fp32 values loaded by `model.load_state_dict()` stay exact in the masters", Plane, **EXACT)
+def loaded(engine: Engine) -> None:
+    value = torch.full((WIDTH, WIDTH), 1.0035)  # rounded to 1.0 in bf16, and the next update crosses 1.0039
+    if isinstance(engine, Plain):
+        _edit(engine, lambda weight: weight.copy_(value))
+    else:
+        engine.model.load_state_dict({"weight": value})
+    engine.record(engine.weights()["weight"].double().mean())
+    _small_updates(engine, lambda: None)
+
+
+@pattern("bf16: a model given in fp32 keeps its exact values in the masters", Plane, **EXACT)
+def given(engine: Engine) -> None:
+    plane = Plane()
+    nn.init.constant_(plane.weight, 1.0035)
+    other = engine.another(plane, precision="bf16", weight_decay=0.0)
+    _small_updates(other, lambda: None)
+
+
+@pattern("bf16: weights clamped after `step()`, masters follow", Plane, refused=OUTSIDE, **EXACT)
+def clamped(engine: Engine) -> None:
+    _small_updates(engine, lambda: _edit(engine, lambda weight: weight.clamp_(max=2.0**-9)))
+
+
+@pattern("bf16: weights clamped inside `gathered()`, masters follow", Plane, **EXACT)
+def clamped_gathered(engine: Engine) -> None:
+    def between() -> None:
+        with engine.gathered():
+            _edit(engine, lambda weight: weight.clamp_(max=2.0**-9))
+
+    _small_updates(engine, between)
+
+
+@pattern("bf16: `gathered()` entered without a change leaves the masters exact", Plane, **EXACT)
+def looked_at(engine: Engine) -> None:
+    with engine.gathered():
+        _edit(engine, lambda weight: weight.fill_(1.0))
+
+    def between() -> None:
+        with engine.gathered():
+            engine.record(sum(p.double().mean() for p in engine.model.parameters()))
+
+    _small_updates(engine, between)

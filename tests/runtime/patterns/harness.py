@@ -1,0 +1,121 @@
+"""A `Pattern`: a way to train that people use, and at which stages it is right or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from tests.runtime.patterns.engines import SMALL, Engine, Setting
+
+STAGES = (0, 1, 2, 3)
+
+
+@dataclass(frozen=True)
+class Refused:
+    """An error of class `error` whose message contains all of `words`."""
+
+    error: str
+    words: tuple[str, ...]
+    everywhere: bool = True
+    """Whether every rank raises it; else some rank does, and the others may end in any way."""
+    or_right: bool = False
+    """Whether being right will do as well."""
+
+    def __str__(self) -> str:
+        wording = ", ".join(f"`{word}`" for word in self.words)
+        return (
+            f"{'right, or ' if self.or_right else ''}refused: {self.error}{': ' if wording else ''}{wording}"
+        )
+
+
+def usage(*words: str, **options: Any) -> Refused:
+    return Refused("UsageError", words, **options)
+
+
+def always(refusal: Refused) -> dict[int, Refused]:
+    """At every stage."""
+    return dict.fromkeys(STAGES, refusal)
+
+
+OUTSIDE: Mapping[int, Refused] = {3: usage("gathered()")}
+"""Whole parameters are read or changed where stage 3 has none."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a pattern on one rank: "right", "wrong" with what differs, or "raised"."""
+
+    kind: str
+    detail: str = ""
+    errors: tuple[str, ...] = ()
+    """Names of the exception's classes, the most derived first."""
+    trace: str = ""
+
+    def __str__(self) -> str:
+        return " ".join(filter(None, (self.kind, *self.errors[:1], self.detail)))
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """How to build and train a model, once for plain torch and for zerokit."""
+
+    key: str
+    subject: str
+    name: str
+    train: Callable[[Engine], None]
+    build: Callable[[], nn.Module]
+    refused: Mapping[int, Refused] = field(default_factory=dict)
+    """By stage; it is right at all others."""
+    world: int = 2
+    params: Callable[[nn.Module], Any] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """For the ZeroOptimizer, and a learning rate for both."""
+    reference: str = "plain"
+    """What it is compared with: "plain" torch, or "stage 0" of zerokit where torch has nothing like it."""
+    tolerance: float = 2e-6
+    """Relative and absolute."""
+    short: bool = False
+    """Whether only the strictest setting of each stage is tried: for what is slow or has a launch a setting."""
+    apart: bool = False
+    """Whether a refusal leaves the ranks out of step, so that the next setting needs new processes."""
+    timeout: float = 20.0
+
+    def settings(self) -> list[Setting]:
+        """Every stage with both optimizers and both sizes of buckets; not all products of these, to save time."""
+        few = [Setting(stage, SMALL, "adamw") for stage in STAGES]
+        if self.short:
+            return few
+        return [*few, *(Setting(stage, None, "sgd") for stage in STAGES), Setting(3, SMALL, "sgd")]
+
+    def accepts(self, setting: Setting, verdicts: list[Verdict]) -> bool:
+        """Whether what became of all ranks is as declared."""
+        right = all(verdict.kind == "right" for verdict in verdicts)
+        refusal = self.refused.get(setting.stage)
+        if refusal is None or (right and refusal.or_right):
+            return right
+        raised = [
+            refusal.error in verdict.errors and all(word in verdict.detail for word in refusal.words)
+            for verdict in verdicts
+        ]
+        return all(raised) if refusal.everywhere else any(raised)
+
+
+PATTERNS: dict[str, Pattern] = {}
+
+
+def pattern(
+    name: str, build: Callable[[], nn.Module], **options: Any
+) -> Callable[[Callable[[Engine], None]], Callable[[Engine], None]]:
+    """Registers a function that trains; the module it stands in gives the subject."""
+
+    def register(train: Callable[[Engine], None]) -> Callable[[Engine], None]:
+        subject = train.__module__.rpartition(".")[2]
+        key = f"{subject}.{train.__name__}"
+        assert key not in PATTERNS, key
+        PATTERNS[key] = Pattern(key, subject, name, train, build, **options)
+        return train
+
+    return register

@@ -1,0 +1,352 @@
+# mypy: disable-error-code="no-any-return"
+"""Modules of torch's library, and models made of them."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+from tests.runtime.patterns.engines import STEPS, Engine
+from tests.runtime.patterns.harness import pattern
+from tests.runtime.patterns.models import WIDTH, Block, Mlp, Words, chain, square
+
+
+def _usual(engine: Engine, *shape: int) -> None:
+    for _ in range(STEPS):
+        engine.update(square(engine.model(engine.data(*shape))), max_norm=0.1)
+
+
+def _words(engine: Engine) -> None:
+    for _ in range(STEPS):
+        ids = engine.ids(80, 2, 6)
+        engine.update(F.cross_entropy(engine.model(ids).flatten(0, 1), ids.flatten()), max_norm=0.1)
+
+
+class Recurrent(nn.Module):
+    """A stock recurrent network between an embedding and a head."""
+
+    def __init__(self, cls: Any, **options: Any) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(80, WIDTH)
+        self.recurrent = cls(WIDTH, WIDTH, batch_first=True, **options)
+        self.head = nn.Linear(WIDTH * (2 if options.get("bidirectional") else 1), 80)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.recurrent(self.embedding(ids))[0])
+
+
+@pattern("LSTM", lambda: Recurrent(nn.LSTM))
+def lstm(engine: Engine) -> None:
+    _words(engine)
+
+
+@pattern("GRU, two layers, both directions", lambda: Recurrent(nn.GRU, num_layers=2, bidirectional=True))
+def gru(engine: Engine) -> None:
+    _words(engine)
+
+
+@pattern(
+    "LSTM as a unit of a Sequential",
+    lambda: nn.Sequential(nn.Linear(8, WIDTH), nn.LSTM(WIDTH, WIDTH), Second(), nn.Linear(WIDTH, 8)),
+)
+def lstm_units(engine: Engine) -> None:
+    _usual(engine, 5, 2, 8)
+
+
+class Second(nn.Module):
+    """What an LSTM returns, without its state."""
+
+    def forward(self, pair: Any) -> Tensor:
+        return pair[0]
+
+
+class Cells(nn.Module):
+    """A recurrence written as a loop whose length the input gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.ModuleList([nn.GRUCell(8, WIDTH), nn.GRUCell(WIDTH, WIDTH)])
+        self.head = nn.Linear(WIDTH, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        one = two = x.new_zeros(x.shape[1], WIDTH)
+        for step in x:
+            one = self.cells[0](step, one)
+            two = self.cells[1](one, two)
+        return self.head(two)
+
+
+@pattern("a loop over GRU cells, as long as the sequence is", Cells)
+def cells(engine: Engine) -> None:
+    for step in range(STEPS):
+        engine.update(square(engine.model(engine.data(2 + (step * 2) % 5, 3, 8))), max_norm=0.1)
+
+
+class Attends(nn.Module):
+    """Attention whose weights are inside MultiheadAttention, never called as modules (`out_proj`)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x + self.attention(x, x, x, need_weights=False)[0])
+
+
+@pattern("MultiheadAttention", lambda: nn.Sequential(Attends(), Attends(), nn.Linear(WIDTH, 8)))
+def attention(engine: Engine) -> None:
+    _usual(engine, 2, 5, WIDTH)
+
+
+def _encoder(**options: Any) -> nn.Module:
+    layer = nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, batch_first=True, **options)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+@pattern("TransformerEncoder, with dropout", _encoder)
+def encoder(engine: Engine) -> None:
+    _usual(engine, 2, 5, WIDTH)
+
+
+@pattern("TransformerEncoder, evaluated in between (torch's fast path)", lambda: _encoder(dropout=0.0))
+def encoder_evaluated(engine: Engine) -> None:
+    for _ in range(STEPS):
+        engine.update(square(engine.model(engine.data(2, 5, WIDTH)) - 1))
+        engine.model.eval()
+        with torch.no_grad():
+            engine.record(square(engine.model(engine.data(2, 5, WIDTH)) - 1))
+        engine.model.train()
+
+
+@pattern(
+    "Transformer: an encoder and a decoder",
+    lambda: nn.Transformer(WIDTH, 4, 1, 1, 2 * WIDTH, dropout=0.0, batch_first=True),
+)
+def transformer(engine: Engine) -> None:
+    for _ in range(STEPS):
+        engine.update(square(engine.model(engine.data(2, 5, WIDTH), engine.data(2, 3, WIDTH)) - 1))
+
+
+def _convolutions(norm: type[nn.Module], *sizes: int) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 32, 3, padding=1),
+        norm(*sizes),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(32, 32, 3, stride=2),
+        norm(*sizes),
+        nn.ReLU(inplace=True),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(32, 8),
+    )
+
+
+@pattern("a convolutional net with BatchNorm and ReLU in place", lambda: _convolutions(nn.BatchNorm2d, 32))
+def batch_norm(engine: Engine) -> None:
+    _usual(engine, 4, 3, 8, 8)
+
+
+@pattern("BatchNorm, evaluated with its running averages", lambda: _convolutions(nn.BatchNorm2d, 32))
+def batch_norm_evaluated(engine: Engine) -> None:
+    for _ in range(STEPS):
+        engine.update(square(engine.model(engine.data(4, 3, 8, 8))))
+        engine.model.eval()
+        with torch.no_grad():
+            engine.record(square(engine.model(engine.data(4, 3, 8, 8))))
+        engine.model.train()
+
+
+@pattern("GroupNorm", lambda: _convolutions(nn.GroupNorm, 4, 32))
+def group_norm(engine: Engine) -> None:
+    _usual(engine, 4, 3, 8, 8)
+
+
+@pattern("channels-last inputs and weights", lambda: _convolutions(nn.GroupNorm, 4, 32))
+def channels_last(engine: Engine) -> None:
+    for _ in range(STEPS):
+        x = engine.data(4, 3, 8, 8).to(memory_format=torch.channels_last)
+        engine.update(square(engine.model(x)))
+
+
+class Unet(nn.Module):
+    """Downwards, and upwards with skips."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList([nn.Conv2d(3, 32, 3, 2, 1), nn.Conv2d(32, 64, 3, 2, 1)])
+        self.up = nn.ModuleList([nn.ConvTranspose2d(64, 32, 2, 2), nn.ConvTranspose2d(64, 32, 2, 2)])
+        self.head = nn.Conv2d(35, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        one = F.relu(self.down[0](x))
+        two = F.relu(self.down[1](one))
+        three = torch.cat([F.relu(self.up[0](two)), one], 1)
+        return self.head(torch.cat([self.up[1](three), x], 1))
+
+
+@pattern("a U-Net with skips", Unet)
+def unet(engine: Engine) -> None:
+    _usual(engine, 2, 3, 8, 8)
+
+
+@pattern("Embedding with `padding_idx`", lambda: Words(padding_idx=0))
+def padding_index(engine: Engine) -> None:
+    for _ in range(STEPS):
+        ids = engine.ids(80, 2, 6) * (engine.ids(2, 2, 6) > 0)
+        engine.update(square(engine.model(ids)))
+
+
+@pattern("Embedding with `max_norm`, which changes weights in forward", lambda: Words(max_norm=1.0))
+def embedding_max_norm(engine: Engine) -> None:
+    for _ in range(STEPS):
+        ids = torch.arange(12).view(2, 6)  # alike on all ranks, as what it changes is
+        engine.update(square(engine.model(ids)) * (1 + engine.rank))
+
+
+@pattern("EmbeddingBag", lambda: nn.Sequential(nn.EmbeddingBag(80, WIDTH), Block(), nn.Linear(WIDTH, 8)))
+def embedding_bag(engine: Engine) -> None:
+    for _ in range(STEPS):
+        engine.update(square(engine.model(engine.ids(80, 4, 3))))
+
+
+@pattern(
+    "dropout", lambda: nn.Sequential(nn.Linear(8, WIDTH), nn.Dropout(0.3), Block(), nn.Dropout(), Block())
+)
+def dropout(engine: Engine) -> None:
+    _usual(engine, 4, 8)
+
+
+def _parametrized(how: Any) -> nn.Module:
+    model = chain(2)
+    for block in model:
+        assert isinstance(block, Block)
+        how(block.inner)
+    return model
+
+
+@pattern("weight norm (parametrization)", lambda: _parametrized(parametrizations.weight_norm))
+def weight_norm(engine: Engine) -> None:
+    _usual(engine, 4, WIDTH)
+
+
+@pattern("spectral norm (parametrization)", lambda: _parametrized(parametrizations.spectral_norm))
+def spectral_norm(engine: Engine) -> None:
+    _usual(engine, 4, WIDTH)
+
+
+@pattern("a parametrized weight, cached for a forward", lambda: _parametrized(parametrizations.weight_norm))
+def cached_weight_norm(engine: Engine) -> None:
+    for _ in range(STEPS):
+        with nn.utils.parametrize.cached():
+            x = engine.model(engine.data(4, WIDTH))
+            x = engine.model(x)
+        engine.update(square(x))
+
+
+def _old_weight_norm() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return _parametrized(nn.utils.weight_norm)
+
+
+@pattern("weight norm, the older one of hooks", _old_weight_norm)
+def old_weight_norm(engine: Engine) -> None:
+    _usual(engine, 4, WIDTH)
+
+
+class Adapted(nn.Module):
+    """LoRA: a frozen layer and a trained low-rank one beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.down = nn.Linear(WIDTH, 4, bias=False)
+        self.up = nn.Linear(4, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.base(x) + self.up(self.down(x)))
+
+
+@pattern("LoRA: a frozen base, trained adapters", lambda: nn.Sequential(*(Adapted() for _ in range(3))))
+def lora(engine: Engine) -> None:
+    _usual(engine, 4, WIDTH)
+
+
+@pattern(
+    "LoRA, only the adapters given as `params`",
+    lambda: nn.Sequential(*(Adapted() for _ in range(3))),
+    params=lambda model: [p for p in model.parameters() if p.requires_grad],
+)
+def lora_parameters(engine: Engine) -> None:
+    _usual(engine, 4, WIDTH)
+
+
+def _partly_frozen() -> nn.Module:
+    model = Mlp()
+    model.first.requires_grad_(False)
+    model.blocks[1].requires_grad_(False)
+    model.head.bias.requires_grad_(False)
+    return model
+
+
+@pattern("frozen: the first layer, a whole unit, a bias", _partly_frozen)
+def partly_frozen(engine: Engine) -> None:
+    _usual(engine, 4, 8)
+
+
+class Inverted(Mlp):
+    """Frozen units behind trained ones, so that gradients pass through what is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1:].requires_grad_(False)
+        self.head.requires_grad_(False)
+
+
+@pattern("everything behind the first unit frozen (prompt tuning)", Inverted)
+def frozen_behind(engine: Engine) -> None:
+    _usual(engine, 4, 8)
+
+
+def _meta() -> nn.Module:
+    with torch.device("meta"):
+        return nn.Sequential(nn.Linear(8, WIDTH), nn.LayerNorm(WIDTH), Block(), Block(), nn.Linear(WIDTH, 8))
+
+
+# Torch would initialise in another order; stage 0 is what the others must equal.
+@pattern("a model built on the `meta` device", _meta, reference="stage 0")
+def meta_device(engine: Engine) -> None:
+    _usual(engine, 4, 8)
+
+
+@pattern("units called inside `torch.vmap`", Mlp)
+def vmap(engine: Engine) -> None:
+    for _ in range(STEPS):
+        engine.update(square(torch.vmap(engine.model)(engine.data(4, 8))))
+
+
+class MapsUnits(Mlp):
+    """The map is inside forward."""
+
+    def features(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = torch.vmap(block)(x)
+        return x
+
+
+@pattern("each unit under `torch.vmap` inside forward", MapsUnits)
+def vmap_units(engine: Engine) -> None:
+    _usual(engine, 4, 8)
+
+
+@pattern("inside `torch.profiler.profile`", Mlp)
+def profiled(engine: Engine) -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        _usual(engine, 4, 8)

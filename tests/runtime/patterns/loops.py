@@ -1,0 +1,349 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+
+from tests.runtime.patterns.engines import STEPS, Engine
+from tests.runtime.patterns.harness import Refused, always, pattern, usage
+from tests.runtime.patterns.models import Mlp, Words, chain, square
+
+
+@pattern("the usual loop, with clipping", Mlp)
+def usual(engine: Engine) -> None:
+    for _ in range(STEPS):
+        engine.update(square(engine.model(engine.data(4, 8))), max_norm=0.1)
+
+
+@pattern("the usual loop on three ranks", Mlp, world=3)
+def three_ranks(engine: Engine) -> None:
+    usual(engine)
+
+
+@pattern("a language model with tied weights and cross entropy", lambda: Words(tied=True))
+def language_model(engine: Engine) -> None:
+    for _ in range(STEPS):
+        ids = engine.ids(80, 2, 7)
+        engine.update(F.cross_entropy(engine.model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()))
+
+
+@pattern("`loss.backward()`", Mlp)
+def loss_backward(engine: Engine) -> None:
+    for _ in range(STEPS):
+        engine.zero_grad()
+        loss = square(engine.model(engine.data(4, 8)))
+        loss.backward()
+        engine.step()
+        engine.record(loss)
+
+
+@pattern("gradients accumulated over micro-batches", Mlp)
+def micro_batches(engine: Engine) -> None:
+    for _ in range(STEPS):
+        for _ in range(3):
+            loss = square(engine.model(engine.data(4, 8))) / 3
+            engine.backward(loss)
+            engine.record(loss)
+        engine.record(engine.clip(0.1))
+        engine.step()
+        engine.zero_grad()
+
+
+@pattern("gradients accumulated inside `accumulate()`", Mlp)
+def accumulate(engine: Engine) -> None:
+    for _ in range(STEPS):
+        with engine.accumulate():
+            for _ in range(2):
+                loss = square(engine.model(engine.data(4, 8))) / 3
+                engine.backward(loss)
+                engine.record(loss)
+        engine.update(square(engine.model(engine.data(4, 8))) / 3, max_norm=0.1)
+
+
+@pattern("every micro-batch inside `accumulate()`, `step()` after it", Mlp)
+def accumulate_everything(engine: Engine) -> None:
+    for _ in range(STEPS):
+        with engine.accumulate():
+            for _ in range(2):
+                loss = square(engine.model(engine.data(4, 8))) / 2
+                engine.backward(loss)
+                engine.record(loss)
+        engine.step()
+        engine.zero_grad()
+
+
+@pattern("a number of micro-batches that changes from step to step", Mlp)
+def varying_micro_batches(engine: Engine) -> None:
+    for step in range(STEPS):
+        for _ in range(1 + step % 3):
+            loss = square(engine.model(engine.data(4, 8)))
+            engine.backward(loss)
+            engine.record(loss)
+        engine.step()
+        engine.zero_grad()
+
+
+@pattern("`step()` inside `accumulate()`", Mlp, refused=always(usage("accumulate()")))
+def step_while_accumulating(engine: Engine) -> None:
+    with engine.accumulate():
+        loss = square(engine.model(engine.data(4, 8)))
+        engine.backward(loss)
+        engine.record(loss)
+        engine.step()
+
+
+@pattern("clipping inside `accumulate()`", Mlp, refused=always(usage("accumulate()")))
+def clip_while_accumulating(engine: Engine) -> None:
+    with engine.accumulate():
+        loss = square(engine.model(engine.data(4, 8)))
+        engine.backward(loss)
+        engine.record(loss)
+        engine.clip(1.0)
+
+
+@pattern("gradients that go on adding up over steps, never cleared", Mlp)
+def never_cleared(engine: Engine) -> None:
+    for _ in range(STEPS):
+        loss = square(engine.model(engine.data(4, 8)))
+        engine.backward(loss)
+        engine.step()
+        engine.record(loss)
+
+
+@pattern("`optimizer.step(closure)`", Mlp)
+def closure(engine: Engine) -> None:
+    for _ in range(STEPS):
+        batch = engine.data(4, 8)
+
+        def run(batch: Tensor = batch) -> Tensor:
+            engine.zero_grad()
+            loss = square(engine.model(batch))
+            engine.backward(loss)
+            return loss
+
+        engine.record(engine.closure_step(run))
+
+
+@pattern("`optimizer.step(closure)` under `no_grad`", Mlp)
+def closure_without_grad(engine: Engine) -> None:
+    for _ in range(STEPS):
+        with torch.no_grad():
+            closure(engine)
+
+
+def two_groups(model: nn.Module) -> list[dict[str, Any]]:
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() == 1]
+    return [{"params": matrices, "lr": 0.01}, {"params": others, "weight_decay": 0.0}]
+
+
+@pattern("parameter groups with their own learning rate and weight decay", Mlp, params=two_groups)
+def groups(engine: Engine) -> None:
+    for _ in range(STEPS):
+        engine.update(square(engine.model(engine.data(4, 8))))
+
+
+@pattern("a learning rate changed by hand in `param_groups`", Mlp, params=two_groups)
+def learning_rate_by_hand(engine: Engine) -> None:
+    for step in range(STEPS):
+        for group in engine.optimizer.param_groups:
+            group["lr"] = 0.01 / (step + 1)
+        engine.update(square(engine.model(engine.data(4, 8))))
+
+
+@pattern("OneCycleLR", Mlp)
+def one_cycle(engine: Engine) -> None:
+    schedule = lr_scheduler.OneCycleLR(engine.optimizer, max_lr=0.01, total_steps=10)
+    for _ in range(STEPS):
+        engine.update(square(engine.model(engine.data(4, 8))))
+        schedule.step()
+        engine.record(engine.optimizer.param_groups[0]["lr"])
+
+
+@pattern("LambdaLR with a factor for each group", Mlp, params=two_groups)
+def lambda_lr(engine: Engine) -> None:
+    schedule = lr_scheduler.LambdaLR(engine.optimizer, [lambda step: 1 / (step + 1), lambda step: 1.0])
+    for _ in range(STEPS):
+        engine.update(square(engine.model(engine.data(4, 8))))
+        schedule.step()
+
+
+@pattern("ReduceLROnPlateau", Mlp)
+def plateau(engine: Engine) -> None:
+    schedule = lr_scheduler.ReduceLROnPlateau(engine.optimizer, patience=0)
+    for step in range(STEPS):
+        engine.update(square(engine.model(engine.data(4, 8))))
+        schedule.step(float(step))
+
+
+@pattern("several losses summed", Mlp)
+def summed_losses(engine: Engine) -> None:
+    for _ in range(STEPS):
+        y = engine.model(engine.data(4, 8))
+        engine.update(square(y) + 0.1 * y.abs().mean() + y[:, 0].mean())
+
+
+@pattern("two losses of one graph, a backward each (`retain_graph`)", Mlp)
+def two_losses(engine: Engine) -> None:
+    for _ in range(STEPS):
+        y = engine.model(engine.data(4, 8))
+        one, two = square(y), y.abs().mean()
+        one.backward(retain_graph=True)
+        two.backward()
+        engine.record(one + two)
+        engine.step()
+        engine.zero_grad()
+
+
+@pattern("the same loss differentiated twice", Mlp)
+def same_loss_twice(engine: Engine) -> None:
+    for _ in range(STEPS):
+        loss = square(engine.model(engine.data(4, 8)))
+        loss.backward(retain_graph=True)
+        engine.update(loss)
+
+
+@pattern("an output differentiated with a gradient of its own (`y.backward(v)`)", Mlp)
+def vector_backward(engine: Engine) -> None:
+    for _ in range(STEPS):
+        y = engine.model(engine.data(4, 8))
+        y.backward(y.detach() / y.numel())
+        engine.record(y.detach().sum())
+        engine.step()
+        engine.zero_grad()
+
+
+@pattern("evaluation between forward and backward", Mlp)
+def evaluation_between(engine: Engine) -> None:
+    for _ in range(STEPS):
+        loss = square(engine.model(engine.data(4, 8)))
+        engine.model.eval()
+        with torch.no_grad():
+            engine.record(square(engine.model(engine.data(3, 8))))
+        engine.model.train()
+        engine.update(loss)
+
+
+@pattern("evaluation after every step, under `inference_mode`", Mlp)
+def inference_mode(engine: Engine) -> None:
+    for _ in range(STEPS):
+        with torch.inference_mode():
+            engine.record(square(engine.model(engine.data(3, 8))))
+        engine.update(square(engine.model(engine.data(4, 8))))
+
+
+@pattern("forwards with gradients that are dropped", Mlp)
+def dropped_forward(engine: Engine) -> None:
+    for _ in range(STEPS):
+        engine.record(square(engine.model(engine.data(4, 8))))
+        engine.update(square(engine.model(engine.data(4, 8))))
+        engine.record(square(engine.model(engine.data(4, 8))))
+
+
+@pattern("a step without backward on one rank's dropped batch is a zero loss", Mlp)
+def zero_loss(engine: Engine) -> None:
+    for step in range(STEPS):
+        loss = square(engine.model(engine.data(4, 8)))
+        engine.update(loss * 0.0 if step % engine.world == engine.rank else loss)
+
+
+class Failing(Mlp):
+    """Raises in the middle of a forward or a backward when told to."""
+
+    where = ""
+
+    def features(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](self.first(x))
+        if self.where == "forward":
+            raise ArithmeticError("in forward")
+        x = self.blocks[1](x)
+        if self.where == "backward":
+            x.register_hook(_raise)
+        return self.blocks[2](x)  # type: ignore[no-any-return]
+
+
+def _raise(gradient: Tensor) -> None:
+    raise ArithmeticError("in backward")
+
+
+def _failing_step(engine: Engine, where: str) -> None:
+    engine.model.where = where
+    try:
+        engine.backward(square(engine.model(engine.data(4, 8))))
+    except ArithmeticError:
+        engine.record(1.0)
+    engine.model.where = ""
+
+
+@pattern("an exception in forward, caught", Failing)
+def exception_in_forward(engine: Engine) -> None:
+    for _ in range(STEPS):
+        _failing_step(engine, "forward")
+        engine.update(square(engine.model(engine.data(4, 8))))
+
+
+@pattern("an exception in forward under `no_grad`, caught", Failing)
+def exception_in_evaluation(engine: Engine) -> None:
+    for _ in range(STEPS):
+        with torch.no_grad():
+            _failing_step(engine, "forward")
+        engine.update(square(engine.model(engine.data(4, 8))))
+
+
+@pattern("an exception in the first backward, caught, then an ordinary step", Failing)
+def exception_in_backward(engine: Engine) -> None:
+    for _ in range(STEPS):
+        _failing_step(engine, "backward")
+        if engine.plain:
+            engine.zero_grad()  # torch keeps what a failed pass has left; zerokit drops it
+        engine.update(square(engine.model(engine.data(4, 8))))
+
+
+@pattern(
+    "an exception in the second micro-batch's backward, then `step()`",
+    Failing,
+    refused=always(Refused("ScheduleError", ("zero_grad()",))),
+)
+def exception_in_second_backward(engine: Engine) -> None:
+    for _ in range(STEPS):
+        engine.backward(square(engine.model(engine.data(4, 8))))
+        _failing_step(engine, "backward")
+        engine.step()
+
+
+@pattern("the same, with `zero_grad()` and a new attempt", Failing)
+def second_attempt(engine: Engine) -> None:
+    for _ in range(STEPS):
+        engine.backward(square(engine.model(engine.data(4, 8))))
+        _failing_step(engine, "backward")
+        engine.zero_grad()
+        engine.update(square(engine.model(engine.data(4, 8))))
+
+
+@pattern("only a Sequential", chain)
+def sequential(engine: Engine) -> None:
+    for _ in range(STEPS):
+        engine.update(square(engine.model(engine.data(4, 64))), max_norm=0.1)
+
+
+@pattern("autocast around the forward", Mlp, tolerance=1e-4)
+def autocast(engine: Engine) -> None:
+    for _ in range(STEPS):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = engine.model(engine.data(4, 8))
+        engine.update(square(y))
+
+
+@pattern("autocast, its first forward under `no_grad`", Mlp, tolerance=1e-4)
+def autocast_evaluates_first(engine: Engine) -> None:
+    for _ in range(STEPS):
+        with torch.autocast("cpu", torch.bfloat16):
+            with torch.no_grad():
+                engine.record(square(engine.model(engine.data(4, 8))))
+            y = engine.model(engine.data(4, 8))
+        engine.update(square(y))

@@ -1,0 +1,223 @@
+# mypy: disable-error-code="no-any-return"
+"""Models and optimizers as objects: construction, copies, pickles, other tools of torch."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import zerokit
+from tests.runtime.patterns.engines import STEPS, Engine
+from tests.runtime.patterns.harness import Refused, always, pattern, usage
+from tests.runtime.patterns.models import Mlp, square
+
+REFUSED = always(usage())
+
+
+def _then_train(engine: Engine, does: Callable[[], Any]) -> None:
+    """A step, then something that plain torch allows, then more steps."""
+    engine.update(square(engine.model(engine.data(4, 8))))
+    does()
+    for _ in range(STEPS - 1):
+        engine.update(square(engine.model(engine.data(4, 8))))
+
+
+def _zero(engine: Engine, model: Any, **options: Any) -> zerokit.ZeroOptimizer:
+    return zerokit.ZeroOptimizer(
+        model, torch.optim.SGD, **{"stage": engine.setting.stage, "precision": "fp32", "lr": 0.1, **options}
+    )
+
+
+@pattern("two optimizers over models that share a layer", Mlp, refused=always(usage("already")))
+def shared_layer(engine: Engine) -> None:
+    other = Mlp()
+    other.blocks[0] = engine.model.blocks[0]
+    if not engine.plain:
+        _zero(engine, other)
+    engine.record(0)
+
+
+@pattern("two optimizers over one model", Mlp, refused=always(usage("already")))
+def same_model(engine: Engine) -> None:
+    if not engine.plain:
+        _zero(engine, engine.model)
+    engine.record(0)
+
+
+@pattern("`ZeroOptimizer(model.parameters(), …)`", Mlp, refused=always(usage("pass the model")))
+def parameters_given(engine: Engine) -> None:
+    if not engine.plain:
+        _zero(engine, Mlp().parameters())
+    engine.record(0)
+
+
+@pattern("`copy.deepcopy(model)`", Mlp, refused=REFUSED)
+def deepcopy_model(engine: Engine) -> None:
+    _then_train(engine, lambda: copy.deepcopy(engine.model))
+
+
+@pattern("`copy.deepcopy(optimizer)`", Mlp, refused=REFUSED)
+def deepcopy_optimizer(engine: Engine) -> None:
+    _then_train(engine, lambda: copy.deepcopy(engine.optimizer))
+
+
+@pattern("`torch.save(model)`", Mlp, refused=REFUSED)
+def save_model(engine: Engine) -> None:
+    _then_train(engine, lambda: torch.save(engine.model, io.BytesIO()))
+
+
+@pattern("`torch.save(optimizer)`", Mlp, refused=REFUSED)
+def save_optimizer(engine: Engine) -> None:
+    _then_train(engine, lambda: torch.save(engine.optimizer, io.BytesIO()))
+
+
+@pattern("`pickle.dumps(model)`", Mlp, refused=REFUSED)
+def pickle_model(engine: Engine) -> None:
+    _then_train(engine, lambda: pickle.dumps(engine.model))
+
+
+@pattern("`pickle.dumps(optimizer)`", Mlp, refused=REFUSED)
+def pickle_optimizer(engine: Engine) -> None:
+    _then_train(engine, lambda: pickle.dumps(engine.optimizer))
+
+
+@pattern("`copy.deepcopy` of a block, inside `gathered()`", Mlp, refused=always(usage(or_right=True)))
+def deepcopy_block(engine: Engine) -> None:
+    def check() -> None:
+        with engine.gathered():
+            block = copy.deepcopy(engine.model.blocks[0])
+        engine.record(square(block(torch.ones(2, 64))))
+
+    _then_train(engine, check)
+
+
+@pattern("`torch.save(model.state_dict())`, loaded into a new plain model", Mlp)
+def save_state_dict(engine: Engine) -> None:
+    def check() -> None:
+        file = io.BytesIO()
+        torch.save(engine.model.state_dict(), file)
+        file.seek(0)
+        model = Mlp()
+        model.load_state_dict(torch.load(file))
+        engine.record(square(model(torch.ones(2, 8))))
+
+    _then_train(engine, check)
+
+
+@pattern("`optimizer.state_dict()`, taken and loaded again later", Mlp)
+def optimizer_state_dict(engine: Engine) -> None:
+    def check() -> None:
+        model, state = engine.weights(), copy.deepcopy(engine.optimizer.state_dict())
+        engine.update(square(engine.model(engine.data(4, 8))))
+        engine.model.load_state_dict(model)
+        engine.optimizer.load_state_dict(state)
+
+    _then_train(engine, check)
+
+
+@pattern(
+    "`torch.distributed.checkpoint.state_dict.get_state_dict(model, optimizer)`",
+    Mlp,
+    refused=always(usage(or_right=True)),
+)
+def get_state_dict(engine: Engine) -> None:
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    def check() -> None:
+        _, state = get_state_dict(engine.model, engine.optimizer)
+        engine.record(len(state["state"]))
+
+    _then_train(engine, check)
+
+
+@pattern(
+    "a learning rate that differs by rank", Mlp, refused=always(Refused("LayoutMismatch", ("rank 1", "lr")))
+)
+def learning_rates(engine: Engine) -> None:
+    if not engine.plain:
+        _zero(engine, Mlp(), lr=0.1 + engine.rank)
+    engine.record(0)
+
+
+@pattern("betas that differ by rank", Mlp, refused=always(Refused("LayoutMismatch", ("rank 1", "betas"))))
+def betas(engine: Engine) -> None:
+    if not engine.plain:
+        options: Any = {"stage": engine.setting.stage, "betas": (0.9, 0.95 + 0.01 * engine.rank)}
+        zerokit.ZeroOptimizer(Mlp(), torch.optim.AdamW, **options)
+    engine.record(0)
+
+
+@pattern(
+    "a weight decay of a group that differs by rank",
+    Mlp,
+    refused=always(Refused("LayoutMismatch", ("rank 1", "weight_decay"))),
+)
+def weight_decays(engine: Engine) -> None:
+    if not engine.plain:
+        model = Mlp()
+        groups = [
+            {"params": model.head.parameters(), "weight_decay": 0.1 * engine.rank},
+            {"params": [*model.first.parameters(), *model.blocks.parameters()]},
+        ]
+        _zero(engine, model, params=groups)
+    engine.record(0)
+
+
+@pattern("`model.train()`, `eval()`, `requires_grad_(True)`, `to(same)`, `repr` at any time", Mlp)
+def harmless(engine: Engine) -> None:
+    def check() -> None:
+        engine.model.eval()
+        engine.model.train().to(torch.float32).cpu().requires_grad_(True)
+        assert repr(engine.model)
+        assert repr(engine.optimizer)
+
+    _then_train(engine, check)
+
+
+@pattern("`model.apply(fn)` that looks at modules", Mlp)
+def apply(engine: Engine) -> None:
+    _then_train(
+        engine, lambda: engine.model.apply(lambda module: engine.record(len(list(module.children()))))
+    )
+
+
+@pattern("`nn.utils.parameters_to_vector` inside `gathered()`", Mlp)
+def to_vector(engine: Engine) -> None:
+    def check() -> None:
+        with engine.gathered():
+            vector = nn.utils.parameters_to_vector(engine.model.parameters())
+            engine.record(vector.double().norm())
+
+    _then_train(engine, check)
+
+
+# It assigns `p.data`.
+@pattern("`vector_to_parameters` inside `gathered()`", Mlp, refused=always(usage(or_right=True)))
+def from_vector(engine: Engine) -> None:
+    def check() -> None:
+        with engine.gathered():
+            vector = nn.utils.parameters_to_vector(engine.model.parameters())
+            nn.utils.vector_to_parameters(0.5 * vector.detach(), engine.model.parameters())
+
+    _then_train(engine, check)
+
+
+@pattern("`optimizer.register_step_post_hook`", Mlp)
+def step_hooks(engine: Engine) -> None:
+    engine.optimizer.register_step_post_hook(lambda *args: engine.record(7))
+    _then_train(engine, lambda: None)
+
+
+@pattern("weights carried to a new model with an optimizer of its own", Mlp)
+def built_anew(engine: Engine) -> None:
+    _then_train(engine, lambda: None)
+    weights = engine.weights()
+    model = Mlp()
+    model.load_state_dict(weights)
+    _then_train(engine.another(model), lambda: None)

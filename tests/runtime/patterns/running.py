@@ -1,0 +1,178 @@
+"""Runs patterns: on the ranks, beside the reference; and in the parent, which starts ranks until all is tried."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import traceback
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.runtime.patterns.catalogue import PATTERNS
+from tests.runtime.patterns.engines import Engine, Journal, Plain, Setting, Zero
+from tests.runtime.patterns.harness import Pattern, Verdict
+from tests.support.distributed import Outcome, run_ranks_expecting_errors
+
+Tried = dict[Setting, list[Verdict]]
+
+
+class BrokenPattern(Exception):
+    """The reference itself fails."""
+
+
+class Interrupted(Exception):
+    """The ranks may be out of step. The message holds the verdicts so far, as JSON."""
+
+
+# ---- on the ranks
+
+
+def run_settings(key: str, settings: list[Setting]) -> str:
+    """Verdicts of this rank, as JSON. Raises `Interrupted` after a setting that went otherwise than declared."""
+    pattern = PATTERNS[key]
+    # Of its own, so that ranks find each other even where the pattern left collectives behind.
+    control = dist.new_group(timeout=timedelta(seconds=pattern.timeout + 20))
+    references: dict[str, tuple[list[float], list[dict[str, Tensor]]]] = {}
+    verdicts: list[Verdict] = []
+    for setting in settings:
+        if setting.optimizer not in references:
+            references[setting.optimizer] = _reference(pattern, setting)
+        verdict = _try(pattern, setting, *references[setting.optimizer])
+        verdicts.append(verdict)
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, verdict, group=control)
+        raised = any(other.kind == "raised" for other in everyone)
+        if raised and (pattern.apart or not pattern.accepts(setting, everyone)):
+            raise Interrupted(_dump(verdicts))
+        gc.collect()
+    return _dump(verdicts)
+
+
+def _reference(pattern: Pattern, setting: Setting) -> tuple[list[float], list[dict[str, Tensor]]]:
+    try:
+        if pattern.reference == "plain":
+            journal = _train(pattern, setting, Plain)
+        else:
+            journal = _train(pattern, dataclasses.replace(setting, stage=0), Zero)
+        assert journal.numbers, f"{pattern.key} records nothing"
+    except Exception as error:
+        raise BrokenPattern(f"{pattern.key}: the reference fails: {error!r}") from error
+    return journal.numbers, journal.weights()
+
+
+def _train(pattern: Pattern, setting: Setting, cls: type[Engine]) -> Journal:
+    torch.manual_seed(5)
+    model = pattern.build()
+    params = pattern.params(model) if pattern.params else None
+    engine = cls(model, setting, params=params, options=dict(pattern.options))
+    torch.manual_seed(50 + engine.rank)  # dropout differs by rank
+    pattern.train(engine)
+    return engine.journal
+
+
+def _try(
+    pattern: Pattern, setting: Setting, numbers: list[float], weights: list[dict[str, Tensor]]
+) -> Verdict:
+    try:
+        journal = _train(pattern, setting, Zero)
+        found = journal.weights()
+    except Exception as error:
+        names = tuple(cls.__name__ for cls in type(error).__mro__ if cls is not object)
+        return Verdict("raised", str(error), names, traceback.format_exc())
+    difference = _differ(numbers, journal.numbers, weights, found, pattern.tolerance)
+    return Verdict("wrong", difference) if difference else Verdict("right")
+
+
+def _differ(
+    numbers: list[float],
+    found_numbers: list[float],
+    weights: list[dict[str, Tensor]],
+    found_weights: list[dict[str, Tensor]],
+    tolerance: float,
+) -> str:
+    if len(numbers) != len(found_numbers):
+        return f"{len(found_numbers)} numbers instead of {len(numbers)}"
+    for place, (expected, number) in enumerate(zip(numbers, found_numbers, strict=True)):
+        if not abs(expected - number) <= tolerance * (1 + abs(expected)):
+            return f"number {place} is {number!r} instead of {expected!r}"
+    for state, found in zip(weights, found_weights, strict=True):
+        if state.keys() != found.keys():
+            return f"names {sorted(state.keys() ^ found.keys())}"
+        for name, tensor in state.items():
+            if tensor.shape != found[name].shape:
+                return f"{name}: shape {tuple(found[name].shape)} instead of {tuple(tensor.shape)}"
+            expected_, other = tensor.double(), found[name].double()
+            gap = (expected_ - other).abs()
+            if not bool((gap <= tolerance * (1 + expected_.abs())).all()):
+                return f"{name} is off by {gap.max().item():.3g}"
+    return ""
+
+
+def _dump(verdicts: list[Verdict]) -> str:
+    return json.dumps([dataclasses.asdict(verdict) for verdict in verdicts])
+
+
+# ---- in the parent
+
+
+def try_out(key: str, settings: list[Setting] | None = None, *, timeout: float | None = None) -> Tried:
+    """What becomes of a pattern at every setting, each in processes that no earlier one has left out of step."""
+    pattern = PATTERNS[key]
+    if timeout is not None:
+        pattern = dataclasses.replace(pattern, timeout=min(timeout, pattern.timeout))
+    pending = pattern.settings() if settings is None else list(settings)
+    tried: Tried = {}
+    together = not pattern.apart
+    while pending:
+        refusing = pattern.apart and pending[0].stage in pattern.refused
+        count = len(pending) if together else 1
+        if pattern.apart and not refusing:
+            count = next((i for i, s in enumerate(pending) if s.stage in pattern.refused), len(pending))
+        outcomes = run_ranks_expecting_errors(
+            pattern.world, run_settings, key, pending[:count], timeout=pattern.timeout, deadline=60.0
+        )
+        found = [_load(outcome) for outcome in outcomes]
+        if any(outcome.raised("BrokenPattern") for outcome in outcomes):
+            raise AssertionError("\n".join(outcome.describe() for outcome in outcomes))
+        done = min(len(verdicts) for verdicts in found)
+        if done == 0:
+            if count > 1:
+                together = False  # a rank died or hung: find out in which setting
+                if pattern.apart:
+                    raise AssertionError("\n".join(outcome.describe() for outcome in outcomes))
+                continue
+            found, done = [[_death(outcome)] for outcome in outcomes], 1
+        for place in range(done):
+            tried[pending[place]] = [verdicts[place] for verdicts in found]
+        del pending[:done]
+    return tried
+
+
+def _load(outcome: Outcome) -> list[Verdict]:
+    text = outcome.value if outcome.ok else outcome.error if outcome.raised("Interrupted") else "[]"
+    return [Verdict(**{**item, "errors": tuple(item["errors"])}) for item in json.loads(text)]
+
+
+def _death(outcome: Outcome) -> Verdict:
+    names = outcome.error_types or ("NoAnswer",)
+    return Verdict("raised", outcome.error or f"exit code {outcome.exitcode}", names, outcome.describe())
+
+
+def complaints(pattern: Pattern, tried: Tried) -> list[str]:
+    """Settings that went otherwise than declared."""
+    found = []
+    for setting, verdicts in tried.items():
+        if not pattern.accepts(setting, verdicts):
+            declared = pattern.refused.get(setting.stage, "right")
+            lines = [f"{pattern.key}, {setting}: declared {declared}"]
+            lines += [
+                f"  rank {rank}: {' '.join(str(verdict).split())}" for rank, verdict in enumerate(verdicts)
+            ]
+            lines += [verdict.trace for verdict in verdicts[:1] if verdict.trace]
+            found.append("\n".join(lines))
+    return found

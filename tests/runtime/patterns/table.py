@@ -1,0 +1,36 @@
+"""The table of all patterns, as it stands beside the runtime."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.runtime.patterns.catalogue import PATTERNS, SUBJECTS
+from tests.runtime.patterns.harness import STAGES, Pattern
+
+PATH = Path(__file__).resolve().parents[3] / "zerokit" / "runtime" / "PATTERNS.md"
+
+INTRODUCTION = """\
+# Training patterns
+
+Each line is a way to train that people use. It was run at each stage beside plain torch (the same model, data and
+optimizer, gradients averaged over ranks), with small and large buckets, SGD with momentum and AdamW, and every loss
+and every final weight was compared. "right" means that they agree to {tolerance:g}, where nothing else is said in the
+pattern; "refused" names the error and words of its message, which say what to do instead. The tests in
+`tests/runtime/patterns` run all of this and fail when this file is not what they found: it is written by
+`python -m tests.runtime.patterns --write`.
+"""
+
+
+def render() -> str:
+    """The whole file."""
+    parts = [INTRODUCTION.format(tolerance=Pattern.tolerance)]
+    for subject, title in SUBJECTS.items():
+        rows = [pattern for pattern in PATTERNS.values() if pattern.subject == subject]
+        parts.append(f"## {title}\n\n| pattern | stage 0 | 1 | 2 | 3 |\n|---|---|---|---|---|\n")
+        parts[-1] += "".join(f"{_row(pattern)}\n" for pattern in rows)
+    return "\n".join(parts)
+
+
+def _row(pattern: Pattern) -> str:
+    cells = [pattern.name, *(str(pattern.refused.get(stage, "right")) for stage in STAGES)]
+    return f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |"

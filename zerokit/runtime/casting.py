@@ -1,0 +1,68 @@
+"""Floating-point inputs take the compute dtype where they meet weights.
+
+That is at modules that hold parameters themselves and leave none to modules inside (Linear, LayerNorm, a layer of
+one's own), and at PyTorch's own that do both (MultiheadAttention). What passes through the model untouched, a
+timestep or a mask, keeps its dtype until then: 1001 would become 1000 in bfloat16. A module that computes with
+parameters of its own beside modules inside must cast by itself, as in any half-precision model.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
+
+_CASTABLE = frozenset((torch.float64, torch.float32, torch.bfloat16, torch.float16))
+
+
+def modules_that_cast(model: nn.Module) -> set[nn.Module]:
+    """The modules whose inputs meet weights first."""
+    found = set()
+    for module in model.modules():
+        own = next(module.parameters(recurse=False), None) is not None
+        inside = any(True for child in module.children() for _ in child.parameters())
+        of_torch = type(module).__module__.startswith("torch.nn.")
+        if (own and (of_torch or not inside)) or (is_parametrized(module) and of_torch):
+            found.add(module)
+    return found
+
+
+def cast_inputs(args: Any, kwargs: Any, dtype: torch.dtype, device: str) -> tuple[Any, Any] | None:
+    """`args` and `kwargs` with their floating-point tensors in `dtype`; None where nothing is to be changed."""
+    if not kwargs and all(_needs_nothing(value, dtype) for value in args):
+        return None
+    if torch.is_autocast_enabled(device):
+        return None  # the user's autocast decides
+    return _cast(args, dtype), _cast(kwargs, dtype)
+
+
+def _fits(tensor: Tensor, dtype: torch.dtype) -> bool:
+    return tensor.dtype == dtype or tensor.dtype not in _CASTABLE
+
+
+def _needs_nothing(value: Any, dtype: torch.dtype) -> bool:
+    return (
+        _fits(value, dtype) if isinstance(value, Tensor) else value is None or isinstance(value, int | float)
+    )
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, Tensor):
+        return value if _fits(value, dtype) else value.to(dtype)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        changed = copy.copy(value)
+        for field in dataclasses.fields(value):
+            object.__setattr__(changed, field.name, _cast(getattr(value, field.name), dtype))
+        return changed
+    if isinstance(value, list | tuple | dict):
+        return torch.utils._pytree.tree_map(lambda leaf: _cast_leaf(leaf, dtype), value)
+    return value
+
+
+def _cast_leaf(leaf: Any, dtype: torch.dtype) -> Any:
+    # Containers end where pytree's knowledge does.
+    return leaf if isinstance(leaf, list | tuple | dict) else _cast(leaf, dtype)

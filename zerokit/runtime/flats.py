@@ -1,0 +1,66 @@
+"""Flat tensors are divided where their parameters go separate ways.
+
+The optimizer counts steps, and skips what has no gradient, by tensor. A flat tensor serves all parameters of a unit and
+group while they are trained alike; a parameter that is frozen later, or that a checkpoint brings another count for,
+gets a flat tensor of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import groupby
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zerokit.layout import Interval
+from zerokit.runtime.storage import Flat, FlatUnit
+
+
+def positions_of(storage: FlatUnit, flat: Flat) -> list[int]:
+    """Which of the unit's parameters have elements in `flat`."""
+    return [
+        position
+        for position, part in enumerate(storage.unit.slices)
+        if part.parameter.group == flat.group and part.memory.intersection(flat.interval).numel
+    ]
+
+
+def divide_flats(storage: FlatUnit, inner: Optimizer, key: Callable[[int], object]) -> None:
+    """Divide the unit's flat tensors until parameters in one of them have equal keys, given by position."""
+    divided = []
+    for flat in storage.flats:
+        runs = [next(members) for _, members in groupby(positions_of(storage, flat), key)]
+        starts = [flat.interval.start, *(storage.unit.slices[first].offset for first in runs[1:])]
+        if len(starts) == 1:
+            divided.append(flat)
+            continue
+        pieces = [
+            Interval(start, stop)
+            for start, stop in zip(starts, [*starts[1:], flat.interval.stop], strict=True)
+        ]
+        divided += _replace(storage, flat, pieces, inner)
+    storage.flats = divided
+
+
+def _replace(storage: FlatUnit, flat: Flat, pieces: list[Interval], inner: Optimizer) -> list[Flat]:
+    state: dict[str, Any] = inner.state.pop(flat.tensor, {})
+    made = []
+    for piece in pieces:
+        start, stop = piece.start - flat.interval.start, piece.stop - flat.interval.start
+        master = flat.tensor.detach()[start:stop]
+        tensor = nn.Parameter(master.clone() if storage.separate else master)
+        if state:
+            inner.state[tensor] = {name: _piece_of(value, flat, start, stop) for name, value in state.items()}
+        made.append(Flat(flat.group, piece, tensor))
+    params = inner.param_groups[flat.group]["params"]
+    place = next(place for place, tensor in enumerate(params) if tensor is flat.tensor)
+    params[place : place + 1] = [one.tensor for one in made]
+    return made
+
+
+def _piece_of(value: Any, flat: Flat, start: int, stop: int) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return (value[start:stop] if value.shape == flat.tensor.shape else value).clone()

@@ -1,0 +1,298 @@
+"""Parameters that answer for themselves while the model does not run.
+
+Between passes a parameter's memory may be gone (stage 3), on its way (stages 1 and 2) or a rounded copy of its master,
+and its gradient lies in zerokit's buckets. Code that reads or changes parameters then must get what PyTorch would
+give it, or an error that says what to write. So a parameter changes its class, keeping its identity: to a *guarded*
+subclass while nobody computes with it, and back when its unit is ready. PyTorch calls a guarded parameter's
+`__torch_function__` before every operation on it; the plain class costs nothing in forward and backward.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from zerokit.errors import UsageError
+
+TICKET = "_zerokit"
+"""The attribute of a managed parameter that leads to its unit."""
+
+_GRADIENT_ADVICE = (
+    "zerokit holds the gradient in flat buckets, summed and divided over ranks: call optimizer.clip_grad_norm_() "
+    "to clip and optimizer.zero_grad() to clear, or read and change whole gradients inside "
+    "`with optimizer.gathered_gradients():`, which all ranks enter"
+)
+
+_METADATA = frozenset(
+    """
+    shape size dim ndim ndimension numel nelement dtype device layout stride storage_offset is_contiguous
+    element_size itemsize nbytes is_floating_point is_complex is_signed is_leaf requires_grad
+    requires_grad_ is_cuda is_cpu is_meta is_mps is_xpu is_sparse is_sparse_csr is_quantized is_nested
+    is_inference is_conj is_neg is_pinned get_device grad_fn output_nr retains_grad retain_grad
+    register_hook register_post_accumulate_grad_hook _post_accumulate_grad_hooks _backward_hooks _version
+    _base _is_view names has_names __len__ __hash__ data_ptr untyped_storage is_shared is_set_to
+    is_same_size grad_dtype grad backward get_gradient_edge is_tensor empty_like zeros_like ones_like
+    full_like rand_like randn_like randint_like new_empty new_zeros new_ones new_full new_tensor
+    """.split()  # noqa: SIM905 - a list of strings, one a line, fills the page
+)
+"""What tells about a tensor and reads no element of it: functions, and properties by their name."""
+
+
+class Guard(Protocol):
+    """Who decides what may be done with the parameters of a unit while the model does not run."""
+
+    def read(self, unit: int, name: str) -> None:
+        """Make the parameter's values current, or raise `UsageError`."""
+
+    def has_gradient(self, unit: int, position: int) -> bool:
+        """Whether zerokit holds a gradient of the parameter."""
+
+    def clear_gradient(self, unit: int, position: int) -> None:
+        """Forget the parameter's gradient."""
+
+
+class Changes(Protocol):
+    """A unit that is told of changes that the version counters of its parameters do not show."""
+
+    def take_exact(self, position: int, values: Tensor) -> None:
+        """`values` were copied into a parameter and may have been rounded: masters take them as they are."""
+
+    def suspect(self, alias: Tensor) -> None:
+        """A tensor over a parameter's memory was handed out: its elements may be changed while it lives."""
+
+    def set_trainable(self, position: int, trainable: bool) -> None:
+        """`requires_grad` was set."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """What a managed parameter knows of zerokit."""
+
+    guard: weakref.ref[Any]
+    storage: weakref.ref[Any]
+    unit: int
+    position: int
+    name: str
+
+    def ask(self) -> Guard | None:
+        guard: Guard | None = self.guard()
+        return guard
+
+    def changes(self) -> Changes | None:
+        changes: Changes | None = self.storage()
+        return changes
+
+
+def ticket_of(parameter: Tensor) -> Ticket | None:
+    """The ticket of a parameter that a living `ZeroOptimizer` manages."""
+    ticket = parameter.__dict__.get(TICKET)
+    return ticket if isinstance(ticket, Ticket) and ticket.ask() is not None else None
+
+
+class Guarded(nn.Parameter):
+    """The behaviour of a guarded parameter; `guarded_class` joins it to the parameter's own class."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        function: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = _name(function)
+        touched: list[Guarded] = []
+        if name not in _METADATA:
+            touched = list(_guarded((args, kwargs)))
+        with torch._C.DisableTorchFunctionSubclass():
+            if name == "data" and function.__name__ == "__set__":
+                _require_same_memory(args[0], args[1])
+                return function(*args, **kwargs)
+            if name == "requires_grad_" or (name == "requires_grad" and function.__name__ == "__set__"):
+                result = function(*args, **kwargs)
+                _note_requires_grad(args[0])
+                return result
+        for parameter in touched:
+            _make_current(parameter)
+        with torch._C.DisableTorchFunctionSubclass():
+            result = function(*args, **kwargs)
+        for parameter in touched:
+            _note_changes(parameter, name, args, result)
+        return result
+
+    @property
+    def grad(self) -> Tensor | None:
+        real = shown_gradient(self)
+        ticket = ticket_of(self)
+        guard = None if ticket is None else ticket.ask()
+        if real is not None or ticket is None or guard is None:
+            return real
+        return HeldGradient.of(self, ticket) if guard.has_gradient(ticket.unit, ticket.position) else None
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        ticket = ticket_of(self)
+        guard = None if ticket is None else ticket.ask()
+        if ticket is None or guard is None or shown_gradient(self) is not None:
+            show_gradient(self, value)
+        elif value is None:
+            guard.clear_gradient(ticket.unit, ticket.position)
+        elif not isinstance(value, HeldGradient):
+            raise UsageError(f"assigning {ticket.name}.grad has no effect: {_GRADIENT_ADVICE}")
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        ticket = ticket_of(self)
+        named = "" if ticket is None else f"{ticket.name}, "
+        return f"Parameter({named}shape={tuple(self.shape)}, dtype={self.dtype}, managed by ZeroOptimizer)"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        plain = type(self).plain
+        copied = plain(self.detach().clone(), self.requires_grad)
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain = nn.Parameter(self.detach().clone(), self.requires_grad)
+        return plain.__reduce_ex__(protocol)
+
+    plain: type[nn.Parameter] = nn.Parameter
+    """The class that the parameter has while the model computes with it."""
+
+
+class HeldGradient(Tensor):
+    """What `parameter.grad` is while zerokit holds the gradient: it can be cleared, and tells how to do the rest."""
+
+    ticket: Ticket
+
+    @classmethod
+    def of(cls, parameter: Tensor, ticket: Ticket) -> HeldGradient:
+        with torch._C.DisableTorchFunctionSubclass():
+            nothing = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device)
+            held = nothing.expand(parameter.shape).as_subclass(cls)
+        held.ticket = ticket
+        return held
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        function: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        name = _name(function)
+        held = next((value for value in _flat((args, kwargs or {})) if isinstance(value, cls)), None)
+        assert held is not None
+        if name in ("detach_", "requires_grad_") or name in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                result = function(*args, **(kwargs or {}))
+            return held if name in ("detach_", "requires_grad_") else result
+        guard = held.ticket.ask()
+        if name == "zero_" and guard is not None:
+            guard.clear_gradient(held.ticket.unit, held.ticket.position)
+            return held
+        raise UsageError(f"{name}() of {held.ticket.name}.grad: {_GRADIENT_ADVICE}")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"HeldGradient({self.ticket.name}, shape={tuple(self.shape)})"
+
+
+@functools.cache
+def guarded_class(plain: type[nn.Parameter]) -> type[Guarded]:
+    """The guarded form of a class of parameters."""
+    return type(plain.__name__, (Guarded, plain), {"plain": plain, "__module__": plain.__module__})
+
+
+_GRAD: Any = Tensor.grad
+"""The slot that autograd writes, below the guarded property."""
+
+
+def show_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
+    """Let `parameter.grad` be a real tensor, or nothing again, whatever class the parameter has."""
+    with torch._C.DisableTorchFunctionSubclass():
+        _GRAD.__set__(parameter, gradient)
+
+
+def shown_gradient(parameter: Tensor) -> Tensor | None:
+    """The real tensor that `show_gradient` set, or its replacement."""
+    with torch._C.DisableTorchFunctionSubclass():
+        gradient: Tensor | None = _GRAD.__get__(parameter)
+    return gradient
+
+
+def _name(function: Callable[..., Any]) -> str:
+    """The name of an operation; a property's for its getter and setter."""
+    owner = getattr(function, "__self__", None)
+    if function.__name__ in ("__get__", "__set__", "__delete__") and owner is not None:
+        return str(owner.__name__)
+    return str(function.__name__)
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    if isinstance(value, list | tuple):
+        for inner in value:
+            yield from _flat(inner)
+    elif isinstance(value, dict):
+        for inner in value.values():
+            yield from _flat(inner)
+    else:
+        yield value
+
+
+def _guarded(value: Any) -> Iterator[Guarded]:
+    return (leaf for leaf in _flat(value) if isinstance(leaf, Guarded))
+
+
+def _make_current(parameter: Tensor) -> None:
+    # Reading one parameter may unguard the others of its unit.
+    ticket = ticket_of(parameter)
+    guard = None if ticket is None else ticket.ask()
+    if guard is not None and ticket is not None:
+        guard.read(ticket.unit, ticket.name)
+
+
+def _note_changes(parameter: Guarded, name: str, args: Sequence[Any], result: Any) -> None:
+    ticket = ticket_of(parameter)
+    storage = None if ticket is None else ticket.changes()
+    if storage is None or ticket is None:
+        return
+    if name == "data":
+        storage.suspect(result)
+    elif name == "copy_" and len(args) > 1 and args[0] is parameter and isinstance(args[1], Tensor):
+        storage.take_exact(ticket.position, args[1])
+
+
+def _note_requires_grad(parameter: Tensor) -> None:
+    ticket = ticket_of(parameter)
+    storage = None if ticket is None else ticket.changes()
+    if ticket is not None and storage is not None:
+        try:
+            storage.set_trainable(ticket.position, parameter.requires_grad)
+        except UsageError:
+            parameter.requires_grad = False
+            raise
+
+
+def _require_same_memory(parameter: Tensor, value: Tensor) -> None:
+    """Allow `model.to()` that changes nothing: it assigns what it has read."""
+    same = value.dtype == parameter.dtype and value.device == parameter.device
+    if same and value.shape == parameter.shape and value.data_ptr() == parameter.data_ptr():
+        return
+    ticket = parameter.__dict__.get(TICKET)
+    name = ticket.name if isinstance(ticket, Ticket) else "a parameter"
+    raise UsageError(
+        f"assigning {name}.data (found {value.dtype} on {value.device}, expected {parameter.dtype} on "
+        f"{parameter.device}) cuts the parameter off from its updates, as .to(), .float() and .half() do: change the "
+        "model before ZeroOptimizer is built, choose precision=, or copy values inside `with optimizer.gathered():`"
+    )

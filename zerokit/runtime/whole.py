@@ -1,0 +1,203 @@
+"""Whole parameters and gradients for their user, and the model's own methods that meet them."""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zerokit.errors import UsageError
+from zerokit.layout import Interval
+from zerokit.runtime.collectives import Collectives
+from zerokit.runtime.gathering import Gathering
+from zerokit.runtime.gradients import Gradients, UnitGradients
+from zerokit.runtime.guard import show_gradient, shown_gradient
+from zerokit.runtime.storage import FlatUnit
+
+if TYPE_CHECKING:
+    from zerokit.runtime.optimizer import ZeroOptimizer
+
+
+@contextmanager
+def gathered(storages: Sequence[FlatUnit], gathering: Gathering) -> Iterator[None]:
+    """All parameters whole; on leaving, what was changed in place goes to shards and masters."""
+    gathering.open()
+    try:
+        yield
+    finally:
+        _take_changes(storages)
+        gathering.close()
+
+
+def _take_changes(storages: Sequence[FlatUnit]) -> None:
+    for storage in storages:
+        if storage.changed:
+            storage.read_in()
+
+
+@contextmanager
+def gathered_gradients(gradients: Gradients, collectives: Collectives) -> Iterator[None]:
+    """Every trainable parameter's `.grad` whole and summed; on leaving, this rank's part of changes is kept.
+
+    They have their parameter's dtype; elements that were not changed keep the precision of the buckets.
+    """
+    any_received = torch.tensor([float(gradients.received)], device=collectives.device)
+    collectives.all_reduce(any_received, dist.ReduceOp.MAX)
+    if not any_received.item():
+        yield  # as in torch, there are no gradients to see
+        return
+    shown = [(unit, _show(unit, collectives)) for unit in gradients.units.values()]
+    collectives.settle()
+    try:
+        yield
+    finally:
+        for unit, before in shown:
+            _take_back(unit, before)
+
+
+def _show(unit: UnitGradients, collectives: Collectives) -> Tensor:
+    """Let the unit's parameters show whole gradients [numel]; returns what was summed."""
+    everything = Interval(0, unit.unit.numel)
+    if unit.gather:
+        whole = unit.of(everything).clone()
+    else:
+        whole = torch.zeros(unit.unit.numel, dtype=unit.dtype, device=unit.storage.device)
+        whole[unit.storage.own.start : unit.storage.own.stop] = unit.of(unit.storage.own)
+        collectives.all_gather(whole, unit.unit.index, unit.storage.payload).wait()
+    for parameter, part in zip(unit.storage.parameters, unit.unit.slices, strict=True):
+        piece = whole[part.memory.start : part.memory.stop].view(part.parameter.shape)
+        show_gradient(parameter, piece.to(unit.storage.dtype, copy=True))
+    return whole
+
+
+def _take_back(unit: UnitGradients, before: Tensor) -> None:
+    for parameter, part in zip(unit.storage.parameters, unit.unit.slices, strict=True):
+        gradient = shown_gradient(parameter)
+        show_gradient(parameter, None)
+        piece = before[part.memory.start : part.memory.stop]
+        if gradient is None:
+            piece.zero_()
+        else:
+            flat = gradient.detach().reshape(-1)
+            changed = flat != piece.to(flat.dtype)
+            piece.copy_(torch.where(changed, flat.to(piece.dtype), piece))
+    kept = Interval(0, unit.unit.numel) if unit.gather else unit.storage.own
+    unit.of(kept).copy_(before[kept.start : kept.stop])
+
+
+def install_model_methods(model: nn.Module, optimizer: ZeroOptimizer) -> None:
+    """Make the model's own methods mean what they mean without zerokit, or say what to do instead.
+
+    `state_dict()` gives whole, current tensors and `load_state_dict()` reaches the masters. Both are collective: all
+    ranks must call them. At stage 3 `state_dict` copies, unit by unit, because the gathered memory goes again;
+    loading needs the whole model in memory at once.
+    """
+    _install_state_dict(model, optimizer.parts.storages, optimizer.parts.gathering)
+    mine = weakref.ref(optimizer)
+    storages = optimizer.parts.storages
+
+    def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
+        type(self).zero_grad(self, set_to_none)
+        living = mine()
+        if living is not None:
+            living.zero_grad()
+
+    def apply(self: nn.Module, function: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:
+        _require_harmless(function, storages)
+        with _unguarded(storages):
+            moved: nn.Module = type(self)._apply(self, function, *args, **kwargs)
+            return moved
+
+    model.__dict__["zero_grad"] = types.MethodType(zero_grad, model)
+    model.__dict__["_apply"] = types.MethodType(apply, model)
+    model.__dict__["__deepcopy__"] = _refuse_deepcopy
+    model.__dict__["__reduce_ex__"] = _refuse_pickling
+
+
+def _install_state_dict(model: nn.Module, storages: Sequence[FlatUnit], gathering: Gathering) -> None:
+    aliases = {
+        id(parameter): [layout.name, *layout.aliases]
+        for storage in storages
+        for parameter, layout in zip(storage.parameters, storage.unit.parameters, strict=True)
+    }
+
+    def copy_whole(storage: FlatUnit, state: dict[str, Any], prefix: str) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter in storage.parameters:
+                for name in aliases[id(parameter)]:
+                    if prefix + name in state:
+                        state[prefix + name] = parameter.detach().clone()
+
+    def before_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        gathering.free_all()
+        for storage in storages:
+            storage.unguard()  # copying placeholders is harmless: whole values take their places
+
+    def after_save(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for storage in storages:
+            if storage.sharded and gathering.is_open:
+                copy_whole(storage, state, prefix)
+            elif storage.sharded:
+                storage.gather()
+                storage.ready()
+                copy_whole(storage, state, prefix)
+                storage.free()
+            storage.guard()
+        gathering.settle()
+
+    def before_load(module: nn.Module, state: Mapping[str, Tensor], prefix: str, *rest: Any) -> None:
+        gathering.open()
+
+    def after_load(module: nn.Module, incompatible: Any) -> None:
+        _take_changes(storages)
+        gathering.close()
+
+    model.register_state_dict_pre_hook(before_save)
+    model.register_state_dict_post_hook(after_save)
+    model.register_load_state_dict_pre_hook(before_load)
+    model.register_load_state_dict_post_hook(after_load)
+
+
+@contextmanager
+def _unguarded(storages: Sequence[FlatUnit]) -> Iterator[None]:
+    guarded = [storage for storage in storages if storage.guarded]
+    for storage in guarded:
+        storage.unguard()
+    try:
+        yield
+    finally:
+        for storage in guarded:
+            storage.guard()
+
+
+def _require_harmless(function: Callable[[Tensor], Tensor], storages: Sequence[FlatUnit]) -> None:
+    """Raise `UsageError` where `model.to()` and its like would change the parameters."""
+    for storage in storages:
+        probe = torch.empty(0, dtype=storage.dtype, device=storage.device)
+        made = function(probe)
+        if made.dtype != probe.dtype or made.device != probe.device:
+            raise UsageError(
+                f".to(), .float(), .half() and the like would move the parameters out of zerokit's storage, to "
+                f"{made.dtype} on {made.device} from {probe.dtype} on {probe.device}: call them before ZeroOptimizer "
+                "is built, or choose precision="
+            )
+
+
+def _refuse_deepcopy(memo: object) -> NoReturn:
+    raise UsageError(
+        "deepcopy of a model under ZeroOptimizer would copy empty or shared "
+        "storages: copy it before, or take its state_dict()"
+    )
+
+
+def _refuse_pickling(protocol: object) -> NoReturn:
+    raise UsageError(
+        "a model under ZeroOptimizer cannot be pickled, its parameters are divided over ranks: save "
+        "model.state_dict(), which all ranks call, or use zerokit.save()"
+    )
