@@ -1,19 +1,73 @@
-"""Every pattern is, at every stage, what it is declared to be; and the table says so."""
+"""Every pattern is, at every stage, what it is declared to be; and the table says so.
+
+`python -m tests.runtime.patterns KEY` tries one alone.
+"""
 
 from __future__ import annotations
+
+from itertools import groupby
 
 import pytest
 
 from tests.runtime.patterns.catalogue import PATTERNS
-from tests.runtime.patterns.running import complaints, try_out
+from tests.runtime.patterns.engines import Setting
+from tests.runtime.patterns.harness import STAGES, Pattern, Verdict, usage
+from tests.runtime.patterns.running import complaints, jobs_of, try_out
 from tests.runtime.patterns.table import PATH, render
 
+#: Patterns that share a launch, which costs as much as two runs: few enough that two workers are equally busy.
+BATCH = 8
 
-@pytest.mark.parametrize("key", PATTERNS)
-def test_pattern(key: str) -> None:
-    found = complaints(PATTERNS[key], try_out(key))
+
+def _kind(pattern: Pattern) -> tuple[object, ...]:
+    return (pattern.subject, pattern.world, pattern.apart, pattern.timeout)
+
+
+def _batches() -> dict[str, list[str]]:
+    """Keys by the name of their batch: its subject and first pattern."""
+    batches: dict[str, list[str]] = {}
+    for _, alike in groupby(sorted(PATTERNS.values(), key=lambda p: str(_kind(p))), key=_kind):
+        patterns = list(alike)
+        size = 1 if patterns[0].apart else BATCH
+        for start in range(0, len(patterns), size):
+            batches[patterns[start].key] = [pattern.key for pattern in patterns[start : start + size]]
+    return batches
+
+
+BATCHES = _batches()
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_patterns(batch: str) -> None:
+    found = complaints(try_out([job for key in BATCHES[batch] for job in jobs_of(key)]))
     assert not found, "\n\n".join(found)
 
 
 def test_the_table_is_current() -> None:
     assert PATH.read_text() == render(), "run python -m tests.runtime.patterns --write"
+
+
+def test_every_pattern_is_in_a_batch() -> None:
+    assert sorted(key for keys in BATCHES.values() for key in keys) == sorted(PATTERNS)
+
+
+RIGHT, WRONG = Verdict("right"), Verdict("wrong", "weight is off by 1")
+REFUSED = Verdict("raised", "use optimizer.gathered()", ("UsageError", "ZerokitError", "ValueError"))
+OTHER = Verdict("raised", "no gathered() here", ("RuntimeError",))
+
+
+def test_what_is_declared_is_what_is_accepted() -> None:
+    pattern = PATTERNS["loops.usual"]
+    refusals = {
+        0: usage("gathered()"),
+        1: usage("gathered()", everywhere=False),
+        2: usage("other words"),
+        3: usage("gathered()", or_right=True),
+    }
+    refusing = Pattern("", "", "", pattern.train, pattern.build, refusals)
+    every = [RIGHT, WRONG, REFUSED, OTHER]
+    assert [v.kind for v in every if pattern.accepts(Setting(0), [RIGHT, v])] == ["right"]
+    accepted = [[v for v in every if refusing.accepts(Setting(stage), [REFUSED, v])] for stage in STAGES]
+    assert accepted == [[REFUSED], every, [], [REFUSED]]
+    assert refusing.accepts(Setting(3), [RIGHT, RIGHT])
+    assert not refusing.accepts(Setting(0), [RIGHT, RIGHT])

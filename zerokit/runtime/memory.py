@@ -3,15 +3,16 @@
 [Note: one storage for life] Autograd saves views of weights (a transposed weight, for example). Re-pointing a
 parameter to another storage would leave those behind, so a unit keeps one storage, and only the memory behind it
 comes and goes: on CUDA the storage is resized; on Linux hosts its pages are handed back to the system, all but those
-of the shard, which so needs neither a second place nor a copy at every gather. Returned pages read as zeros, and a
-view of an emptied storage segfaults on the CPU; hence parameters also point at an empty placeholder while their unit
-is freed, so that a use out of turn ends in a shape error instead.
+of the shard, which so needs neither a second place nor a copy at every gather. In their place stands one small piece
+of memory, over and over, whose bytes are all ones: nan in every floating-point dtype. A view that somebody kept reads
+nan there, where returned pages alone would read as zeros, and an emptied storage would end the process.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import mmap
 import os
 import sys
@@ -25,6 +26,10 @@ from zerokit.layout import Interval
 
 _M_TRIM_THRESHOLD = -1
 """glibc's malloc.h, mallopt(3)."""
+_MAP_FIXED = 0x10
+"""Linux's mman.h, on every processor that it serves."""
+_NAN_BYTES = 2 << 20
+"""Of the piece that stands for all freed memory."""
 
 
 class UnitMemory(Protocol):
@@ -104,18 +109,56 @@ class _Mapped:
         self.shard = self.whole[own.start : own.stop]
         start = own.start * dtype.itemsize // mmap.PAGESIZE * mmap.PAGESIZE
         stop = -(-own.stop * dtype.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._others = [(0, start), (stop, size - stop)]
+        end = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._others = [(a, b - a) for a, b in ((0, start), (stop, end)) if b > a]
+        self._address = self.whole.data_ptr()
+        self._grown = True
 
     def grow(self) -> None:
-        pass
+        if not self._grown:
+            self._grown = True
+            for start, length in self._others:
+                _map_at(self._address + start, length, -1)
+                with contextlib.suppress(OSError):
+                    self._map.madvise(mmap.MADV_HUGEPAGE, start, length)
 
     def shrink(self) -> None:
-        for start, length in self._others:
-            if length > 0:
+        if self._grown:
+            self._grown = False
+            nothing = _nan_file()
+            for start, length in self._others:
+                # First, since mapping something else over huge pages divides them.
                 self._map.madvise(mmap.MADV_DONTNEED, start, length)
+                for offset in range(start, start + length, _NAN_BYTES):
+                    _map_at(self._address + offset, min(_NAN_BYTES, start + length - offset), nothing)
 
     def store(self) -> None:
         pass
+
+
+@functools.cache
+def _nan_file() -> int:
+    """A file in memory that reads as nan in every floating-point dtype, open for the life of the process."""
+    descriptor = os.memfd_create("zerokit-nan", os.MFD_CLOEXEC)
+    os.write(descriptor, b"\xff" * _NAN_BYTES)
+    return descriptor
+
+
+def _map_at(address: int, length: int, descriptor: int) -> None:
+    """Put fresh memory (descriptor -1), or a private view of a file, where other memory of this process was."""
+    flags = mmap.MAP_PRIVATE | _MAP_FIXED | (mmap.MAP_ANONYMOUS if descriptor < 0 else 0)
+    found = _mmap()(address, length, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0)
+    if found != address:
+        raise MemoryError(f"the system refuses to map {length} bytes: {os.strerror(ctypes.get_errno())}")
+
+
+@functools.cache
+def _mmap() -> Callable[..., int]:
+    function = ctypes.CDLL(None, use_errno=True).mmap
+    function.restype = ctypes.c_size_t
+    number = ctypes.c_int
+    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, number, number, number, ctypes.c_long]
+    return function
 
 
 def return_freed_memory() -> None:

@@ -72,7 +72,7 @@ def backward_create_graph(engine: Engine) -> None:
         engine.zero_grad()
 
 
-@pattern("a Hessian-vector product", Mlp, tolerance=5e-6)
+@pattern("a Hessian-vector product", Mlp)
 def hessian_vector(engine: Engine) -> None:
     parameters = list(engine.model.parameters())
     for _ in range(STEPS):

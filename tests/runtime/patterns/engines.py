@@ -152,6 +152,8 @@ class Engine(ABC):
 class Plain(Engine):
     """Plain torch: one all-reduce averages the gradients, and a missing one counts as zeros.
 
+    That holds for one that no rank has, too, as zerokit documents it. What does not require a gradient is left alone.
+
     In half precision the parameters are bf16, a plain optimizer updates fp32 masters, and every module that holds
     parameters has its floating inputs cast to their dtype.
     """

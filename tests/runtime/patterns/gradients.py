@@ -197,6 +197,6 @@ class Hooked(Mlp):
             p.register_hook(lambda gradient: 0.25 * gradient)
 
 
-@pattern("such a hook, registered before the optimizer is built", Hooked)
+@pattern("a parameter's own hook, registered before the optimizer is built", Hooked)
 def parameter_hook_before(engine: Engine) -> None:
     _usual(engine, lambda parameters: engine.record(engine.clip(0.01)))

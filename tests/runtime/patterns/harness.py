@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 from torch import nn
@@ -78,17 +79,17 @@ class Pattern:
     tolerance: float = 2e-6
     """Relative and absolute."""
     short: bool = False
-    """Whether only the strictest setting of each stage is tried: for what is slow or has a launch a setting."""
+    """Whether only one setting of each stage is tried: for what is slow or needs a launch for each."""
     apart: bool = False
     """Whether a refusal leaves the ranks out of step, so that the next setting needs new processes."""
     timeout: float = 20.0
 
-    def settings(self) -> list[Setting]:
-        """Every stage with both optimizers and both sizes of buckets; not all products of these, to save time."""
-        few = [Setting(stage, SMALL, "adamw") for stage in STAGES]
-        if self.short:
-            return few
-        return [*few, *(Setting(stage, None, "sgd") for stage in STAGES), Setting(3, SMALL, "sgd")]
+    def settings(self, *, full: bool = False) -> list[Setting]:
+        """Every stage, both optimizers and both sizes of buckets; all products of these only if `full`."""
+        if full:
+            return [Setting(*each) for each in product(STAGES, (SMALL, None), ("adamw", "sgd"))]
+        every = [Setting(stage, SMALL, "sgd" if stage % 2 else "adamw") for stage in STAGES]
+        return every if self.short else [*every, Setting(2, None, "sgd"), Setting(3, None, "adamw")]
 
     def accepts(self, setting: Setting, verdicts: list[Verdict]) -> bool:
         """Whether what became of all ranks is as declared."""

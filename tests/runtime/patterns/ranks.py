@@ -66,7 +66,7 @@ def orders(engine: Engine) -> None:
     Skips,
     refused=always(Refused("ScheduleError", (), everywhere=False, or_right=True)),
     apart=True,
-    timeout=5.0,
+    timeout=4.0,
 )
 def repeated(engine: Engine) -> None:
     _skips(engine, [0, 1, 0, 1], [0, 1], [1, 1, 1, 0])
@@ -84,7 +84,7 @@ def layer_drop(engine: Engine) -> None:
     Skips,
     refused=always(Refused("ScheduleError", (), everywhere=False, or_right=True)),
     apart=True,
-    timeout=5.0,
+    timeout=4.0,
 )
 def shared_layer_drop(engine: Engine) -> None:
     for _ in range(STEPS):
@@ -130,7 +130,7 @@ def experts(engine: Engine) -> None:
         engine.update(square(engine.model(engine.data(3, 8))))
 
 
-@pattern("a mixture of experts, the whole layer a unit, three ranks", lambda: _moe(True), world=3)
+@pattern("a mixture of experts, each whole layer a unit, three ranks", lambda: _moe(True), world=3)
 def expert_layers(engine: Engine) -> None:
     for _ in range(STEPS):
         engine.update(square(engine.model(engine.data(3, 8))))
@@ -217,7 +217,7 @@ def ignored(engine: Engine) -> None:
     refused=always(Refused("ScheduleError", (), everywhere=False, or_right=True)),
     apart=True,
     short=True,
-    timeout=5.0,
+    timeout=4.0,
 )
 def fewer_backwards(engine: Engine) -> None:
     for step in range(STEPS):

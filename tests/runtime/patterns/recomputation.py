@@ -170,7 +170,7 @@ def around_the_loss(engine: Engine) -> None:
         engine.update(again(lambda x: square(engine.model(x)), engine.data(4, 8)))
 
 
-@pattern("with a gradient penalty", lambda: Recomputed(each), tolerance=5e-6)
+@pattern("with a gradient penalty", lambda: Recomputed(each))
 def with_penalty(engine: Engine) -> None:
     for _ in range(STEPS):
         x = engine.data(4, 8).requires_grad_()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
+import math
 import traceback
 from datetime import timedelta
 from typing import Any
@@ -18,7 +19,9 @@ from tests.runtime.patterns.engines import Engine, Journal, Plain, Setting, Zero
 from tests.runtime.patterns.harness import Pattern, Verdict
 from tests.support.distributed import Outcome, run_ranks_expecting_errors
 
-Tried = dict[Setting, list[Verdict]]
+Job = tuple[str, Setting]
+"""A pattern's key and how to run it."""
+Tried = dict[Job, list[Verdict]]
 
 
 class BrokenPattern(Exception):
@@ -32,17 +35,17 @@ class Interrupted(Exception):
 # ---- on the ranks
 
 
-def run_settings(key: str, settings: list[Setting]) -> str:
-    """Verdicts of this rank, as JSON. Raises `Interrupted` after a setting that went otherwise than declared."""
-    pattern = PATTERNS[key]
-    # Of its own, so that ranks find each other even where the pattern left collectives behind.
-    control = dist.new_group(timeout=timedelta(seconds=pattern.timeout + 20))
-    references: dict[str, tuple[list[float], list[dict[str, Tensor]]]] = {}
+def run_jobs(jobs: list[Job]) -> str:
+    """Verdicts of this rank, as JSON. Raises `Interrupted` after a job that went otherwise than declared."""
+    # Of its own, so that ranks find each other even where a pattern left collectives behind.
+    control = dist.new_group(timeout=timedelta(seconds=PATTERNS[jobs[0][0]].timeout + 20))
+    references: dict[tuple[str, str], tuple[list[float], list[dict[str, Tensor]]]] = {}
     verdicts: list[Verdict] = []
-    for setting in settings:
-        if setting.optimizer not in references:
-            references[setting.optimizer] = _reference(pattern, setting)
-        verdict = _try(pattern, setting, *references[setting.optimizer])
+    for key, setting in jobs:
+        pattern = PATTERNS[key]
+        if (key, setting.optimizer) not in references:
+            references[key, setting.optimizer] = _reference(pattern, setting)
+        verdict = _try(pattern, setting, *references[key, setting.optimizer])
         verdicts.append(verdict)
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, verdict, group=control)
@@ -120,37 +123,55 @@ def _dump(verdicts: list[Verdict]) -> str:
 # ---- in the parent
 
 
-def try_out(key: str, settings: list[Setting] | None = None, *, timeout: float | None = None) -> Tried:
-    """What becomes of a pattern at every setting, each in processes that no earlier one has left out of step."""
-    pattern = PATTERNS[key]
-    if timeout is not None:
-        pattern = dataclasses.replace(pattern, timeout=min(timeout, pattern.timeout))
-    pending = pattern.settings() if settings is None else list(settings)
+def jobs_of(key: str, *, full: bool = False) -> list[Job]:
+    """What is to be tried of a pattern."""
+    return [(key, setting) for setting in PATTERNS[key].settings(full=full)]
+
+
+def try_out(jobs: list[Job], *, timeout: float = math.inf) -> Tried:
+    """What becomes of every job, in processes that no earlier one has left out of step.
+
+    As many as possible run in the same processes. `timeout` lowers that of the patterns, for a quick look.
+    """
+    pending = list(jobs)
     tried: Tried = {}
-    together = not pattern.apart
+    one_by_one = False
     while pending:
-        refusing = pattern.apart and pending[0].stage in pattern.refused
-        count = len(pending) if together else 1
-        if pattern.apart and not refusing:
-            count = next((i for i, s in enumerate(pending) if s.stage in pattern.refused), len(pending))
+        pattern = PATTERNS[pending[0][0]]
+        count = 1 if one_by_one else _together(pending)
         outcomes = run_ranks_expecting_errors(
-            pattern.world, run_settings, key, pending[:count], timeout=pattern.timeout, deadline=60.0
+            pattern.world,
+            run_jobs,
+            pending[:count],
+            timeout=min(timeout, pattern.timeout),
+            deadline=60.0 + 2.0 * count,
         )
-        found = [_load(outcome) for outcome in outcomes]
         if any(outcome.raised("BrokenPattern") for outcome in outcomes):
             raise AssertionError("\n".join(outcome.describe() for outcome in outcomes))
+        found = [_load(outcome) for outcome in outcomes]
         done = min(len(verdicts) for verdicts in found)
+        one_by_one = done == 0 and count > 1  # a rank died or hung: find out in which job
+        if one_by_one:
+            continue
         if done == 0:
-            if count > 1:
-                together = False  # a rank died or hung: find out in which setting
-                if pattern.apart:
-                    raise AssertionError("\n".join(outcome.describe() for outcome in outcomes))
-                continue
             found, done = [[_death(outcome)] for outcome in outcomes], 1
         for place in range(done):
             tried[pending[place]] = [verdicts[place] for verdicts in found]
         del pending[:done]
     return tried
+
+
+def _together(jobs: list[Job]) -> int:
+    """How many of these may begin in the same processes."""
+    first = PATTERNS[jobs[0][0]]
+    for count, (key, setting) in enumerate(jobs):
+        pattern = PATTERNS[key]
+        alone = pattern.apart and setting.stage in pattern.refused
+        if (pattern.world, pattern.timeout) != (first.world, first.timeout) or (alone and count):
+            return count
+        if alone:
+            return 1
+    return len(jobs)
 
 
 def _load(outcome: Outcome) -> list[Verdict]:
@@ -163,16 +184,17 @@ def _death(outcome: Outcome) -> Verdict:
     return Verdict("raised", outcome.error or f"exit code {outcome.exitcode}", names, outcome.describe())
 
 
-def complaints(pattern: Pattern, tried: Tried) -> list[str]:
-    """Settings that went otherwise than declared."""
+def complaints(tried: Tried) -> list[str]:
+    """Jobs that went otherwise than declared."""
     found = []
-    for setting, verdicts in tried.items():
+    for (key, setting), verdicts in tried.items():
+        pattern = PATTERNS[key]
         if not pattern.accepts(setting, verdicts):
             declared = pattern.refused.get(setting.stage, "right")
-            lines = [f"{pattern.key}, {setting}: declared {declared}"]
+            lines = [f"{key}, {setting}: declared {declared}"]
             lines += [
                 f"  rank {rank}: {' '.join(str(verdict).split())}" for rank, verdict in enumerate(verdicts)
             ]
-            lines += [verdict.trace for verdict in verdicts[:1] if verdict.trace]
+            lines += [verdict.trace for verdict in verdicts if verdict.trace][:1]
             found.append("\n".join(lines))
     return found

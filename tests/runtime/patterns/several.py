@@ -127,14 +127,14 @@ def method(engine: Engine) -> None:
         engine.update(square(engine.model.features(engine.data(4, 8))))
 
 
-@pattern("such a method, and the head called on its result", Mlp)
+@pattern("a method of the model, and the head called on its result", Mlp)
 def method_and_head(engine: Engine) -> None:
     for _ in range(STEPS):
         x = engine.model.features(engine.data(4, 8))
         engine.update(square(engine.model.head(x)) + 0.1 * square(x))
 
 
-@pattern("such a method under `no_grad`, the head trained (linear probe)", Mlp)
+@pattern("a method of the model under `no_grad`, the head trained (linear probe)", Mlp)
 def probe(engine: Engine) -> None:
     for _ in range(STEPS):
         with torch.no_grad():
