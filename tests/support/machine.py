@@ -64,12 +64,16 @@ def live_storages(ignored: Iterable[int] = ()) -> dict[int, int]:
 
 
 def resident_bytes(address: int, size: int) -> int:
-    """Bytes of the pages from `address` on, a page's start, that have memory behind them (Linux)."""
+    """Bytes of the pages from `address` on, a page's start, that hold memory of this process's own (Linux).
+
+    Pages of files count for nothing: they are the system's, and one may stand at many addresses.
+    """
     pages = -(-size // mmap.PAGESIZE)
-    vector = (ctypes.c_ubyte * pages)()
-    if ctypes.CDLL(None, use_errno=True).mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), vector):
-        raise OSError(ctypes.get_errno(), "mincore")
-    return sum(byte & 1 for byte in vector) * mmap.PAGESIZE
+    with open("/proc/self/pagemap", "rb") as file:
+        file.seek(address // mmap.PAGESIZE * 8)
+        entries = struct.unpack(f"<{pages}Q", file.read(pages * 8))
+    own = [entry for entry in entries if entry >> 63 == 1 and not entry >> 61 & 1]
+    return len(own) * mmap.PAGESIZE
 
 
 def held_bytes(ignored: Iterable[int] = ()) -> tuple[int, int]:

@@ -1,6 +1,27 @@
-"""The ZeRO runtime: one optimizer over flat units; stages are policies over the same layout.
+"""The ZeRO runtime: one optimizer over flat units; stages divide the same layout more or less.
 
-Read in this order: `precision`, `storage`, `collectives`, `gathering`, `gradients`, `optimizer`.
+Words
+    line        all parameters of a model in order, as one line of elements
+    unit        parameters that are communicated together, in one flat storage; the *rest* are those outside units'
+                modules, which the root module may use at any time
+    whole       a unit's storage with every element of it; at stage 3 it has memory while the unit is *gathered*
+    shard       one rank's interval of a unit
+    flat        what the optimizer updates: a stretch of a shard, one for each group of parameters
+    master      a flat in the precision that is updated; the shard itself where compute has the same
+    bucket      memory in which a unit's gradients are collected before they are summed over ranks
+    guarded     said of a parameter while the model does not run: reading it asks zerokit first
+
+One step at stage 3, told in order
+    1. forward: entering a unit's module issues the gathers that stand before it in the order, waits for its own, and
+       issues the next one; leaving it, and entering another, frees it (`walk`, `sharded`, `order`).
+    2. backward: an output's gradient arrives, a hook gathers the unit that made it; when the last gradient of a unit
+       has arrived in its bucket, the bucket is reduced into the shard (`walk`, `sharded`, `gradients`).
+    3. `clip_grad_norm_` sums squares of shards in fp64, over ranks too, and scales them (`norms`).
+    4. `step` compares what ranks have done, lets the torch optimizer update the flats, and writes them back to the
+       shards (`optimizer`). At stages 1 and 2 every rank then gathers what the others have updated (`gathering`).
+
+Read in this order: `precision`, `storage`, `guard`, `collectives`, `backends`, `order`, `gathering`, `sharded`,
+`buckets`, `gradients`, `walk`, `optimizer`. PATTERNS.md lists ways to train, and what becomes of each at every stage.
 """
 
 from zerokit.formulas import MemoryReport, TrafficReport

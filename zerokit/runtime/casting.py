@@ -33,6 +33,8 @@ def modules_that_cast(model: nn.Module) -> set[nn.Module]:
 
 def cast_inputs(args: Any, kwargs: Any, dtype: torch.dtype, device: str) -> tuple[Any, Any] | None:
     """`args` and `kwargs` with their floating-point tensors in `dtype`; None where nothing is to be changed."""
+    if not kwargs and len(args) == 1 and isinstance(args[0], Tensor) and args[0].dtype == dtype:
+        return None
     if not kwargs and all(_needs_nothing(value, dtype) for value in args):
         return None
     if torch.is_autocast_enabled(device):

@@ -105,6 +105,10 @@ class Gathering:
         self._refresh()
         unit.ready()
 
+    def is_active(self, unit: FlatUnit) -> bool:
+        """Whether a module of `unit` is at work."""
+        return self._active.get(unit.unit.index, 0) > 0
+
     def activate(self, unit: FlatUnit) -> None:
         self._active[unit.unit.index] = self._active.get(unit.unit.index, 0) + 1
 
@@ -207,8 +211,7 @@ class Gathering:
         self.recorded = True
 
     def _note(self, index: int) -> None:
-        within = self._active.get(index, 0) > 0  # a module inside one that has been entered already
-        if not within and self._trace[-1:] != [index]:
+        if self._trace[-1:] != [index]:
             self._trace.append(index)
 
     def _guard_all(self) -> None:

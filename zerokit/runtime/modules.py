@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import nn
 
 from zerokit.errors import UsageError
-from zerokit.layout import Parameter, Segment
+from zerokit.layout import Parameter, Segment, Unit
 
 UnitRule = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[nn.Module], bool]
 
@@ -115,3 +115,17 @@ def _as_predicate(model: nn.Module, rule: UnitRule | None) -> Callable[[nn.Modul
     raise UsageError(
         f"units={rule!r}: expected a module class, a tuple of classes, or a function of a module"
     )
+
+
+def announcers(model: nn.Module, anatomy: Anatomy, units: Iterable[Unit]) -> dict[int, list[set[nn.Module]]]:
+    """For each unit, sets of modules: where all of one set are called, none of its weights is used unannounced.
+
+    These are its unit modules, or else the modules that hold its parameters, unless the root holds one itself.
+    """
+    modules = dict(model.named_modules())
+    found: dict[int, list[set[nn.Module]]] = {}
+    for unit in units:
+        owners = {module for p in unit.parameters for module in anatomy.owners[p.name]}
+        choices = [{modules[scope] for scope in unit.scopes}] if unit.scopes else []
+        found[unit.index] = choices if model in owners else [*choices, owners]
+    return found

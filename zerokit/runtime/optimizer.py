@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import math
-import zlib
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +21,7 @@ from zerokit.formulas import ElementBytes, MemoryReport, TrafficReport, predict_
 from zerokit.layout import Layout
 from zerokit.runtime.build import Build, build
 from zerokit.runtime.collectives import Counters
+from zerokit.runtime.control import StepControl
 from zerokit.runtime.flats import divide_flats, positions_of
 from zerokit.runtime.gradients import Gradients
 from zerokit.runtime.measure import measure_memory, traffic_of
@@ -109,10 +110,10 @@ class ZeroOptimizer(Optimizer):
         self._last_counters = Counters()
         self._unscaled = False
         self._norm_is_finite: bool | None = None
-        self._previous_control: Tensor | None = None
+        self._control = StepControl(built.collectives, built.storages, built.gradients)
         self._optimizer_step_pre_hooks = self._inner._optimizer_step_pre_hooks
         self._optimizer_step_post_hooks = self._inner._optimizer_step_post_hooks
-        install_model_methods(model, self)
+        install_model_methods(model, built.storages, built.gathering, weakref.WeakMethod(self.zero_grad))
         self._collectives.counters = Counters()
 
     # ---- the training loop
@@ -191,7 +192,7 @@ class ZeroOptimizer(Optimizer):
         overflow = self.scaler is not None and not (
             self._norm_is_finite if self._norm_is_finite is not None else all_finite(self._gradients.shards())
         )
-        overflow = self._control(overflow)
+        overflow = self._control.agree(overflow=overflow, wait=self.scaler is not None)
         if self.scaler is not None:
             scale = self.scaler.value
             self.scaler.update(overflow)
@@ -244,52 +245,6 @@ class ZeroOptimizer(Optimizer):
             self._unscaled = True
         with gathered_gradients(self._gradients, self._collectives):
             yield
-
-    def _control(self, overflow: bool) -> bool:
-        """Agree on overflow, and check that some rank has gradients and all walked the same way."""
-        path = float((self._collectives.schedule ^ self._stopped_digest()) & 0xFFFFFFFF)
-        control = torch.tensor(
-            [float(overflow), float(self._gradients.received), path, -path], dtype=torch.float64
-        ).to(self._collectives.device, non_blocking=True)
-        self._collectives.all_reduce(control, dist.ReduceOp.MAX)
-        if control.is_cuda and self.scaler is None:
-            # Looking at it would make the host wait for the device at every step: look at the last step's.
-            previous, self._previous_control = self._previous_control, control
-        else:
-            previous = control
-        if previous is None:
-            return False
-        any_overflow, any_received, highest, lowest = previous.tolist()
-        if not any_received:
-            self._gradients.forget()
-            raise UsageError(
-                "step() before any backward(): no rank has gradients. Call optimizer.backward(loss) first"
-            )
-        if highest != -lowest:
-            self._explain_paths()
-        return bool(any_overflow)
-
-    def _explain_paths(self) -> NoReturn:
-        stopped = self._collectives.all_gather_objects(self._stopped_names())
-        for rank, names in enumerate(stopped):
-            if names != stopped[0]:
-                raise LayoutMismatch(
-                    f"ranks have frozen different parameters since ZeroOptimizer was built: rank 0 {stopped[0]}, "
-                    f"rank {rank} {names}. Call requires_grad_() alike on all ranks"
-                )
-        raise LayoutMismatch(
-            "ranks issued different sequences of collectives in this step: their models took different paths"
-        )
-
-    def _stopped_names(self) -> list[str]:
-        return [
-            storage.unit.parameters[position].name
-            for storage in self._storages
-            for position in sorted(storage.stopped)
-        ]
-
-    def _stopped_digest(self) -> int:
-        return zlib.crc32("\n".join(self._stopped_names()).encode())
 
     def _scale_gradients(self, factor: float) -> None:
         if factor != 1.0:

@@ -75,6 +75,7 @@ class FlatUnit:
             self.whole[part.offset : part.offset + part.parameter.numel].view(part.parameter.shape)
             for part in unit.slices
         ]
+        self._addresses = [view.data_ptr() for view in self._views]
         nothing = torch.full(
             (), float("nan") if dtype.is_floating_point else -1, dtype=dtype, device=self.device
         )
@@ -246,12 +247,14 @@ class FlatUnit:
         """Stage 3: give the gathered unit's memory back; see [Note: freed weights]."""
         self.complete()
         if self._shown:
+            versions = self._current_versions()
+            if self._aliases or versions != self._versions:
+                self.read_in()  # the model's own forward has changed them (Embedding's max_norm)
             self._shown = False
-            self.note_versions()
             with torch._C.DisableTorchFunctionSubclass():
                 for parameter, placeholder in zip(self.parameters, self._placeholders, strict=True):
                     parameter.data = placeholder
-            _set_versions(self.parameters, [version + 1 for version in self._versions])
+            _set_versions(self.parameters, [version + 1 for version in versions])
         self.memory.shrink()
         self.resident = False
         self.guard()
@@ -283,20 +286,25 @@ class FlatUnit:
     def check(self) -> None:
         """Raise `UsageError` if someone re-pointed a parameter: updates would be lost without a word.
 
-        Guarded parameters refuse that at once; this finds what happened while they were not, and before.
+        Guarded parameters refuse that at once; this finds what happened while they were not. Takes note of
+        parameters that have been frozen meanwhile.
         """
-        expected = self._views if self._shown else self._placeholders
-        with torch._C.DisableTorchFunctionSubclass():
-            for position, (parameter, there) in enumerate(zip(self.parameters, expected, strict=True)):
-                if parameter.requires_grad != self.unit.trainable or self.stopped:
-                    self.set_trainable(position, parameter.requires_grad)
-                if parameter.data_ptr() != there.data_ptr() or parameter.dtype != self.dtype:
+        addresses = self._addresses if self._shown else [p.data_ptr() for p in self._placeholders]
+        if [parameter.data_ptr() for parameter in self.parameters] != addresses:
+            for parameter, layout, address in zip(
+                self.parameters, self.unit.parameters, addresses, strict=True
+            ):
+                if parameter.data_ptr() != address:
                     raise UsageError(
-                        f"parameter {self.unit.parameters[position].name} no longer lies in zerokit's storage (found "
-                        f"{parameter.dtype} on {parameter.device}, expected {self.dtype} on {self.device}): calling "
-                        ".to(), .float(), .half() or assigning .data after ZeroOptimizer was built cuts the parameter "
-                        "off from its updates. Do it before, or choose precision="
+                        f"parameter {layout.name} no longer lies in zerokit's storage (found {parameter.dtype} on "
+                        f"{parameter.device}, expected {self.dtype} on {self.device}): calling .to(), .float(), "
+                        ".half() or assigning .data after ZeroOptimizer was built cuts the parameter off from its "
+                        "updates. Do it before, or choose precision="
                     )
+        trained = [parameter.requires_grad for parameter in self.parameters]
+        if self.stopped or trained.count(self.unit.trainable) != len(trained):
+            for position, trainable in enumerate(trained):
+                self.set_trainable(position, trainable)
 
 
 def _set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:

@@ -14,16 +14,14 @@ like any other, and reduces nothing: the engine tells whether it will reach a pa
 
 from __future__ import annotations
 
-import contextlib
 import types
 import weakref
-from collections.abc import Callable, Collection, Generator, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Collection, Generator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils.hooks import RemovableHandle
 
 from zerokit.errors import ScheduleError, UsageError
@@ -31,14 +29,13 @@ from zerokit.runtime.casting import cast_inputs, modules_that_cast
 from zerokit.runtime.collectives import Collectives
 from zerokit.runtime.gathering import Gathering
 from zerokit.runtime.gradients import Gradients
-from zerokit.runtime.modules import Anatomy
+from zerokit.runtime.hooks import Hook, in_backward, outside_transforms, registrations, transforming
+from zerokit.runtime.modules import Anatomy, announcers
 from zerokit.runtime.outputs import origin, tensors_in
 from zerokit.runtime.passes import ForwardPass
 from zerokit.runtime.precision import Precision
 from zerokit.runtime.sharded import ShardedGathering
 from zerokit.runtime.storage import FlatUnit
-
-_NOTHING = contextlib.nullcontext()
 
 
 class ModelWalk:
@@ -87,10 +84,11 @@ class ModelWalk:
         self._called: set[nn.Module] = set()
         self._given: dict[nn.Module, set[tuple[object, int]]] = {}
         """Where the inputs of modules at work come from."""
+        self._registrations = registrations()
         self._known = {id(parameter) for storage in storages for parameter in storage.parameters}
         self._leaves: dict[tuple[int, int], Any] = {}
         """Autograd's accumulating node of each trainable parameter, where one has been asked for."""
-        self._announcers = _announcers(model, anatomy, storages)
+        self._announcers = announcers(model, anatomy, [storage.unit for storage in storages])
         self._casting = modules_that_cast(model) if precision.cast_inputs else set()
         self._handles: list[RemovableHandle] = []
         self._install(model, anatomy)
@@ -105,9 +103,9 @@ class ModelWalk:
         me = weakref.ref(self)
         register = self._handles.append
         register(
-            model.register_forward_pre_hook(_Hook(me, ModelWalk._before_root), with_kwargs=True, prepend=True)
+            model.register_forward_pre_hook(Hook(me, ModelWalk._before_root), with_kwargs=True, prepend=True)
         )
-        register(model.register_forward_hook(_Hook(me, ModelWalk._after_root)))
+        register(model.register_forward_hook(Hook(me, ModelWalk._after_root)))
         users: dict[nn.Module, list[FlatUnit]] = {module: [] for module in self._casting - {model}}
         modules = dict(model.named_modules())
         for storage in self._storages:
@@ -120,14 +118,14 @@ class ModelWalk:
         for module, units in users.items():
             register(
                 module.register_forward_pre_hook(
-                    _Hook(me, ModelWalk._before_unit, units), with_kwargs=True, prepend=True
+                    Hook(me, ModelWalk._before_unit, units), with_kwargs=True, prepend=True
                 )
             )
-            register(module.register_forward_hook(_Hook(me, ModelWalk._after_unit, units)))
+            register(module.register_forward_hook(Hook(me, ModelWalk._after_unit, units)))
         for storage in self._storages:
             if storage.unit.trainable:
                 for position, weight in enumerate(storage.parameters):
-                    hook = _Hook(me, ModelWalk._on_gradient, storage.unit.index, position)
+                    hook = Hook(me, ModelWalk._on_gradient, storage.unit.index, position)
                     register(weight.register_post_accumulate_grad_hook(hook))
 
     def remove_hooks(self) -> None:
@@ -138,14 +136,14 @@ class ModelWalk:
 
     def read(self, unit: int, name: str) -> None:
         """Somebody uses a parameter outside the modules that announce it."""
-        in_backward = _in_backward()
-        with _outside_transforms():
-            self.gathering.read(unit, name, in_forward=self._in_forward, in_backward=in_backward)
-        if self._in_forward or in_backward:
+        recomputing = in_backward()
+        with outside_transforms():
+            self.gathering.read(unit, name, in_forward=self._in_forward, in_backward=recomputing)
+        if self._in_forward or recomputing:
             self._elsewhere.add(unit)
 
     def has_gradient(self, unit: int, position: int) -> bool:
-        return not _in_backward() and self._gradients.holds(unit, position)
+        return not in_backward() and self._gradients.holds(unit, position)
 
     def clear_gradient(self, unit: int, position: int) -> None:
         if self._gradients.holds(unit, position):
@@ -154,7 +152,7 @@ class ModelWalk:
     # ---- forward
 
     def _before_root(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        if _in_backward():
+        if in_backward():
             return self._cast(module, args, kwargs)
         if self._task is not None:
             self.abandon()
@@ -171,7 +169,7 @@ class ModelWalk:
         if self._sharded and torch.is_autocast_enabled(self._device):
             # Weights cast in an earlier forward would receive their gradients after everything of this one.
             torch.clear_autocast_cache()
-        with _outside_transforms():
+        with outside_transforms():
             self.gathering.begin_forward(self._pass)
         for storage in self._storages:
             if not storage.guarded:
@@ -179,22 +177,18 @@ class ModelWalk:
         return self._cast(module, args, kwargs)
 
     def _refuse_foreign(self, module: nn.Module) -> None:
-        parameters = list(module.parameters())
-        if self._known.issuperset(map(id, parameters)):
+        if self._registrations == registrations():
             return
-        foreign = [
-            name
-            for name, p in module.named_parameters()
-            if id(p) not in self._known and isinstance(p, nn.Parameter)
-        ]
-        if foreign:  # torch.func.functional_call puts plain tensors in their places
+        self._registrations = registrations()
+        foreign = [name for name, p in module.named_parameters() if id(p) not in self._known]
+        if foreign:
             raise UsageError(
                 f"{', '.join(foreign)}: not in the model when ZeroOptimizer was built (a module was added or "
                 "replaced), so nothing would update it: change the model before, or build the optimizer anew"
             )
 
     def _after_root(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if _in_backward():
+        if in_backward():
             return None
         if isinstance(output, types.GeneratorType):
             return _follow(output, self, self._pass)
@@ -203,14 +197,14 @@ class ModelWalk:
         return None
 
     def _watch_outputs(self, output: Any) -> None:
-        if torch.is_grad_enabled() and not _transforming():
-            hook = _Hook(weakref.ref(self), ModelWalk._on_output_gradient, [], self._pass)
+        if torch.is_grad_enabled() and not transforming():
+            hook = Hook(weakref.ref(self), ModelWalk._on_output_gradient, [], self._pass)
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
                     tensor.register_hook(hook)
 
     def _end_forward(self) -> None:
-        with _outside_transforms():
+        with outside_transforms():
             self.gathering.end_forward(training=torch.is_grad_enabled())
         if not self.gathering.recorded or self.gathering.deviated:
             self._record_forward()
@@ -218,47 +212,56 @@ class ModelWalk:
 
     def end_generator(self, current: ForwardPass) -> None:
         """A generator that forward returned is exhausted, or closed."""
-        if current is self._pass and self._in_forward and not _in_backward():
+        if current is self._pass and self._in_forward and not in_backward():
             self._end_forward()
 
     def _before_unit(
         self, units: list[FlatUnit], module: nn.Module, args: Any, kwargs: Any
     ) -> tuple[Any, Any] | None:
-        if _in_backward():
+        if in_backward():
             if units:
                 self._begin_backward(None)
                 self.gathering.enter_backward(units, None, recomputing=True)
             return self._cast(module, args, kwargs)
-        self._called.add(module)
-        with _outside_transforms():
+        if not self.gathering.recorded:
+            self._called.add(module)
+        for unit in units:
+            if self._in_forward:
+                self._pass.use(unit.unit.index)
+        # Inside another module of the same units everything is there, and nothing is to be noted.
+        if not all(map(self.gathering.is_active, units)):
+            self._enter(units, module, args, kwargs)
+        for unit in units:
+            self.gathering.activate(unit)
+        return self._cast(module, args, kwargs)
+
+    def _enter(self, units: list[FlatUnit], module: nn.Module, args: Any, kwargs: Any) -> None:
+        with outside_transforms():
             for unit in units:
                 if self._in_forward:
-                    self._pass.use(unit.unit.index)
                     self.gathering.enter(unit)
                 else:
                     self._elsewhere.add(unit.unit.index)
                     self.gathering.enter_aside(unit)
-                self.gathering.activate(unit)
-        if self._sharded and units and torch.is_grad_enabled():
+        if self._sharded and torch.is_grad_enabled():
             self._given[module] = {origin(tensor) for tensor in tensors_in((args, kwargs))}
-        return self._cast(module, args, kwargs)
 
     def _after_unit(self, units: list[FlatUnit], module: nn.Module, args: Any, output: Any) -> None:
-        if not units or _in_backward():
+        if not units or in_backward():
             return
         outermost = [unit for unit in units if self.gathering.leave(unit)]
         given = self._given.pop(module, set())
         if not self._sharded or not outermost or not torch.is_grad_enabled():
             return
         tensors = list(tensors_in(output))
-        if not tensors or _transforming():
+        if not tensors or transforming():
             # Nothing that a hook could watch: what backward reads of these units must stay until it ends.
             for unit in outermost:
                 self.gathering.pin(unit)
                 self._elsewhere.add(unit.unit.index)
             return
         current = self._pass if self._in_forward else self._aside
-        hook = _Hook(weakref.ref(self), ModelWalk._on_output_gradient, outermost, current)
+        hook = Hook(weakref.ref(self), ModelWalk._on_output_gradient, outermost, current)
         for tensor in tensors:
             # What is handed through (T5's position bias) receives its gradient in an earlier unit's backward.
             if tensor.requires_grad and origin(tensor) not in given:
@@ -326,7 +329,7 @@ class ModelWalk:
             )
         self._task = torch._C._current_graph_task_id()
         torch.autograd.Variable._execution_engine.queue_callback(
-            _Hook(weakref.ref(self), ModelWalk._end_backward)
+            Hook(weakref.ref(self), ModelWalk._end_backward)
         )
         self._had_gradients = self._gradients.received
         self._early, self._keeps_graph = None, False
@@ -432,50 +435,7 @@ class ModelWalk:
 
     @property
     def failed(self) -> bool:
-        return self._task is not None and not _in_backward()
-
-
-class _Hook:
-    """A method of the walk with its first arguments, for PyTorch to call; nothing, once the walk is gone."""
-
-    __slots__ = ("_arguments", "_method", "_walk")
-
-    def __init__(self, walk: weakref.ref[ModelWalk], method: Callable[..., Any], *arguments: Any) -> None:
-        self._walk, self._method, self._arguments = walk, method, arguments
-
-    def __call__(self, *args: Any) -> Any:
-        walk = self._walk()
-        return None if walk is None else self._method(walk, *self._arguments, *args)
-
-    def __deepcopy__(self, memo: object) -> Callable[..., None]:
-        return _ignore  # a copied module is a plain one
-
-    def __reduce__(self) -> NoReturn:
-        raise UsageError(
-            "a module under ZeroOptimizer cannot be pickled, its parameters may be divided over ranks: save its "
-            "state_dict(), inside `with optimizer.gathered():` where all ranks enter, or use zerokit.save()"
-        )
-
-
-def _ignore(*args: Any) -> None:
-    pass
-
-
-def _in_backward() -> bool:
-    return bool(torch._C._current_graph_task_id() != -1)
-
-
-def _transforming() -> bool:
-    """Whether torch.func (vmap, grad, jvp) is at work: hooks on its tensors tell nothing."""
-    return torch._C._functorch.maybe_current_level() is not None
-
-
-def _outside_transforms() -> contextlib.AbstractContextManager[Any]:
-    """Collectives see plain tensors, also while torch.func is at work."""
-    if not _transforming():
-        return _NOTHING
-    context: contextlib.AbstractContextManager[Any] = temporarily_clear_interpreter_stack()
-    return context
+        return self._task is not None and not in_backward()
 
 
 def _follow(
@@ -493,20 +453,3 @@ def _follow(
             sent = yield value
     finally:
         walk.end_generator(current)
-
-
-def _announcers(
-    model: nn.Module, anatomy: Anatomy, storages: Sequence[FlatUnit]
-) -> dict[int, list[set[nn.Module]]]:
-    """For each unit, sets of modules: where all of one set are called, none of its weights is used unannounced.
-
-    These are its unit modules, or else the modules that hold its parameters, unless the root holds one itself.
-    """
-    modules = dict(model.named_modules())
-    announcers: dict[int, list[set[nn.Module]]] = {}
-    for storage in storages:
-        unit = storage.unit
-        owners = {module for p in unit.parameters for module in anatomy.owners[p.name]}
-        choices = [{modules[scope] for scope in unit.scopes}] if unit.scopes else []
-        announcers[unit.index] = choices if model in owners else [*choices, owners]
-    return announcers

@@ -6,7 +6,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -14,14 +14,12 @@ from torch import Tensor, nn
 
 from zerokit.errors import UsageError
 from zerokit.layout import Interval
+from zerokit.runtime.buckets import UnitGradients
 from zerokit.runtime.collectives import Collectives
 from zerokit.runtime.gathering import Gathering
-from zerokit.runtime.gradients import Gradients, UnitGradients
+from zerokit.runtime.gradients import Gradients
 from zerokit.runtime.guard import show_gradient, shown_gradient
 from zerokit.runtime.storage import FlatUnit
-
-if TYPE_CHECKING:
-    from zerokit.runtime.optimizer import ZeroOptimizer
 
 
 @contextmanager
@@ -91,22 +89,25 @@ def _take_back(unit: UnitGradients, before: Tensor) -> None:
     unit.of(kept).copy_(before[kept.start : kept.stop])
 
 
-def install_model_methods(model: nn.Module, optimizer: ZeroOptimizer) -> None:
+def install_model_methods(
+    model: nn.Module,
+    storages: Sequence[FlatUnit],
+    gathering: Gathering,
+    clear: weakref.WeakMethod[Callable[[], None]],
+) -> None:
     """Make the model's own methods mean what they mean without zerokit, or say what to do instead.
 
     `state_dict()` gives whole, current tensors and `load_state_dict()` reaches the masters. Both are collective: all
     ranks must call them. At stage 3 `state_dict` copies, unit by unit, because the gathered memory goes again;
-    loading needs the whole model in memory at once.
+    loading needs the whole model in memory at once. `zero_grad()` also calls `clear`, the optimizer's.
     """
-    _install_state_dict(model, optimizer.parts.storages, optimizer.parts.gathering)
-    mine = weakref.ref(optimizer)
-    storages = optimizer.parts.storages
+    _install_state_dict(model, storages, gathering)
 
     def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
         type(self).zero_grad(self, set_to_none)
-        living = mine()
-        if living is not None:
-            living.zero_grad()
+        clear_gradients = clear()
+        if clear_gradients is not None:
+            clear_gradients()
 
     def apply(self: nn.Module, function: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:
         _require_harmless(function, storages)

@@ -1,0 +1,172 @@
+"""Parameters that answer for themselves: what they let pass, what they refuse, and what they turn back into."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import mmap
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zerokit
+from tests.support.distributed import run_ranks
+from zerokit.layout import Interval
+from zerokit.runtime.guard import Guarded, HeldGradient
+from zerokit.runtime.memory import unit_memory
+
+
+def build(stage: int) -> tuple[Any, zerokit.ZeroOptimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    return model, zerokit.ZeroOptimizer(
+        model, torch.optim.SGD, stage=stage, precision="fp32", bucket_mb=5e-4, lr=0.1
+    )
+
+
+def step(model: nn.Module, optimizer: zerokit.ZeroOptimizer) -> None:
+    optimizer.backward(model(torch.ones(2, 64)).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _metadata(stage: int) -> None:
+    model, optimizer = build(stage)
+    for _ in range(2):
+        weight = model[0].weight
+        assert isinstance(weight, nn.Parameter)
+        assert isinstance(weight, Guarded)
+        assert (weight.shape, weight.numel(), weight.dim()) == ((64, 64), 4096, 2)
+        assert (weight.dtype, weight.device.type, weight.requires_grad) == (torch.float32, "cpu", True)
+        assert weight.is_leaf
+        assert len(weight) == 64
+        assert "0.weight" in repr(weight)
+        assert torch.zeros_like(weight).sum() == 0
+        assert sum(p.numel() for p in model.parameters()) == 2 * 64 * 65
+        step(model, optimizer)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_shapes_and_names_are_there_at_any_time(stage: int) -> None:
+    run_ranks(2, _metadata, stage)
+
+
+def _plain_inside(stage: int) -> None:
+    """In forward, and in hooks of modules, parameters have their own class: compilers and kernels see nothing new."""
+    model, optimizer = build(stage)
+    seen: list[type] = []
+    for layer in model:
+        layer.register_forward_pre_hook(lambda layer, _: seen.append(type(layer.weight)))
+    step(model, optimizer)
+    step(model, optimizer)
+    assert seen == [nn.Parameter] * 4
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_model_computes_with_plain_parameters(stage: int) -> None:
+    run_ranks(2, _plain_inside, stage)
+
+
+def _reading_at_stage_3() -> None:
+    model, optimizer = build(3)
+    step(model, optimizer)
+    weight = model[0].weight
+    for use in (
+        lambda: weight + 1,
+        lambda: weight.data,
+        weight.detach,
+        lambda: torch.stack([weight, weight]),
+        lambda: nn.init.zeros_(weight),
+        weight.tolist,
+        lambda: f"{weight:}",
+        lambda: copy.deepcopy(weight),
+        lambda: pickle.dumps(weight),
+        model[0].state_dict,
+    ):
+        with pytest.raises(zerokit.UsageError, match=r"0\.weight.*gathered\(\)"):
+            use()
+    with optimizer.gathered():
+        assert torch.equal(copy.deepcopy(weight), weight)
+        assert type(copy.deepcopy(weight)) is nn.Parameter
+        assert torch.equal(pickle.loads(pickle.dumps(weight)), weight)
+        assert len(model[0].state_dict()) == 2
+
+
+def test_a_divided_parameter_is_not_read_outside_of_gathered() -> None:
+    run_ranks(2, _reading_at_stage_3)
+
+
+def _gradient(stage: int) -> None:
+    model, optimizer = build(stage)
+    weight: Any = model[0].weight
+    assert weight.grad is None
+    optimizer.backward(model(torch.ones(2, 64)).square().mean())
+    held: Any = weight.grad
+    assert type(held) is HeldGradient
+    assert held.shape == weight.shape
+    for use in (lambda: held + 1, held.norm, lambda: setattr(weight, "grad", torch.zeros(64, 64))):
+        with pytest.raises(zerokit.UsageError, match=r"0\.weight\.grad.*gathered_gradients\(\)"):
+            use()
+    with optimizer.gathered_gradients():
+        whole: Any = weight.grad
+        assert type(whole) is Tensor
+        assert whole.abs().sum() > 0
+        whole.mul_(2)
+    with optimizer.gathered_gradients():
+        again: Any = weight.grad
+        assert torch.equal(again, whole)
+    del weight.grad
+    assert weight.grad is None
+    with optimizer.gathered_gradients():
+        cleared: Any = weight.grad
+        assert cleared.abs().sum() == 0
+        assert model[1].weight.grad.abs().sum() > 0
+    model.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+    with pytest.raises(zerokit.UsageError, match="before any backward"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_gradients_are_told_of_shown_and_cleared(stage: int) -> None:
+    run_ranks(2, _gradient, stage)
+
+
+def _released(stage: int) -> None:
+    """Without their optimizer, parameters at stages 0 to 2 are parameters again."""
+    model, optimizer = build(stage)
+    step(model, optimizer)
+    optimizer.parts.gathering.make_current()
+    optimizer.parts.walk.remove_hooks()
+    dist.barrier()
+    del optimizer
+    gc.collect()
+    assert model[0].weight.detach().isfinite().all()
+    model[0].weight.grad = torch.ones(64, 64)
+    assert model[0].weight.grad.sum() == 4096
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_parameters_outlive_their_optimizer(stage: int) -> None:
+    run_ranks(2, _released, stage)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_freed_memory_reads_as_nan_and_the_shard_stays(dtype: torch.dtype, rank: int) -> None:
+    shard = 5 * mmap.PAGESIZE // dtype.itemsize
+    own = Interval(rank * shard, (rank + 1) * shard)
+    memory = unit_memory(3 * shard, own, dtype, torch.device("cpu"), sharded=True)
+    memory.whole.fill_(2.0)
+    kept = memory.whole.detach()
+    for _ in range(3):
+        memory.shrink()
+        numbers = ~kept.isnan()
+        assert torch.equal(numbers.nonzero().flatten(), torch.arange(own.start, own.stop))
+        memory.grow()
+        assert torch.equal(memory.shard, torch.full((shard,), 2.0, dtype=dtype))
+        memory.whole.fill_(2.0)

@@ -1,0 +1,79 @@
+"""What PyTorch calls while a model runs, and where it is when it does."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from zerokit.errors import UsageError
+
+_NOTHING = contextlib.nullcontext()
+
+
+class Hook:
+    """A method of an object with its first arguments, for PyTorch to call; nothing, once the object is gone."""
+
+    __slots__ = ("_arguments", "_method", "_target")
+
+    def __init__(self, target: weakref.ref[Any], method: Callable[..., Any], *arguments: Any) -> None:
+        self._target, self._method, self._arguments = target, method, arguments
+
+    def __call__(self, *args: Any) -> Any:
+        target = self._target()
+        return None if target is None else self._method(target, *self._arguments, *args)
+
+    def __deepcopy__(self, memo: object) -> Callable[..., None]:
+        return _ignore  # a copied module is a plain one
+
+    def __reduce__(self) -> NoReturn:
+        raise UsageError(
+            "a module under ZeroOptimizer cannot be pickled, its parameters may be divided over ranks: save its "
+            "state_dict(), inside `with optimizer.gathered():` where all ranks enter, or use zerokit.save()"
+        )
+
+
+def _ignore(*args: Any) -> None:
+    pass
+
+
+def in_backward() -> bool:
+    """Whether autograd's engine is running in this thread, be it that a checkpoint recomputes a forward."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def transforming() -> bool:
+    """Whether torch.func (vmap, grad, jvp) is at work: hooks on its tensors tell nothing."""
+    return torch._C._functorch.maybe_current_level() is not None
+
+
+def outside_transforms() -> contextlib.AbstractContextManager[Any]:
+    """Collectives see plain tensors, also while torch.func is at work."""
+    if not transforming():
+        return _NOTHING
+    context: contextlib.AbstractContextManager[Any] = temporarily_clear_interpreter_stack()
+    return context
+
+
+def registrations() -> int:
+    """How often any module of this process has been given a parameter or a module, since this was first called."""
+    if not _COUNT:
+        _COUNT.append(0)
+        register_module_parameter_registration_hook(_count)
+        register_module_module_registration_hook(_count)
+    return _COUNT[0]
+
+
+_COUNT: list[int] = []
+
+
+def _count(*registered: Any) -> None:
+    _COUNT[0] += 1
