@@ -26,7 +26,7 @@ from zerokit.checkpoint.together import Together
 from zerokit.errors import CheckpointError
 from zerokit.runtime import ZeroOptimizer
 from zerokit.runtime.build import Build
-from zerokit.runtime.flats import divide_flats, positions_of
+from zerokit.runtime.flats import divide_flats
 from zerokit.runtime.storage import Flat, FlatUnit
 
 _BATCH_BYTES = 64 << 20
@@ -237,6 +237,7 @@ def _apply(
     shared = _Shared(checkpoint, match, extra)
     for storage in parts.storages:
         divide_flats(storage, parts.inner, partial(shared.key, storage))
+        storage.guard_flats()
         for flat in storage.flats:
             _apply_shared(shared, optimizer, storage, flat)
     _apply_buffers(checkpoint, parts, match, strict=strict)
@@ -288,7 +289,7 @@ def _apply_shared(shared: _Shared, optimizer: ZeroOptimizer, storage: FlatUnit, 
     group = inner.param_groups[flat.group]
     state = dict(inner.state.get(flat.tensor, {}))
     # A piece that is all padding belongs to no parameter: its count is any one's of the unit.
-    fitting = positions_of(storage, flat) or [
+    fitting = storage.positions_in(flat) or [
         place for place, p in enumerate(storage.unit.parameters) if p.group == flat.group
     ]
     for kind, value in shared.of(storage, fitting[0]).items():

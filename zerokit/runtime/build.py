@@ -7,6 +7,7 @@ back; at stage 3 only the shard stays.
 from __future__ import annotations
 
 import datetime
+import secrets
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -87,6 +88,7 @@ def build(
         **_describe_options(groups, options),
     }
     require_agreement(layout, settings, collectives)
+    collectives.watch.distinguish(collectives.broadcast_list([secrets.randbits(40)])[0])
 
     meta = any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
     seed = collectives.broadcast_list([torch.initial_seed() % 2**62])[0] if meta else 0

@@ -18,20 +18,11 @@ from zerokit.layout import Interval
 from zerokit.runtime.storage import Flat, FlatUnit
 
 
-def positions_of(storage: FlatUnit, flat: Flat) -> list[int]:
-    """Which of the unit's parameters have elements in `flat`."""
-    return [
-        position
-        for position, part in enumerate(storage.unit.slices)
-        if part.parameter.group == flat.group and part.memory.intersection(flat.interval).numel
-    ]
-
-
 def divide_flats(storage: FlatUnit, inner: Optimizer, key: Callable[[int], object]) -> None:
     """Divide the unit's flat tensors until parameters in one of them have equal keys, given by position."""
     divided = []
     for flat in storage.flats:
-        runs = [next(members) for _, members in groupby(positions_of(storage, flat), key)]
+        runs = [next(members) for _, members in groupby(storage.positions_in(flat), key)]
         starts = [flat.interval.start, *(storage.unit.slices[first].offset for first in runs[1:])]
         if len(starts) == 1:
             divided.append(flat)

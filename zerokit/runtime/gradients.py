@@ -64,6 +64,12 @@ class Gradients:
         self.spoiled = False
         """Whether a failed backward pass has left sums of earlier ones that nobody can separate from it."""
         self._cleared: set[tuple[int, int]] = set()
+        self._shared = {
+            (index, position)
+            for index, unit in self.units.items()
+            for position, part in enumerate(unit.unit.slices)
+            if part.memory.intersection(unit.storage.own).numel
+        }
         self._completed: list[int] = []
         self._next = 0
         self._reductions: deque[tuple[UnitGradients, Work]] = deque()
@@ -76,7 +82,8 @@ class Gradients:
         unit = self.units[index]
         unit.storage.unguard()
         gradient, parameter.grad = parameter.grad, None
-        assert gradient is not None
+        if gradient is None:
+            return  # a hook of the user's has taken it
         gradient = gradient.detach()  # backward(create_graph=True) gives it a graph
         if unit.phase in (Phase.COMPLETE, Phase.REDUCING):
             raise ScheduleError(
@@ -176,11 +183,14 @@ class Gradients:
         self._cleared.clear()
 
     def clear(self, index: int, position: int) -> None:
-        """Forget the gradient of one parameter; all gradients, when this was the last one."""
+        """Forget the gradient of one parameter; there are none, once all that this rank has a share of are cleared.
+
+        Nothing else changes: what ranks issue must not depend on what one of them clears.
+        """
         self.units[index].clear(position)
         self._cleared.add((index, position))
-        if len(self._cleared) == sum(len(unit.storage.parameters) for unit in self.units.values()):
-            self.forget()
+        if self._cleared >= self._shared:
+            self.received = False
 
     def holds(self, index: int, position: int) -> bool:
         """Whether there is a gradient of this parameter, as far as this rank knows."""

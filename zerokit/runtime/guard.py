@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from zerokit.errors import UsageError
+from zerokit.runtime.hooks import Hook
 
 TICKET = "_zerokit"
 """The attribute of a managed parameter that leads to its unit."""
@@ -50,11 +51,11 @@ class Guard(Protocol):
     def read(self, unit: int, name: str) -> None:
         """Make the parameter's values current, or raise `UsageError`."""
 
-    def has_gradient(self, unit: int, position: int) -> bool:
-        """Whether zerokit holds a gradient of the parameter."""
+    def has_gradient(self, unit: int, positions: Iterable[int]) -> bool:
+        """Whether zerokit holds a gradient of one of these parameters."""
 
-    def clear_gradient(self, unit: int, position: int) -> None:
-        """Forget the parameter's gradient."""
+    def clear_gradient(self, unit: int, positions: Iterable[int]) -> None:
+        """Forget the gradients of these parameters."""
 
 
 class Changes(Protocol):
@@ -77,7 +78,8 @@ class Ticket:
     guard: weakref.ref[Any]
     storage: weakref.ref[Any]
     unit: int
-    position: int
+    positions: tuple[int, ...]
+    """Of the unit's parameters: one, but for a flat tensor, which holds several."""
     name: str
 
     def ask(self) -> Guard | None:
@@ -119,6 +121,10 @@ class Guarded(nn.Parameter):
                 result = function(*args, **kwargs)
                 _note_requires_grad(args[0])
                 return result
+            if name == "register_post_accumulate_grad_hook":
+                result = function(*args, **kwargs)
+                _run_last(args[0])
+                return result
         for parameter in touched:
             _make_current(parameter)
         with torch._C.DisableTorchFunctionSubclass():
@@ -134,7 +140,7 @@ class Guarded(nn.Parameter):
         guard = None if ticket is None else ticket.ask()
         if real is not None or ticket is None or guard is None:
             return real
-        return HeldGradient.of(self, ticket) if guard.has_gradient(ticket.unit, ticket.position) else None
+        return HeldGradient.of(self, ticket) if guard.has_gradient(ticket.unit, ticket.positions) else None
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -143,7 +149,7 @@ class Guarded(nn.Parameter):
         if ticket is None or guard is None or shown_gradient(self) is not None:
             show_gradient(self, value)
         elif value is None:
-            guard.clear_gradient(ticket.unit, ticket.position)
+            guard.clear_gradient(ticket.unit, ticket.positions)
         elif not isinstance(value, HeldGradient):
             raise UsageError(f"assigning {ticket.name}.grad has no effect: {_GRADIENT_ADVICE}")
 
@@ -200,12 +206,44 @@ class HeldGradient(Tensor):
             return held if name in ("detach_", "requires_grad_") else result
         guard = held.ticket.ask()
         if name == "zero_" and guard is not None:
-            guard.clear_gradient(held.ticket.unit, held.ticket.position)
+            guard.clear_gradient(held.ticket.unit, held.ticket.positions)
             return held
+        if name.startswith("_amp_"):
+            raise UsageError(
+                "zerokit scales the loss itself: use precision='fp16' and optimizer.backward(loss), without GradScaler"
+            )
         raise UsageError(f"{name}() of {held.ticket.name}.grad: {_GRADIENT_ADVICE}")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"HeldGradient({self.ticket.name}, shape={tuple(self.shape)})"
+
+
+class FlatParameter(nn.Parameter):
+    """What the optimizer updates, while it does not: its gradient is where zerokit holds it.
+
+    Otherwise functions over the gradients of `optimizer.param_groups` would find none, and do nothing.
+    """
+
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
+
+    @property
+    def grad(self) -> Tensor | None:
+        ticket = ticket_of(self)
+        guard = None if ticket is None else ticket.ask()
+        if ticket is None or guard is None or not guard.has_gradient(ticket.unit, ticket.positions):
+            return shown_gradient(self)
+        return HeldGradient.of(self, ticket)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        ticket = ticket_of(self)
+        guard = None if ticket is None else ticket.ask()
+        if ticket is None or guard is None:
+            show_gradient(self, value)
+        elif value is None:
+            guard.clear_gradient(ticket.unit, ticket.positions)
+        elif not isinstance(value, HeldGradient):
+            raise UsageError(f"assigning {ticket.name}.grad has no effect: {_GRADIENT_ADVICE}")
 
 
 @functools.cache
@@ -270,7 +308,16 @@ def _note_changes(parameter: Guarded, name: str, args: Sequence[Any], result: An
     if name == "data":
         storage.suspect(result)
     elif name == "copy_" and len(args) > 1 and args[0] is parameter and isinstance(args[1], Tensor):
-        storage.take_exact(ticket.position, args[1])
+        storage.take_exact(ticket.positions[0], args[1])
+
+
+def _run_last(parameter: Tensor) -> None:
+    """Let zerokit take the gradient after all hooks of the user have seen it."""
+    hooks: Any = parameter._post_accumulate_grad_hooks
+    for key, hook in list(hooks.items()):
+        if isinstance(hook, Hook):
+            # `move_to_end` would not do: autograd goes through the dictionary itself.
+            hooks[key] = hooks.pop(key)
 
 
 def _note_requires_grad(parameter: Tensor) -> None:
@@ -278,7 +325,7 @@ def _note_requires_grad(parameter: Tensor) -> None:
     storage = None if ticket is None else ticket.changes()
     if ticket is not None and storage is not None:
         try:
-            storage.set_trainable(ticket.position, parameter.requires_grad)
+            storage.set_trainable(ticket.positions[0], parameter.requires_grad)
         except UsageError:
             parameter.requires_grad = False
             raise

@@ -22,7 +22,7 @@ from zerokit.layout import Layout
 from zerokit.runtime.build import Build, build
 from zerokit.runtime.collectives import Counters
 from zerokit.runtime.control import StepControl
-from zerokit.runtime.flats import divide_flats, positions_of
+from zerokit.runtime.flats import divide_flats
 from zerokit.runtime.gradients import Gradients
 from zerokit.runtime.measure import measure_memory, traffic_of
 from zerokit.runtime.modules import UnitRule
@@ -120,10 +120,11 @@ class ZeroOptimizer(Optimizer):
 
     def backward(self, loss: Tensor) -> None:
         """Differentiate `loss` (0-d), scaled in fp16; gradients are reduced while they arrive."""
-        if self._unscaled:
+        if self._unscaled and self._gradients.received:
             raise UsageError(
                 "backward() after step() or clip_grad_norm_() without zero_grad(): these gradients are unscaled already"
             )
+        self._unscaled, self._norm_is_finite = False, None
         self._walk.scaling = True
         try:
             (loss if self.scaler is None else loss * self.scaler.value).backward()
@@ -260,8 +261,9 @@ class ZeroOptimizer(Optimizer):
             stopped = storage.stopped
             if stopped:
                 divide_flats(storage, self._inner, stopped.__contains__)
+            storage.unguard_flats()
             for flat in storage.flats:
-                if stopped and stopped.issuperset(positions_of(storage, flat)):
+                if stopped and stopped.issuperset(storage.positions_in(flat)):
                     continue  # as in torch, what has no gradient keeps its value and its states
                 gradient = self._gradients.of(storage, flat)
                 flat.tensor.grad = (
@@ -271,6 +273,7 @@ class ZeroOptimizer(Optimizer):
         for storage in self._storages:
             for flat in storage.flats:
                 flat.tensor.grad = None
+            storage.guard_flats()
             storage.write_back()
             if storage.unit.trainable:
                 storage.note_update()

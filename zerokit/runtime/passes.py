@@ -22,6 +22,8 @@ class ForwardPass:
         self._first: dict[int, int] = {}
         self._last: dict[int, int] = {}
         self._clock = 0
+        self.watched: set[int] = set()
+        """Units with outputs whose gradients a hook will announce."""
 
     def use(self, unit: int) -> None:
         """A module of `unit` is about to run."""
@@ -30,6 +32,7 @@ class ForwardPass:
         self._last[unit] = self._clock
 
     def used(self, unit: int) -> bool:
+        """Whether a module of `unit` has run."""
         return unit in self._first
 
     def over(self, unit: int, entered: Collection[int]) -> bool:

@@ -315,7 +315,7 @@ class ShardedGathering(Gathering):
         while order.issued < len(order.units):
             issue(order.issued + 1)
             order.cursor = max(order.cursor, order.issued - 2)
-            self._release(order)
+            self._release(order, ending=True)
 
     def _gather(self, unit: FlatUnit) -> None:
         unit.gather()
@@ -330,14 +330,14 @@ class ShardedGathering(Gathering):
         if wait:
             unit.ready()
 
-    def _release(self, order: Order, also: Collection[int] = ()) -> None:
-        """Free what the pass has left behind it."""
+    def _release(self, order: Order, also: Collection[int] = (), *, ending: bool = False) -> None:
+        """Free what the pass has left behind it, but not `also`; all of it, where the pass is `ending`."""
         for index in list(self._out):
             if index in also or index in self._pinned or self._active.get(index) or order.holds(index):
                 continue
             if self._round is not None and order is self._backward:
-                if self._round.used(index) and index not in self._entered:
-                    continue  # this rank used it earlier than others did
+                if index in self._round.watched and index not in self._entered and not ending:
+                    continue  # this rank used it earlier than others did: its turn will come
             elif order is self._forward:
                 if index == self._last and not order.comes_again(index):
                     continue  # backward begins with it

@@ -22,7 +22,14 @@ from torch import Tensor, nn
 from zerokit.errors import UsageError
 from zerokit.layout import Interval, Unit
 from zerokit.runtime.collectives import Collectives, Work
-from zerokit.runtime.guard import TICKET, Guard, Guarded, Ticket, guarded_class
+from zerokit.runtime.guard import (
+    TICKET,
+    FlatParameter,
+    Guard,
+    Guarded,
+    Ticket,
+    guarded_class,
+)
 from zerokit.runtime.memory import unit_memory
 
 
@@ -80,6 +87,7 @@ class FlatUnit:
             (), float("nan") if dtype.is_floating_point else -1, dtype=dtype, device=self.device
         )
         self._placeholders = [nothing.expand(part.parameter.shape) for part in unit.slices]
+        self._asks: weakref.ref[Guard] | None = None
         self._plain: list[type[nn.Parameter]] = []
         self._guarded: list[type[Guarded]] = []
         self._versions: list[int] = []
@@ -146,6 +154,14 @@ class FlatUnit:
         if self.sharded:
             return self.shard[interval.start - self.own.start : interval.stop - self.own.start]
         return self.whole[interval.start : interval.stop]
+
+    def positions_in(self, flat: Flat) -> list[int]:
+        """Which of the unit's parameters have elements in `flat`."""
+        return [
+            position
+            for position, part in enumerate(self.unit.slices)
+            if part.parameter.group == flat.group and part.memory.intersection(flat.interval).numel
+        ]
 
     # ---- masters
 
@@ -267,7 +283,25 @@ class FlatUnit:
         for position, (parameter, layout) in enumerate(
             zip(self.parameters, self.unit.parameters, strict=True)
         ):
-            parameter.__dict__[TICKET] = Ticket(guard, me, self.unit.index, position, layout.name)
+            ticket = Ticket(guard, me, self.unit.index, (position,), layout.name)
+            parameter.__dict__[TICKET] = ticket
+        self._asks = guard
+        self.guard_flats()
+
+    def guard_flats(self) -> None:
+        """The optimizer is not at work: what it updates has its gradients elsewhere."""
+        for flat in self.flats:
+            if TICKET not in flat.tensor.__dict__ and self._asks is not None:
+                name = f"flat {self.unit.name}"
+                flat.tensor.__dict__[TICKET] = Ticket(
+                    self._asks, weakref.ref(self), self.unit.index, tuple(self.positions_in(flat)), name
+                )
+            flat.tensor.__class__ = FlatParameter
+
+    def unguard_flats(self) -> None:
+        """The optimizer is about to update them."""
+        for flat in self.flats:
+            flat.tensor.__class__ = nn.Parameter
 
     def guard(self) -> None:
         """Let the parameters answer for themselves; see the module `guard`."""

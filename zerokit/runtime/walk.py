@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Collection, Generator, Iterable
 from typing import Any
 
 import torch
@@ -142,12 +142,13 @@ class ModelWalk:
         if self._in_forward or recomputing:
             self._elsewhere.add(unit)
 
-    def has_gradient(self, unit: int, position: int) -> bool:
-        return not in_backward() and self._gradients.holds(unit, position)
+    def has_gradient(self, unit: int, positions: Iterable[int]) -> bool:
+        return not in_backward() and any(self._gradients.holds(unit, position) for position in positions)
 
-    def clear_gradient(self, unit: int, position: int) -> None:
-        if self._gradients.holds(unit, position):
-            self._gradients.clear(unit, position)
+    def clear_gradient(self, unit: int, positions: Iterable[int]) -> None:
+        for position in positions:
+            if self._gradients.holds(unit, position):
+                self._gradients.clear(unit, position)
 
     # ---- forward
 
@@ -266,6 +267,7 @@ class ModelWalk:
             # What is handed through (T5's position bias) receives its gradient in an earlier unit's backward.
             if tensor.requires_grad and origin(tensor) not in given:
                 tensor.register_hook(hook)
+                current.watched.update(unit.unit.index for unit in outermost)
 
     def _cast(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if module not in self._casting:

@@ -39,6 +39,10 @@ class Watch:
         self._thread: threading.Thread | None = None
         self._wake = threading.Event()
 
+    def distinguish(self, number: int) -> None:
+        """Take a name that all ranks agreed on: what earlier optimizers left in the store is not ours."""
+        self._prefix = f"{self._prefix}/{number}"
+
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
         """Mark a wait for `what`; errors inside become `ScheduleError`s that tell what each rank waits for."""
