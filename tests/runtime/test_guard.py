@@ -100,6 +100,48 @@ def test_a_divided_parameter_is_not_read_outside_of_gathered() -> None:
     run_ranks(2, _reading_at_stage_3)
 
 
+def _nothing_stays(moment: str) -> None:
+    model, optimizer = build(3)
+    step(model, optimizer)
+    x = torch.ones(2, 64, requires_grad=True)
+    if moment == "gathered":
+        with optimizer.gathered():
+            assert optimizer.memory().gathered > 0
+    elif moment == "gathered, with an exception":
+        with pytest.raises(KeyError), optimizer.gathered():
+            raise KeyError
+    elif moment == "evaluation":
+        with torch.no_grad():
+            model(x)
+    elif moment == "state_dict":
+        model.state_dict()
+    elif moment == "a module called by itself":
+        optimizer.backward(model[0](x).square().mean())
+    elif moment == "a gradient of inputs":
+        torch.autograd.grad(model(x).sum(), x)
+    elif moment == "double backward":
+        (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        assert optimizer.memory().gathered > 0
+        optimizer.backward(gradient.square().mean())
+    assert optimizer.memory().gathered == 0
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [
+        "gathered",
+        "gathered, with an exception",
+        "evaluation",
+        "state_dict",
+        "a module called by itself",
+        "a gradient of inputs",
+        "double backward",
+    ],
+)
+def test_units_are_freed_again(moment: str) -> None:
+    run_ranks(2, _nothing_stays, moment)
+
+
 def _gradient(stage: int) -> None:
     model, optimizer = build(stage)
     weight: Any = model[0].weight

@@ -14,6 +14,7 @@ from tests.runtime.patterns.engines import Setting
 from tests.runtime.patterns.harness import STAGES, Pattern, Verdict, usage
 from tests.runtime.patterns.running import complaints, jobs_of, try_out
 from tests.runtime.patterns.table import PATH, render
+from tests.support.distributed import ROOT
 
 #: Patterns that share a launch, which costs as much as two runs: few enough that two workers are equally busy.
 BATCH = 8
@@ -45,6 +46,10 @@ def test_patterns(batch: str) -> None:
 
 def test_the_table_is_current() -> None:
     assert PATH.read_text() == render(), "run python -m tests.runtime.patterns --write"
+
+
+def test_the_readme_counts_them() -> None:
+    assert f"[{len(PATTERNS)} ways to train](zerokit/runtime/PATTERNS.md)" in (ROOT / "README.md").read_text()
 
 
 def test_every_pattern_is_in_a_batch() -> None:

@@ -81,10 +81,8 @@ class ShardedGathering(Gathering):
         self.pin(unit)
 
     def _gather_whole(self) -> None:
-        self.drop()
         for unit in self._units:
-            unit.gather()
-            unit.ready()
+            self._use(unit)
             unit.guard()
         self.settle()
 
@@ -161,8 +159,8 @@ class ShardedGathering(Gathering):
         self._held = True
 
     def drop(self) -> None:
-        if self._held or self._out or self._kept_now:
-            self._held = False
+        self._held = False
+        if any(unit.resident for unit in self._units):
             self.free_all()
 
     def end_forward(self, *, training: bool) -> None:
@@ -237,10 +235,11 @@ class ShardedGathering(Gathering):
             return
         if not self._held:
             self._last_stays = False
-            self._pinned.clear()
-            for index in list(self._out):
-                self._free(index)
-            self._free_kept()
+            for unit in self._units:
+                if unit.resident:
+                    unit.free()
+            for kept in (self._pinned, self._out, self._kept_now):
+                kept.clear()
         self.settle()
         self._entered.clear()
         self._forward.restart()

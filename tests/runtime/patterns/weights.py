@@ -66,6 +66,19 @@ def penalty_gathered(engine: Engine) -> None:
         engine.zero_grad()
 
 
+@pattern("`gathered()` between forward and backward, and between backward and `step()`", Mlp)
+def gathered_in_between(engine: Engine) -> None:
+    for _ in range(STEPS):
+        loss = square(engine.model(engine.data(4, 8)))
+        with engine.gathered():
+            engine.record(_penalty(engine.model))
+        engine.backward(loss)
+        with engine.gathered():
+            engine.record(_penalty(engine.model))
+        engine.step()
+        engine.zero_grad()
+
+
 def _average(engine: Engine, shadow: dict[str, Tensor]) -> None:
     with torch.no_grad():
         for name, p in engine.model.named_parameters():
