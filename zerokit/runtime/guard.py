@@ -97,7 +97,35 @@ def ticket_of(parameter: Tensor) -> Ticket | None:
     return ticket if isinstance(ticket, Ticket) and ticket.ask() is not None else None
 
 
-class Guarded(nn.Parameter):
+class _WithoutGradient(nn.Parameter):
+    """A parameter whose gradient zerokit holds: `grad` is a `HeldGradient` while there is one, and None clears it."""
+
+    @property
+    def grad(self) -> Tensor | None:
+        real = shown_gradient(self)
+        ticket = ticket_of(self)
+        guard = None if ticket is None else ticket.ask()
+        if real is not None or ticket is None or guard is None:
+            return real
+        return HeldGradient.of(self, ticket) if guard.has_gradient(ticket.unit, ticket.positions) else None
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        ticket = ticket_of(self)
+        guard = None if ticket is None else ticket.ask()
+        if ticket is None or guard is None or shown_gradient(self) is not None:
+            show_gradient(self, value)
+        elif value is None:
+            guard.clear_gradient(ticket.unit, ticket.positions)
+        elif not isinstance(value, HeldGradient):
+            raise UsageError(f"assigning {ticket.name}.grad has no effect: {_GRADIENT_ADVICE}")
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+
+class Guarded(_WithoutGradient):
     """The behaviour of a guarded parameter; `guarded_class` joins it to the parameter's own class."""
 
     @classmethod
@@ -132,30 +160,6 @@ class Guarded(nn.Parameter):
         for parameter in touched:
             _note_changes(parameter, name, args, result)
         return result
-
-    @property
-    def grad(self) -> Tensor | None:
-        real = shown_gradient(self)
-        ticket = ticket_of(self)
-        guard = None if ticket is None else ticket.ask()
-        if real is not None or ticket is None or guard is None:
-            return real
-        return HeldGradient.of(self, ticket) if guard.has_gradient(ticket.unit, ticket.positions) else None
-
-    @grad.setter
-    def grad(self, value: Tensor | None) -> None:
-        ticket = ticket_of(self)
-        guard = None if ticket is None else ticket.ask()
-        if ticket is None or guard is None or shown_gradient(self) is not None:
-            show_gradient(self, value)
-        elif value is None:
-            guard.clear_gradient(ticket.unit, ticket.positions)
-        elif not isinstance(value, HeldGradient):
-            raise UsageError(f"assigning {ticket.name}.grad has no effect: {_GRADIENT_ADVICE}")
-
-    @grad.deleter
-    def grad(self) -> None:
-        self.grad = None
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         ticket = ticket_of(self)
@@ -218,32 +222,13 @@ class HeldGradient(Tensor):
         return f"HeldGradient({self.ticket.name}, shape={tuple(self.shape)})"
 
 
-class FlatParameter(nn.Parameter):
+class FlatParameter(_WithoutGradient):
     """What the optimizer updates, while it does not: its gradient is where zerokit holds it.
 
     Otherwise functions over the gradients of `optimizer.param_groups` would find none, and do nothing.
     """
 
     __torch_function__: Any = torch._C._disabled_torch_function_impl
-
-    @property
-    def grad(self) -> Tensor | None:
-        ticket = ticket_of(self)
-        guard = None if ticket is None else ticket.ask()
-        if ticket is None or guard is None or not guard.has_gradient(ticket.unit, ticket.positions):
-            return shown_gradient(self)
-        return HeldGradient.of(self, ticket)
-
-    @grad.setter
-    def grad(self, value: Tensor | None) -> None:
-        ticket = ticket_of(self)
-        guard = None if ticket is None else ticket.ask()
-        if ticket is None or guard is None:
-            show_gradient(self, value)
-        elif value is None:
-            guard.clear_gradient(ticket.unit, ticket.positions)
-        elif not isinstance(value, HeldGradient):
-            raise UsageError(f"assigning {ticket.name}.grad has no effect: {_GRADIENT_ADVICE}")
 
 
 @functools.cache

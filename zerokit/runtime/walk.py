@@ -180,13 +180,17 @@ class ModelWalk:
     def _refuse_foreign(self, module: nn.Module) -> None:
         if self._registrations == registrations():
             return
-        self._registrations = registrations()
-        foreign = [name for name, p in module.named_parameters() if id(p) not in self._known]
-        if foreign:
+        foreign = [
+            name
+            for name, p in module.named_parameters()
+            if id(p) not in self._known and isinstance(p, nn.Parameter)
+        ]
+        if foreign:  # but for plain tensors, which torch.func.functional_call puts in their places
             raise UsageError(
                 f"{', '.join(foreign)}: not in the model when ZeroOptimizer was built (a module was added or "
                 "replaced), so nothing would update it: change the model before, or build the optimizer anew"
             )
+        self._registrations = registrations()
 
     def _after_root(self, module: nn.Module, args: Any, output: Any) -> Any:
         if in_backward():
@@ -276,8 +280,10 @@ class ModelWalk:
 
     def _record_forward(self) -> None:
         """Adopt rank 0's order of units; see order's [Note: one order]."""
-        lazy = [index for index, sets in self._announcers.items() if any(s <= self._called for s in sets)]
         gathering, broadcast = self.gathering, self._collectives.broadcast_list
+        lazy = sorted(gathering.lazy)
+        if not gathering.recorded:
+            lazy = [i for i, sets in self._announcers.items() if any(s <= self._called for s in sets)]
         order = broadcast(gathering.trace(lazy))
         gathering.adopt_order(order, broadcast(lazy), broadcast(gathering.used_anywhere()))
         if self._pass.plan is not None:
