@@ -56,7 +56,7 @@ class StepControl:
         return [
             storage.unit.parameters[position].name
             for storage in self._storages
-            for position in sorted(storage.stopped)
+            for position in sorted(self._gradients.skipped(storage))
         ]
 
     def _stopped_digest(self) -> int:

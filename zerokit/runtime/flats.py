@@ -7,10 +7,11 @@ gets a flat tensor of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -55,3 +56,45 @@ def _piece_of(value: Any, flat: Flat, start: int, stop: int) -> Any:
     if not isinstance(value, Tensor):
         return value
     return (value[start:stop] if value.shape == flat.tensor.shape else value).clone()
+
+
+def cut_flats(storage: FlatUnit, inner: Optimizer, pieces: Sequence[tuple[int, int, int]]) -> None:
+    """Have the flat tensors that `pieces` names by group, start and stop; masters and states are to be loaded.
+
+    They cover what the present ones cover.
+    """
+    if [(flat.group, flat.interval.start, flat.interval.stop) for flat in storage.flats] == list(pieces):
+        return
+    made: list[Flat] = []
+    for group, start, stop in pieces:
+        kept = storage.slice_of(Interval(start, stop))
+        master = kept.to(storage.flats[0].tensor.dtype) if storage.separate else kept
+        made.append(Flat(group, Interval(start, stop), nn.Parameter(master.detach())))
+    for number, entry in enumerate(inner.param_groups):
+        old = [flat.tensor for flat in storage.flats if flat.group == number]
+        if old:
+            params = entry["params"]
+            place = next(place for place, tensor in enumerate(params) if tensor is old[0])
+            params[place : place + len(old)] = [flat.tensor for flat in made if flat.group == number]
+    for flat in storage.flats:
+        inner.state.pop(flat.tensor, None)
+    storage.flats = made
+    storage.guard_flats()
+
+
+def level_momentum(inner: Optimizer) -> None:
+    """Let tensors that begin late in a group go together with the others: a fused kernel wants all buffers or none.
+
+    SGD's first step takes the gradient as its momentum, which zeros before it come to as well, without dampening.
+    """
+    for group in inner.param_groups:
+        active = [tensor for tensor in group["params"] if tensor.grad is not None]
+        have = [tensor for tensor in active if inner.state[tensor].get("momentum_buffer") is not None]
+        if not have or len(have) == len(active):
+            continue
+        if group.get("dampening"):
+            group["fused"] = False
+            continue
+        for tensor in active:
+            if inner.state[tensor].get("momentum_buffer") is None:
+                inner.state[tensor]["momentum_buffer"] = torch.zeros_like(tensor)

@@ -109,6 +109,10 @@ class Gathering:
         """Whether a module of `unit` is at work."""
         return self._active.get(unit.unit.index, 0) > 0
 
+    def active_units(self) -> list[FlatUnit]:
+        """Units with modules at work."""
+        return [self._units[index] for index, count in self._active.items() if count > 0]
+
     def activate(self, unit: FlatUnit) -> None:
         self._active[unit.unit.index] = self._active.get(unit.unit.index, 0) + 1
 

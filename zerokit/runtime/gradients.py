@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from zerokit.errors import ScheduleError
+from zerokit.errors import ScheduleError, UsageError
 from zerokit.formulas import pooled_buckets
 from zerokit.layout import Interval
 from zerokit.runtime.buckets import BucketPool, Phase, UnitGradients
@@ -63,6 +63,12 @@ class Gradients:
         self.accumulating = False
         self.spoiled = False
         """Whether a failed backward pass has left sums of earlier ones that nobody can separate from it."""
+        self.shown = False
+        """Whether whole gradients are shown to the user, who may change them."""
+        self._arrived: set[tuple[int, int]] = set()
+        """Parameters whose gradients this rank has received since the last `forget`."""
+        self._idle: set[tuple[int, int]] = set()
+        """Parameters that were frozen in a forward pass since then."""
         self._cleared: set[tuple[int, int]] = set()
         self._shared = {
             (index, position)
@@ -79,8 +85,11 @@ class Gradients:
 
     def accept(self, index: int, position: int, parameter: nn.Parameter) -> None:
         """Take `parameter.grad`, which has just become ready, and reduce every unit that this completes."""
+        if self.shown:
+            raise UsageError("backward() inside gathered_gradients(): leave the context first")
         unit = self.units[index]
         unit.storage.unguard()
+        self._arrived.add((index, position))
         gradient, parameter.grad = parameter.grad, None
         if gradient is None:
             return  # a hook of the user's has taken it
@@ -181,6 +190,8 @@ class Gradients:
         self._next = 0
         self.received = self.spoiled = False
         self._cleared.clear()
+        self._arrived.clear()
+        self._idle.clear()
 
     def clear(self, index: int, position: int) -> None:
         """Forget the gradient of one parameter; there are none, once all that this rank has a share of are cleared.
@@ -189,12 +200,24 @@ class Gradients:
         """
         self.units[index].clear(position)
         self._cleared.add((index, position))
+        self._arrived.discard((index, position))
         if self._cleared >= self._shared:
             self.received = False
 
     def holds(self, index: int, position: int) -> bool:
         """Whether there is a gradient of this parameter, as far as this rank knows."""
         return self.received and index in self.units and (index, position) not in self._cleared
+
+    def note_frozen(self, storage: FlatUnit) -> None:
+        """A forward pass begins in which the unit's frozen parameters get no gradient."""
+        self._idle.update((storage.unit.index, position) for position in storage.stopped)
+
+    def skipped(self, storage: FlatUnit) -> set[int]:
+        """Positions of parameters that have no gradient because they are, or were, frozen: they stay as they are."""
+        index = storage.unit.index
+        frozen = {(index, position) for position in storage.stopped}
+        frozen.update(one for one in self._idle if one[0] == index)
+        return {position for _, position in frozen - self._arrived}
 
     def complete_units(self) -> list[int]:
         """Units whose gradients have all arrived in this backward pass."""

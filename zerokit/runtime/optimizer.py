@@ -22,7 +22,7 @@ from zerokit.layout import Layout
 from zerokit.runtime.build import Build, build
 from zerokit.runtime.collectives import Counters
 from zerokit.runtime.control import StepControl
-from zerokit.runtime.flats import divide_flats
+from zerokit.runtime.flats import cut_flats, divide_flats, level_momentum
 from zerokit.runtime.gradients import Gradients
 from zerokit.runtime.measure import measure_memory, traffic_of
 from zerokit.runtime.modules import UnitRule
@@ -110,6 +110,7 @@ class ZeroOptimizer(Optimizer):
         self._last_counters = Counters()
         self._unscaled = False
         self._norm_is_finite: bool | None = None
+        self._divided = False
         self._control = StepControl(built.collectives, built.storages, built.gradients)
         self._optimizer_step_pre_hooks = self._inner._optimizer_step_pre_hooks
         self._optimizer_step_post_hooks = self._inner._optimizer_step_post_hooks
@@ -118,8 +119,11 @@ class ZeroOptimizer(Optimizer):
 
     # ---- the training loop
 
-    def backward(self, loss: Tensor) -> None:
-        """Differentiate `loss` (0-d), scaled in fp16; gradients are reduced while they arrive."""
+    def backward(self, loss: Tensor, *, retain_graph: bool | None = None, create_graph: bool = False) -> None:
+        """Differentiate `loss` (0-d), scaled in fp16; gradients are reduced while they arrive.
+
+        `retain_graph` and `create_graph` are those of `Tensor.backward`.
+        """
         if self._unscaled and self._gradients.received:
             raise UsageError(
                 "backward() after step() or clip_grad_norm_() without zero_grad(): these gradients are unscaled already"
@@ -127,7 +131,9 @@ class ZeroOptimizer(Optimizer):
         self._unscaled, self._norm_is_finite = False, None
         self._walk.scaling = True
         try:
-            (loss if self.scaler is None else loss * self.scaler.value).backward()
+            (loss if self.scaler is None else loss * self.scaler.value).backward(
+                retain_graph=retain_graph, create_graph=create_graph
+            )
         finally:
             self._walk.scaling = False
 
@@ -210,6 +216,10 @@ class ZeroOptimizer(Optimizer):
         return loss
 
     def _require_reduced(self, call: str) -> None:
+        if self._gradients.shown:
+            raise UsageError(
+                f"{call} inside gathered_gradients(): changes made there are taken over at its end, so leave it first"
+            )
         if self._gradients.accumulating:
             raise UsageError(
                 f"{call} inside accumulate() would see the gradients of this rank alone: leave the context first"
@@ -217,6 +227,8 @@ class ZeroOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, and whatever an unfinished backward pass left behind."""
+        if self._gradients.shown:
+            raise UsageError("zero_grad() inside gathered_gradients(): leave the context first")
         if self._walk.failed:
             self._walk.abandon()
         self._gradients.forget()
@@ -258,9 +270,10 @@ class ZeroOptimizer(Optimizer):
         self._walk.absorb_changes()
         self._collectives.settle()
         for storage in self._storages:
-            stopped = storage.stopped
+            stopped = self._gradients.skipped(storage)
             if stopped:
                 divide_flats(storage, self._inner, stopped.__contains__)
+                self._divided = True
             storage.unguard_flats()
             for flat in storage.flats:
                 if stopped and stopped.issuperset(storage.positions_in(flat)):
@@ -269,6 +282,8 @@ class ZeroOptimizer(Optimizer):
                 flat.tensor.grad = (
                     gradient if gradient.dtype == flat.tensor.dtype else gradient.to(flat.tensor.dtype)
                 )
+        if self._divided:
+            level_momentum(self._inner)
         self._inner.step()
         for storage in self._storages:
             for flat in storage.flats:
@@ -361,6 +376,10 @@ class ZeroOptimizer(Optimizer):
         return RankState(
             {
                 "inner": self._inner.state_dict(),
+                "flats": [
+                    [(flat.group, flat.interval.start, flat.interval.stop) for flat in storage.flats]
+                    for storage in self._storages
+                ],
                 "masters": [flat.tensor.detach() for storage in self._storages for flat in storage.flats],
                 "place": self._place(),
                 "loss_scale": None if self.scaler is None else (self.scaler.value, self.scaler.good_steps),
@@ -375,6 +394,8 @@ class ZeroOptimizer(Optimizer):
                 "rank's state_dict fits only the same place. "
                 "Use a zerokit checkpoint to change world size or stage"
             )
+        for storage, pieces in zip(self._storages, state_dict["flats"], strict=True):
+            cut_flats(storage, self._inner, pieces)
         self._inner.load_state_dict(state_dict["inner"])
         masters = iter(state_dict["masters"])
         with torch.no_grad():

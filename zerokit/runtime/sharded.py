@@ -61,7 +61,12 @@ class ShardedGathering(Gathering):
     # ---- outside the model's forward
 
     def gather_updated(self) -> None:
-        """Nothing: units are gathered when they are used."""
+        """Nothing: units are gathered when they are used. But inside `gathered()` all of them are shown."""
+        if self._open:
+            for unit in self._units:
+                unit.gather()
+                unit.complete()
+            self.settle()
 
     def make_current(self) -> None:
         """Nothing to be done: what is kept is current."""

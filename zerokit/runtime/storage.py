@@ -15,6 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -93,6 +94,8 @@ class FlatUnit:
         self._versions: list[int] = []
         self._aliases: list[weakref.ref[Tensor]] = []
         self._shown = True
+        self.renormed: frozenset[int] = frozenset()
+        """Positions of parameters that their module renormalises in forward."""
         self.stopped: set[int] = set()
         """Positions of trainable parameters that require no gradient any more: they are not updated."""
 
@@ -262,10 +265,13 @@ class FlatUnit:
     def free(self) -> None:
         """Stage 3: give the gathered unit's memory back; see [Note: freed weights]."""
         self.complete()
+        if not self.guarded:
+            self._take_replaced()
         if self._shown:
             versions = self._current_versions()
             if self._aliases or versions != self._versions:
-                self.read_in()  # the model's own forward has changed them (Embedding's max_norm)
+                self._require_renorm()
+                self.read_in()
             self._shown = False
             with torch._C.DisableTorchFunctionSubclass():
                 for parameter, placeholder in zip(self.parameters, self._placeholders, strict=True):
@@ -306,6 +312,7 @@ class FlatUnit:
     def guard(self) -> None:
         """Let the parameters answer for themselves; see the module `guard`."""
         if not self.guarded:
+            self._take_replaced()
             self.guarded = True
             for parameter, cls in zip(self.parameters, self._guarded, strict=True):
                 parameter.__class__ = cls
@@ -317,28 +324,64 @@ class FlatUnit:
             for parameter, cls in zip(self.parameters, self._plain, strict=True):
                 parameter.__class__ = cls
 
-    def check(self) -> None:
+    def _take_replaced(self) -> None:
+        """The model's forward may have given a parameter other memory (`weight.data = …`): take its values over."""
+        if not self._shown or [parameter.data_ptr() for parameter in self.parameters] == self._addresses:
+            return
+        self.check(replaced=True)
+        for parameter, view in zip(self.parameters, self._views, strict=True):
+            if parameter.data_ptr() != view.data_ptr():
+                view.copy_(parameter.detach())
+                parameter.data = view
+        if self.sharded:
+            self._refuse_change(self.unit.name)
+        self.read_in()
+
+    def _refuse_change(self, name: str) -> NoReturn:
+        raise UsageError(
+            f"the model's forward changes {name}: at stage 3 other ranks may be gathering it at that moment. Change it "
+            "after step(), inside `with optimizer.gathered():`, or train at stage 0, 1 or 2"
+        )
+
+    def _require_renorm(self) -> None:
+        """Only what comes to the same when it is done again may change weights in forward: Embedding's max_norm."""
+        versions = self._current_versions()
+        for position, layout in enumerate(self.unit.parameters):
+            if versions[position] != self._versions[position] and position not in self.renormed:
+                self._refuse_change(layout.name)
+
+    def note_requires_grad(self) -> None:
+        """Take note of what was frozen, or goes on, while nobody was watching."""
+        with torch._C.DisableTorchFunctionSubclass():
+            trained = [parameter.requires_grad for parameter in self.parameters]
+        if self.stopped or trained.count(self.unit.trainable) != len(trained):
+            for position, trainable in enumerate(trained):
+                self.set_trainable(position, trainable)
+
+    def check(self, *, replaced: bool = False) -> None:
         """Raise `UsageError` if someone re-pointed a parameter: updates would be lost without a word.
 
-        Guarded parameters refuse that at once; this finds what happened while they were not. Takes note of
-        parameters that have been frozen meanwhile.
+        Guarded parameters refuse that at once; this finds what happened while they were not. `replaced` allows
+        memory of the same form. Takes note of parameters that have been frozen meanwhile.
         """
         addresses = self._addresses if self._shown else [p.data_ptr() for p in self._placeholders]
         if [parameter.data_ptr() for parameter in self.parameters] != addresses:
             for parameter, layout, address in zip(
                 self.parameters, self.unit.parameters, addresses, strict=True
             ):
-                if parameter.data_ptr() != address:
+                fits = (tuple(parameter.shape), parameter.dtype, parameter.device) == (
+                    layout.shape,
+                    self.dtype,
+                    self.device,
+                )
+                if parameter.data_ptr() != address and not (replaced and fits):
                     raise UsageError(
                         f"parameter {layout.name} no longer lies in zerokit's storage (found {parameter.dtype} on "
                         f"{parameter.device}, expected {self.dtype} on {self.device}): calling .to(), .float(), "
                         ".half() or assigning .data after ZeroOptimizer was built cuts the parameter off from its "
                         "updates. Do it before, or choose precision="
                     )
-        trained = [parameter.requires_grad for parameter in self.parameters]
-        if self.stopped or trained.count(self.unit.trainable) != len(trained):
-            for position, trainable in enumerate(trained):
-                self.set_trainable(position, trainable)
+        self.note_requires_grad()
 
 
 def _set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:

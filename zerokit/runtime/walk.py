@@ -85,7 +85,7 @@ class ModelWalk:
         self._given: dict[nn.Module, set[tuple[object, int]]] = {}
         """Where the inputs of modules at work come from."""
         self._registrations = registrations()
-        self._known = {id(parameter) for storage in storages for parameter in storage.parameters}
+        self._known = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
         self._leaves: dict[tuple[int, int], Any] = {}
         """Autograd's accumulating node of each trainable parameter, where one has been asked for."""
         self._announcers = announcers(model, anatomy, [storage.unit for storage in storages])
@@ -94,6 +94,11 @@ class ModelWalk:
         self._install(model, anatomy)
         me: weakref.ref[Any] = weakref.ref(self)
         for storage in storages:
+            storage.renormed = frozenset(
+                position
+                for position, layout in enumerate(storage.unit.parameters)
+                if all(getattr(owner, "max_norm", None) is not None for owner in anatomy.owners[layout.name])
+            )
             storage.issue_tickets(me)
             storage.guard()
 
@@ -175,20 +180,24 @@ class ModelWalk:
         for storage in self._storages:
             if not storage.guarded:
                 storage.check()
+            if storage.stopped and torch.is_grad_enabled():
+                self._gradients.note_frozen(storage)
         return self._cast(module, args, kwargs)
 
     def _refuse_foreign(self, module: nn.Module) -> None:
+        """Raise `UsageError` where parameters have come, gone or changed their names since construction."""
         if self._registrations == registrations():
             return
+        # torch.func.functional_call puts plain tensors in the places of parameters.
+        named: Iterable[tuple[str, Any]] = module.named_parameters(remove_duplicate=False)
         foreign = [
-            name
-            for name, p in module.named_parameters()
-            if id(p) not in self._known and isinstance(p, nn.Parameter)
+            name for name, p in named if isinstance(p, nn.Parameter) and self._known.get(name) != id(p)
         ]
-        if foreign:  # but for plain tensors, which torch.func.functional_call puts in their places
+        if foreign:
             raise UsageError(
-                f"{', '.join(foreign)}: not in the model when ZeroOptimizer was built (a module was added or "
-                "replaced), so nothing would update it: change the model before, or build the optimizer anew"
+                f"{', '.join(foreign)}: not in the model when ZeroOptimizer was built (a module or parameter was "
+                "added, replaced, renamed or tied), so nothing would update or save it rightly: change the model "
+                "before, or build the optimizer anew"
             )
         self._registrations = registrations()
 
@@ -241,6 +250,14 @@ class ModelWalk:
         return self._cast(module, args, kwargs)
 
     def _enter(self, units: list[FlatUnit], module: nn.Module, args: Any, kwargs: Any) -> None:
+        kept = self.gathering.kept
+        around = [unit for unit in self.gathering.active_units() if unit.unit.index not in kept]
+        inner = [unit for unit in units if unit.unit.index not in kept]
+        if around and inner and self._sharded:
+            # Backward will come to the units around both before and after this one.
+            for unit in (*around, *inner):
+                self.gathering.pin(unit)
+                self._elsewhere.add(unit.unit.index)
         with outside_transforms():
             for unit in units:
                 if self._in_forward:
@@ -301,7 +318,7 @@ class ModelWalk:
 
     def _on_output_gradient(self, units: list[FlatUnit], current: ForwardPass, gradient: Tensor) -> None:
         self._begin_backward(current)
-        if current is not self._aside:
+        if current is not self._aside and not torch._C._autograd._get_current_graph_task_keep_graph():
             current.consumed |= self._accumulates
         if not self._sharded:
             return
@@ -423,6 +440,8 @@ class ModelWalk:
                 "a backward pass failed after others had brought gradients, which are mixed with its own now: call "
                 "zero_grad(), then run all micro-batches of this step again"
             )
+        for storage in self._storages:
+            storage.note_requires_grad()
         if self._unanswered or self._gradients.pending or not self._gradients.summed:
             self._accumulates, self._keeps_graph = True, False
             self._start_backward(self._open_passes[-1] if self._open_passes else None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -52,9 +51,11 @@ def gathered_gradients(gradients: Gradients, collectives: Collectives) -> Iterat
         return
     shown = [(unit, _show(unit, collectives)) for unit in gradients.units.values()]
     collectives.settle()
+    gradients.shown = True
     try:
         yield
     finally:
+        gradients.shown = False
         for unit, before in shown:
             _take_back(unit, before)
 
@@ -103,37 +104,36 @@ def install_model_methods(
     """
     _install_state_dict(model, storages, gathering)
 
-    def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
-        type(self).zero_grad(self, set_to_none)
-        clear_gradients = clear()
+    me = weakref.ref(model)  # methods of the model's own would keep it alive
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        living, clear_gradients = me(), clear()
+        if living is not None:
+            type(living).zero_grad(living, set_to_none)
         if clear_gradients is not None:
             clear_gradients()
 
-    def apply(self: nn.Module, function: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:
+    def apply(function: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module | None:
         _require_harmless(function, storages)
-        with _unguarded(storages):
-            moved: nn.Module = type(self)._apply(self, function, *args, **kwargs)
-            return moved
+        living = me()
+        if living is not None:
+            with _unguarded(storages):
+                type(living)._apply(living, function, *args, **kwargs)
+        return living
 
-    model.__dict__["zero_grad"] = types.MethodType(zero_grad, model)
-    model.__dict__["_apply"] = types.MethodType(apply, model)
+    model.__dict__["zero_grad"] = zero_grad
+    model.__dict__["_apply"] = apply
     model.__dict__["__deepcopy__"] = _refuse_deepcopy
     model.__dict__["__reduce_ex__"] = _refuse_pickling
 
 
 def _install_state_dict(model: nn.Module, storages: Sequence[FlatUnit], gathering: Gathering) -> None:
-    aliases = {
-        id(parameter): [layout.name, *layout.aliases]
-        for storage in storages
-        for parameter, layout in zip(storage.parameters, storage.unit.parameters, strict=True)
-    }
-
-    def copy_whole(storage: FlatUnit, state: dict[str, Any], prefix: str) -> None:
+    def copy_whole(module: nn.Module, storage: FlatUnit, state: dict[str, Any], prefix: str) -> None:
+        mine = {id(parameter) for parameter in storage.parameters}
         with torch._C.DisableTorchFunctionSubclass():
-            for parameter in storage.parameters:
-                for name in aliases[id(parameter)]:
-                    if prefix + name in state:
-                        state[prefix + name] = parameter.detach().clone()
+            for name, parameter in module.named_parameters(remove_duplicate=False):
+                if id(parameter) in mine and prefix + name in state:
+                    state[prefix + name] = parameter.detach().clone()
 
     def before_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         gathering.free_all()
@@ -143,11 +143,11 @@ def _install_state_dict(model: nn.Module, storages: Sequence[FlatUnit], gatherin
     def after_save(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         for storage in storages:
             if storage.sharded and gathering.is_open:
-                copy_whole(storage, state, prefix)
+                copy_whole(module, storage, state, prefix)
             elif storage.sharded:
                 storage.gather()
                 storage.ready()
-                copy_whole(storage, state, prefix)
+                copy_whole(module, storage, state, prefix)
                 storage.free()
             storage.guard()
         gathering.settle()

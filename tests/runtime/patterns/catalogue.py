@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.runtime.patterns import (
     autograd,
+    changes,
     functional,
     gradients,
     half,
@@ -23,6 +24,7 @@ from tests.runtime.patterns.harness import PATTERNS
 _MODULES = (
     loops,
     weights,
+    changes,
     gradients,
     passing,
     structure,
