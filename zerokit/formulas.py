@@ -9,12 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
 
-from zerokit.layout import Interval, Layout, pooled_units
-
-
-def pooled_buckets(stage: int) -> int:
-    """Gradient buckets that small units share: one is filled while others, at stage 3 one other, are on their way."""
-    return {2: 3, 3: 2}.get(stage, 0)
+from zerokit.layout import Layout, pooled_units
+from zerokit.stages import Stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +87,8 @@ class ElementBytes:
     """Bytes an element of each kind of state.
 
     `master` is 0 where the parameters' own storage serves as master; `states` counts all element states of the
-    optimizer together (8 for Adam in fp32), `scalars` bytes of other state for each flat parameter.
+    optimizer together (8 for Adam in fp32), `scalars` bytes of other state for each flat parameter. `wire` is that of
+    gradients on their way to be summed, None where it is `reduce`.
     """
 
     compute: int
@@ -99,6 +96,7 @@ class ElementBytes:
     master: int
     states: int
     scalars: int = 0
+    wire: int | None = None
 
 
 _DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2}
@@ -121,6 +119,7 @@ def predict_memory(
         sizes: bytes an element.
         buffers: bytes of the model's buffers, which every rank holds whole.
     """
+    divided = Stage.of(stage)
     lines = dict.fromkeys((field.name for field in fields(MemoryReport)), 0)
 
     def hold(line: str, payload: int, numel: int, element_bytes: int) -> None:
@@ -128,20 +127,19 @@ def predict_memory(
         lines["padding"] += (numel - payload) * element_bytes
 
     for unit in layout.units:
-        everything, own = Interval(0, unit.numel), unit.shard(rank)
-        kept = own if stage == 3 else everything
+        kept = divided.kept_parameters(unit, rank)
         if not unit.trainable:
             size = stored_bytes(unit.parameters[0].dtype, sizes.compute)
             hold("frozen", unit.payload_within(kept), kept.numel, size)
             continue
         hold("parameters", unit.payload_within(kept), kept.numel, sizes.compute)
-        summed = everything if stage < 2 else own
+        summed = divided.kept_gradients(unit, rank)
         hold("gradients", unit.payload_within(summed), summed.numel, sizes.reduce)
-        for _, stretch in unit.groups_within(everything if stage == 0 else own):
+        for _, stretch in unit.groups_within(divided.updated(unit, rank)):
             hold("optimizer", unit.payload_within(stretch), stretch.numel, sizes.master + sizes.states)
             lines["scalars"] += sizes.scalars
     pooled = pooled_units(layout)
-    lines["buckets"] = min(pooled_buckets(stage), len(pooled)) * max(pooled, default=0) * sizes.reduce
+    lines["buckets"] = min(divided.pooled_buckets, len(pooled)) * max(pooled, default=0) * sizes.reduce
     lines["buffers"] = buffers
     return MemoryReport(**lines)
 
@@ -160,20 +158,20 @@ def predict_traffic(
 
     At stage 3 units of the rest, and the one that backward begins with, stay gathered between forward and backward
     and are subtracted. `order` is the forward order of units where some are called more than once; `kept` are the
-    units that stay gathered, by default the rest.
+    units that stay gathered, by default the rest. Stage 0 gathers sums, which have the dtype of reduction on any wire.
     `micro_batches` is the number of forward and backward passes, `reductions` of those that reduce gradients.
     """
     others = layout.world - 1
     trainable = [unit for unit in layout.units if unit.trainable]
     psi = layout.trainable_numel
-    operations = {
-        "reduce_scatter": _times(len(trainable) * reductions, others * psi * reductions, sizes.reduce)
-    }
-    if stage == 0:
+    wire = sizes.reduce if sizes.wire is None else sizes.wire
+    operations = {"reduce_scatter": _times(len(trainable) * reductions, others * psi * reductions, wire)}
+    divided = Stage.of(stage)
+    if divided.gathers_gradients:
         operations["all_gather"] = _times(
             len(trainable) * reductions, others * psi * reductions, sizes.reduce
         )
-    elif stage < 3:
+    elif divided.gathers_updates:
         operations["all_gather"] = _times(len(trainable), others * psi, sizes.compute)
     else:
         forward = list(order) if order is not None else [unit.index for unit in layout.units]

@@ -20,6 +20,7 @@ from zerokit.checkpoint.load import load
 from zerokit.checkpoint.reader import Checkpoint
 from zerokit.checkpoint.reshard import reshard
 from zerokit.checkpoint.save import save
+from zerokit.runtime.update import write_back
 
 STAGES = (0, 1, 2, 3)
 SMALL, LARGE = 1e-6, 64.0
@@ -86,7 +87,7 @@ def _started_from(name: str, run: Run, directory: str, first: int = 3) -> tuple[
                     assert len(set(rows.tolist())) == 1
                     state[kind] = rows[0].clone()
                 optimizer.state[flat.tensor] = state
-            storage.write_back()
+            write_back([storage])
         for buffer_name, buffer in model.named_buffers():
             dtype, shape, data = checkpoint.common_tensor(f"buffers/{buffer_name}")
             buffer.copy_(torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype)).reshape(shape))

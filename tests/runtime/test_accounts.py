@@ -25,7 +25,8 @@ from tests.support.training import (
     require_memory_route,
     wrap,
 )
-from zerokit.runtime.neighbours import SWITCH, Neighbours
+from zerokit.runtime.collectives.foreign import ForeignMemory
+from zerokit.runtime.collectives.neighbours import SWITCH
 
 STAGES = (0, 1, 2, 3)
 MIDDLE = 0.004
@@ -251,16 +252,16 @@ def test_traffic_of_micro_batches(micro: int) -> None:
 
 def _count_reads(total: list[int]) -> None:
     """Add to `total[0]` what this process reads from others from now on."""
-    original = Neighbours.read
+    original = ForeignMemory.read
 
-    def read(self: Neighbours, peer: int, address: int, into: Tensor) -> None:
-        original(self, peer, address, into)
+    def read(self: ForeignMemory, peer: int, number: int, into: Tensor) -> None:
+        original(self, peer, number, into)
         total[0] += into.numel() * into.element_size()
 
-    Neighbours.read = read  # type: ignore[method-assign]
+    ForeignMemory.read = read  # type: ignore[method-assign]
 
 
-def _really_received(stage: int, steps: int, sockets: bool) -> tuple[int, int]:
+def _really_received(stage: int, steps: int, sockets: bool, precision: Any = "fp32") -> tuple[int, int]:
     """(bytes that this rank's sockets, or its reads of others' memory, brought in `steps` steps, and the reports' claim
     for all ranks)."""
     read = [0]
@@ -268,7 +269,7 @@ def _really_received(stage: int, steps: int, sockets: bool) -> tuple[int, int]:
         os.environ[SWITCH] = "0"
     else:
         _count_reads(read)
-    case, run = CASES["mlp_784_256_10"], Run(stage=stage)
+    case, run = CASES["mlp_784_256_10"], Run(stage=stage, precision=precision)
     model = build_seeded(case, 0)
     optimizer = wrap(model, case, run)
     claimed = 0
@@ -292,7 +293,21 @@ def _really_received(stage: int, steps: int, sockets: bool) -> tuple[int, int]:
 def test_ranks_received_what_traffic_says(world: int, stage: int, sockets: bool) -> None:
     if not sockets:
         require_memory_route()
-    ranks = run_ranks(world, _really_received, stage, 4, sockets)
+    _require_what_traffic_says(run_ranks(world, _really_received, stage, 4, sockets))
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("sockets", [True, False], ids=["sockets", "memory"])
+def test_ranks_received_half_the_bytes_of_gradients_on_a_bf16_wire(stage: int, sockets: bool) -> None:
+    if not sockets:
+        require_memory_route()
+    wire = zerokit.Precision(wire=torch.bfloat16)
+    ranks = run_ranks(2, _really_received, stage, 4, sockets, wire)
+    _require_what_traffic_says(ranks)
+    assert ranks[0][1] == 4 * (2 + 4) * count(CASES["mlp_784_256_10"].build())
+
+
+def _require_what_traffic_says(ranks: list[tuple[int, int]]) -> None:
     received, claimed = sum(found for found, _ in ranks), ranks[0][1]
     assert claimed <= received, "traffic() claims more than arrived"
     assert received <= 1.02 * claimed + 65536, f"{received} bytes arrived, traffic() says {claimed}"

@@ -202,7 +202,7 @@ def test_parameters_outlive_their_optimizer(stage: int) -> None:
 def test_freed_memory_reads_as_nan_and_the_shard_stays(dtype: torch.dtype, rank: int) -> None:
     shard = 5 * mmap.PAGESIZE // dtype.itemsize
     own = Interval(rank * shard, (rank + 1) * shard)
-    memory = unit_memory(3 * shard, own, dtype, torch.device("cpu"), sharded=True)
+    memory = unit_memory(3 * shard, own, dtype, torch.device("cpu"), comes_and_goes=True)
     memory.whole.fill_(2.0)
     kept = memory.whole.detach()
     for _ in range(3):

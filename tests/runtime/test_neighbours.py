@@ -1,4 +1,7 @@
-"""Reading other ranks' memory: the same bits as through sockets, an error where a rank ended, never a wrong byte."""
+"""Reading what other ranks offer: the same bits as through sockets, an error where a rank ended, never a wrong byte.
+
+Both ways are tested: out of the other processes' memory, and out of windows that the ranks share.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +29,26 @@ from tests.support.training import (
     train_all,
     wrap,
 )
-from zerokit.runtime import backends
-from zerokit.runtime.backends import GlooCollectives, HostCollectives, make_collectives
-from zerokit.runtime.collectives import Collectives
-from zerokit.runtime.neighbours import SWITCH, meet
+from zerokit.runtime.collectives import Collectives, host, make_collectives
+from zerokit.runtime.collectives.gloo import GlooCollectives
+from zerokit.runtime.collectives.host import HostCollectives
+from zerokit.runtime.collectives.neighbours import SWITCH, meet
+from zerokit.runtime.collectives.windows import Windows
+
+WAYS = {"memory": "1", "shared memory": "shared"}
+"""What the switch says for each."""
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest) -> str:
+    """Both, one after the other; ranks are told by `choose`."""
+    name: str = request.param
+    return name
+
+
+def choose(way: str) -> None:
+    """On a rank, before its collectives are made."""
+    os.environ[SWITCH] = WAYS[way]
 
 
 @pytest.fixture(autouse=True)
@@ -43,62 +62,75 @@ def _collectives(units: int = 1) -> Collectives:
     return make_collectives(group, torch.device("cpu"), None, units=units)
 
 
-def _kind_where(switched_off: set[int]) -> str:
-    if dist.get_rank() in switched_off:
-        os.environ[SWITCH] = "0"
-    return type(_collectives()).__name__
+def _route_where(switched: dict[int, str]) -> tuple[str, str]:
+    os.environ[SWITCH] = switched.get(dist.get_rank(), "1")
+    collectives = _collectives()
+    return type(collectives).__name__, collectives.route
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_all_ranks_read_each_other_or_none_does(world: int) -> None:
-    assert set(run_ranks(world, _kind_where, set())) == {HostCollectives.__name__}
-    for off in range(world):
-        assert set(run_ranks(world, _kind_where, {off})) == {GlooCollectives.__name__}
+    host, gloo = HostCollectives.__name__, GlooCollectives.__name__
+    assert set(run_ranks(world, _route_where, {})) == {(host, "memory")}
+    for one in range(world):
+        assert set(run_ranks(world, _route_where, {one: "0"})) == {(gloo, "sockets")}
+        assert set(run_ranks(world, _route_where, {one: "shared"})) == {(host, "shared memory")}
 
 
-def _meet_a_stranger() -> bool:
+def test_the_switch_knows_three_values() -> None:
+    for outcome in run_ranks_expecting_errors(2, _route_where, {0: "2", 1: "2"}):
+        assert outcome.raised("UsageError"), outcome.describe()
+        assert "ZEROKIT_CMA='2': 0 stands for sockets" in outcome.error
+
+
+def _meet_a_stranger() -> str:
     """Rank 1 gives a process number under which others find somebody else, as in a container of its own."""
     group = dist.group.WORLD
     assert group is not None
     if dist.get_rank() == 1:
         pid = os.getppid()
         os.getpid = lambda: pid
-    return meet(group, 1) is None
+    found = meet(group, 1)
+    assert found is not None
+    return found.route
 
 
 def test_a_process_with_another_name_is_not_read() -> None:
-    assert run_ranks(2, _meet_a_stranger) == [True, True]
+    assert run_ranks(2, _meet_a_stranger) == ["shared memory"] * 2
 
 
-def _by_both_routes(name: str, runs: dict[str, Run]) -> list[dict[str, Trajectory]]:
-    found = [train_all(name, runs)]
-    os.environ[SWITCH] = "0"
-    return [*found, train_all(name, runs)]
+def _by_every_route(name: str, runs: dict[str, Run]) -> list[dict[str, Trajectory]]:
+    found = []
+    for switch in (*WAYS.values(), "0"):
+        os.environ[SWITCH] = switch
+        found.append(train_all(name, runs))
+    return found
 
 
 @pytest.mark.parametrize(
     ("name", "world"), [("gpt", 2), ("gpt", 3), ("tiny_parameters", 4), ("bert", 3), ("lora", 2)]
 )
-def test_both_routes_give_the_same_bits(name: str, world: int) -> None:
+def test_every_route_gives_the_same_bits(name: str, world: int) -> None:
     runs = {
         f"stage {stage}, {precision}": Run(
             stage=stage, precision=precision, bucket_mb=SMALL, micro=2, clip=0.5, steps=3
         )
         for stage, precision in ((0, "fp32"), (1, "bf16"), (2, "fp16"), (3, "fp32"))
     }
-    for memory, sockets in run_ranks(world, _by_both_routes, name, runs):
+    for memory, shared, sockets in run_ranks(world, _by_every_route, name, runs):
         for label in runs:
-            assert memory[label].bits() == sockets[label].bits(), label
+            assert memory[label].bits() == shared[label].bits() == sockets[label].bits(), label
 
 
-def _sums(numels: list[int], dtype: torch.dtype) -> None:
+def _sums(way: str, numels: list[int], dtype: torch.dtype) -> None:
     """Every way of `reduce_scatter`, with pieces around the size of a chunk, against sums by hand."""
-    backends._CHUNK_BYTES = 256
+    choose(way)
+    host._CHUNK_BYTES = 256
     collectives, rank, world = _collectives(len(numels)), dist.get_rank(), dist.get_world_size()
     assert isinstance(collectives, HostCollectives)
     for unit, numel in enumerate(numels):
         everyone = [_numbers(unit, peer, numel * world).to(dtype) for peer in range(world)]
-        payload = [numel] * world
+        payload = numel * world
         expected = everyone[0]
         for other in everyone[1:]:
             expected = expected + other
@@ -117,7 +149,7 @@ def _sums(numels: list[int], dtype: torch.dtype) -> None:
         whole.view(world, -1)[rank] = everyone[0].view(world, -1)[rank]
         collectives.all_gather(whole, unit, payload).wait()
         assert torch.equal(whole, everyone[0])
-        collectives.settle()
+        collectives.wait_for_readers()
 
 
 def _numbers(unit: int, who: int, numel: int) -> Tensor:
@@ -126,16 +158,17 @@ def _numbers(unit: int, who: int, numel: int) -> Tensor:
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_sums_and_gathers_of_any_size(world: int, dtype: torch.dtype) -> None:
-    run_ranks(world, _sums, [1, 63, 64, 65, 127, 128, 129, 1000], dtype)
+def test_sums_and_gathers_of_any_size(way: str, world: int, dtype: torch.dtype) -> None:
+    run_ranks(world, _sums, way, [1, 63, 64, 65, 127, 128, 129, 1000], dtype)
 
 
 def _dawdle(generator: torch.Generator, *_: object) -> None:
     time.sleep(0.004 * float(torch.rand((), generator=generator) ** 4))
 
 
-def _at_different_paces(stage: int) -> list[list[str]]:
+def _at_different_paces(way: str, stage: int) -> list[list[str]]:
     """Each rank dawdles in other places: what a rank has changed must never be what a slow one reads."""
+    choose(way)
     case, run = CASES["gpt"], Run(stage=stage, bucket_mb=SMALL)
     found = []
     for slow in (False, True):
@@ -153,13 +186,14 @@ def _at_different_paces(stage: int) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_slow_ranks_read_what_quick_ones_offered(stage: int) -> None:
-    for quick, slow in run_ranks(3, _at_different_paces, stage):
+def test_slow_ranks_read_what_quick_ones_offered(way: str, stage: int) -> None:
+    for quick, slow in run_ranks(3, _at_different_paces, way, stage):
         assert quick == slow
 
 
-def _one_leaves_first(stage: int) -> float:
+def _one_leaves_first(way: str, stage: int) -> float:
     """Rank 0 drops everything after its last forward, while rank 1 has hardly begun its own."""
+    choose(way)
     case, run = CASES["gpt"], Run(stage=stage)
     model = build_seeded(case, 0)
     optimizer = wrap(model, case, run)
@@ -176,40 +210,42 @@ def _one_leaves_first(stage: int) -> float:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_rank_that_leaves_has_been_read(stage: int) -> None:
-    first, second = run_ranks(2, _one_leaves_first, stage)
+def test_a_rank_that_leaves_has_been_read(way: str, stage: int) -> None:
+    first, second = run_ranks(2, _one_leaves_first, way, stage)
     assert first == second
 
 
-def _dies(how: str) -> None:
+def _dies(way: str, how: str) -> None:
+    choose(way)
     collectives = _collectives()
     whole = torch.zeros(4)
-    collectives.all_gather(whole, 0, [2, 2]).wait()
-    collectives.settle()
+    collectives.all_gather(whole, 0, 4).wait()
+    collectives.wait_for_readers()
     if dist.get_rank() == 1:
         if how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(4.0)
         return
-    collectives.all_gather(whole, 0, [2, 2]).wait()
+    collectives.all_gather(whole, 0, 4).wait()
 
 
-def test_a_rank_that_ends_is_named_at_once() -> None:
-    waiting, _ = run_ranks_expecting_errors(2, _dies, "killed", timeout=30.0)
+def test_a_rank_that_ends_is_named_at_once(way: str) -> None:
+    waiting, _ = run_ranks_expecting_errors(2, _dies, way, "killed", timeout=30.0)
     assert waiting.raised("ScheduleError"), waiting.describe()
     assert "rank 1 (process" in waiting.error
     assert waiting.seconds < 10.0
 
 
-def test_a_rank_that_does_not_come_ends_in_a_time_out() -> None:
-    waiting, _ = run_ranks_expecting_errors(2, _dies, "stays away", timeout=2.0)
+def test_a_rank_that_does_not_come_ends_in_a_time_out(way: str) -> None:
+    waiting, _ = run_ranks_expecting_errors(2, _dies, way, "stays away", timeout=2.0)
     assert waiting.raised("ScheduleError"), waiting.describe()
     assert "all-gather of unit 0" in waiting.error
     assert "timed out after 2 s" in waiting.error
 
 
-def _unread(stage: int) -> dict[str, Any]:
-    """What is left on the board's books after a step."""
+def _unread(way: str, stage: int) -> dict[str, Any]:
+    """What is left on the books, and in the window, after a backward pass."""
+    choose(way)
     case, run = CASES["unit_unused_on_rank_1"], Run(stage=stage)
     model = build_seeded(case, 0)
     optimizer = wrap(model, case, run)
@@ -217,10 +253,18 @@ def _unread(stage: int) -> dict[str, Any]:
         one_step(model, optimizer, case, run, step, Trajectory())
     collectives = optimizer.parts.collectives
     assert isinstance(collectives, HostCollectives)
-    return {"unread": len(collectives._unread), "offered": len(collectives._offered)}
+    access = collectives._neighbours._access
+    with torch.no_grad():
+        case.loss(model, case.batch(0, 1, dist.get_rank()))  # stages 1 and 2 gather after the step
+    return {
+        "unread": len(collectives._unread),
+        "offered": len(collectives._offered),
+        "window": access.held_bytes if isinstance(access, Windows) else 0,
+        "lent": sum(map(len, collectives._neighbours._lent.values())),
+    }
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_step_leaves_nothing_unread(stage: int) -> None:
-    for found in run_ranks(2, _unread, stage):
-        assert found == {"unread": 0, "offered": 0}
+def test_a_step_leaves_nothing_unread(way: str, stage: int) -> None:
+    for found in run_ranks(2, _unread, way, stage):
+        assert found == {"unread": 0, "offered": 0, "window": 0, "lent": 0}

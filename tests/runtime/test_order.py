@@ -94,15 +94,26 @@ def test_ranks_that_use_different_units_issue_the_same(gathers: list[int], data:
     assert interleave(found, data.draw(places)) == interleave(found, data.draw(places))
 
 
-@given(st.lists(st.integers(0, 5), max_size=10), st.integers(0, 5), st.integers(0, 5))
-def test_a_unit_is_over_once_all_its_uses_lie_behind(uses: list[int], unit: int, entered: int) -> None:
+@given(st.lists(st.integers(0, 5), max_size=10), st.integers(0, 5), st.data())
+def test_a_unit_is_over_once_all_its_uses_lie_behind(uses: list[int], unit: int, data: st.DataObject) -> None:
     current = ForwardPass()
     for used in uses:
         current.use(used)
-    if unit not in uses:
-        assert not current.used(unit)
-        assert current.over(unit, [entered])
-        return
-    # Backward meets the last use of `entered` first: later uses, and only those, have been differentiated.
-    behind = entered in uses and unit not in uses[: len(uses) - uses[::-1].index(entered)]
-    assert current.over(unit, [entered]) == behind
+    assert current.uses == len(uses)
+    # Backward meets an output made after so many uses: later uses, and only those, have been differentiated.
+    behind = data.draw(st.integers(0, len(uses)))
+    assert current.used(unit) == (unit in uses)
+    assert current.over(unit, behind) == (unit not in uses[:behind])
+    assert current.over(unit, None) == (unit not in uses)
+
+
+@given(UNITS, st.integers(0, 9))
+def test_what_is_issued_ahead_ends_before_a_unit_in_use(units: list[int], cursor: int) -> None:
+    order = Order(units)
+    order.cursor = min(cursor, len(units) - 1)
+    needed = list(order.issue(order.cursor + 1))
+    assert needed == list(range(order.cursor + 1))
+    for place in order.issue(len(units), ahead=True):
+        assert units[place] not in units[order.cursor : place]
+    if order.issued < len(units):
+        assert units[order.issued] in units[order.cursor : order.issued]

@@ -216,6 +216,8 @@ def _server_environment() -> dict[str, str]:
     # The server does not see the parent's sys.path before Python 3.12, and a preload that fails is silent.
     before = os.environ.get("PYTHONPATH")
     changes = {"PYTHONPATH": os.pathsep.join([str(ROOT), *([before] if before else [])])}
+    # Asking the CUDA runtime whether there is a GPU would start it in the server: no rank could use it then.
+    changes["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     if "lo" in {name for _, name in socket.if_nameindex()}:
         changes["GLOO_SOCKET_IFNAME"] = "lo"  # a host name that does not resolve is no reason to fail
     return changes

@@ -91,10 +91,11 @@ def clip(gradients: list[Tensor | None], run: Run, trajectory: Trajectory) -> No
                 gradient.mul_(run.clip / (norm + 1e-6))
 
 
-def train_alone(name: str, run: Run, world: int) -> list[Trajectory]:
+def train_alone(name: str, run: Run, world: int, wire: torch.dtype | None = None) -> list[Trajectory]:
     """One process in the place of `world` ranks; the trajectories of all of them.
 
-    Buffers start equal on all ranks and are each rank's own from then on.
+    With a `wire` each rank's share of a gradient is rounded to that dtype before it is added. Buffers start equal on
+    all ranks and are each rank's own from then on.
     """
     case = CASES[name]
     model = build_seeded(case, 0)
@@ -117,6 +118,8 @@ def train_alone(name: str, run: Run, world: int) -> list[Trajectory]:
             for index, parameter in enumerate(optimizer.parameters):
                 if parameter.grad is not None:
                     share = parameter.grad.float() * (1.0 / world)
+                    if wire is not None:
+                        share = share.to(wire).float()
                     before = total[index]
                     total[index] = share if before is None else before + share
                 parameter.grad = None

@@ -70,7 +70,7 @@ def digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
         # A copy: a storage that NumPy shares can never be resized again, which stage 3 needs.
         flat = tensor.detach().clone(memory_format=torch.contiguous_format).flatten()
         total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        total.update(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
+        total.update(flat.view(torch.uint8).cpu().numpy().tobytes() if flat.numel() else b"")
     return total.hexdigest()
 
 

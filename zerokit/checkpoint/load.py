@@ -25,9 +25,10 @@ from zerokit.checkpoint.state import MASTER, PARAM, flats, host_bytes, members, 
 from zerokit.checkpoint.together import Together
 from zerokit.errors import CheckpointError
 from zerokit.runtime import ZeroOptimizer
-from zerokit.runtime.build import Build
+from zerokit.runtime.build import Parts
 from zerokit.runtime.flats import divide_flats
 from zerokit.runtime.storage import Flat, FlatUnit
+from zerokit.runtime.update import write_back
 
 _BATCH_BYTES = 64 << 20
 """A vectored read goes on to its neighbours up to this size: what must be converted is staged in memory."""
@@ -93,13 +94,12 @@ def load(path: str | os.PathLike[str], optimizer: ZeroOptimizer, *, strict: bool
         more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
         raise CheckpointError(f"{checkpoint.path}: {'; '.join(faults[:3])}{more}")
     together.each(lambda: _apply(checkpoint, optimizer, match, extra, strict=strict))
+    write_back(parts.storages)
     for storage in parts.storages:
-        storage.write_back()
-        if not storage.unit.trainable and not storage.sharded:
+        if not storage.unit.trainable and not storage.stage.divides_parameters:
             storage.gather()
             storage.complete()
-    if optimizer.stage in (1, 2):
-        parts.gathering.gather_updated()
+    parts.gathering.gather_updated()
     _restore_generators(checkpoint, optimizer, extra, together)
     optimizer.refusal = ""
     if match.left_out and together.rank == 0:
@@ -117,7 +117,7 @@ def _extra(checkpoint: Checkpoint) -> dict[str, Any]:
     return plain | {key: decode(plain[key], tensors) for key in ("user", "groups", "values")}
 
 
-def _wants(checkpoint: Checkpoint, parts: Build, match: Match, rank: int) -> Iterator[Want]:
+def _wants(checkpoint: Checkpoint, parts: Parts, match: Match, rank: int) -> Iterator[Want]:
     """What this rank needs; the optimizer's states are made on the way."""
     manifest = checkpoint.manifest
     streams: dict[tuple[str, int], int] = {
@@ -170,7 +170,7 @@ def _wants(checkpoint: Checkpoint, parts: Build, match: Match, rank: int) -> Ite
                     )
 
 
-def _read_all(checkpoint: Checkpoint, parts: Build, match: Match, rank: int) -> dict[PieceKey, Piece]:
+def _read_all(checkpoint: Checkpoint, parts: Parts, match: Match, rank: int) -> dict[PieceKey, Piece]:
     """Read what this rank needs into its places, file by file; returns the checksums of the pieces."""
     layout = checkpoint.manifest.layout
     reads: dict[int, list[Read]] = {}
@@ -306,7 +306,7 @@ def _apply_shared(shared: _Shared, optimizer: ZeroOptimizer, storage: FlatUnit, 
         inner.state[flat.tensor] = state
 
 
-def _apply_buffers(checkpoint: Checkpoint, parts: Build, match: Match, *, strict: bool) -> None:
+def _apply_buffers(checkpoint: Checkpoint, parts: Parts, match: Match, *, strict: bool) -> None:
     saved = [name for name in checkpoint.common_names if name.startswith("buffers/")]
     live = {whole.name for whole in buffers(parts.model)}
     strange = sorted(live.symmetric_difference(saved))

@@ -8,7 +8,7 @@ from zerokit.checkpoint.manifest import Manifest
 from zerokit.checkpoint.state import MASTER, PARAM
 from zerokit.errors import CheckpointError, UnsupportedOptimizer
 from zerokit.layout import Layout, Parameter
-from zerokit.runtime.build import Build
+from zerokit.runtime.build import Parts
 from zerokit.runtime.probe import probe
 
 _NAMED = 5
@@ -27,7 +27,7 @@ class Match:
     """What does not fit and stays as it is, with `strict=False`."""
 
 
-def match_state(manifest: Manifest, parts: Build, *, strict: bool) -> Match:
+def match_state(manifest: Manifest, parts: Parts, *, strict: bool) -> Match:
     """Find each live parameter and group in the checkpoint.
 
     Raises `CheckpointError` for anything that is on one side only or of another shape or kind, if `strict`.
@@ -40,7 +40,7 @@ def match_state(manifest: Manifest, parts: Build, *, strict: bool) -> Match:
         raise CheckpointError(
             "the checkpoint does not fit: "
             + "; ".join(faults)
-            + ". Build the model and the optimizer that were saved, or "
+            + ". Parts the model and the optimizer that were saved, or "
             "take what fits with strict=False"
         )
     match.left_out += faults
@@ -93,7 +93,7 @@ def _match_groups(source: Layout, live: Layout, match: Match) -> list[str]:
     ]
 
 
-def _compare_streams(manifest: Manifest, parts: Build, match: Match) -> list[str]:
+def _compare_streams(manifest: Manifest, parts: Parts, match: Match) -> list[str]:
     """What the optimizer keeps beside the master, compared with what was saved, once it had stepped at all."""
     saved: dict[int, set[str]] = {}
     for stream in manifest.streams:
@@ -118,7 +118,7 @@ def _compare_streams(manifest: Manifest, parts: Build, match: Match) -> list[str
     return list(faults)
 
 
-def _kinds(parts: Build, number: int) -> frozenset[str] | None:
+def _kinds(parts: Parts, number: int) -> frozenset[str] | None:
     """The streams that a group's options lead to; None where they cannot be tried out."""
     group = parts.inner.param_groups[number]
     options = {key: value for key, value in group.items() if key in parts.inner.defaults}

@@ -76,6 +76,7 @@ def save(
     parts = optimizer.parts
     if optimizer.refusal:
         raise CheckpointError(f"this state cannot be saved: {optimizer.refusal}")
+    parts.control.finish()
     together = Together(parts.collectives)
     rank, layout = together.rank, parts.layout
     target = Path(run_directory) / f"step-{step:08d}"

@@ -18,7 +18,7 @@ from zerokit.checkpoint.extents import ELEMENT_BYTES, Stream
 from zerokit.checkpoint.manifest import Scalars
 from zerokit.errors import CheckpointError
 from zerokit.layout import Interval, Layout, Slice
-from zerokit.runtime.build import Build
+from zerokit.runtime.build import Parts
 from zerokit.runtime.storage import Flat, FlatUnit
 
 MASTER, PARAM = "master", "param"
@@ -66,7 +66,7 @@ def places_of(layout: Layout) -> dict[str, int]:
     return {parameter.name: place for place, parameter in enumerate(layout.parameters)}
 
 
-def flats(parts: Build) -> Iterator[tuple[FlatUnit, Flat, dict[str, Any]]]:
+def flats(parts: Parts) -> Iterator[tuple[FlatUnit, Flat, dict[str, Any]]]:
     """Every flat parameter of the optimizer with its state."""
     for storage in parts.storages:
         for flat in storage.flats:
@@ -79,7 +79,7 @@ def within(flat: Flat, tensor: Tensor, part: Slice) -> Tensor:
     return tensor[start : start + part.interval.numel]
 
 
-def own_slices(parts: Build, rank: int) -> Iterator[Held]:
+def own_slices(parts: Parts, rank: int) -> Iterator[Held]:
     """What this rank writes: its piece of every unit, in every stream."""
     places = places_of(parts.layout)
     for storage in parts.storages:
@@ -113,7 +113,7 @@ def _elementwise(value: object, flat: Flat) -> bool:
     return isinstance(value, Tensor) and value.shape == flat.tensor.shape
 
 
-def describe(parts: Build, rank: int) -> Description:
+def describe(parts: Parts, rank: int) -> Description:
     """What this rank holds. Raises `CheckpointError` for kinds that no stream can be called by."""
     found = Description()
     for held in own_slices(parts, rank):

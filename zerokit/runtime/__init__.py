@@ -9,6 +9,7 @@ Words
     flat        what the optimizer updates: a stretch of a shard, one for each group of parameters
     master      a flat in the precision that is updated; the shard itself where compute has the same
     bucket      memory in which a unit's gradients are collected before they are summed over ranks
+    wire        the dtype in which gradients cross between ranks, where that is not the one they are summed in
     guarded     said of a parameter while the model does not run: reading it asks zerokit first
 
 One step at stage 3, told in order
@@ -16,12 +17,14 @@ One step at stage 3, told in order
        issues the next one; leaving it, and entering another, frees it (`walk`, `sharded`, `order`).
     2. backward: an output's gradient arrives, a hook gathers the unit that made it; when the last gradient of a unit
        has arrived in its bucket, the bucket is reduced into the shard (`walk`, `sharded`, `gradients`).
-    3. `clip_grad_norm_` sums squares of shards in fp64, over ranks too, and scales them (`norms`).
-    4. `step` compares what ranks have done, lets the torch optimizer update the flats, and writes them back to the
-       shards (`optimizer`). At stages 1 and 2 every rank then gathers what the others have updated (`gathering`).
+    3. `clip_grad_norm_` sums squares of shards in fp64, over ranks too, and scales them; on CUDA the host reads none of
+       it (`norms`).
+    4. `step` compares what ranks have done (`control`), lets the torch optimizer update the flats, and writes them back
+       to the shards (`update`). At stages 1 and 2 every rank then gathers what the others have updated (`gathering`).
 
-Read in this order: `precision`, `storage`, `guard`, `collectives`, `backends`, `order`, `gathering`, `sharded`,
-`buckets`, `gradients`, `walk`, `optimizer`. PATTERNS.md lists ways to train, and what becomes of each at every stage.
+Read in this order: `precision`, `storage`, `guard`, `collectives` (`base`, then one route), `order`, `gathering`,
+`sharded`, `buckets`, `gradients`, `passes`, `walk`, `control`, `update`, `optimizer`. PATTERNS.md lists ways to train,
+and what becomes of each at every stage.
 """
 
 from zerokit.formulas import MemoryReport, TrafficReport

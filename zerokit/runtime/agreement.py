@@ -27,8 +27,8 @@ def require_agreement(layout: Layout, settings: dict[str, str], collectives: Col
     )
     extremes = torch.cat([halves, -halves]).to(collectives.device)
     collectives.all_reduce(extremes, dist.ReduceOp.MAX)
-    highest, lowest = extremes.cpu().chunk(2)
-    if torch.equal(highest, -lowest):
+    numbers = collectives.read(extremes)
+    if all(highest == -lowest for highest, lowest in zip(numbers[:4], numbers[4:], strict=True)):
         return
     parameters = {p.name: (list(p.shape), p.dtype, p.group, p.trainable) for p in layout.parameters}
     units = [unit.name for unit in layout.units]

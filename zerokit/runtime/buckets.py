@@ -12,6 +12,9 @@ from zerokit.layout import Interval
 from zerokit.runtime.collectives import Collectives, Work
 from zerokit.runtime.storage import FlatUnit
 
+_SMALL_BYTES = 1 << 20
+"""On hosts, gradients of units up to this size wait for each other: the time of many small copies is Python's."""
+
 
 class Phase(Enum):
     """A unit's way through one backward pass."""
@@ -57,17 +60,26 @@ class BucketPool:
 class UnitGradients:
     """The gradients of one unit."""
 
-    def __init__(self, storage: FlatUnit, dtype: torch.dtype, *, whole: bool, gather: bool) -> None:
+    def __init__(self, storage: FlatUnit, dtype: torch.dtype, wire: torch.dtype | None = None) -> None:
+        """`wire` is the dtype in which they cross between ranks, where that is not `dtype`."""
         self.storage = storage
+        self.wire = wire
         self.unit = storage.unit
         self.dtype = dtype
-        self.whole = whole
-        self.gather = gather
+        self.stage = storage.stage
+        self.updated = self.stage.updated(self.unit, storage.collectives.rank)
+        """What this rank updates of the unit, and so needs the summed gradients of."""
         self.phase = Phase.IDLE
         self.arrived: set[int] = set()
         """Positions of the parameters whose gradients this pass has brought."""
         self.filled: set[int] = set()
         """Positions of those whose place in the bucket holds something."""
+        self.batches = storage.collectives.runs_ahead or self.unit.numel * dtype.itemsize <= _SMALL_BYTES
+        """Whether gradients wait until they can be copied into the bucket together."""
+        self.waiting: dict[int, Tensor] = {}
+        """Those that do."""
+        self.received: set[int] = set()
+        """Positions of the parameters whose gradients have come since the last `forget`."""
         self.summed = False
         """Whether the shard holds a sum over ranks that later backward passes add to."""
         self.bucket: Tensor | None = None
@@ -86,7 +98,7 @@ class UnitGradients:
         """Whether autograd's own tensor can serve as the bucket: a unit of one unpadded parameter."""
         # Made at once: made in the first backward, they would lie between activations and fragment the heap.
         self._sum: Tensor | None = None
-        if not whole:
+        if self.stage.divides_gradients:
             self._sum = torch.zeros(self.unit.shard_numel, dtype=dtype, device=storage.device)
         elif not self._lone:
             self.prepare_own()
@@ -105,14 +117,14 @@ class UnitGradients:
 
     def prepare(self, pool: BucketPool) -> bool:
         """Have a bucket for the gradients of a pass. False when the pool has none left."""
-        if self.bucket is None and self.whole:
+        if self.bucket is None and not self.stage.divides_gradients:
             self.prepare_own()
         elif self.bucket is None:
             self.bucket = pool.take(self.unit.numel)
             if self.bucket is None:
                 return False
             self._zero_gaps(pool)
-        if self.whole and self.summed:
+        if self.summed and not self.stage.divides_gradients:
             # The shard lies inside the bucket that is about to be filled again.
             self.carry, self.summed = self.shard.clone(), False
         return True
@@ -142,6 +154,24 @@ class UnitGradients:
         for gap in gaps:
             gap.zero_()
 
+    def fill_waiting(self, factor: float) -> None:
+        """Take the gradients that wait, times `factor`, into the bucket."""
+        first = [position for position in self.waiting if position not in self.filled]
+        later = [position for position in self.waiting if position in self.filled]
+        if first:
+            pieces = [self._pieces[position] for position in first]
+            torch._foreach_copy_(pieces, [self.waiting[position] for position in first])
+            if factor != 1.0 and len(first) == len(self._pieces):
+                assert self.bucket is not None
+                self.bucket.mul_(factor)
+            elif factor != 1.0:
+                torch._foreach_mul_(pieces, factor)
+        if later:
+            pieces = [self._pieces[position] for position in later]
+            torch._foreach_add_(pieces, [self.waiting[position] for position in later], alpha=factor)
+        self.filled.update(first)
+        self.waiting.clear()
+
     def fill(self, position: int, gradient: Tensor, factor: float) -> None:
         """Take parameter number `position`'s gradient, times `factor`, into the bucket."""
         target = self._pieces[position]
@@ -165,18 +195,21 @@ class UnitGradients:
         self.filled.add(0)
 
     def complete_with_zeros(self) -> None:
-        for position, piece in enumerate(self._pieces):
-            if position not in self.filled:
-                piece.zero_()
+        if len(self.filled) < len(self._pieces):
+            for position, piece in enumerate(self._pieces):
+                if position not in self.filled:
+                    piece.zero_()
 
-    def reduce(self, collectives: Collectives) -> Work:
-        """Hand the bucket to the collectives."""
+    def reduce(self, collectives: Collectives, factor: float) -> Work:
+        """Hand the bucket, times `factor`, to the collectives."""
         assert self.bucket is not None
         self.complete_with_zeros()
+        if factor != 1.0:
+            self.bucket.mul_(factor)
         self.phase = Phase.REDUCING
-        add = self.summed and not self.whole
+        add = self.summed and self.stage.divides_gradients
         return collectives.reduce_scatter(
-            self.bucket, self.shard, self.unit.index, self.storage.payload, add=add
+            self.bucket, self.shard, self.unit.index, self.storage.payload, add=add, wire=self.wire
         )
 
     def finish(self, pool: BucketPool) -> None:
@@ -187,7 +220,7 @@ class UnitGradients:
             self.carry = None
         self.summed = True
         self.filled.clear()
-        if not self.whole:
+        if self.stage.divides_gradients:
             pool.give(self.bucket)
             self._drop()
 
@@ -199,9 +232,11 @@ class UnitGradients:
         self.summed, self.carry = False, None
         self.begin_pass()
         self.filled.clear()
-        if self.whole and self._lone:
+        self.waiting.clear()
+        self.received.clear()
+        if self._lone and not self.stage.divides_gradients:
             self._drop()
-        elif not self.whole and self.bucket is not None:
+        elif self.stage.divides_gradients and self.bucket is not None:
             pool.give(self.bucket)
             self._drop()
 
@@ -210,7 +245,7 @@ class UnitGradients:
         part = self.unit.slices[position]
         if self.bucket is not None:
             self.bucket[part.memory.start : part.memory.stop].zero_()
-        if not self.whole:
+        if self.stage.divides_gradients:
             own = part.memory.intersection(self.storage.own).shifted(-self.storage.own.start)
             self.shard[own.start : own.stop].zero_()
         if self.carry is not None:
@@ -219,7 +254,7 @@ class UnitGradients:
 
     def of(self, interval: Interval) -> Tensor:
         """The gradients of elements `interval` (memory coordinates) of the unit."""
-        if self.whole:
+        if not self.stage.divides_gradients:
             assert self.bucket is not None
             return self.bucket[interval.start : interval.stop]
         own = self.storage.own.start

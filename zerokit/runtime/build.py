@@ -21,27 +21,32 @@ from torch.optim import Optimizer
 from zerokit.errors import UsageError
 from zerokit.layout import Layout, build_layout, pooled_units
 from zerokit.runtime.agreement import require_agreement
-from zerokit.runtime.backends import make_collectives
-from zerokit.runtime.collectives import Collectives
+from zerokit.runtime.collectives import Collectives, make_collectives
+from zerokit.runtime.control import StepControl
 from zerokit.runtime.gathering import Gathering
 from zerokit.runtime.gradients import Gradients
 from zerokit.runtime.guard import ticket_of
+from zerokit.runtime.heap import Heap
 from zerokit.runtime.materialize import Materializer
-from zerokit.runtime.memory import return_freed_memory
 from zerokit.runtime.modules import UnitRule, take_apart
 from zerokit.runtime.precision import FLOATING, Precision
 from zerokit.runtime.probe import OptimizerStates, choose_kernel, probe
+from zerokit.runtime.sharded import ShardedGathering
 from zerokit.runtime.storage import FlatUnit
+from zerokit.runtime.update import FlatUpdate
 from zerokit.runtime.walk import ModelWalk
+from zerokit.stages import Stage
 
 _MARK = "_zerokit_walk"
 
 
 @dataclass(slots=True)
-class Build:
-    """The parts of a `ZeroOptimizer`."""
+class Parts:
+    """What a `ZeroOptimizer` is made of."""
 
     model: nn.Module
+    stage: Stage
+    precision: Precision
     layout: Layout
     collectives: Collectives
     storages: list[FlatUnit]
@@ -50,6 +55,8 @@ class Build:
     walk: ModelWalk
     inner: Optimizer
     states: OptimizerStates
+    update: FlatUpdate
+    control: StepControl
 
 
 def build(
@@ -57,33 +64,35 @@ def build(
     optimizer_class: type[Optimizer],
     options: dict[str, Any],
     *,
-    stage: int,
+    stage: Stage,
     precision: Precision,
     params: Iterable[Any] | None,
     rule: UnitRule | None,
     bucket_mb: float,
+    prefetch: int,
     process_group: dist.ProcessGroup | None,
     timeout: datetime.timedelta | None,
     init: Callable[[nn.Module], None] | None,
-) -> Build:
+) -> Parts:
     """Take `model` over; the arguments are those of `ZeroOptimizer`, and so are the errors raised."""
     if not callable(optimizer_class):
         raise UsageError(
             f"{optimizer_class!r} is no optimizer class: pass the class itself, such as torch.optim.AdamW, and its "
             "options as keywords; zerokit builds it over flat parameters"
         )
-    _check_arguments(model, stage, bucket_mb)
+    _check_arguments(model, bucket_mb, prefetch)
     group = _group_of_this_rank(process_group)
     groups = _as_groups(model, params)
-    options = choose_kernel(optimizer_class, options)
-    states = probe(optimizer_class, options, precision.master)
     device = _device_of(model, group)
+    options = choose_kernel(optimizer_class, options, device, precision.master)
+    states = probe(optimizer_class, options, precision.master)
     anatomy = take_apart(model, rule, {p: number for number, g in enumerate(groups) for p in g["params"]})
     layout = build_layout(anatomy.segments, world=group.size(), bucket_bytes=int(bucket_mb * 2**20))
     collectives = make_collectives(group, device, timeout, units=len(layout.units))
     settings = {
-        "stage": str(stage),
+        "stage": str(int(stage)),
         "precision": str(precision.as_dict()),
+        "prefetch": str(prefetch),
         "optimizer": optimizer_class.__name__,
         **_describe_options(groups, options),
     }
@@ -93,48 +102,66 @@ def build(
     meta = any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
     seed = collectives.broadcast_list([torch.initial_seed() % 2**62])[0] if meta else 0
     materializer = Materializer(model, init, device, seed)
+    heap = Heap(device, settles=True)
     storages = []
     for unit in layout.units:
         parameters = [anatomy.named[parameter.name] for parameter in unit.parameters]
         dtype = precision.compute if parameters[0].dtype in FLOATING else parameters[0].dtype
-        storage = FlatUnit(unit, parameters, collectives, dtype, sharded=stage == 3)
+        storage = FlatUnit(unit, parameters, collectives, dtype, stage)
         exact = storage.adopt(materializer.values_of(parameters), precision.master)
         collectives.broadcast(exact)
-        storage.settle(exact, everything=stage == 0)
+        storage.take_initial(exact)
         storages.append(storage)
         del parameters, exact
         # Small objects that stay are carved out of each large block that goes: unless its pages are returned, a model
         # built unit by unit still grows to its full size.
-        return_freed_memory()
+        heap.return_freed_memory()
     materializer.fill_buffers()
     for buffer in model.buffers():
         collectives.broadcast(buffer)
 
-    gradients = Gradients(storages, collectives, precision.reduce, stage=stage, fitting=pooled_units(layout))
-    walk = ModelWalk(
-        model,
-        anatomy,
+    if precision.wire is not None:
+        collectives.expect_exchanges()
+    gradients = Gradients(
         storages,
-        gradients,
         collectives,
-        precision=precision,
+        precision.reduce,
         stage=stage,
+        fitting=pooled_units(layout),
+        wire=precision.wire,
     )
+    gathering = (
+        ShardedGathering(
+            storages,
+            collectives,
+            reduce_due=gradients.reduce_due,
+            allow=gradients.allow,
+            prefetch=prefetch,
+        )
+        if stage.divides_parameters
+        else Gathering(storages, collectives, stage)
+    )
+    walk = ModelWalk(model, anatomy, storages, gathering, gradients, collectives, precision)
     for number, entry in enumerate(groups):
         entry["params"] = [
             flat.tensor for storage in storages for flat in storage.flats if flat.group == number
         ]
     model.__dict__[_MARK] = weakref.ref(walk)
-    return Build(
+    inner = optimizer_class(groups, **options)
+    return Parts(
         model,
+        stage,
+        precision,
         layout,
         collectives,
         storages,
-        walk.gathering,
+        gathering,
         gradients,
         walk,
-        optimizer_class(groups, **options),
+        inner,
         states,
+        FlatUpdate(storages, gradients, inner),
+        StepControl(collectives, storages, gradients),
     )
 
 
@@ -169,18 +196,16 @@ def _describe(value: Any) -> str:
     return repr(value) if plain else type(value).__qualname__
 
 
-def _check_arguments(model: nn.Module, stage: int, bucket_mb: float) -> None:
+def _check_arguments(model: nn.Module, bucket_mb: float, prefetch: int) -> None:
     if not isinstance(model, nn.Module):
         raise UsageError(
             f"the first argument is a {type(model).__name__}: pass the model itself, ZeroOptimizer(model, "
             "torch.optim.AdamW, ...), and groups of its parameters, if any, as params="
         )
-    if stage not in (0, 1, 2, 3):
-        raise UsageError(
-            f"stage {stage!r} is unknown: 0 divides nothing, 1 optimizer states, 2 also gradients, 3 also parameters"
-        )
     if not bucket_mb > 0:
         raise UsageError(f"bucket_mb={bucket_mb}: expected a positive number of MiB")
+    if type(prefetch) is not int or prefetch < 0:
+        raise UsageError(f"prefetch={prefetch!r}: expected the number of units to gather ahead, 0 or more")
     if not dist.is_initialized():
         raise UsageError(
             "no process group: call torch.distributed.init_process_group() first (torchrun sets its environment)"

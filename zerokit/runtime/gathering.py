@@ -12,24 +12,22 @@ from contextlib import suppress
 
 from zerokit.errors import ScheduleError, UsageError
 from zerokit.runtime.collectives import Collectives
-from zerokit.runtime.memory import keep_freed_memory, return_freed_memory
+from zerokit.runtime.heap import Heap
 from zerokit.runtime.order import BackwardPlan
 from zerokit.runtime.passes import ForwardPass
 from zerokit.runtime.storage import FlatUnit
-
-_SETTLING_PASSES = 3
-"""The heap settles in the first passes; where parameters stay whole, later ones would only pay for fresh pages."""
+from zerokit.stages import Stage
 
 
 class Gathering:
     """Stages 0 to 2, and the order of units that every stage records.
 
     `units` are all units in line order; those without `scopes` hold the rest of the model's parameters, which the
-    root module may use at any time. `owners_update` tells whether each rank updates its own shards only.
+    root module may use at any time.
     """
 
-    def __init__(self, units: Sequence[FlatUnit], collectives: Collectives, *, owners_update: bool) -> None:
-        self._owners_update = owners_update
+    def __init__(self, units: Sequence[FlatUnit], collectives: Collectives, stage: Stage) -> None:
+        self._stage = stage
         self._units = units
         self._collectives = collectives
         rest = [unit.unit.index for unit in units if not unit.unit.scopes]
@@ -45,7 +43,7 @@ class Gathering:
         self._active: dict[int, int] = {}
         self._updated: list[int] = []
         self._open = 0
-        self._passes = 0
+        self._heap = Heap(collectives.device, settles=not stage.divides_parameters)
 
     # ---- after the optimizer step, stages 1 and 2
 
@@ -54,7 +52,7 @@ class Gathering:
 
         Another rank may have left after its last step; whoever needs the values will hear of it.
         """
-        if not self._owners_update:
+        if not self._stage.gathers_updates:
             return
         self._updated = [i for i in dict.fromkeys(self.forward_order) if self._units[i].unit.trainable]
         with suppress(ScheduleError):
@@ -70,11 +68,7 @@ class Gathering:
         self._refresh()
         for unit in self._units:
             unit.complete()
-        self.settle()
-
-    def settle(self) -> None:
-        """Return when shards may change, and this rank may leave: others have read what they gather of them."""
-        self._collectives.settle()
+        self._collectives.wait_for_readers()
 
     def read(self, index: int, name: str, *, in_forward: bool, in_backward: bool) -> None:
         """Somebody is about to use parameter `name` of unit `index` outside the modules that announce it.
@@ -136,7 +130,7 @@ class Gathering:
         self.make_current()
         self._guard_all()
         if training:
-            self._settle_heap()
+            self._heap.note_forward()
         self._active.clear()
 
     # ---- backward
@@ -190,14 +184,18 @@ class Gathering:
     def trace(self, lazy: Collection[int]) -> list[int]:
         """The order of this forward on this rank, every unit at least once.
 
-        Kept units appear once; those that cannot be gathered lazily come first. Units that this rank left out follow
-        their neighbours on the line, so that ranks that use them meet them in order.
+        Kept units appear once; those that cannot be gathered lazily come first. Between two uses of a unit with only
+        kept ones in between it stays gathered. Units that this rank left out follow their neighbours on the line, so
+        that ranks that use them meet them in order.
         """
         kept = self.kept | self._read_early
         order = [u.unit.index for u in self._units if not u.unit.scopes and u.unit.index not in lazy]
+        last = -1
         for index in self._trace:
-            if index not in order or (index not in kept and order[-1] != index):
+            if index not in order or (index not in kept and last != index):
                 order.append(index)
+            if index not in kept:
+                last = index
         for index in range(len(self._units)):
             if index not in order:
                 before = max((place for place, other in enumerate(order) if other == index - 1), default=-1)
@@ -225,22 +223,6 @@ class Gathering:
     def _unguard_all(self) -> None:
         for unit in self._units:
             unit.unguard()
-
-    def _settle_heap(self) -> None:
-        self._passes += 1
-        if self._passes <= _SETTLING_PASSES:
-            # Backward begins with the largest tensors, which no hole that forward has left can take.
-            self._return_freed_memory()
-        if self._passes == _SETTLING_PASSES and self._on_host:
-            keep_freed_memory()
-
-    def _return_freed_memory(self) -> None:
-        if self._on_host:
-            return_freed_memory()
-
-    @property
-    def _on_host(self) -> bool:
-        return self._units[0].device.type == "cpu"
 
 
 def refuse_reading(name: str) -> UsageError:

@@ -4,11 +4,14 @@
                  stage 0, is gathered to all pieces)
     stage 2, 3   one shard a unit, kept; buckets are lent by a small pool while a unit's gradients arrive
 
-A gradient is multiplied by 1/N while it is copied into its bucket (that of a unit of one unpadded parameter, made by
-autograd, is the bucket), and N ranks' buckets are then summed in rank order. Units are reduced in one order on every
-rank. At stage 3 it is part of the order of gathers (see order's [Note: one order]); at the others it is reversed line
-order in the first backward, in which rank 0 records the order in which its units became complete. A unit that is
-incomplete at the end of backward is reduced with zeros in place of what is missing.
+On hosts a gradient is multiplied by 1/N while it is copied into its bucket (that of a unit of one unpadded parameter,
+made by autograd, is the bucket), and N ranks' buckets are then summed in rank order. Where the host runs ahead of a
+device, each copy costs its launch: a unit's gradients wait until all have arrived, and are copied by one operation; the
+reduction divides. With a bf16 `wire` the bucket, times 1/N by then, is rounded into memory of its own as it is sent,
+and the rounded pieces of all ranks are added in fp32; stage 0 gathers the sums in fp32. Units are reduced in one order
+on every rank. At stage 3 it is part of the order of gathers (see order's [Note: one order]); at the others it is
+reversed line order in the first backward, in which rank 0 records the order in which its units became complete. A unit
+that is incomplete at the end of backward is reduced with zeros in place of what is missing.
 """
 
 from __future__ import annotations
@@ -20,14 +23,13 @@ import torch
 from torch import Tensor, nn
 
 from zerokit.errors import ScheduleError, UsageError
-from zerokit.formulas import pooled_buckets
-from zerokit.layout import Interval
 from zerokit.runtime.buckets import BucketPool, Phase, UnitGradients
 from zerokit.runtime.collectives import Collectives, Work
 from zerokit.runtime.storage import Flat, FlatUnit
+from zerokit.stages import Stage
 
 _MOST_IN_FLIGHT = 3
-"""Reductions at a time where no pool limits them: each has memory for what arrives."""
+"""Reductions at a time on hosts, where no pool limits them: each has memory for what arrives."""
 
 
 class Gradients:
@@ -39,19 +41,25 @@ class Gradients:
         collectives: Collectives,
         dtype: torch.dtype,
         *,
-        stage: int,
+        stage: Stage,
         fitting: Sequence[int],
+        wire: torch.dtype | None = None,
     ) -> None:
+        """Gradients are summed in `dtype`, and cross between ranks in `wire` where one is given."""
         self.units = {
-            storage.unit.index: UnitGradients(storage, dtype, whole=stage < 2, gather=stage == 0)
+            storage.unit.index: UnitGradients(storage, dtype, wire)
             for storage in storages
             if storage.unit.trainable
         }
         self._collectives = collectives
-        self._factor = 1.0 / collectives.world
-        count = pooled_buckets(stage)
+        mean = 1.0 / collectives.world
+        self._fill_factor = 1.0 if collectives.runs_ahead else mean
+        # What is rounded on its way must be the mean's share already: then it is the same by every route.
+        averaged = collectives.averages and wire is None
+        self._reduce_factor = mean if collectives.runs_ahead and not averaged else 1.0
+        count = stage.pooled_buckets
         self.pool = BucketPool(fitting if count else (), count, dtype, collectives.device)
-        self._most_in_flight = count or _MOST_IN_FLIGHT
+        self._most_in_flight = count or (len(self.units) if collectives.runs_ahead else _MOST_IN_FLIGHT)
         # Before it is recorded, units of the rest come last: where they are used is not known.
         self.order = sorted(
             self.units, key=lambda index: (bool(self.units[index].unit.scopes), index), reverse=True
@@ -65,8 +73,6 @@ class Gradients:
         """Whether a failed backward pass has left sums of earlier ones that nobody can separate from it."""
         self.shown = False
         """Whether whole gradients are shown to the user, who may change them."""
-        self._arrived: set[tuple[int, int]] = set()
-        """Parameters whose gradients this rank has received since the last `forget`."""
         self._idle: set[tuple[int, int]] = set()
         """Parameters that were frozen in a forward pass since then."""
         self._cleared: set[tuple[int, int]] = set()
@@ -80,6 +86,7 @@ class Gradients:
         self._next = 0
         self._reductions: deque[tuple[UnitGradients, Work]] = deque()
         self._gathers: list[Work] = []
+        """Of summed gradients, at stage 0."""
         self.received = False
         """Whether a backward pass has brought any gradient since the last `forget`."""
 
@@ -88,12 +95,14 @@ class Gradients:
         if self.shown:
             raise UsageError("backward() inside gathered_gradients(): leave the context first")
         unit = self.units[index]
-        unit.storage.unguard()
-        self._arrived.add((index, position))
+        if unit.storage.guarded:
+            unit.storage.unguard()
+        unit.received.add(position)
         gradient, parameter.grad = parameter.grad, None
         if gradient is None:
             return  # a hook of the user's has taken it
-        gradient = gradient.detach()  # backward(create_graph=True) gives it a graph
+        if gradient.requires_grad:
+            gradient = gradient.detach()  # backward(create_graph=True) gives it a graph
         if unit.phase in (Phase.COMPLETE, Phase.REDUCING):
             raise ScheduleError(
                 f"a gradient for {unit.unit.parameters[position].name} came after its unit had been reduced in this "
@@ -111,17 +120,19 @@ class Gradients:
         if self._cleared:
             self._cleared.clear()
         unit.phase = Phase.FILLING
-        if self.accumulating:
-            if not unit.whole:
-                unit.prepare_own()
-            self._prepare(unit)
-            unit.fill(position, gradient, self._factor)
-            return
-        if unit.may_steal(gradient):
-            unit.steal(gradient, self._factor)
+        if self.accumulating and unit.stage.divides_gradients:
+            unit.prepare_own()
+        if unit.batches:
+            unit.waiting[position] = gradient
+            if self.accumulating and len(unit.waiting) == len(unit.storage.parameters):
+                self._fill(unit)
+        elif unit.may_steal(gradient) and not self.accumulating:
+            unit.steal(gradient, self._fill_factor)
         else:
             self._prepare(unit)
-            unit.fill(position, gradient, self._factor)
+            unit.fill(position, gradient, self._fill_factor)
+        if self.accumulating:
+            return
         unit.arrived.add(position)
         if len(unit.arrived) == len(unit.storage.parameters):
             self._complete(unit)
@@ -161,9 +172,11 @@ class Gradients:
             for gather in self._gathers:
                 gather.wait()
             self._gathers.clear()
-            self._collectives.settle()
+            self._collectives.wait_for_readers()
         self._next = 0
         for unit in self.units.values():
+            if unit.waiting:
+                self._fill(unit)
             unit.begin_pass()
 
     @property
@@ -178,19 +191,22 @@ class Gradients:
 
     def forget(self) -> None:
         """Wait for what is in flight and drop all gradients."""
-        while self._reductions:
-            _, work = self._reductions.popleft()
+        in_flight = bool(self._reductions or self._gathers)
+        for _, work in self._reductions:
             work.wait()
         for gather in self._gathers:
             gather.wait()
+        self._reductions.clear()
         self._gathers.clear()
-        self._collectives.settle()
+        if in_flight or not self._collectives.runs_ahead:
+            # On hosts the user may change parameters from here on, which other ranks still read. On a device whatever
+            # changes them waits for their gather, which goes on behind the next forward.
+            self._collectives.wait_for_readers()
         for unit in self.units.values():
             unit.forget(self.pool)
         self._next = 0
         self.received = self.spoiled = False
         self._cleared.clear()
-        self._arrived.clear()
         self._idle.clear()
 
     def clear(self, index: int, position: int) -> None:
@@ -200,7 +216,7 @@ class Gradients:
         """
         self.units[index].clear(position)
         self._cleared.add((index, position))
-        self._arrived.discard((index, position))
+        self.units[index].received.discard(position)
         if self._cleared >= self._shared:
             self.received = False
 
@@ -214,10 +230,11 @@ class Gradients:
 
     def skipped(self, storage: FlatUnit) -> set[int]:
         """Positions of parameters that have no gradient because they are, or were, frozen: they stay as they are."""
+        if not storage.stopped and not self._idle:
+            return set()
         index = storage.unit.index
-        frozen = {(index, position) for position in storage.stopped}
-        frozen.update(one for one in self._idle if one[0] == index)
-        return {position for _, position in frozen - self._arrived}
+        frozen = storage.stopped | {position for unit, position in self._idle if unit == index}
+        return frozen - self.units[index].received if frozen else frozen
 
     def complete_units(self) -> list[int]:
         """Units whose gradients have all arrived in this backward pass."""
@@ -241,17 +258,24 @@ class Gradients:
         """The gradient of what the optimizer updates."""
         return self.units[storage.unit.index].of(flat.interval)
 
-    def scaled(self) -> list[Tensor]:
-        """Every tensor that a common factor must be applied to."""
-        return [
-            unit.of(Interval(0, unit.unit.numel) if unit.gather else unit.storage.own)
-            for unit in self.units.values()
-        ]
+    def scale(self, factor: float | Tensor) -> None:
+        """Multiply all gradients by `factor`, which is 0-d and not looked at where the route runs ahead."""
+        gradients = [unit.of(unit.updated) for unit in self.units.values()]
+        if isinstance(factor, float) or not self._collectives.runs_ahead:
+            factor = float(factor)
+            if factor != 1.0:
+                torch._foreach_mul_(gradients, factor)
+            return
+        # A tensor of another dtype would be multiplied one by one, and rounded to theirs: 1 / 65536 to 8 bits of fp16.
+        wide = [gradient.float() for gradient in gradients]
+        torch._foreach_mul_(wide, factor.float())
+        if wide[0] is not gradients[0]:
+            torch._foreach_copy_(gradients, wide)
 
     def clear_padding(self) -> None:
         """After a factor that is not finite: zero times it is nan, and whole buckets keep their padding."""
         for unit in self.units.values():
-            if unit.whole and unit.bucket is not None:
+            if not unit.stage.divides_gradients and unit.bucket is not None:
                 for gap in unit.unit.gaps():
                     unit.bucket[gap.start : gap.stop].zero_()
 
@@ -262,6 +286,10 @@ class Gradients:
             else:
                 # Both buckets wait for a unit that comes earlier in the order: this one needs memory of its own.
                 unit.prepare_own()
+
+    def _fill(self, unit: UnitGradients) -> None:
+        self._prepare(unit)
+        unit.fill_waiting(self._fill_factor)
 
     def _complete(self, unit: UnitGradients) -> None:
         unit.phase = Phase.COMPLETE
@@ -276,18 +304,29 @@ class Gradients:
 
     def _issue_next(self) -> None:
         unit = self.units[self.order[self._next]]
-        self._prepare(unit)
+        self._fill(unit)
         while len(self._reductions) >= self._most_in_flight:
             self._finish_oldest()
-        self._reductions.append((unit, unit.reduce(self._collectives)))
+        work = unit.reduce(self._collectives, self._reduce_factor)
+        if self._chains(unit):
+            self._gather(unit, after=work)
+        self._reductions.append((unit, work))
         self._next += 1
 
     def _finish_oldest(self) -> None:
         unit, work = self._reductions.popleft()
+        chained = self._chains(unit)
         work.wait()
         unit.finish(self.pool)
-        if unit.gather:
-            assert unit.bucket is not None
-            self._gathers.append(
-                self._collectives.all_gather(unit.bucket, unit.unit.index, unit.storage.payload)
-            )
+        if unit.stage.gathers_gradients and not chained:
+            self._gather(unit)
+
+    def _chains(self, unit: UnitGradients) -> bool:
+        """Whether the sum of `unit` is gathered right behind its reduction, and nothing waits in between."""
+        return unit.stage.gathers_gradients and self._collectives.runs_ahead and unit.carry is None
+
+    def _gather(self, unit: UnitGradients, after: Work | None = None) -> None:
+        assert unit.bucket is not None
+        self._gathers.append(
+            self._collectives.all_gather(unit.bucket, unit.unit.index, unit.storage.payload, after=after)
+        )

@@ -48,7 +48,7 @@ def measure_memory(
     for storage in storages:
         unit = storage.unit
         line = "parameters" if unit.trainable else "frozen"
-        if storage.sharded:
+        if storage.stage.divides_parameters:
             # What a freed unit's storage holds cannot be read off the storage where its pages come and go.
             ledger.add_bytes(line, storage.shard, unit.payload_within(storage.own))
             if storage.resident:
@@ -57,11 +57,11 @@ def measure_memory(
             ledger.add(line, storage.whole, unit.payload_numel)
         if unit.trainable:
             own = gradients.units[unit.index]
-            if own.whole and own.bucket is not None:
+            if not storage.stage.divides_gradients and own.bucket is not None:
                 ledger.add("gradients", own.bucket, unit.payload_numel)
-            elif not own.whole:
+            elif storage.stage.divides_gradients:
                 ledger.add("gradients", own.shard, unit.payload_within(storage.own))
-            if not own.whole and own.bucket is not None:
+            if storage.stage.divides_gradients and own.bucket is not None:
                 ledger.add("buckets", own.bucket)
         for flat in storage.flats:
             payload = unit.payload_within(Interval(flat.interval.start, flat.interval.stop))
@@ -82,7 +82,7 @@ def measure_memory(
 def traffic_of(counters: Counters) -> TrafficReport:
     """A step's counters as a report."""
     operations = {
-        name: Operation(calls, counters.elements[name], counters.bytes[name])
-        for name, calls in counters.calls.items()
+        name: Operation(tally.calls, tally.elements, tally.bytes)
+        for name, tally in counters.by_operation.items()
     }
     return TrafficReport(operations, counters.received_bytes, counters.control_bytes, counters.control_calls)

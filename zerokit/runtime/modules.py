@@ -9,6 +9,7 @@ from torch import nn
 
 from zerokit.errors import UsageError
 from zerokit.layout import Parameter, Segment, Unit
+from zerokit.runtime.hooks import registrations
 
 UnitRule = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[nn.Module], bool]
 
@@ -129,3 +130,28 @@ def announcers(model: nn.Module, anatomy: Anatomy, units: Iterable[Unit]) -> dic
         choices = [{modules[scope] for scope in unit.scopes}] if unit.scopes else []
         found[unit.index] = choices if model in owners else [*choices, owners]
     return found
+
+
+class KnownParameters:
+    """The parameters that a model has, under all their names."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._known = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
+        self._registrations = registrations()
+
+    def require_same(self, model: nn.Module) -> None:
+        """Raise `UsageError` where parameters have come, gone or changed their names."""
+        if self._registrations == registrations():
+            return
+        # torch.func.functional_call puts plain tensors in the places of parameters.
+        named: Iterable[tuple[str, object]] = model.named_parameters(remove_duplicate=False)
+        foreign = [
+            name for name, p in named if isinstance(p, nn.Parameter) and self._known.get(name) != id(p)
+        ]
+        if foreign:
+            raise UsageError(
+                f"{', '.join(foreign)}: not in the model when ZeroOptimizer was built (a module or parameter was "
+                "added, replaced, renamed or tied), so nothing would update or save it rightly: change the model "
+                "before, or build the optimizer anew"
+            )
+        self._registrations = registrations()

@@ -6,7 +6,6 @@ import dataclasses
 import datetime
 import math
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn, overload
@@ -16,19 +15,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zerokit.errors import LayoutMismatch, UsageError
+from zerokit.errors import UsageError
 from zerokit.formulas import ElementBytes, MemoryReport, TrafficReport, predict_memory, predict_traffic
 from zerokit.layout import Layout
-from zerokit.runtime.build import Build, build
+from zerokit.runtime.build import Parts, build
 from zerokit.runtime.collectives import Counters
-from zerokit.runtime.control import StepControl
-from zerokit.runtime.flats import cut_flats, divide_flats, level_momentum
-from zerokit.runtime.gradients import Gradients
 from zerokit.runtime.measure import measure_memory, traffic_of
 from zerokit.runtime.modules import UnitRule
-from zerokit.runtime.norms import all_finite, global_norm
+from zerokit.runtime.norms import all_finite, clip_coefficient, global_norm
 from zerokit.runtime.precision import LossScale, Precision
+from zerokit.runtime.rank_state import load_state, take_state
 from zerokit.runtime.whole import gathered, gathered_gradients, install_model_methods
+from zerokit.stages import Stage
 
 DEFAULT_BUCKET_MB = 16.0
 """MiB, counted in fp32: large enough to hide a collective's latency, small enough for two in flight."""
@@ -47,6 +45,7 @@ class ZeroOptimizer(Optimizer):
         units: which modules are communicated as one: a class, several, or a function of a module. By default the
             children of every `ModuleList` and `Sequential`.
         bucket_mb: neighbouring units join up to this many MiB, counted in fp32.
+        prefetch: units that stage 3 gathers ahead of the one that computes; each holds its memory.
         process_group: the ranks to divide among; by default all.
         timeout: of collectives; by default the process group's.
         init_fn: initialises one module in place, for models on `meta`; by default its `reset_parameters()`.
@@ -69,6 +68,7 @@ class ZeroOptimizer(Optimizer):
         params: Iterable[Any] | None = None,
         units: UnitRule | None = None,
         bucket_mb: float = DEFAULT_BUCKET_MB,
+        prefetch: int = 1,
         process_group: dist.ProcessGroup | None = None,
         timeout: datetime.timedelta | None = None,
         init_fn: Callable[[nn.Module], None] | None = None,
@@ -76,46 +76,39 @@ class ZeroOptimizer(Optimizer):
         **optimizer_options: Any,
     ) -> None:
         # `Optimizer.__init__` is not called: everything it would create is forwarded to the inner optimizer.
-        self.stage = stage
+        self.stage = Stage.of(stage)
         self.precision = Precision.of(precision)
         self.scaler = dataclasses.replace(loss_scale or LossScale()) if self.precision.scaled else None
         self.skipped_steps = 0
         """Steps left out because fp16 gradients overflowed."""
-        built: Build = build(
+        self.parts: Parts = build(
             model,
             optimizer_class,
             optimizer_options,
-            stage=stage,
+            stage=self.stage,
             precision=self.precision,
             params=params,
             rule=units,
             bucket_mb=bucket_mb,
+            prefetch=prefetch,
             process_group=process_group,
             timeout=timeout,
             init=init_fn,
         )
-        self.parts = built
         """What the optimizer is made of; for zerokit's own checkpoints."""
         self.refusal = ""
         """Why `step` must not be called: set while a state is being loaded, and left there if that fails."""
-        self._model = model
-        self._inner = built.inner
-        self._storages = built.storages
-        self._collectives = built.collectives
-        self._gathering = built.gathering
-        self._gradients: Gradients = built.gradients
-        self._walk = built.walk
-        self._states = built.states
-        self.layout: Layout = built.layout
         self._last_counters = Counters()
         self._unscaled = False
-        self._norm_is_finite: bool | None = None
-        self._divided = False
-        self._control = StepControl(built.collectives, built.storages, built.gradients)
-        self._optimizer_step_pre_hooks = self._inner._optimizer_step_pre_hooks
-        self._optimizer_step_post_hooks = self._inner._optimizer_step_post_hooks
-        install_model_methods(model, built.storages, built.gathering, weakref.WeakMethod(self.zero_grad))
-        self._collectives.counters = Counters()
+        self._finite: Tensor | None = None
+        """Whether the gradients are, 0-d, where a norm has told."""
+        self._optimizer_step_pre_hooks = self.parts.inner._optimizer_step_pre_hooks
+        self._optimizer_step_post_hooks = self.parts.inner._optimizer_step_post_hooks
+        install_model_methods(
+            model, self.parts.storages, self.parts.gathering, weakref.WeakMethod(self.zero_grad)
+        )
+        self.parts.collectives.counters = Counters()
+        weakref.finalize(self, self.parts.control.end)
 
     # ---- the training loop
 
@@ -124,18 +117,18 @@ class ZeroOptimizer(Optimizer):
 
         `retain_graph` and `create_graph` are those of `Tensor.backward`.
         """
-        if self._unscaled and self._gradients.received:
+        if self._unscaled and self.parts.gradients.received:
             raise UsageError(
                 "backward() after step() or clip_grad_norm_() without zero_grad(): these gradients are unscaled already"
             )
-        self._unscaled, self._norm_is_finite = False, None
-        self._walk.scaling = True
+        self._unscaled, self._finite = False, None
+        self.parts.walk.scaling = True
         try:
             (loss if self.scaler is None else loss * self.scaler.value).backward(
                 retain_graph=retain_graph, create_graph=create_graph
             )
         finally:
-            self._walk.scaling = False
+            self.parts.walk.scaling = False
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -143,11 +136,11 @@ class ZeroOptimizer(Optimizer):
 
         Costs whole gradients at every stage, and gives the same bits at every stage.
         """
-        before, self._gradients.accumulating = self._gradients.accumulating, True
+        before, self.parts.gradients.accumulating = self.parts.gradients.accumulating, True
         try:
             yield
         finally:
-            self._gradients.accumulating = before
+            self.parts.gradients.accumulating = before
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale gradients down so that their global norm is at most `max_norm`, like torch's function of this name.
@@ -157,21 +150,21 @@ class ZeroOptimizer(Optimizer):
         if not norm_type > 0:
             raise UsageError(f"norm_type={norm_type}: expected a positive number or inf")
         self._require_reduced("clip_grad_norm_()")
-        self._walk.finish()
-        norm = global_norm(self._gradients.shards(), float(norm_type), self._collectives)
-        self._norm_is_finite = math.isfinite(norm)
+        self.parts.walk.finish()
+        norm = global_norm(self.parts.gradients.shards(), float(norm_type), self.parts.collectives)
+        self._finite = norm.isfinite()
         factor = 1.0
         if self.scaler is not None and not self._unscaled:
             factor = 1.0 / self.scaler.value
-            norm *= factor
+            norm = norm * factor
             self._unscaled = True
-        total = torch.tensor(norm, dtype=torch.float32, device=self._collectives.device)
-        # In fp32, as torch.nn.utils.clip_grad_norm_ does it, so that results can be compared in bits.
-        coefficient = float((max_norm / (total + 1e-6)).clamp(max=1.0))
-        if self._norm_is_finite:
-            # Otherwise the padding of kept buckets would become nan too, and nothing would ever clear it.
-            self._scale_gradients(factor * coefficient)
-        return total
+        coefficient = clip_coefficient(norm, max_norm)
+        self.parts.gradients.scale(
+            coefficient if factor == 1.0 else torch.where(self._finite, coefficient * factor, 1.0)
+        )
+        if math.isnan(max_norm):
+            self.parts.gradients.clear_padding()  # zero times nan is nan
+        return norm.float()
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -195,11 +188,13 @@ class ZeroOptimizer(Optimizer):
                 loss = closure()
         if self.refusal:
             raise UsageError(f"step() refused: {self.refusal}")
-        self._walk.finish()
-        overflow = self.scaler is not None and not (
-            self._norm_is_finite if self._norm_is_finite is not None else all_finite(self._gradients.shards())
-        )
-        overflow = self._control.agree(overflow=overflow, wait=self.scaler is not None)
+        self.parts.walk.finish()
+        finite = None
+        if self.scaler is not None:
+            finite = self._finite
+            if finite is None:
+                finite = all_finite(self.parts.gradients.shards(), self.parts.collectives.device)
+        overflow = not self.parts.control.agree(finite)
         if self.scaler is not None:
             scale = self.scaler.value
             self.scaler.update(overflow)
@@ -208,31 +203,33 @@ class ZeroOptimizer(Optimizer):
                 self._end_step()
                 return loss
             if not self._unscaled:
-                self._scale_gradients(1.0 / scale)
+                self.parts.gradients.scale(1.0 / scale)
                 self._unscaled = True
-        self._update()
+        self.parts.walk.absorb_changes()
+        self.parts.collectives.wait_for_readers()
+        self.parts.update.run()
         self._end_step()
-        self._gathering.gather_updated()
+        self.parts.gathering.gather_updated()
         return loss
 
     def _require_reduced(self, call: str) -> None:
-        if self._gradients.shown:
+        if self.parts.gradients.shown:
             raise UsageError(
                 f"{call} inside gathered_gradients(): changes made there are taken over at its end, so leave it first"
             )
-        if self._gradients.accumulating:
+        if self.parts.gradients.accumulating:
             raise UsageError(
                 f"{call} inside accumulate() would see the gradients of this rank alone: leave the context first"
             )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, and whatever an unfinished backward pass left behind."""
-        if self._gradients.shown:
+        if self.parts.gradients.shown:
             raise UsageError("zero_grad() inside gathered_gradients(): leave the context first")
-        if self._walk.failed:
-            self._walk.abandon()
-        self._gradients.forget()
-        self._unscaled, self._norm_is_finite = False, None
+        if self.parts.walk.failed:
+            self.parts.walk.abandon()
+        self.parts.gradients.forget()
+        self._unscaled, self._finite = False, None
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
@@ -240,7 +237,8 @@ class ZeroOptimizer(Optimizer):
 
         In-place changes made alike on all ranks are kept. The model can run inside, too.
         """
-        with gathered(self._storages, self._gathering):
+        self.parts.control.finish()
+        with gathered(self.parts.storages, self.parts.gathering):
             yield
 
     @contextmanager
@@ -251,64 +249,30 @@ class ZeroOptimizer(Optimizer):
         all-gather and the memory of whole gradients. Elsewhere `parameter.grad` only tells that there is one.
         """
         self._require_reduced("gathered_gradients()")
-        self._walk.finish()
+        self.parts.walk.finish()
         if self.scaler is not None and not self._unscaled:
-            self._norm_is_finite = all_finite(self._gradients.shards())
-            self._scale_gradients(1.0 / self.scaler.value)
+            self._finite = all_finite(self.parts.gradients.shards(), self.parts.collectives.device)
+            self.parts.gradients.scale(1.0 / self.scaler.value)
             self._unscaled = True
-        with gathered_gradients(self._gradients, self._collectives):
+        with gathered_gradients(self.parts.gradients, self.parts.collectives):
             yield
 
-    def _scale_gradients(self, factor: float) -> None:
-        if factor != 1.0:
-            for gradient in self._gradients.scaled():
-                gradient.mul_(factor)
-        if not math.isfinite(factor):
-            self._gradients.clear_padding()
-
-    def _update(self) -> None:
-        self._walk.absorb_changes()
-        self._collectives.settle()
-        for storage in self._storages:
-            stopped = self._gradients.skipped(storage)
-            if stopped:
-                divide_flats(storage, self._inner, stopped.__contains__)
-                self._divided = True
-            storage.unguard_flats()
-            for flat in storage.flats:
-                if stopped and stopped.issuperset(storage.positions_in(flat)):
-                    continue  # as in torch, what has no gradient keeps its value and its states
-                gradient = self._gradients.of(storage, flat)
-                flat.tensor.grad = (
-                    gradient if gradient.dtype == flat.tensor.dtype else gradient.to(flat.tensor.dtype)
-                )
-        if self._divided:
-            level_momentum(self._inner)
-        self._inner.step()
-        for storage in self._storages:
-            for flat in storage.flats:
-                flat.tensor.grad = None
-            storage.guard_flats()
-            storage.write_back()
-            if storage.unit.trainable:
-                storage.note_update()
-
     def _end_step(self) -> None:
-        counters, self._collectives.counters = self._collectives.counters, Counters()
+        counters, self.parts.collectives.counters = self.parts.collectives.counters, Counters()
         self._last_counters = counters
 
     # ---- reports
 
     def memory(self) -> MemoryReport:
         """Bytes this rank holds now, summed over live storages; meaningful between backward and step."""
-        return measure_memory(self._model, self._storages, self._gradients, self._inner)
+        return measure_memory(self.parts.model, self.parts.storages, self.parts.gradients, self.parts.inner)
 
     def predicted_memory(self) -> MemoryReport:
         """What `memory()` must be after the first step, from the layout alone."""
-        buffers = sum(buffer.untyped_storage().nbytes() for buffer in self._model.buffers())
+        buffers = sum(buffer.untyped_storage().nbytes() for buffer in self.parts.model.buffers())
         return predict_memory(
             self.layout,
-            rank=self._collectives.rank,
+            rank=self.parts.collectives.rank,
             stage=self.stage,
             sizes=self._element_bytes(),
             buffers=buffers,
@@ -324,8 +288,8 @@ class ZeroOptimizer(Optimizer):
             self.layout,
             stage=self.stage,
             sizes=self._element_bytes(),
-            order=self._gathering.forward_order,
-            kept=self._gathering.kept,
+            order=self.parts.gathering.forward_order,
+            kept=self.parts.gathering.kept,
             micro_batches=micro_batches,
             reductions=reductions,
         )
@@ -336,9 +300,15 @@ class ZeroOptimizer(Optimizer):
             compute=precision.compute.itemsize,
             reduce=precision.reduce.itemsize,
             master=0 if precision.master == precision.compute else precision.master.itemsize,
-            states=self._states.element_bytes,
-            scalars=self._states.scalar_bytes,
+            states=self.parts.states.element_bytes,
+            scalars=self.parts.states.scalar_bytes,
+            wire=None if precision.wire is None else precision.wire.itemsize,
         )
+
+    @property
+    def layout(self) -> Layout:
+        """How the model's elements are divided among ranks."""
+        return self.parts.layout
 
     @property
     def loss_scale(self) -> float:
@@ -349,68 +319,40 @@ class ZeroOptimizer(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        return self._inner.param_groups
+        return self.parts.inner.param_groups
 
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self._inner.param_groups = groups
+        self.parts.inner.param_groups = groups
 
     @property
     def state(self) -> Any:
-        return self._inner.state
+        return self.parts.inner.state
 
     @state.setter
     def state(self, state: Any) -> None:
-        self._inner.state = state
+        self.parts.inner.state = state
 
     @property
     def defaults(self) -> dict[str, Any]:
-        return self._inner.defaults
+        return self.parts.inner.defaults
 
     @defaults.setter
     def defaults(self, defaults: dict[str, Any]) -> None:
-        self._inner.defaults = defaults
+        self.parts.inner.defaults = defaults
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the state: only a rank at the same place of an equal run can load it."""
-        return RankState(
-            {
-                "inner": self._inner.state_dict(),
-                "flats": [
-                    [(flat.group, flat.interval.start, flat.interval.stop) for flat in storage.flats]
-                    for storage in self._storages
-                ],
-                "masters": [flat.tensor.detach() for storage in self._storages for flat in storage.flats],
-                "place": self._place(),
-                "loss_scale": None if self.scaler is None else (self.scaler.value, self.scaler.good_steps),
-            }
-        )
+        self.parts.control.finish()
+        state = take_state(self.parts)
+        state["loss_scale"] = None if self.scaler is None else (self.scaler.value, self.scaler.good_steps)
+        return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take back what `state_dict` gave. Raises `LayoutMismatch` for another layout, stage or rank."""
-        if state_dict.get("place") != self._place():
-            raise LayoutMismatch(
-                "this state was saved by another rank, stage, precision or layout; a "
-                "rank's state_dict fits only the same place. "
-                "Use a zerokit checkpoint to change world size or stage"
-            )
-        for storage, pieces in zip(self._storages, state_dict["flats"], strict=True):
-            cut_flats(storage, self._inner, pieces)
-        self._inner.load_state_dict(state_dict["inner"])
-        masters = iter(state_dict["masters"])
-        with torch.no_grad():
-            for storage in self._storages:
-                for flat in storage.flats:
-                    flat.tensor.copy_(next(masters))
-                storage.write_back()
-                if storage.unit.trainable:
-                    storage.note_update()
+        load_state(self.parts, state_dict)
         if self.scaler is not None:
             self.scaler.value, self.scaler.good_steps = state_dict["loss_scale"]
-        self._gathering.gather_updated()
-
-    def _place(self) -> tuple[str, int, int, str]:
-        return (self.layout.digest().hex(), self.stage, self._collectives.rank, str(self.precision.as_dict()))
 
     def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
         raise UsageError(
@@ -439,18 +381,5 @@ class ZeroOptimizer(Optimizer):
     def __repr__(self) -> str:
         return (
             f"ZeroOptimizer(stage={self.stage}, world={self.layout.world}, precision={self.precision.as_dict()}, "
-            f"{self._inner!r})"
+            f"{self.parts.inner!r})"
         )
-
-
-class RankState(OrderedDict[str, Any]):
-    """One rank's part of the state; says so to whoever looks for torch's keys in it."""
-
-    def __missing__(self, key: str) -> NoReturn:
-        raise UsageError(
-            f"{key!r} is not in the state_dict of a ZeroOptimizer, which is one rank's part over flat tensors: use "
-            "zerokit.save() and zerokit.load() instead of torch.distributed.checkpoint's functions for optimizers"
-        )
-
-    def __reduce__(self) -> Any:
-        return OrderedDict, (), None, None, iter(self.items())  # torch.load(weights_only=True) knows that one

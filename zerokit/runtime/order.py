@@ -24,7 +24,7 @@ class Order:
     """Units in the order in which a pass gathers them, how far the pass has come, and what it has issued.
 
     A unit may stand at several places. `cursor` is the place that was entered last (-1 before the first); places
-    below `issued` have been issued, at most one beyond the cursor unless something needed them earlier.
+    below `issued` have been issued, beyond the cursor as far as one prefetches or something needed them earlier.
     """
 
     def __init__(self, units: Sequence[int]) -> None:
@@ -42,9 +42,14 @@ class Order:
                 return place
         return None
 
-    def issue(self, stop: int) -> Iterator[int]:
-        """The places up to `stop` (exclusive) that have not been issued, each marked as issued when it is taken."""
+    def issue(self, stop: int, *, ahead: bool = False) -> Iterator[int]:
+        """The places up to `stop` (exclusive) that have not been issued, each marked as issued when it is taken.
+
+        Those that are issued `ahead` of their need end before a unit that is still in use for an earlier place.
+        """
         while self.issued < min(stop, len(self.units)):
+            if ahead and self.units[self.issued] in self.units[max(self.cursor, 0) : self.issued]:
+                return
             self.issued += 1
             yield self.issued - 1
 
@@ -63,22 +68,29 @@ class BackwardPlan:
 
     `gathers` are places of an `Order`; `reductions` lists every trainable unit once. The first `early` reductions
     come before all gathers but the first (a head's), those of `gathers` follow when the pass has left the unit's last
-    place, the others come at the end.
+    place, behind the gathers that are `ahead` of it; the others come at the end.
     """
 
     gathers: tuple[int, ...]
     reductions: tuple[int, ...]
     early: int = 0
+    ahead: int = 1
 
     @classmethod
     def of(
-        cls, gathers: Sequence[int], *, early: Iterable[int], trainable: Collection[int], late: Iterable[int]
+        cls,
+        gathers: Sequence[int],
+        *,
+        early: Iterable[int],
+        trainable: Collection[int],
+        late: Iterable[int],
+        ahead: int = 1,
     ) -> BackwardPlan:
         """The plan for these gathers; `early` and `late` are trainable units that stand nowhere among them."""
         last = {unit: place for place, unit in enumerate(gathers)}
         between = sorted((unit for unit in last if unit in trainable), key=last.__getitem__)
         head = tuple(early)
-        return cls(tuple(gathers), (*head, *between, *late), len(head))
+        return cls(tuple(gathers), (*head, *between, *late), len(head), ahead)
 
     @cached_property
     def _after(self) -> list[int]:
@@ -86,7 +98,9 @@ class BackwardPlan:
         last = {unit: place for place, unit in enumerate(self.gathers)}
         most = len(self.gathers)
         heads = [min(1, most)] * self.early
-        return heads + [min(last.get(unit, most) + 2, most) for unit in self.reductions[self.early :]]
+        return heads + [
+            min(last.get(unit, most) + 1 + self.ahead, most) for unit in self.reductions[self.early :]
+        ]
 
     def due(self, place: int) -> int:
         """How many reductions are issued before the gather at `place`."""

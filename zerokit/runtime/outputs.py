@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,8 +16,12 @@ _DEPTH = 4
 """Objects within objects: outputs are no deeper, and what lies deeper (a configuration, say) holds no outputs."""
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterable[Tensor]:
     """Every tensor in nested containers, dataclasses and plain objects."""
+    if isinstance(value, Tensor):  # what most modules take and return
+        return (value,)
+    if type(value) is tuple and all(isinstance(one, Tensor) for one in value):
+        return value
     return _search(value, set(), _DEPTH)
 
 
@@ -45,3 +49,20 @@ def _members(value: Any) -> list[Any]:
 def origin(tensor: Tensor) -> tuple[object, int]:
     """What made `tensor`: equal for all tensors that autograd takes for the same."""
     return (id(tensor), 0) if tensor.grad_fn is None else (tensor.grad_fn, tensor.output_nr)
+
+
+def follow(
+    generator: Generator[Any, Any, Any], watch: Callable[[Any], None], end: Callable[[], None]
+) -> Generator[Any, Any, Any]:
+    """The generator that a model's forward returned, with each value shown to `watch` first, and `end` called."""
+    sent: Any = None
+    try:
+        while True:
+            try:
+                value = generator.send(sent)
+            except StopIteration as stop:
+                return stop.value
+            watch(value)
+            sent = yield value
+    finally:
+        end()

@@ -19,6 +19,8 @@ class Precision:
         compute: of the parameters that the model sees, and so of activations and raw gradients.
         reduce: of the buckets in which gradients are accumulated and summed over ranks.
         master: of the weights that the optimizer updates, and of its states.
+        wire: of gradients on their way between ranks: as `reduce` by default, or bfloat16 beside `reduce` in fp32. See
+            below.
         cast_inputs: whether floating-point inputs take the compute dtype where they meet weights: at modules that
             hold parameters themselves. What a model does not feed to weights (timesteps, masks) keeps its dtype.
 
@@ -26,25 +28,42 @@ class Precision:
     `Precision(compute=torch.float16, reduce=torch.float16)`. Summing in fp32 is the default because it costs
     little and loses nothing.
 
-    Raises `UsageError` for a dtype other than float32, bfloat16 or float16.
+    `wire=torch.bfloat16` halves the bytes of that sum: each rank rounds its bucket, times 1/N, to bf16, its own piece
+    too, and the rounded pieces are added in fp32 in rank order. So each term is rounded to bf16 once (by at most 2⁻⁹ of
+    it), no sum is, and bits are the same at every stage. What stays in fp32: the buckets, sums of several backward
+    passes, and stage 0's gather of the sums. A bucket on its way takes half its memory once more, for its rounded
+    copy. With one rank nothing crosses, so nothing is rounded.
+
+    Raises `UsageError` for a dtype other than float32, bfloat16 or float16, and for a wire that is neither `reduce` nor
+    bfloat16 beside float32.
     """
 
     compute: torch.dtype = torch.float32
     reduce: torch.dtype = torch.float32
     master: torch.dtype = torch.float32
     cast_inputs: bool = True
+    wire: torch.dtype | None = None
+    """None where gradients travel in `reduce`, however that was said."""
 
     def __post_init__(self) -> None:
-        for role in ("compute", "reduce", "master"):
+        roles = _ROLES if self.wire is None else (*_ROLES, "wire")
+        for role in roles:
             dtype = getattr(self, role)
             if isinstance(dtype, str):
-                dtype = _NAMES.get(dtype)
+                dtype = _NAMES.get(dtype, dtype)
                 object.__setattr__(self, role, dtype)
             if dtype not in FLOATING:
                 raise UsageError(
                     f"precision: {role}={getattr(self, role)!r} is not one of "
                     "torch.float32, torch.bfloat16, torch.float16"
                 )
+        if self.wire == self.reduce:
+            object.__setattr__(self, "wire", None)
+        elif self.wire is not None and (self.wire, self.reduce) != (torch.bfloat16, torch.float32):
+            raise UsageError(
+                f"precision: gradients cannot cross in {self.wire} (wire) and be summed in {self.reduce} (reduce): "
+                "choose wire=torch.bfloat16 with reduce=torch.float32, or leave wire out"
+            )
 
     @classmethod
     def of(cls, precision: str | Precision) -> Precision:
@@ -63,11 +82,11 @@ class Precision:
         return torch.float16 in (self.compute, self.reduce)
 
     def as_dict(self) -> dict[str, str]:
-        return {
-            role: str(getattr(self, role)).removeprefix("torch.") for role in ("compute", "reduce", "master")
-        }
+        roles = _ROLES if self.wire is None else (*_ROLES, "wire")
+        return {role: str(getattr(self, role)).removeprefix("torch.") for role in roles}
 
 
+_ROLES = ("compute", "reduce", "master")
 _NAMES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 

@@ -20,6 +20,7 @@ from zerokit.runtime.gathering import Gathering, refuse_reading
 from zerokit.runtime.order import BackwardPlan, Order
 from zerokit.runtime.passes import ForwardPass
 from zerokit.runtime.storage import FlatUnit
+from zerokit.stages import Stage
 
 
 class ShardedGathering(Gathering):
@@ -30,6 +31,7 @@ class ShardedGathering(Gathering):
         collectives: what they are gathered by.
         reduce_due: called before each gather of backward with how many reductions come before it.
         allow: called after each gather of backward with how many reductions may be issued.
+        prefetch: how many gathers are in flight ahead of the unit that computes.
     """
 
     def __init__(
@@ -39,9 +41,10 @@ class ShardedGathering(Gathering):
         *,
         reduce_due: Callable[[int], None],
         allow: Callable[[int], None],
+        prefetch: int = 1,
     ) -> None:
-        super().__init__(units, collectives, owners_update=True)
-        self._reduce_due, self._allow = reduce_due, allow
+        super().__init__(units, collectives, Stage.PARAMETERS)
+        self._reduce_due, self._allow, self._prefetch = reduce_due, allow, prefetch
         self.early: tuple[int, ...] = ()
         """Trainable kept units whose gradients are complete before backward enters a unit: a head's."""
         self._forward = Order(self.forward_order)
@@ -66,11 +69,11 @@ class ShardedGathering(Gathering):
             for unit in self._units:
                 unit.gather()
                 unit.complete()
-            self.settle()
+            self._collectives.wait_for_readers()
 
     def make_current(self) -> None:
         """Nothing to be done: what is kept is current."""
-        self.settle()
+        self._collectives.wait_for_readers()
 
     def read(self, index: int, name: str, *, in_forward: bool, in_backward: bool) -> None:
         unit = self._units[index]
@@ -89,7 +92,7 @@ class ShardedGathering(Gathering):
         for unit in self._units:
             self._use(unit)
             unit.guard()
-        self.settle()
+        self._collectives.wait_for_readers()
 
     # ---- forward
 
@@ -120,11 +123,13 @@ class ShardedGathering(Gathering):
         if place is None or self._deviated:
             self._enter_again(unit)
         else:
-            self._forward.cursor = place
-            self._release(self._forward)
+            if index not in self.kept:  # whoever came before a kept unit may go on after it
+                self._leave_out(self._forward, place, self._issue_forward)
+                self._forward.cursor = place
+                self._release(self._forward)
             self._issue_forward(place + 1)
             unit.ready()
-            self._issue_forward(place + 2)
+            self._issue_forward(place + 1 + self._prefetch, ahead=True)
         self._entered.add(index)
 
     def _enter_again(self, unit: FlatUnit) -> None:
@@ -174,7 +179,7 @@ class ShardedGathering(Gathering):
             self._guard_all()
             return
         if not self._deviated:
-            self._issue_rest(self._forward, self._issue_forward)
+            self._leave_out(self._forward, len(self._forward.units), self._issue_forward, ending=True)
         self._last_stays = training and self.recorded and not self._deviated
         for index in list(self._out):
             if not training or not (index in self._pinned or (index == self._last and self._last_stays)):
@@ -182,9 +187,9 @@ class ShardedGathering(Gathering):
         if not training:
             self._pinned.clear()
             self._free_kept()
-        self.settle()
+        self._collectives.wait_for_readers()
         if training:
-            self._settle_heap()
+            self._heap.note_forward()
         self._entered.clear()
 
     # ---- backward
@@ -215,22 +220,23 @@ class ShardedGathering(Gathering):
                 self._entered.add(index)
                 continue
             if not recomputing:
+                self._leave_out(self._backward, place, self._issue_backward)
                 self._backward.cursor = place
                 self._release(self._backward, {other.unit.index for other in units})
             self._issue_backward(place + 1)
             unit.ready()
-            self._issue_backward(place + 2)
+            self._issue_backward(place + 1 + self._prefetch, ahead=True)
             self._entered.add(index)
             if place in (0, len(self._backward.units) - 1) and not recomputing:
                 # What came after the units (logits) is free by now, or else all activations are, but they
                 # leave holes too small for the large gradients of the rest of the model (embeddings).
-                self._return_freed_memory()
+                self._heap.return_freed_memory()
 
     def end_backward(self, current: ForwardPass | None) -> None:
         if not self._open:
             if self._round is None and current is not None and current.plan is not None:
                 self._begin_round(current)
-            self._issue_rest(self._backward, self._issue_backward)
+            self._leave_out(self._backward, len(self._backward.units), self._issue_backward, ending=True)
         self._allow(len(self._units))
 
     def free_all(self) -> None:
@@ -245,14 +251,14 @@ class ShardedGathering(Gathering):
                     unit.free()
             for kept in (self._pinned, self._out, self._kept_now):
                 kept.clear()
-        self.settle()
+        self._collectives.wait_for_readers()
         self._entered.clear()
         self._forward.restart()
 
     def _begin_round(self, current: ForwardPass) -> None:
         """Backward goes on with another forward pass, or begins."""
         if self._round is not None:
-            self._issue_rest(self._backward, self._issue_backward)
+            self._leave_out(self._backward, len(self._backward.units), self._issue_backward, ending=True)
         assert current.plan is not None
         self._round, self._backward = current, Order(current.plan.gathers)
         self._allow(current.plan.allowed(0))
@@ -280,32 +286,30 @@ class ShardedGathering(Gathering):
         gathers = [index for index in reversed(self.forward_order) if index not in self.kept]
         trainable = {unit.unit.index for unit in self._units if unit.unit.trainable}
         late = [index for index in sorted(self.kept & trainable, reverse=True) if index not in self.early]
-        return BackwardPlan.of(gathers, early=self.early, trainable=trainable, late=late)
+        return BackwardPlan.of(
+            gathers, early=self.early, trainable=trainable, late=late, ahead=self._prefetch
+        )
 
     @property
     def _last(self) -> int | None:
         """The unit that backward begins with."""
         return self.plan.gathers[0] if self.plan.gathers else None
 
-    def _settle_heap(self) -> None:
-        # The heap never settles here: gathered units come and go.
-        self._return_freed_memory()
-
     # ---- memory
 
-    def _issue_forward(self, stop: int) -> None:
-        for place in self._forward.issue(stop):
+    def _issue_forward(self, stop: int, *, ahead: bool = False) -> None:
+        for place in self._forward.issue(stop, ahead=ahead):
             unit = self._units[self._forward.units[place]]
             if unit.unit.index in self.kept:
                 self._use(unit, wait=False)
             elif not (self._held and unit.resident):
                 self._gather(unit)
 
-    def _issue_backward(self, stop: int) -> None:
+    def _issue_backward(self, stop: int, *, ahead: bool = False) -> None:
         assert self._round is not None
         plan = self._round.plan
         assert plan is not None
-        for place in self._backward.issue(stop):
+        for place in self._backward.issue(stop, ahead=ahead):
             self._reduce_due(plan.due(place))
             unit = self._units[plan.gathers[place]]
             stays = place == 0 and self._last_stays and unit.unit.index == self._last
@@ -314,12 +318,14 @@ class ShardedGathering(Gathering):
             self._last_stays = False
             self._allow(plan.allowed(self._backward.issued))
 
-    def _issue_rest(self, order: Order, issue: Callable[[int], None]) -> None:
-        """Issue what this rank left out, a unit at a time."""
-        while order.issued < len(order.units):
+    def _leave_out(
+        self, order: Order, stop: int, issue: Callable[[int], None], *, ending: bool = False
+    ) -> None:
+        """Issue the places up to `stop`, which this rank does not use, and hold one unit at a time."""
+        while order.issued < stop:
+            order.cursor = max(order.cursor, order.issued)
+            self._release(order, ending=ending)
             issue(order.issued + 1)
-            order.cursor = max(order.cursor, order.issued - 2)
-            self._release(order, ending=True)
 
     def _gather(self, unit: FlatUnit) -> None:
         unit.gather()

@@ -32,6 +32,7 @@ from zerokit.runtime.guard import (
     guarded_class,
 )
 from zerokit.runtime.memory import unit_memory
+from zerokit.stages import Stage
 
 
 @dataclass(slots=True)
@@ -51,7 +52,7 @@ class FlatUnit:
         parameters: the model's parameters, in the unit's order; they become views of this storage.
         collectives: how it is gathered.
         dtype: of the storage.
-        sharded: whether only the shard is kept between uses (stage 3).
+        stage: what of it this rank keeps between uses, and what it updates.
     """
 
     def __init__(
@@ -60,30 +61,34 @@ class FlatUnit:
         parameters: Sequence[nn.Parameter],
         collectives: Collectives,
         dtype: torch.dtype,
-        *,
-        sharded: bool,
+        stage: Stage,
     ) -> None:
         self.unit = unit
         self.parameters = list(parameters)
         self.collectives = collectives
         self.dtype = dtype
-        self.sharded = sharded
+        self.stage = stage
         self.device = collectives.device
-        self.payload = [unit.payload_within(unit.shard(rank)) for rank in range(unit.world)]
+        self.payload = unit.payload_numel
         self.own = unit.shard(collectives.rank)
         self.flats: list[Flat] = []
         self.pending: Work | None = None
         self.resident = True
         self.guarded = False
+        self._watched = False
+        """Whether the parameters have been guarded since `note_requires_grad`."""
         self.separate = False
         """Whether masters have memory of their own, in another dtype than the parameters."""
-        self.memory = unit_memory(unit.numel, self.own, dtype, self.device, sharded=sharded)
+        self.memory = unit_memory(
+            unit.numel, self.own, dtype, self.device, comes_and_goes=stage.divides_parameters
+        )
         self.whole, self.shard = self.memory.whole, self.memory.shard
         self._views = [
             self.whole[part.offset : part.offset + part.parameter.numel].view(part.parameter.shape)
             for part in unit.slices
         ]
-        self._addresses = [view.data_ptr() for view in self._views]
+        self._base, self._addresses = -1, [0]
+        self._note_addresses()
         nothing = torch.full(
             (), float("nan") if dtype.is_floating_point else -1, dtype=dtype, device=self.device
         )
@@ -103,7 +108,7 @@ class FlatUnit:
         """Make the parameters views of this storage; returns the unit's values [numel], in the master dtype.
 
         Those on `meta` take their values from `initial`. The returned values are to be agreed on with the other
-        ranks and handed to `settle`: masters start from them, not from what compute rounds them to.
+        ranks and handed to `take_initial`: masters start from them, not from what compute rounds them to.
         """
         exact = self.whole
         if self.unit.trainable and master != self.dtype:
@@ -131,21 +136,20 @@ class FlatUnit:
         self._versions = [parameter._version for parameter in self.parameters]
         return exact
 
-    def settle(self, exact: Tensor, *, everything: bool) -> None:
+    def take_initial(self, exact: Tensor) -> None:
         """Take the values that all ranks agreed on, and create what the optimizer updates.
 
-        That is the whole unit (stage 0) or this rank's shard of it. Where the master dtype is the storage's own, the
-        masters are the storage itself.
+        Where the master dtype is the storage's own, the masters are the storage itself.
         """
         self.separate = exact.dtype != self.dtype
         if self.separate:
             self.whole.copy_(exact)
-        if self.sharded:
+        if self.stage.divides_parameters:
             self.memory.store()
             self.free()
         if self.unit.trainable:
             for group, stretch in self.unit.groups_within(
-                Interval(0, self.unit.numel) if everything else self.own
+                self.stage.updated(self.unit, self.collectives.rank)
             ):
                 master = (
                     exact[stretch.start : stretch.stop].clone() if self.separate else self.slice_of(stretch)
@@ -154,7 +158,7 @@ class FlatUnit:
 
     def slice_of(self, interval: Interval) -> Tensor:
         """Elements `interval` (memory coordinates) of what this rank keeps."""
-        if self.sharded:
+        if self.stage.divides_parameters:
             return self.shard[interval.start - self.own.start : interval.stop - self.own.start]
         return self.whole[interval.start : interval.stop]
 
@@ -167,13 +171,6 @@ class FlatUnit:
         ]
 
     # ---- masters
-
-    def write_back(self) -> None:
-        """Copy updated masters into what this rank keeps of the parameters."""
-        for flat in self.flats:
-            kept = self.slice_of(flat.interval)
-            if kept.data_ptr() != flat.tensor.data_ptr():
-                kept.copy_(flat.tensor.detach())
 
     def read_in(self) -> None:
         """The opposite: parameters were changed as a whole; refresh this rank's shard and masters.
@@ -214,7 +211,7 @@ class FlatUnit:
     def note_update(self) -> None:
         """The optimizer has changed the parameters: graphs made before must not be differentiated any more."""
         torch.autograd.graph.increment_version(self.parameters)
-        if self.sharded or self.separate:
+        if self.stage.divides_parameters or self.separate:
             self._versions = [version + 1 for version in self._versions]
 
     @property
@@ -243,7 +240,8 @@ class FlatUnit:
         """Start gathering the unit; `ready` must follow before its parameters are used."""
         self.complete()
         self.memory.grow()
-        self.pending = self.collectives.all_gather(self.whole, self.unit.index, self.payload)
+        self._note_addresses()
+        self.pending = self.collectives.all_gather(self.whole, self.unit.index, self.payload, own=self.shard)
         self.resident = True
 
     def ready(self) -> None:
@@ -320,9 +318,15 @@ class FlatUnit:
     def unguard(self) -> None:
         """Let the model compute with the parameters."""
         if self.guarded:
-            self.guarded = False
+            self.guarded, self._watched = False, False
             for parameter, cls in zip(self.parameters, self._plain, strict=True):
                 parameter.__class__ = cls
+
+    def _note_addresses(self) -> None:
+        """Where the parameters lie now: memory that came anew may lie elsewhere."""
+        if self.whole.data_ptr() != self._base:
+            self._base = self.whole.data_ptr()
+            self._addresses = [view.data_ptr() for view in self._views]
 
     def _take_replaced(self) -> None:
         """The model's forward may have given a parameter other memory (`weight.data = …`): take its values over."""
@@ -333,7 +337,7 @@ class FlatUnit:
             if parameter.data_ptr() != view.data_ptr():
                 view.copy_(parameter.detach())
                 parameter.data = view
-        if self.sharded:
+        if self.stage.divides_parameters:
             self._refuse_change(self.unit.name)
         self.read_in()
 
@@ -352,6 +356,9 @@ class FlatUnit:
 
     def note_requires_grad(self) -> None:
         """Take note of what was frozen, or goes on, while nobody was watching."""
+        if self._watched:
+            return
+        self._watched = self.guarded
         with torch._C.DisableTorchFunctionSubclass():
             trained = [parameter.requires_grad for parameter in self.parameters]
         if self.stopped or trained.count(self.unit.trainable) != len(trained):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch.distributed as dist
@@ -29,7 +29,7 @@ class Watch:
         self._prefix = f"zerokit/{group.group_name}"
         self._sequence = 0
         self._since: float | None = None
-        self._what = ""
+        self._wait: str | Callable[[], str] = ""
         self._published = -1
         self._agreements = 0
         self.issued = 0
@@ -44,10 +44,10 @@ class Watch:
         self._prefix = f"{self._prefix}/{number}"
 
     @contextmanager
-    def waiting(self, what: str) -> Iterator[None]:
+    def waiting(self, what: str | Callable[[], str]) -> Iterator[None]:
         """Mark a wait for `what`; errors inside become `ScheduleError`s that tell what each rank waits for."""
         self._sequence += 1
-        self._what, self._since = what, time.monotonic()
+        self._wait, self._since = what, time.monotonic()
         if self._thread is None and self._store is not None:
             self._thread = threading.Thread(
                 target=_publish_long_waits, args=(self._wake, weakref.ref(self)), daemon=True
@@ -91,6 +91,10 @@ class Watch:
                 )
             time.sleep(pause)
             pause = min(pause * 1.5, _LONGEST_PAUSE_S)
+
+    @property
+    def _what(self) -> str:
+        return self._wait if isinstance(self._wait, str) else self._wait()
 
     def _waits_for_us(self, rank: int) -> str:
         """What `rank` waits for, if it is a collective that this rank has not issued; else nothing."""

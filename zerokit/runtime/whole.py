@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zerokit.errors import UsageError
-from zerokit.layout import Interval
 from zerokit.runtime.buckets import UnitGradients
 from zerokit.runtime.collectives import Collectives
 from zerokit.runtime.gathering import Gathering
@@ -46,11 +45,11 @@ def gathered_gradients(gradients: Gradients, collectives: Collectives) -> Iterat
     """
     any_received = torch.tensor([float(gradients.received)], device=collectives.device)
     collectives.all_reduce(any_received, dist.ReduceOp.MAX)
-    if not any_received.item():
+    if not collectives.read(any_received)[0]:
         yield  # as in torch, there are no gradients to see
         return
     shown = [(unit, _show(unit, collectives)) for unit in gradients.units.values()]
-    collectives.settle()
+    collectives.wait_for_readers()
     gradients.shown = True
     try:
         yield
@@ -62,9 +61,8 @@ def gathered_gradients(gradients: Gradients, collectives: Collectives) -> Iterat
 
 def _show(unit: UnitGradients, collectives: Collectives) -> Tensor:
     """Let the unit's parameters show whole gradients [numel]; returns what was summed."""
-    everything = Interval(0, unit.unit.numel)
-    if unit.gather:
-        whole = unit.of(everything).clone()
+    if unit.stage.gathers_gradients:
+        whole = unit.of(unit.updated).clone()
     else:
         whole = torch.zeros(unit.unit.numel, dtype=unit.dtype, device=unit.storage.device)
         whole[unit.storage.own.start : unit.storage.own.stop] = unit.of(unit.storage.own)
@@ -86,8 +84,7 @@ def _take_back(unit: UnitGradients, before: Tensor) -> None:
             flat = gradient.detach().reshape(-1)
             changed = flat != piece.to(flat.dtype)
             piece.copy_(torch.where(changed, flat.to(piece.dtype), piece))
-    kept = Interval(0, unit.unit.numel) if unit.gather else unit.storage.own
-    unit.of(kept).copy_(before[kept.start : kept.stop])
+    unit.of(unit.updated).copy_(before[unit.updated.start : unit.updated.stop])
 
 
 def install_model_methods(
@@ -142,15 +139,15 @@ def _install_state_dict(model: nn.Module, storages: Sequence[FlatUnit], gatherin
 
     def after_save(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         for storage in storages:
-            if storage.sharded and gathering.is_open:
+            if storage.stage.divides_parameters and gathering.is_open:
                 copy_whole(module, storage, state, prefix)
-            elif storage.sharded:
+            elif storage.stage.divides_parameters:
                 storage.gather()
                 storage.ready()
                 copy_whole(module, storage, state, prefix)
                 storage.free()
             storage.guard()
-        gathering.settle()
+        storages[0].collectives.wait_for_readers()
 
     def before_load(module: nn.Module, state: Mapping[str, Tensor], prefix: str, *rest: Any) -> None:
         gathering.open()

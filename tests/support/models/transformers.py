@@ -70,7 +70,7 @@ class Gpt(nn.Module):
         return x
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.tokens(x) + self.positions(torch.arange(x.shape[1]))
+        x = self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device))
         depth = len(self.blocks)
         if self.recompute == "each":
             for block in self.blocks:

@@ -1,0 +1,363 @@
+"""The parts of the device's way by themselves, with fakes in place of CUDA: streams, communicators, refusals."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import gc
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore
+
+from tests.support.distributed import run_ranks
+from zerokit.errors import UsageError
+from zerokit.runtime.collectives import base, make_collectives, nccl, streams
+from zerokit.runtime.watch import Watch
+
+GPU = torch.device("cuda", 0)
+
+# --- one GPU a rank ----------------------------------------------------------------------------------------
+
+
+class FakeGroup:
+    """What `require_own_device` asks of a process group."""
+
+    group_name = "fake"
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def rank(self) -> int:
+        return self._rank
+
+
+@pytest.fixture
+def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank's current device is the same GPU, and all ranks share a store."""
+    store = HashStore()
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-1"))
+    monkeypatch.setattr(dist.distributed_c10d, "_get_process_group_store", lambda group: store)
+    monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
+
+
+def require(rank: int, device: torch.device = GPU) -> None:
+    nccl.require_own_device(FakeGroup(rank), device)  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("one_gpu")
+def test_two_ranks_on_one_gpu_are_refused_with_the_remedy() -> None:
+    require(0)
+    with pytest.raises(
+        UsageError, match=r"ranks 0 and 1 share one GPU .*set_device\(int\(os\.environ"
+    ) as caught:
+        require(1)
+    assert "with 'gloo'" in str(caught.value)
+
+
+@pytest.mark.usefixtures("one_gpu")
+def test_a_rank_may_come_back_to_its_gpu() -> None:
+    require(3)
+    require(3)
+
+
+@pytest.mark.usefixtures("one_gpu")
+def test_ranks_with_a_gpu_each_are_welcome(monkeypatch: pytest.MonkeyPatch) -> None:
+    require(0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-2"))
+    require(1)
+
+
+@pytest.mark.usefixtures("one_gpu")
+def test_nccl_may_be_told_to_take_several_ranks_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    require(0)
+    require(1)
+
+
+@pytest.mark.usefixtures("one_gpu")
+def test_a_model_on_the_cpu_is_refused_under_nccl() -> None:
+    with pytest.raises(UsageError, match=r"the model lies on cpu.*model\.to\('cuda'\)"):
+        require(0, torch.device("cpu"))
+
+
+@pytest.mark.usefixtures("one_gpu")
+def test_a_model_on_another_gpu_than_the_current_one_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"lies on cuda:1.*current device is cuda:0.*set_device\(1\)"):
+        require(0, torch.device("cuda", 1))
+
+
+class NcclGroup(FakeGroup):
+    """A group whose only backend is NCCL's, on CUDA."""
+
+    def size(self) -> int:
+        return 1
+
+    def _get_backend(self, device: torch.device) -> object:
+        if device.type != "cuda":
+            raise RuntimeError(f"No backend type associated with device type {device.type}")
+        return object()
+
+
+@pytest.mark.usefixtures("one_gpu")
+def test_so_it_is_where_the_route_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`get_backend_config` says "cuda:nccl" of such a group, and it has no backend to ask for its time-out."""
+    config = dist.distributed_c10d.BackendConfig(dist.Backend("nccl"))
+    assert "nccl" in str(config)
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: str(config))
+    with pytest.raises(UsageError, match=r"the model lies on cpu.*model\.to\('cuda'\)"):
+        make_collectives(NcclGroup(0), torch.device("cpu"), None, units=1)  # type: ignore[arg-type]
+
+
+# --- communicators -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("bound", [None, GPU])
+def test_a_clone_is_never_split_from_a_bound_default_group(
+    monkeypatch: pytest.MonkeyPatch, bound: torch.device | None, fails: bool
+) -> None:
+    default = SimpleNamespace(bound_device_id=bound)
+    made = dist.ProcessGroup(0, 2)  # type: ignore[call-arg]
+    seen: list[tuple[object, dict[str, Any]]] = []
+
+    def new_group(ranks: list[int], **options: Any) -> dist.ProcessGroup:
+        seen.append((default.bound_device_id, {"ranks": ranks, **options}))
+        if fails:
+            raise RuntimeError("no connection")
+        return made
+
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_group", lambda: default)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 2])
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(dist, "new_group", new_group)
+    with pytest.raises(RuntimeError, match="no connection") if fails else contextlib.nullcontext():
+        assert base.clone(made, "nccl", None, GPU) is made
+    ((hidden, options),) = seen
+    assert hidden is None
+    assert default.bound_device_id == bound
+    assert options == {
+        "ranks": [0, 2],
+        "backend": "nccl",
+        "timeout": None,
+        "use_local_synchronization": True,  # the others of the world know nothing of it
+        "device_id": GPU,
+    }
+
+
+@contextlib.contextmanager
+def _communicators_on_hosts() -> Iterator[list[dist.ProcessGroup]]:
+    """`communicators_of` makes gloo's; yields what was made."""
+    made: list[dist.ProcessGroup] = []
+    clone = base.clone
+
+    def make(group: dist.ProcessGroup, backend: str, timeout: Any, device: torch.device) -> dist.ProcessGroup:
+        assert backend == "nccl"
+        made.append(clone(group, "gloo", timeout))
+        return made[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nccl, "clone", make)
+        patch.setattr(nccl, "require_own_device", lambda group, device: None)
+        patch.setattr(torch.cuda, "synchronize", lambda device: None)
+        yield made
+
+
+def _make_communicators() -> None:
+    cpu, short = torch.device("cpu"), datetime.timedelta(seconds=7)
+    with _communicators_on_hosts() as made:
+        group = dist.new_group([0])
+        first = nccl.communicators_of(group, cpu, None, Watch(group))
+        assert len(made) == 3
+        assert len({first.control, first.gather, first.reduce}) == 3
+        assert nccl.communicators_of(group, cpu, None, Watch(group)) is first
+        assert len(made) == 3, "a second optimizer takes over the first one's"
+        assert nccl.communicators_of(group, cpu, short, Watch(group)) is not first
+        assert len(made) == 6
+
+        dist.destroy_process_group(first.gather)
+        again = nccl.communicators_of(group, cpu, None, Watch(group))
+        assert len(made) == 9, "one of three was destroyed: all are made anew"
+        assert nccl._lives(again.gather)
+
+        other = dist.new_group([0])
+        assert nccl.communicators_of(other, cpu, None, Watch(other)) is not again
+        assert len(made) == 12
+
+
+def test_communicators_are_made_once_a_group_and_time_out() -> None:
+    run_ranks(1, _make_communicators)
+
+
+def _drop_the_group() -> tuple[bool, bool]:
+    with _communicators_on_hosts() as made:
+        group = dist.new_group([0])
+        communicators = nccl.communicators_of(group, torch.device("cpu"), None, Watch(group))
+        lived = all(map(nccl._lives, made))
+        dist.destroy_process_group(group)
+        del group, communicators
+        gc.collect()
+        return lived, any(map(nccl._lives, made))
+
+
+def test_communicators_go_with_their_group() -> None:
+    assert run_ranks(1, _drop_the_group) == [(True, False)]
+
+
+def _start_anew() -> int:
+    """All groups are destroyed, and others are made, as by a user who begins again."""
+    store = dist.distributed_c10d._get_default_store()
+    with _communicators_on_hosts() as made:
+        for number in range(2):
+            if number:
+                dist.destroy_process_group()
+                dist.init_process_group("gloo", store=PrefixStore("again", store), rank=0, world_size=1)
+            group = dist.distributed_c10d._get_default_group()
+            communicators = nccl.communicators_of(group, torch.device("cpu"), None, Watch(group))
+            assert nccl._lives(communicators.reduce)
+        return len(made)
+
+
+def test_communicators_are_made_anew_after_all_groups_were_destroyed() -> None:
+    assert run_ranks(1, _start_anew) == [6]
+
+
+# --- streams -----------------------------------------------------------------------------------------------
+
+
+class FakeEvent:
+    def __init__(self, name: str) -> None:
+        self.name, self.happened = name, False
+
+    def query(self) -> bool:
+        return self.happened
+
+
+class FakeStream:
+    """Notes what is said to it."""
+
+    def __init__(self, log: list[str], name: str) -> None:
+        self.log, self.name, self.events = log, name, 0
+
+    def wait_event(self, event: FakeEvent) -> None:
+        self.log.append(f"{self.name} waits for event {event.name}")
+
+    def wait_stream(self, stream: FakeStream) -> None:
+        self.log.append(f"{self.name} waits for {stream.name}")
+
+    def record_event(self) -> FakeEvent:
+        self.events += 1
+        event = FakeEvent(f"{self.name}{self.events}")
+        self.log.append(f"{self.name} records event {event.name}")
+        return event
+
+
+class FakeCuda:
+    """`torch.cuda` as far as `CudaStream` knows it."""
+
+    Event = FakeEvent
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.compute = FakeStream(self.log, "compute")
+        self.current = self.compute
+        self.priorities: list[int] = []
+
+    def Stream(self, device: torch.device, priority: int) -> FakeStream:
+        self.priorities.append(priority)
+        return FakeStream(self.log, "side" if len(self.priorities) == 1 else f"side{len(self.priorities)}-")
+
+    def current_stream(self, device: torch.device) -> FakeStream:
+        return self.current
+
+    @contextlib.contextmanager
+    def stream(self, stream: FakeStream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    def work(self, name: str) -> Callable[[], None]:
+        return lambda: self.log.append(f"{name} on {self.current.name}")
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    fake = FakeCuda()
+
+    def empty(shape: Any, *, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
+        assert pin_memory
+        return torch.full(shape, -1.0, dtype=dtype)
+
+    monkeypatch.setattr(streams, "torch", SimpleNamespace(cuda=fake, empty=empty))
+    return fake
+
+
+def test_a_side_stream_has_high_priority(cuda: FakeCuda) -> None:
+    streams.CudaStream(GPU)
+    assert cuda.priorities == [-1]
+
+
+def test_work_begins_behind_what_the_computation_has_issued(cuda: FakeCuda) -> None:
+    work = streams.CudaStream(GPU).launch(streams.Operation("gather", cuda.work("gather")))
+    assert cuda.log == ["side waits for compute", "gather on side", "side records event side1"]
+    cuda.log.clear()
+    work.wait()
+    assert cuda.log == ["compute waits for event side1"]
+
+
+def test_work_begins_behind_other_work_alone_where_that_is_given(cuda: FakeCuda) -> None:
+    reduction = streams.CudaStream(GPU).launch(streams.Operation("reduction", cuda.work("reduction")))
+    cuda.log.clear()
+    streams.CudaStream(GPU).launch(streams.Operation("gather", cuda.work("gather")), reduction)
+    assert cuda.log == [
+        "side2- waits for event side1",
+        "gather on side2-",
+        "side2- records event side2-1",
+    ]
+
+
+def test_waiting_and_joining_concern_the_stream_that_computes_then(cuda: FakeCuda) -> None:
+    side = streams.CudaStream(GPU)
+    work = side.launch(streams.Operation("gather", cuda.work("gather")))
+    cuda.log.clear()
+    cuda.current = FakeStream(cuda.log, "another")
+    work.wait()
+    side.join()
+    assert cuda.log == ["another waits for event side1", "another waits for side"]
+
+
+def test_what_is_fetched_is_copied_on_the_side_stream_and_looked_at_once_it_is_there(cuda: FakeCuda) -> None:
+    side = streams.CudaStream(GPU)
+    events: list[FakeEvent] = []
+    record = FakeStream.record_event
+
+    def remember(self: FakeStream) -> FakeEvent:
+        events.append(record(self))
+        return events[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FakeStream, "record_event", remember)
+        arrived = side.fetch(torch.tensor([2.5, 3.5]))
+    assert cuda.log == ["side records event side1"]
+    assert arrived() is None
+    events[0].happened = True
+    values = arrived()
+    assert values is not None
+    assert values.tolist() == [2.5, 3.5]
+
+
+def test_the_first_unfinished_work_is_named(cuda: FakeCuda) -> None:
+    side = streams.CudaStream(GPU)
+    assert side.unfinished() is None
+    works = [side.launch(streams.Operation(name, cuda.work(name))) for name in ("first", "second", "third")]
+    assert side.unfinished() == "first"
+    events = [work.event for work in works if isinstance(work, streams.CudaEvent)]
+    events[0].happened = True  # type: ignore[attr-defined]
+    assert side.unfinished() == "second"
+    side.launch(streams.Operation("fourth", cuda.work("fourth")))
+    assert len(side._launched) == 3, "what has ended is forgotten"

@@ -1,0 +1,299 @@
+"""The device's way, tried on hosts: side streams whose results come late, and a host that reads nothing in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zerokit
+from tests.support.devices import (
+    DEVICES,
+    PRECISIONS,
+    SCENES,
+    STAGES,
+    WIRE,
+    Scene,
+    Training,
+    alone_on_gpu,
+    at,
+    lagging,
+    placed,
+    prompt,
+    run_on,
+    train,
+)
+from tests.support.distributed import run_ranks
+from zerokit.runtime.collectives import Work
+from zerokit.runtime.collectives.nccl import NcclCollectives
+from zerokit.runtime.gradients import Gradients
+from zerokit.runtime.storage import FlatUnit
+
+# --- results that come late --------------------------------------------------------------------------------
+
+
+def _late_and_prompt(device: str, names: Sequence[str], precisions: Sequence[Any]) -> list[str]:
+    """Where late results change something."""
+    place = placed(device)
+    scenes = {
+        (name, precision): at(SCENES[name], precision=precision) for precision in precisions for name in names
+    }
+    with alone_on_gpu(device):
+        with prompt(device):
+            expected = {case: train(at(scene, stage=0), place) for case, scene in scenes.items()}
+        with lagging(device):
+            return [
+                f"{case}, stage {stage}"
+                for case, scene in scenes.items()
+                for stage in STAGES
+                if train(at(scene, stage=stage), place) != expected[case]
+            ]
+
+
+@pytest.mark.parametrize("name", SCENES)
+def test_late_results_change_no_bit(name: str) -> None:
+    assert run_on("cpu", _late_and_prompt, [name], [*PRECISIONS, WIRE]) == [[], []]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_late_results_change_no_bit_on_a_gpu(precision: str) -> None:
+    assert run_on("cuda", _late_and_prompt, list(SCENES), [precision]) == [[]]
+
+
+def _rounded_reductions(device: str) -> list[bool]:
+    """Reductions behind each other, on a GPU with this rank alone: what is rounded lives until it has been used."""
+    with lagging(device) as place:
+        optimizer = zerokit.ZeroOptimizer(nn.Linear(4, 4).to(place), torch.optim.SGD, lr=0.1)
+        route, rank, world = optimizer.parts.collectives, dist.get_rank(), dist.get_world_size()
+        generator = torch.Generator().manual_seed(0)
+        pieces = torch.randn(3, world, world, 4096, generator=generator).to(place)
+        out = torch.zeros(4096, device=place)
+        works = []
+        for turn, number in enumerate(pieces.unbind()):
+            bucket = number[rank].flatten()
+            # One rank rounds nothing, so its route is asked directly.
+            works.append(route._reduce_scatter(bucket.clone(), out, 0, turn > 0, torch.bfloat16))
+            works[-1].wait()
+            torch.full((1 << 16,), float("nan"), device=place)  # takes memory that was given back too early
+        expected = torch.zeros(4096, device=place)
+        for number in pieces:
+            total = number[0, rank].bfloat16().float()
+            for peer in number[1:, rank]:
+                total += peer.bfloat16().float()
+            expected += total
+        return [torch.equal(out, expected)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_is_rounded_lives_until_it_has_been_sent(device: str) -> None:
+    assert all(found == [True] for found in run_on(device, _rounded_reductions))
+
+
+# --- one wait taken away -----------------------------------------------------------------------------------
+
+
+def _twice(training: Training) -> None:
+    """Two updates from the same gradients: the second one changes what the gathers of the first still read."""
+    for step in range(training.run.steps):
+        training.differentiate(step)
+        training.optimizer.step()
+        training.update()
+
+
+def _show_gradients(training: Training) -> None:
+    for step in range(training.run.steps):
+        training.differentiate(step)
+        with training.optimizer.gathered_gradients():
+            torch.nn.utils.clip_grad_norm_(training.model.parameters(), 0.1)
+        training.update()
+
+
+def _fail_in_backward(training: Training) -> None:
+    """A backward pass that ends in an exception while reductions are in flight, then a step as usual."""
+
+    def fail(*gradients: Any) -> None:
+        raise ArithmeticError("in the middle of backward")
+
+    for step in range(training.run.steps):
+        handle = training.model.get_submodule("blocks.1").register_full_backward_pre_hook(fail)
+        with pytest.raises(ArithmeticError):
+            training.differentiate(step)
+        handle.remove()
+        training.optimizer.zero_grad()
+        training.step(step)
+
+
+def _clear_late(training: Training) -> None:
+    """Gradients are dropped between forward and backward: nothing but forward waits for what a step has gathered."""
+    for step in range(training.run.steps):
+        training.differentiate(step, clear=True)
+        training.optimizer.step()
+
+
+def _all_steps(training: Training) -> None:
+    for step in range(training.run.steps):
+        training.step(step)
+
+
+def _forget_to_wait_for_gathers(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(FlatUnit, "complete", lambda self: setattr(self, "pending", None))
+
+
+def _give_buckets_back_too_early(patch: pytest.MonkeyPatch) -> None:
+    def finish_oldest(self: Gradients) -> None:
+        unit, _ = self._reductions.popleft()
+        chained = self._chains(unit)
+        unit.finish(self.pool)
+        if unit.stage.gathers_gradients and not chained:
+            self._gather(unit)
+
+    patch.setattr(Gradients, "_finish_oldest", finish_oldest)
+
+
+def _forget_the_readers(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(NcclCollectives, "wait_for_readers", lambda self: None)
+
+
+def _break_the_chain(patch: pytest.MonkeyPatch) -> None:
+    gather = Gradients._gather
+    patch.setattr(Gradients, "_gather", lambda self, unit, after=None: gather(self, unit))
+
+
+def _forget_to_wait_for_shown_gradients(patch: pytest.MonkeyPatch) -> None:
+    from zerokit.runtime import whole
+
+    class Impatient:
+        """Hands on all that `_show` uses of the collectives, but no wait."""
+
+        def __init__(self, collectives: NcclCollectives) -> None:
+            self._collectives = collectives
+
+        def all_gather(self, *arguments: Any) -> Work:
+            self._collectives.all_gather(*arguments)
+            return Nothing()
+
+    class Nothing:
+        def wait(self) -> None:
+            pass
+
+    show = whole._show
+    patch.setattr(whole, "_show", lambda unit, collectives: show(unit, Impatient(collectives)))  # type: ignore[arg-type]
+
+
+def _forget_reductions_when_forgetting(patch: pytest.MonkeyPatch) -> None:
+    """What `forget` waits for, `free_all` waits for once more: both must go."""
+    _forget_the_readers(patch)
+    forget = Gradients.forget
+
+    def forget_without_waiting(self: Gradients) -> None:
+        self._reductions.clear()
+        self._gathers.clear()
+        forget(self)
+
+    patch.setattr(Gradients, "forget", forget_without_waiting)
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A wait that is taken away, how to train then, and the stages at which that must be noticed."""
+
+    apply: Callable[[pytest.MonkeyPatch], None]
+    stages: tuple[int, ...]
+    loop: Callable[[Training], None] = _all_steps
+    scene: str = "plain"
+
+
+MUTATIONS = {
+    # A model without indices: on a GPU a gather that is not waited for overwrites memory of others.
+    "gathers are not waited for": Mutation(
+        _forget_to_wait_for_gathers, (1, 2, 3), loop=_clear_late, scene="units used again"
+    ),
+    "buckets come back too early": Mutation(_give_buckets_back_too_early, (2, 3)),
+    "sums are added to too early": Mutation(
+        _give_buckets_back_too_early, (0, 1, 2, 3), scene="repeated reductions"
+    ),
+    "the gather of sums begins too early": Mutation(_break_the_chain, (0,)),
+    "readers are not waited for": Mutation(_forget_the_readers, (1, 2), loop=_twice),
+    "shown gradients are not waited for": Mutation(
+        _forget_to_wait_for_shown_gradients, (1, 2, 3), loop=_show_gradients
+    ),
+    "a failed backward leaves reductions behind": Mutation(
+        _forget_reductions_when_forgetting, (0, 1, 2, 3), loop=_fail_in_backward
+    ),
+}
+
+
+def _bits_of(loop: Callable[[Training], None], scene: Scene, device: torch.device) -> list[str]:
+    training = Training(scene, device)
+    loop(training)
+    return training.bits()
+
+
+def _mutated(device: str, name: str, stages: tuple[int, ...]) -> dict[int, tuple[bool, str]]:
+    """By stage: whether the run is right with all its waits, and what happens without one."""
+    mutation, place = MUTATIONS[name], placed(device)
+    found = {}
+    with alone_on_gpu(device):
+        for stage in stages:
+            scene = at(SCENES[mutation.scene], stage=stage, steps=3)
+            with prompt(device):
+                expected = _bits_of(mutation.loop, scene, place)
+            with lagging(device):
+                right = _bits_of(mutation.loop, scene, place) == expected
+            try:
+                with lagging(device), pytest.MonkeyPatch.context() as patch:
+                    mutation.apply(patch)
+                    seen = "the same" if _bits_of(mutation.loop, scene, place) == expected else "other bits"
+            except AssertionError as error:
+                seen = str(error).splitlines()[0]
+            found[stage] = right, seen
+    return found
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_missing_wait_is_noticed(name: str) -> None:
+    for found in run_on("cpu", _mutated, name, STAGES):
+        for stage, (right, seen) in found.items():
+            assert right, f"stage {stage}: differs though nothing was changed"
+            assert (seen != "the same") == (stage in MUTATIONS[name].stages), f"stage {stage}: {seen}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("name", "stages"), [("gathers are not waited for", (3,)), ("sums are added to too early", (0, 1))]
+)
+def test_a_missing_wait_is_noticed_on_a_gpu(name: str, stages: tuple[int, ...]) -> None:
+    """A rank alone gathers nothing from others, so that fewer waits matter there."""
+    (found,) = run_on("cuda", _mutated, name, stages)
+    assert found == dict.fromkeys(stages, (True, "other bits"))
+
+
+# --- and none too many -------------------------------------------------------------------------------------
+
+
+def _gathers_behind_a_step(stage: int) -> tuple[str | None, str | None]:
+    """The first gather in flight after `step()`, and after `zero_grad()`."""
+    with lagging("cpu") as device:
+        training = Training(at(SCENES["plain"], stage=stage), device)
+        training.step(0)
+        training.differentiate(1)
+        collectives = training.optimizer.parts.collectives
+        assert isinstance(collectives, NcclCollectives)
+        gathers = collectives._gathers
+        training.optimizer.step()
+        before = gathers.unfinished()
+        training.optimizer.zero_grad()
+        return before, gathers.unfinished()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_updated_weights_are_waited_for_in_the_next_forward_and_not_before(stage: int) -> None:
+    for before, after in run_ranks(2, _gathers_behind_a_step, stage):
+        assert before is not None
+        assert after == before

@@ -1,0 +1,138 @@
+"""Waiting is named when it lasts or fails, and only then."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+import zerokit
+from tests.support.recording import Group
+from zerokit.runtime import watch
+from zerokit.runtime.watch import Watch
+
+
+class Name:
+    """What is waited for, told when somebody asks."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def __call__(self) -> str:
+        self.asked += 1
+        return "all-gather of unit 3"
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> tuple[Watch, Watch]:
+    """Two ranks' watches over one store; no thread publishes for them."""
+    store = HashStore()
+    monkeypatch.setattr(dist.distributed_c10d, "_get_process_group_store", lambda group: store)
+    monkeypatch.setattr(watch, "_publish_long_waits", lambda wake, reference: None)
+    return Watch(Group(0, 2)), Watch(Group(1, 2))
+
+
+def test_a_name_is_not_asked_for_while_nobody_waits_long(ranks: tuple[Watch, Watch]) -> None:
+    one, _ = ranks
+    name = Name()
+    with one.waiting(name):
+        one.publish_if_long()
+    one.publish_if_long()
+    assert name.asked == 0
+    assert one.waited_s > 0
+
+
+def test_a_long_wait_is_published_by_name_and_an_error_tells_of_it(
+    ranks: tuple[Watch, Watch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = ranks
+    monkeypatch.setattr(watch, "PUBLISH_AFTER_S", 0.0)
+    name = Name()
+    with other.waiting(name):
+        other.publish_if_long()
+        assert name.asked == 1
+        with (
+            pytest.raises(zerokit.ScheduleError) as caught,
+            one.waiting("reduce-scatter of unit 1"),
+        ):
+            raise RuntimeError("timed out")
+    text = str(caught.value)
+    assert text.startswith("rank 0 of 2 did not get through its reduce-scatter of unit 1 (wait 1): timed out")
+    assert "rank 1 waits for the all-gather of unit 3 (wait 1)" in text
+
+
+def test_an_error_asks_for_the_name_and_a_silent_rank_is_said_to_be_silent(
+    ranks: tuple[Watch, Watch],
+) -> None:
+    one, other = ranks
+    name = Name()
+    with (
+        pytest.raises(
+            zerokit.ScheduleError, match=r"its all-gather of unit 3.*\n  rank 1 is not known to wait"
+        ),
+        one.waiting(name),
+    ):
+        raise RuntimeError("connection closed")
+    assert name.asked >= 1
+    gave_up = "rank 0 gave up waiting for the all-gather of unit 3"
+    with pytest.raises(zerokit.ScheduleError, match=gave_up), other.waiting("broadcast"):
+        raise RuntimeError("connection closed")
+
+
+def test_errors_of_other_kinds_pass(ranks: tuple[Watch, Watch]) -> None:
+    with pytest.raises(KeyError), ranks[0].waiting("broadcast"):
+        raise KeyError("mine")
+    with pytest.raises(zerokit.ScheduleError, match="mine"), ranks[0].waiting("broadcast"):
+        raise RuntimeError("mine")
+
+
+def test_ranks_that_say_the_same_agree(ranks: tuple[Watch, Watch]) -> None:
+    one, other = ranks
+    with pytest.raises(zerokit.ScheduleError, match=r"rank 1 turns; after 0 s ranks \[0\] have not"):
+        other.agree("turns", 0.0)
+    start = time.monotonic()
+    one.agree("turns", 60.0)
+    assert time.monotonic() - start < 30.0
+
+
+def test_ranks_that_say_different_things_hear_of_it_at_once(ranks: tuple[Watch, Watch]) -> None:
+    one, other = ranks
+    with pytest.raises(zerokit.ScheduleError, match="have not"):
+        other.agree("turns left", 0.0)
+    with pytest.raises(zerokit.ScheduleError, match="rank 0 turns right; rank 1 turns left"):
+        one.agree("turns right", 60.0)
+
+
+def test_a_rank_that_waits_for_what_this_one_has_not_issued_is_named(
+    ranks: tuple[Watch, Watch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = ranks
+    monkeypatch.setattr(watch, "PUBLISH_AFTER_S", 0.0)
+    monkeypatch.setattr(watch, "_STUCK_AFTER_S", 0.0)
+    other.issued = 5
+    with other.waiting("all-gather of unit 2"):
+        other.publish_if_long()
+        one.issued = 4
+        with pytest.raises(zerokit.ScheduleError, match="turns; rank 1 waits for the all-gather of unit 2"):
+            one.agree("turns", 60.0)
+        one.issued = 5  # it is on its way: only late
+        with pytest.raises(zerokit.ScheduleError, match="have not"):
+            one.agree("turns", 0.0)
+
+
+def test_what_an_earlier_optimizer_said_is_not_heard(ranks: tuple[Watch, Watch]) -> None:
+    one, other = ranks
+    with pytest.raises(zerokit.ScheduleError, match="have not"):
+        other.agree("turns left", 0.0)
+    one.distinguish(7)
+    with pytest.raises(zerokit.ScheduleError, match=r"ranks \[1\] have not"):
+        one.agree("turns right", 0.0)
+
+
+def test_one_rank_alone_has_nobody_to_agree_with() -> None:
+    alone = Watch(Group(0, 1))
+    alone.agree("turns", 0.0)
+    with pytest.raises(zerokit.ScheduleError, match="rank 0 of 1"), alone.waiting("broadcast"):
+        raise RuntimeError("closed")

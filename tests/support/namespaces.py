@@ -1,0 +1,139 @@
+"""Two hosts on this machine: network namespaces with addresses of their own, an sshd each, and a wire between them.
+
+Only root can make them; where it cannot be done, `refusal` says why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+_TOOLS = ("ip", "ssh", "ssh-keygen", "/usr/sbin/sshd")
+
+
+def refusal() -> str | None:
+    """Why there can be no namespaces here; None where there can."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
+    if missing:
+        return f"{', '.join(missing)} not installed (packages iproute2, openssh-server, openssh-client)"
+    name = f"zk-try-{os.getpid()}"
+    done = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        return f"network namespaces cannot be made: {done.stderr.strip()}"
+    subprocess.run(["ip", "netns", "delete", name], check=False)
+    return None
+
+
+@dataclass
+class Hosts:
+    """Hosts `a` and `b`, by the names of ssh's configuration `config`, which leads to their addresses."""
+
+    folder: Path
+    prefix: str
+    config: Path
+    addresses: dict[str, str]
+    servers: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    def namespace(self, host: str) -> str:
+        return f"{self.prefix}-{host}"
+
+    def inside(self, host: str) -> list[str]:
+        """What runs a command on a host."""
+        return ["ip", "netns", "exec", self.namespace(host)]
+
+    def start_sshd(self, host: str) -> None:
+        """Start the host's ssh server, and return when it listens."""
+        log = self.folder / f"sshd-{host}.log"
+        self.servers[host] = subprocess.Popen(
+            [
+                *self.inside(host),
+                "/usr/sbin/sshd",
+                "-D",
+                "-f",
+                str(self.folder / f"sshd-{host}.conf"),
+                "-E",
+                str(log),
+            ]
+        )
+        deadline = time.monotonic() + 30
+        while "Server listening" not in (log.read_text() if log.exists() else ""):
+            if time.monotonic() > deadline or self.servers[host].poll() is not None:
+                raise RuntimeError(f"sshd of {host} does not listen: {log.read_text()}")
+            time.sleep(0.05)
+
+    def set_wire(self, host: str, state: str) -> None:
+        """Pull a host's plug ("down"), or put it in ("up")."""
+        _ip("-n", self.namespace(host), "link", "set", "eth0", state)
+
+    def processes(self, host: str, words: str) -> list[int]:
+        """Processes of a host whose command line has these words."""
+        listed = subprocess.run(
+            ["ip", "netns", "pids", self.namespace(host)], capture_output=True, text=True, check=True
+        )
+        found = []
+        for pid in map(int, listed.stdout.split()):
+            with contextlib.suppress(OSError):
+                if words in Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode():
+                    found.append(pid)
+        return found
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+@contextlib.contextmanager
+def two_hosts() -> Iterator[Hosts]:
+    """Make them, and take everything down at the end."""
+    prefix = f"zk{os.getpid()}"
+    folder = Path(tempfile.mkdtemp(prefix="zerokit-hosts-"))
+    addresses = {"a": "10.77.0.1", "b": "10.77.0.2"}
+    hosts = Hosts(folder, prefix, folder / "ssh.conf", addresses)
+    try:
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / "key"], check=True)
+        Path("/run/sshd").mkdir(exist_ok=True)  # Debian's sshd separates its privileges there
+        for host in addresses:
+            _ip("netns", "add", hosts.namespace(host))
+        _ip("link", "add", f"{prefix}a", "type", "veth", "peer", "name", f"{prefix}b")
+        lines = []
+        for host, address in addresses.items():
+            namespace = hosts.namespace(host)
+            _ip("link", "set", f"{prefix}{host}", "netns", namespace)
+            _ip("-n", namespace, "link", "set", f"{prefix}{host}", "name", "eth0")
+            _ip("-n", namespace, "address", "add", f"{address}/24", "dev", "eth0")
+            _ip("-n", namespace, "link", "set", "eth0", "up")
+            _ip("-n", namespace, "link", "set", "lo", "up")
+            (folder / f"sshd-{host}.conf").write_text(
+                f"ListenAddress {address}\nPort 22\nHostKey {folder / 'key'}\nPidFile none\nUsePAM no\n"
+                f"AuthorizedKeysFile {folder / 'key.pub'}\nPermitRootLogin yes\nStrictModes no\n"
+            )
+            lines.append(f"Host {host}\n  HostName {address}\n")
+        hosts.config.write_text(
+            f"{''.join(lines)}Host *\n  User root\n  IdentityFile {folder / 'key'}\n  IdentitiesOnly yes\n"
+            f"  StrictHostKeyChecking no\n  UserKnownHostsFile {folder / 'known_hosts'}\n  LogLevel ERROR\n"
+        )
+        for host in addresses:
+            hosts.start_sshd(host)
+        yield hosts
+    finally:
+        for host in addresses:
+            listed = subprocess.run(
+                ["ip", "netns", "pids", hosts.namespace(host)], capture_output=True, text=True, check=False
+            )
+            for pid in map(int, listed.stdout.split()):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, 9)
+            with contextlib.suppress(subprocess.CalledProcessError):
+                _ip("netns", "delete", hosts.namespace(host))
+        for server in hosts.servers.values():
+            server.wait()
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,251 @@
+"""The device's way on a host: `NcclCollectives` over gloo, with side streams that bring results late on purpose.
+
+Where one GPU serves one rank, NCCL's collectives are copies that end at once, so a missing wait stays unseen. Here what
+a collective writes is nan until it has been waited for, and what it reads must not change until then.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zerokit.layout import Interval
+from zerokit.runtime import build, storage
+from zerokit.runtime.collectives import Collectives, Work
+from zerokit.runtime.collectives.base import clone
+from zerokit.runtime.collectives.nccl import Communicators, NcclCollectives
+from zerokit.runtime.collectives.streams import CudaEvent, CudaStream, Operation
+from zerokit.runtime.memory import ResizedMemory, UnitMemory, unit_memory
+from zerokit.runtime.watch import Watch
+
+
+def poison(tensor: Tensor) -> None:
+    """Fill with what nobody takes for a result."""
+    if tensor.dtype.is_floating_point:
+        tensor.fill_(float("nan"))
+    else:
+        tensor.fill_(torch.iinfo(tensor.dtype).min if tensor.dtype != torch.bool else True)
+
+
+def same_bytes(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+
+
+class PromptStream:
+    """Results are there at once: the run that the others are compared with."""
+
+    def __init__(self, device: torch.device) -> None:
+        pass
+
+    def launch(self, operation: Operation, after: Work | None = None) -> Work:
+        operation.run()
+        return _Nothing()
+
+    def join(self) -> None:
+        pass
+
+    def fetch(self, values: Tensor) -> Callable[[], Tensor | None]:
+        arrived = values.clone()
+        return lambda: arrived
+
+    def unfinished(self) -> str | None:
+        return None
+
+
+class _Nothing:
+    def wait(self) -> None:
+        pass
+
+
+class LaggingStream(PromptStream):
+    """Results arrive when they are waited for, and not before.
+
+    Who touches what a collective is at work on is told so at the end of `device_way`. At once would not do: whether
+    freed memory is touched depends on addresses, so one rank would stop where the others go on and wait for it.
+    """
+
+    faults: ClassVar[list[str]] = []
+
+    def __init__(self, device: torch.device) -> None:
+        self._late: list[_Late] = []
+
+    def launch(self, operation: Operation, after: Work | None = None) -> Work:
+        for late in self._late:
+            late.require_untouched([*operation.reads, *operation.writes])
+        if isinstance(after, _Late):
+            after.restore()  # the side stream sees what the computation does not see yet
+        operation.run()
+        late = _Late(self, operation)
+        if isinstance(after, _Late):
+            after.give_way(late)
+        self._late.append(late)
+        return late
+
+    def join(self) -> None:
+        for late in list(self._late):
+            late.wait()
+
+    def forget(self, late: _Late) -> None:
+        if late in self._late:
+            self._late.remove(late)
+
+    def fetch(self, values: Tensor) -> Callable[[], Tensor | None]:
+        self.join()
+        return super().fetch(values)
+
+    def unfinished(self) -> str | None:
+        return self._late[0].name if self._late else None
+
+
+class _Late:
+    """One collective's results, kept back; notes a fault if somebody changes what it reads or writes meanwhile."""
+
+    def __init__(self, stream: LaggingStream, operation: Operation) -> None:
+        self.name, writes = operation.name, operation.writes
+        self._stream = stream
+        self._results = [tensor.clone() for tensor in writes]
+        self._writes = list(writes)
+        self._before: list[_Late] = []
+        for tensor in writes:
+            poison(tensor)
+        self._used = [*operation.reads, *writes]
+        self._remember()
+        self._done = False
+
+    def restore(self) -> None:
+        """Let the results be seen, without the computation having waited."""
+        self._check()
+        self._show_results()
+
+    def give_way(self, following: _Late) -> None:
+        """`following` began with these results and poisons what it writes: ours stay poisoned too."""
+        following._before.append(self)
+        for tensor in self._writes:
+            if _has_memory(tensor):
+                poison(tensor)
+        self._remember()
+        following._remember()
+
+    def require_untouched(self, tensors: Sequence[Tensor]) -> None:
+        """Before work on the same memory begins: afterwards one poison could not be told from the other."""
+        mine = {tensor.untyped_storage().data_ptr() for tensor in self._used}
+        if not self._before and mine & {tensor.untyped_storage().data_ptr() for tensor in tensors}:
+            self._check()
+
+    def _remember(self) -> None:
+        self._state = [tensor.clone() if _has_memory(tensor) else None for tensor in self._used]
+
+    def _check(self) -> None:
+        for tensor, state in zip(self._used, self._state, strict=True):
+            if not _has_memory(tensor):
+                self._stream.faults.append(
+                    f"something gave back the memory that the {self.name} was at work on"
+                )
+            elif state is not None and not same_bytes(tensor, state):
+                self._stream.faults.append(f"something changed what the {self.name} was at work on")
+
+    def _show_results(self) -> None:
+        for tensor, result in zip(self._writes, self._results, strict=True):
+            if _has_memory(tensor):
+                tensor.copy_(result)
+
+    def wait(self) -> None:
+        if self._done:
+            return
+        for earlier in self._before:
+            earlier.wait()
+        if not self._before:
+            self._check()
+        self._done = True
+        self._stream.forget(self)
+        self._show_results()
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    return not tensor.numel() or tensor.untyped_storage().nbytes() > 0
+
+
+class LaggingCudaStream(CudaStream):
+    """On a GPU: nan until a side stream that has slept first has written the results."""
+
+    cycles = 10_000_000
+    """5 ms: longer than the host needs from one unit to the next."""
+
+    def launch(self, operation: Operation, after: Work | None = None) -> Work:
+        if isinstance(after, CudaEvent):
+            after.wait()  # a chain is compared with the other way, through the computation's stream
+        kept = [tensor.clone() for tensor in operation.writes]
+        for tensor in operation.writes:
+            poison(tensor)
+
+        def late() -> None:
+            torch.cuda._sleep(self.cycles)
+            for tensor, before in zip(operation.writes, kept, strict=True):
+                tensor.copy_(before)
+                before.record_stream(torch.cuda.current_stream())
+            operation.run()
+
+        return super().launch(replace(operation, run=late))
+
+
+StreamMaker = Callable[[torch.device], PromptStream] | Callable[[torch.device], CudaStream]
+
+
+@contextmanager
+def device_way(make_stream: StreamMaker) -> Iterator[list[NcclCollectives]]:
+    """Inside, optimizers take the route and the memory of a device, with these side streams; yields the routes.
+
+    All of them share their communicators, as optimizers over one group do.
+
+    Raises:
+        AssertionError: at the end, if a `LaggingStream` saw what it was at work on change.
+    """
+    LaggingStream.faults.clear()
+    made: list[NcclCollectives] = []
+    communicators: dict[tuple[dist.ProcessGroup, datetime.timedelta | None], Communicators] = {}
+
+    def make(
+        group: dist.ProcessGroup,
+        device: torch.device,
+        timeout: datetime.timedelta | None,
+        *,
+        units: int,
+    ) -> Collectives:
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        if timeout is None:
+            timeout = group._get_backend(device).options._timeout
+        if (group, timeout) not in communicators:
+            communicators[group, timeout] = Communicators(*(clone(group, backend, timeout) for _ in range(3)))
+        collectives = NcclCollectives(
+            communicators[group, timeout],
+            device,
+            Watch(group),
+            timeout or datetime.timedelta(seconds=60),
+            make_stream=make_stream,
+            averages=backend == "nccl",
+        )
+        made.append(collectives)
+        return collectives
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "make_collectives", make)
+        patch.setattr(storage, "unit_memory", _memory)
+        yield made
+    assert not LaggingStream.faults, LaggingStream.faults[0]
+
+
+def _memory(
+    numel: int, own: Interval, dtype: torch.dtype, device: torch.device, *, comes_and_goes: bool
+) -> UnitMemory:
+    """A unit's memory as on a device: the storage is resized, and the shard lies elsewhere."""
+    if not comes_and_goes:
+        return unit_memory(numel, own, dtype, device, comes_and_goes=False)
+    return ResizedMemory(torch.zeros(numel, dtype=dtype, device=device), own)
