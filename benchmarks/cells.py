@@ -35,7 +35,7 @@ _ALLOCATOR_VARIABLES = (
 
 @dataclass(frozen=True, slots=True)
 class CellSpec:
-    """What to run. `bucket_mb` is zerokit's; None leaves every engine's default."""
+    """What to run. `bucket_mb` is zerokit's; None leaves every engine's default. `clip` bounds the gradient norm."""
 
     engine: str
     model: str
@@ -51,6 +51,7 @@ class CellSpec:
     learning_rate: float = 3e-4
     threads: int = 1
     bucket_mb: float | None = None
+    clip: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,10 @@ ENGINES = [*DEFAULT_ENGINES, "zerokit-3-meta"]
 LOSS_TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}
 
 
+Results = dict[str, list[CellResult]]
+Failures = dict[str, str]
+
+
 @dataclass(frozen=True, slots=True)
 class Summary:
     """One engine over all rounds: median, minimum and maximum of the rounds' figures."""
@@ -84,14 +88,21 @@ def disagreement(losses: Sequence[float], reference: Sequence[float]) -> float:
 
 
 def run_rounds(
-    specs: Sequence[CellSpec], repeats: int, report: Callable[[str], None]
-) -> tuple[dict[str, list[CellResult]], dict[str, str]]:
+    specs: Sequence[CellSpec],
+    repeats: int,
+    report: Callable[[str], None],
+    keep: Callable[[Results, Failures], None] = lambda results, failures: None,
+) -> tuple[Results, Failures]:
     """All engines `repeats` times; returns the results by engine, and what failed.
 
-    An engine that failed once is not run again.
+    An engine that failed once is not run again. `keep` is given what there is after every cell.
     """
-    results: dict[str, list[CellResult]] = {spec.engine: [] for spec in specs}
-    failures: dict[str, str] = {}
+    results: Results = {spec.engine: [] for spec in specs}
+    failures: Failures = {}
+
+    def finished() -> Results:
+        return {name: cells for name, cells in results.items() if cells and name not in failures}
+
     for number in range(repeats):
         for spec in specs if number % 2 == 0 else reversed(specs):
             if spec.engine in failures:
@@ -102,7 +113,8 @@ def run_rounds(
             except CellFailed as error:
                 failures[spec.engine] = str(error)
                 report(f"failed: {error}")
-    return {name: cells for name, cells in results.items() if cells and name not in failures}, failures
+            keep(finished(), failures)
+    return finished(), failures
 
 
 def check_losses(summaries: dict[str, Summary], tolerance: float) -> list[str]:
@@ -116,9 +128,6 @@ def check_losses(summaries: dict[str, Summary], tolerance: float) -> list[str]:
                 f"losses of {summary.engine} differ from {trained[0].engine}'s by {found:.1e} "
                 f"(allowed: {tolerance:.0e})"
             )
-    stages = [summary.losses for name, summary in summaries.items() if name.startswith("zerokit")]
-    if any(losses != stages[0] for losses in stages[1:]):
-        print("note: the losses of zerokit's stages are not identical bits", file=sys.stderr)
     return wrong
 
 
@@ -197,6 +206,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--backend", choices=["gloo", "nccl"], help="default: nccl on CUDA, else gloo")
     parser.add_argument("--precision", choices=sorted(LOSS_TOLERANCE), default="fp32")
     parser.add_argument("--bucket-mb", type=float, help="zerokit's bucket_mb (default: its default)")
+    parser.add_argument("--clip", type=float, metavar="NORM", help="clip gradients (default: do not)")
     parser.add_argument("--threads", type=_positive, default=1, help="CPU threads a rank")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
@@ -234,15 +244,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             seed=options.seed,
             threads=options.threads,
             bucket_mb=options.bucket_mb,
+            clip=options.clip,
         )
         for engine in dict.fromkeys(options.engines)
     ]
-    results, failures = run_rounds(
-        specs, options.repeats, lambda line: print(line, file=sys.stderr, flush=True)
-    )
-    summaries = {name: summarise(name, cells) for name, cells in results.items()}
-    wrong = check_losses(summaries, LOSS_TOLERANCE[options.precision])
-    if options.json is not None:
+    tolerance = LOSS_TOLERANCE[options.precision]
+
+    def write_record(results: Results, failures: Failures) -> None:
+        if options.json is None:
+            return
+        summaries = {name: summarise(name, cells) for name, cells in results.items()}
         record = {
             "format": "zerokit.compare-engines/1",
             "machine": machine(),
@@ -250,15 +261,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "summaries": {name: asdict(summary) for name, summary in summaries.items()},
             "cells": {name: [asdict(cell) for cell in cells] for name, cells in results.items()},
             "failures": failures,
-            "disagreements": wrong,
+            "disagreements": check_losses(summaries, tolerance),
         }
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(record, indent=1) + "\n")
+
+    results, failures = run_rounds(
+        specs, options.repeats, lambda line: print(line, file=sys.stderr, flush=True), write_record
+    )
+    summaries = {name: summarise(name, cells) for name, cells in results.items()}
+    wrong = check_losses(summaries, tolerance)
     title = (
         f"{options.model}, {options.precision}, {options.world} × {specs[0].backend} on {options.device}, "
-        f"batch {options.batch_size}×{options.seq_len}, median of {options.repeats}"
+        f"batch {options.batch_size}×{options.seq_len}, {'no clipping' if options.clip is None else 'clipping'}, "
+        f"median of {options.repeats}"
     )
     show(summaries, title=title, cuda=options.device == "cuda")
+    stages = [summary.losses for name, summary in summaries.items() if name.startswith("zerokit")]
+    if any(losses != stages[0] for losses in stages[1:]):
+        print("note: the losses of zerokit's stages are not identical bits", file=sys.stderr)
     for line in [*wrong, *failures.values()]:
         print(line, file=sys.stderr)
     return 1 if wrong or failures else 0

@@ -44,7 +44,7 @@ def make_step(spec: CellSpec, place: Place) -> Step:
         seed=spec.seed,
         data="synthetic",
         lr=spec.learning_rate,
-        clip=None,
+        clip=spec.clip,
         nproc_per_node=spec.world,
     )
     loaded = load(settings)

@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zerokit.runtime.backends import make_collectives
-from zerokit.runtime.collectives import Collectives
+from zerokit.runtime.collectives import Collectives, make_collectives
 
 Operation = Callable[[Collectives, Tensor], None]
 _TIMEOUT = timedelta(seconds=60)

@@ -1,10 +1,18 @@
-"""The work of scripts/gpu-check, with the standard library alone: each check is a process of its own.
+"""The work of scripts/gpu-check, with the standard library alone: each part is a process of its own.
 
-    tests        pytest -m gpu, over the files that hold such tests (others may need packages missing here)
-    nccl         compare_engines.py, one rank on NCCL, bf16
-    gloo         compare_engines.py, two ranks on one GPU through gloo with CUDA tensors, fp32
+    late           bits do not change where collectives' results come late; a missing wait is noticed
+    sync           no step synchronises the host with the device
+    ahead          a step returns while the device is still busy
+    api            optimizers, states, gathered weights, misuse, another current stream
+    save           checkpoints of CUDA tensors (needs zlib-ng)
+    stages         stages are equal bits, memory and traffic their predictions: NCCL, gloo with 2 and 4 ranks
+    steps          step time and peak memory beside DDP and FSDP2: one rank on NCCL, bf16
+    steps-clip     the same, with clipped gradients
+    compiled       compiled blocks (needs a compiler)
 
-Figures come from files that the checks write, never from what they print.
+The most telling come first, and each has a time limit of its own, so that a machine that is lent for ten minutes
+leaves what it could. A part's row is printed, and its files are written, as soon as it ends. Figures come from files
+that the parts write, never from what they print.
 """
 
 from __future__ import annotations
@@ -19,10 +27,11 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from importlib.util import find_spec
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Protocol
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -41,14 +50,38 @@ open(sys.argv[1], "w").write(json.dumps(facts))
 """
 
 
+PART_LIMIT_S = 150.0
+TOTAL_LIMIT_S = 530.0
+"""Under nine minutes, with the time to start."""
+_LAST_WORDS_S = 10.0
+"""For a part that was interrupted to write down how far it came."""
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A row of the closing table."""
+    """What became of a part; a row of the closing table.
 
-    check: str
-    passed: bool
+    `result` is "ok", "FAILED", "timed out", "skipped" or "not run"; `tests` has each test's name, result, seconds,
+    message and what it noted down.
+    """
+
+    part: str
+    result: str
     detail: str
-    seconds: float
+    seconds: float = 0.0
+    tests: list[dict[str, object]] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing was wrong: what a machine lacks the package for is not."""
+        return self.result in ("ok", "skipped")
+
+
+class Part(Protocol):
+    """Something that is checked in a process of its own."""
+
+    def check(self, name: str, directory: Path, limit_s: float) -> Outcome:
+        """Do it within `limit_s` seconds, with files in `directory`."""
 
 
 def run(command: Sequence[str], timeout_s: float) -> int:
@@ -61,6 +94,9 @@ def run(command: Sequence[str], timeout_s: float) -> int:
     try:
         return process.wait(timeout=timeout_s)
     except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=_LAST_WORDS_S)
         return 124
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -68,60 +104,105 @@ def run(command: Sequence[str], timeout_s: float) -> int:
         process.wait()
 
 
-def gpu_tests(directory: Path) -> tuple[bool, str]:
-    """Run the tests marked `gpu`."""
-    files = [
-        str(path) for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in path.read_text()
-    ]
-    if not files:
-        return False, "no test is marked gpu"
-    report = directory / "tests.xml"
-    limit = ["--timeout=300"] if find_spec("pytest_timeout") else []
-    code = run(["-m", "pytest", "-m", "gpu", f"--junitxml={report}", *limit, *files], timeout_s=900)
-    if not report.exists():
-        return False, f"pytest ended with code {code} before it could report"
-    counts = {"tests": 0, "failures": 0, "errors": 0, "skipped": 0}
-    for suite in ElementTree.parse(report).iter("testsuite"):
-        for name in counts:
-            counts[name] += int(suite.get(name, "0"))
-    passed = counts["tests"] - counts["failures"] - counts["errors"] - counts["skipped"]
-    bad = ", ".join(f"{counts[name]} {name}" for name in ("failures", "errors", "skipped") if counts[name])
-    return code == 0 and passed > 0, f"{passed} passed" + (f", {bad}" if bad else "")
+@dataclass(frozen=True, slots=True)
+class Tests:
+    """The tests marked `gpu` among `selection`; all of them may be skipped where `may_skip`."""
+
+    selection: tuple[str, ...]
+    may_skip: bool = False
+
+    def check(self, name: str, directory: Path, limit_s: float) -> Outcome:
+        """Run them with pytest, and read its report."""
+        report = directory / f"{name}.xml"
+        report.unlink(missing_ok=True)
+        command = ["-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"]
+        # The newer form of the report has no place for what tests note down.
+        command += [f"--junitxml={report}", "-o", "junit_family=xunit1"]
+        code = run([*command, *self.selection], limit_s)
+        if not report.exists():
+            return Outcome(name, _ended(code), f"pytest ended with code {code} before it could report")
+        # One that was interrupted has no name.
+        cases = [case for case in ElementTree.parse(report).iter("testcase") if case.get("name")]
+        found = [_described(case) for case in cases]
+        counts = Counter(str(test["result"]) for test in found)
+        detail = ", ".join(f"{count} {result}" for result, count in counts.items()) or "no test ended"
+        bad = next((f": {test['message']}" for test in found if test["result"] == "failed"), "")
+        if code == 0 and counts["passed"]:
+            return Outcome(name, "ok", detail, tests=found)
+        if code == 0 and counts["skipped"] and self.may_skip:
+            return Outcome(name, "skipped", f"{detail}: {found[0]['message']}", tests=found)
+        return Outcome(name, _ended(code), detail + bad, tests=found)
 
 
-def comparison(name: str, *options: str) -> Callable[[Path], tuple[bool, str]]:
-    """A check that runs compare_engines.py with `options`."""
+def _ended(code: int) -> str:
+    return "timed out" if code == 124 else "FAILED"
 
-    def check(directory: Path) -> tuple[bool, str]:
-        out = directory / f"{name}.json"
-        command = ["benchmarks/compare_engines.py", "--device", "cuda", "--json", str(out), *options]
-        code = run(command, timeout_s=600)
+
+def _described(case: ElementTree.Element) -> dict[str, object]:
+    """A test out of pytest's report."""
+    result, message = "passed", ""
+    for child in case:
+        if child.tag in ("failure", "error", "skipped"):
+            result = "skipped" if child.tag == "skipped" else "failed"
+            message = (child.get("message") or "").split("\n")[0]
+    noted = {str(one.get("name")): one.get("value") for one in case.iter("property")}
+    return {
+        "name": case.get("name"),
+        "result": result,
+        "seconds": float(case.get("time", "0")),
+        "message": message,
+        "noted": noted,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Engines side by side: compare_engines.py with `options`."""
+
+    options: tuple[str, ...]
+
+    def check(self, name: str, directory: Path, limit_s: float) -> Outcome:
+        """Run it; what it got through within the limit counts."""
+        out = directory / f"{name}-record.json"
+        out.unlink(missing_ok=True)
+        command = ["benchmarks/compare_engines.py", "--device", "cuda", "--json", str(out), *self.options]
+        code = run(command, limit_s)
         if not out.exists():
-            return False, f"compare_engines.py ended with code {code} before it could report"
+            return Outcome(
+                name, _ended(code), f"compare_engines.py ended with code {code} before it could report"
+            )
         record = json.loads(out.read_text())
         wrong = [*record["failures"].values(), *record["disagreements"]]
-        if wrong:
-            return False, wrong[0].splitlines()[0]
-        steps = {engine: summary["step_ms"][0] for engine, summary in record["summaries"].items()}
-        ratios = [f"{engine} {steps[engine] / steps['ddp']:.2f}" for engine in steps if engine != "ddp"]
-        return code == 0, "losses agree; step time ÷ DDP: " + ", ".join(ratios)
+        figures = ", ".join(
+            f"{engine} {summary['step_ms'][0]:.1f} ms {summary['cuda_mb'][0]:.0f} MB"
+            for engine, summary in record["summaries"].items()
+        )
+        detail = f"{wrong[0].splitlines()[0]}; {figures}" if wrong else figures
+        return Outcome(name, "ok" if code == 0 and not wrong else _ended(code), detail)
 
-    return check
 
-
-_ZEROKIT = [f"zerokit-{stage}" for stage in range(4)]
-CHECKS: dict[str, Callable[[Path], tuple[bool, str]]] = {
-    "tests": gpu_tests,
-    "nccl": comparison(
-        "nccl",
-        *["--world", "1", "--backend", "nccl", "--precision", "bf16", "--model", "gpt2-124m"],
-        *["--batch-size", "8", "--seq-len", "512", "--repeats", "1", "--engines", "ddp", *_ZEROKIT, "fsdp2"],
-    ),
-    "gloo": comparison(
-        "gloo",
-        *["--world", "2", "--backend", "gloo", "--precision", "fp32", "--steps", "5", "--repeats", "1"],
-        *["--engines", "ddp", *_ZEROKIT],
-    ),
+_STEPS = (
+    *["--world", "1", "--backend", "nccl", "--precision", "bf16", "--model", "gpt2-124m"],
+    *["--batch-size", "8", "--seq-len", "512", "--steps", "20", "--warmup", "5", "--repeats", "1"],
+    *["--engines", "ddp", "fsdp2", "zerokit-2", "zerokit-3", "zerokit-0", "zerokit-1"],
+)
+_CUDA = "tests/runtime/test_cuda.py"
+_BENCH = (
+    "tests/bench/test_worker.py",
+    *(f"tests/bench/measure/test_{name}.py" for name in ("clock", "memory", "devices", "nvml")),
+)
+PARTS: dict[str, Part] = {
+    "late": Tests(("tests/runtime/test_device_way.py",)),
+    "sync": Tests((_CUDA, "-k", "synchronis")),
+    "ahead": Tests((_CUDA, "-k", "busy")),
+    "api": Tests((_CUDA, "-k", "not synchronis and not busy and not checkpoints and not compiled")),
+    "save": Tests((_CUDA, "-k", "checkpoints"), may_skip=True),
+    "stages": Tests(("tests/runtime/test_cuda_parity.py",)),
+    "kernels": Tests(("tests/runtime/test_cuda_norms.py", "tests/runtime/test_probe.py")),
+    "bench": Tests(_BENCH),
+    "steps": Comparison(_STEPS),
+    "steps-clip": Comparison((*_STEPS, "--clip", "1.0")),
+    "compiled": Tests((_CUDA, "-k", "compiled"), may_skip=True),
 }
 
 
@@ -134,17 +215,37 @@ def probe(directory: Path) -> dict[str, object] | None:
     return found
 
 
+def run_parts(
+    names: Sequence[str], directory: Path, facts: dict[str, object], *, total_s: float = TOTAL_LIMIT_S
+) -> list[Outcome]:
+    """Run parts one after the other, whatever becomes of them; each one's files are there when it ends."""
+    outcomes: list[Outcome] = []
+    began = time.monotonic()
+    for name in names:
+        started = time.monotonic()
+        left_s = began + total_s - started
+        if left_s < _LAST_WORDS_S:
+            outcome = Outcome(name, "not run", f"the {total_s:.0f} s for all parts were over")
+        else:
+            outcome = PARTS[name].check(name, directory, min(PART_LIMIT_S, left_s))
+        outcome = replace(outcome, seconds=round(time.monotonic() - started, 1))
+        outcomes.append(outcome)
+        print(f"{name}: {outcome.result} after {outcome.seconds:.0f} s: {outcome.detail}", flush=True)
+        (directory / f"{name}.json").write_text(json.dumps(asdict(outcome), indent=1) + "\n")
+        summary = {"device": facts, "parts": [asdict(one) | {"tests": len(one.tests)} for one in outcomes]}
+        (directory / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    return outcomes
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the checks; returns the exit code."""
+    """Run the parts; returns the exit code."""
     parser = argparse.ArgumentParser(prog="gpu-check", description="Run everything that needs a GPU.")
-    parser.add_argument(
-        "checks", nargs="*", metavar="CHECK", help=f"some of {', '.join(CHECKS)} (default: all)"
-    )
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"some of {', '.join(PARTS)} (default: all)")
     parser.add_argument("--output", type=Path, metavar="DIR", help="keep the reports (JSON, JUnit XML) here")
     options = parser.parse_args(arguments)
-    unknown = sorted(set(options.checks) - set(CHECKS))
+    unknown = sorted(set(options.parts) - set(PARTS))
     if unknown:
-        parser.error(f"no check is called {', '.join(unknown)}: choose from {', '.join(CHECKS)}")
+        parser.error(f"no part is called {', '.join(unknown)}: choose from {', '.join(PARTS)}")
     with tempfile.TemporaryDirectory(prefix="zerokit-gpu-check-") as temporary:
         directory = (options.output or Path(temporary)).resolve()
         directory.mkdir(parents=True, exist_ok=True)
@@ -160,16 +261,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 file=sys.stderr,
             )
             return NO_GPU
-        outcomes = []
-        for name in options.checks or CHECKS:
-            started = time.monotonic()
-            passed, detail = CHECKS[name](directory)
-            outcomes.append(Outcome(name, passed, detail, time.monotonic() - started))
+        outcomes = run_parts(options.parts or list(PARTS), directory, facts)
     title = "gpu-check: {count} × {name}, torch {torch}, CUDA {cuda}, NCCL {nccl}".format_map(facts)
-    rows = [
-        [row.check, "ok" if row.passed else "FAILED", f"{row.seconds:.0f}", row.detail] for row in outcomes
-    ]
-    print("\n" + plain_table(title, ["check", "result", "seconds", "detail"], rows))
+    rows = [[row.part, row.result, f"{row.seconds:.0f}", row.detail] for row in outcomes]
+    print("\n" + plain_table(title, ["part", "result", "seconds", "detail"], rows))
     return 0 if all(row.passed for row in outcomes) else 1
 
 

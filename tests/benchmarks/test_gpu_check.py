@@ -1,16 +1,25 @@
-"""scripts/gpu-check on a machine without a GPU."""
+"""scripts/gpu-check on a machine without a GPU: what it says there, and how it gets through its parts."""
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from benchmarks import compare_engines
 
 ROOT = Path(__file__).resolve().parents[2]
+DEVICE: dict[str, object] = {"name": "a GPU", "count": 1, "torch": "2", "cuda": "12", "nccl": "2"}
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+def start(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHON": sys.executable}
     return subprocess.run(
         [ROOT / "scripts" / "gpu-check", *arguments],
@@ -23,12 +32,175 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_without_a_gpu_it_says_so_and_does_not_pass() -> None:
-    done = run()
+    done = start()
     assert done.returncode == 4, done.stderr
     assert "finds no CUDA device here; nothing was checked" in done.stderr
 
 
-def test_an_unknown_check_is_a_usage_error() -> None:
-    done = run("speed")
+def test_an_unknown_part_is_a_usage_error() -> None:
+    done = start("speed")
     assert done.returncode == 2
-    assert "no check is called speed" in done.stderr
+    assert "no part is called speed" in done.stderr
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script as a module, on a machine that seems to have a GPU."""
+    spec = importlib.util.spec_from_file_location("gpu_check", ROOT / "scripts" / "gpu_check.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "gpu_check", module)
+    before = list(sys.path)
+    spec.loader.exec_module(module)
+    sys.path[:] = before
+    monkeypatch.setattr(module, "probe", lambda directory: DEVICE)
+    return module
+
+
+def write_tests(path: Path, **bodies: str) -> tuple[str, ...]:
+    """A file of tests marked `gpu`, by name, for one part."""
+    lines = ["import time, pytest", "pytestmark = pytest.mark.gpu"]
+    lines += [f"def test_{name}(record_property):\n    {body}" for name, body in bodies.items()]
+    path.write_text("\n".join(lines) + "\n")
+    return (str(path), "-W", "ignore::pytest.PytestUnknownMarkWarning")
+
+
+def test_parts_stand_in_order_of_their_evidence(script: ModuleType) -> None:
+    expected = "late sync ahead api save stages kernels bench steps steps-clip compiled"
+    assert list(script.PARTS) == expected.split()
+    assert script.PART_LIMIT_S <= 150
+    assert script.TOTAL_LIMIT_S + script._LAST_WORDS_S <= 540
+
+
+_COLLECT = """
+import json, sys, pytest
+
+class Names:
+    def __init__(self): self.found = []
+    def pytest_collection_modifyitems(self, items): pass
+    def pytest_collection_finish(self, session): self.found = [item.nodeid for item in session.items]
+
+def collect(selection):
+    names = Names()
+    pytest.main(["--collect-only", "-qq", "-m", "gpu", "-p", "no:cacheprovider", *selection], plugins=[names])
+    return names.found
+
+answer = [collect(selection) for selection in json.loads(sys.argv[1])]
+open(sys.argv[2], "w").write(json.dumps(answer))
+"""
+
+
+def test_every_test_for_gpus_belongs_to_one_part(script: ModuleType, tmp_path: Path) -> None:
+    parts = {name: part.selection for name, part in script.PARTS.items() if isinstance(part, script.Tests)}
+    files = [
+        str(path.relative_to(ROOT))
+        for path in sorted((ROOT / "tests").rglob("test_*.py"))
+        if "mark.gpu" in path.read_text() and path != Path(__file__)
+    ]
+    files += [
+        str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests/runtime").glob("test_device*.py"))
+    ]
+    command = [sys.executable, "-c", _COLLECT, json.dumps([sorted(set(files)), *parts.values()])]
+    subprocess.run([*command, str(tmp_path / "names.json")], cwd=ROOT, check=True, capture_output=True)
+    everything, *selected = json.loads((tmp_path / "names.json").read_text())
+    assert len(everything) > 20
+    assert sorted(everything) == sorted(name for names in selected for name in names)
+    assert all(selected), dict(zip(parts, selected, strict=True))
+
+
+def test_a_failed_part_is_no_end_and_rows_come_as_parts_end(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    seen: list[tuple[str, list[str], str]] = []
+
+    class Noted:
+        """Notes what was there when it began."""
+
+        def __init__(self, part: Any) -> None:
+            self.part = part
+
+        def check(self, name: str, directory: Path, limit_s: float) -> Any:
+            files = sorted(path.name for path in out.iterdir())
+            seen.append((name, files, capsys.readouterr().out))
+            return self.part.check(name, directory, limit_s)
+
+    good = write_tests(tmp_path / "test_good.py", fine="record_property('host ms', 3)", also="pass")
+    bad = write_tests(tmp_path / "test_bad.py", fine="pass", wrong="assert 1 == 2, 'one is not two'")
+    none = write_tests(tmp_path / "test_none.py", skips="pytest.skip('needs zlib-ng')")
+    parts = {
+        "bad": script.Tests(bad),
+        "good": script.Tests(good),
+        "lacking": script.Tests(none, may_skip=True),
+        "missing": script.Tests(none),
+    }
+    monkeypatch.setattr(script, "PARTS", {name: Noted(part) for name, part in parts.items()})
+    assert script.main(["--output", str(out)]) == 1
+    table = capsys.readouterr().out
+
+    assert [name for name, _, _ in seen] == list(parts)
+    assert "bad: FAILED after" in seen[1][2]
+    assert "one is not two" in seen[1][2]
+    assert seen[1][1] == ["bad.json", "bad.xml", "summary.json"]
+    assert "good: ok after" in seen[2][2]
+    assert "2 passed" in seen[2][2]
+    assert "lacking: skipped" in seen[3][2]
+    assert "needs zlib-ng" in seen[3][2]
+    assert "missing: FAILED" in table
+    assert "gpu-check: 1 × a GPU" in table
+
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["device"] == DEVICE
+    assert [part["result"] for part in summary["parts"]] == ["FAILED", "ok", "skipped", "FAILED"]
+    tests = {test["name"]: test for test in json.loads((out / "good.json").read_text())["tests"]}
+    assert tests["test_fine"]["noted"] == {"host ms": "3"}
+    assert tests["test_also"]["result"] == "passed"
+    (failed,) = (
+        test for test in json.loads((out / "bad.json").read_text())["tests"] if test["result"] == "failed"
+    )
+    assert "one is not two" in failed["message"]
+
+    monkeypatch.setattr(script, "PARTS", {"good": parts["good"], "lacking": parts["lacking"]})
+    assert script.main([]) == 0
+
+
+def test_a_part_that_lasts_too_long_is_stopped_and_tells_how_far_it_came(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slow = write_tests(tmp_path / "test_slow.py", fine="pass", hangs="time.sleep(300)")
+    monkeypatch.setattr(script, "PARTS", {"slow": script.Tests(slow), "never": script.Tests(slow)})
+    monkeypatch.setattr(script, "PART_LIMIT_S", 12.0)
+    outcomes = script.run_parts(["slow", "never"], tmp_path, DEVICE, total_s=16.0)
+    assert [outcome.result for outcome in outcomes] == ["timed out", "not run"]
+    assert [test["name"] for test in outcomes[0].tests] == ["test_fine"]
+    assert not any(outcome.passed for outcome in outcomes)
+    assert "never: not run" in capsys.readouterr().out
+
+
+def test_figures_come_from_the_record(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    summary = {"step_ms": [50.0, 49.0, 51.0], "cuda_mb": [900.0, 900.0, 900.0]}
+    record = {"failures": {}, "disagreements": [], "summaries": {"ddp": summary, "zerokit-2": summary}}
+    code = 0
+
+    def run(command: list[str], timeout_s: float) -> int:
+        options = compare_engines.parse(command[1:])
+        assert options.clip == (1.0 if "steps-clip" in str(options.json) else None)
+        assert (options.device, options.backend, options.world) == ("cuda", "nccl", 1)
+        assert {"ddp", "fsdp2", "zerokit-2"} <= set(options.engines)
+        options.json.write_text(json.dumps(record))
+        return code
+
+    monkeypatch.setattr(script, "run", run)
+    for name in ("steps", "steps-clip"):
+        outcome = script.PARTS[name].check(name, tmp_path, 5.0)
+        assert (outcome.result, outcome.detail) == ("ok", "ddp 50.0 ms 900 MB, zerokit-2 50.0 ms 900 MB")
+    code = 124
+    assert script.PARTS["steps"].check("steps", tmp_path, 5.0).result == "timed out"
+    record["disagreements"] = ["losses of fsdp2 differ"]
+    code = 1
+    outcome = script.PARTS["steps"].check("steps", tmp_path, 5.0)
+    assert outcome.result == "FAILED"
+    assert outcome.detail.startswith("losses of fsdp2 differ; ddp 50.0 ms")

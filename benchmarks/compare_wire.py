@@ -1,0 +1,160 @@
+"""Engines over a slow wire: two network namespaces of this machine as hosts, joined by a link of 1 Gbit/s.
+
+Each cell is `zerokit bench --launcher ssh` in fresh processes; rounds alternate their order. A rank takes one core. The
+link is made by `tc tbf`, which shapes what leaves each host. Needs root, iproute2 and openssh.
+
+python benchmarks/compare_wire.py
+python benchmarks/compare_wire.py --rounds 3 --json compare_wire.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:  # run as a file from a checkout that is not installed
+    sys.path.insert(0, str(ROOT))
+
+from benchmarks.tables import print_table  # noqa: E402
+from tests.support.namespaces import Hosts, refusal, two_hosts  # noqa: E402
+
+WIRE_GBITS = 1.0
+WITHIN = 0.05
+"""How near the bus bandwidth must come to the wire's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One engine and its options; `bar` is the most that its step may take of `base`'s."""
+
+    name: str
+    options: tuple[str, ...]
+    base: str | None = None
+    bar: float | None = None
+
+
+def _zerokit(stage: int, *more: str) -> tuple[str, ...]:
+    return ("--engine", "zerokit", "--stage", str(stage), *more)
+
+
+CELLS = (
+    Cell("DDP", ("--engine", "ddp")),
+    Cell("DDP, bf16 hook", ("--engine", "ddp", "--wire", "bf16"), "DDP"),
+    Cell("stage 2", _zerokit(2), "DDP", 0.80),
+    Cell("stage 2, bf16 wire", _zerokit(2, "--wire", "bf16"), "DDP", 0.65),
+    Cell("stage 2, bf16 and its wire", _zerokit(2, "--precision", "bf16", "--wire", "bf16"), "DDP", 0.50),
+    Cell("FSDP2", ("--engine", "fsdp2", "--stage", "3"), "DDP"),
+    Cell("stage 3", _zerokit(3), "FSDP2", 0.55),
+    Cell("stage 3, bf16 wire", _zerokit(3, "--wire", "bf16"), "FSDP2"),
+)
+
+
+def limit(hosts: Hosts, gbits: float) -> None:
+    """Let what leaves each host wait for a link of `gbits`."""
+    for host in hosts.addresses:
+        words = f"tc qdisc add dev eth0 root tbf rate {gbits:g}gbit burst 32kbit latency 400ms".split()
+        subprocess.run([*hosts.inside(host), *words], check=True)
+
+
+def run_cell(cell: Cell, hosts: Hosts, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The record of one bench between the hosts; raises `CalledProcessError` if it failed."""
+    with tempfile.TemporaryDirectory(prefix="zerokit-wire-") as folder:
+        command = [
+            *(*hosts.inside("a"), sys.executable, "-m", "zerokit.cli", "bench", "--launcher", "ssh"),
+            *("--hosts", "a,b", "--ssh-option", f"-F {hosts.config}", "--model", arguments.model),
+            *("--batch-size", "2", "--seq-len", "128", "--clip", "0", "--data", "synthetic", "--no-twin"),
+            *("--no-mlflow", "--json", "--steps", str(arguments.steps), "--warmup", "2", "--output", folder),
+            *cell.options,
+        ]
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode != 0:
+        raise subprocess.CalledProcessError(done.returncode, command, done.stdout)
+    record: dict[str, Any] = json.loads(done.stdout)
+    return record
+
+
+def step_ms(record: dict[str, Any]) -> float:
+    """The median step of the slowest rank."""
+    value: float = record["results"]["step"]["p50"]
+    return value
+
+
+def bus_gbits(record: dict[str, Any]) -> dict[str, float]:
+    """Bus bandwidth by collective, in Gbit/s, of the largest message measured."""
+    largest: dict[str, tuple[float, float]] = {}
+    for one in record.get("bandwidth") or ():
+        size = one["size_bytes"]
+        if size >= largest.get(one["operation"], (0.0, 0.0))[0]:
+            largest[one["operation"]] = size, one["bus_gb_per_s"] * 8.0
+    return {operation: gbits for operation, (_, gbits) in largest.items()}
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run all cells; returns 1 when a bar is missed, 4 where there can be no hosts."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--model", default="gpt-34m")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every record here")
+    arguments = parser.parse_args(words)
+    if (why := refusal()) is not None:
+        print(f"compare_wire: {why}", file=sys.stderr)
+        return 4
+    records: dict[str, list[dict[str, Any]]] = {cell.name: [] for cell in CELLS}
+    with two_hosts() as hosts:
+        limit(hosts, WIRE_GBITS)
+        for number in range(arguments.rounds):
+            for cell in CELLS if number % 2 == 0 else reversed(CELLS):
+                print(f"round {number + 1}/{arguments.rounds}: {cell.name}", file=sys.stderr, flush=True)
+                records[cell.name].append(run_cell(cell, hosts, arguments))
+                if arguments.json:
+                    arguments.json.write_text(json.dumps(records, indent=1) + "\n")
+    return show(records)
+
+
+def show(records: dict[str, list[dict[str, Any]]]) -> int:
+    """The table and the bars; 1 when one is missed."""
+    medians = {name: statistics.median(map(step_ms, found)) for name, found in records.items()}
+    rows = []
+    for cell in CELLS:
+        ratio = "" if cell.base is None else f"{medians[cell.name] / medians[cell.base]:.2f} of {cell.base}"
+        moved = (records[cell.name][0].get("traffic") or {}).get("bytes")
+        received = "" if moved is None else f"{moved / 1e6:.0f}"
+        rows.append([cell.name, f"{medians[cell.name]:.0f}", ratio, received])
+    print_table(f"Over {WIRE_GBITS:g} Gbit/s", ["engine", "step ms", "", "MB a step"], rows)
+    missed = 0
+    for cell in CELLS:
+        if cell.bar is not None and cell.base is not None:
+            measured = medians[cell.name] / medians[cell.base]
+            missed += measured > cell.bar
+            print(
+                f"{cell.name}: {measured:.3f} of {cell.base}, at most {cell.bar:.2f}: {_verdict(measured <= cell.bar)}"
+            )
+    for operation, gbits in sorted(bus_gbits(records["stage 2"][0]).items()):
+        near = abs(gbits - WIRE_GBITS) <= WITHIN * WIRE_GBITS
+        missed += not near
+        print(
+            f"bus bandwidth of {operation}: {gbits:.3f} Gbit/s, within {WITHIN:.0%} of the wire's: {_verdict(near)}"
+        )
+    return 1 if missed else 0
+
+
+def _verdict(holds: bool) -> str:
+    return "holds" if holds else "MISSED"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
