@@ -51,7 +51,7 @@ class Ranks:
         self.asked.append(settings)
         self.act(settings, job)
         poll()
-        write_record(record_of(settings, content["sweep"]), Path(content["record"]))
+        write_record(record_of(settings, content["sweep"]), job.parent / content["record"])
 
     @property
     def engines(self) -> list[tuple[str, int]]:

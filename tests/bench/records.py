@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+from zerokit.bench.measure.memory import DeviceMemory
 from zerokit.bench.measure.statistics import Summary
 from zerokit.bench.record import (
     Bandwidth,
@@ -135,6 +136,7 @@ def make_cell(
     }
     state["total"] = sum(state.values())
     own = engine == "zerokit"
+    step_ms_of = [[ms * draw.uniform(0.985, 1.0) for ms in common] for _ in range(world)]
     ranks = [
         Rank(
             rank=rank,
@@ -142,7 +144,7 @@ def make_cell(
             host="laptop",
             pid=4000 + rank,
             device=device if device == "cpu" else "NVIDIA H100 80GB HBM3",
-            step_ms=[ms * draw.uniform(0.985, 1.0) for ms in common],
+            step_ms=step_ms_of[rank],
             warmup_ms=[step_ms * (3.0 if step == 0 else 1.1) for step in range(11)],
             build_ms=900.0,
             peak_host_bytes=(host_mib - 3 * rank) * MIB,
@@ -150,6 +152,17 @@ def make_cell(
             peak_reserved_bytes=None if device == "cpu" else (host_mib - 100) * MIB,
             memory_bytes=state if own else None,
             predicted_memory_bytes=state if own else None,
+            device_id=None if device == "cpu" else f"GPU-{rank:04d}",
+            device_memory=None
+            if device == "cpu"
+            else DeviceMemory(
+                (host_mib - 150) * MIB,
+                (host_mib - 100) * MIB,
+                3 * MIB,
+                (host_mib + 400) * MIB,
+                80 * 1024 * MIB,
+            ),
+            window_ms=None if device == "cpu" else 1.001 * sum(step_ms_of[rank]),
         )
         for rank in range(world)
     ]

@@ -58,6 +58,10 @@ def test_a_full_record_has_fewer_than_sixty_names_that_mlflow_takes() -> None:
         found
     )
     assert {"memory/peak_allocated_mib", "memory/peak_reserved_mib"} <= set(found)
+    assert {"step/wall_mean_ms", "memory/setup_allocated_mib", "memory/device_used_mib"} <= set(found)
+    assert found["step/wall_mean_ms"] == pytest.approx(1.001 * found["step/mean_ms"], rel=0.02)
+    assert found["throughput/tokens_per_s_per_device"] == found["throughput/tokens_per_s_per_rank"]
+    assert found["memory/device_used_mib"] > found["memory/peak_reserved_mib"]
     assert len(found) < len(METRICS) < 60
     assert all(re.fullmatch(r"[A-Za-z0-9_\-./: ]+", name) for name in METRICS)
     assert all(math.isfinite(value) for value in found.values())
@@ -170,4 +174,4 @@ def test_utilisation_is_told_with_its_flops() -> None:
     assert cell.results is not None
     use = Utilisation(0.4, 395.6e12, 989.0e12, "H100", "bf16")
     found = metrics_of(replace(cell, results=replace(cell.results, utilisation=use)))
-    assert (found["mfu"], found["model_tflops_per_s_per_rank"]) == pytest.approx((0.4, 395.6))
+    assert (found["mfu"], found["model_tflops_per_s_per_device"]) == pytest.approx((0.4, 395.6))

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.bench.records import MIB, make_record
-from zerokit.bench.record import FORMAT, Record, RecordError, read_record, write_record
+from tests.bench.records import MIB, make_cell, make_record
+from zerokit.bench.record import FORMAT, Record, RecordError, Results, read_record, summarise, write_record
 
 
 def test_a_record_comes_back_as_it_was(tmp_path: Path) -> None:
@@ -30,6 +30,68 @@ def test_results_are_computed_from_the_slowest_rank() -> None:
     assert results.throughput_per_rank == pytest.approx(4 * 16 / 0.2)
     assert (results.loss_first, results.loss_last) == (5.5, 3.5)
     assert (results.peak_host_bytes, results.peak_allocated_bytes) == (301 * MIB, None)
+
+
+def on_devices(*identities: str | None, device: str = "NVIDIA H100 80GB HBM3") -> Results:
+    """Of four ranks on two nodes of two, at a known MFU if each had a device of its own."""
+    cell = make_cell(device="cuda", precision="bf16", nproc_per_node=2)
+    assert cell.model is not None
+    ranks = [
+        replace(rank, node=rank.rank // 2, device_id=identity, device=device)
+        for rank, identity in zip(cell.ranks, identities, strict=True)
+    ]
+    return summarise(cell.settings, cell.model, ranks, cell.loss)
+
+
+def test_utilisation_counts_devices_and_not_ranks() -> None:
+    own, shared = on_devices("GPU-a", "GPU-b", "GPU-c", "GPU-d"), on_devices(*["GPU-a"] * 4)
+    assert (own.devices, shared.devices) == (4, 1)
+    assert own.throughput_per_device == own.throughput_per_rank
+    assert shared.throughput_per_device == shared.throughput == own.throughput
+    assert own.utilisation is not None
+    assert shared.utilisation is not None
+    assert shared.utilisation.mfu == pytest.approx(4 * own.utilisation.mfu)
+
+
+@pytest.mark.parametrize(
+    ("identities", "devices"),
+    [
+        (("0", "1", "0", "1"), 4),  # an index is one device's on its node
+        (("0", "0", "0", "0"), 2),
+        (("GPU-a", "GPU-b", "GPU-a", "GPU-b"), 2),  # simulated nodes share their machine's
+        (("MIG-a", "MIG-b", "MIG-c", "MIG-c"), 3),
+        (("GPU-a", None, "GPU-a", "GPU-b"), None),
+        ((None, None, None, None), None),
+    ],
+)
+def test_devices_are_told_apart(identities: tuple[str | None, ...], devices: int | None) -> None:
+    assert on_devices(*identities).devices == devices
+
+
+def test_a_record_from_before_devices_were_noted_keeps_its_utilisation() -> None:
+    before, now = on_devices(None, None, None, None), on_devices("GPU-a", "GPU-b", "GPU-c", "GPU-d")
+    assert before.utilisation == now.utilisation is not None
+    assert before.throughput_per_device is None
+    content = json.loads(make_record().to_json())
+    for rank in content["ranks"]:
+        del rank["device_id"]
+    del content["results"]["devices"], content["results"]["throughput_per_device"]
+    assert Record.from_json(json.dumps(content)) == make_record()
+
+
+def test_a_slice_of_a_device_and_devices_of_several_kinds_have_no_utilisation() -> None:
+    four = ("GPU-a", "GPU-b", "GPU-c", "GPU-d")
+    assert on_devices(*four, device="NVIDIA H100 80GB HBM3 MIG 1g.10gb").utilisation is None
+    cell = make_cell(device="cuda", precision="bf16")
+    assert cell.model is not None
+    mixed = [cell.ranks[0], replace(cell.ranks[1], device="NVIDIA A100-SXM4-80GB")]
+    assert summarise(cell.settings, cell.model, mixed, cell.loss).utilisation is None
+
+
+def test_on_a_cpu_nothing_is_said_of_devices() -> None:
+    results = make_record().results
+    assert results is not None
+    assert (results.devices, results.throughput_per_device, results.utilisation) == (None, None, None)
 
 
 def test_numbers_that_are_not_finite_become_null() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from zerokit.bench.session import refusal, require_data, run_cell
 from zerokit.bench.settings import Settings
 from zerokit.bench.status import OUT_OF_MEMORY, Status, write_status
 from zerokit.errors import ZerokitError
-from zerokit.launch.local import Failure, WorkerFailed
+from zerokit.launch.failures import Failure, WorkerFailed
 
 SETTINGS = Settings(model="gpt-tiny", seq_len=16, data="synthetic")
 
@@ -70,10 +71,14 @@ def test_an_engine_without_the_stage_is_not_tried(tmp_path: Path) -> None:
 
 
 def test_a_model_that_cannot_fit_is_not_tried() -> None:
-    status, reason = refusal(Settings(model="gpt3-175b", device="cpu")) or ("", "")
+    here = host(Ranks(), Watcher())
+    status, reason = refusal(Settings(model="gpt3-175b", device="cpu"), here) or ("", "")
     assert status == "out of memory"
     assert "gpt3-175b is too large" in reason
-    require_data(Settings(model="gpt3-175b", device="cpu", data="nowhere"))  # nobody is going to read it
+    # Nobody is going to read the data.
+    require_data(Settings(model="gpt3-175b", device="cpu", data="nowhere"), here)
+    elsewhere = replace(here, fits=lambda settings: None)
+    assert refusal(Settings(model="gpt3-175b", device="cpu"), elsewhere) is None
 
 
 def test_a_failed_rank_is_told_and_its_output_kept(tmp_path: Path) -> None:
@@ -153,4 +158,4 @@ def test_ranks_that_write_no_record_have_failed(tmp_path: Path) -> None:
 
 def test_missing_data_is_told_beforehand() -> None:
     with pytest.raises(ZerokitError, match="nowhere does not exist"):
-        require_data(Settings(model="gpt-tiny", seq_len=16, data="nowhere"))
+        require_data(Settings(model="gpt-tiny", seq_len=16, data="nowhere"), host(Ranks(), Watcher()))

@@ -16,6 +16,7 @@ from zerokit.errors import UsageError
         ({"model": "gpt-9"}, "model 'gpt-9' is unknown: did you mean gpt"),
         ({"stage": 4}, "stage 4 is unknown"),
         ({"precision": "fp8"}, "precision 'fp8' is unknown"),
+        ({"wire": "fp16"}, "wire 'fp16' is unknown"),
         ({"device": "tpu"}, "device 'tpu' is unknown"),
         ({"nodes": 0}, "nodes must be at least 1, not 0"),
         ({"steps": 0}, "steps must be at least 1"),
@@ -43,6 +44,9 @@ def test_equal_settings_have_equal_keys() -> None:
         ({"engine": "ddp", "stage": 3}, "ddp has no stage 3: it has stage 0 only"),
         ({"engine": "fsdp2", "stage": 0}, "fsdp2 has no stage 0: it has stages 2, 3"),
         ({"engine": "fsdp2", "stage": 3, "precision": "fp16"}, "fsdp2 is not benched in fp16"),
+        ({"engine": "fsdp2", "stage": 3, "wire": "bf16"}, "fsdp2 has no bf16 wire: zerokit and ddp have"),
+        ({"engine": "ddp", "stage": 0, "wire": "bf16"}, None),
+        ({"engine": "zerokit", "stage": 3, "precision": "fp16", "wire": "bf16"}, None),
         ({"engine": "zerokit", "stage": 0}, None),
     ],
 )

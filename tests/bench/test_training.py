@@ -8,13 +8,17 @@ import resource
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.bench.clocks import Device
 from tests.bench.records import make_record
 from tests.support.distributed import run_alone, run_ranks
 from zerokit.bench.checkpoints import Keeper
@@ -32,6 +36,7 @@ from zerokit.bench.workloads.build import load
 
 HERE = Place(torch.device("cpu"), "gloo")
 TINY = Settings(model="mlp-mnist", engine="compute-only", stage=0, steps=3, nproc_per_node=2)
+ALONE = replace(TINY, steps=4, nproc_per_node=1)
 
 
 @dataclass
@@ -102,6 +107,109 @@ def test_a_given_warm_up_is_kept(tmp_path: Path) -> None:
         assert [(measured.warmup, began, measured.trained) for measured, began, _ in found] == [
             (warmup, warmup, warmup + 3)
         ] * 2
+
+
+@dataclass
+class Ahead(Trainer):
+    """Each step is 10 ms of a made-up device's work, and everything that happens is noted in the device's log."""
+
+    device: Device
+
+    def forward(self, batch: Batch) -> Tensor:
+        return batch[0].sum() * 0.0 + self.device.asked_ms
+
+    def backward(self, loss: Tensor) -> None:
+        self.device.log.append("step")
+        self.device.work(10.0)
+
+    def update(self) -> Tensor:
+        return torch.tensor(self.device.asked_ms)
+
+
+class Noting(TorchDispatchMode):
+    """Notes numbers that the host reads from tensors: on CUDA it waits for each."""
+
+    def __init__(self, log: list[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._log = log
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self._log.append("read")
+        return func(*args, **(kwargs or {}))
+
+
+class Saving(Keeper):
+    """Would save; `after_step` does whatever the device is at."""
+
+    def __init__(self, settings: Settings, device: Device) -> None:
+        super().__init__(settings, None)
+        self._device = device
+
+    def due(self, trained: int, *, last: bool) -> bool:
+        return last or trained % 3 == 0
+
+    def after_step(self, trained: int, *, last: bool) -> None:
+        if self.due(trained, last=last):
+            self._device.log.append("save")
+            self._device.work(500.0)
+
+
+def run_ahead(settings: Settings, path: str, saving: bool) -> tuple[Measured, list[str], list[str]]:
+    """On a rank: what was measured, what happened from the measured steps' beginning on, and before."""
+    device = Device()
+    loaded = load(settings)
+    make = loaded.batch
+
+    def noted(step: int, rank: int, micro_batch: int) -> tuple[Tensor, ...]:
+        device.log.append("batch")
+        return make(step, rank, micro_batch)
+
+    keeper = Saving(settings, device) if saving else Keeper(settings, None)
+    writer = ProgressWriter(Path(path))
+    rarely = patch("zerokit.bench.training._TELL_SECONDS", 3600.0)
+    with Noting(device.log), patch.object(loaded, "batch", noted), rarely:
+        loop = Loop(Ahead(device), loaded, settings, HERE, device.clock)
+        measured = loop.run(writer, keeper, begin=lambda: device.log.append("begin"))
+    writer.close()
+    begun = device.log.index("begin")
+    return measured, device.log[begun + 1 :], device.log[:begun]
+
+
+def test_on_a_device_nothing_is_made_read_or_waited_for_between_measured_steps(tmp_path: Path) -> None:
+    path = tmp_path / "progress"
+    ((measured, log, before),) = run_ranks(1, run_ahead, replace(ALONE, warmup=2), str(path), False)
+    assert log == [
+        *("synchronize", "record"),
+        *["step", "record"] * 4,
+        "synchronize",
+        *["read", "read"] * 4,  # a loss and a norm each
+    ]
+    # Warm-up looks at every step; then the batches of the measured ones are made.
+    looked_at = ["synchronize", "record", "step", "record", "synchronize", "read", "read"]
+    assert [what for what in before if what != "batch"] == looked_at * 2
+    assert before[-4:] == ["batch"] * 4
+    assert measured.step_ms == [10.0] * 6
+    assert measured.window_ms is not None
+    # Losses and norms are each step's own, although they were read after the last one.
+    assert measured.loss == [0.0, 10.0, 20.0, 30.0, 40.0, 50.0]
+    assert measured.gradient_norm == [10.0, 20.0, 30.0, 40.0, 50.0, 60.0]
+    assert (measured.warmup, measured.trained, measured.batches_repeat_after) == (2, 6, None)
+    assert measured.batch_bytes == 4 * ALONE.batch_size * (28 * 28 * 4 + 8)
+    told = [Progress(*json.loads(line)) for line in path.read_text().splitlines()]
+    assert told[-1] == Progress(6, 6, 2, 50.0, 10.0)
+    # Of the measured steps before it, the first alone: more cost time, and none knows its loss yet.
+    assert [one for one in told if 2 < one.done < 6] == [Progress(3, 6, 2, None, None)]
+
+
+def test_a_device_has_done_its_steps_before_they_are_saved_and_saving_is_not_timed(tmp_path: Path) -> None:
+    ((measured, log, _),) = run_ranks(1, run_ahead, replace(ALONE, warmup=0), str(tmp_path / "p"), True)
+    window = ["synchronize", "record"], ["synchronize"]
+    assert log == [
+        *(*window[0], *["step", "record"] * 3, *window[1], *["read", "read"] * 3, "save"),
+        *(*window[0], *["step", "record"] * 1, *window[1], *["read", "read"] * 1, "save"),
+    ]
+    assert measured.step_ms == [10.0] * 4
 
 
 def test_a_rank_fills_in_what_was_left_open() -> None:

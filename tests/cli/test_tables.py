@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console, Group, RenderableType
 
 from tests.bench.records import make_cell, make_failure, make_sweep
-from zerokit.bench.record import Record
+from zerokit.bench.record import Record, summarise
 from zerokit.bench.sweeps.sweep import Cell, Sweep
 from zerokit.cli.bench_tables import result_tables
 from zerokit.cli.numbers import count, mib, ms, rate
@@ -109,6 +109,31 @@ def test_one_bench_fits(width: int, device: str) -> None:
         assert told in shown
     assert ("MFU" in shown) == (device == "cuda")
     assert ("peak CUDA" in shown) == (device == "cuda")
+    assert ("by wall clock" in shown) == (device == "cuda")
+    assert ("CUDA memory" in shown) == (device == "cuda")
+
+
+def test_a_bf16_wire_is_told() -> None:
+    assert "fp32, bf16 wire, 2 ranks" in drawn(result_tables(make_cell(wire="bf16"), 160), 160)
+    assert "fp32, bf16 wire, 2 ranks" in table([make_cell(stage=stage, wire="bf16") for stage in (1, 2)], 160)
+    assert "wire" not in drawn(result_tables(make_cell(), 160), 160)
+
+
+def test_on_cuda_clocks_and_memory_are_beside_each_other_and_a_shared_device_counts_once() -> None:
+    record = make_cell(device="cuda", precision="bf16", host_mib=1000, steps=4)
+    rank = max(record.ranks, key=lambda rank: rank.window_ms or 0.0)
+    assert rank.window_ms is not None
+    shown = drawn(result_tables(record, 160), 160)
+    assert f"for all on rank {rank.rank}; its events add up to {ms(sum(rank.step_ms))}" in shown
+    assert re.search(rf"by wall clock +{re.escape(ms(rank.window_ms / 4))} +a step of", shown)
+    assert re.search(r"CUDA memory +800\.0 MiB +torch's peak in these steps, 850\.0 MiB before", shown)
+    assert f"of the device {mib(1400 * 2**20)} of 80.0 GiB are used" in shown
+    assert "a rank;" in shown
+    assert record.model is not None
+    shared = [replace(rank, device_id="GPU-1") for rank in record.ranks]
+    results = summarise(record.settings, record.model, shared, record.loss)
+    shown = drawn(result_tables(replace(record, ranks=shared, results=results), 160), 160)
+    assert f"{rate(results.throughput)} a device (1 device);" in shown
 
 
 def test_numbers_are_short() -> None:

@@ -1,4 +1,7 @@
-"""Checkpoints of a bench: where it resumes, when it saves, and what both cost. Never inside a timed step."""
+"""Checkpoints of a bench: where it resumes, when it saves, and what both cost. Never inside a timed step.
+
+Only a bench that is asked to save imports `zerokit.checkpoint`, which needs zlib-ng.
+"""
 
 from __future__ import annotations
 
@@ -47,10 +50,17 @@ class Keeper:
 
     def resume(self) -> int:
         """Load the run's newest step, if `resume` is asked for and there is one; returns the steps trained so far."""
-        from zerokit.checkpoint.load import load
-
         if self._run is None or self._optimizer is None:
             return 0
+        try:
+            from zerokit.checkpoint.load import load
+        except ModuleNotFoundError as error:
+            if error.name != "zlib_ng":
+                raise
+            raise UsageError(
+                "--save needs zlib-ng, which is not installed here: pip install zlib-ng, or bench without --save"
+            ) from error
+
         if not self._settings.resume or not (self._run / "latest").exists():
             return 0
         started = time.perf_counter()
@@ -67,14 +77,19 @@ class Keeper:
         self.done.resumed_from = self._last = extra["step"]
         return int(extra["step"])
 
+    def due(self, trained: int, *, last: bool) -> bool:
+        """Whether the number of trained steps, or the end of the bench, asks for a checkpoint that is not there."""
+        if self._run is None or self._optimizer is None or self._last == trained:
+            return False
+        every = self._settings.save_every
+        return last or (every is not None and trained % every == 0)
+
     def after_step(self, trained: int, *, last: bool) -> None:
-        """Save if the number of trained steps, or the end of the bench, asks for it."""
+        """Save if `due`."""
+        if self._run is None or self._optimizer is None or not self.due(trained, last=last):
+            return
         from zerokit.checkpoint.save import save
 
-        every = self._settings.save_every
-        due = last or (every is not None and trained % every == 0)
-        if self._run is None or self._optimizer is None or not due or self._last == trained:
-            return
         extra = {name: getattr(self._settings, name) for name in ("model", "seed", "data")} | {
             "step": trained
         }

@@ -153,7 +153,8 @@ def _throughput(unit: str, name: str) -> Read:
     def value(record: Record) -> float | None:
         if record.results is None or record.model is None or record.model.unit != unit:
             return None
-        return float(getattr(record.results, name))
+        found = getattr(record.results, name)
+        return None if found is None else float(found)
 
     return value
 
@@ -223,6 +224,22 @@ def _bandwidth(operation: str) -> Read:
     def value(record: Record) -> float | None:
         found = [one for one in record.bandwidth if one.operation == operation]
         return max(found, key=rank).bus_gb_per_s if found else None
+
+    return value
+
+
+def _wall(record: Record) -> float | None:
+    """A step's share of the host's clock over all measured ones; None where each was timed by it."""
+    windows = [rank.window_ms for rank in record.ranks if rank.window_ms is not None]
+    return max(windows) / len(record.ranks[0].step_ms) if windows else None
+
+
+def _device(name: str) -> Read:
+    """A figure of a rank's device, where it is largest."""
+
+    def value(record: Record) -> float | None:
+        found = [rank.device_memory for rank in record.ranks if rank.device_memory is not None]
+        return _mib(max((getattr(memory, name) for memory in found), default=None))
 
     return value
 
@@ -299,6 +316,7 @@ def _table() -> list[Metric]:
         ("step/p90_ms", "step p90", "ms", _step("p90"), _resampled(_quantile(0.90))),
         ("step/p99_ms", "step p99", "ms", _step("p99"), _resampled(_quantile(0.99))),
         ("step/mean_ms", "step mean", "ms", _step("mean"), _resampled(_mean)),
+        ("step/wall_mean_ms", "step mean, wall", "ms", _wall, _nothing),
         ("step/spread", "step spread", "", _step("spread"), _resampled(_spread)),
         ("step/drift", "step drift", "", _step("drift"), _drift_error),
         (
@@ -311,14 +329,23 @@ def _table() -> list[Metric]:
         ("step/skew_p90_ms", "skew p90", "ms", _skew("p90"), _resampled_skew(_quantile(0.90))),
     ]
     for unit in UNITS:
-        total, rank = _throughput(unit, "throughput"), _throughput(unit, "throughput_per_rank")
+        total, rank, device = (
+            _throughput(unit, name) for name in ("throughput", "throughput_per_rank", "throughput_per_device")
+        )
         rows += [
             (f"throughput/{unit}_per_s", "throughput", f"{unit}/s", total, _scaled(total)),
             (f"throughput/{unit}_per_s_per_rank", "throughput a rank", f"{unit}/s", rank, _scaled(rank)),
+            (
+                f"throughput/{unit}_per_s_per_device",
+                "throughput a device",
+                f"{unit}/s",
+                device,
+                _scaled(device),
+            ),
         ]
     rows += [
         ("mfu", "MFU", "", _mfu, _scaled(_mfu)),
-        ("model_tflops_per_s_per_rank", "model FLOPs a rank", "TFLOP/s", _tera, _scaled(_tera)),
+        ("model_tflops_per_s_per_device", "model FLOPs a device", "TFLOP/s", _tera, _scaled(_tera)),
         ("memory/peak_host_mib", "peak host", "MiB", _peak("peak_host_bytes"), _nothing),
         (
             "memory/peak_host_minimum_mib",
@@ -336,6 +363,8 @@ def _table() -> list[Metric]:
             _nothing,
         ),
         ("memory/peak_reserved_mib", "peak CUDA reserved", "MiB", _peak("peak_reserved_bytes"), _nothing),
+        ("memory/setup_allocated_mib", "peak CUDA, setup", "MiB", _device("setup_allocated_bytes"), _nothing),
+        ("memory/device_used_mib", "device used", "MiB", _device("used_bytes"), _nothing),
         ("memory/state_mib", "state", "MiB", _state("memory_bytes"), _counted),
         ("memory/state_predicted_mib", "state, formula", "MiB", _state("predicted_memory_bytes"), _counted),
         (

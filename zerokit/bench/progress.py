@@ -1,7 +1,7 @@
 """How far a bench is: rank 0 appends a line a step to a small file, whoever started it reads the new lines.
 
 A file, because torchrun closes every pipe that its ranks might inherit. Lines are written between the timed
-steps, never inside one.
+steps, never inside one; where the host runs ahead of a device, at most two a second.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """After `done` of `total` steps, warm-up included; the last step's loss and time in ms."""
+    """After `done` of `total` steps, warm-up included; the last step's loss and time in ms, None while not known."""
 
     done: int
     total: int
     warmup: int
-    loss: float
-    step_ms: float
+    loss: float | None
+    step_ms: float | None
 
 
 class ProgressWriter:

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from zerokit.bench.checkpoints import Checkpoints
+from zerokit.bench.measure.devices import count_distinct
+from zerokit.bench.measure.memory import DeviceMemory
 from zerokit.bench.measure.statistics import Summary, skew, slowest
 from zerokit.bench.measure.utilisation import Utilisation, utilisation
 from zerokit.bench.schema import from_plain, json_schema, to_plain
@@ -117,14 +119,20 @@ class Rank:
 
     Attributes:
         step_ms: of each measured step: forward, backward, clipping, optimizer step, zeroing; the batch is
-            prepared before the clock starts, and on CUDA the device is waited for before it stops.
+            prepared before. On CUDA by events between the steps, which the host does not wait for.
         warmup_ms: the same of the steps before.
         build_ms: model and optimizer, from meta to the first broadcast.
         peak_host_bytes: resident memory of the process at its highest, construction included.
-        peak_allocated_bytes: by torch's CUDA allocator, construction included; null on a CPU.
+        peak_allocated_bytes: by torch's CUDA allocator during the measured steps (construction included where there
+            is no `device_memory`, in records from before it was noted); null on a CPU.
         peak_reserved_bytes: taken by that allocator from the device; null on a CPU.
         memory_bytes: `ZeroOptimizer.memory()` at the end of backward, by kind, with `total`; null for other engines.
         predicted_memory_bytes: the same from the layout alone.
+        device_id: of the device, by which ranks that share one are told from those that do not: its UUID, or on the
+            rank's node the driver's index of it; null on a CPU, and in records from before it was noted.
+        device_memory: what the peaks leave out; null on a CPU.
+        window_ms: on CUDA, the measured steps together by the host's clock, from an idle device to an idle one, saving
+            apart: beside the sum of `step_ms`. Null on a CPU, whose steps are timed by that clock one by one.
     """
 
     rank: int
@@ -140,6 +148,9 @@ class Rank:
     peak_reserved_bytes: int | None
     memory_bytes: dict[str, int] | None
     predicted_memory_bytes: dict[str, int] | None
+    device_id: str | None = None
+    device_memory: DeviceMemory | None = None
+    window_ms: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +158,8 @@ class Traffic:
     """What all ranks together received in the last step: payload, without padding; control messages apart.
 
     `formula` says in words what `predicted_elements` is, with N ranks and Ψ parameters. `route` is how it travelled:
-    "nccl", "sockets" or, between ranks of one host, "memory"; null for one rank, and in records from before it was
+    "nccl", "sockets"; between ranks of one node "memory" (they read each other's) or "shared memory"; with several such
+    nodes "memory and sockets" or "shared memory and sockets". Null for one rank, and in records from before it was
     noted.
     """
 
@@ -219,8 +231,10 @@ class Results:
 
     `step` and `skew` (slowest minus fastest rank) are in milliseconds. `throughput` counts the model's unit a second at
     the median step. `communication_ms` is the median step minus the twin's: what communication costs, and null without
-    a twin; it may be negative within the noise. `loss_first` is the first warm-up step's loss, before any update.
-    Memory is the largest and the smallest over ranks.
+    a twin; it may be negative within the noise. `devices` counts the CUDA devices in use, which several ranks may
+    share; `throughput_per_device` and `utilisation` are of one of them. They are null on a CPU; devices of several
+    kinds have no utilisation; in records from before devices were noted it is of one rank. `loss_first` is the first
+    warm-up step's loss, before any update. Memory is the largest and the smallest over ranks.
     """
 
     step: Summary
@@ -236,6 +250,8 @@ class Results:
     peak_allocated_bytes: int | None
     peak_allocated_bytes_minimum: int | None
     peak_reserved_bytes: int | None
+    devices: int | None = None
+    throughput_per_device: float | None = None
 
 
 STATUSES = ("ok", "out of memory", "unsupported", "failed", "killed")
@@ -259,6 +275,8 @@ class Record:
         bandwidth: of single collectives, after the training.
         system: one a node.
         checkpoints: what was saved and resumed, between the steps.
+        batches_repeat_after: steps after which batches came again, since not all lay ready on a CUDA device; null where
+            every step had its own.
     """
 
     id: str
@@ -282,6 +300,7 @@ class Record:
     skipped_steps: int = 0
     results: Results | None = None
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
+    batches_repeat_after: int | None = None
     format: str = field(default=FORMAT, metadata={"schema": {"const": FORMAT}})
 
     def __post_init__(self) -> None:
@@ -330,13 +349,22 @@ def summarise(
     allocated = [rank.peak_allocated_bytes for rank in ranks if rank.peak_allocated_bytes is not None]
     reserved = [rank.peak_reserved_bytes for rank in ranks if rank.peak_reserved_bytes is not None]
     per_rank = throughput / len(ranks)
+    devices = count_distinct((rank.node, rank.device_id) for rank in ranks)
+    per_device = None if devices is None else throughput / devices
+    use = utilisation(
+        per_rank if per_device is None else per_device,
+        model.flops_per_unit,
+        ranks[0].device,
+        settings.precision,
+    )
+    one_kind = len({rank.device for rank in ranks}) == 1
     return Results(
         step=step,
         skew=Summary.of(skew([rank.step_ms for rank in ranks])),
         throughput=throughput,
         throughput_per_rank=per_rank,
         communication_ms=None if twin is None else step.p50 - twin.step.p50,
-        utilisation=utilisation(per_rank, model.flops_per_unit, ranks[0].device, settings.precision),
+        utilisation=use if one_kind else None,
         loss_first=loss[0],
         loss_last=loss[-1],
         peak_host_bytes=max(host),
@@ -344,6 +372,8 @@ def summarise(
         peak_allocated_bytes=max(allocated, default=None),
         peak_allocated_bytes_minimum=min(allocated, default=None),
         peak_reserved_bytes=max(reserved, default=None),
+        devices=devices,
+        throughput_per_device=per_device,
     )
 
 

@@ -29,7 +29,7 @@ from zerokit.bench.workloads.catalogue import describe
 from zerokit.bench.workloads.fit import refuse_if_too_large, this_machine
 from zerokit.bench.workloads.inputs import check_inputs
 from zerokit.errors import ZerokitError
-from zerokit.launch.local import WorkerFailed
+from zerokit.launch.failures import WorkerFailed
 
 DEFAULT_FOLDER = Path("zerokit-bench")
 JOB = "job.json"
@@ -38,7 +38,11 @@ _REASON_LENGTH = 8000
 
 
 class Launch(Protocol):
-    """Runs a module on every rank and returns when all have ended; raises `ZerokitError` if one failed."""
+    """Runs a module on every rank and returns when all have ended; raises `ZerokitError` if one failed.
+
+    `log_dir` is the job's folder: on other machines ranks see a copy of its files, in whose place the arguments'
+    paths then lie, and what they write beside them is in `log_dir` at the end, or before.
+    """
 
     def __call__(
         self,
@@ -74,12 +78,14 @@ class Host:
         interrupted: raises one of `interruptions` if the user wants no more; called between the parts.
         interruptions: the exceptions that mean "killed"; any other error means "failed".
         watch: is told of everything.
+        fits: why a cell cannot fit into the memory there is, in words; None where it may.
     """
 
     launch: Launch
     interrupted: Callable[[], None]
     interruptions: tuple[type[BaseException], ...]
     watch: Watch
+    fits: Callable[[Settings], str | None] = lambda settings: refuse_if_too_large(settings, this_machine())
 
 
 def record_path(output: Path | None, settings: Settings, now: datetime) -> Path:
@@ -115,9 +121,9 @@ def require_writable(folder: Path) -> None:
         ) from error
 
 
-def require_data(settings: Settings) -> None:
+def require_data(settings: Settings, host: Host) -> None:
     """Raises `ZerokitError` if the data is missing or too little, before any rank is started."""
-    if refusal(settings) is None:
+    if refusal(settings, host) is None:
         check_inputs(settings)
 
 
@@ -143,7 +149,7 @@ def run_cell(
         id=identity, cell=settings.key, sweep=sweep, status="failed", created=_now(), settings=settings
     )
     host.watch.phase("looking at what is asked")
-    if (refused := refusal(settings)) is not None:
+    if (refused := refusal(settings, host)) is not None:
         record = replace(failed, status=refused[0], reason=refused[1])
         _put(record, path)
         return record
@@ -170,7 +176,7 @@ def run_cell(
     return record
 
 
-def refusal(settings: Settings) -> tuple[str, str] | None:
+def refusal(settings: Settings, host: Host) -> tuple[str, str] | None:
     """The status and the reason of a cell that need not be tried; None for one that may run."""
     if settings.unsupported is not None:
         return "unsupported", settings.unsupported
@@ -178,7 +184,7 @@ def refusal(settings: Settings) -> tuple[str, str] | None:
         return "unsupported", f"engine {settings.engine}: {missing}"
     if (missing := describe(settings.model).missing) is not None:
         return "unsupported", missing
-    if (too_large := refuse_if_too_large(settings, this_machine())) is not None:
+    if (too_large := host.fits(settings)) is not None:
         return "out of memory", too_large
     return None
 
@@ -213,8 +219,8 @@ def _train(settings: Settings, work: Path, host: Host, sweep: str | None) -> Rec
         json.dumps(
             {
                 "settings": to_plain(settings),
-                "record": str(written),
-                "progress": str(progress),
+                "record": written.name,
+                "progress": progress.name,
                 "sweep": sweep,
             }
         )

@@ -13,6 +13,8 @@ from zerokit.errors import UsageError
 STAGES = (0, 1, 2, 3)
 PRECISIONS = ("fp32", "bf16", "fp16")
 DEVICES = ("cpu", "cuda")
+WIRES = ("own", "bf16")
+"""In what gradients cross between ranks: as the engine has it, or in bf16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +23,8 @@ class Settings:
 
     `precision`, `device`, `bucket_mb`, `data` and `image_size` are None until a rank has looked at its machine and its
     model: the record holds what was chosen. `batch_size` counts samples (sequences, images) a rank and micro-batch; a
-    step takes `accumulate` micro-batches. `steps` are measured, after `warmup` that are not; `warmup` None warms up
+    step takes `accumulate` micro-batches. `wire` "bf16" rounds gradients on their way between ranks: zerokit sums them
+    in fp32, DDP in bf16, by torch's hook. `steps` are measured, after `warmup` that are not; `warmup` None warms up
     until steps take a steady time. `clip` bounds the gradient norm, None leaves it alone (and unmeasured). `twin` also
     runs the compute-only twin that communication is measured against. `save` is a run directory for checkpoints,
     written every `save_every` steps and at the end; `resume` goes on from its newest. `repeat` numbers equal cells of
@@ -39,6 +42,7 @@ class Settings:
     steps: int = 30
     warmup: int | None = None
     accumulate: int = 1
+    wire: str = "own"
     bucket_mb: float | None = None
     seed: int = 0
     data: str | None = None
@@ -53,7 +57,7 @@ class Settings:
     repeat: int = 0
 
     def __post_init__(self) -> None:
-        for name, choices in (("engine", tuple(ENGINES)), ("stage", STAGES)):
+        for name, choices in (("engine", tuple(ENGINES)), ("stage", STAGES), ("wire", WIRES)):
             if getattr(self, name) not in choices:
                 raise UsageError(f"{name} {getattr(self, name)!r} is unknown: choose one of {choices}")
         for name, allowed in (("precision", PRECISIONS), ("device", DEVICES)):
@@ -99,4 +103,6 @@ class Settings:
             return f"{self.engine} has no stage {self.stage}: it has {has}"
         if self.precision == "fp16" and self.engine not in ("zerokit", "deepspeed", "compute-only"):
             return f"{self.engine} is not benched in fp16, which needs its own loss scaling; use bf16"
+        if self.wire == "bf16" and self.engine not in ("zerokit", "ddp"):
+            return f"{self.engine} has no bf16 wire: zerokit and ddp have"
         return None

@@ -2,8 +2,9 @@
 
     torchrun ... -m zerokit.bench.worker JOB.json
 
-The job is `{"settings": {…}, "record": PATH, "progress": PATH or null, "sweep": ID or null}`. The rank knows the
-torchrun environment and nothing of who started it. A rank that runs out of memory says so beside the job (`status`).
+The job is `{"settings": {…}, "record": PATH, "progress": PATH or null, "sweep": ID or null}`, with paths relative to
+its own folder, which may be a copy of the launcher's. The rank knows the torchrun environment and nothing of who
+started it. A rank that runs out of memory says so beside the job (`status`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import socket
 import sys
 import time
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,7 +27,8 @@ from zerokit.bench.checkpoints import Keeper
 from zerokit.bench.engines.trainer import Trainer, make
 from zerokit.bench.measure.bandwidth import measure_bandwidth
 from zerokit.bench.measure.environment import look_around
-from zerokit.bench.measure.machine import Place, choose_place, peak_host_bytes
+from zerokit.bench.measure.machine import Place, choose_place, device_id, peak_host_bytes
+from zerokit.bench.measure.memory import MemoryMeter
 from zerokit.bench.measure.phases import measure_phases
 from zerokit.bench.measure.sampler import Sampler
 from zerokit.bench.progress import ProgressWriter
@@ -36,7 +39,7 @@ from zerokit.bench.status import OUT_OF_MEMORY, Status, write_status
 from zerokit.bench.training import Loop, Measured
 from zerokit.bench.workloads.build import load
 from zerokit.bench.workloads.catalogue import describe
-from zerokit.errors import ZerokitError
+from zerokit.errors import UsageError, ZerokitError
 
 
 class OutOfMemory(ZerokitError):
@@ -72,14 +75,35 @@ def choose(settings: Settings, place: Place) -> Settings:
     )
 
 
+def require_ranks(settings: Settings, environment: Mapping[str, str]) -> None:
+    """Raises `UsageError` unless the launcher's ranks, as torchrun's variables tell, are those of the settings.
+
+    Every rank looks, so that none waits for others, and none measures another world than its record tells of.
+    """
+    for name, expected, what in (
+        ("WORLD_SIZE", settings.world, "ranks in all"),
+        ("LOCAL_WORLD_SIZE", settings.nproc_per_node, "ranks on this node"),
+    ):
+        found = environment.get(name)
+        if found != str(expected):
+            raise UsageError(
+                f"the launcher started {found or 'an unknown number of'} {what} ({name} is "
+                f"{found or 'not set'}), but the job's settings ask for {expected} ({settings.nodes} nodes × "
+                f"{settings.nproc_per_node} ranks); start it with torchrun --nnodes {settings.nodes} "
+                f"--nproc-per-node {settings.nproc_per_node}, or change nodes and nproc_per_node in the job"
+            )
+
+
 def run(asked: Settings, record_path: Path, progress_path: Path | None, sweep: str | None) -> None:
     """Bench on this rank, inside the process group of all ranks."""
+    require_ranks(asked, os.environ)
     place = choose_place(asked.device)
     settings = choose(asked, place)
     if place.device.type == "cuda":
         torch.cuda.set_device(place.device)
     loaded = load(settings)
     dist.init_process_group(place.backend)
+    sampler = node_sampler(place)
     writer = ProgressWriter(progress_path if dist.get_rank() == 0 else None)
 
     started = time.perf_counter()
@@ -87,16 +111,23 @@ def run(asked: Settings, record_path: Path, progress_path: Path | None, sweep: s
     place.synchronize()
     build_ms = (time.perf_counter() - started) * 1000.0
     loop = Loop(trainer, loaded, settings, place)
-    sampler = Sampler() if os.environ.get("LOCAL_RANK", "0") == "0" else None
     keeper = Keeper(settings, trainer.zero)
-    measured = loop.run(writer, keeper, begin=sampler.start if sampler is not None else _nothing)
+    meter = MemoryMeter(place.device, torch.cuda) if place.device.type == "cuda" else None
+
+    def begin() -> None:
+        if meter is not None:
+            meter.begin()
+        if sampler is not None:
+            sampler.start()
+
+    measured = loop.run(writer, keeper, begin)
     ended = datetime.now(UTC)
     samples = None if sampler is None else sampler.stop()
     writer.close()
     settings = replace(settings, warmup=measured.warmup)
 
     # What follows the measured steps takes memory and sends bytes of its own: theirs are looked at first.
-    rank = _rank(measured, place, build_ms)
+    rank = _rank(measured, place, build_ms, meter)
     traffic = _traffic(trainer, settings)
     skipped_steps = trainer.skipped_steps
     mine = FromRank(with_state(rank, trainer, loop), measured.loss, samples)
@@ -127,31 +158,46 @@ def run(asked: Settings, record_path: Path, progress_path: Path | None, sweep: s
             skipped_steps=skipped_steps,
             results=summarise(settings, loaded.model, ranks, list(loss)),
             checkpoints=keeper.done,
+            batches_repeat_after=measured.batches_repeat_after,
         )
         write_record(record, record_path)
     dist.destroy_process_group()
 
 
-def _nothing() -> None:
-    pass
+def node_sampler(place: Place) -> Sampler | None:
+    """On one rank of each node, a sampler that looks at the devices of all its ranks. All ranks call it."""
+    mine = (_node(), device_id(place))
+    gathered = [mine] * dist.get_world_size()
+    dist.all_gather_object(gathered, mine)
+    if os.environ["LOCAL_RANK"] != "0":
+        return None
+    used = [device for node, device in gathered if node == mine[0] and device is not None]
+    return Sampler(devices=list(dict.fromkeys(used)))
 
 
-def _rank(measured: Measured, place: Place, build_ms: float) -> Rank:
-    on_cuda = place.device.type == "cuda"
+def _node() -> int:
+    return int(os.environ.get("GROUP_RANK", "0"))
+
+
+def _rank(measured: Measured, place: Place, build_ms: float, meter: MemoryMeter | None) -> Rank:
+    peaks = None if meter is None else meter.peaks()
     return Rank(
         rank=dist.get_rank(),
-        node=int(os.environ.get("GROUP_RANK", "0")),
+        node=_node(),
         host=socket.gethostname(),
         pid=os.getpid(),
-        device=torch.cuda.get_device_name(place.device) if on_cuda else "cpu",
+        device="cpu" if meter is None else torch.cuda.get_device_name(place.device),
         step_ms=measured.step_ms[measured.warmup :],
         warmup_ms=measured.step_ms[: measured.warmup],
         build_ms=build_ms,
         peak_host_bytes=peak_host_bytes(),
-        peak_allocated_bytes=torch.cuda.max_memory_allocated(place.device) if on_cuda else None,
-        peak_reserved_bytes=torch.cuda.max_memory_reserved(place.device) if on_cuda else None,
+        peak_allocated_bytes=None if peaks is None else peaks.allocated_bytes,
+        peak_reserved_bytes=None if peaks is None else peaks.reserved_bytes,
         memory_bytes=None,
         predicted_memory_bytes=None,
+        device_id=device_id(place),
+        device_memory=None if meter is None else meter.account(measured.batch_bytes),
+        window_ms=measured.window_ms,
     )
 
 
@@ -196,7 +242,8 @@ def main(job: Path) -> None:
     settings = from_plain(Settings, asked["settings"])
     progress = asked.get("progress")
     try:
-        run(settings, Path(asked["record"]), Path(progress) if progress else None, asked.get("sweep"))
+        written = job.parent / asked["record"]
+        run(settings, written, job.parent / progress if progress else None, asked.get("sweep"))
     except (MemoryError, RuntimeError) as error:
         if not _is_out_of_memory(error):
             raise

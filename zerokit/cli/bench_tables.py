@@ -48,10 +48,11 @@ def headline(record: Record) -> Text:
     """What was trained, by whom, where."""
     settings = record.settings
     parameters = f" ({count(record.model.parameters)} parameters)" if record.model else ""
+    wire = "" if settings.wire == "own" else f", {settings.wire} wire"
     backend = f", {record.environment.backend}" if record.environment else ""
     return Text.assemble(
         (settings.model, "bold"),
-        f"{parameters}, {settings.engine} stage {settings.stage}, {settings.precision}, "
+        f"{parameters}, {settings.engine} stage {settings.stage}, {settings.precision}{wire}, "
         f"{counted(settings.world, 'rank')} on {counted(settings.nodes, 'node')}{backend}",
     )
 
@@ -72,11 +73,14 @@ def _rows(record: Record) -> Iterator[Row]:
         f"of {step.count} steps, slowest rank of each; 95 % between {ms(step.median_low)} and {ms(step.median_high)}",
     )
     yield "step p90", ms(step.p90), f"p10 {ms(step.p10)}, p99 {ms(step.p99)}"
+    yield from _device_rows(record)
+    each = f"{rate(results.throughput_per_rank)} a rank"
+    if results.throughput_per_device is not None and results.devices != len(record.ranks):
+        each = f"{rate(results.throughput_per_device)} a device ({counted(results.devices or 0, 'device')})"
     yield (
         f"{model.unit}/s",
         rate(results.throughput),
-        f"{rate(results.throughput_per_rank)} a rank; "
-        f"{settings.samples_per_step * model.units_per_sample:,} {model.unit} a step",
+        f"{each}; {settings.samples_per_step * model.units_per_sample:,} {model.unit} a step",
     )
     if (utilisation := results.utilisation) is not None:
         peak = utilisation.peak_flops_per_s / 1e12
@@ -108,6 +112,25 @@ def _rows(record: Record) -> Iterator[Row]:
     if record.skipped_steps:
         yield "skipped steps", str(record.skipped_steps), "gradients overflowed in fp16"
     yield from _checkpoint_rows(record)
+
+
+def _device_rows(record: Record) -> Iterator[Row]:
+    """On CUDA: two clocks beside each other, and memory that torch's peak of the steps leaves out."""
+    rank = max(record.ranks, key=lambda rank: rank.window_ms or 0.0)
+    if rank.window_ms is not None:
+        yield (
+            "by wall clock",
+            ms(rank.window_ms / len(rank.step_ms)),
+            f"a step of {ms(rank.window_ms)} for all on rank {rank.rank}; its events add up to {ms(sum(rank.step_ms))}",
+        )
+    most = max(record.ranks, key=lambda rank: rank.peak_allocated_bytes or 0)
+    if (memory := most.device_memory) is not None:
+        yield (
+            "CUDA memory",
+            mib(most.peak_allocated_bytes or 0),
+            f"torch's peak in these steps, {mib(memory.setup_allocated_bytes)} before; "
+            f"of the device {mib(memory.used_bytes)} of {mib(memory.total_bytes)} are used",
+        )
 
 
 def _error(record: Record, name: str) -> str:

@@ -71,12 +71,13 @@ class Display:
     def show(self, progress: BenchProgress) -> None:
         """Move the bar of the present cell."""
         if self._task is not None:
+            known = progress.loss is not None and progress.step_ms is not None
             self._progress.update(
                 self._task,
                 description=_part(progress),
                 completed=progress.done,
                 total=progress.total,
-                note=f"loss {progress.loss:.3f}  {progress.step_ms:.0f} ms",
+                note=f"loss {progress.loss:.3f}  {progress.step_ms:.0f} ms" if known else "",
             )
 
     def began(self, cell: Cell) -> None:

@@ -135,7 +135,7 @@ def _columns(rows: list[Row], dimensions: Sequence[str]) -> list[Column]:
         made("stage", lambda row: str(row.settings.stage), 0),
     ]
     for name in dimensions:
-        left = name in ("model", "precision")
+        left = name in ("model", "precision", "wire")
         columns.append(made(_HEADINGS.get(name, name), _reader(name), 0, left=left))
     columns += [
         made("step p50, ms", step, 0),
@@ -182,6 +182,8 @@ def _common(rows: list[Row], dimensions: Sequence[str]) -> Text:
     parts = []
     if "precision" not in dimensions:
         parts.append(resolved.settings.precision if resolved else settings.precision)
+    if "wire" not in dimensions and settings.wire != "own":
+        parts.append(value_in_words("wire", settings.wire))
     if not {"nodes", "nproc_per_node"} & set(dimensions):
         parts.append(f"{counted(settings.world, 'rank')} on {counted(settings.nodes, 'node')}")
     for name in ("batch_size", "seq_len", "accumulate"):

@@ -20,7 +20,7 @@ from zerokit.bench.engines.catalogue import ENGINES
 from zerokit.bench.engines.compute_only import ComputeOnlyTrainer
 from zerokit.bench.engines.trainer import Trainer, make
 from zerokit.bench.measure.machine import Place
-from zerokit.bench.settings import Settings
+from zerokit.bench.settings import WIRES, Settings
 from zerokit.bench.workloads import catalogue
 from zerokit.bench.workloads.build import Loaded, load
 from zerokit.bench.workloads.catalogue import Workload
@@ -161,6 +161,16 @@ def test_engines_agree_with_and_without_clipping_and_accumulation(
 def test_engines_agree_in_half_precision_as_far_as_it_goes(trained: dict[Settings, list[Curve]]) -> None:
     cells = cells_of([("zerokit", 2), *FEW_PEERS], HALF)
     require_agreement(cells, [trained[cell] for cell in cells], HALF_TOLERANCE)
+
+
+def test_the_bf16_wire_is_near_the_engines_own() -> None:
+    wires = [
+        replace(cell, wire=wire) for cell in cells_of([("zerokit", 2), ("ddp", 0)], TINY) for wire in WIRES
+    ]
+    found = curves(wires)
+    require_agreement(wires, found, HALF_TOLERANCE)
+    for own, bf16 in (found[:2], found[2:]):
+        assert own[0].losses != bf16[0].losses
 
 
 def test_compute_only_is_one_process_alone(trained: dict[Settings, list[Curve]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -56,33 +57,34 @@ def settings_of(engine: str, stage: int, world: int) -> Settings:
     )
 
 
-def measure_zerokit(world: int) -> tuple[list[Bandwidth], dict[str, int], int, int]:
+def measure_zerokit(world: int, wire: str) -> tuple[list[Bandwidth], dict[str, int], int, int]:
     """On a rank: what was measured, and what the runtime counted meanwhile."""
-    settings = settings_of("zerokit", 3, world)
+    settings = replace(settings_of("zerokit", 3, world), wire=wire)
     loaded = load(settings)
     trainer = make(loaded, settings, HERE)
     assert trainer.zero is not None
     counters = trainer.zero.parts.collectives.counters
     found = measure_bandwidth(trainer, loaded.model.parameters, settings, HERE)
     largest = max(trainer.zero.layout.units, key=lambda unit: unit.numel)
-    calls, received = dict(counters.calls), counters.received_bytes
+    calls = {name: tally.calls for name, tally in counters.by_operation.items()}
+    received = counters.received_bytes
     trainer.step([loaded.batch(0, dist.get_rank(), 0)])  # the engine is none the worse for it
     return found, calls, received, largest.numel * 4
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_zerokits_own_at_its_largest_unit_against_its_counters(world: int) -> None:
-    for found, calls, received, size in run_ranks(world, measure_zerokit, world):
+@pytest.mark.parametrize(("world", "wire"), [(2, "own"), (3, "own"), (2, "bf16")])
+def test_zerokits_own_at_its_largest_unit_against_its_counters(world: int, wire: str) -> None:
+    for found, calls, received, size in run_ranks(world, measure_zerokit, world, wire):
         assert [(one.operation, one.by, one.size_bytes) for one in found] == [
             ("all_gather", "zerokit", size),
-            ("reduce_scatter", "zerokit", size),
+            ("reduce_scatter", "zerokit", size // 2 if wire == "bf16" else size),
         ]
         for one in found:
             assert WARMUP + LEAST <= calls[one.operation] <= WARMUP + MOST
             assert one.algorithm_gb_per_s == pytest.approx(one.size_bytes / one.ms / 1e6)
         # What the bus bandwidth says a call brings to a rank is what the runtime counted to have arrived.
-        wire = sum(calls[one.operation] * one.bus_gb_per_s * one.ms * 1e6 for one in found)
-        assert wire == pytest.approx(received)
+        total = sum(calls[one.operation] * one.bus_gb_per_s * one.ms * 1e6 for one in found)
+        assert total == pytest.approx(received)
 
 
 def measure_torchs(world: int) -> dict[str, list[Bandwidth]]:
@@ -95,6 +97,10 @@ def measure_torchs(world: int) -> dict[str, list[Bandwidth]]:
     return {
         engine: measure_bandwidth(trainer, 1001, settings_of(engine, stage, world), HERE)
         for engine, stage in (("ddp", 0), ("fsdp2", 3), ("compute-only", 0), ("zero-redundancy-optimizer", 1))
+    } | {
+        "ddp in bf16": measure_bandwidth(
+            trainer, 1001, replace(settings_of("ddp", 0, world), wire="bf16"), HERE
+        )
     }
 
 
@@ -103,12 +109,15 @@ def test_peers_have_torchs_collectives_over_a_bucket() -> None:
     for by_engine in found:
         assert {engine: [one.operation for one in several] for engine, several in by_engine.items()} == {
             "ddp": ["all_reduce"],
+            "ddp in bf16": ["all_reduce"],
             "fsdp2": ["all_gather", "reduce_scatter"],
             "compute-only": [],
             "zero-redundancy-optimizer": ["all_reduce", "broadcast"],
         }
         several = [one for many in by_engine.values() for one in many]
-        assert all(one.by == "torch" and one.size_bytes == 1002 * 4 and one.ms > 0.0 for one in several)
+        assert all(one.by == "torch" and one.ms > 0.0 for one in several)
+        for engine, many in by_engine.items():
+            assert {one.size_bytes for one in many} <= {1002 * (2 if engine == "ddp in bf16" else 4)}
     assert found[0] == found[1]
 
 

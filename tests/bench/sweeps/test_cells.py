@@ -29,6 +29,17 @@ def test_without_a_stage_an_engine_has_its_own() -> None:
     assert product({}, TINY) == [Settings(model="gpt-tiny", seq_len=16)]
 
 
+def test_ranks_of_a_node_are_its_share_of_the_devices_and_at_least_one() -> None:
+    def ranks(devices: int, **options: tuple[int, ...]) -> list[tuple[int, int]]:
+        cells = product(options, TINY, devices=devices)
+        return [(cell.nodes, cell.nproc_per_node) for cell in cells]
+
+    assert ranks(0, nodes=(1, 2)) == [(1, 1), (2, 1)]
+    assert ranks(8, nodes=(1, 2, 16)) == [(1, 8), (2, 4), (16, 1)]
+    assert ranks(8) == [(1, 8)]
+    assert ranks(8, nproc_per_node=(2,), nodes=(2,)) == [(2, 2)]
+
+
 def test_a_value_given_twice_counts_once() -> None:
     assert len(product({"stage": (1, 2, 1)}, TINY)) == 2
 
@@ -55,6 +66,13 @@ def test_a_label_tells_what_varies() -> None:
     assert label(cells[0], dimensions) == "zerokit stage 3, batch 1, bucket 0.5 MiB"
     assert label(cells[-1], dimensions) == "zerokit stage 3, batch 1, bucket 0.5 MiB, round 2"
     assert len({label(cell, dimensions) for cell in cells}) == len(cells)
+    wires = product({"engine": ("zerokit", "ddp"), "wire": ("own", "bf16")}, TINY)
+    assert [label(cell, varying(wires)) for cell in wires] == [
+        "zerokit stage 2, own wire",
+        "zerokit stage 2, bf16 wire",
+        "ddp stage 0, own wire",
+        "ddp stage 0, bf16 wire",
+    ]
     assert label(Settings(), ("precision",)) == "zerokit stage 2, default precision"
 
 

@@ -26,7 +26,7 @@ from zerokit.bench.sweeps.sweep import (
 from zerokit.bench.sweeps.twins import twin_settings
 from zerokit.bench.tracking.mirror import Live
 from zerokit.errors import UsageError
-from zerokit.launch.local import WorkerFailed
+from zerokit.launch.failures import WorkerFailed
 
 FIXED = {"model": "gpt-tiny", "seq_len": 16, "data": "synthetic"}
 

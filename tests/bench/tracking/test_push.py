@@ -21,7 +21,7 @@ from zerokit.bench.tracking import mirror, push
 from zerokit.bench.tracking.mirror import Live, Mirror
 from zerokit.bench.tracking.store import Store, Tracking, TrackingError
 from zerokit.errors import UsageError
-from zerokit.launch.local import WorkerFailed
+from zerokit.launch.failures import WorkerFailed
 
 if TYPE_CHECKING:
     from mlflow.entities import Run

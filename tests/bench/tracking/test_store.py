@@ -191,6 +191,7 @@ def test_raw_step_times_are_a_table() -> None:
 
 def test_a_runs_name_begins_with_what_is_compared() -> None:
     assert run_name(Settings(nodes=2)) == "zerokit stage 2, gpt-5m, batch 4, world 2"
+    assert run_name(Settings(wire="bf16")) == "zerokit stage 2, gpt-5m, batch 4, bf16 wire, world 1"
     long = Settings(engine="fsdp2", stage=3, precision="bf16", accumulate=2, bucket_mb=0.5, repeat=1)
     assert (
         run_name(long)

@@ -37,6 +37,7 @@ _WORDS: Mapping[str, Callable[[Any], str]] = {
     "seq_len": lambda value: f"{value} positions",
     "image_size": lambda value: f"{value} pixels",
     "accumulate": lambda value: f"{value} micro-batches",
+    "wire": lambda value: f"{value} wire",
     "bucket_mb": lambda value: f"bucket {value:g} MiB",
     "nodes": lambda value: f"{value} node{'s' if value != 1 else ''}",
     "nproc_per_node": lambda value: f"{value} rank{'s' if value != 1 else ''} a node",

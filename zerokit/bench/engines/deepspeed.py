@@ -51,7 +51,9 @@ class DeepSpeedTrainer(Trainer):
         if self._clip is None:
             return None
         norm = self._engine.get_global_grad_norm()
-        return None if norm is None else torch.as_tensor(float(norm))
+        if norm is None or isinstance(norm, Tensor):
+            return norm
+        return torch.tensor(float(norm))
 
 
 def make(loaded: Loaded, settings: Settings, place: Place) -> DeepSpeedTrainer:

@@ -68,7 +68,10 @@ class Trainer(ABC):
         return losses
 
     def step(self, batches: Sequence[Batch]) -> tuple[list[Tensor], Tensor | None]:
-        """One optimizer step over micro-batches: their losses, detached, and what `update` returned."""
+        """One optimizer step over micro-batches: their losses, detached, and what `update` returned.
+
+        These tensors are read when later steps may be over already: no step writes to those of another.
+        """
         return self.differentiate(batches), self.update()
 
 

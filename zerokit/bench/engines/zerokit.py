@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from zerokit.bench.engines.trainer import Batch, Trainer, build_in_memory
 from zerokit.bench.measure.machine import Place
 from zerokit.bench.settings import Settings
 from zerokit.bench.workloads.build import Loaded
-from zerokit.runtime import ZeroOptimizer
+from zerokit.runtime import Precision, ZeroOptimizer
 
 
 class ZerokitTrainer(Trainer):
@@ -66,9 +67,14 @@ def make(loaded: Loaded, settings: Settings, place: Place) -> ZerokitTrainer:
         model,
         torch.optim.AdamW,
         stage=settings.stage,
-        precision=settings.precision or "fp32",
+        precision=_precision(settings),
         init_fn=loaded.init_fn if on_meta else None,
         lr=settings.lr,
         **options,
     )
     return ZerokitTrainer(model, zero, settings.clip)
+
+
+def _precision(settings: Settings) -> Precision:
+    precision = Precision.of(settings.precision or "fp32")
+    return replace(precision, wire=torch.bfloat16) if settings.wire == "bf16" else precision

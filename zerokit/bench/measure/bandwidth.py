@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 from zerokit.bench.record import Bandwidth
 
 if TYPE_CHECKING:
+    import torch
+
     from zerokit.bench.engines.trainer import Trainer
     from zerokit.bench.measure.machine import Place
     from zerokit.bench.settings import Settings
@@ -55,6 +57,7 @@ def bandwidth_of(operation: str, by: str, size_bytes: int, world: int, times_s: 
 
 def measure_bandwidth(trainer: Trainer, parameters: int, settings: Settings, place: Place) -> list[Bandwidth]:
     """The collectives that the engine's steps consist of; empty for one rank. All ranks call it alike."""
+    import torch
     import torch.distributed as dist
 
     world = dist.get_world_size()
@@ -62,12 +65,13 @@ def measure_bandwidth(trainer: Trainer, parameters: int, settings: Settings, pla
         return []
     if trainer.zero is not None:
         return _of_zerokit(trainer.zero, place, world)
+    dtype = torch.bfloat16 if settings.wire == "bf16" else torch.float32
     numel = min(_TORCH_BUCKET_BYTES // 4, parameters)
     numel = -(-numel // world) * world
     return [
-        bandwidth_of(operation, "torch", numel * 4, world, _timed(call, place))
+        bandwidth_of(operation, "torch", numel * dtype.itemsize, world, _timed(call, place))
         for operation in _OPERATIONS.get(settings.engine, ())
-        for call in [torch_collective(operation, numel, place, world)]
+        for call in [torch_collective(operation, numel, place, world, dtype)]
     ]
 
 
@@ -76,35 +80,35 @@ def _of_zerokit(zero: ZeroOptimizer, place: Place, world: int) -> list[Bandwidth
 
     collectives = zero.parts.collectives
     unit = max(zero.layout.units, key=lambda unit: unit.numel)
-    payload = [unit.payload_within(unit.shard(rank)) for rank in range(world)]
+    payload = unit.payload_numel
     whole = torch.zeros(unit.numel, dtype=zero.precision.compute, device=place.device)
     bucket = torch.zeros(unit.numel, dtype=zero.precision.reduce, device=place.device)
     own = bucket.view(world, -1)[collectives.rank]
+    wire = zero.precision.wire or bucket.dtype
 
     def gather() -> None:
         collectives.all_gather(whole, unit.index, payload).wait()
-        collectives.settle()
+        collectives.wait_for_readers()
 
-    calls: dict[str, tuple[torch.Tensor, Callable[[], None]]] = {
-        "all_gather": (whole, gather),
-        "reduce_scatter": (
-            bucket,
-            lambda: collectives.reduce_scatter(bucket, own, unit.index, payload, add=False).wait(),
-        ),
-    }
+    def reduce() -> None:
+        collectives.reduce_scatter(bucket, own, unit.index, payload, add=False, wire=wire).wait()
+
+    calls = {"all_gather": (whole.dtype, gather), "reduce_scatter": (wire, reduce)}
     return [
-        bandwidth_of(operation, "zerokit", buffer.numel() * buffer.element_size(), world, _timed(call, place))
-        for operation, (buffer, call) in calls.items()
+        bandwidth_of(operation, "zerokit", unit.numel * dtype.itemsize, world, _timed(call, place))
+        for operation, (dtype, call) in calls.items()
     ]
 
 
-def torch_collective(operation: str, numel: int, place: Place, world: int) -> Callable[[], object]:
-    """One of torch's over a buffer of `numel` fp32 elements, a multiple of `world`."""
+def torch_collective(
+    operation: str, numel: int, place: Place, world: int, dtype: torch.dtype
+) -> Callable[[], object]:
+    """One of torch's over a buffer of `numel` elements, a multiple of `world`."""
     import torch
     import torch.distributed as dist
 
-    whole = torch.zeros(numel, device=place.device)
-    own = torch.zeros(numel // world, device=place.device)
+    whole = torch.zeros(numel, dtype=dtype, device=place.device)
+    own = torch.zeros(numel // world, dtype=dtype, device=place.device)
     # torch 2.13 renamed both and warns about the old names.
     gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
     scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)

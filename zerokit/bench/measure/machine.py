@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from zerokit.bench.measure.devices import identify
 from zerokit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -57,6 +58,16 @@ def choose_place(wanted: str | None) -> Place:
     devices = torch.cuda.device_count()
     backend = "nccl" if devices >= local_world * nodes_here else "gloo"
     return Place(torch.device("cuda", local_rank % devices), backend)
+
+
+def device_id(place: Place) -> str | None:
+    """The identity of this rank's device (`devices.identify`); None for a CPU."""
+    if place.device.type != "cuda":
+        return None
+    import torch
+
+    uuid = getattr(torch.cuda.get_device_properties(place.device), "uuid", None)
+    return identify(place.device.index, None if uuid is None else str(uuid), os.environ)
 
 
 def peak_host_bytes() -> int:

@@ -12,10 +12,11 @@ import shutil
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from zerokit.bench.measure.nvml import Devices
 from zerokit.bench.record import Samples
 
 INTERVAL_S = 1.0
@@ -65,9 +66,12 @@ class Sampler:
     Args:
         interval_s: between two readings.
         proc: where the kernel's files are.
+        devices: those to look at, by their identities (`devices.identify`); others on the machine are not ours.
     """
 
-    def __init__(self, interval_s: float = INTERVAL_S, proc: Path = Path("/proc")) -> None:
+    def __init__(
+        self, interval_s: float = INTERVAL_S, proc: Path = Path("/proc"), devices: Sequence[str] = ()
+    ) -> None:
         self._interval_s = interval_s
         self._proc = proc
         self._ended = threading.Event()
@@ -78,7 +82,8 @@ class Sampler:
         self._first: Counted | None = None
         self._last: Counted | None = None
         self._started = 0.0
-        self._devices: _Devices | None = None
+        self.devices = tuple(devices)
+        self._nvml: Devices | None = None
 
     def start(self) -> None:
         """Take the first reading and begin; returns at once."""
@@ -102,7 +107,7 @@ class Sampler:
         )
 
     def _run(self) -> None:
-        self._devices = _Devices.find()
+        self._nvml = Devices.find(self.devices)
         due = self._started
         while True:
             self._seconds.append(time.monotonic() - self._started)
@@ -133,8 +138,8 @@ class Sampler:
             row["disk_usage_percentage"] = 100.0 * disk.used / disk.total
             row["disk_usage_megabytes"] = disk.used / _MEGABYTE
             row["disk_available_megabytes"] = disk.free / _MEGABYTE
-        if self._devices is not None:
-            self._devices.read(row)
+        if self._nvml is not None:
+            self._nvml.read(row)
         return row
 
     def _read_counted(self, row: dict[str, float | None]) -> None:
@@ -152,41 +157,3 @@ class Sampler:
         )
         row["network_receive_megabytes"] = (received - self._first.received_bytes) / _MEGABYTE
         row["network_transmit_megabytes"] = (sent - self._first.sent_bytes) / _MEGABYTE
-
-
-class _Devices:
-    """NVIDIA's management library, where its Python binding (`pip install nvidia-ml-py`) is installed."""
-
-    def __init__(self, library: Any) -> None:
-        self._library = library
-        count: int = library.nvmlDeviceGetCount()
-        self._handles = [library.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
-
-    @classmethod
-    def find(cls) -> _Devices | None:
-        """None where there is no such device, or no way to ask it."""
-        try:
-            import pynvml
-        except ImportError:
-            return None
-        try:
-            pynvml.nvmlInit()
-            return cls(pynvml)
-        except pynvml.NVMLError:
-            return None
-
-    def read(self, row: dict[str, float | None]) -> None:
-        """Add this moment's figures to `row`."""
-        nvml = self._library
-        for index, handle in enumerate(self._handles):
-            # Not every device tells everything.
-            with contextlib.suppress(nvml.NVMLError):
-                row[f"gpu_{index}_utilization_percentage"] = float(
-                    nvml.nvmlDeviceGetUtilizationRates(handle).gpu
-                )
-            with contextlib.suppress(nvml.NVMLError):
-                memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-                row[f"gpu_{index}_memory_usage_megabytes"] = memory.used / _MEGABYTE
-                row[f"gpu_{index}_memory_usage_percentage"] = 100.0 * memory.used / memory.total
-            with contextlib.suppress(nvml.NVMLError):
-                row[f"gpu_{index}_power_usage_watts"] = nvml.nvmlDeviceGetPowerUsage(handle) / 1000.0

@@ -37,7 +37,12 @@ class Utilisation:
 
 
 def peak_flops(device: str, precision: str | None) -> float | None:
-    """The dense peak of a device by the name that torch gives it, in FLOP/s; None where it is not known."""
+    """The dense peak of a device by the name that torch gives it, in FLOP/s; None where it is not known.
+
+    It is not known of a slice (MIG), whose name begins with that of the whole device.
+    """
+    if " MIG " in device:
+        return None
     for part, peaks in PEAKS.items():
         if part in device:
             return peaks.get(precision or "")

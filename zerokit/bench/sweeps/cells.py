@@ -24,6 +24,7 @@ DIMENSIONS = (
     "batch_size",
     "engine",
     "stage",
+    "wire",
     "bucket_mb",
 )
 # How a label says a value of a dimension.
@@ -37,12 +38,13 @@ _WORDS: Mapping[str, str] = {
     "batch_size": "batch {}",
     "engine": "{}",
     "stage": "stage {}",
+    "wire": "{} wire",
     "bucket_mb": "bucket {:g} MiB",
 }
 
 
 def product(
-    options: Mapping[str, Sequence[Any]], fixed: Mapping[str, Any], repeats: int = 1
+    options: Mapping[str, Sequence[Any]], fixed: Mapping[str, Any], repeats: int = 1, *, devices: int = 0
 ) -> list[Settings]:
     """Every combination of `options`, `repeats` times.
 
@@ -52,6 +54,8 @@ def product(
         fixed: the other fields of `Settings`, equal in all cells.
         repeats: rounds through all cells. Every second one goes backwards, so that a steady drift of the machine
             weighs equally on the first and the last.
+        devices: of this machine, which its nodes share equally. Where `nproc_per_node` is left out, a node has as
+            many ranks as devices, and at least one.
 
     Raises `UsageError` for settings that do not fit together.
     """
@@ -64,6 +68,8 @@ def product(
         engine = chosen.setdefault("engine", DEFAULT_ENGINE)
         if "stage" not in chosen and engine in ENGINES:
             chosen["stage"] = ENGINES[engine].default_stage
+        if "nproc_per_node" not in chosen:
+            chosen["nproc_per_node"] = max(1, devices // chosen.get("nodes", 1))
         once.append(Settings(**{**fixed, **chosen}))
     once = list(dict.fromkeys(once))
     rounds = []

@@ -20,7 +20,7 @@ def twin_settings(settings: Settings) -> Settings | None:
     """The twin of this cell; None for one that has none: a single rank, or a cell that communicates nothing itself.
 
     The engines of stages 1 to 3 step a share of the optimizer on each rank, and so does their twin. What only changes
-    the communication (the bucket size) and what is done between steps (checkpoints) is not the twin's.
+    the communication (the wire, the bucket size) and what is done between steps (checkpoints) is not the twin's.
     """
     if not settings.twin or settings.world == 1 or settings.engine == ENGINE:
         return None
@@ -28,6 +28,7 @@ def twin_settings(settings: Settings) -> Settings | None:
         settings,
         engine=ENGINE,
         stage=min(settings.stage, 1),
+        wire="own",
         bucket_mb=None,
         twin=False,
         repeat=0,

@@ -57,6 +57,8 @@ def run_name(settings: Settings) -> str:
         for name in ("batch_size", "precision", "bucket_mb")
         if getattr(settings, name) is not None
     ]
+    if settings.wire != "own":
+        parts.append(value_in_words("wire", settings.wire))
     if settings.accumulate > 1:
         parts.append(value_in_words("accumulate", settings.accumulate))
     parts.append(f"world {settings.world}")

@@ -6,11 +6,10 @@ without activations, buffers or padding: what is refused could not have run, wha
 
 from __future__ import annotations
 
-import os
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+from zerokit.bench.measure.devices import find_gpus, visible_devices
 from zerokit.bench.settings import Settings
 from zerokit.bench.workloads.catalogue import describe
 
@@ -138,17 +137,9 @@ def _available_bytes() -> int | None:
 
 
 def _device_bytes() -> tuple[int, ...]:
-    """Memory of the CUDA devices that this process may use, as the driver tells; empty where there are none."""
-    try:
-        asked = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-        answer = subprocess.run(asked, capture_output=True, text=True, timeout=10, check=True).stdout
-        every = [int(line) * 2**20 for line in answer.split()]
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return ()
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return tuple(every)
-    names = [name.strip() for name in visible.split(",") if name.strip()]
-    if all(name.isdigit() and int(name) < len(every) for name in names):
-        return tuple(every[int(name)] for name in names)
-    return tuple([max(every, default=0)] * len(names))  # by UUID: the largest, never to refuse wrongly
+    """Memory of the CUDA devices that ranks here will see; empty where there are none.
+
+    Where a size is not known, as of a slice (MIG), it is taken to be large: never to refuse wrongly.
+    """
+    known = [gpu.memory_bytes for gpu in find_gpus() if gpu.memory_bytes is not None]
+    return tuple(gpu.memory_bytes or max(known, default=2**63) for gpu in visible_devices())

@@ -1,0 +1,76 @@
+"""Two clocks: one looks at every step, the other waits for the device once."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from tests.bench.clocks import Device
+from zerokit.bench.measure.clock import DeviceClock, HostClock, clock_of
+from zerokit.bench.measure.machine import Place
+
+
+def test_a_device_is_waited_for_before_the_first_step_and_after_the_last() -> None:
+    device = Device()
+    device.work(1000.0)  # of before
+    clock = device.clock()
+    for step in range(4):
+        clock.begin()
+        device.log.append("step")
+        device.work(10.0 + step)
+        clock.end()
+    assert clock.read() == [10.0, 11.0, 12.0, 13.0]
+    assert device.log == ["synchronize", "record", *["step", "record"] * 4, "synchronize"]
+
+
+def test_windows_add_up_and_what_is_between_them_does_not_count() -> None:
+    device = Device()
+    clock = device.clock()
+    assert clock.read() == []
+    assert device.log == []
+    started = time.perf_counter()
+    for window in range(2):
+        clock.begin()
+        device.work(5.0)
+        time.sleep(0.02)
+        clock.end()
+        assert clock.read() == [5.0]
+        if window == 0:
+            device.work(400.0)  # a checkpoint
+            time.sleep(0.2)
+    total_ms = (time.perf_counter() - started) * 1000.0
+    assert 40.0 <= clock.window_ms <= total_ms - 200.0
+    assert device.log.count("synchronize") == 4
+
+
+def test_the_hosts_clock_times_each_step_alone() -> None:
+    clock = HostClock()
+    for _ in range(2):
+        clock.begin()
+        time.sleep(0.01)
+        clock.end()
+        time.sleep(0.2)  # the next batch is made
+        (step,) = clock.read()
+        assert 10.0 <= step < 200.0
+    assert clock.window_ms is None
+    assert clock.read() == []
+
+
+def test_each_place_has_its_clock() -> None:
+    assert isinstance(clock_of(Place(torch.device("cpu"), "gloo")), HostClock)
+    assert isinstance(clock_of(Place(torch.device("cuda", 0), "nccl")), DeviceClock)
+
+
+@pytest.mark.gpu
+def test_events_and_wall_clock_agree_on_a_device() -> None:
+    clock = clock_of(Place(torch.device("cuda", 0), "nccl"))
+    for _ in range(8):
+        clock.begin()
+        torch.cuda._sleep(50_000_000)
+        clock.end()
+    steps = clock.read()
+    assert len(steps) == 8
+    assert min(steps) > 1.0
+    assert clock.window_ms == pytest.approx(sum(steps), rel=0.1)
