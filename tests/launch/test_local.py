@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.launch.ranks import ROOT, WORKLOAD, alive, started, wait_for
+from zerokit.launch.failures import Failure, WorkerFailed
 from zerokit.launch.interrupts import Interrupted, Interrupts
-from zerokit.launch.local import Failure, WorkerFailed, free_port, launch, threads_per_rank
-
-ROOT = Path(__file__).parents[2]
-WORKLOAD = "tests.launch.workload"
+from zerokit.launch.local import launch, threads_per_rank
+from zerokit.launch.network import free_port
 
 
 @pytest.fixture(autouse=True)
@@ -45,26 +43,6 @@ def run(folder: Path, logs: Path, what: str, *, nodes: int = 2, nproc_per_node: 
             interrupts=interrupts,
             **more,
         )
-
-
-def started(folder: Path) -> dict[int, dict[str, Any]]:
-    """What each rank has left, by rank."""
-    return {int(path.stem): json.loads(path.read_text()) for path in folder.glob("*.json")}
-
-
-def alive(pid: int) -> bool:
-    """Whether the process runs; a zombie that nobody has reaped does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
 
 
 def test_ranks_of_two_nodes_find_the_torchrun_environment(tmp_path: Path, logs: Path) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import signal
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,9 +13,19 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from zerokit.bench.engines.catalogue import ENGINES
-from zerokit.bench.settings import DEVICES, PRECISIONS, Settings
+from zerokit.bench.measure.devices import visible_devices
+from zerokit.bench.settings import DEVICES, PRECISIONS, WIRES, Settings
 from zerokit.bench.sweeps.cells import DIMENSIONS, product
 from zerokit.bench.workloads.catalogue import WORKLOADS
+from zerokit.cli.launchers import (
+    Chosen,
+    FromFile,
+    choose_launcher,
+    given_arguments,
+    join,
+    launcher_options,
+    take_options,
+)
 from zerokit.cli.lists import CommaList, Name, Range
 from zerokit.errors import UsageError
 
@@ -28,6 +39,7 @@ if TYPE_CHECKING:
     from zerokit.bench.tracking.store import Tracking
     from zerokit.cli.display import Display
     from zerokit.launch.interrupts import Interrupts
+    from zerokit.launch.joined import Leader
 
 _COUNT = click.IntRange(min=1)
 _DEFAULTS = Settings()
@@ -37,14 +49,14 @@ _CHECKPOINTS = ("save", "save_every", "resume")
 _EPILOG = """\b
 Several values after commas make a sweep of all combinations:
   zerokit bench --stage 0,1,2,3 --engine zerokit,ddp,fsdp2 --nodes 2
-On this machine N nodes are N torchrun agents: real ranks, one loopback wire.
+Without --launcher N nodes are N torchrun agents here: real ranks, one loopback wire.
 \b
 Exit codes: 0 ok, 1 a cell failed, 2 wrong use, 4 nothing ran (all out of memory
 or unsupported), 128 + N ended by signal N.
 """
 
 
-@click.command(epilog=_EPILOG)
+@click.command(cls=FromFile, epilog=_EPILOG)
 @click.option(
     "--engine",
     type=CommaList(click.Choice(list(ENGINES))),
@@ -74,22 +86,27 @@ or unsupported), 128 + N ended by signal N.
     metavar="NAME,…",
     help="Of the computation: fp32, bf16 or fp16.  [default: bf16 on CUDA, fp32 on a CPU]",
 )
+@click.option(
+    "--wire",
+    type=CommaList(click.Choice(WIRES)),
+    default=_DEFAULTS.wire,
+    show_default=True,
+    metavar="NAME,…",
+    help="Of gradients between ranks: as the engine has it (own), or bf16: zerokit sums them in fp32, ddp by "
+    "torch's hook.",
+)
 @click.option("--device", type=click.Choice(DEVICES), help="[default: cuda where there is any]")
 @click.option(
     "--nodes",
     type=CommaList(_COUNT),
     metavar="N,…",
-    default=str(_DEFAULTS.nodes),
-    show_default=True,
-    help="Nodes to simulate here.",
+    help="Nodes; simulated here unless --launcher says otherwise.  [default: all there are; 1 here]",
 )
 @click.option(
     "--nproc-per-node",
     type=CommaList(_COUNT),
     metavar="N,…",
-    default=str(_DEFAULTS.nproc_per_node),
-    show_default=True,
-    help="Ranks of each node.",
+    help="Ranks of each node.  [default: its visible CUDA devices; 1 on a CPU]",
 )
 @click.option(
     "--batch-size",
@@ -209,6 +226,7 @@ or unsupported), 128 + N ended by signal N.
 )
 @click.option("--experiment", default="zerokit-bench", show_default=True, help="Of MLflow.")
 @click.option("--no-mlflow", is_flag=True, help="Write the record only.")
+@launcher_options
 @click.pass_context
 def command(
     context: click.Context,
@@ -233,26 +251,48 @@ def command(
     if continued is not None:
         _require_alone(context)
     try:
+        chosen = choose_launcher(take_options(options), os.environ)
         dimensions = {name: _listed(options.pop(name)) for name in DIMENSIONS}
-        cells = product(dimensions, {**options, "clip": clip or None}, repeats)
+        for name in ("nodes", "nproc_per_node"):
+            if not dimensions[name] and (number := getattr(chosen, name)) is not None:
+                dimensions[name] = (number,)
+        left_open = continued is None and not dimensions["nproc_per_node"] and options["device"] != "cpu"
+        devices = len(visible_devices()) if left_open else 0
+        if left_open and not chosen.here:  # each node has as many as this machine
+            devices *= max(dimensions["nodes"] or (1,))
+        cells = product(dimensions, {**options, "clip": clip or None}, repeats, devices=devices)
+        if chosen.member is not None and continued is None:
+            for cell in cells:
+                chosen.member.require_world(cell.nodes, cell.nproc_per_node)
         if len(cells) > 1 and any(options[name] for name in _CHECKPOINTS):
             raise UsageError("checkpoints belong to one bench: give --save and --resume without a sweep")
         if len(cells) > 1 and output is not None and output.suffix == ".json":
             raise UsageError(f"a sweep writes a folder: --output {output} names a file")
     except UsageError as error:
         raise click.UsageError(str(error)) from error
-    tracking = None if no_mlflow else Tracking(resolve_uri(tracking_uri), experiment)
     given = _given(context, "tracking_uri", "experiment", "no_mlflow")
-    try:
-        if continued is None and len(cells) == 1:
-            code = _single(cells[0], output, tracking, as_json=as_json, given=given)
-        else:
-            asked = None
-            if continued is None:
-                from zerokit.bench.sweeps.sweep import Sweep
 
-                asked = Sweep.of(cells, _asked(context, dimensions))
-            code = _sweep(asked, continued or output, tracking, as_json=as_json, given=given)
+    def run(leader: Leader | None) -> int:
+        tracking = None if no_mlflow else Tracking(resolve_uri(tracking_uri), experiment)
+        start = Start(chosen, leader)
+        if continued is None and len(cells) == 1:
+            return _single(cells[0], output, tracking, start, as_json=as_json, given=given)
+        asked = None
+        if continued is None:
+            from zerokit.bench.sweeps.sweep import Sweep
+
+            asked = Sweep.of(cells, _asked(context, dimensions))
+        return _sweep(asked, continued or output, tracking, start, as_json=as_json, given=given)
+
+    try:
+        if chosen.submits:
+            from zerokit.cli.submission import submit
+
+            code = submit(context, chosen, cells, output, as_json=as_json)
+        elif chosen.member is None:
+            code = run(None)
+        else:
+            code = join(chosen, given_arguments(context), run)
     except KeyboardInterrupt:  # of someone who would not wait for the first signal's end
         from zerokit.launch.interrupts import Interrupted
 
@@ -303,7 +343,13 @@ def _asked(context: click.Context, dimensions: Mapping[str, Sequence[Any]]) -> d
 
 
 def _single(
-    settings: Settings, output: Path | None, tracking: Tracking | None, *, as_json: bool, given: str
+    settings: Settings,
+    output: Path | None,
+    tracking: Tracking | None,
+    start: Start,
+    *,
+    as_json: bool,
+    given: str,
 ) -> int:
     """One bench: its record, its tables; the exit code."""
     import tempfile
@@ -314,15 +360,16 @@ def _single(
     from zerokit.cli.display import Display
     from zerokit.launch.interrupts import Interrupts
 
-    refused = refusal(settings)
-    require_data(settings)
-    path = record_path(output, settings, datetime.now())
     display = Display()
+    host = start.host(Interrupts(), display)
+    refused = refusal(settings, host)
+    require_data(settings, host)
+    path = record_path(output, settings, datetime.now())
     if refused is not None:
         display.warn(refused[1])  # the answer, before MLflow takes its seconds
     push = f"zerokit push {shlex.quote(str(path))}{given}"
     with Interrupts() as interrupts, tempfile.TemporaryDirectory(prefix="zerokit-twin-") as scratch, display:
-        host = _host(interrupts, display)
+        host = start.host(interrupts, display)
 
         def run_twin(asked: Settings, place: Path) -> Record:
             display.phase("the compute-only twin")
@@ -351,7 +398,13 @@ def _single(
 
 
 def _sweep(
-    asked: Sweep | None, place: Path | None, tracking: Tracking | None, *, as_json: bool, given: str
+    asked: Sweep | None,
+    place: Path | None,
+    tracking: Tracking | None,
+    start: Start,
+    *,
+    as_json: bool,
+    given: str,
 ) -> int:
     """All cells of `asked`, or those that a folder's sweep still misses; the exit code."""
     import json
@@ -374,7 +427,7 @@ def _sweep(
     folder = SweepFolder(place or _new_folder(DEFAULT_FOLDER))
     sweep = folder.read() if asked is None else asked
     for settings in dict.fromkeys(replace(cell.settings, repeat=0) for cell in sweep.cells):
-        require_data(settings)
+        require_data(settings, start.host(Interrupts(), Display()))
     try:
         sweep = prepare(folder, sweep)
     except UsageError as error:
@@ -385,7 +438,7 @@ def _sweep(
     with Interrupts() as interrupts, folder.alone(), display:
         live = _live(tracking, display, push)
         try:
-            records = run_sweep(sweep, folder, _host(interrupts, display), display, live)
+            records = run_sweep(sweep, folder, start.host(interrupts, display), display, live)
         except BaseException as error:
             killed = isinstance(error, _interruptions())
             live.end_sweep(sweep.id, [], dict, "KILLED" if killed else "FAILED")
@@ -438,16 +491,22 @@ def _interruptions() -> tuple[type[BaseException], ...]:
     return Interrupted, KeyboardInterrupt
 
 
-def _host(interrupts: Interrupts, display: Display) -> Host:
-    """This machine."""
-    from functools import partial
+@dataclass(frozen=True)
+class Start:
+    """Who starts the ranks of this command's cells; `leader` where they have been started already."""
 
-    from zerokit.bench.session import Host
-    from zerokit.launch.local import launch
+    chosen: Chosen
+    leader: Leader | None
 
-    return Host(
-        launch=partial(launch, interrupts=interrupts),
-        interrupted=interrupts.check,
-        interruptions=_interruptions(),
-        watch=display,
-    )
+    def host(self, interrupts: Interrupts, display: Display) -> Host:
+        """Where cells run."""
+        from zerokit.bench.session import Host
+
+        host = Host(
+            launch=self.chosen.launch(interrupts, self.leader),
+            interrupted=interrupts.check,
+            interruptions=_interruptions(),
+            watch=display,
+        )
+        # What other machines have is not known here.
+        return host if self.chosen.here else replace(host, fits=lambda settings: None)

@@ -1,0 +1,175 @@
+"""`zerokit bench --launcher`: what does not fit together is refused, and others' ranks write one record."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from tests.cli.commands import TINY, environment, processes_of
+from zerokit.bench.record import read_record
+from zerokit.cli.bench import command
+from zerokit.cli.launchers import choose_launcher, read_variables
+from zerokit.errors import UsageError
+from zerokit.launch.network import free_port
+
+BENCH = ("bench", *TINY, "--no-mlflow", "--device", "cpu", "--output", "record.json")
+TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+
+
+def bench(*arguments: str, **variables: str) -> Result:
+    """The command, refused before it does anything."""
+    return CliRunner().invoke(command, arguments, env=variables)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--launcher", "ssh"], "give --hosts a,b or --hostfile FILE"),
+        (["--launcher", "ssh", "--hosts", "a,,b"], "--hosts a,,b is no list of hosts"),
+        (["--launcher", "ssh", "--hosts", "-oProxyCommand=x"], "is no list of hosts"),
+        (["--launcher", "ssh", "--hostfile", "missing"], "the hostfile missing cannot be read"),
+        (
+            ["--launcher", "ssh", "--hosts", "a", "--partition", "x"],
+            "--partition is for --launcher slurm, not for ssh",
+        ),
+        (["--hosts", "a,b"], "--hosts is for --launcher ssh, not for local"),
+        (["--time", "1"], "--time is for --launcher slurm, not for local"),
+        (["--env", "A=1"], "--env is for --launcher ssh or slurm or kubernetes, not for local"),
+        (["--launcher", "env"], "there are no variables of torchrun, srun, mpirun or a TrainJob here"),
+        (["--launcher", "slurm", "--env", "NO_SUCH_VARIABLE"], "give it as NO_SUCH_VARIABLE=VALUE"),
+        (
+            ["--launcher", "slurm", "--dry-run", "--partition", "a b"],
+            "cannot stand in a line of a batch script",
+        ),
+        (["--launcher", "slurm", "--continue", "x"], "inside an allocation"),
+        (["--arguments"], "--arguments needs a file, or env:NAME, with a JSON list of options"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = bench(*arguments)
+    assert done.exit_code == 2, done.output
+    assert said in " ".join(done.output.replace("│", " ").split())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", "no json", '["--arguments", "options"]'])
+def test_a_file_without_options_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "options").write_text(text)
+    done = bench("--arguments", str(tmp_path / "options"))
+    assert done.exit_code == 2
+    assert "JSON list of options" in done.output
+
+
+def test_options_come_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And go into the job's, as they were given."""
+    monkeypatch.chdir(tmp_path)
+    options = ["--launcher", "slurm", "--nodes", "1,3", "--partition", "gpu"]
+    (tmp_path / "options").write_text(json.dumps(options))
+    done = bench("--arguments", "options", "--dry-run")
+    assert done.exit_code == 0, done.output
+    assert "#SBATCH --nodes=3\n" in done.output
+    assert "#SBATCH --partition=gpu\n" in done.output
+
+
+def test_variables_are_given_or_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HERE", "now")
+    assert read_variables(["A=1=2", "B=", "HERE"]) == {"A": "1=2", "B": "", "HERE": "now"}
+    with pytest.raises(UsageError, match="no name of a variable"):
+        read_variables(["a b=1"])
+
+
+NOTHING = (
+    "launcher",
+    "hosts",
+    "hostfile",
+    "remote_python",
+    "master_addr",
+    "partition",
+    "account",
+    "time_limit",
+)
+UNSET = dict.fromkeys([*NOTHING, "gpus_per_node", "container_image"]) | {
+    "ssh_option": (),
+    "variables": (),
+    "sbatch_option": (),
+    "submit": False,
+    "dry_run": False,
+}
+OPTIONS = UNSET | {
+    "connect_timeout": 30.0,
+    "container_runtime": "pyxis",
+    "namespace": "default",
+    "form": "trainjob",
+}
+
+
+def test_ranks_that_were_started_are_joined_unless_told_otherwise() -> None:
+    joined = choose_launcher(OPTIONS, TORCHRUN)
+    assert (joined.name, joined.nodes, joined.nproc_per_node, joined.here) == ("env", 1, 2, True)
+    assert choose_launcher(OPTIONS | {"launcher": "local"}, TORCHRUN).member is None
+    assert choose_launcher(OPTIONS, {}).name == "local"
+    # One process by itself, as a shell inside srun is, has nobody to join; unless it is asked for.
+    alone = TORCHRUN | {"WORLD_SIZE": "1"}
+    assert choose_launcher(OPTIONS, alone).name == "local"
+    assert choose_launcher(OPTIONS | {"launcher": "env"}, alone).name == "env"
+
+
+def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        words,
+        cwd=folder,
+        env=environment(folder),
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+
+
+def torchrun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    starter = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"]
+    port = ("--master-port", str(free_port()))
+    return run(folder, *starter, *port, sys.executable, "-m", "zerokit.cli", *arguments)
+
+
+def mpirun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    starter = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2")
+    return run(folder, *starter, sys.executable, "-m", "zerokit.cli", *arguments)
+
+
+def check_record(folder: Path, done: subprocess.CompletedProcess[str]) -> None:
+    """Exactly one, of both ranks, and nothing left behind."""
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in folder.iterdir() if path.name != "tmp"] == ["record.json"]
+    record = read_record(folder / "record.json")
+    assert record.status == "ok"
+    assert [(rank.rank, rank.node, len(rank.step_ms)) for rank in record.ranks] == [(0, 0, 4), (1, 0, 4)]
+    assert done.stderr.count("leads") == 1
+    assert "TCPStore" not in done.stderr
+    assert list((folder / "tmp").glob("zerokit-*")) == []
+    assert processes_of(folder) == {}
+
+
+def test_torchruns_ranks_write_one_record(tmp_path: Path) -> None:
+    check_record(tmp_path, torchrun(tmp_path, *BENCH))
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed")
+def test_mpiruns_ranks_write_one_record(tmp_path: Path) -> None:
+    check_record(tmp_path, mpirun(tmp_path, *BENCH))
+
+
+def test_torchruns_ranks_refuse_other_numbers_of_ranks(tmp_path: Path) -> None:
+    done = torchrun(tmp_path, *BENCH, "--nproc-per-node", "4")
+    assert done.returncode == 1  # torchrun's own
+    assert "leave out --nodes and --nproc-per-node" in " ".join(done.stderr.split())
+    assert not (tmp_path / "record.json").exists()

@@ -1,0 +1,86 @@
+"""The first process of a container, played by a subreaper: it too becomes the parent of orphans."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="containers run on Linux")
+
+# 36 is PR_SET_CHILD_SUBREAPER.
+_SUPERVISED = """
+import ctypes, os, signal, subprocess, sys, time
+from zerokit.launch.init import leave_process_one, supervise
+leave_process_one()
+first = os.getpid()
+ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
+supervise()
+assert os.getpid() != first, "the work is done in a child"
+print(first, flush=True)
+"""
+
+
+def _start(then: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", _SUPERVISED + then], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+
+
+def _children(pid: int) -> list[int]:
+    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_the_exit_code_is_the_childs() -> None:
+    with _start("sys.exit(4)") as process:
+        assert process.wait(timeout=60) == 4
+
+
+def test_a_signal_without_a_handler_ends_it_as_shells_say() -> None:
+    with _start("time.sleep(600)") as process:
+        assert process.stdout is not None
+        first = int(process.stdout.readline())
+        os.kill(first, signal.SIGTERM)
+        assert process.wait(timeout=60) == 128 + signal.SIGTERM
+
+
+def test_a_handler_of_the_child_sees_the_signal_once() -> None:
+    then = """
+seen = []
+signal.signal(signal.SIGTERM, lambda *_: seen.append(1))
+print("ready", flush=True)
+while not seen:
+    time.sleep(0.01)
+time.sleep(0.3)
+sys.exit(10 + len(seen))
+"""
+    with _start(then) as process:
+        assert process.stdout is not None
+        first = int(process.stdout.readline())
+        assert process.stdout.readline() == "ready\n"
+        os.kill(first, signal.SIGTERM)
+        assert process.wait(timeout=60) == 11
+
+
+def test_orphans_are_reaped() -> None:
+    # A shell starts `sleep` in the background and ends: its child's next parent is the first process.
+    then = """
+subprocess.run(["sh", "-c", "sleep 0.5 & echo $!"])
+time.sleep(600)
+"""
+    with _start(then) as process:
+        assert process.stdout is not None
+        first = int(process.stdout.readline())
+        orphan = int(process.stdout.readline())
+        assert orphan in _children(first)
+        deadline = time.monotonic() + 30
+        while Path(f"/proc/{orphan}").exists():
+            assert time.monotonic() < deadline, "the orphan stays a zombie"
+            time.sleep(0.02)
+        for one in [first, *_children(first)]:
+            os.kill(one, signal.SIGKILL)

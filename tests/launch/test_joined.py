@@ -1,0 +1,276 @@
+"""Ranks that somebody else has started meet over a real store, and do together what the first one says."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.launch.ranks import ROOT, WORKLOAD, all_ended, started, wait_for
+from zerokit.launch import joined
+from zerokit.launch.failures import LaunchError
+from zerokit.launch.interrupts import Interrupts
+from zerokit.launch.joined import Meeting, share_cores
+from zerokit.launch.membership import Membership, find_membership
+from zerokit.launch.network import free_port
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="other systems cannot tie a process to its parent"
+)
+
+# One of the processes. The leader launches as often as it is told; both have little patience.
+MEMBER = """
+import contextlib, os, sys
+from pathlib import Path
+from zerokit.launch import joined
+from zerokit.launch.interrupts import Interrupts
+from zerokit.launch.membership import find_membership
+joined._MEET_SECONDS, joined._LOST_SECONDS, joined._ALIVE_SECONDS = 20.0, 6.0, 0.5
+module, folder, logs, what, times = sys.argv[1:]
+asked = [os.environ.get("ASKED", "bench")]
+member = find_membership(os.environ)
+with Interrupts() as interrupts, contextlib.closing(joined.Meeting(member, float(os.environ["MEET"]))) as meeting:
+    if not member.leads:
+        sys.exit(joined.follow(meeting, asked, interrupts))
+    code = 1
+    try:
+        leader = joined.Leader(meeting, asked, interrupts)
+        for number in range(int(times)):
+            log_dir = Path(logs, str(number))
+            log_dir.mkdir()
+            (log_dir / "job").write_text("work")
+            leader.launch(
+                module, [folder, what, str(log_dir / "job")], nodes=member.nodes,
+                nproc_per_node=member.nproc_per_node or 1, log_dir=log_dir, interrupts=interrupts,
+            )
+        code = 3
+    finally:
+        meeting.dismiss(code)
+sys.exit(code)
+"""
+Scheme = Callable[[int, int], dict[str, str]]
+
+
+def torchrun(rank: int, port: int) -> dict[str, str]:
+    names = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 0}
+    return {name: str(value) for name, value in names.items()} | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def open_mpi(rank: int, port: int) -> dict[str, str]:
+    """Two nodes of one rank."""
+    names = {"RANK": rank, "SIZE": 2, "LOCAL_RANK": 0, "LOCAL_SIZE": 1}
+    return {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in names.items()} | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def pod(rank: int, port: int) -> dict[str, str]:
+    """A node whose rank is still to be started."""
+    names = {"NODE_RANK": rank, "NNODES": 2, "NPROC_PER_NODE": 1, "MASTER_PORT": port}
+    return {f"PET_{name}": str(value) for name, value in names.items()} | {"PET_MASTER_ADDR": "127.0.0.1"}
+
+
+class Members:
+    """Starts them, and ends what is left of them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.port, self.processes = folder, free_port(), list[subprocess.Popen[str]]()
+        self.copies = folder / "copies"
+        self.copies.mkdir()
+        (folder / "logs").mkdir()
+
+    def start(
+        self, environment: dict[str, str], what: str, times: int = 1, **more: str
+    ) -> subprocess.Popen[str]:
+        kept = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+        variables = kept | {"PYTHONPATH": str(ROOT), "TMPDIR": str(self.copies), "MEET": "30"}
+        arguments = [WORKLOAD, str(self.folder), str(self.folder / "logs"), what, str(times)]
+        process = subprocess.Popen(
+            [sys.executable, "-c", MEMBER, *arguments],
+            env=variables | environment | more,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.processes.append(process)
+        return process
+
+    def ends(self) -> list[tuple[int, str]]:
+        """Every member's exit code and stderr."""
+        said = [process.communicate(timeout=90)[1] for process in self.processes]
+        return [(process.returncode, text) for process, text in zip(self.processes, said, strict=True)]
+
+
+@pytest.fixture
+def members(tmp_path: Path) -> Iterator[Members]:
+    found = Members(tmp_path)
+    yield found
+    for process in found.processes:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("scheme", "nodes"), [(torchrun, ["0", "0"]), (open_mpi, ["0", "1"]), (pod, ["0", "1"])]
+)
+def test_members_launch_together(members: Members, tmp_path: Path, scheme: Scheme, nodes: list[str]) -> None:
+    """Twice; what the other's rank wrote beside its job comes to the leader. The exit code is the leader's."""
+    for rank in range(2):
+        members.start(scheme(rank, members.port), "finish", times=2)
+    assert members.ends() == [(3, ""), (3, "")]
+    ranks = started(tmp_path)
+    assert [ranks[rank]["GROUP_RANK"] for rank in range(2)] == nodes
+    assert {rank["WORLD_SIZE"] for rank in ranks.values()} == {"2"}
+    assert len({rank["MASTER_PORT"] for rank in ranks.values()} - {str(members.port)}) == 1
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert {rank["OMP_NUM_THREADS"] for rank in ranks.values()} == {str(threads)}
+    for number in range(2):
+        results = sorted(path.name for path in (tmp_path / "logs" / str(number)).glob("result-*"))
+        assert results == ["result-0", "result-1"]
+    assert list(members.copies.glob("zerokit-*")) == []
+
+
+def test_long_results_come_whole(members: Members, tmp_path: Path) -> None:
+    """More than the store takes at once, in words that do not shrink."""
+    for rank in range(2):
+        members.start(torchrun(rank, members.port), "noise")
+    assert members.ends() == [(3, ""), (3, "")]
+    assert (tmp_path / "logs" / "0" / "result-1").stat().st_size == 12 << 20
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("die", r"rank 1 \(node 0, pid \d+\) was killed by SIGKILL"),
+        ("raise", r"(?s)rank 1 \(node 0, pid \d+\) failed: ValueError: a fault.*stderr:.*\| a last word"),
+        ("exit", r"rank 1 \(node 0, pid \d+\) failed: exit code 7"),
+    ],
+)
+def test_a_rank_that_fails_is_named(members: Members, tmp_path: Path, what: str, said: str) -> None:
+    leader = members.start(torchrun(0, members.port), what)
+    members.start(torchrun(1, members.port), what)
+    (code, text), (followers_code, _) = members.ends()
+    assert (leader.returncode, code, followers_code) == (1, 1, 1)
+    last = text.rpartition("WorkerFailed: ")[2]
+    assert re.match(said, last), text
+    assert all_ended(tmp_path)
+    assert list(members.copies.glob("zerokit-*")) == []
+
+
+def test_command_lines_that_differ_are_refused(members: Members, tmp_path: Path) -> None:
+    members.start(torchrun(0, members.port), "finish")
+    members.start(torchrun(1, members.port), "finish", ASKED="another one")
+    (code, text), (followers_code, _) = members.ends()
+    assert (code, followers_code) == (1, 1)
+    assert "UsageError: all ranks must run the same command, but number 1 on" in text
+    assert "was given \"'another one'\", and number 0 'bench'" in text
+    assert started(tmp_path) == {}
+
+
+def test_a_leader_whose_follower_stays_away_says_so(
+    monkeypatch: pytest.MonkeyPatch, members: Members
+) -> None:
+    monkeypatch.setattr(joined, "_MEET_SECONDS", 1.0)
+    meeting = Meeting(member(0, members.port))
+    try:
+        with pytest.raises(LaunchError, match=r"number 1 of 2 that torchrun started has not come within 1 s"):
+            joined.Leader(meeting, [], Interrupts())
+    finally:
+        meeting.close()
+
+
+def member(rank: int, port: int) -> Membership:
+    found = find_membership(torchrun(rank, port))
+    assert found is not None
+    return found
+
+
+def test_a_follower_whose_leader_stays_away_says_so(members: Members) -> None:
+    with pytest.raises(
+        LaunchError, match=r"rank 1 of 2 .* no meeting with the others at 127.0.0.1:\d+ within 2 s"
+    ):
+        Meeting(member(1, members.port), seconds=2.0)
+
+
+def test_a_name_that_leads_nowhere_is_told(members: Members) -> None:
+    lost = replace(member(1, members.port), master_addr="no-such-host.invalid")
+    with pytest.raises(LaunchError, match=r"no-such-host.invalid, does not resolve here .*: set MASTER_ADDR"):
+        Meeting(lost, seconds=2.0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_leader_that_is_gone_is_left(members: Members, tmp_path: Path, number: int) -> None:
+    """In a few lines, without those of torch's store."""
+    leader = members.start(torchrun(0, members.port), "wait")
+    follower = members.start(torchrun(1, members.port), "wait")
+    wait_for(lambda: len(started(tmp_path)) == 2)
+    leader.send_signal(number)
+    _, said = follower.communicate(timeout=60)
+    assert follower.returncode == 1
+    assert "LaunchError: rank 1 of 2 that torchrun started: " in said
+    assert "[W" not in said
+    rank = started(tmp_path)[1]["pid"]
+    assert not Path(f"/proc/{rank}").exists()
+    leader.kill()
+    wait_for(lambda: all_ended(tmp_path), 5.0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_follower_that_is_gone_is_named(members: Members, tmp_path: Path, number: int) -> None:
+    leader = members.start(torchrun(0, members.port), "wait")
+    follower = members.start(torchrun(1, members.port), "wait")
+    wait_for(lambda: len(started(tmp_path)) == 2)
+    follower.send_signal(number)
+    _, said = leader.communicate(timeout=60)
+    assert leader.returncode == 1
+    assert "WorkerFailed: nothing was heard of rank 1 of 2, node 0 for 6 s" in said
+    follower.kill()
+    wait_for(lambda: all_ended(tmp_path), 5.0)
+
+
+def test_a_signal_to_all_ends_all(members: Members, tmp_path: Path) -> None:
+    """As a Ctrl-C, or whoever started them, sends it; nobody waits until others are taken for lost."""
+    for rank in range(2):
+        members.start(torchrun(rank, members.port), "wait")
+    wait_for(lambda: len(started(tmp_path)) == 2)
+    began = time.monotonic()
+    for process in members.processes:
+        process.send_signal(signal.SIGTERM)
+    for _, said in members.ends():
+        assert "Interrupted: interrupted by SIGTERM" in said
+    assert time.monotonic() - began < joined._LOST_SECONDS
+    assert all_ended(tmp_path)
+    assert list(members.copies.glob("zerokit-*")) == []
+
+
+def test_a_busy_leader_is_not_taken_for_dead(members: Members, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two launches it may write a report for longer than others would wait for a word."""
+    monkeypatch.setattr(joined, "_ALIVE_SECONDS", 0.1)
+    monkeypatch.setattr(joined, "_LOST_SECONDS", 0.5)
+    leading = Meeting(member(0, members.port))
+    following = Meeting(member(1, members.port))
+    deadline = time.monotonic() + 1.5
+    while time.monotonic() < deadline:
+        assert not following.is_lost(0)
+        time.sleep(0.05)
+    leading.close()
+    wait_for(lambda: following.is_lost(0), 5.0)
+    following.close()
+
+
+def test_cores_are_shared_among_those_that_use_them() -> None:
+    bound = [("a", [0, 1]), ("a", [2, 3]), ("b", [0, 1])]
+    assert share_cores(bound) == [2, 2, 2]
+    assert share_cores([("a", range(8)), ("a", range(8)), ("b", range(8))]) == [4, 4, 8]
+    assert share_cores([("a", [0]), ("a", [0])]) == [1, 1]

@@ -1,0 +1,151 @@
+"""Objects for Kubernetes, checked against Kubeflow's own models, and kubectl's part with a program in its place."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from kubeflow_trainer_api import models
+
+from zerokit.errors import UsageError
+from zerokit.launch.failures import LaunchError
+from zerokit.launch.interrupts import Interrupted, Interrupts
+from zerokit.launch.kubernetes import FORMS, Pods, apply, find_json, follow, render, to_yaml
+
+PODS = Pods(
+    name="zerokit-1",
+    namespace="team",
+    image="registry.example/zerokit:1",
+    nodes=2,
+    nproc_per_node=8,
+    arguments=["--stage", "3", "--model", "gpt2"],
+    gpus_per_node=8,
+    environment={"NCCL_DEBUG": "INFO"},
+)
+
+
+def leaves(value: Any, path: str = "") -> dict[str, Any]:
+    """Every leaf by its path: what a model drops or changes is missing or other."""
+    if isinstance(value, dict):
+        return {k: v for key, one in value.items() for k, v in leaves(one, f"{path}.{key}").items()}
+    if isinstance(value, list):
+        return {k: v for at, one in enumerate(value) for k, v in leaves(one, f"{path}[{at}]").items()}
+    return {path: value}
+
+
+def test_a_train_job_survives_kubeflows_model() -> None:
+    """The models drop fields that they do not know, without a word: every leaf must come back."""
+    _, job = yaml.safe_load_all(to_yaml(render(PODS, "trainjob")))
+    known = models.TrainerV1alpha1TrainJob.from_dict(job)
+    assert known is not None
+    assert leaves(known.to_dict()) == leaves(job)
+    assert job["spec"]["trainer"]["numNodes"] == 2
+    assert job["spec"]["trainer"]["numProcPerNode"] == 8
+    assert job["spec"]["trainer"]["resourcesPerNode"]["limits"] == {"nvidia.com/gpu": "8"}
+
+
+def test_a_job_set_survives_its_model() -> None:
+    _, job = yaml.safe_load_all(to_yaml(render(PODS, "jobset")))
+    known = models.JobsetV1alpha2JobSet.from_dict(job)
+    assert known is not None
+    assert leaves(known.to_dict()) == leaves(job)
+    inner = job["spec"]["replicatedJobs"][0]["template"]["spec"]
+    assert (inner["completions"], inner["parallelism"], inner["backoffLimit"]) == (2, 2, 0)
+    variables = {one["name"]: one.get("value") for one in inner["template"]["spec"]["containers"][0]["env"]}
+    # JobSet's name of the first pod: SET-JOB-0-INDEX, below the set's own service.
+    assert variables["PET_MASTER_ADDR"] == "zerokit-1-node-0-0.zerokit-1"
+    assert variables["PET_NNODES"] == "2"
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_options_travel_in_a_config_map(form: str) -> None:
+    settings, job = render(PODS, form)
+    assert json.loads(settings["data"]["bench.json"]) == PODS.arguments
+    text = json.dumps(job)
+    assert '"configMapKeyRef": {"name": "zerokit-1", "key": "bench.json"}' in text
+    assert "gpt2" not in text
+
+
+@pytest.mark.parametrize("name", ["", "Upper", "a_b", "-a", "a" * 60])
+def test_names_are_dns_labels(name: str) -> None:
+    with pytest.raises(UsageError, match="DNS label"):
+        Pods(name, "default", "image", 1, 1, [])
+
+
+def test_the_record_is_found_between_other_lines() -> None:
+    record = {"a": 1, "b": {"c": [1, 2]}}
+    log = f"zerokit: leads\n{{broken\n{json.dumps(record, indent=1)}\nafter it\n"
+    assert json.loads(find_json(log)) == record
+    with pytest.raises(LaunchError, match="holds no record"):
+        find_json("nothing\n}\n")
+
+
+@pytest.fixture
+def kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A `kubectl` that keeps what it was asked, and answers from the files `state` and `log`."""
+    program = tmp_path / "kubectl"
+    program.write_text(
+        f"""#!/bin/sh
+echo "$@" >> {tmp_path}/asked
+case "$1" in
+create) cat > {tmp_path}/created ;;
+get) cat {tmp_path}/state ;;
+logs) cat {tmp_path}/log ;;
+delete) ;;
+*) echo "no such verb" >&2; exit 1 ;;
+esac
+"""
+    )
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    return tmp_path
+
+
+def condition(kind: str) -> str:
+    return json.dumps({"status": {"conditions": [{"type": kind, "status": "True"}]}})
+
+
+def test_what_is_created_is_what_was_rendered(kubectl: Path) -> None:
+    apply(render(PODS, "trainjob"))
+    assert list(yaml.safe_load_all((kubectl / "created").read_text())) == render(PODS, "trainjob")
+
+
+@pytest.mark.parametrize(("form", "done"), [("trainjob", "Complete"), ("jobset", "Completed")])
+def test_a_job_is_followed_to_its_end(kubectl: Path, form: str, done: str) -> None:
+    (kubectl / "state").write_text("{}")
+    (kubectl / "log").write_text("the log\n")
+    threading.Timer(0.5, lambda: (kubectl / "state").write_text(condition(done))).start()
+    said: list[str] = []
+    with Interrupts() as interrupts:
+        assert follow(PODS, form, interrupts, said.append) == "the log\n"
+    assert said[0] == f"{form} zerokit-1: waiting"
+
+
+def test_a_failed_job_says_what_node_0_said(kubectl: Path) -> None:
+    (kubectl / "state").write_text(condition("Failed"))
+    (kubectl / "log").write_text("a last word\n")
+    with Interrupts() as interrupts, pytest.raises(LaunchError, match=r"zerokit-1 failed.*\n.*a last word"):
+        follow(PODS, "jobset", interrupts, lambda text: None)
+
+
+def test_an_interrupted_job_is_deleted(kubectl: Path) -> None:
+    (kubectl / "state").write_text(condition("Running"))
+    threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
+    with Interrupts() as interrupts, pytest.raises(Interrupted):
+        follow(PODS, "trainjob", interrupts, lambda text: None)
+    asked = (kubectl / "asked").read_text()
+    assert "trainjob/zerokit-1" in asked.rpartition("delete")[0]
+    assert "configmap/zerokit-1" in asked
+
+
+def test_without_kubectl_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(LaunchError, match="kubectl cannot be run"):
+        apply([])

@@ -1,0 +1,140 @@
+"""Which of several processes this one is, from the environments of those who start them."""
+
+from __future__ import annotations
+
+import pytest
+
+from zerokit.errors import UsageError
+from zerokit.launch.membership import DEFAULT_PORT, Membership, find_membership
+
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_RANK": "1",
+    "MASTER_ADDR": "gpu1",
+    "MASTER_PORT": "29511",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+}
+SRUN = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "2",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NODELIST": "gpu[08-09]",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_NAMESPACE": "job-1",
+}
+PMI = {
+    "PMI_RANK": "0",
+    "PMI_SIZE": "2",
+    "MPI_LOCALRANKID": "0",
+    "MPI_LOCALNRANKS": "1",
+    "MASTER_ADDR": "gpu1",
+}
+POD = {
+    "PET_NODE_RANK": "1",
+    "PET_NNODES": "2",
+    "PET_NPROC_PER_NODE": "auto",
+    "PET_MASTER_ADDR": "bench-node-0-0.bench",
+    "PET_MASTER_PORT": "29400",
+}
+
+
+def find(environment: dict[str, str]) -> Membership:
+    member = find_membership(environment, lambda host: f"{host}.local")
+    assert member is not None
+    return member
+
+
+def test_nobody_has_started_this_process() -> None:
+    assert find_membership({}) is None
+    # A batch script's own process: no step of srun's.
+    assert find_membership({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}) is None
+    assert find_membership({"RANK": "0", "WORLD_SIZE": "1"}) is None
+
+
+def test_torchrun() -> None:
+    member = find(TORCHRUN)
+    assert (member.index, member.count, member.node, member.nodes) == (3, 4, 1, 2)
+    assert (member.local_rank, member.nproc_per_node) == (1, 2)
+    assert (member.master_addr, member.master_port, member.has_store) == ("gpu1", 29511, True)
+    assert not member.leads
+    assert not member.whole_node
+    assert member.describe() == "rank 3 of 4 that torchrun started"
+    alone = {name: TORCHRUN[name] for name in ("MASTER_ADDR", "MASTER_PORT")}
+    first = find(alone | {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"})
+    assert (first.leads, first.nodes, first.nproc_per_node, first.has_store) == (True, 1, 2, False)
+
+
+def test_srun_finds_rank_0_at_the_first_node_of_its_list() -> None:
+    member = find(SRUN)
+    assert (member.scheme, member.index, member.count) == ("srun", 3, 4)
+    assert (member.node, member.nodes, member.nproc_per_node, member.local_rank) == (1, 2, 2, 1)
+    assert member.master_addr == "gpu08.local"
+    assert find(SRUN | {"MASTER_ADDR": "here", "MASTER_PORT": "1234"}).master_port == 1234
+    # Every rank computes the same port; another step has another.
+    assert find(SRUN | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}).master_port == member.master_port
+    assert find(SRUN | {"SLURM_STEP_ID": "3"}).master_port != member.master_port
+
+
+def test_srun_without_the_steps_own_numbers_takes_the_jobs() -> None:
+    of_job = {name: value for name, value in SRUN.items() if not name.startswith("SLURM_STEP_N")}
+    of_job |= {"SLURM_NTASKS": "4", "SLURM_NNODES": "2", "SLURM_NODELIST": "gpu[1-2]"}
+    assert find(of_job).master_addr == "gpu1.local"
+
+
+def test_mpirun() -> None:
+    member = find(OPEN_MPI)
+    assert (member.index, member.count, member.nodes, member.master_addr) == (1, 2, 1, "127.0.0.1")
+    intel = find(PMI)
+    assert (intel.index, intel.nodes, intel.nproc_per_node, intel.leads) == (0, 2, 1, True)
+
+
+def test_a_pod_is_a_whole_node() -> None:
+    member = find(POD)
+    assert member.whole_node
+    assert (member.index, member.count, member.nproc_per_node) == (1, 2, None)
+    assert (member.master_addr, member.master_port) == ("bench-node-0-0.bench", 29400)
+    assert member.describe().startswith("node 1 of 2")
+    assert find(POD | {"PET_NPROC_PER_NODE": "8", "PET_NNODES": "2:2"}).nproc_per_node == 8
+    del (bare := dict(POD))["PET_MASTER_PORT"]
+    assert find(bare).master_port == DEFAULT_PORT
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        (TORCHRUN | {"LOCAL_RANK": ""}, "LOCAL_RANK is 'not set', expected a number"),
+        (TORCHRUN | {"MASTER_PORT": "http"}, "MASTER_PORT is 'http', expected a number"),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "0"}, "the same number of ranks on every node"),
+        (TORCHRUN | {"WORLD_SIZE": "5"}, "the same number of ranks on every node"),
+        (TORCHRUN | {"RANK": "4"}, "the same number of ranks on every node"),
+        (SRUN | {"SLURM_STEP_NUM_TASKS": "5"}, "as many on every node"),
+        (SRUN | {"SLURM_STEP_NUM_NODES": "0"}, "as many on every node"),
+        (SRUN | {"SLURM_STEP_NUM_TASKS": "four"}, "SLURM_STEP_NUM_TASKS is 'four'"),
+        (SRUN | {"SLURM_LOCALID": "0"}, "ask for a block distribution"),
+        (SRUN | {"SLURM_STEP_NODELIST": "gpu[1-"}, "no list of nodes"),
+        (SRUN | {"MASTER_ADDR": "a", "MASTER_PORT": "x"}, "MASTER_PORT is 'x'"),
+        (
+            OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
+            "set MASTER_ADDR",
+        ),
+        (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_RANK": "2"}, "the same number of ranks"),
+        (POD | {"PET_NNODES": "1:4"}, "expected a fixed number of nodes"),
+        (POD | {"PET_NODE_RANK": "2"}, "expected a fixed number of nodes"),
+        (POD | {"PET_MASTER_PORT": "x"}, "PET_MASTER_PORT is 'x'"),
+    ],
+)
+def test_contradictions_are_told(environment: dict[str, str], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        find(environment)

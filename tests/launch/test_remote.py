@@ -1,0 +1,318 @@
+"""Nodes that are reached by a command: here it runs on this machine, and all that lies between is real."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launch.ranks import ROOT, WORKLOAD, all_ended, started, wait_for
+from zerokit.launch.failures import LaunchError, WorkerFailed
+from zerokit.launch.frames import SILENCE_SECONDS, frame, pack
+from zerokit.launch.interrupts import Interrupted, Interrupts
+from zerokit.launch.local import threads_per_rank
+from zerokit.launch.node import versions
+from zerokit.launch.remote import Place, launch_on, node_command
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="other systems cannot tie a process to its parent"
+)
+
+# The node program, with less patience.
+HASTY = (
+    "import os; from zerokit.launch import frames, node; frames.SILENCE_SECONDS = 5.0; os._exit(node.main())"
+)
+
+
+@pytest.fixture(autouse=True)
+def _workload_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    (tmp_path / "copies").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "copies"))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+
+
+@pytest.fixture
+def logs(tmp_path: Path) -> Path:
+    (tmp_path / "logs").mkdir()
+    return tmp_path / "logs"
+
+
+def place(host: str = "first", line: str | None = None) -> Place:
+    """This machine under a name, reached by a shell that runs this line; by default the node program."""
+    return Place(host, ("sh", "-c", node_command(sys.executable) if line is None else line))
+
+
+def python(*lines: str) -> str:
+    """A shell line that runs this Python program."""
+    return shlex.join([sys.executable, "-u", "-c", "\n".join(lines)])
+
+
+def saying(*frames: bytes) -> str:
+    """A program that says this, hears nothing, and ends well."""
+    return python("import sys", *(f"sys.stdout.buffer.write({line!r})" for line in frames))
+
+
+def run(
+    folder: Path,
+    logs: Path,
+    what: str,
+    *places: Place,
+    nproc_per_node: int = 1,
+    copied: str = "",
+    **more: Any,
+) -> None:
+    with Interrupts() as interrupts:
+        launch_on(
+            places or (place("first"), place("second")),
+            WORKLOAD,
+            [str(folder), what, *([copied] if copied else [])],
+            nproc_per_node=nproc_per_node,
+            log_dir=logs,
+            interrupts=interrupts,
+            master_addr="127.0.0.1",
+            **more,
+        )
+
+
+def no_copies(folder: Path) -> bool:
+    return not list((folder / "copies").iterdir())
+
+
+def test_ranks_of_two_nodes_find_the_torchrun_environment(tmp_path: Path, logs: Path) -> None:
+    """In a copy of the job's folder, from which their files come home."""
+    (logs / "job").write_text("work")
+    run(tmp_path, logs, "finish", nproc_per_node=2, environment={"ADDED": "yes"}, copied=str(logs / "job"))
+    ranks = started(tmp_path)
+    assert sorted(ranks) == [0, 1, 2, 3]
+    assert [ranks[rank]["GROUP_RANK"] for rank in range(4)] == ["0", "0", "1", "1"]
+    assert [ranks[rank]["LOCAL_RANK"] for rank in range(4)] == ["0", "1", "0", "1"]
+    assert {rank["WORLD_SIZE"] for rank in ranks.values()} == {"4"}
+    assert len({rank["MASTER_PORT"] for rank in ranks.values()}) == 1
+    assert {rank["OMP_NUM_THREADS"] for rank in ranks.values()} == {str(threads_per_rank(2))}
+    assert {rank["ADDED"] for rank in ranks.values()} == {"yes"}
+    assert [(logs / f"result-{rank}").read_text() for rank in range(4)] == ["work"] * 4
+    assert no_copies(tmp_path)
+
+
+def test_results_come_whole_and_of_long_logs_the_end(tmp_path: Path, logs: Path) -> None:
+    (logs / "job").write_text("work")
+    run(tmp_path, logs, "talk", place(), copied=str(logs / "job"))
+    assert (logs / "result-0").stat().st_size == 12 << 20
+    (log,) = logs.glob("node-0/**/stdout.log")
+    assert log.stat().st_size == 1 << 20
+    assert log.read_text().endswith("the last line\n")
+
+
+def test_a_killed_rank_is_named_and_the_other_node_ends(tmp_path: Path, logs: Path) -> None:
+    with pytest.raises(WorkerFailed) as caught:
+        run(tmp_path, logs, "die")
+    ranks = started(tmp_path)
+    assert str(caught.value).startswith(
+        f"rank 1 (node 1 on second, pid {ranks[1]['pid']}) was killed by SIGKILL"
+    )
+    assert f"logs: {logs}" in str(caught.value)
+    assert all_ended(tmp_path)
+    assert no_copies(tmp_path)
+
+
+def test_a_rank_that_raises_is_named_with_the_end_of_its_stderr(tmp_path: Path, logs: Path) -> None:
+    with pytest.raises(WorkerFailed) as caught:
+        run(tmp_path, logs, "raise", place(), nproc_per_node=2)
+    said = str(caught.value)
+    assert said.startswith("rank 1 (node 0 on first, pid ")
+    assert "failed: ValueError: a fault of the program\n" in said
+    assert "the end of rank 1's stderr:" in said
+    assert "  | a last word" in said
+    assert all_ended(tmp_path)
+
+
+def once_started(folder: Path, ranks: int, action: Callable[[], None]) -> Callable[[], None]:
+    """A `poll` that acts once, when so many ranks have begun."""
+    done: list[bool] = []
+
+    def poll() -> None:
+        if not done and len(started(folder)) == ranks:
+            done.append(True)
+            action()
+
+    return poll
+
+
+def test_a_signal_ends_all_ranks(tmp_path: Path, logs: Path) -> None:
+    poll = once_started(tmp_path, 2, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(Interrupted, match="SIGTERM"):
+        run(tmp_path, logs, "wait", poll=poll)
+    assert len(started(tmp_path)) == 2
+    assert all_ended(tmp_path)
+    assert no_copies(tmp_path)
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def node_programs(launcher: int) -> list[int]:
+    """The processes of the node program that a launcher has started."""
+    return [
+        child
+        for child in children(launcher)
+        if b"zerokit.launch" in Path(f"/proc/{child}/cmdline").read_bytes()
+    ]
+
+
+def test_a_node_program_that_is_killed_takes_its_ranks_along(tmp_path: Path, logs: Path) -> None:
+    def kill() -> None:
+        os.kill(node_programs(os.getpid())[1], signal.SIGKILL)
+
+    with pytest.raises(
+        WorkerFailed, match="node 1 on second was lost while its ranks ran: the connection ended"
+    ):
+        run(tmp_path, logs, "wait", poll=once_started(tmp_path, 2, kill))
+    wait_for(lambda: all_ended(tmp_path), 5.0)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (
+            "exec no-such-python -m zerokit",
+            "node 1 on second did not start with exit code 127.*\n.*not found",
+        ),
+        (
+            "echo Permission denied >&2; exit 255",
+            "did not start with exit code 255\n.*Permission denied\nkey!",
+        ),
+        ("true", "node 1 on second did not start with exit code 0"),
+        (saying(b"Welcome!\n", b'{"zerokit": "hello"}\n'), "has no zerokit, but this machine has python"),
+        (
+            python("import sys", f"sys.stdout.buffer.write({frame('hello', versions={'torch': '1.0'})!r})"),
+            "node 1 on second has torch 1.0, but this machine has .*--remote-python",
+        ),
+    ],
+)
+def test_a_node_that_cannot_take_part_is_named(tmp_path: Path, logs: Path, line: str, said: str) -> None:
+    def advise(text: str) -> str | None:
+        return "key!" if "Permission denied" in text else None
+
+    other = Place("second", ("sh", "-c", line), advise)
+    with pytest.raises(LaunchError, match=f"(?s)^node 1 on second.*{said}|^{said}"):
+        run(tmp_path, logs, "finish", place(), other)
+    assert started(tmp_path) == {}
+    assert no_copies(tmp_path)
+
+
+def test_a_host_that_never_answers_is_given_up(tmp_path: Path, logs: Path) -> None:
+    began = time.monotonic()
+    silent = place("second", "sleep 1000; true")
+    with pytest.raises(LaunchError, match=r"node 1 on second did not answer within 2 s.*--connect-timeout"):
+        run(tmp_path, logs, "finish", place("first", "sleep 1000; true"), silent, connect_seconds=2.0)
+    assert time.monotonic() - began < 10.0
+    assert not [pid for pid in children(os.getpid()) if b"sleep 1000" in cmdline(pid)]
+
+
+def test_a_node_waits_for_slower_ones(tmp_path: Path, logs: Path) -> None:
+    """Longer than it would wait for a launcher that says nothing."""
+    late = place("second", f"sleep 7; {node_command(sys.executable)}")
+    run(tmp_path, logs, "finish", place("first", "exec " + python(HASTY)), late)
+    assert sorted(started(tmp_path)) == [0, 1]
+
+
+def cmdline(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
+
+
+def test_what_a_login_shell_prints_is_kept_as_the_connections_log(tmp_path: Path, logs: Path) -> None:
+    noise = "echo Welcome; echo '[1, 2]'; printf '\\377\\n'; echo a warning >&2; echo; " + node_command(
+        sys.executable
+    )
+    run(tmp_path, logs, "finish", place("first", noise))
+    said = (logs / "node-0" / "connection.log").read_bytes()
+    assert sorted(said.split(b"\n")) == sorted([b"Welcome", b"[1, 2]", b"\xff", b"a warning", b"", b""])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("../outside", pack(b"x"), "file named '../outside', which lies outside the folder of its launch"),
+        ("node-0/log", "no file", "a file arrived damaged"),
+    ],
+)
+def test_a_file_that_cannot_be_kept_fails_the_launch(
+    tmp_path: Path, logs: Path, name: str, content: str, said: str
+) -> None:
+    hello = frame("hello", versions=versions(), port=1)
+    frames = [hello, frame("file", name=name, content=content), frame("exit", code=0)]
+    line = f"{saying(*frames)}; read start"
+    with pytest.raises(WorkerFailed, match=f"node 0 on first: what it sent could not be kept: .*{said}"):
+        run(tmp_path, logs, "finish", place("first", line))
+    assert not (tmp_path / "outside").exists()
+
+
+LAUNCHER = """
+import sys, pathlib
+from tests.launch import test_remote
+folder, logs, line = sys.argv[1:]
+places = [test_remote.place(host, line) for host in ("first", "second")]
+test_remote.run(pathlib.Path(folder), pathlib.Path(logs), "wait", *places)
+"""
+
+
+@pytest.fixture
+def launcher(tmp_path: Path, logs: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A launcher in a process of its own, whose two ranks wait."""
+    arguments = [str(tmp_path), str(logs), "exec " + python(HASTY)]
+    with subprocess.Popen([sys.executable, "-c", LAUNCHER, *arguments]) as process:
+        wait_for(lambda: len(started(tmp_path)) == 2)
+        yield process
+        process.kill()
+
+
+def test_a_launcher_that_is_killed_takes_its_ranks_along(
+    tmp_path: Path, launcher: subprocess.Popen[bytes]
+) -> None:
+    launcher.kill()
+    wait_for(lambda: all_ended(tmp_path))
+    wait_for(lambda: no_copies(tmp_path))
+
+
+def test_a_launcher_that_says_nothing_any_more_is_left(
+    tmp_path: Path, launcher: subprocess.Popen[bytes]
+) -> None:
+    """Also where it does not read, so that a node's pipe is full."""
+    nodes = node_programs(launcher.pid)
+    assert len(nodes) == 2
+    launcher.send_signal(signal.SIGSTOP)
+    for copy in (tmp_path / "copies").iterdir():
+        (copy / "progress").write_bytes(os.urandom(1 << 20))
+    wait_for(lambda: all_ended(tmp_path), 30.0)
+    wait_for(lambda: no_copies(tmp_path))
+    launcher.send_signal(signal.SIGCONT)
+    assert launcher.wait(30) == 1
+    assert SILENCE_SECONDS > 5.0  # what HASTY changes is still there
+
+
+def test_a_nodes_command_line_survives_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    odd = tmp_path / "it's a $(touch here); folder"
+    odd.mkdir()
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{odd}")
+    program = tmp_path / "py thon"
+    program.write_text('#!/bin/sh\npwd\necho "$PYTHONPATH"\necho "$@"\n')
+    program.chmod(0o755)
+    line = node_command(str(program), odd)
+    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [str(odd), f"{ROOT}:{odd}", "-m zerokit.launch.node"]
+    elsewhere = subprocess.run(
+        ["sh", "-c", node_command(str(program), odd / "missing")], capture_output=True, text=True, check=True
+    )
+    assert elsewhere.stderr == ""

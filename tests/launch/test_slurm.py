@@ -1,0 +1,223 @@
+"""Slurm's batch scripts, and a job's life as its commands tell it: here they are small programs in PATH."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zerokit.errors import UsageError
+from zerokit.launch import slurm
+from zerokit.launch.failures import LaunchError
+from zerokit.launch.interrupts import Interrupted, Interrupts
+from zerokit.launch.slurm import (
+    Container,
+    Request,
+    allocated_hosts,
+    follow,
+    node_address,
+    render_script,
+    srun_place,
+    submit,
+)
+
+
+def test_a_script_asks_for_what_the_request_says(tmp_path: Path) -> None:
+    request = Request(2, 8, "gpu", "us", "00:30:00", ("--qos=high", "--exclusive"))
+    script = render_script(request, tmp_path / "arguments.json", tmp_path, "/opt/python")
+    asked = [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH")]
+    assert asked == [
+        "--job-name=zerokit-bench",
+        "--nodes=2",
+        "--ntasks-per-node=1",
+        f"--output={tmp_path / 'slurm.log'}",
+        "--partition=gpu",
+        "--account=us",
+        "--time=00:30:00",
+        "--gpus-per-node=8",
+        "--qos=high",
+        "--exclusive",
+    ]
+
+
+ODD = 'it\'s 100% $(touch injected); `touch injected` "x"'
+
+
+@pytest.mark.parametrize(
+    ("body", "code"), [("exit 3", 3), ("trap 'exit 143' TERM; sleep 0.5; kill -TERM $PPID; sleep 0.3", 143)]
+)
+def test_a_script_runs_the_bench_and_leaves_its_code(tmp_path: Path, body: str, code: int) -> None:
+    """In folders of any name; when it is told to end, after the bench has ended."""
+    folder = tmp_path / ODD
+    folder.mkdir()
+    python = folder / "python"
+    python.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > {tmp_path}/said\n{body}\n')
+    python.chmod(0o755)
+    script = tmp_path / "job.sh"
+    script.write_text(render_script(Request(1), folder / "arguments.json", folder, str(python)))
+    done = subprocess.run(["bash", str(script)], cwd=tmp_path, check=False, capture_output=True, timeout=20)
+    assert (done.returncode, done.stderr) == (code, b"")
+    assert (folder / "exit-code").read_text() == f"{code}\n"
+    assert (tmp_path / "said").read_text().splitlines()[-2:] == ["--arguments", f"{folder}/arguments.json"]
+    assert not list(tmp_path.rglob("injected"))
+    assert "100%% " in script.read_text()
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
+def test_shellcheck_finds_nothing(tmp_path: Path) -> None:
+    script = tmp_path / "job.sh"
+    script.write_text(render_script(Request(1), tmp_path / "arguments.json", tmp_path))
+    subprocess.run(["shellcheck", str(script)], check=True)
+
+
+@pytest.mark.parametrize("name", ["partition", "account", "time"])
+@pytest.mark.parametrize("value", ["gpu\nrm -rf x", "a b", "$(x)", "", "gpu\n"])
+def test_values_that_would_leave_their_line_are_refused(name: str, value: str) -> None:
+    given: dict[str, Any] = {name: value}
+    with pytest.raises(UsageError, match="cannot stand in a line of a batch script"):
+        Request(1, **given)
+
+
+@pytest.mark.parametrize("line", ["--qos=high\nrm -rf x", "rm -rf x", "", "#SBATCH --qos=high"])
+def test_lines_that_are_no_options_are_refused(line: str) -> None:
+    with pytest.raises(UsageError, match="is no option of sbatch"):
+        Request(1, lines=(line,))
+
+
+def test_a_folder_that_would_leave_its_line_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot stand in a line"):
+        render_script(Request(1), tmp_path / "arguments.json", tmp_path / "a\nrm -rf x")
+
+
+def test_nodes_run_in_containers() -> None:
+    pyxis = srun_place("n1", "python", Container("image.sqsh", "pyxis")).command
+    assert "--container-image=image.sqsh" in pyxis
+    assert "--nodelist=n1" in pyxis
+    apptainer = srun_place("n1", "python", Container("image.sif", "apptainer")).command
+    at = apptainer.index("apptainer")
+    assert apptainer[at + 1 : at + 4] == ("exec", "--nv", "--bind")
+    assert apptainer[-4:-1] == ("image.sif", "sh", "-c")
+
+
+def test_an_allocation_without_nodes_is_refused() -> None:
+    assert allocated_hosts({"SLURM_JOB_NODELIST": "n[1-2]"}) == ["n1", "n2"]
+    with pytest.raises(UsageError, match="SLURM_JOB_NODELIST is not set"):
+        allocated_hosts({"SLURM_JOB_ID": "7"})
+
+
+class Stubs:
+    """Slurm's commands; what each is asked is kept in a file of its name."""
+
+    def __init__(self, folder: Path) -> None:
+        self.programs, self.folder = folder / "programs", folder / "job"
+        self.programs.mkdir()
+        self.folder.mkdir()
+        self.put("scancel", "true")
+        self.put("scontrol", "echo JobId=7 JobState=CANCELLED Reason=None ExitCode=0:15")
+
+    def put(self, name: str, body: str) -> None:
+        path = self.programs / name
+        path.write_text(f'#!/bin/bash\necho "$*" >> {self.programs}/{name}.asked\n{body}\n')
+        path.chmod(0o755)
+
+    def queue(self, *answers: str) -> None:
+        """What squeue says, one time after the other; then that it knows no such job."""
+        cases = "\n".join(f"{number}) {answer};;" for number, answer in enumerate(answers, 1))
+        self.put(
+            "squeue",
+            f"case $(wc -l < {self.programs}/squeue.asked) in\n{cases}\n"
+            "*) echo Invalid job id specified >&2; exit 1;;\nesac",
+        )
+
+    def ends_with(self, code: int) -> str:
+        """The job's end, as an answer of squeue's."""
+        return f"echo {code} > {self.folder}/exit-code; echo COMPLETING None"
+
+    def asked(self, name: str) -> list[str]:
+        path = self.programs / f"{name}.asked"
+        return path.read_text().splitlines() if path.exists() else []
+
+    def follow(self) -> tuple[int, list[str]]:
+        shown: list[str] = []
+        with Interrupts() as interrupts:
+            return follow("7", self.folder, interrupts, shown.append, seconds=0.05), shown
+
+
+@pytest.fixture
+def stubs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stubs:
+    found = Stubs(tmp_path)
+    monkeypatch.setenv("PATH", f"{found.programs}:{os.environ['PATH']}")
+    return found
+
+
+def test_a_job_is_submitted(stubs: Stubs) -> None:
+    stubs.put("sbatch", "echo '7;cluster'")
+    assert submit(stubs.folder / "job.sh") == "7"
+    stubs.put("sbatch", "echo 'sbatch: error: invalid partition' >&2; exit 1")
+    with pytest.raises(LaunchError, match=r"refused the job: sbatch: error: invalid partition; .*job\.sh"):
+        submit(stubs.folder / "job.sh")
+
+
+def test_without_slurm_the_remedy_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(LaunchError, match=r"sbatch cannot be run .*login node"):
+        submit(tmp_path / "job.sh")
+    with pytest.raises(UsageError, match="set MASTER_ADDR"):
+        node_address("no-such-host.invalid")
+
+
+def test_a_node_is_reached_at_slurms_address(stubs: Stubs) -> None:
+    stubs.put("scontrol", "echo NodeName=n1 NodeAddr=192.0.2.1 NodeHostName=n1")
+    assert node_address("no-such-host.invalid") == "192.0.2.1"
+    assert node_address("localhost") == "localhost"
+
+
+def test_a_job_is_followed_to_its_end(stubs: Stubs) -> None:
+    stubs.queue("echo PENDING Resources", "echo PENDING Resources", "echo RUNNING None", stubs.ends_with(1))
+    code, shown = stubs.follow()
+    assert code == 1
+    assert shown == ["job 7: pending (Resources)", "job 7: running", "job 7: completing"]
+    assert stubs.asked("scancel") == []
+
+
+def test_a_busy_queue_is_asked_again(stubs: Stubs, monkeypatch: pytest.MonkeyPatch) -> None:
+    busy = "echo 'slurm_load_jobs error: Socket timed out' >&2; exit 1"
+    stubs.queue("echo RUNNING None", busy, busy, stubs.ends_with(0))
+    assert stubs.follow()[0] == 0
+    monkeypatch.setattr(slurm, "_QUEUE_SECONDS", 0.2)
+    stubs.put("squeue", busy)
+    with pytest.raises(LaunchError, match=r"not answered for 0.2 s: .*timed out; .* end it with scancel 7"):
+        stubs.follow()
+
+
+def test_a_job_that_slurm_ended_says_so(stubs: Stubs) -> None:
+    stubs.queue("echo RUNNING None", stubs.ends_with(143))
+    code, shown = stubs.follow()
+    assert code == 143
+    assert shown[-1] == "job 7 was ended: JobState CANCELLED, Reason None, ExitCode 0:15"
+
+
+def test_a_job_without_a_code_failed(stubs: Stubs) -> None:
+    (stubs.folder / "slurm.log").write_text("a last word\n")
+    stubs.queue("echo RUNNING None", "echo NODE_FAIL None")
+    with pytest.raises(
+        LaunchError, match=r"(?s)job 7 ended before the bench did: JobState CANCELLED.*a last word"
+    ):
+        stubs.follow()
+
+
+def test_a_signal_cancels_the_job(stubs: Stubs) -> None:
+    stubs.put("squeue", "echo RUNNING None")
+    stubs.put("scancel", f"echo 130 > {stubs.folder}/exit-code")
+    timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(Interrupted, match="SIGINT"):
+        stubs.follow()
+    timer.join()
+    assert stubs.asked("scancel") == ["7"]

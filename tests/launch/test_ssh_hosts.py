@@ -1,0 +1,224 @@
+"""`zerokit bench --launcher ssh` between two hosts: network namespaces with an sshd each."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.namespaces import Hosts, refusal, two_hosts
+
+pytestmark = pytest.mark.netns
+ZEROKIT = [sys.executable, "-m", "zerokit.cli"]
+ROOT = Path(__file__).parents[2]
+BENCH = [
+    "bench",
+    "--model",
+    "gpt-tiny",
+    "--seq-len",
+    "16",
+    "--warmup",
+    "1",
+    "--no-mlflow",
+    "--no-twin",
+    "--json",
+]
+LONG = [*BENCH, "--steps", "100000"]
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Hosts]:
+    why = refusal()
+    if why is not None:
+        pytest.skip(why)
+    with two_hosts() as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def _zerokit_is_found_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.chdir(tmp_path)
+
+
+def command(hosts: Hosts, *words: str, names: str = "a,b", python: str | None = None) -> list[str]:
+    """The bench as a user on host a would run it."""
+    there = [
+        "--launcher",
+        "ssh",
+        "--hosts",
+        names,
+        "--ssh-option",
+        f"-F {hosts.config}",
+        "--connect-timeout",
+        "20",
+    ]
+    return [*hosts.inside("a"), *ZEROKIT, *words, *there, *(["--remote-python", python] if python else [])]
+
+
+def run(hosts: Hosts, *words: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(hosts, *words, **options), capture_output=True, text=True, check=False, timeout=200
+    )
+
+
+def left_over(hosts: Hosts) -> list[int]:
+    return [pid for host in ("a", "b") for pid in hosts.processes(host, "zerokit.")]
+
+
+def require_nothing_left(hosts: Hosts, seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while left := left_over(hosts):
+        assert time.monotonic() < deadline, f"processes stayed: {left}"
+        time.sleep(0.2)
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 120.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.1)
+
+
+def test_two_hosts_give_the_losses_of_two_nodes_here(hosts: Hosts, tmp_path: Path) -> None:
+    there = run(hosts, *BENCH, "--steps", "4", "--output", str(tmp_path / "there"))
+    assert there.returncode == 0, there.stderr
+    here = subprocess.run(
+        [*ZEROKIT, *BENCH, "--steps", "4", "--nodes", "2", "--output", str(tmp_path / "here")],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=200,
+    )
+    remote, local = json.loads(there.stdout), json.loads(here.stdout)
+    assert remote["loss"] == local["loss"]
+    assert [rank["node"] for rank in remote["ranks"]] == [0, 1]
+    assert remote["traffic"]["route"] == "sockets"
+    assert len(list((tmp_path / "there").iterdir())) == 1
+    require_nothing_left(hosts)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"names": "a,nowhere.invalid"}, ["node 1 on nowhere.invalid", "does not resolve"]),
+        ({"python": "/nowhere/python"}, ["node 0 on a", "--remote-python"]),
+        ({"names": "a,10.77.0.9"}, ["node 1 on 10.77.0.9", "the machine is down"]),
+    ],
+)
+def test_a_host_that_cannot_serve_is_named_with_the_remedy(
+    hosts: Hosts, options: dict[str, Any], said: list[str]
+) -> None:
+    done = run(hosts, *BENCH, "--steps", "4", **options)
+    assert done.returncode == 1
+    record = json.loads(done.stdout)
+    assert record["status"] == "failed"
+    for words in said:
+        assert words in record["reason"], record["reason"]
+    require_nothing_left(hosts)
+
+
+def test_a_wrong_key_is_named(hosts: Hosts, tmp_path: Path) -> None:
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / "other"], check=True)
+    config = tmp_path / "ssh.conf"
+    config.write_text(hosts.config.read_text().replace(str(hosts.folder / "key"), str(tmp_path / "other")))
+    words = [word.replace(str(hosts.config), str(config)) for word in command(hosts, *BENCH, "--steps", "4")]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 1
+    assert "ssh-copy-id" in json.loads(done.stdout)["reason"]
+
+
+@pytest.fixture
+def training(hosts: Hosts, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A bench whose ranks run on both hosts."""
+    with subprocess.Popen(
+        command(hosts, *LONG),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            wait_for(lambda: process.poll() is not None or all(ranks(hosts, host) for host in "ab"))
+            assert process.poll() is None, process.communicate()
+            time.sleep(3)
+            yield process
+        finally:
+            with_children = subprocess.run(
+                ["pgrep", "-g", str(process.pid)], capture_output=True, check=False
+            )
+            if process.poll() is None and with_children.stdout:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    require_nothing_left(hosts, 60.0)
+
+
+def ranks(hosts: Hosts, host: str) -> list[int]:
+    """The ranks themselves: torchrun's agent has the same words in its command line."""
+    agents = hosts.processes(host, "zerokit.launch.agent")
+    return [
+        pid for pid in hosts.processes(host, "zerokit.launch.rank zerokit.bench.worker") if pid not in agents
+    ]
+
+
+def outcome(process: subprocess.Popen[str]) -> tuple[int, dict[str, Any]]:
+    out, err = process.communicate(timeout=120)
+    assert out, err
+    return process.returncode, json.loads(out)
+
+
+def test_a_killed_rank_is_named_with_its_host(hosts: Hosts, training: subprocess.Popen[str]) -> None:
+    os.kill(ranks(hosts, "b")[0], signal.SIGKILL)
+    code, record = outcome(training)
+    assert code == 1
+    assert record["status"] in ("failed", "out of memory")
+    assert "rank 1 (node 1 on b" in record["reason"]
+    assert "killed by SIGKILL" in record["reason"]
+
+
+def test_a_killed_sshd_is_a_lost_node(hosts: Hosts, training: subprocess.Popen[str]) -> None:
+    for pid in hosts.processes("b", "sshd"):
+        os.kill(pid, signal.SIGKILL)
+    hosts.servers["b"].wait()
+    code, record = outcome(training)
+    hosts.start_sshd("b")
+    assert code == 1
+    assert "node 1 on b was lost" in record["reason"]
+
+
+def test_a_wire_that_is_cut_is_a_lost_node(hosts: Hosts, training: subprocess.Popen[str]) -> None:
+    hosts.set_wire("b", "down")
+    try:
+        code, record = outcome(training)
+        # The ranks there hear nothing of their launcher: they end while the wire is still cut.
+        wait_for(lambda: not hosts.processes("b", "zerokit."), 60.0)
+    finally:
+        hosts.set_wire("b", "up")
+    assert code == 1
+    assert "node 1 on b" in record["reason"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_everything_everywhere(
+    hosts: Hosts, training: subprocess.Popen[str], number: signal.Signals
+) -> None:
+    launcher = hosts.processes("a", "zerokit.cli bench")[0]
+    os.kill(launcher, number)
+    training.communicate(timeout=60)
+    assert training.returncode == 128 + number
+    require_nothing_left(hosts)
+
+
+def test_a_killed_launcher_leaves_nothing(hosts: Hosts, training: subprocess.Popen[str]) -> None:
+    for pid in hosts.processes("a", "zerokit.cli bench"):
+        os.kill(pid, signal.SIGKILL)
+    training.communicate(timeout=60)
+    require_nothing_left(hosts, 40.0)

@@ -1,0 +1,381 @@
+"""`--launcher` and its options: who starts the ranks of `zerokit bench`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from zerokit.errors import UsageError
+
+if TYPE_CHECKING:
+    from zerokit.bench.session import Launch
+    from zerokit.launch.interrupts import Interrupts
+    from zerokit.launch.joined import Leader
+    from zerokit.launch.membership import Membership
+
+LAUNCHERS = ("local", "ssh", "slurm", "kubernetes", "env")
+RUNTIMES = ("pyxis", "apptainer")
+
+_OPTIONS = (
+    click.option(
+        "--launcher",
+        type=click.Choice(LAUNCHERS),
+        help="Who starts the ranks: nodes simulated here, ssh, Slurm, Kubernetes, or somebody who has done so already "
+        "(torchrun, srun, mpirun, a TrainJob).  [default: env inside those, else local]",
+    ),
+    click.option("--hosts", metavar="HOST,…", help="For ssh: the nodes' hosts, the first is node 0."),
+    click.option(
+        "--hostfile",
+        type=click.Path(path_type=Path, dir_okay=False),
+        help="For ssh: a file of lines HOST slots=N, as DeepSpeed's.",
+    ),
+    click.option(
+        "--ssh-option", multiple=True, metavar="WORDS", help="For ssh: options of ssh's own, like '-p 2222'."
+    ),
+    click.option(
+        "--remote-python",
+        metavar="PATH",
+        help="The Python with zerokit on the nodes.  [default: the path of this one]",
+    ),
+    click.option(
+        "--master-addr", metavar="ADDR", help="Where nodes reach node 0.  [default: the name of its host]"
+    ),
+    click.option(
+        "--connect-timeout",
+        type=click.FloatRange(min=1),
+        default=30.0,
+        show_default=True,
+        metavar="S",
+        help="How long a node may take to answer.",
+    ),
+    click.option(
+        "--env",
+        "variables",
+        multiple=True,
+        metavar="NAME[=VALUE]",
+        help="A variable for the ranks on other machines; NCCL_*, GLOO_*, TORCH_*, HF_*, OMP_*, ZEROKIT_* and "
+        "PYTHONPATH go there anyway.",
+    ),
+    click.option("--partition", metavar="NAME", help="For Slurm."),
+    click.option("--account", metavar="NAME", help="For Slurm."),
+    click.option("--time", "time_limit", metavar="TIME", help="For Slurm: the job's limit, like 00:30:00."),
+    click.option(
+        "--gpus-per-node", type=click.IntRange(min=1), metavar="N", help="For Slurm and Kubernetes."
+    ),
+    click.option(
+        "--sbatch-option",
+        multiple=True,
+        metavar="LINE",
+        help="For Slurm: a further #SBATCH line, like --qos=high.",
+    ),
+    click.option("--container-image", metavar="IMAGE", help="For Slurm and Kubernetes: what nodes run in."),
+    click.option(
+        "--container-runtime",
+        type=click.Choice(RUNTIMES),
+        default=RUNTIMES[0],
+        show_default=True,
+        help="For Slurm: who runs the image.",
+    ),
+    click.option("--namespace", metavar="NAME", default="default", show_default=True, help="For Kubernetes."),
+    click.option(
+        "--form",
+        type=click.Choice(("trainjob", "jobset")),
+        default="trainjob",
+        show_default=True,
+        help="For Kubernetes: Kubeflow's TrainJob, or a JobSet by itself.",
+    ),
+    click.option(
+        "--submit", is_flag=True, help="For Kubernetes: hand it to kubectl, wait, fetch the record."
+    ),
+    click.option("--dry-run", is_flag=True, help="For Slurm: print the batch script and do nothing."),
+)
+_OF: dict[str, tuple[str, ...]] = {
+    "launcher": LAUNCHERS,
+    "connect_timeout": ("ssh", "slurm"),
+    "container_runtime": ("slurm",),
+    "hosts": ("ssh",),
+    "hostfile": ("ssh",),
+    "ssh_option": ("ssh",),
+    "remote_python": ("ssh", "slurm"),
+    "master_addr": ("ssh", "slurm"),
+    "variables": ("ssh", "slurm", "kubernetes"),
+    "partition": ("slurm",),
+    "account": ("slurm",),
+    "time_limit": ("slurm",),
+    "gpus_per_node": ("slurm", "kubernetes"),
+    "sbatch_option": ("slurm",),
+    "container_image": ("slurm", "kubernetes"),
+    "namespace": ("kubernetes",),
+    "form": ("kubernetes",),
+    "submit": ("kubernetes",),
+    "dry_run": ("slurm",),
+}
+"""Every option, and the launchers that it is for."""
+_UNSET = {
+    "connect_timeout": 30.0,
+    "container_runtime": RUNTIMES[0],
+    "namespace": "default",
+    "form": "trainjob",
+}
+_SPELLED = {"variables": "env", "time_limit": "time"}
+
+
+def launcher_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command `--launcher` and what belongs to it."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def take_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Move the options of `launcher_options` out of a command's."""
+    return {name: options.pop(name) for name in _OF}
+
+
+class FromFile(click.Command):
+    """A command that also takes its options from a file, a JSON list, where `--arguments FILE` stands."""
+
+    def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
+        """Put the file's options in the place of its name; raises `click.UsageError` for another file."""
+        if "--arguments" in args:
+            at = args.index("--arguments")
+            where = args[at + 1] if at + 1 < len(args) else ""
+            try:
+                if where.startswith("env:"):
+                    text = os.environ.get(where.removeprefix("env:"), "")
+                else:
+                    text = Path(where).read_text(encoding="utf-8")
+                words = json.loads(text)
+            except (OSError, ValueError) as error:
+                raise click.UsageError(
+                    f"--arguments needs a file, or env:NAME, with a JSON list of options: {error}"
+                ) from error
+            if not isinstance(words, list) or not all(
+                isinstance(word, str) and word != "--arguments" for word in words
+            ):
+                raise click.UsageError(f"{where} holds no JSON list of options")
+            args[at : at + 2] = words
+        return super().parse_args(context, args)
+
+
+def given_arguments(context: click.Context, without: Sequence[str] = ()) -> list[str]:
+    """The command line once more, as it would be given by hand, `without` these parameters."""
+    found: list[str] = []
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        if (
+            name in without
+            or not isinstance(parameter, click.Option)
+            or context.get_parameter_source(name) is not click.core.ParameterSource.COMMANDLINE
+        ):
+            continue
+        value = context.params[name]
+        if parameter.is_flag:
+            found.append(parameter.opts[0] if value else parameter.secondary_opts[0])
+            continue
+        for one in value if parameter.multiple else (value,):
+            text = ",".join(map(str, one)) if isinstance(one, tuple | list) else str(one)
+            found += [parameter.opts[0], text]
+    return found
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Who starts the ranks.
+
+    Attributes:
+        name: of the launcher.
+        nodes, nproc_per_node: how many there are, if the user does not say; None where only the user can.
+        here: whether all ranks share this machine, so that what it has is looked at before any is started.
+        options: of the command line.
+        hosts: for ssh and Slurm.
+        member: where somebody has started ranks.
+    """
+
+    name: str
+    options: Mapping[str, Any]
+    nodes: int | None = None
+    nproc_per_node: int | None = None
+    here: bool = True
+    hosts: tuple[str, ...] = ()
+    member: Membership | None = None
+
+    @property
+    def submits(self) -> bool:
+        """Whether the bench runs elsewhere, as a job that somebody queues."""
+        return self.name == "kubernetes" or (self.name == "slurm" and not self.hosts)
+
+    def launch(self, interrupts: Interrupts, leader: Leader | None) -> Launch:
+        """What starts ranks."""
+        from functools import partial
+
+        if leader is not None:
+            return partial(leader.launch, interrupts=interrupts)
+        if self.name in ("ssh", "slurm"):
+            return partial(self._launch_on, interrupts)
+        from zerokit.launch.local import launch
+
+        return partial(launch, interrupts=interrupts)
+
+    def _launch_on(
+        self,
+        interrupts: Interrupts,
+        module: str,
+        arguments: Sequence[str],
+        *,
+        nodes: int,
+        nproc_per_node: int,
+        log_dir: Path,
+        poll: Callable[[], None],
+    ) -> None:
+        from zerokit.launch.remote import launch_on
+        from zerokit.launch.slurm import Container, node_address, srun_place
+        from zerokit.launch.ssh import Ssh, choose_hosts
+
+        options = self.options
+        python = options["remote_python"] or sys.executable
+        hosts = choose_hosts(self.hosts, nodes)
+        address = options["master_addr"]
+        if self.name == "ssh":
+            words = tuple(word for line in options["ssh_option"] for word in _split(line))
+            ssh = Ssh(words, python, options["connect_timeout"])
+            places = [ssh.place(host) for host in hosts]
+            address = address or ssh.address(hosts[0])
+        else:
+            image = options["container_image"]
+            container = Container(image, options["container_runtime"]) if image else None
+            places = [srun_place(host, python, container) for host in hosts]
+            address = address or node_address(hosts[0])
+        launch_on(
+            places,
+            module,
+            arguments,
+            nproc_per_node=nproc_per_node,
+            log_dir=log_dir,
+            interrupts=interrupts,
+            poll=poll,
+            environment=read_variables(options["variables"]),
+            master_addr=address,
+            connect_seconds=options["connect_timeout"],
+        )
+
+
+def _split(line: str) -> list[str]:
+    import shlex
+
+    return shlex.split(line)
+
+
+def read_variables(given: Sequence[str]) -> dict[str, str]:
+    """`NAME=VALUE`, or `NAME` with this process's value; raises `UsageError` for a name that has none."""
+    found = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not equals and name not in os.environ:
+            raise UsageError(f"--env {name}: there is no such variable here; give it as {name}=VALUE")
+        if not name.isidentifier():
+            raise UsageError(f"--env {text}: {name!r} is no name of a variable")
+        found[name] = value if equals else os.environ[name]
+    return found
+
+
+def choose_launcher(options: Mapping[str, Any], environment: Mapping[str, str]) -> Chosen:
+    """What the options and the environment say; raises `UsageError` where they do not fit together."""
+    from zerokit.launch.membership import find_membership
+
+    name = options["launcher"]
+    member = find_membership(environment) if name in (None, "env") else None
+    if name == "env" and member is None:
+        raise UsageError(
+            "--launcher env joins ranks that somebody has started, but there are no variables of torchrun, srun, "
+            "mpirun or a TrainJob here: start zerokit by one of these, or use another launcher"
+        )
+    if name is None and member is not None and member.count == 1:
+        member = None  # a shell inside srun, say: nothing has been started that could be joined
+    name = name or ("env" if member is not None else "local")
+    for option, launchers in _OF.items():
+        if name not in launchers and options[option] not in (_UNSET.get(option), None, (), False):
+            raise UsageError(
+                f"--{_SPELLED.get(option, option).replace('_', '-')} is for --launcher {' or '.join(launchers)}, not "
+                f"for {name}"
+            )
+    read_variables(options["variables"])
+    if member is not None:
+        return Chosen(
+            name, options, member.nodes, member.nproc_per_node, here=member.nodes == 1, member=member
+        )
+    if name == "ssh":
+        return _ssh(options)
+    if name == "slurm":
+        from zerokit.launch.slurm import allocated_hosts, inside_allocation
+
+        if inside_allocation(environment) and not options["dry_run"]:
+            hosts = tuple(allocated_hosts(environment))
+            return Chosen(name, options, len(hosts), here=False, hosts=hosts)
+        return Chosen(name, options, here=False)
+    return Chosen(name, options, here=name == "local")
+
+
+def _ssh(options: Mapping[str, Any]) -> Chosen:
+    from zerokit.launch.hosts import HostSlots, equal_slots, read_hostfile
+    from zerokit.launch.ssh import require_ssh
+
+    if (options["hosts"] is None) == (options["hostfile"] is None):
+        raise UsageError("--launcher ssh needs the nodes' hosts: give --hosts a,b or --hostfile FILE")
+    if options["hostfile"] is not None:
+        lines = read_hostfile(options["hostfile"])
+    else:
+        names = [name.strip() for name in options["hosts"].split(",")]
+        if not all(names) or any(name.startswith("-") for name in names):
+            raise UsageError(f"--hosts {options['hosts']} is no list of hosts; expected: a,b")
+        lines = [HostSlots(name, None) for name in names]
+    require_ssh()
+    hosts = tuple(line.host for line in lines)
+    return Chosen("ssh", options, len(hosts), equal_slots(lines), here=False, hosts=hosts)
+
+
+def join(chosen: Chosen, asked: Sequence[str], run: Callable[[Leader | None], int]) -> int:
+    """Take part in what somebody has started several of.
+
+    Args:
+        chosen: with the member that this process is.
+        asked: its command line, which must be the same on all.
+        run: what the leader does; returns the exit code.
+
+    Returns the leader's exit code, on all of them.
+    """
+    from zerokit.launch.failures import LaunchError
+    from zerokit.launch.interrupts import Interrupted, Interrupts
+    from zerokit.launch.joined import Leader, Meeting, follow
+
+    member = chosen.member
+    assert member is not None
+    if member.leads:
+        click.echo(f"zerokit: {member.describe()} leads", err=True)
+    with Interrupts() as interrupts, contextlib.closing(Meeting(member)) as meeting:
+        if not member.leads:
+            return follow(meeting, asked, interrupts)
+        code = 1
+        try:
+            code = run(Leader(meeting, asked, interrupts))
+        except click.ClickException as error:
+            code = error.exit_code
+            raise
+        except UsageError as error:
+            code = 2
+            raise click.UsageError(str(error)) from error
+        except Interrupted as error:
+            code = 128 + error.signal_number
+            raise
+        finally:
+            with contextlib.suppress(LaunchError):  # the others see for themselves that the store is gone
+                meeting.dismiss(code)
+    return code

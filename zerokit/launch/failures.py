@@ -1,0 +1,140 @@
+"""Why a launch failed: how each rank ended, which of them was the cause, and the end of what it said."""
+
+from __future__ import annotations
+
+import json
+import signal
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from zerokit.errors import ZerokitError
+
+TAIL_LINES = 20
+
+
+class LaunchError(ZerokitError):
+    """The ranks could not be started."""
+
+
+class WorkerFailed(ZerokitError):
+    """A rank ended with an error or by a signal; the message names it, and the end of its stderr.
+
+    `failures` are all ranks' that are known, the cause first.
+    """
+
+    def __init__(self, message: str, failures: Sequence[Failure] = ()) -> None:
+        self.failures = tuple(failures)
+        super().__init__(message)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """How one rank ended; `time` in seconds since the epoch, `stderr` is its log file.
+
+    `host` names the machine of its node, where that is not this one.
+    """
+
+    rank: int
+    node: int
+    pid: int
+    exit_code: int
+    message: str
+    expected: bool
+    time: float
+    stderr: Path | None
+    host: str | None = None
+
+    @property
+    def cause_order(self) -> tuple[bool, bool, float]:
+        """Sorts the cause before its consequences.
+
+        A killed rank is noticed up to a tenth of a second after its peers have failed for want of it. SIGTERM
+        is how agents end the ranks beside one that failed.
+        """
+        killed = self.exit_code < 0 and self.exit_code != -signal.SIGTERM
+        return (not killed, self.exit_code < 0, self.time)
+
+    def describe(self) -> str:
+        """One line: the rank, its node and process, how it ended."""
+        where = f"rank {self.rank} ({name_node(self.node, self.host)}, pid {self.pid})"
+        if self.exit_code >= 0:
+            return f"{where} failed: {self.message or f'exit code {self.exit_code}'}"
+        name = signal_name(-self.exit_code)
+        hint = ""
+        if name == "SIGKILL":
+            hint = " (if nobody did that: the kernel does when memory runs out, see dmesg)"
+        return f"{where} was killed by {name}{hint}"
+
+
+def name_node(node: int, host: str | None) -> str:
+    """A node as messages name it."""
+    return f"node {node}" if host is None else f"node {node} on {host}"
+
+
+def signal_name(number: int) -> str:
+    """`SIGTERM` for 15; "signal N" for one that has no name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def tail(path: Path) -> str:
+    """The last lines of a log, indented; empty where there is none."""
+    try:
+        lines = path.read_text(errors="replace").splitlines()
+    except OSError:
+        return ""
+    return "\n".join(f"  | {line}" for line in lines[-TAIL_LINES:])
+
+
+def read_failures(directory: Path, node: int, host: str | None = None) -> list[Failure]:
+    """What a node's agent reported in `directory`; empty if it was killed itself or never came to start ranks."""
+    try:
+        reported = json.loads((directory / "report.json").read_text()).get("failures", [])
+    except (OSError, ValueError):
+        return []
+    failures = []
+    for entry in reported:
+        message, expected, moment = entry["message"], False, float(entry["time"])
+        if isinstance(message, dict):
+            extra = message.get("extraInfo", {})
+            expected, moment = bool(extra.get("expected")), float(extra.get("time", moment))
+            message = message.get("message", "")
+        elif entry["exit_code"] >= 0:
+            message = ""  # torchrun's advice on how to see a traceback, not a reason
+        log = directory / entry["stderr"] if "stderr" in entry else _stderr_of(directory, node, entry["rank"])
+        failures.append(
+            Failure(
+                entry["rank"], node, entry["pid"], entry["exit_code"], message, expected, moment, log, host
+            )
+        )
+    return failures
+
+
+def _stderr_of(directory: Path, node: int, rank: int) -> Path | None:
+    """Where torchrun redirected it: LOG_DIR/RUN/attempt_0/LOCAL_RANK/stderr.log, with one RUN here."""
+    logs = sorted(directory.glob("*/attempt_*/*/stderr.log"), key=lambda path: int(path.parent.name))
+    return logs[rank - node * len(logs)] if logs else None
+
+
+def explain_failures(failures: Sequence[Failure], logs: Path) -> WorkerFailed:
+    """The cause with the end of its stderr, and who failed after it.
+
+    Args:
+        failures: at least one.
+        logs: the folder that the message names.
+    """
+    failures = sorted(failures, key=lambda one: one.cause_order)
+    cause = failures[0]
+    lines = [cause.describe()]
+    if not cause.expected and cause.stderr is not None and (end := tail(cause.stderr)):
+        lines += [f"the end of rank {cause.rank}'s stderr:", end]
+    # The others mostly lost their peer, or were ended by their agent.
+    if others := [one for one in failures[1:] if one.exit_code >= 0]:
+        ranks = ", ".join(str(one.rank) for one in sorted(others, key=lambda one: one.rank))
+        said = textwrap.shorten(others[0].message, 120, placeholder=" …") or "without a message"
+        lines.append(f"after it failed: rank {ranks} ({said})")
+    return WorkerFailed("\n".join([*lines, f"logs: {logs}"]), failures)

@@ -1,0 +1,86 @@
+"""What a launcher and a node on another machine say to each other: a JSON document a line, over a pipe each way.
+
+    node -> launcher    hello, file (name, content), exit (code, trouble)
+    launcher -> node    start, signal (number), and empty lines: the launcher is alive
+
+A node whose pipe closes, or that hears nothing for `SILENCE_SECONDS`, ends what it has started: no rank outlives its
+launcher or the connection to it.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from zerokit.errors import ZerokitError
+
+HEARTBEAT_SECONDS = 2.0
+SILENCE_SECONDS = 20.0
+MOST_LOG_BYTES = 1 << 20
+"""Of each log only the end is brought home."""
+
+
+class FrameError(ZerokitError):
+    """What came over the pipe is not what zerokit sends."""
+
+
+def frame(kind: str, **content: Any) -> bytes:
+    """One line."""
+    return json.dumps({"zerokit": kind, **content}).encode() + b"\n"
+
+
+def parse(line: bytes) -> tuple[str, dict[str, Any]] | None:
+    """A line's kind and content; None for other programs' output (a login message)."""
+    try:
+        content = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(content, dict) or not isinstance(content.get("zerokit"), str):
+        return None
+    kind: str = content.pop("zerokit")
+    return kind, content
+
+
+def pack(data: bytes) -> str:
+    """Bytes as text."""
+    return base64.b64encode(zlib.compress(data, 1)).decode()
+
+
+def unpack(text: str) -> bytes:
+    """The opposite; raises `FrameError`."""
+    try:
+        return zlib.decompress(base64.b64decode(text, validate=True))
+    except (ValueError, zlib.error) as error:
+        raise FrameError(f"a file arrived damaged: {error}") from error
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The file `name` below `folder`; raises `FrameError` if it would lie elsewhere."""
+    path = folder.joinpath(name)
+    if name.startswith("/") or folder.resolve() not in path.resolve().parents:
+        raise FrameError(f"a node sent a file named {name!r}, which lies outside the folder of its launch")
+    return path
+
+
+def relocate(arguments: Sequence[str], folder: str, here: Path) -> list[str]:
+    """A command line whose paths in `folder` are those in its copy `here`; an option's too, as in `--out=PATH`."""
+    path = re.compile(rf"(?P<option>(?:-[^=]*=)?){re.escape(folder)}(?P<rest>(?:/.*)?)", re.DOTALL)
+    found = [path.fullmatch(argument) for argument in arguments]
+    return [
+        argument if match is None else f"{match['option']}{here}{match['rest']}"
+        for argument, match in zip(arguments, found, strict=True)
+    ]
+
+
+def put_file(folder: Path, content: Mapping[str, Any]) -> None:
+    """Write a `file` frame's file whole."""
+    path = inside(folder, str(content["name"]))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.part")
+    temporary.write_bytes(unpack(str(content["content"])))
+    temporary.replace(path)

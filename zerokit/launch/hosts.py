@@ -1,0 +1,98 @@
+"""Lists of hosts: DeepSpeed's hostfile, and Slurm's bracketed list."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from zerokit.errors import UsageError
+
+_MOST_HOSTS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class HostSlots:
+    """A line of a hostfile: a host, and how many ranks it takes; None where that is left open."""
+
+    host: str
+    slots: int | None
+
+
+def read_hostfile(path: Path) -> list[HostSlots]:
+    """A hostfile's lines, `HOST [slots=N]`; `#` begins a comment.
+
+    The format is DeepSpeed's, https://www.deepspeed.ai/getting-started/#resource-configuration-multi-node.
+    Raises `UsageError` that names the file and the line.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"the hostfile {path} cannot be read: {error}") from error
+    hosts: list[HostSlots] = []
+    for number, line in enumerate(lines, 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        match = re.fullmatch(r"slots=([1-9]\d*)", words[1]) if len(words) == 2 else None
+        if len(words) > 2 or (len(words) == 2 and match is None) or words[0].startswith("-"):
+            raise UsageError(f"line {number} of {path} is {line.strip()!r}; expected: HOST slots=N")
+        if any(words[0] == known.host for known in hosts):
+            raise UsageError(f"line {number} of {path} names {words[0]} a second time")
+        hosts.append(HostSlots(words[0], int(match[1]) if match else None))
+    if not hosts:
+        raise UsageError(f"the hostfile {path} names no host")
+    return hosts
+
+
+def equal_slots(hosts: Sequence[HostSlots]) -> int | None:
+    """The slots of all these hosts, or None where they are left open; raises `UsageError` when they differ."""
+    slots = {one.slots for one in hosts}
+    if len(slots) > 1:
+        said = ", ".join(f"{one.host} {one.slots or 'open'}" for one in hosts)
+        raise UsageError(
+            f"every node runs as many ranks, but the hosts' slots differ: {said}; give --nproc-per-node"
+        )
+    return slots.pop() if slots else None
+
+
+def expand_hostlist(text: str) -> list[str]:
+    """Slurm's list of nodes written out: `gpu[01-03,7],login` is gpu01, gpu02, gpu03, gpu7, login.
+
+    Brackets may come more than once in a name; leading zeros are kept. Raises `UsageError` for what is no such list.
+    """
+    hosts: list[str] = []
+    for part in _split(text):
+        if not re.fullmatch(r"(?:[^\[\]\s]|\[[^\[\]]*\])+", part):
+            raise UsageError(
+                f"{text!r} is no list of nodes as Slurm writes them: {part!r} in it cannot be read"
+            )
+        names = [""]
+        for literal, ranges in re.findall(r"([^\[\]]+)|\[([^\[\]]*)\]", part):
+            endings = [literal] if literal else _expand_ranges(ranges, text)
+            if len(names) * len(endings) > _MOST_HOSTS:
+                raise UsageError(f"{text!r} names more than a million nodes")
+            names = [name + ending for name in names for ending in endings]
+        hosts.extend(names)
+    return hosts
+
+
+def _split(text: str) -> list[str]:
+    """At commas outside brackets."""
+    return re.findall(r"(?:[^,\[]|\[[^\]]*\]?)+", text.strip())
+
+
+def _expand_ranges(ranges: str, text: str) -> list[str]:
+    numbers: list[str] = []
+    for piece in ranges.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", piece)
+        if match is None or (match[2] is not None and int(match[2]) < int(match[1])):
+            raise UsageError(
+                f"{text!r} is no list of nodes as Slurm writes them: [{ranges}] is no list of numbers"
+            )
+        last = int(match[2] or match[1])
+        if last - int(match[1]) >= _MOST_HOSTS:
+            raise UsageError(f"{text!r} names more than a million nodes")
+        numbers += [str(number).zfill(len(match[1])) for number in range(int(match[1]), last + 1)]
+    return numbers

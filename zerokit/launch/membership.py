@@ -1,0 +1,243 @@
+"""Whether somebody else has started several of this process, and which of them this one is.
+
+torchrun            RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR, MASTER_PORT
+srun                SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID, SLURM_NODEID, SLURM_STEP_NODELIST
+Open MPI's mpirun   OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE
+other mpiruns       PMI_RANK, PMI_SIZE, MPI_LOCALRANKID, MPI_LOCALNRANKS
+a TrainJob's pod    PET_NODE_RANK, PET_NNODES, PET_NPROC_PER_NODE, PET_MASTER_ADDR, PET_MASTER_PORT: it is a whole
+                    node, whose ranks are still to be started
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+from zerokit.errors import UsageError
+from zerokit.launch.hosts import expand_hostlist
+from zerokit.launch.slurm import node_address
+
+DEFAULT_PORT = 29500
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """One of `count` processes that were started together; the first, number 0, leads.
+
+    Attributes:
+        scheme: who started them, in words.
+        index: this one's number.
+        count: how many there are.
+        node: the number of its node.
+        nodes: how many nodes there are.
+        nproc_per_node: ranks of each; None where that is left open.
+        whole_node: whether it stands for a whole node, whose ranks it starts; else it is one rank.
+        local_rank: its number on its node, where it is one rank.
+        master_addr: where the others reach number 0.
+        master_port: where they meet.
+        has_store: whether a store of torchrun's listens there already.
+    """
+
+    scheme: str
+    index: int
+    count: int
+    node: int
+    nodes: int
+    nproc_per_node: int | None
+    whole_node: bool
+    local_rank: int
+    master_addr: str
+    master_port: int
+    has_store: bool = False
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process says what is run."""
+        return self.index == 0
+
+    def require_world(self, nodes: int, nproc_per_node: int) -> None:
+        """Raises `UsageError` unless these are the ranks that were started."""
+        if nodes != self.nodes or self.nproc_per_node not in (None, nproc_per_node):
+            raise UsageError(
+                f"{self.scheme} started {self.nodes} nodes with {self.nproc_per_node or 'any number of'} ranks each, "
+                f"but {nodes} nodes with {nproc_per_node} ranks each are asked for: leave out --nodes and "
+                "--nproc-per-node"
+            )
+
+    def describe(self) -> str:
+        """Which one of how many, for people."""
+        what = "node" if self.whole_node else "rank"
+        return f"{what} {self.index} of {self.count} that {self.scheme} started"
+
+
+def find_membership(
+    environment: Mapping[str, str], slurm_address: Callable[[str], str] = node_address
+) -> Membership | None:
+    """What the environment says; None where nobody has started several of this process.
+
+    `slurm_address` tells where a node of Slurm's is reached.
+
+    Raises `UsageError` where the environment contradicts itself, or lacks something that cannot be guessed.
+    """
+    for find in (_torchrun, _pod, partial(_srun, address=slurm_address), _open_mpi, _pmi):
+        if (member := find(environment)) is not None:
+            return member
+    return None
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    value = environment.get(name, "")
+    if not value.isdecimal():
+        raise UsageError(
+            f"{name} is {value or 'not set'!r}, expected a number: the launcher's environment is incomplete"
+        )
+    return int(value)
+
+
+def _ranks(
+    environment: Mapping[str, str],
+    scheme: str,
+    rank: int,
+    world: int,
+    local_rank: int,
+    local_world: int,
+    job: str,
+    *,
+    first: str | None = None,
+) -> Membership:
+    """One rank of `world`, of which each node has `local_world`."""
+    if local_world < 1 or world % local_world or not 0 <= local_rank < local_world or not 0 <= rank < world:
+        raise UsageError(
+            f"{scheme} started rank {rank} of {world}, number {local_rank} of {local_world} on its node: zerokit needs "
+            "the same number of ranks on every node"
+        )
+    nodes, node = world // local_world, rank // local_world
+    if rank % local_world != local_rank:
+        raise UsageError(
+            f"{scheme} started rank {rank} as number {local_rank} of {local_world} on its node, but zerokit needs "
+            "neighbouring ranks on a node: ask for a block distribution (srun -m block, mpirun --map-by slot)"
+        )
+    address = environment.get("MASTER_ADDR") or (first if nodes > 1 else "127.0.0.1")
+    if not address:
+        raise UsageError(
+            f"{scheme} started ranks on {nodes} nodes, but does not tell where rank 0 is: set MASTER_ADDR to its host "
+            "(mpirun -x MASTER_ADDR=HOST)"
+        )
+    # Two jobs on a machine should not meet at one port.
+    port = 20000 + zlib.crc32(job.encode()) % 20000
+    if environment.get("MASTER_PORT"):
+        port = _number(environment, "MASTER_PORT")
+    return Membership(
+        scheme=scheme,
+        index=rank,
+        count=world,
+        node=node,
+        nodes=nodes,
+        nproc_per_node=local_world,
+        whole_node=False,
+        local_rank=local_rank,
+        master_addr=address,
+        master_port=port,
+    )
+
+
+def _torchrun(environment: Mapping[str, str]) -> Membership | None:
+    if "RANK" not in environment or "WORLD_SIZE" not in environment or "MASTER_ADDR" not in environment:
+        return None
+    world = _number(environment, "WORLD_SIZE")
+    member = _ranks(
+        environment,
+        "torchrun",
+        _number(environment, "RANK"),
+        world,
+        _number(environment, "LOCAL_RANK"),
+        _number(environment, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environment else world,
+        "",
+    )
+    port = _number(environment, "MASTER_PORT")
+    has_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return replace(member, master_port=port, has_store=has_store)
+
+
+def _pod(environment: Mapping[str, str]) -> Membership | None:
+    if "PET_NODE_RANK" not in environment or "PET_NNODES" not in environment:
+        return None
+    least, _, most = environment["PET_NNODES"].partition(":")
+    ranks = environment.get("PET_NPROC_PER_NODE", "auto")
+    node = _number(environment, "PET_NODE_RANK")
+    if not least.isdecimal() or most not in ("", least) or node >= int(least):
+        raise UsageError(
+            f"PET_NNODES is {environment['PET_NNODES']!r} and PET_NODE_RANK {node}: expected a fixed number of nodes, "
+            "and ranks from 0 below it"
+        )
+    nodes = int(least)
+    return Membership(
+        scheme="a TrainJob (or torchrun's PET_ variables)",
+        index=node,
+        count=nodes,
+        node=node,
+        nodes=nodes,
+        nproc_per_node=int(ranks) if ranks.isdecimal() else None,  # "auto", "gpu" and "cpu" leave it open
+        whole_node=True,
+        local_rank=0,
+        master_addr=environment.get("PET_MASTER_ADDR") or "127.0.0.1",
+        master_port=_number(environment, "PET_MASTER_PORT")
+        if "PET_MASTER_PORT" in environment
+        else DEFAULT_PORT,
+    )
+
+
+def _first_set(environment: Mapping[str, str], name: str, other: str) -> str:
+    return name if environment.get(name) else other
+
+
+def _srun(environment: Mapping[str, str], address: Callable[[str], str]) -> Membership | None:
+    # The batch script has SLURM_PROCID as well, but no step of its own that srun numbered.
+    if "SLURM_PROCID" not in environment or not environment.get("SLURM_STEP_ID", "").isdecimal():
+        return None
+    world = _number(environment, _first_set(environment, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"))
+    nodes = _number(environment, _first_set(environment, "SLURM_STEP_NUM_NODES", "SLURM_NNODES"))
+    names = expand_hostlist(environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_NODELIST", ""))
+    if nodes == 0 or world % nodes:
+        raise UsageError(f"srun started {world} ranks on {nodes} nodes: zerokit needs as many on every node")
+    job = f"{environment.get('SLURM_JOB_ID')}.{environment['SLURM_STEP_ID']}"
+    return _ranks(
+        environment,
+        "srun",
+        _number(environment, "SLURM_PROCID"),
+        world,
+        _number(environment, "SLURM_LOCALID"),
+        world // nodes,
+        job,
+        first=address(names[0]) if names and nodes > 1 and "MASTER_ADDR" not in environment else None,
+    )
+
+
+def _open_mpi(environment: Mapping[str, str]) -> Membership | None:
+    if "OMPI_COMM_WORLD_RANK" not in environment:
+        return None
+    return _ranks(
+        environment,
+        "mpirun",
+        _number(environment, "OMPI_COMM_WORLD_RANK"),
+        _number(environment, "OMPI_COMM_WORLD_SIZE"),
+        _number(environment, "OMPI_COMM_WORLD_LOCAL_RANK"),
+        _number(environment, "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        environment.get("PMIX_NAMESPACE") or environment.get("OMPI_MCA_ess_base_jobid", ""),
+    )
+
+
+def _pmi(environment: Mapping[str, str]) -> Membership | None:
+    if "PMI_RANK" not in environment or "MPI_LOCALRANKID" not in environment:
+        return None
+    return _ranks(
+        environment,
+        "mpirun (PMI)",
+        _number(environment, "PMI_RANK"),
+        _number(environment, "PMI_SIZE"),
+        _number(environment, "MPI_LOCALRANKID"),
+        _number(environment, "MPI_LOCALNRANKS"),
+        environment.get("PMI_PORT", ""),
+    )

@@ -1,0 +1,227 @@
+"""One node of a launch from another machine: says who it is, runs torchrun's agent, and brings home what it wrote.
+
+    python -m zerokit.launch.node        what it is told, and says, stands in `frames`
+
+It imports no torch itself, so that it answers at once. When its input closes it ends everything that it started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import queue
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from zerokit import __version__
+from zerokit.launch import frames
+from zerokit.launch.frames import MOST_LOG_BYTES, frame, pack, parse, put_file, relocate
+from zerokit.launch.local import threads_per_rank
+from zerokit.launch.network import address_towards, free_port, interface_of
+from zerokit.launch.processes import MARK, kill_marked
+
+_POLL_SECONDS = 0.05
+_FILES_SECONDS = 0.5
+_GRACE_SECONDS = 5.0
+
+
+def versions() -> dict[str, str]:
+    """What must be equal on all nodes."""
+    found = {"python": ".".join(platform.python_version_tuple()[:2]), "zerokit": __version__}
+    with contextlib.suppress(PackageNotFoundError):
+        found["torch"] = version("torch").partition("+")[0]  # asked without importing it
+    return found
+
+
+class Launcher:
+    """The other end: threads read what it says and write what it is told, so that nobody ever waits for it."""
+
+    def __init__(self, incoming: BinaryIO, outgoing: BinaryIO) -> None:
+        self._unsent: queue.Queue[bytes] = queue.Queue()
+        self._gone = False
+        self._said: queue.SimpleQueue[tuple[str, dict[str, Any]] | None] = queue.SimpleQueue()
+        self._heard = time.monotonic()
+        threading.Thread(target=self._read, args=(incoming,), daemon=True).start()
+        threading.Thread(target=self._write, args=(outgoing,), daemon=True).start()
+
+    def _read(self, incoming: BinaryIO) -> None:
+        for line in incoming:
+            self._heard = time.monotonic()
+            if (said := parse(line)) is not None:
+                self._said.put(said)
+        self._said.put(None)
+
+    def _write(self, outgoing: BinaryIO) -> None:
+        while True:
+            line = self._unsent.get()
+            try:
+                outgoing.write(line)
+                outgoing.flush()
+            except OSError:
+                self._gone = True
+            self._unsent.task_done()
+
+    def hear(self) -> tuple[str, dict[str, Any]] | None:
+        """What was said next, if anything; raises `EOFError` if the launcher is gone."""
+        try:
+            said = self._said.get_nowait()
+        except queue.Empty:
+            if self._gone or time.monotonic() - self._heard > frames.SILENCE_SECONDS:
+                raise EOFError from None
+            return None
+        if said is None:
+            raise EOFError
+        return said
+
+    def say(self, kind: str, **content: Any) -> None:
+        """Have it written, without waiting for that."""
+        self._unsent.put(frame(kind, **content))
+
+    def finish(self) -> None:
+        """Wait until all is written; raises `EOFError` if the launcher is gone."""
+        while self._unsent.unfinished_tasks:
+            self.hear()
+            time.sleep(_POLL_SECONDS)
+
+
+class Files:
+    """What the launch's folder holds here, as far as it has been brought home."""
+
+    def __init__(self, folder: Path, inputs: Mapping[str, str]) -> None:
+        self._folder = folder
+        self._sent: dict[Path, tuple[int, int]] = {}
+        for name in inputs:
+            self._is_new(folder / name)
+
+    def _is_new(self, path: Path) -> bool:
+        try:
+            seen = path.stat()
+        except FileNotFoundError:
+            return False
+        state = seen.st_mtime_ns, seen.st_size
+        if self._sent.get(path) == state:
+            return False
+        self._sent[path] = state
+        return True
+
+    def send(self, launcher: Launcher, *, logs: bool) -> None:
+        """Send what is new: what the ranks wrote beside their job, and the ends of their `logs` if asked."""
+        paths = list(self._folder.rglob("*") if logs else self._folder.glob("*"))
+        for path in paths:
+            if path.is_file() and not path.name.startswith(".") and self._is_new(path):
+                with contextlib.suppress(FileNotFoundError):  # a file that was renamed meanwhile
+                    content = path.read_bytes()
+                    content = content if path.parent == self._folder else content[-MOST_LOG_BYTES:]
+                    name = path.relative_to(self._folder).as_posix()
+                    launcher.say("file", name=name, content=pack(content))
+
+
+def _variables(start: Mapping[str, Any], launch_id: str) -> dict[str, str]:
+    variables = {**os.environ, **start["environment"], MARK: launch_id}
+    variables.setdefault("OMP_NUM_THREADS", str(threads_per_rank(start["nproc_per_node"])))
+    # gloo otherwise looks the host's own name up, which on many machines leads to loopback.
+    with contextlib.suppress(OSError):
+        interface = interface_of(address_towards(start["master_addr"]))
+        if interface is not None:
+            variables.setdefault("GLOO_SOCKET_IFNAME", interface)
+    return variables
+
+
+def _start_agent(start: Mapping[str, Any], folder: Path, launch_id: str) -> subprocess.Popen[bytes]:
+    directory = folder / f"node-{start['node']}"
+    directory.mkdir()
+    torchrun = (
+        f"--nnodes {start['nodes']} --node-rank {start['node']} --nproc-per-node {start['nproc_per_node']} "
+        f"--max-restarts 0 --rdzv-backend static --master-addr {start['master_addr']} "
+        f"--master-port {start['master_port']} --redirects 3"
+    ).split()
+    agent = [sys.executable, "-m", "zerokit.launch.agent", str(directory / "report.json"), str(os.getpid())]
+    rank = ["-m", "zerokit.launch.rank", start["module"]]
+    rank += relocate(start["arguments"], start["folder"], folder)
+    with (directory / "agent.log").open("wb") as log:
+        return subprocess.Popen(
+            [*agent, *torchrun, "--log-dir", str(directory), *rank],
+            env=_variables(start, launch_id),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+
+
+def _serve(launcher: Launcher, start: Mapping[str, Any], folder: Path) -> int:
+    """Run the agent to its end; returns its exit code, negative for a signal."""
+    launch_id = uuid.uuid4().hex
+    for name, content in start["files"].items():
+        put_file(folder, {"name": name, "content": content})
+    files = Files(folder, start["files"])
+    process = _start_agent(start, folder, launch_id)
+    try:
+        looked = time.monotonic()
+        while process.poll() is None:
+            said = launcher.hear()
+            if said is not None and said[0] == "signal":
+                process.send_signal(int(said[1]["number"]))
+            if time.monotonic() - looked > _FILES_SECONDS:
+                files.send(launcher, logs=False)
+                looked = time.monotonic()
+            if said is None:
+                time.sleep(_POLL_SECONDS)
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_GRACE_SECONDS)
+        kill_marked(launch_id, spare=frozenset([process.pid]))
+        process.kill()
+        process.wait()
+        kill_marked(launch_id)
+    files.send(launcher, logs=True)
+    return process.returncode
+
+
+def main() -> int:
+    """Serve one launch; returns 0 if it was served to its end, whatever became of its ranks."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _leave)
+    outgoing = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what anybody prints must not get between the frames
+    launcher = Launcher(sys.stdin.buffer, outgoing)
+    folder = Path(tempfile.mkdtemp(prefix="zerokit-node-"))
+    try:
+        launcher.say(
+            "hello", versions=versions(), host=socket.gethostname(), pid=os.getpid(), port=free_port("")
+        )
+        while (said := launcher.hear()) is None:
+            time.sleep(_POLL_SECONDS)
+        kind, start = said
+        if kind != "start":
+            return 2
+        launcher.say("exit", code=_serve(launcher, start, folder))
+        launcher.finish()
+    except EOFError:
+        return 1  # nobody is left to be told
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return 0
+
+
+def _leave(number: int, _: object) -> None:
+    raise SystemExit(128 + number)
+
+
+if __name__ == "__main__":
+    # At once: the thread that reads may hold the lock of the standard input, which Python would wait for.
+    os._exit(main())

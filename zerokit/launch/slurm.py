@@ -1,0 +1,340 @@
+"""Nodes under Slurm: one `srun` a node inside an allocation; outside, a batch script that runs the same command inside.
+
+Node 0 is the first of Slurm's own list of nodes. Where there is no such list, nothing is guessed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from zerokit.errors import UsageError
+from zerokit.launch.failures import LaunchError, tail
+from zerokit.launch.hosts import expand_hostlist
+from zerokit.launch.interrupts import Interrupted, Interrupts
+from zerokit.launch.remote import Place, node_command
+
+_FOLLOW_SECONDS = 2.0
+# A busy controller leaves some questions unanswered ("Socket timed out").
+_QUEUE_SECONDS = 120.0
+# After a job has left the queue its files may take a moment to be seen here (NFS).
+_FILES_SECONDS = 60.0
+RUNTIMES = ("pyxis", "apptainer")
+
+
+@dataclass(frozen=True, slots=True)
+class Container:
+    """An image that nodes run in.
+
+    Attributes:
+        image: for Pyxis a reference or a squashfs file, for Apptainer a SIF file or `docker://…`.
+        runtime: one of `RUNTIMES`.
+    """
+
+    image: str
+    runtime: str
+
+    def srun_options(self) -> list[str]:
+        """Of srun, for Pyxis (https://github.com/NVIDIA/pyxis): the working directory is the same inside."""
+        if self.runtime != "pyxis":
+            return []
+        here = str(Path.cwd())
+        return [
+            f"--container-image={self.image}",
+            f"--container-mounts={here}:{here}",
+            f"--container-workdir={here}",
+        ]
+
+    def wrap(self, command: list[str]) -> list[str]:
+        """For Apptainer: the command inside the image, with the node's GPUs."""
+        if self.runtime != "apptainer":
+            return command
+        here = str(Path.cwd())
+        return ["apptainer", "exec", "--nv", "--bind", here, "--pwd", here, self.image, *command]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is asked of Slurm.
+
+    Attributes:
+        nodes: how many.
+        gpus_per_node: GPUs of each; None asks for none.
+        partition, account, time: as `sbatch` takes them.
+        lines: more lines for the script's head, each without `#SBATCH`.
+        container: nodes run in it, if one is given.
+    """
+
+    nodes: int
+    gpus_per_node: int | None = None
+    partition: str | None = None
+    account: str | None = None
+    time: str | None = None
+    lines: tuple[str, ...] = ()
+    container: Container | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("partition", "account", "time"):
+            value = getattr(self, name)
+            if value is not None and not re.fullmatch(r"[\w.,:+@-]+", value):
+                raise UsageError(f"{name} {value!r} cannot stand in a line of a batch script")
+        for line in self.lines:
+            if "\n" in line or not line.startswith("-"):
+                raise UsageError(
+                    f"{line!r} is no option of sbatch: give it as it stands behind #SBATCH, like '--qos=high'"
+                )
+
+
+def inside_allocation(environment: Mapping[str, str]) -> bool:
+    """Whether Slurm has given this process nodes."""
+    return "SLURM_JOB_ID" in environment
+
+
+def allocated_hosts(environment: Mapping[str, str]) -> list[str]:
+    """The allocation's nodes in Slurm's order; raises `UsageError` where it names none."""
+    text = environment.get("SLURM_JOB_NODELIST") or environment.get("SLURM_NODELIST")
+    if not text:
+        raise UsageError(
+            "Slurm has given an allocation (SLURM_JOB_ID is set) but no list of nodes: SLURM_JOB_NODELIST is not set"
+        )
+    return expand_hostlist(text)
+
+
+def node_address(host: str) -> str:
+    """Where a node is reached: by its name where that resolves here, else at the address that Slurm has for it.
+
+    Raises `UsageError` where neither is known.
+    """
+    try:
+        socket.getaddrinfo(host, None)
+        return host
+    except OSError:
+        pass
+    with contextlib.suppress(OSError):
+        done = subprocess.run(
+            ["scontrol", "show", "node", "--oneliner", host], capture_output=True, text=True, check=False
+        )
+        match = re.search(r"\bNodeAddr=(\S+)", done.stdout)
+        if match is not None and match[1] != host:
+            return match[1]
+    raise UsageError(
+        f"Slurm's node {host} does not resolve on this machine, and scontrol knows no address of it: add it to DNS or "
+        "/etc/hosts, or set MASTER_ADDR"
+    )
+
+
+def srun_place(host: str, python: str, container: Container | None = None) -> Place:
+    """A node of the allocation as a place: a job step on this node alone."""
+    command = ["sh", "-c", node_command(python)]
+    options = [
+        "--nodes=1",
+        "--ntasks=1",
+        f"--nodelist={host}",
+        "--overlap",
+        "--unbuffered",
+        "--kill-on-bad-exit=1",
+    ]
+    if container is not None:
+        command = container.wrap(command)
+        options += container.srun_options()
+    return Place(host, ("srun", *options, *command), _advise)
+
+
+def _advise(said: str) -> str | None:
+    lowered = said.lower()
+    if "no module named" in lowered:
+        return "install zerokit there in the same place, or name its Python with --remote-python"
+    if "container" in lowered and "unrecognized" in lowered:
+        return "this Slurm has no Pyxis: use --container-runtime apptainer"
+    if "requested node configuration is not available" in lowered or "invalid node name" in lowered:
+        return "the allocation does not have that node: leave out --nodes, or ask for more"
+    return None
+
+
+def render_script(request: Request, arguments_file: Path, folder: Path, python: str = sys.executable) -> str:
+    """The batch script that runs `zerokit bench --arguments FILE` on the first node of the allocation.
+
+    Args:
+        request: what is asked of Slurm.
+        arguments_file: the bench's own options, seen on every node.
+        folder: for the job's log and exit code, seen here and there.
+        python: with zerokit, on the first node.
+    """
+    if "\n" in str(folder):
+        raise UsageError(f"the folder {str(folder)!r} cannot stand in a line of a batch script")
+    head = [
+        "--job-name=zerokit-bench",
+        f"--nodes={request.nodes}",
+        "--ntasks-per-node=1",
+        # sbatch reads quotes as a shell does, and % as its own sign.
+        shlex.quote(f"--output={str(folder / 'slurm.log').replace('%', '%%')}"),
+        *(
+            f"--{name}={value}"
+            for name in ("partition", "account", "time")
+            if (value := getattr(request, name))
+        ),
+        *([f"--gpus-per-node={request.gpus_per_node}"] if request.gpus_per_node else []),
+        *request.lines,
+    ]
+    bench = [python, "-m", "zerokit.cli", "bench", "--arguments", str(arguments_file)]
+    code = folder / "exit-code"
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            *(f"#SBATCH {line}" for line in head),
+            "# Slurm ends the script's processes before it kills them: zerokit then ends its ranks and its MLflow run.",
+            f"cd {shlex.quote(str(Path.cwd()))} || exit 1",
+            f"{shlex.join(bench)} &",
+            "bench=$!",
+            "trap 'kill -TERM $bench' TERM INT",
+            "wait $bench; code=$?",
+            # A trapped signal ends the first wait, not the bench.
+            "while kill -0 $bench 2>/dev/null; do wait $bench; code=$?; done",
+            f"echo $code > {shlex.quote(str(code) + '.part')} && mv {shlex.quote(str(code) + '.part')} "
+            f"{shlex.quote(str(code))}",
+            "exit $code",
+            "",
+        ]
+    )
+
+
+def submit(script: Path) -> str:
+    """Hand a script to sbatch; returns the job's number. Raises `LaunchError` with what sbatch said."""
+    try:
+        done = subprocess.run(
+            ["sbatch", "--parsable", "--signal=B:TERM@60", str(script)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    except OSError as error:
+        raise LaunchError(
+            f"sbatch cannot be run ({error.strerror}): is this a login node of a Slurm cluster?"
+        ) from error
+    if done.returncode != 0:
+        raise LaunchError(f"sbatch refused the job: {done.stderr.strip()}; the script is {script}")
+    return done.stdout.strip().partition(";")[0]
+
+
+def follow(
+    job: str,
+    folder: Path,
+    interrupts: Interrupts,
+    show: Callable[[str], None],
+    seconds: float = _FOLLOW_SECONDS,
+) -> int:
+    """Wait for the job's end; returns the exit code of what it ran.
+
+    Args:
+        job: its number.
+        folder: as given to `render_script`.
+        interrupts: looked at while waiting.
+        show: is told its state when that changes.
+        seconds: between looks at the queue.
+
+    Raises:
+        LaunchError: the job ended without running to its end; the message says why Slurm says so.
+        Interrupted: SIGINT or SIGTERM came; the job was cancelled.
+    """
+    code_file = folder / "exit-code"
+    shown, answered = "", time.monotonic()
+    try:
+        while (state := _state(job, answered)) is not None:
+            answered = time.monotonic() if state else answered
+            if state and state != shown:
+                show(f"job {job}: {state}")
+                shown = state
+            interrupts_wait(interrupts, seconds)
+    except Interrupted:
+        subprocess.run(["scancel", job], check=False)
+        with contextlib.suppress(Interrupted):
+            _await_file(code_file, 10.0)
+        raise
+    if not _await_file(code_file, _FILES_SECONDS if _completed(job) else 2.0):
+        end = tail(folder / "slurm.log")
+        raise LaunchError(
+            "\n".join(filter(None, [f"Slurm's job {job} ended before the bench did: {_final(job)}", end]))
+        )
+    code = int(code_file.read_text())
+    if code >= 128:  # Slurm may have done that: at the job's time limit, or by somebody's scancel
+        show(f"job {job} was ended: {_final(job)}")
+    return code
+
+
+def interrupts_wait(interrupts: Interrupts, seconds: float) -> None:
+    """Wait so long, or until a signal comes, which is raised."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        interrupts.check()
+        time.sleep(0.05)
+
+
+def _await_file(path: Path, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.2)
+        with contextlib.suppress(OSError):
+            os.listdir(path.parent)  # makes an NFS client look again
+    return True
+
+
+def _state(job: str, answered: float) -> str | None:
+    """What the queue says of a job that waits or runs; None when it has left; "" where it does not answer.
+
+    Raises `LaunchError` when nothing was heard since `answered` for so long that it is not merely busy.
+    """
+    done = subprocess.run(
+        ["squeue", "--noheader", f"--jobs={job}", "--format=%T %r"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    words = done.stdout.split(None, 1)
+    if done.returncode != 0 and "Invalid job id" not in done.stderr:
+        if time.monotonic() - answered < _QUEUE_SECONDS:
+            return ""
+        raise LaunchError(
+            f"squeue has not answered for {_QUEUE_SECONDS:g} s: {done.stderr.strip()}; Slurm's job {job} goes on by "
+            f"itself: look with squeue --jobs={job}, end it with scancel {job}"
+        )
+    if not words or words[0] in (
+        "COMPLETED",
+        "FAILED",
+        "CANCELLED",
+        "TIMEOUT",
+        "NODE_FAIL",
+        "OUT_OF_MEMORY",
+        "BOOT_FAIL",
+        "DEADLINE",
+        "PREEMPTED",
+    ):
+        return None
+    reason = words[1].strip() if len(words) > 1 else ""
+    return words[0].lower() + (f" ({reason})" if words[0] == "PENDING" and reason not in ("", "None") else "")
+
+
+def _show_job(job: str) -> str:
+    done = subprocess.run(
+        ["scontrol", "show", "job", "--oneliner", job], capture_output=True, text=True, check=False
+    )
+    return done.stdout
+
+
+def _completed(job: str) -> bool:
+    return "JobState=COMPLETED" in _show_job(job) or "JobState=FAILED" in _show_job(job)
+
+
+def _final(job: str) -> str:
+    found = re.findall(r"\b(JobState|Reason|ExitCode)=(\S+)", _show_job(job))
+    return ", ".join(f"{name} {value}" for name, value in found) or "Slurm does not know it any more"

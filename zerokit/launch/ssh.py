@@ -1,0 +1,97 @@
+"""Nodes over ssh: one connection a node, which ends everything there when it ends."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zerokit.errors import UsageError
+from zerokit.launch.remote import Place, node_command
+
+_REMEDIES = (
+    (
+        "could not resolve hostname",
+        "the name does not resolve here: correct it in --hosts, or add it to DNS or /etc/hosts",
+    ),
+    (
+        "permission denied",
+        "give this user's key to that host (ssh-copy-id), or name another with --ssh-option '-i FILE'",
+    ),
+    ("host key verification failed", "connect once by hand (ssh HOST true) to accept the host's key"),
+    (
+        "remote host identification has changed",
+        "the host's key is another than before: see that it is the right machine",
+    ),
+    (
+        "connection refused",
+        "no ssh server listens there: start sshd, or give its port with --ssh-option '-p PORT'",
+    ),
+    ("no route to host", "the machine is down or in another network"),
+    ("network is unreachable", "the machine is in another network"),
+    ("timed out", "the machine is down, or a firewall drops what is sent to it"),
+    ("not responding", "the machine or the network between has stopped answering"),
+    ("no module named", "install zerokit there in the same place, or name its Python with --remote-python"),
+    ("not found", "there is no such Python there: name one with --remote-python"),
+    ("no such file or directory", "there is no such Python there: name one with --remote-python"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Ssh:
+    """How hosts are reached.
+
+    Attributes:
+        options: of ssh itself, as on its command line.
+        python: on the hosts; by default this one's path.
+        connect_seconds: for the connection.
+    """
+
+    options: tuple[str, ...] = ()
+    python: str = sys.executable
+    connect_seconds: float = 30.0
+
+    def place(self, host: str) -> Place:
+        """The host as a place for a node."""
+        patience = (
+            "-o", "BatchMode=yes",
+            "-o", f"ConnectTimeout={max(1, round(self.connect_seconds))}",
+            "-o", "ServerAliveInterval=5",
+            "-o", "ServerAliveCountMax=3",
+        )  # fmt: skip
+        # The user's shell there may be one that does not know redirections as sh does (csh).
+        line = shlex.join(["exec", "sh", "-c", node_command(self.python)])
+        return Place(host, ("ssh", "-T", *self.options, *patience, host, line), advise)
+
+    def address(self, host: str) -> str:
+        """The name that ssh's configuration gives an alias: what the other nodes reach it by."""
+        done = subprocess.run(["ssh", *self.options, "-G", host], capture_output=True, text=True, check=False)
+        for line in done.stdout.splitlines():
+            if line.startswith("hostname "):
+                return line.removeprefix("hostname ").strip()
+        return host.rpartition("@")[2]
+
+
+def advise(said: str) -> str | None:
+    """The remedy for what ssh, or the shell behind it, has said."""
+    lowered = said.lower()
+    return next((remedy for words, remedy in _REMEDIES if words in lowered), None)
+
+
+def require_ssh() -> None:
+    """Raises `UsageError` where there is no ssh."""
+    try:
+        subprocess.run(["ssh", "-V"], capture_output=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise UsageError(f"--launcher ssh needs the program ssh ({error}): install openssh-client") from error
+
+
+def choose_hosts(hosts: Sequence[str], nodes: int) -> list[str]:
+    """The first `nodes` of the hosts; raises `UsageError` when there are fewer."""
+    if len(hosts) < nodes:
+        raise UsageError(
+            f"--nodes {nodes} needs as many hosts, but there are {len(hosts)}: {', '.join(hosts) or 'none'}"
+        )
+    return list(hosts[:nodes])
