@@ -12,6 +12,8 @@ from click.testing import CliRunner
 
 import zerokit as package
 from tests.cli.commands import environment, zerokit
+from zerokit.bench.measure.devices import Gpu
+from zerokit.bench.settings import Settings
 from zerokit.cli import COMMANDS, cli
 
 
@@ -56,6 +58,7 @@ def test_version_and_commands_are_told() -> None:
         (["--nproc-per-node", "-1"], "Invalid value for '--nproc-per-node'"),
         (["--stage", "4"], "Invalid value for '--stage': 4 is not in the range 0<=x<=3."),
         (["--precision", "fp8"], "'fp8' is not one of 'fp32', 'bf16', 'fp16'."),
+        (["--wire", "fp16"], "'fp16' is not one of 'own', 'bf16'."),
         (["--model", "gpt-9"], "model 'gpt-9' is unknown: did you mean"),
         (["--steps", "many"], "'many' is not a valid integer"),
         (["--bucket-mb", "0"], "Invalid value for '--bucket-mb'"),
@@ -83,6 +86,34 @@ def test_the_environment_gives_options_that_flags_overrule() -> None:
     assert "Invalid value for '--stage'" in runner.invoke(cli, ["bench", "--nodes", "1"]).stderr
     overruled = runner.invoke(cli, ["bench", "--stage", "1", "--nodes", "0"])
     assert "Invalid value for '--nodes'" in overruled.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ranks"),
+    [
+        ([], 4),
+        (["--nodes", "2"], 2),
+        (["--device", "cpu"], 1),
+        (["--device", "cuda"], 4),
+        (["--nproc-per-node", "3"], 3),
+    ],
+)
+def test_a_node_has_a_rank_for_each_of_its_devices(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], ranks: int
+) -> None:
+    asked: list[Settings] = []
+
+    def single(settings: Settings, *_: object, **__: object) -> int:
+        asked.append(settings)
+        return 0
+
+    monkeypatch.setattr(
+        "zerokit.cli.bench.visible_devices", lambda: [Gpu(f"GPU-{n}", None) for n in range(4)]
+    )
+    monkeypatch.setattr("zerokit.cli.bench._single", single)
+    result = CliRunner().invoke(cli, ["bench", "--no-mlflow", *arguments])
+    assert result.exit_code == 0, result.output
+    assert [settings.nproc_per_node for settings in asked] == [ranks]
 
 
 @pytest.mark.parametrize(

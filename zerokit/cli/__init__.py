@@ -1,7 +1,7 @@
 """The command line: one thin module a command, imported when that command is called.
 
-Exit codes: 0 ok, 1 failure, 2 usage, 3 regression, 4 nothing could run; a command that a signal ended leaves
-with 128 + its number, as shells do.
+Exit codes: 0 ok, 1 failure, 2 usage, 3 regression, 4 nothing could run, 5 doctor found a fault; a
+command that a signal ended leaves with 128 + its number, as shells do.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import click
 
 from zerokit import __version__
 from zerokit.errors import ZerokitError
+from zerokit.launch.init import leave_process_one
 from zerokit.launch.interrupts import Interrupted
 
 # Name, and the line that `zerokit --help` shows without importing the command.
@@ -24,6 +25,7 @@ COMMANDS = {
     "consolidate": "Write a checkpoint's weights as safetensors for Hugging Face's loaders.",
     "inspect": "Show what a checkpoint holds: parameters, streams, files.",
     "verify": "Read every byte of a checkpoint, and say what is damaged.",
+    "doctor": "Find what would make training fail, hang or crawl: software, network, disks, tracking.",
     "diff": "Compare two checkpoints of any world sizes, without reading their data.",
 }
 
@@ -62,6 +64,7 @@ def cli() -> None:
 
 def main() -> None:
     """The program `zerokit`: errors raised on purpose are told in plain words, without a traceback."""
+    leave_process_one()
     try:
         cli(prog_name="zerokit")
     except ZerokitError as error:

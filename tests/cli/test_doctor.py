@@ -1,0 +1,115 @@
+"""`zerokit doctor` as a process: its exit codes, its two forms, and how little --quick takes."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cli.commands import environment, start, wait_for, zerokit
+from zerokit.bench.schema import from_plain
+from zerokit.doctor.facts import GroupFacts, RankFacts
+from zerokit.doctor.findings import CHECKS, Severity
+
+QUICK = ("doctor", "--quick")
+
+
+def test_quick_imports_neither_torch_nor_mlflow_and_leaves_nothing(tmp_path: Path) -> None:
+    code = (
+        "import sys, atexit; from zerokit.cli import main;"
+        "atexit.register(lambda: print(sorted({'torch', 'mlflow', 'numpy'} & set(sys.modules))));"
+        "main()"
+    )
+    before = environment(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *QUICK],
+        env=before,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.endswith("[]\n")
+    assert [path.name for path in tmp_path.rglob("*")] == ["tmp"]
+
+
+def test_quick_does_not_wait_for_a_silent_server(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        uri = f"http://me:s3cret@127.0.0.1:{silent.getsockname()[1]}"
+        started = time.perf_counter()
+        done = zerokit(tmp_path, *QUICK, "--tracking-uri", uri)
+        taken = time.perf_counter() - started
+    assert done.returncode == 5
+    assert "no answer within" in done.stdout
+    assert "s3cret" not in done.stdout + done.stderr
+    assert taken < 20  # the time-out is a second; the rest is starting Python on a busy machine
+
+
+def test_a_fault_is_told_last_and_in_full(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = zerokit(tmp_path, *QUICK, "file/run", COLUMNS="80", GLOO_SOCKET_IFNAME="warp9")
+    assert done.returncode == 5
+    lines = done.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "\x1b" not in done.stdout  # no terminal, no colours
+    faults = [place for place, line in enumerate(lines) if line.startswith("fault ")]
+    quiet = [place for place, line in enumerate(lines) if line.startswith(("ok ", "skipped ", "warning "))]
+    assert [lines[place].split()[1] for place in faults] == ["ZD301", "ZD601"]
+    assert max(quiet) < min(faults)
+    after = " ".join(" ".join(lines[faults[0] :]).split())
+    assert "found GLOO_SOCKET_IFNAME=warp9: warp9: no such interface" in after
+    assert "means gloo fails when it starts." in after
+    assert "do name one that is up:" in after
+    assert lines[-1].startswith("2 faults, ")
+
+
+def test_json_is_one_document_with_facts_by_rank(tmp_path: Path) -> None:
+    done = zerokit(tmp_path, "doctor", "--json", "--nodes", "2", "--nproc-per-node", "1", "--pairs")
+    assert done.returncode == 0, done.stdout + done.stderr
+    document = json.loads(done.stdout)
+    assert document["format"] == "zerokit.doctor/1"
+    assert (document["quick"], document["nodes"], document["nproc_per_node"]) == (False, 2, 1)
+    assert document["exit_code"] == 0
+    assert sum(document["counts"].values()) == len(document["findings"])
+    codes = [one["code"] for one in document["findings"]]
+    assert codes == sorted(codes)
+    for one in document["findings"]:
+        assert set(one) == {"code", "severity", "check", "where", "found", "meaning", "remedy"}
+        assert one["check"] == CHECKS[one["code"]].title
+        assert Severity(one["severity"]) in Severity
+    ranks = [from_plain(RankFacts, one) for one in document["facts"]["ranks"]]
+    assert [one.seat.rank for one in ranks] == [0, 1]
+    assert from_plain(GroupFacts, document["facts"]["group"]).pairs[0].gb_per_s > 0
+    assert document["facts"]["tracking"]["kind"] == "SQLite"
+    # Nothing is left but the folder that the test gave for temporary files.
+    assert [path.name for path in tmp_path.rglob("*")] == ["tmp"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--quick", "--pairs"], "--pairs needs ranks, and --quick starts none"),
+        (["--pairs"], "--pairs compares nodes; there is one (--nodes 2 or more)"),
+        (["--nodes", "0"], "0 is not in the range x>=1."),
+        (["--timeout", "0"], "0.0 is not in the range x>0."),
+        (["a", "b"], "Got unexpected extra argument (b)"),
+    ],
+)
+def test_wrong_use(tmp_path: Path, arguments: list[str], message: str) -> None:
+    done = zerokit(tmp_path, "doctor", *arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+def test_a_signal_ends_it_and_its_ranks(tmp_path: Path) -> None:
+    process = start(tmp_path, ["doctor", "--nodes", "2"])
+    wait_for(lambda: any((tmp_path / "tmp").glob("zerokit-doctor-*/stage-0")), process)
+    process.terminate()
+    assert process.wait(60) == 128 + 15
+    assert "interrupted by SIGTERM" in process.communicate()[1]
+    assert list((tmp_path / "tmp").glob("zerokit-doctor-*")) == []

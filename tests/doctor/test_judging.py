@@ -1,0 +1,264 @@
+"""From facts to findings: every check is silent about a healthy cluster, and speaks of its own fault alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.doctor.healthy import (
+    LIMITS,
+    LOOPBACK,
+    SERVER,
+    bad,
+    group_facts,
+    judged,
+    network,
+    rank_facts,
+    world,
+)
+from zerokit.bench.schema import from_plain, to_plain
+from zerokit.doctor.clock import Offset
+from zerokit.doctor.devices import Device, Devices, judge_devices
+from zerokit.doctor.examine import judge
+from zerokit.doctor.facts import GroupFacts, RankFacts
+from zerokit.doctor.findings import CHECKS, Severity
+from zerokit.doctor.interfaces import Interface, Port, nccl_takes
+from zerokit.doctor.names import Lookups
+from zerokit.doctor.processor import Processor
+from zerokit.doctor.tracking import judge_tracking
+from zerokit.doctor.wire import AllReduce, Pair, judge_all_reduce
+
+WARNING, FAULT = Severity.WARNING, Severity.FAULT
+
+Change = Callable[[RankFacts], RankFacts]
+GroupChange = Callable[[GroupFacts], GroupFacts]
+
+
+def on(field: str, **changes: Any) -> Change:
+    """Changes one part of a rank's facts."""
+    return lambda facts: replace(facts, **{field: replace(getattr(facts, field), **changes)})
+
+
+ETHERNET = rank_facts(1).network.interfaces[1]
+DOWN = Interface("eth1", False, False, [], 1500)
+
+
+RANK_FAULTS: list[tuple[str, Severity, Change]] = [
+    ("ZD101", FAULT, on("software", safetensors=None)),
+    ("ZD101", FAULT, on("software", torch="2.5.1+cu124")),
+    ("ZD101", FAULT, on("software", python="3.10.12")),
+    ("ZD101", WARNING, on("software", mlflow=None)),
+    ("ZD102", FAULT, on("software", nccl="2.21.5")),
+    ("ZD102", WARNING, on("software", safetensors="0.7.0")),
+    ("ZD201", FAULT, on("devices", built_for_cuda=False)),
+    ("ZD201", FAULT, on("devices", usable=7)),
+    ("ZD201", WARNING, on("devices", visible=0)),
+    ("ZD203", WARNING, on("devices", used=Device("H100", "GPU-1"))),
+    ("ZD301", FAULT, on("network", gloo="ib7")),
+    ("ZD301", FAULT, on("network", gloo="lo")),
+    ("ZD301", FAULT, on("network", gloo="eth1", interfaces=[LOOPBACK, ETHERNET, DOWN])),
+    ("ZD301", FAULT, on("network", own_addresses=["127.0.1.1"])),
+    ("ZD301", FAULT, on("network", own_addresses=["10.9.9.9"])),
+    ("ZD302", FAULT, on("network", nccl="ib")),
+    ("ZD302", FAULT, on("network", nccl="=lo")),
+    ("ZD302", FAULT, on("network", nccl="=eth1", interfaces=[LOOPBACK, ETHERNET, DOWN])),
+    ("ZD303", FAULT, on("name", addresses=[], error="Name or service not known")),
+    ("ZD303", WARNING, on("name", addresses=["127.0.1.1"])),
+    ("ZD305", WARNING, on("network", interfaces=[LOOPBACK, replace(ETHERNET, mtu=1500)])),
+    ("ZD306", WARNING, on("network", ports=[Port("mlx5_0", "1", "ACTIVE"), Port("mlx5_1", "1", "DOWN")])),
+    ("ZD401", FAULT, on("limits", shm_free_bytes=2**20)),
+    ("ZD401", FAULT, on("limits", shm_bytes=0, shm_free_bytes=0)),
+    ("ZD401", WARNING, on("limits", shm_bytes=64 * 2**20, shm_free_bytes=64 * 2**20)),
+    ("ZD402", WARNING, on("limits", memlock_bytes=64 * 1024)),
+    ("ZD402", WARNING, on("limits", memlock_bytes=2**30, infiniband=True)),
+    ("ZD403", WARNING, on("limits", open_files=256)),
+    ("ZD502", WARNING, on("processor", quota=0.5)),
+    ("ZD503", WARNING, on("processor", load=70.0)),
+    ("ZD601", FAULT, on("directory", error="Read-only file system")),
+    ("ZD602", FAULT, on("directory", free_bytes=2**20)),
+    ("ZD602", FAULT, on("directory", free_files=0)),
+    ("ZD602", WARNING, on("directory", free_bytes=2**29)),
+    ("ZD603", WARNING, on("directory", bytes_per_s=5e6)),
+    ("ZD603", WARNING, on("directory", sync_s=0.5)),
+]  # fmt: skip
+
+
+def group_with(**changes: Any) -> GroupChange:
+    return lambda group: replace(group, **changes)
+
+
+GROUP_FAULTS: list[tuple[str, Severity, GroupChange]] = [
+    ("ZD304", WARNING, group_with(lookups=[Lookups(errors={"host-1": "unknown"}), Lookups()])),
+    ("ZD304", WARNING, group_with(lookups=[Lookups({"host-1": ["10.0.0.77"]}), Lookups()])),
+    ("ZD404", WARNING, group_with(routes=["shared memory", "shared memory"])),
+    ("ZD404", WARNING, group_with(routes=["sockets", "sockets"])),
+    ("ZD501", WARNING, group_with(offsets=[Offset(0.0, 0.0), Offset(-2.0, 0.01)])),
+    ("ZD501", FAULT, group_with(offsets=[Offset(0.0, 0.0), Offset(3600.0, 0.01)])),
+    ("ZD604", FAULT, group_with(seen=[True, False])),
+    ("ZD701", FAULT, group_with(all_reduce=AllReduce(2**24, 0.001, 15.0, "gloo", False))),
+    ("ZD701", WARNING, group_with(all_reduce=AllReduce(2**24, 0.9, 0.02, "gloo", True))),
+    ("ZD701", WARNING, group_with(all_reduce=AllReduce(2**24, 0.01, 1.0, "gloo", True))),  # of 12.5 GB/s
+    ("ZD702", WARNING, group_with(pairs=[Pair(0, 1, 1, 1.0, 1.0), Pair(0, 2, 1, 1.0, 9.0), Pair(1, 2, 1, 1.0, 9.0)])),
+]  # fmt: skip
+
+
+def test_a_healthy_cluster_has_nothing_bad() -> None:
+    ranks = world(4, ranks_a_node=2)
+    findings = judged(ranks)
+    assert bad(findings) == {}
+    looked = {one.code for one in findings}
+    assert looked == set(CHECKS) - {"ZD801", "ZD802", "ZD803", "ZD901"}
+    assert all(one.meaning and not one.remedy for one in findings)
+
+
+@pytest.mark.parametrize(("code", "severity", "change"), RANK_FAULTS)
+def test_a_fault_of_one_rank_is_found_alone_and_placed(code: str, severity: Severity, change: Change) -> None:
+    ranks = world(3)
+    # Other versions on one rank alone are another fault besides, ZD102.
+    ranks = [change(one) if code == "ZD101" or one.seat.rank == 1 else one for one in ranks]
+    findings = judged(ranks)
+    assert bad(findings) == {code: severity}
+    found = next(one for one in findings if one.severity is severity)
+    assert found.remedy
+    assert found.meaning
+    if code not in ("ZD101", "ZD102", "ZD203"):  # about all ranks together
+        assert "host-1" in found.where + found.found
+
+
+@pytest.mark.parametrize(("code", "severity", "change"), GROUP_FAULTS)
+def test_a_fault_between_ranks_is_found_alone(code: str, severity: Severity, change: GroupChange) -> None:
+    ranks = world(3 if code == "ZD702" else 2)
+    findings = judged(ranks, change(group_facts(ranks)))
+    assert bad(findings) == {code: severity}
+
+
+def test_every_check_has_a_fault_in_these_tests() -> None:
+    tried = {code for code, *_ in RANK_FAULTS} | {code for code, *_ in GROUP_FAULTS}
+    elsewhere = {"ZD202", "ZD801", "ZD802", "ZD803", "ZD901"}  # below, and in test_ranks
+    assert tried | elsewhere == set(CHECKS)
+
+
+def test_ranks_on_one_device_are_named() -> None:
+    ranks = world(4, ranks_a_node=4)
+    ranks[3] = on("devices", used=Device("H200", "GPU-2"))(ranks[3])
+    findings = judged(ranks)
+    assert bad(findings) == {"ZD202": WARNING}
+    shared = next(one for one in findings if one.severity is WARNING)
+    assert shared.where == "ranks 2, 3 (host-0)"
+    assert "ranks 2, 3 share H200 GPU-2" in shared.found
+
+
+def test_a_machine_without_devices_is_no_fault() -> None:
+    cpu = Devices(None, 0, 0, False, 0)
+    assert bad(judge_devices([(rank_facts(0).seat, cpu)])) == {}
+
+
+def test_what_several_machines_need_one_does_not() -> None:
+    """Loopback, and a name that cannot be looked up, are no fault where all ranks are on one machine."""
+    alone = [
+        replace(one, network=replace(one.network, own_addresses=["127.0.1.1"]))
+        for one in world(2, ranks_a_node=2)
+    ]
+    assert bad(judged(alone)) == {}
+    nameless = [
+        replace(
+            one, name=replace(one.name, addresses=[], error="unknown"), network=network(0, own_addresses=[])
+        )
+        for one in world(2, ranks_a_node=2)
+    ]
+    assert bad(judged(nameless)) == {"ZD301": WARNING, "ZD303": WARNING}
+
+
+def test_skew_that_the_measurement_cannot_tell_from_none_is_none() -> None:
+    ranks = world(2)
+    noisy = replace(group_facts(ranks), offsets=[Offset(0.0, 0.0), Offset(2.0, 1.9)])
+    assert bad(judged(ranks, noisy)) == {}
+
+
+def test_a_node_that_all_slow_pairs_have_in_common_is_named() -> None:
+    ranks = world(4)
+    pairs = [Pair(a, b, 1, 1.0, 0.1 if 2 in (a, b) else 5.0) for a in range(4) for b in range(a + 1, 4)]
+    findings = judged(ranks, replace(group_facts(ranks), pairs=pairs))
+    slow = next(one for one in findings if one.code == "ZD702")
+    assert "All 3 slow pairs have node 2 (host-2)" in slow.meaning
+    one_link = [replace(pair, gb_per_s=0.1 if (pair.first, pair.second) == (1, 3) else 5.0) for pair in pairs]
+    slow = next(
+        one for one in judged(ranks, replace(group_facts(ranks), pairs=one_link)) if one.code == "ZD702"
+    )
+    assert slow.found.startswith("nodes 1 (host-1) and 3 (host-3): 0.1 GB/s")
+    assert "All" not in slow.meaning
+
+
+def test_the_link_counts_only_between_machines() -> None:
+    assert bad(judge_all_reduce(AllReduce(2**24, 0.01, 1.0, "gloo", True), None)) == {}
+
+
+def test_cores_are_counted_over_the_ranks_of_a_machine() -> None:
+    ranks = [
+        replace(one, processor=Processor(64, [5], None, 0.0)) for one in world(2, ranks_a_node=2)
+    ]  # both pinned to core 5
+    assert bad(judged(ranks)) == {"ZD502": WARNING}
+    apart = [replace(one, processor=Processor(64, [one.seat.rank], None, 0.0)) for one in ranks]
+    assert bad(judged(apart)) == {}
+
+
+def test_what_was_asked_for_by_zerokit_cma_is_no_fault() -> None:
+    ranks = [replace(one, limits=replace(LIMITS, cma="shared")) for one in world(2, ranks_a_node=2)]
+    shared = replace(group_facts(ranks), routes=["shared memory"] * 2)
+    assert bad(judged(ranks, shared)) == {}
+    assert bad(judged(ranks, replace(shared, routes=["sockets"] * 2))) == {"ZD404": WARNING}
+
+
+def test_yama_is_judged_where_no_rank_has_tried() -> None:
+    strict = replace(rank_facts(0), limits=replace(LIMITS, ptrace_scope=2))
+    assert bad(judge([strict], None, 1)) == {"ZD404": WARNING}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "names"),
+    [
+        (None, ["eth0", "eth10"]),
+        ("eth1", ["eth10", "eth1"]),
+        ("=eth1", ["eth1"]),
+        ("^eth,docker", ["lo"]),
+        ("^=lo", ["eth0", "docker0", "eth10", "eth1"]),
+        ("ib", []),
+    ],
+)
+def test_nccls_rules_for_interfaces(wanted: str | None, names: list[str]) -> None:
+    interfaces = [
+        LOOPBACK,
+        Interface("eth0", True, False, ["10.0.0.1"], 1500),
+        Interface("docker0", True, False, ["172.17.0.1"], 1500),
+        Interface("eth10", True, False, ["10.0.1.1"], 1500),
+        Interface("eth1", False, False, [], 1500),
+    ]
+    assert [one.name for one in nccl_takes(interfaces, wanted)] == names
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, {}),
+        ({"reached": False, "error": "Connection refused"}, {"ZD801": FAULT}),
+        ({"status": 502, "error": "Bad Gateway"}, {"ZD801": FAULT}),
+        ({"status": 401, "error": "no"}, {"ZD802": FAULT}),
+        ({"status": 403, "error": "Invalid Host header - possible DNS rebinding"}, {"ZD802": FAULT}),
+        ({"status": 418, "error": "a teapot"}, {"ZD802": FAULT}),
+        ({"writable": False, "write_error": "HTTP 400: read only"}, {"ZD803": FAULT}),
+        ({"kind": "SQLite", "writable": False, "write_error": "database is locked"}, {"ZD803": WARNING}),
+    ],
+)
+def test_tracking(changes: dict[str, Any], expected: dict[str, Severity]) -> None:
+    assert bad(judge_tracking(replace(SERVER, **changes))) == expected
+
+
+def test_facts_survive_the_file_they_travel_in() -> None:
+    ranks = world(2)
+    group = group_facts(ranks)
+    assert from_plain(RankFacts, json.loads(json.dumps(to_plain(ranks[1])))) == ranks[1]
+    assert from_plain(GroupFacts, json.loads(json.dumps(to_plain(group)))) == group

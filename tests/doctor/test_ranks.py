@@ -1,0 +1,158 @@
+"""Real ranks: what they find out together, and launches that fail or hang."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.doctor.healthy import bad
+from zerokit.doctor.examine import FAULTS, Plan, Report, examine
+from zerokit.doctor.findings import Finding, Severity
+from zerokit.errors import ZerokitError
+from zerokit.launch.interrupts import Interrupts
+from zerokit.launch.local import launch
+
+# These depend on what else the machine does meanwhile.
+BUSY = {"ZD305", "ZD502", "ZD503", "ZD603", "ZD701"}
+
+
+@pytest.fixture
+def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "ZEROKIT_CMA"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "run").mkdir()
+    return Plan(2, 1, tmp_path / "run", f"sqlite:///{tmp_path}/runs.db")
+
+
+def examined(plan: Plan, **changes: Any) -> Report:
+    with Interrupts() as interrupts:
+        return examine(replace(plan, **changes), partial(launch, interrupts=interrupts))
+
+
+def wrapped(plan: Plan, monkeypatch: pytest.MonkeyPatch, what: str, **changes: Any) -> Report:
+    """With the worker of `tests.doctor.wrapped` in place of the real one."""
+    monkeypatch.setenv("WRAPPED", what)
+    with Interrupts() as interrupts:
+        start: Callable[..., None] = partial(launch, interrupts=interrupts)
+
+        def instead(module: str, arguments: Sequence[str], **more: Any) -> None:
+            start("tests.doctor.wrapped", arguments, **more)
+
+        return examine(replace(plan, **changes), instead)
+
+
+def faults(report: Report) -> dict[str, Finding]:
+    return {one.code: one for one in report.findings if one.severity is Severity.FAULT}
+
+
+def test_two_nodes_of_two_ranks_are_well(plan: Plan, tmp_path: Path) -> None:
+    report = examined(plan, nproc_per_node=2, pairs=True)
+    assert {code for code, how in bad(list(report.findings)).items() if how == "fault"} == set()
+    assert set(bad(list(report.findings))) <= BUSY
+    assert report.exit_code == 0
+    assert report.group is not None
+    assert [one.seat.rank for one in report.ranks] == [0, 1, 2, 3]
+    assert [one.seat.node for one in report.ranks] == [0, 0, 1, 1]
+    assert report.group.all_reduce is not None
+    assert report.group.all_reduce.correct
+    assert [(pair.first, pair.second) for pair in report.group.pairs] == [(0, 1)]
+    assert report.group.routes == ["memory"] * 4
+    assert all(abs(offset.seconds) < 0.1 for offset in report.group.offsets)
+    # Nothing is left: no file of the trials, no folder of the job, no store.
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["run"]
+
+
+def test_versions_that_differ(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = faults(wrapped(plan, monkeypatch, "software"))
+    assert set(found) == {"ZD102"}
+    assert found["ZD102"].found == "NCCL: none on rank 0, 2.1 on rank 1"
+
+
+def test_a_clock_that_is_ahead(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = wrapped(plan, monkeypatch, "clock")
+    assert set(faults(report)) == {"ZD501"}
+    assert report.group is not None
+    assert report.group.offsets[1].seconds == pytest.approx(3600.0, abs=0.5)
+    assert "node 1" in faults(report)["ZD501"].where
+
+
+def test_a_directory_that_is_another_one_on_a_rank(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    (plan.directory / "local").mkdir()
+    found = faults(wrapped(plan, monkeypatch, "elsewhere"))
+    assert set(found) == {"ZD604"}
+    assert found["ZD604"].where.startswith("node 1 ")
+
+
+@pytest.mark.netns
+def test_ranks_that_may_not_read_each_other(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root may always: it must lose that right for good, and the process is marked as not to be read."""
+    monkeypatch.setattr(
+        "zerokit.launch.local.sys.executable", str(_without_ptrace(plan.directory.parent / "python"))
+    )
+    report = wrapped(plan, monkeypatch, "unreadable", nodes=1, nproc_per_node=2)
+    found = {one.code: one for one in report.findings}["ZD404"]
+    assert (found.severity, found.found) == (Severity.WARNING, "through shared memory")
+    assert report.exit_code == 0
+
+
+def _without_ptrace(path: Path) -> Path:
+    path.write_text(f'#!/bin/sh\nexec setpriv --bounding-set=-sys_ptrace {sys.executable} "$@"\n')
+    path.chmod(0o755)
+    return path
+
+
+def test_a_rank_that_hangs_is_named_in_time(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = time.monotonic()
+    report = wrapped(plan, monkeypatch, "hang", timeout_s=30.0)
+    assert time.monotonic() - started < 65
+    assert report.exit_code == FAULTS
+    found = faults(report)["ZD901"]
+    assert found.where == f"node 1 ({socket.gethostname()}), rank 1"
+    assert found.found == (
+        "the ranks did not end within 30 s; last seen rank 1 looking around; rank 0 meeting the others"
+    )
+    # What rank 0 saw before is in the report.
+    assert [one.seat.rank for one in report.ranks] == [0]
+
+
+def test_a_rank_that_dies_is_named(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = faults(wrapped(plan, monkeypatch, "die"))
+    assert set(found) == {"ZD901"}
+    assert "rank 1 (node 1, pid" in found["ZD901"].found
+    assert "was killed by SIGKILL" in found["ZD901"].found
+    assert found["ZD901"].where == f"node 1 ({socket.gethostname()}), rank 1"
+
+
+def test_why_ranks_do_not_meet_is_told_beside(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that cannot start gloo for a wrong name of an interface: both are found."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "warp9")
+    report = examined(plan)
+    assert set(faults(report)) == {"ZD301", "ZD901"}
+    assert report.group is None
+    assert report.ranks
+    assert faults(report)["ZD901"].where.startswith("node ")
+
+
+def test_a_launcher_that_cannot_start(plan: Plan) -> None:
+    def refuses(*arguments: Any, **more: Any) -> None:
+        raise ZerokitError("node b: ssh: connect to host b port 22: No route to host")
+
+    report = examine(plan, refuses)
+    assert faults(report)["ZD901"].found == "node b: ssh: connect to host b port 22: No route to host"
+    assert "ranks 0, 1 not running" in faults(report)["ZD901"].meaning
+
+
+def test_a_launcher_that_brings_nothing_home(plan: Plan) -> None:
+    report = examine(plan, lambda *arguments, **more: None)
+    assert faults(report)["ZD901"].found == "the ranks ended, but rank 0 left no result"

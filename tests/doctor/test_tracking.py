@@ -1,0 +1,277 @@
+"""Stores that answer, refuse, fail or say nothing: servers on loopback, files, and MLflow's own refusal."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from tests.doctor.healthy import bad
+from zerokit.doctor import tracking as module
+from zerokit.doctor.findings import Finding, Severity
+from zerokit.doctor.http import Server
+from zerokit.doctor.tracking import judge_tracking, look_at_tracking
+
+HOST_REFUSED = "Invalid Host header - possible DNS rebinding attack detected"
+
+# What a server says to a request: the status and the text.
+Says = Callable[[str, str, str], tuple[int, str]]
+
+
+@contextmanager
+def serving(says: Says) -> Iterator[tuple[str, list[tuple[str, str, str]]]]:
+    """A server's URI, and the requests that it has had: method, path, Authorization."""
+    asked: list[tuple[str, str, str]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            asked.append((self.command, self.path, self.headers.get("Authorization", "")))
+            status, text = says(*asked[-1])
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        do_POST = do_GET
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}", asked
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def mlflow_like(method: str, path: str, authorization: str) -> tuple[int, str]:
+    if path == "/version":
+        return 200, "3.17.2"
+    if "experiments/search" in path:
+        return 200, json.dumps({"experiments": [{"experiment_id": "0", "name": "Default"}]})
+    return 200, "{}"
+
+
+def looked(uri: str, *, quick: bool = False) -> list[Finding]:
+    return judge_tracking(look_at_tracking(uri, quick=quick))
+
+
+def texts(findings: list[Finding]) -> str:
+    return " ".join(f"{one.found} {one.meaning} {one.remedy}" for one in findings)
+
+
+def test_a_server_that_works_is_left_as_it_was() -> None:
+    with serving(mlflow_like) as (uri, asked):
+        findings = looked(uri)
+    assert bad(findings) == {}
+    assert [one.code for one in findings] == ["ZD801", "ZD802", "ZD803"]
+    assert "MLflow 3.17.2" in findings[0].found
+    # What was written is removed again.
+    assert [(method, path.rpartition("/")[2]) for method, path, _ in asked[-2:]] == [
+        ("POST", "set-experiment-tag"),
+        ("POST", "delete-experiment-tag"),
+    ]
+
+
+def test_quick_writes_nothing() -> None:
+    with serving(mlflow_like) as (uri, asked):
+        findings = looked(uri, quick=True)
+    assert {method for method, *_ in asked} == {"GET"}
+    assert findings[-1].severity is Severity.SKIPPED
+
+
+def test_a_name_that_the_server_does_not_know_is_explained() -> None:
+    with serving(lambda *_: (403, HOST_REFUSED)) as (uri, _):
+        findings = looked(uri)
+        host = uri.removeprefix("http://")
+    assert bad(findings) == {"ZD802": Severity.FAULT}
+    refused = findings[-1]
+    assert host in refused.meaning
+    assert f"--allowed-hosts {host}" in refused.remedy
+
+
+@pytest.fixture(scope="module")
+def mlflow_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """Of a real server that knows itself as localhost only."""
+    with closing(socket.create_server(("127.0.0.1", 0))) as probe:
+        port: int = probe.getsockname()[1]
+    folder = tmp_path_factory.mktemp("mlflow")
+    command = f"server --host 127.0.0.1 --port {port} --workers 1 --backend-store-uri sqlite:///runs.db"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mlflow", *command.split(), "--allowed-hosts", f"localhost:{port}"],
+        cwd=folder,
+        env=os.environ | {"MLFLOW_DISABLE_TELEMETRY": "true"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while look_at_tracking(f"http://localhost:{port}", quick=True).reached is False:
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        yield port
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(30)
+
+
+def test_mlflow_itself_is_left_as_it_was(mlflow_port: int) -> None:
+    uri = f"http://localhost:{mlflow_port}"
+    findings = looked(uri)
+    assert bad(findings) == {}
+    assert [one.code for one in findings] == ["ZD801", "ZD802", "ZD803"]
+    assert "zerokit" not in Server(uri, 5.0).read().text
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_mlflow_itself_refuses_a_name_that_it_does_not_know(
+    mlflow_port: int, quick: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "QUICK_SECONDS", 5.0)  # on a busy machine it may take longer
+    findings = looked(f"http://127.0.0.1:{mlflow_port}", quick=quick)
+    assert bad(findings) == {"ZD802": Severity.FAULT}
+    assert HOST_REFUSED in findings[-1].found
+    assert f"--allowed-hosts 127.0.0.1:{mlflow_port}" in findings[-1].remedy
+
+
+@pytest.mark.parametrize(
+    ("status", "code"), [(401, "ZD802"), (403, "ZD802"), (429, "ZD802"), (500, "ZD801"), (503, "ZD801")]
+)
+def test_servers_that_refuse_or_fail(status: int, code: str) -> None:
+    with serving(lambda *_: (status, "no")) as (uri, _):
+        for quick in (True, False):
+            assert bad(looked(uri, quick=quick)) == {code: Severity.FAULT}
+
+
+def test_a_server_that_lets_read_but_not_write() -> None:
+    def says(method: str, path: str, authorization: str) -> tuple[int, str]:
+        return (403, "read only") if method == "POST" else mlflow_like(method, path, authorization)
+
+    with serving(says) as (uri, _):
+        assert bad(looked(uri)) == {"ZD802": Severity.FAULT}
+
+
+def test_a_write_that_is_not_understood() -> None:
+    def says(method: str, path: str, authorization: str) -> tuple[int, str]:
+        return (400, "strange") if method == "POST" else mlflow_like(method, path, authorization)
+
+    with serving(says) as (uri, _):
+        findings = looked(uri)
+    assert bad(findings) == {"ZD803": Severity.FAULT}
+    assert "HTTP 400: strange" in texts(findings)
+
+
+def test_passwords_are_sent_and_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(lambda *_: (401, "no")) as (uri, asked):
+        seen = look_at_tracking(uri.replace("http://", "http://me:s3cret@"), quick=False)
+        monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "t0ken")
+        looked(uri)
+    assert asked[0][2].startswith("Basic ")
+    assert asked[1][2] == "Bearer t0ken"
+    assert "s3cret" not in repr(seen) + texts(judge_tracking(seen))
+
+
+def test_a_server_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PATIENT_SECONDS", 0.3)
+    with closing(socket.create_server(("127.0.0.1", 0))) as silent:
+        findings = looked(f"http://127.0.0.1:{silent.getsockname()[1]}")
+    assert bad(findings) == {"ZD801": Severity.FAULT}
+    assert "no answer within 0.3 s" in findings[0].found
+
+
+def test_nobody_there() -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as gone:
+        port = gone.getsockname()[1]
+    for uri in (f"http://127.0.0.1:{port}", f"postgresql+psycopg2://me:s3cret@127.0.0.1:{port}/runs"):
+        findings = looked(uri)
+        assert bad(findings) == {"ZD801": Severity.FAULT}
+        assert "Connection refused" in findings[0].found
+        assert "s3cret" not in texts(findings)
+
+
+def test_something_that_is_no_http() -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as other:
+
+        def answer() -> None:
+            connection, _ = other.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        findings = looked(f"http://127.0.0.1:{other.getsockname()[1]}")
+        thread.join()
+    assert bad(findings) == {"ZD801": Severity.FAULT}
+    assert "no HTTP" in findings[0].found
+
+
+def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert bad(looked("sqlite:///new.db")) == {}
+    assert bad(looked(f"file://{tmp_path}/runs")) == {}
+    assert bad(looked(str(tmp_path / "runs"))) == {}
+    assert list(tmp_path.iterdir()) == []  # nothing was left
+    assert bad(looked("sqlite:///no/such/folder/new.db")) == {"ZD801": Severity.FAULT}
+    (tmp_path / "text.db").write_text("no database, but long enough to be looked at" * 20)
+    assert bad(looked("sqlite:///text.db")) == {"ZD801": Severity.FAULT}
+    assert bad(looked(str(tmp_path / "text.db"))) == {"ZD801": Severity.FAULT}
+    assert looked("databricks")[0].severity in (Severity.OK, Severity.SKIPPED)
+
+
+def test_a_database_that_somebody_else_writes_to(tmp_path: Path) -> None:
+    path = tmp_path / "runs.db"
+    with closing(sqlite3.connect(path)) as other:
+        other.execute("CREATE TABLE alembic_version (version_num TEXT)")
+        other.execute("INSERT INTO alembic_version VALUES ('abc123')")
+        other.commit()
+        before = path.read_bytes()
+        findings = looked(f"sqlite:///{path}")
+        assert bad(findings) == {}
+        assert "schema abc123" in findings[0].found
+        assert path.read_bytes() == before
+        other.execute("BEGIN IMMEDIATE")
+        findings = looked(f"sqlite:///{path}")
+    assert bad(findings) == {"ZD803": Severity.WARNING}
+    assert "database is locked" in findings[-1].found
+
+
+@pytest.mark.netns
+def test_a_database_on_a_read_only_disk(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    code = (
+        "from zerokit.doctor.tracking import *; import sys;"
+        "print(*[(one.code, one.severity) for one in judge_tracking(look_at_tracking(sys.argv[1], quick=False))])"
+    )
+    make = 'import sqlite3; sqlite3.connect("disk/runs.db").execute("CREATE TABLE t (a)")'
+    script = (
+        f"mount -t tmpfs none disk; \"$0\" -c '{make}';"
+        f"mount -o remount,ro disk; \"$0\" -c '{code}' sqlite:///disk/runs.db"
+    )
+    done = subprocess.run(
+        ["unshare", "--mount", "bash", "-c", f"set -e; {script}", sys.executable],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(Path(__file__).parents[2]), "PATH": "/usr/sbin:/usr/bin:/sbin:/bin"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "('ZD803', <Severity.FAULT: 'fault'>)" in done.stdout, done.stderr

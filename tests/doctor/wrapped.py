@@ -1,0 +1,51 @@
+"""The worker with faults that cannot be made for real on one machine; each rank reads what to do from WRAPPED.
+
+software    rank 1 has another version of NCCL
+clock       rank 1's clock is an hour ahead
+elsewhere   rank 1 sees another directory under the same name
+hang        rank 1 never comes
+die         rank 1 is killed when it looks around
+unreadable  no rank lets others read its memory
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from zerokit.doctor.devices import Device
+from zerokit.doctor.facts import RankFacts, look_around
+from zerokit.doctor.findings import Seat
+from zerokit.doctor.worker import main
+
+_PR_SET_DUMPABLE = 4
+
+
+def _look(seat: Seat, directory: Path, trial_bytes: int, used: Device | None) -> RankFacts:
+    fault = os.environ["WRAPPED"] if seat.rank == 1 else ""
+    if fault == "hang":
+        time.sleep(600)
+    if fault == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "elsewhere":
+        directory = directory / "local"
+    facts = look_around(seat, directory, trial_bytes, used)
+    if fault == "software":
+        facts = replace(facts, software=replace(facts.software, nccl="2.1"))
+    return facts
+
+
+def _now() -> float:
+    ahead = os.environ["WRAPPED"] == "clock" and os.environ["RANK"] == "1"
+    return time.time() + 3600.0 * ahead
+
+
+if __name__ == "__main__":
+    if os.environ["WRAPPED"] == "unreadable":
+        assert ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0) == 0
+    main(Path(sys.argv[1]), _look, _now)

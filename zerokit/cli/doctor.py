@@ -1,0 +1,146 @@
+"""`zerokit doctor`."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from zerokit.cli.launchers import (
+    Chosen,
+    FromFile,
+    choose_launcher,
+    given_arguments,
+    join,
+    launcher_options,
+    take_options,
+)
+from zerokit.errors import UsageError
+
+if TYPE_CHECKING:
+    from zerokit.doctor.examine import Plan, Report
+    from zerokit.launch.joined import Leader
+
+_EPILOG = """\b
+Exit codes: 0 no fault (there may be warnings), 1 failure, 2 wrong use,
+5 a fault was found, 128 + N ended by signal N.
+"""
+
+
+@click.command(cls=FromFile, epilog=_EPILOG)
+@click.argument("directory", metavar="[RUN_DIRECTORY]", default=".", type=click.Path(path_type=Path))
+@click.option(
+    "--nodes",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Nodes; simulated here unless --launcher says otherwise.  [default: all there are; 1 here]",
+)
+@click.option(
+    "--nproc-per-node",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Ranks of each node.  [default: its visible CUDA devices; 2 on a CPU]",
+)
+@click.option("--quick", is_flag=True, help="Look around here only, in a second: no ranks, no measurements.")
+@click.option("--pairs", is_flag=True, help="Measure the bandwidth between all pairs of nodes.")
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    default=120.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="For the ranks, from their start to their end.",
+)
+@click.option(
+    "--tracking-uri",
+    metavar="URI",
+    help="Where MLflow keeps the runs.  [default: MLFLOW_TRACKING_URI, else sqlite:///mlflow.db]",
+)
+@click.option(
+    "--json",
+    "as_json",
+    envvar="ZEROKIT_DOCTOR_JSON",
+    is_flag=True,
+    help="Print findings, and the facts by rank, on stdout as one JSON document.",
+)
+@launcher_options
+@click.pass_context
+def command(
+    context: click.Context,
+    /,
+    directory: Path,
+    nodes: int | None,
+    nproc_per_node: int | None,
+    quick: bool,
+    pairs: bool,
+    timeout: float,
+    tracking_uri: str | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Find what would make training fail, hang or crawl, before it does.
+
+    Looks at software, devices, network, limits, clocks and disks on every rank, measures the wire between them, and
+    asks the tracking store. RUN_DIRECTORY is where runs would write; by default the working directory. A file is
+    written there and removed.
+    """
+    from zerokit.bench.measure.devices import visible_devices
+    from zerokit.bench.tracking.store import resolve_uri
+    from zerokit.doctor.examine import Plan
+
+    if quick and pairs:
+        raise click.UsageError("--pairs needs ranks, and --quick starts none")
+    try:
+        chosen = choose_launcher(take_options(options), {} if quick else os.environ)
+    except UsageError as error:
+        raise click.UsageError(str(error)) from error
+    if chosen.submits:
+        raise click.UsageError(
+            "the doctor looks at nodes that are there: start it inside an allocation (salloc, sbatch) or a pod"
+        )
+    nodes = nodes or chosen.nodes or 1
+    if pairs and nodes < 2:
+        raise click.UsageError("--pairs compares nodes; there is one (--nodes 2 or more)")
+    plan = Plan(
+        nodes=nodes,
+        nproc_per_node=nproc_per_node or chosen.nproc_per_node or len(visible_devices()) or 2,
+        directory=directory,
+        tracking_uri=resolve_uri(tracking_uri),
+        pairs=pairs,
+        timeout_s=timeout,
+    )
+
+    try:
+        if chosen.member is not None:
+            chosen.member.require_world(plan.nodes, plan.nproc_per_node)
+    except UsageError as error:
+        raise click.UsageError(str(error)) from error
+
+    def run(leader: Leader | None) -> int:
+        report = _examined(plan, chosen, leader, quick)
+        if as_json:
+            click.echo(json.dumps(report.plain(), indent=2, ensure_ascii=False, allow_nan=False))
+        else:
+            from zerokit.cli.doctor_tables import show
+
+            show(report)
+        return report.exit_code
+
+    context.exit(run(None) if chosen.member is None else join(chosen, given_arguments(context), run))
+
+
+def _examined(plan: Plan, chosen: Chosen, leader: Leader | None, quick: bool) -> Report:
+    from zerokit.doctor.examine import examine, examine_quickly
+
+    if quick:
+        return examine_quickly(plan)
+    from rich.console import Console
+
+    from zerokit.launch.interrupts import Interrupts
+
+    console = Console(stderr=True, highlight=False)
+    with Interrupts() as interrupts, console.status("looking around") as status:
+        return examine(plan, chosen.launch(interrupts, leader), status.update)

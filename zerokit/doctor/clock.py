@@ -1,0 +1,115 @@
+"""How far the clocks of the ranks are apart, measured over the process group.
+
+    rank 0   ──── its time T ───▶          offset = T + (b − a) / 2 − b
+    rank r   a ─ asks ─── b, answered      uncertain by (b − a) / 2, so the fastest round of some counts
+
+Cristian's algorithm (Distributed Computing 3, 1989). Clocks of one machine are one clock: what is found there is the
+noise of the measurement.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from zerokit.doctor.findings import (
+    Finding,
+    Seat,
+    Told,
+    Verdict,
+    fault,
+    finding,
+    machines,
+    ok,
+    skipped,
+    warning,
+)
+from zerokit.doctor.findings import where as named
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+ROUNDS = 10
+SKEW_NOTICED_S = 0.5
+"""NTP keeps clocks within some milliseconds; half a second means that it does not run."""
+SKEW_REFUSED_S = 60.0
+"""Object stores refuse requests signed 15 minutes off, Kerberos 5; file times confuse tools long before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offset:
+    """Seconds that a rank's clock is ahead of rank 0's, and half the round trip: how wrong that may be."""
+
+    seconds: float
+    uncertainty_s: float
+
+
+def measure_offset(group: dist.ProcessGroup, now: Callable[[], float] = time.time) -> Offset:
+    """This rank's; all ranks call it. Rank 0 answers one rank after the other.
+
+    Args:
+        group: gloo's, of all ranks.
+        now: this rank's clock.
+    """
+    import torch
+    import torch.distributed as dist
+
+    rank, cell = group.rank(), torch.zeros(1, dtype=torch.float64)
+    best = Offset(0.0, float("inf")) if rank else Offset(0.0, 0.0)
+    for peer in range(1, group.size()):
+        if rank not in (0, peer):
+            continue
+        for _ in range(ROUNDS):
+            if rank == 0:
+                dist.recv(cell, peer, group=group)
+                cell[0] = now()
+                dist.send(cell, peer, group=group)
+                continue
+            asked = now()
+            dist.send(cell, 0, group=group)
+            dist.recv(cell, 0, group=group)
+            answered = now()
+            half = (answered - asked) / 2
+            if half < best.uncertainty_s:
+                best = Offset(answered - half - float(cell.item()), half)
+    return best
+
+
+def judge_clocks(told: Told[Offset]) -> list[Finding]:
+    """ZD501."""
+    if len(told) < 2:
+        return [finding("ZD501", skipped("one rank: nobody to compare with"))]
+    first, last = (pick(told, key=lambda entry: entry[1].seconds) for pick in (min, max))
+    skew = last[1].seconds - first[1].seconds
+    doubt = first[1].uncertainty_s + last[1].uncertainty_s
+    several = len(machines(told)) > 1
+    return [finding("ZD501", _judge(skew, doubt, several), _where(told, first[0], last[0], skew))]
+
+
+def _where(told: Told[Offset], first: Seat, last: Seat, skew: float) -> str:
+    """Who is apart; nobody where all agree."""
+    if skew <= SKEW_NOTICED_S:
+        return ""
+    seats = [seat for seat, _ in told]
+    return " and ".join(named([seat], seats) for seat in (first, last))
+
+
+def _judge(skew: float, doubt: float, several: bool) -> Verdict:
+    listed = f"{_time(skew)} apart at most (± {_time(doubt)})"
+    remedy = "let every node follow a time server: timedatectl set-ntp true, chronyc makestep"
+    # What the measurement cannot tell from zero is no skew.
+    if skew - doubt > SKEW_REFUSED_S:
+        return fault(
+            listed,
+            "Signed requests and tickets are refused, and newer files look older than old ones.",
+            remedy,
+        )
+    if skew - doubt > SKEW_NOTICED_S:
+        return warning(listed, "Logs and traces of different nodes cannot be put in order.", remedy)
+    return ok(listed if several else f"one machine, one clock (measured: {listed})")
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:,.1f} s" if seconds >= 1 else f"{seconds * 1000:.2f} ms"

@@ -1,0 +1,151 @@
+"""CUDA devices: the driver, what torch was built for, and one device a rank."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from zerokit.bench.measure.devices import find_gpus, torch_uses_cuda, visible
+from zerokit.doctor.findings import (
+    Finding,
+    Seat,
+    Told,
+    Verdict,
+    by_machine,
+    by_rank,
+    fault,
+    finding,
+    ok,
+    skipped,
+    warning,
+)
+
+_DRIVER = Path("/proc/driver/nvidia")
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """The device of one rank; `identity` is its UUID, else its index on its machine."""
+
+    name: str
+    identity: str
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """What one process sees.
+
+    Attributes:
+        driver: version of the NVIDIA driver; None without one.
+        present: NVIDIA devices of the machine.
+        visible: those that `CUDA_VISIBLE_DEVICES` leaves.
+        built_for_cuda: whether torch was.
+        usable: devices that torch can use; None where torch was not asked.
+        used: the device of this rank.
+    """
+
+    driver: str | None
+    present: int
+    visible: int
+    built_for_cuda: bool
+    usable: int | None = None
+    used: Device | None = None
+
+
+def look_at_devices(used: Device | None = None, driver: Path = _DRIVER) -> Devices:
+    """What this process sees; torch is asked only where it is imported already.
+
+    Args:
+        used: the device that this rank computes on.
+        driver: the folder of the driver in /proc.
+    """
+    gpus = find_gpus() if driver.is_dir() else []
+    torch = sys.modules.get("torch")
+    return Devices(
+        driver=_version(driver / "version"),
+        present=len(gpus),
+        visible=len(visible(gpus, os.environ)),
+        built_for_cuda=torch_uses_cuda(),
+        usable=None if torch is None else (torch.cuda.device_count() if torch.cuda.is_available() else 0),
+        used=used,
+    )
+
+
+def _version(path: Path) -> str | None:
+    try:
+        found = re.search(r"\b\d+\.\d+(\.\d+)?\b", path.read_text())
+    except OSError:
+        return None
+    return found.group() if found else "of unknown version"
+
+
+def judge_devices(told: Told[Devices]) -> list[Finding]:
+    """ZD201 for each machine; ZD202 and ZD203 where ranks use devices."""
+    findings = by_machine("ZD201", told, _verdict)
+    used = [(seat, devices.used) for seat, devices in told if devices.used is not None]
+    if not used:
+        return findings
+    return [*findings, *_one_a_rank(used), finding("ZD203", _same([device.name for _, device in used]))]
+
+
+def _verdict(devices: Devices) -> Verdict:
+    if devices.driver is None and devices.present == 0:
+        built = "; torch is built for CUDA" if devices.built_for_cuda else ""
+        return ok(f"none: CPU only{built}")
+    seen = f"driver {devices.driver}, {devices.present} devices, {devices.visible} visible"
+    if not devices.built_for_cuda:
+        return fault(
+            f"{seen}; torch is built without CUDA",
+            "torch cannot use the devices of this machine and trains on its CPU.",
+            "install a build of torch for CUDA, see https://pytorch.org/get-started/locally",
+        )
+    if devices.visible == 0:
+        return warning(
+            f"{seen}",
+            "CUDA_VISIBLE_DEVICES hides all devices, or a container shows none: training runs on the CPU.",
+            "unset CUDA_VISIBLE_DEVICES, or start the container with its devices (--gpus all)",
+        )
+    if devices.usable is not None and devices.usable < devices.visible:
+        return fault(
+            f"{seen}; torch can use {devices.usable}",
+            "The driver is too old for the CUDA that torch was built for, or a device does not answer.",
+            "compare nvidia-smi with torch.version.cuda; update the driver, or install torch for an older CUDA",
+        )
+    return ok(seen)
+
+
+def _one_a_rank(used: Sequence[tuple[Seat, Device]]) -> list[Finding]:
+    users: dict[tuple[str, str], list[int]] = {}
+    for seat, device in used:
+        users.setdefault((seat.machine, device.identity), []).append(seat.rank)
+
+    def verdict(entry: tuple[Seat, Device]) -> Verdict:
+        seat, device = entry
+        ranks = users[seat.machine, device.identity]
+        if len(ranks) == 1:
+            return ok("every rank has a device of its own")
+        return warning(
+            f"ranks {', '.join(map(str, ranks))} share {device.name} {device.identity}",
+            "NCCL refuses two ranks on one device: gloo would serve them, through the host's memory.",
+            "lower --nproc-per-node to the number of visible devices",
+        )
+
+    return by_rank("ZD202", [(entry[0], entry) for entry in used], verdict)
+
+
+def _same(names: Sequence[str]) -> Verdict:
+    counts = {name: names.count(name) for name in dict.fromkeys(names)}
+    listed = ", ".join(f"{count} × {name}" for name, count in counts.items())
+    if len(counts) == 1:
+        return ok(listed)
+    if not names:
+        return skipped("no rank uses a device")
+    return warning(
+        listed,
+        "Shards are equal, devices are not: the slowest and the smallest device set the pace and the size.",
+        "use nodes of one kind",
+    )

@@ -1,0 +1,214 @@
+"""The directory that ranks write to: is it there, writable, large and fast enough, and the same one for all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+from zerokit.doctor.findings import (
+    Finding,
+    Told,
+    Verdict,
+    by_machine,
+    by_rank,
+    fault,
+    finding,
+    ok,
+    skipped,
+    warning,
+)
+
+_MIB = 2**20
+PREFIX = ".zerokit-doctor-"
+"""Of the files that are written, and removed again."""
+
+TRIAL_BYTES = 8 * _MIB
+TINY_BYTES = 4096
+_TINY_WRITES = 3
+FREE_LEAST_BYTES = 64 * _MIB
+FREE_LITTLE_BYTES = 2**30
+SLOW_BYTES_PER_S = 20e6
+"""A disk of the last century; a checkpoint of 10 GB takes ten minutes."""
+SLOW_SYNC_S = 0.2
+"""A save syncs a few files and directories on each rank, one after the other."""
+SEEN_SECONDS = 5.0
+"""NFS clients may believe for some seconds that a new file is not there (acdirmin is 30 s only for old directories)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Directory:
+    """What one rank sees of it.
+
+    Attributes:
+        path: what was asked for.
+        existing: the part of it that exists: the ranks would make the rest.
+        error: why nothing can be written there; None where something was.
+        free_bytes: for this user.
+        free_files: inodes; None where the file system does not count them.
+        sync_s: of writing and syncing a few KiB, the fastest of some.
+        bytes_per_s: of writing and syncing a few MiB; None where that was not tried.
+    """
+
+    path: str
+    existing: str
+    error: str | None
+    free_bytes: int
+    free_files: int | None
+    sync_s: float | None = None
+    bytes_per_s: float | None = None
+
+
+def look_at_directory(path: Path, trial_bytes: int) -> Directory:
+    """Write there, sync, and remove what was written.
+
+    Args:
+        path: need not exist: what exists of it is looked at.
+        trial_bytes: to time a larger write with; 0 for none.
+    """
+    path = path.absolute()
+    existing = next(
+        one for one in (path, *path.parents) if os.path.exists(one)
+    )  # no error where a parent is forbidden
+    error: str | None = None
+    sync_s = bytes_per_s = None
+    free_bytes, free_files = 0, None
+    try:
+        status = os.statvfs(existing)
+        free_bytes = status.f_bavail * status.f_frsize
+        free_files = status.f_favail if status.f_files else None
+        if not existing.is_dir():
+            error = "Not a directory"
+        else:
+            sync_s = min(_write(existing, TINY_BYTES) for _ in range(_TINY_WRITES))
+            if 0 < trial_bytes < free_bytes:
+                bytes_per_s = trial_bytes / max(_write(existing, trial_bytes), 1e-9)
+    except OSError as trouble:
+        error = trouble.strerror or str(trouble)
+    return Directory(str(path), str(existing), error, free_bytes, free_files, sync_s, bytes_per_s)
+
+
+def _write(folder: Path, size_bytes: int) -> float:
+    """Seconds that writing and syncing a new file takes."""
+    path = folder / f"{PREFIX}{uuid.uuid4().hex}"
+    content = os.urandom(size_bytes)  # a file system that compresses must not look fast
+    started = time.perf_counter()
+    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+    try:
+        left = memoryview(content)
+        while left:
+            left = left[os.write(descriptor, left) :]
+        os.fsync(descriptor)
+        return time.perf_counter() - started
+    finally:
+        os.close(descriptor)
+        path.unlink()
+
+
+def show(folder: Path, token: str) -> str | None:
+    """Rank 0 leaves a file for the others; why it could not, or None."""
+    try:
+        (folder / f"{PREFIX}{token}").write_text(token)
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
+
+
+def sees(folder: Path, token: str, seconds: float = SEEN_SECONDS) -> bool:
+    """Whether this rank finds the file that rank 0 left."""
+    deadline = time.monotonic() + seconds
+    while True:
+        with contextlib.suppress(OSError):
+            os.listdir(folder)  # asks the server of a network file system again
+            if (folder / f"{PREFIX}{token}").read_text() == token:
+                return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+
+
+def take_away(folder: Path, token: str) -> None:
+    """Rank 0 removes its file."""
+    with contextlib.suppress(OSError):
+        (folder / f"{PREFIX}{token}").unlink()
+
+
+def judge_directories(told: Told[Directory], seen: Told[bool] | None = None) -> list[Finding]:
+    """ZD601 to ZD604.
+
+    Args:
+        told: what each rank sees.
+        seen: whether each rank saw the file of rank 0; None where there was no file.
+    """
+    findings = by_rank("ZD601", told, _judge_writable)
+    usable = [(seat, directory) for seat, directory in told if directory.error is None]
+    # A full disk is mostly why nothing can be written.
+    full = [entry for entry in told if entry[1].free_bytes < FREE_LEAST_BYTES or entry[1].free_files == 0]
+    findings += by_machine("ZD602", usable or full, _judge_space)
+    findings += by_machine("ZD603", usable, _judge_speed)
+    if len(told) > 1:
+        if seen is None:
+            findings.append(
+                finding("ZD604", skipped("rank 0 could not write there, or the ranks did not meet"))
+            )
+        else:
+            findings += by_rank("ZD604", seen, lambda saw: _judge_seen(saw, told[0][1].path))
+    return findings
+
+
+def _judge_writable(directory: Directory) -> Verdict:
+    new = directory.existing != directory.path
+    listed = f"{directory.path}{f' (to be made in {directory.existing})' if new else ''}"
+    if directory.error is None:
+        return ok(listed)
+    return fault(
+        f"{directory.existing}: {directory.error}",
+        "Ranks cannot write checkpoints there.",
+        "name another directory, or let this user write to it (ls -ld, id, mount)",
+    )
+
+
+def _judge_space(directory: Directory) -> Verdict:
+    listed = f"{directory.free_bytes / 2**30:.1f} GiB free in {directory.existing}"
+    if directory.free_files == 0:
+        return fault(
+            "no inode is left", "New files cannot be made, though there is space.", "remove files there"
+        )
+    if directory.free_bytes < FREE_LEAST_BYTES:
+        return fault(
+            f"{directory.free_bytes / _MIB:.1f} MiB free in {directory.existing}",
+            "No checkpoint fits; a bench may not even write its record.",
+            "free space there, or name another directory",
+        )
+    if directory.free_bytes < FREE_LITTLE_BYTES:
+        return warning(
+            listed, "Few checkpoints fit: 12 bytes a parameter with Adam.", "free space, or keep fewer steps"
+        )
+    return ok(listed)
+
+
+def _judge_speed(directory: Directory) -> Verdict:
+    sync = directory.sync_s or 0.0
+    listed = f"sync of a small file {sync * 1000:.1f} ms"
+    if directory.bytes_per_s is not None:
+        listed = f"{directory.bytes_per_s / 1e6:,.0f} MB/s with sync, {listed}"
+    if (directory.bytes_per_s or SLOW_BYTES_PER_S) < SLOW_BYTES_PER_S or sync > SLOW_SYNC_S:
+        return warning(
+            listed,
+            "Training waits for saves (blocking=False hides a part), and a save may take minutes.",
+            "use a local disk or a parallel file system, and look at who else writes there (iostat)",
+        )
+    return ok(listed)
+
+
+def _judge_seen(saw: bool, path: str) -> Verdict:
+    if saw:
+        return ok(f"a file of rank 0 was read by all in {path}")
+    return fault(
+        f"a file that rank 0 wrote to {path} is not there",
+        "The ranks' files would lie on different disks: no save would be committed.",
+        "mount one file system at the same place on all nodes, or name a directory on one",
+    )

@@ -1,0 +1,373 @@
+"""The examination: look around here, start the ranks, ask the tracking store, judge everything that is known.
+
+What ranks saw before a launch failed is judged as well, for that is mostly why it failed.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zerokit import __version__
+from zerokit.bench.schema import SchemaError, from_plain, to_plain
+from zerokit.doctor.clock import judge_clocks
+from zerokit.doctor.devices import judge_devices
+from zerokit.doctor.directory import judge_directories
+from zerokit.doctor.facts import GroupFacts, RankFacts, look_around, own_seat
+from zerokit.doctor.findings import (
+    CHECKS,
+    Finding,
+    Severity,
+    fault,
+    finding,
+    machines,
+    ok,
+    skipped,
+)
+from zerokit.doctor.interfaces import judge_network
+from zerokit.doctor.limits import judge_limits
+from zerokit.doctor.names import Neighbourhood, judge_lookups, judge_own_names, within
+from zerokit.doctor.processor import judge_processors
+from zerokit.doctor.software import judge_software
+from zerokit.doctor.tracking import Tracking, judge_tracking, look_at_tracking
+from zerokit.doctor.wire import judge_all_reduce, judge_pairs
+from zerokit.doctor.worker import STAGES, Job
+from zerokit.errors import ZerokitError
+from zerokit.launch.failures import Failure, WorkerFailed
+
+if TYPE_CHECKING:
+    from zerokit.bench.session import Launch
+
+FORMAT = "zerokit.doctor/1"
+WORKER = "zerokit.doctor.worker"
+JOB = "job.json"
+FAULTS = 5
+"""The exit code of a report with a fault."""
+_QUICK_ANSWER_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is to be examined.
+
+    Attributes:
+        nodes: to start ranks on.
+        nproc_per_node: ranks of each.
+        directory: that ranks would write to.
+        tracking_uri: where runs would go.
+        pairs: whether to measure all pairs of nodes.
+        timeout_s: for the ranks, from their start to their end.
+    """
+
+    nodes: int
+    nproc_per_node: int
+    directory: Path
+    tracking_uri: str
+    pairs: bool = False
+    timeout_s: float = 120.0
+
+    @property
+    def world(self) -> int:
+        """Ranks in all."""
+        return self.nodes * self.nproc_per_node
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What was found, and the facts that it was found in.
+
+    Attributes:
+        plan: what was asked.
+        quick: whether no ranks were started.
+        created: when, UTC.
+        here: what the process that started the ranks sees.
+        ranks: what ranks saw; of a launch that failed, those that came to tell.
+        group: what they found out together; None if they never did.
+        tracking: what was seen of the store.
+        findings: in the order of their codes.
+    """
+
+    plan: Plan
+    quick: bool
+    created: str
+    here: RankFacts
+    ranks: Sequence[RankFacts]
+    group: GroupFacts | None
+    tracking: Tracking
+    findings: Sequence[Finding]
+
+    @property
+    def exit_code(self) -> int:
+        """`FAULTS` if there is one, else 0."""
+        return FAULTS if any(one.severity is Severity.FAULT for one in self.findings) else 0
+
+    def plain(self) -> dict[str, Any]:
+        """One JSON document:
+
+        format          "zerokit.doctor/1"
+        zerokit         the version
+        created         ISO 8601, UTC
+        quick           whether no ranks were started
+        nodes, nproc_per_node, directory, pairs, timeout_s    what was asked
+        exit_code       0, or 5 if there is a fault
+        counts          {"ok": …, "skipped": …, "warning": …, "fault": …}
+        findings        [{code, severity, check, where, found, meaning, remedy}], by code, all strings; `where`
+                        is empty for what is true everywhere
+        facts
+            here        `facts.RankFacts` of the process that started the ranks
+            ranks       the same of each rank
+            group       `facts.GroupFacts`, or null
+            tracking    `tracking.Tracking`
+        """
+        plan = self.plan
+        return {
+            "format": FORMAT,
+            "zerokit": __version__,
+            "created": self.created,
+            "quick": self.quick,
+            "nodes": plan.nodes,
+            "nproc_per_node": plan.nproc_per_node,
+            "directory": str(plan.directory),
+            "pairs": plan.pairs,
+            "timeout_s": plan.timeout_s,
+            "exit_code": self.exit_code,
+            "counts": self.counts(),
+            "findings": to_plain(list(self.findings)),
+            "facts": to_plain(
+                {
+                    "here": self.here,
+                    "ranks": list(self.ranks),
+                    "group": self.group,
+                    "tracking": self.tracking,
+                }
+            ),
+        }
+
+    def counts(self) -> dict[str, int]:
+        """Findings by severity."""
+        return {str(kind): sum(one.severity is kind for one in self.findings) for kind in Severity}
+
+
+class TimedOut(ZerokitError):
+    """The ranks did not end in time."""
+
+
+def examine_quickly(plan: Plan) -> Report:
+    """What this process sees by itself: no ranks are started, nothing but a few KiB is written."""
+    here = look_around(own_seat({}), plan.directory, 0)
+    try:
+        # A name server that is silent would keep urllib longer than its time-out.
+        tracking = within(lambda: look_at_tracking(plan.tracking_uri, quick=True), _QUICK_ANSWER_SECONDS)
+    except TimeoutError as error:
+        tracking = Tracking(plan.tracking_uri.rpartition("@")[2], "server", False, error=str(error))
+    findings = judge([here], None, plan.world) + judge_tracking(tracking)
+    findings.append(finding("ZD901", skipped("--quick: none were started")))
+    return _report(plan, True, here, [], None, tracking, findings)
+
+
+def examine(plan: Plan, launch: Launch, phase: Callable[[str], None] = lambda text: None) -> Report:
+    """Everything.
+
+    Args:
+        plan: what to examine.
+        launch: starts the ranks.
+        phase: told what is going on.
+    """
+    here = look_around(own_seat({}), plan.directory, 0)
+    phase(f"asking {plan.tracking_uri.rpartition('@')[2]}")
+    tracking = look_at_tracking(plan.tracking_uri, quick=False)
+    phase(f"starting {plan.world} rank{'s' * (plan.world > 1)}")
+    work = Path(tempfile.mkdtemp(prefix="zerokit-doctor-"))
+    keep = False
+    try:
+        trouble = _run(plan, work, launch)
+        keep = trouble is not None
+        ranks, group = _read(work, plan.world)
+    finally:
+        if not keep:
+            shutil.rmtree(work, ignore_errors=True)
+    findings = judge(ranks or [here], group, plan.world) + judge_tracking(tracking)
+    findings.append(trouble or finding("ZD901", ok(f"{plan.world} on {plan.nodes} nodes, all met")))
+    return _report(plan, False, here, ranks, group, tracking, findings)
+
+
+def judge(ranks: Sequence[RankFacts], group: GroupFacts | None, world: int) -> list[Finding]:
+    """What follows from facts.
+
+    Args:
+        ranks: what each saw by itself, in their order; at least one.
+        group: what they found out together; None if they did not.
+        world: ranks that there are, or would be.
+    """
+    seats = [one.seat for one in ranks]
+    network = [(one.seat, one.network) for one in ranks]
+    limits = [(one.seat, one.limits) for one in ranks]
+    findings = [
+        *judge_software([(one.seat, one.software) for one in ranks]),
+        *judge_devices([(one.seat, one.devices) for one in ranks]),
+        *judge_network(network),
+        *judge_own_names([(one.seat, one.name) for one in ranks]),
+        *judge_processors([(one.seat, one.processor) for one in ranks]),
+    ]
+    directories = [(one.seat, one.directory) for one in ranks]
+    if group is None:
+        return [*findings, *judge_limits(limits, world), *judge_directories(directories)]
+    routes = [(seat, route) for seat, route in zip(seats, group.routes, strict=True) if route is not None]
+    seen = None if group.seen is None else list(zip(seats, group.seen, strict=True))
+    several = len(machines(network)) > 1
+    speeds = [taken.speed_mbit for _, one in network if (taken := one.gloo_takes()) and taken.speed_mbit]
+    findings += [
+        *judge_limits(limits, world, routes),
+        *judge_clocks(list(zip(seats, group.offsets, strict=True))),
+        *judge_directories(directories, seen),
+        *judge_all_reduce(group.all_reduce, min(speeds) if several and speeds else None),
+    ]
+    if several:
+        truth = {one.seat.host: _addresses(one) for one in ranks}
+        asked = [
+            (seat, Neighbourhood(lookups, truth))
+            for seat, lookups in zip(seats, group.lookups, strict=True)
+            if seat.local_rank == 0
+        ]
+        findings += judge_lookups(asked)
+    if group.pairs:
+        findings += judge_pairs(group.pairs, seats)
+    return findings
+
+
+def _addresses(one: RankFacts) -> list[str]:
+    return [address for interface in one.network.interfaces for address in interface.addresses]
+
+
+def _run(plan: Plan, work: Path, launch: Launch) -> Finding | None:
+    """Start the ranks and wait; what went wrong, if anything did."""
+    job = work / JOB
+    asked = Job(str(plan.directory.absolute()), uuid.uuid4().hex, plan.pairs, plan.timeout_s)
+    job.write_text(json.dumps(to_plain(asked)))
+    deadline = time.monotonic() + plan.timeout_s
+
+    def poll() -> None:
+        if time.monotonic() > deadline:
+            raise TimedOut(f"the ranks did not end within {plan.timeout_s:g} s")
+
+    try:
+        launch(
+            WORKER, [str(job)], nodes=plan.nodes, nproc_per_node=plan.nproc_per_node, log_dir=work, poll=poll
+        )
+    except TimedOut as error:
+        return _hung(plan, work, str(error))
+    except ZerokitError as error:
+        return _failed(plan, work, str(error), error.failures if isinstance(error, WorkerFailed) else ())
+    if not (work / "group.json").is_file():
+        return _failed(plan, work, "the ranks ended, but rank 0 left no result")
+    return None
+
+
+def _failed(plan: Plan, work: Path, reason: str, failures: Sequence[Failure] = ()) -> Finding:
+    lines = reason.strip().splitlines()
+    # The end of a rank's stderr follows in lines of their own; often the first line has said it.
+    said = [line[4:].strip() for line in lines[1:] if line.startswith("  | ")]
+    last = f" ({said[-1][:200]})" if said and said[-1] not in lines[0] else ""
+    where = ""
+    if failures:
+        cause = failures[0]
+        host = _stages(plan, work)[cause.rank][1]
+        where = f"node {cause.node}{f' ({host})' if host else ''}, rank {cause.rank}"
+    return finding(
+        "ZD901",
+        fault(
+            lines[0][:400] + last,
+            f"Training would fail alike. Ranks were last seen {_progress(plan, work)}.",
+            f"look at the faults above, if any, and at the logs in {work}",
+        ),
+        where,
+    )
+
+
+def _hung(plan: Plan, work: Path, reason: str) -> Finding:
+    return finding(
+        "ZD901",
+        fault(
+            f"{reason}; last seen {_progress(plan, work)}",
+            "A rank hangs, was never started, or cannot reach the others: training would wait like that.",
+            "look at the faults above, if any, at firewalls between the nodes, and at that node's processes; "
+            f"--timeout gives more time; logs: {work}",
+        ),
+        _behind(plan, work),
+    )
+
+
+def _stages(plan: Plan, work: Path) -> Mapping[int, tuple[int, str]]:
+    """How far each rank has come, and its host: an index of `STAGES`, -1 for one that never ran."""
+    found = {}
+    for rank in range(plan.world):
+        try:
+            stage, host = (work / f"stage-{rank}").read_text().split("\n")
+            found[rank] = (STAGES.index(stage), host)
+        except (OSError, ValueError):
+            found[rank] = (-1, "")
+    return found
+
+
+def _progress(plan: Plan, work: Path) -> str:
+    groups: dict[int, list[int]] = {}
+    for rank, (stage, _) in _stages(plan, work).items():
+        groups.setdefault(stage, []).append(rank)
+    return "; ".join(
+        f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))} "
+        f"{'not running' if stage < 0 else STAGES[stage]}"
+        for stage, ranks in sorted(groups.items())
+    )
+
+
+def _behind(plan: Plan, work: Path) -> str:
+    """The nodes of the ranks that have come least far: the others wait for them."""
+    found = _stages(plan, work)
+    stages = {rank: stage for rank, (stage, _) in found.items()}
+    least = min(stages.values())
+    if least == max(stages.values()):
+        return ""
+    late = [rank for rank, stage in stages.items() if stage == least]
+    hosts = {rank // plan.nproc_per_node: host for rank, (_, host) in found.items() if host}
+    nodes = sorted({rank // plan.nproc_per_node for rank in late})
+    named = [f"node {node}" + (f" ({hosts[node]})" if node in hosts else "") for node in nodes]
+    return f"{', '.join(named)}, rank{'s' * (len(late) > 1)} {', '.join(map(str, late))}"
+
+
+def _read(work: Path, world: int) -> tuple[list[RankFacts], GroupFacts | None]:
+    """What ranks have left: all of it, or as far as they came."""
+    ranks = []
+    for rank in range(world):
+        try:
+            ranks.append(from_plain(RankFacts, json.loads((work / f"rank-{rank}.json").read_text())))
+        except (OSError, ValueError, SchemaError):
+            continue  # it never came so far: ZD901 tells
+    if len(ranks) < world:
+        return ranks, None
+    try:
+        return ranks, from_plain(GroupFacts, json.loads((work / "group.json").read_text()))
+    except (OSError, ValueError, SchemaError):
+        return ranks, None
+
+
+def _report(
+    plan: Plan,
+    quick: bool,
+    here: RankFacts,
+    ranks: Sequence[RankFacts],
+    group: GroupFacts | None,
+    tracking: Tracking,
+    findings: Sequence[Finding],
+) -> Report:
+    order = list(CHECKS)
+    ordered = sorted(findings, key=lambda one: order.index(one.code))
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    return Report(plan, quick, created, here, ranks, group, tracking, ordered)

@@ -1,0 +1,101 @@
+"""All that is known before anything is judged: what each rank sees by itself, and what ranks measure together.
+
+Plain data: a worker writes it as JSON beside its job, the process that started the ranks reads it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from zerokit.doctor.clock import Offset
+from zerokit.doctor.devices import Device, Devices, look_at_devices
+from zerokit.doctor.directory import Directory, look_at_directory
+from zerokit.doctor.findings import Seat
+from zerokit.doctor.interfaces import Network, look_at_network
+from zerokit.doctor.limits import Limits, look_at_limits
+from zerokit.doctor.names import Lookups, OwnName, look_at_own_name
+from zerokit.doctor.processor import Processor, look_at_processor
+from zerokit.doctor.software import Software, look_at_software
+from zerokit.doctor.wire import AllReduce, Pair
+
+
+@dataclass(frozen=True, slots=True)
+class RankFacts:
+    """What one process sees by itself."""
+
+    seat: Seat
+    software: Software
+    devices: Devices
+    name: OwnName
+    network: Network
+    limits: Limits
+    processor: Processor
+    directory: Directory
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFacts:
+    """What the ranks found out together; lists are by rank.
+
+    Attributes:
+        offsets: of the ranks' clocks.
+        routes: how each rank came by its neighbours' tensors; None for one that is alone on its node.
+        lookups: other nodes' names, as each rank's node looked them up.
+        seen: whether each rank saw a file of rank 0 in the run directory; None where it could not write.
+        all_reduce: over all ranks.
+        pairs: of nodes; empty unless asked for.
+    """
+
+    offsets: list[Offset]
+    routes: list[str | None]
+    lookups: list[Lookups]
+    seen: list[bool] | None
+    all_reduce: AllReduce | None
+    pairs: list[Pair] = field(default_factory=list)
+
+
+def look_around(seat: Seat, directory: Path, trial_bytes: int, used: Device | None = None) -> RankFacts:
+    """Everything that this process sees by itself, from `seat`.
+
+    Args:
+        seat: of this process.
+        directory: that the ranks would write to.
+        trial_bytes: how much to write there, to see how long it takes.
+        used: the device of this rank.
+    """
+    name = look_at_own_name()
+    return RankFacts(
+        seat=seat,
+        software=look_at_software(),
+        devices=look_at_devices(used),
+        name=name,
+        network=look_at_network(name.addresses),
+        limits=look_at_limits(),
+        processor=look_at_processor(),
+        directory=look_at_directory(directory, trial_bytes),
+    )
+
+
+def own_seat(environment: Mapping[str, str]) -> Seat:
+    """Of this process, by torchrun's environment; the first of the first node without one."""
+    host = socket.gethostname()
+    return Seat(
+        rank=int(environment.get("RANK", "0")),
+        node=int(environment.get("GROUP_RANK", "0")),
+        local_rank=int(environment.get("LOCAL_RANK", "0")),
+        host=host,
+        machine="/".join([host, *_identity()]),
+    )
+
+
+def _identity() -> list[str]:
+    """What containers and virtual machines of one host name differ in: their boot, and their network."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return [boot, str(os.stat("/proc/self/ns/net").st_ino)]
+    except OSError:
+        return []

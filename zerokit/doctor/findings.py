@@ -1,0 +1,207 @@
+"""Findings: what a check says, about which ranks, how bad that is, and what to do.
+
+Every check has a code, which stays the same for ever, and gives at least one finding whenever it could look. Ranks
+of which the same is to be said share a finding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class Severity(StrEnum):
+    """How bad a finding is; `SKIPPED` says that the check could not look, or had nothing to look at."""
+
+    OK = "ok"
+    SKIPPED = "skipped"
+    WARNING = "warning"
+    FAULT = "fault"
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One check; `why` says what depends on it."""
+
+    code: str
+    title: str
+    why: str
+
+
+# The first digit is the subject. Codes are never used again for something else.
+CHECKS = {
+    check.code: check
+    for check in (
+        Check("ZD101", "software", "zerokit needs these packages, torch from 2.6 on."),
+        Check(
+            "ZD102", "same software", "Ranks that run different versions compute and send different things."
+        ),
+        Check("ZD201", "CUDA devices", "Without a device that torch can use, training runs on the CPU."),
+        Check("ZD202", "a device a rank", "NCCL refuses two ranks on one device."),
+        Check("ZD203", "same devices", "A step is as slow as its slowest device."),
+        Check("ZD301", "gloo's interface", "gloo listens at one address; the other ranks must reach it."),
+        Check("ZD302", "NCCL's interfaces", "NCCL meets, and without InfiniBand sends, over these."),
+        Check("ZD303", "own host name", "gloo and torchrun look the host's own name up."),
+        Check("ZD304", "names of nodes", "torchrun and ssh find other nodes by their names."),
+        Check("ZD305", "MTU", "Packets larger than a hop takes vanish; small ones cost processor time."),
+        Check("ZD306", "InfiniBand", "NCCL uses its active ports, if there are any."),
+        Check("ZD401", "/dev/shm", "NCCL and data loaders share memory there."),
+        Check("ZD402", "locked memory", "RDMA and io_uring register memory, which locks it."),
+        Check("ZD403", "open files", "Each rank has a connection to each other one, and files besides."),
+        Check(
+            "ZD404", "memory of neighbours", "gloo ranks of one node read each other's memory where they may."
+        ),
+        Check("ZD501", "clocks", "Logs, traces and signed requests compare times of different nodes."),
+        Check("ZD502", "cores", "A rank needs a core of its own."),
+        Check("ZD503", "load", "What else runs here takes cores from the ranks."),
+        Check("ZD601", "run directory", "Ranks write checkpoints there."),
+        Check("ZD602", "free space", "A checkpoint that does not fit fails the save."),
+        Check("ZD603", "writing", "A save waits until its files are on the disk."),
+        Check("ZD604", "one directory", "The ranks' files make one checkpoint only in one directory."),
+        Check("ZD701", "all-reduce", "Every step moves the gradients over this wire."),
+        Check("ZD702", "pairs of nodes", "A ring is as slow as its slowest link."),
+        Check("ZD801", "tracking", "Benches write their runs to MLflow."),
+        Check("ZD802", "tracking access", "The server decides whom it lets in, and under which name."),
+        Check("ZD803", "tracking writes", "A store that cannot be written to takes no runs."),
+        Check("ZD901", "ranks start", "The checks between ranks need ranks that start and meet."),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a judge says of one rank or machine; where `meaning` is empty, the check's `why` stands for it."""
+
+    severity: Severity
+    found: str
+    meaning: str = ""
+    remedy: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report.
+
+    Attributes:
+        code: of the check, `CHECKS`.
+        severity: how bad it is.
+        check: the check's title.
+        where: which nodes or ranks; empty where it is true of all that were looked at.
+        found: what was seen.
+        meaning: what follows from it.
+        remedy: what to do; empty where there is nothing to do.
+    """
+
+    code: str
+    severity: Severity
+    check: str
+    where: str
+    found: str
+    meaning: str
+    remedy: str
+
+
+def ok(found: str) -> Verdict:
+    """All is well."""
+    return Verdict(Severity.OK, found)
+
+
+def skipped(found: str) -> Verdict:
+    """There was nothing to look at, or no way to look."""
+    return Verdict(Severity.SKIPPED, found)
+
+
+def warning(found: str, meaning: str, remedy: str) -> Verdict:
+    """Training works, but slower or less safely than it could."""
+    return Verdict(Severity.WARNING, found, meaning, remedy)
+
+
+def fault(found: str, meaning: str, remedy: str) -> Verdict:
+    """Training will fail, hang, or lose something."""
+    return Verdict(Severity.FAULT, found, meaning, remedy)
+
+
+def finding(code: str, verdict: Verdict, where: str = "") -> Finding:
+    """The verdict as a finding of that check."""
+    check = CHECKS[code]
+    return Finding(
+        code,
+        verdict.severity,
+        check.title,
+        where,
+        verdict.found,
+        verdict.meaning or check.why,
+        verdict.remedy,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Where facts come from: a rank, its node, and the machine that it really runs on.
+
+    Simulated nodes share a machine. The process that starts the ranks has the seat `HERE`.
+    """
+
+    rank: int
+    node: int
+    local_rank: int
+    host: str
+    machine: str
+
+
+Told = Sequence[tuple[Seat, T]]
+"""Facts of one kind, by seat."""
+
+
+def machines(told: Told[T]) -> list[tuple[Seat, T]]:
+    """What the first rank of each machine tells."""
+    first: dict[str, tuple[Seat, T]] = {}
+    for seat, facts in told:
+        first.setdefault(seat.machine, (seat, facts))
+    return list(first.values())
+
+
+def by_rank(code: str, told: Told[T], judge: Callable[[T], Verdict]) -> list[Finding]:
+    """A finding for each different verdict, naming the ranks that it is about."""
+    return _joined(code, [(seat, judge(facts)) for seat, facts in told], [seat for seat, _ in told])
+
+
+def by_machine(code: str, told: Told[T], judge: Callable[[T], Verdict]) -> list[Finding]:
+    """The same, of facts that all ranks of a machine share: its first rank is asked."""
+    verdicts = {seat.machine: judge(facts) for seat, facts in machines(told)}
+    return _joined(code, [(seat, verdicts[seat.machine]) for seat, _ in told], [seat for seat, _ in told])
+
+
+def _joined(code: str, verdicts: Iterable[tuple[Seat, Verdict]], seats: Sequence[Seat]) -> list[Finding]:
+    groups: dict[Verdict, list[Seat]] = {}
+    for seat, verdict in verdicts:
+        groups.setdefault(verdict, []).append(seat)
+    return [finding(code, verdict, where(group, seats)) for verdict, group in groups.items()]
+
+
+def where(group: Sequence[Seat], seats: Sequence[Seat]) -> str:
+    """The seats of `group` in words, among all `seats`: nothing, whole nodes, or ranks."""
+    if len(group) == len(seats):
+        return ""
+    nodes = sorted({seat.node for seat in group})
+    hosts = list(dict.fromkeys(seat.host for seat in sorted(group, key=lambda seat: seat.node)))
+    named = f" ({', '.join(hosts[:4])}{', …' if len(hosts) > 4 else ''})"
+    if len(group) == sum(seat.node in nodes for seat in seats):
+        return f"node{'s' * (len(nodes) > 1)} {_numbers(nodes)}{named}"
+    ranks = sorted(seat.rank for seat in group)
+    return f"rank{'s' * (len(ranks) > 1)} {_numbers(ranks)}{named}"
+
+
+def _numbers(numbers: Sequence[int]) -> str:
+    """Runs of three and more as 4–7."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}–{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)

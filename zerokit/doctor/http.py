@@ -1,0 +1,123 @@
+"""An MLflow server, asked over HTTP without MLflow: does it answer, in which version, to whom, and may we write.
+
+`/health` and `/version` are open to everybody; what begins with `/api` is guarded by the server's checks of host name,
+origin and user.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import ssl
+import urllib.error
+import urllib.parse
+import urllib.request
+from dataclasses import dataclass
+from typing import Any
+
+_API = "api/2.0/mlflow"
+_TAG = "zerokit.doctor"
+_EXCERPT = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Of one request: the status and the beginning of the text, or why there is none."""
+
+    status: int | None
+    text: str
+    error: str | None = None
+
+    def json(self) -> dict[str, Any]:
+        """Empty where the text is no JSON object."""
+        try:
+            content = json.loads(self.text)
+        except ValueError:
+            return {}
+        return content if isinstance(content, dict) else {}
+
+
+class Server:
+    """One server, with the user and the certificates that MLflow's own client would use.
+
+    Args:
+        uri: with or without a user and a password.
+        timeout_s: of each request.
+    """
+
+    def __init__(self, uri: str, timeout_s: float) -> None:
+        parts = urllib.parse.urlsplit(uri)
+        user, password = parts.username, parts.password
+        self._base = parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()
+        self._timeout_s = timeout_s
+        self._headers = {"Content-Type": "application/json"}
+        token = os.environ.get("MLFLOW_TRACKING_TOKEN")
+        user = user or os.environ.get("MLFLOW_TRACKING_USERNAME")
+        password = password or os.environ.get("MLFLOW_TRACKING_PASSWORD")
+        if user is not None and password is not None:
+            self._headers["Authorization"] = (
+                "Basic " + base64.b64encode(f"{user}:{password}".encode()).decode()
+            )
+        elif token:
+            self._headers["Authorization"] = f"Bearer {token}"
+        self._context = _certificates() if parts.scheme == "https" else None
+
+    def get(self, path: str) -> Answer:
+        """Ask for `path`."""
+        return self._ask(path, None)
+
+    def post(self, path: str, content: dict[str, str]) -> Answer:
+        """Send JSON to `path`."""
+        return self._ask(path, json.dumps(content).encode())
+
+    def _ask(self, path: str, content: bytes | None) -> Answer:
+        address = f"{self._base.rstrip('/')}/{path}"
+        try:
+            request = urllib.request.Request(address, content, self._headers)
+            with urllib.request.urlopen(request, timeout=self._timeout_s, context=self._context) as response:
+                return Answer(response.status, response.read(1 << 20).decode(errors="replace"))
+        except urllib.error.HTTPError as error:
+            with error:
+                return Answer(error.code, error.read(1 << 16).decode(errors="replace"))
+        except TimeoutError:
+            return Answer(None, "", f"no answer within {self._timeout_s:g} s")
+        except urllib.error.URLError as error:
+            if isinstance(error.reason, TimeoutError):
+                return Answer(None, "", f"no answer within {self._timeout_s:g} s")
+            reason = error.reason
+            return Answer(None, "", getattr(reason, "strerror", None) or str(reason))
+        except (OSError, ValueError, urllib.error.ContentTooShortError) as error:
+            return Answer(None, "", str(error) or type(error).__name__)
+        except Exception as error:  # http.client raises its own for what is no HTTP at all
+            return Answer(None, "", f"no HTTP: {type(error).__name__}: {str(error)[:80]}")
+
+    def read(self) -> Answer:
+        """Ask for one experiment, as any client of MLflow does."""
+        return self.get(f"{_API}/experiments/search?max_results=1")
+
+    def write(self, listed: Answer) -> Answer | None:
+        """Set a tag of the experiment that `read` found, and remove it; None where there is no experiment.
+
+        A server older than MLflow 3 cannot remove it: the tag then stays, and says that it may go.
+        """
+        experiments = listed.json().get("experiments") or []
+        if not experiments:
+            return None
+        tag = {"experiment_id": str(experiments[0]["experiment_id"]), "key": _TAG}
+        written = self.post(f"{_API}/experiments/set-experiment-tag", {**tag, "value": "may be removed"})
+        if written.status == 200:
+            self.post(f"{_API}/experiments/delete-experiment-tag", tag)
+        return written
+
+
+def _certificates() -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=os.environ.get("MLFLOW_TRACKING_SERVER_CERT_PATH"))
+    if os.environ.get("MLFLOW_TRACKING_INSECURE_TLS", "").lower() in ("1", "true"):
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context
+
+
+def excerpt(text: str) -> str:
+    """The beginning of an answer, on one line."""
+    return " ".join(text.split())[:_EXCERPT]

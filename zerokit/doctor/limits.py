@@ -1,0 +1,190 @@
+"""What the system lets a rank have: shared memory, locked memory, open files, other ranks' memory."""
+
+from __future__ import annotations
+
+import os
+import resource
+from dataclasses import dataclass
+from pathlib import Path
+
+from zerokit.doctor.findings import (
+    Finding,
+    Told,
+    Verdict,
+    by_machine,
+    by_rank,
+    fault,
+    finding,
+    ok,
+    skipped,
+    warning,
+)
+
+_MIB = 2**20
+_SHM = Path("/dev/shm")
+_YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
+
+SHM_LEAST_BYTES = 16 * _MIB
+"""NCCL maps about 10 MB for each pair of ranks of a node (NCCL's documentation, troubleshooting)."""
+SHM_SMALL_BYTES = 64 * _MIB
+"""Docker's default."""
+MEMLOCK_LOW_BYTES = 8 * _MIB
+"""The kernel's own default since Linux 5.16; less is somebody's choice."""
+FILES_BESIDES = 512
+"""Files that a rank opens whatever the world size: libraries, data, logs, checkpoint files."""
+FILES_A_PEER = 6
+"""Connections to each other rank: groups for training, control and checkpoints, with room for a program's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of one process; None means unlimited, or for `ptrace_scope` a kernel without Yama.
+
+    Attributes:
+        shm_bytes: size of /dev/shm; 0 where there is none.
+        shm_free_bytes: what is free of it.
+        memlock_bytes: memory that may be locked.
+        open_files: descriptors that may be open.
+        ptrace_scope: Yama's rule for reading other processes' memory.
+        cma: the environment's ZEROKIT_CMA.
+        infiniband: whether there is such a device.
+    """
+
+    shm_bytes: int
+    shm_free_bytes: int
+    memlock_bytes: int | None
+    open_files: int | None
+    ptrace_scope: int | None
+    cma: str
+    infiniband: bool
+
+
+def look_at_limits(shm: Path = _SHM, yama: Path = _YAMA, devices: Path = Path("/sys/class")) -> Limits:
+    """Of this process; the arguments say where the system keeps what it tells."""
+    try:
+        status = os.statvfs(shm)
+        size, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
+    except OSError:
+        size = free = 0
+    try:
+        scope: int | None = int(yama.read_text())
+    except (OSError, ValueError):
+        scope = None
+    return Limits(
+        shm_bytes=size,
+        shm_free_bytes=free,
+        memlock_bytes=_soft(resource.RLIMIT_MEMLOCK),
+        open_files=_soft(resource.RLIMIT_NOFILE),
+        ptrace_scope=scope,
+        cma=os.environ.get("ZEROKIT_CMA", "1") or "1",
+        infiniband=any(devices.glob("infiniband/*")),
+    )
+
+
+def _soft(which: int) -> int | None:
+    soft = resource.getrlimit(which)[0]
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def judge_limits(told: Told[Limits], world: int, routes: Told[str] | None = None) -> list[Finding]:
+    """ZD401 to ZD404.
+
+    Args:
+        told: the limits.
+        world: ranks that there are, or will be.
+        routes: how the ranks of each node came by each other's tensors ("memory", "shared memory", "sockets"), where
+            they tried; empty where every rank is alone on its node.
+    """
+    findings = [
+        *by_machine("ZD401", told, _judge_shm),
+        *by_rank("ZD402", told, _judge_memlock),
+        *by_rank("ZD403", told, lambda limits: _judge_files(limits, world)),
+    ]
+    if routes is None:
+        return [*findings, *by_rank("ZD404", told, _judge_rules)]
+    if not routes:
+        return [*findings, finding("ZD404", skipped("every rank is alone on its node"))]
+    cma = told[0][1].cma
+    scopes = {seat: limits.ptrace_scope for seat, limits in told}
+    asked = [(seat, (route, scopes.get(seat))) for seat, route in routes]
+    return [*findings, *by_rank("ZD404", asked, lambda one: _judge_route(one[0], cma, one[1]))]
+
+
+def _judge_shm(limits: Limits) -> Verdict:
+    listed = f"{_mib(limits.shm_free_bytes)} free of {_mib(limits.shm_bytes)}"
+    remedy = "mount it larger: mount -o remount,size=8G /dev/shm; for a container --shm-size=8g or --ipc=host"
+    if limits.shm_bytes == 0:
+        return fault("there is none", "NCCL and data loaders with workers fail.", remedy)
+    if limits.shm_free_bytes < SHM_LEAST_BYTES:
+        return fault(
+            listed,
+            "It is full: NCCL fails when it starts, data loaders' workers die with bus errors.",
+            f"remove what dead processes left (ls -l /dev/shm), or {remedy}",
+        )
+    if limits.shm_bytes <= SHM_SMALL_BYTES:
+        return warning(
+            listed, "Docker's default: NCCL with many ranks, and data loaders, soon fill it.", remedy
+        )
+    return ok(listed)
+
+
+def _judge_memlock(limits: Limits) -> Verdict:
+    if limits.memlock_bytes is None:
+        return ok("unlimited")
+    listed = f"at most {_mib(limits.memlock_bytes)}"
+    remedy = "ulimit -l unlimited; in a container --ulimit memlock=-1; for services LimitMEMLOCK=infinity"
+    if limits.infiniband:
+        return warning(
+            listed, "NCCL cannot register its buffers with the InfiniBand device (ibv_reg_mr fails).", remedy
+        )
+    if limits.memlock_bytes < MEMLOCK_LOW_BYTES:
+        return warning(
+            listed, f"Less than the kernel's default of {_mib(MEMLOCK_LOW_BYTES)}: RDMA would fail.", remedy
+        )
+    return ok(listed)
+
+
+def _judge_files(limits: Limits, world: int) -> Verdict:
+    needed = FILES_BESIDES + FILES_A_PEER * world
+    if limits.open_files is None or limits.open_files >= needed:
+        return ok("unlimited" if limits.open_files is None else f"at most {limits.open_files}")
+    return warning(
+        f"at most {limits.open_files}",
+        f"{world} ranks may need {needed} each: connections then fail with “too many open files”.",
+        f"ulimit -n {max(65536, needed)}",
+    )
+
+
+def _judge_rules(limits: Limits) -> Verdict:
+    """What the rules say, where no rank has tried."""
+    if limits.cma != "1":
+        return ok(f"not used: ZEROKIT_CMA={limits.cma}")
+    if (limits.ptrace_scope or 0) >= 2:
+        return _forbidden(
+            f"Yama's ptrace_scope is {limits.ptrace_scope}", "shared memory", limits.ptrace_scope
+        )
+    scope = "no Yama" if limits.ptrace_scope is None else f"Yama's ptrace_scope is {limits.ptrace_scope}"
+    return ok(f"nothing forbids it ({scope}); ranks were not asked")
+
+
+def _judge_route(route: str, cma: str, scope: int | None) -> Verdict:
+    wished = {"1": "memory", "shared": "shared memory", "0": "sockets"}.get(cma)
+    if route in ("memory", wished):
+        return ok(f"through {route}" + ("" if cma == "1" else f" (ZEROKIT_CMA={cma})"))
+    return _forbidden(f"through {route}", route, scope)
+
+
+def _forbidden(found: str, route: str, scope: int | None) -> Verdict:
+    because = (
+        f"Yama's ptrace_scope {scope} forbids" if (scope or 0) >= 2 else "the kernel or a sandbox forbids"
+    )
+    return warning(
+        found,
+        f"{because} reading other processes' memory; {route} costs more copies. Results are the same bits.",
+        "sysctl kernel.yama.ptrace_scope=1; in a container --cap-add SYS_PTRACE, and a seccomp profile with "
+        "process_vm_readv; or ZEROKIT_CMA=shared, to say that it is meant so",
+    )
+
+
+def _mib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**30:.1f} GiB" if size_bytes >= 2**30 else f"{size_bytes / _MIB:.1f} MiB"

@@ -1,0 +1,148 @@
+"""Names of hosts: one's own, there and back, and the other nodes'."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from zerokit.doctor.findings import Finding, Told, Verdict, by_machine, by_rank, fault, machines, ok, warning
+
+T = TypeVar("T")
+
+LOOKUP_SECONDS = 1.0
+"""A name server that does not answer makes `getaddrinfo` wait for many seconds; nobody wants to train like that."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnName:
+    """The host's name, the addresses it stands for, and the name that the first of them leads back to."""
+
+    host: str
+    addresses: list[str]
+    back: str | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Lookups:
+    """The other nodes' names, as one node looks them up: addresses by name, or why there are none."""
+
+    found: dict[str, list[str]] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
+
+
+def look_at_own_name() -> OwnName:
+    """Look the host's name up, and its address back."""
+    host = socket.gethostname()
+    try:
+        addresses = addresses_of(host)
+    except OSError as error:
+        return OwnName(host, [], error=_reason(error))
+    try:
+        back = within(lambda: socket.gethostbyaddr(addresses[0])[0])
+    except OSError:
+        back = None
+    return OwnName(host, addresses, back)
+
+
+def look_up(names: list[str]) -> Lookups:
+    """Look up other nodes' names."""
+    lookups = Lookups()
+    for name in dict.fromkeys(names):
+        try:
+            lookups.found[name] = addresses_of(name)
+        except OSError as error:
+            lookups.errors[name] = _reason(error)
+    return lookups
+
+
+def addresses_of(name: str) -> list[str]:
+    """Raises OSError."""
+    found = within(lambda: socket.getaddrinfo(name, None, type=socket.SOCK_STREAM))
+    return list(dict.fromkeys(str(entry[4][0]).partition("%")[0] for entry in found))
+
+
+def within(question: Callable[[], T], seconds: float = LOOKUP_SECONDS) -> T:
+    """The answer, or its OSError, or a TimeoutError: a lookup cannot be stopped, so its thread is left behind."""
+    answers: list[T] = []
+    errors: list[OSError] = []
+
+    def ask() -> None:
+        try:
+            answers.append(question())
+        except OSError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not answers:
+        raise TimeoutError(f"no answer within {seconds:g} s")
+    return answers[0]
+
+
+def _reason(error: OSError) -> str:
+    return error.strerror or str(error)
+
+
+def judge_own_names(told: Told[OwnName]) -> list[Finding]:
+    """ZD303."""
+    several = len(machines(told)) > 1
+    return by_machine("ZD303", told, lambda own: _judge_own(own, several))
+
+
+def _judge_own(own: OwnName, several: bool) -> Verdict:
+    if own.error is not None:
+        found = f"{own.host} cannot be looked up: {own.error}"
+        meaning = "gloo falls back to loopback, and torchrun may not find its own node."
+        remedy = f"add a line with this node's address and {own.host} to /etc/hosts, or to the name server"
+        return fault(found, meaning, remedy) if several else warning(found, meaning, remedy)
+    listed = f"{own.host} → {', '.join(own.addresses)}"
+    if several and all(ipaddress.ip_address(address).is_loopback for address in own.addresses):
+        return warning(
+            listed,
+            "The name stands for loopback, an address that other nodes cannot use.",
+            f"give {own.host} its address on the network between the nodes in /etc/hosts",
+        )
+    if own.back is None:
+        return ok(f"{listed}, which has no name")
+    return ok(f"{listed} → {own.back}")
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbourhood:
+    """What a node looked up, and the addresses that the others really have, by name."""
+
+    lookups: Lookups
+    truth: dict[str, list[str]]
+
+
+def judge_lookups(told: Told[Neighbourhood]) -> list[Finding]:
+    """ZD304."""
+    return by_rank("ZD304", told, _judge_lookups)
+
+
+def _judge_lookups(one: Neighbourhood) -> Verdict:
+    remedy = "add the nodes to /etc/hosts on every node, or to the name server"
+    if one.lookups.errors:
+        name, error = next(iter(one.lookups.errors.items()))
+        more = len(one.lookups.errors) - 1
+        return warning(
+            f"{name} cannot be looked up: {error}" + (f", nor {more} more" if more else ""),
+            "torchrun and ssh fail where nodes are given by name; addresses work.",
+            remedy,
+        )
+    for name, found in one.lookups.found.items():
+        if not set(found) & set(one.truth.get(name, found)):
+            return warning(
+                f"{name} → {', '.join(found)}, but it has {', '.join(one.truth[name])}",
+                "Connections by this name reach another machine, or none.",
+                remedy,
+            )
+    return ok(", ".join(f"{name} → {found[0]}" for name, found in one.lookups.found.items()))

@@ -1,0 +1,86 @@
+"""Cores for the ranks of a machine: how many, which ones they may use, and what else runs there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from zerokit.doctor.findings import Finding, Seat, Told, Verdict, by_machine, ok, warning
+
+_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+
+
+@dataclass(frozen=True, slots=True)
+class Processor:
+    """Of one process.
+
+    Attributes:
+        cores: of the machine.
+        allowed: numbers of those that this process may use.
+        quota: cores' worth of time that its control group may use; None without a limit.
+        load: processes that ran or waited to, a mean over the last minute.
+    """
+
+    cores: int
+    allowed: list[int]
+    quota: float | None
+    load: float
+
+
+def look_at_processor(quota: Path = _QUOTA) -> Processor:
+    """Of this process."""
+    return Processor(os.cpu_count() or 1, sorted(os.sched_getaffinity(0)), _quota(quota), os.getloadavg()[0])
+
+
+def _quota(path: Path) -> float | None:
+    try:
+        limit, period = path.read_text().split()
+        return None if limit == "max" else int(limit) / int(period)
+    except (OSError, ValueError):
+        return None
+
+
+def judge_processors(told: Told[Processor]) -> list[Finding]:
+    """ZD502, ZD503, for each machine with all of its ranks."""
+    groups: dict[str, list[Processor]] = {}
+    for seat, processor in told:
+        groups.setdefault(seat.machine, []).append(processor)
+    together: list[tuple[Seat, Sequence[Processor]]] = [(seat, groups[seat.machine]) for seat, _ in told]
+    return [*by_machine("ZD502", together, _judge_cores), *by_machine("ZD503", together, _judge_load)]
+
+
+def _judge_cores(ranks: Sequence[Processor]) -> Verdict:
+    one = ranks[0]
+    shared = sorted({core for rank in ranks for core in rank.allowed})
+    quota = "" if one.quota is None else f", a quota of {one.quota:g}"
+    listed = f"{len(shared)} of {one.cores} for {len(ranks)} {'rank' if len(ranks) == 1 else 'ranks'}{quota}"
+    if len(shared) < len(ranks):
+        pinned = len(shared) < one.cores
+        return warning(
+            listed,
+            "Ranks take turns on a core, and each step waits for the last of them.",
+            "let the ranks use more cores: look at taskset, numactl and the launcher's binding"
+            if pinned
+            else "start fewer ranks on this machine",
+        )
+    if one.quota is not None and one.quota < len(ranks):
+        return warning(
+            listed,
+            "The control group stops the ranks for a part of each tenth of a second.",
+            "raise the container's limit: --cpus, or resources.limits.cpu",
+        )
+    return ok(listed)
+
+
+def _judge_load(ranks: Sequence[Processor]) -> Verdict:
+    one = ranks[0]
+    listed = f"{one.load:.1f} on {one.cores} cores over the last minute"
+    if one.load <= one.cores:
+        return ok(listed)
+    return warning(
+        listed,
+        "Others are computing here: steps take longer, and measurements vary.",
+        "look at top; measure when the machine is quiet",
+    )

@@ -1,0 +1,155 @@
+"""Versions of what takes part in training, and whether all ranks have the same."""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+import re
+import runpy
+import sys
+from dataclasses import dataclass, fields
+from importlib import metadata
+from pathlib import Path
+
+from zerokit import __version__
+from zerokit.doctor.findings import Finding, Severity, Told, Verdict, by_rank, fault, finding, ok, warning
+
+OLDEST_TORCH = (2, 6)
+"""As in pyproject.toml."""
+OLDEST_PYTHON = (3, 11)
+
+# Ranks with different ones of these cannot work together, or silently compute different things.
+_MUST_AGREE = ("zerokit", "torch", "cuda", "nccl")
+
+
+@dataclass(frozen=True, slots=True)
+class Software:
+    """Versions; None for what is not installed, and for what this build of torch has not."""
+
+    python: str
+    zerokit: str
+    torch: str | None
+    cuda: str | None
+    nccl: str | None
+    safetensors: str | None
+    mlflow: str | None
+
+
+def look_at_software() -> Software:
+    """This process's versions, by the installed packages' metadata: torch is not imported, but used if it is."""
+    torch, cuda = _torch_built()
+    return Software(
+        python=platform.python_version(),
+        zerokit=__version__,
+        torch=torch,
+        cuda=cuda,
+        nccl=_nccl(),
+        safetensors=_installed("safetensors"),
+        mlflow=_installed("mlflow") or _installed("mlflow-skinny"),
+    )
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _torch_built() -> tuple[str | None, str | None]:
+    """The version of torch and of the CUDA that it was built for, from a file of its own: importing takes seconds."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None, None
+    try:
+        told = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
+    except OSError:
+        return _installed("torch"), None
+    cuda = told.get("cuda")
+    return str(told["__version__"]), None if cuda is None else str(cuda)
+
+
+def _nccl() -> str | None:
+    """As torch links it, where torch is imported; else that of its package."""
+    if (torch := sys.modules.get("torch")) is not None:
+        if torch.version.cuda is None or not torch.distributed.is_nccl_available():
+            return None
+        return ".".join(map(str, torch.cuda.nccl.version()))
+    for distribution in ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11"):
+        if (version := _installed(distribution)) is not None:
+            return version
+    return None
+
+
+def judge_software(told: Told[Software]) -> list[Finding]:
+    """ZD101 for each rank, ZD102 for all together."""
+    findings = by_rank("ZD101", told, _verdict)
+    return findings if len(told) < 2 else [*findings, finding("ZD102", _agreement(told))]
+
+
+def _verdict(software: Software) -> Verdict:
+    listed = _listed(software)
+    missing = [name for name in ("torch", "safetensors") if getattr(software, name) is None]
+    if missing:
+        return fault(
+            f"{listed}; {' and '.join(missing)} not installed",
+            "zerokit does not run without.",
+            f"pip install {' '.join(missing)}",
+        )
+    for name, version, oldest in (
+        ("torch", software.torch, OLDEST_TORCH),
+        ("python", software.python, OLDEST_PYTHON),
+    ):
+        if version is not None and _numbers(version) < oldest:
+            needed = ".".join(map(str, oldest))
+            return fault(
+                f"{name} {version}",
+                f"zerokit needs {name} {needed} or later.",
+                f"install {name} {needed} or later",
+            )
+    if software.mlflow is None:
+        return warning(
+            f"{listed}; mlflow not installed",
+            "Benches keep their records, but write no MLflow runs.",
+            "pip install mlflow, or use --no-mlflow",
+        )
+    return ok(listed)
+
+
+def _listed(software: Software) -> str:
+    pairs = ((field.name, getattr(software, field.name)) for field in fields(software))
+    return ", ".join(f"{_NAMES.get(name, name)} {value}" for name, value in pairs if value is not None)
+
+
+_NAMES = {"python": "Python", "cuda": "CUDA", "nccl": "NCCL", "mlflow": "MLflow"}
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    found = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(part) for part in found.group().split(".")) if found else ()
+
+
+def _agreement(told: Told[Software]) -> Verdict:
+    differing: dict[str, dict[str, list[int]]] = {}
+    for field in fields(Software):
+        versions: dict[str, list[int]] = {}
+        for seat, software in told:
+            versions.setdefault(getattr(software, field.name) or "none", []).append(seat.rank)
+        if len(versions) > 1:
+            differing[field.name] = versions
+    if not differing:
+        return ok(f"all {len(told)} ranks have the same versions")
+    found = "; ".join(
+        f"{_NAMES.get(name, name)}: "
+        + ", ".join(f"{version} on rank {', '.join(map(str, ranks))}" for version, ranks in versions.items())
+        for name, versions in differing.items()
+    )
+    severe = any(name in differing for name in _MUST_AGREE)
+    return Verdict(
+        Severity.FAULT if severe else Severity.WARNING,
+        found,
+        "Ranks with different versions of zerokit, torch, CUDA or NCCL fail to meet, or compute different results."
+        if severe
+        else "Results or files may differ in details between ranks.",
+        "install the same versions on every node, for instance with pip's --constraint constraints.txt",
+    )

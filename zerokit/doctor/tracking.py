@@ -1,0 +1,232 @@
+"""Where MLflow runs would go: a server, a SQLite file, a folder; can it be reached and written to.
+
+MLflow itself is never imported: that takes longer than all the rest, and would create what it does not find.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sqlite3
+import tempfile
+import urllib.parse
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+
+from zerokit.doctor.findings import Finding, Verdict, fault, finding, ok, skipped, warning
+from zerokit.doctor.http import Answer, Server, excerpt
+
+QUICK_SECONDS, PATIENT_SECONDS = 0.7, 5.0
+_PORTS = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}
+
+
+@dataclass(frozen=True, slots=True)
+class Tracking:
+    """What was seen of the store.
+
+    Attributes:
+        uri: where it is, without a password.
+        kind: "server", "SQLite", "folder", "database", or "other" for what cannot be looked at from here.
+        reached: whether it answered; None where nobody asked.
+        version: MLflow's, of a server; or the schema's, of a database.
+        status: the HTTP status of the first request that was refused.
+        error: what went wrong, in its own words.
+        host: the name that the server was asked by.
+        writable: None where that was not tried.
+        write_error: why it is not.
+    """
+
+    uri: str
+    kind: str
+    reached: bool | None
+    version: str | None = None
+    status: int | None = None
+    error: str | None = None
+    host: str | None = None
+    writable: bool | None = None
+    write_error: str | None = None
+
+
+def look_at_tracking(uri: str, *, quick: bool) -> Tracking:
+    """Ask the store; `quick` waits less and writes nothing."""
+    parts = urllib.parse.urlsplit(uri)
+    scheme = parts.scheme.partition("+")[0]
+    shown = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl() if "@" in parts.netloc else uri
+    if scheme in ("http", "https"):
+        return _server(uri, shown, parts.netloc.rpartition("@")[2], quick)
+    if scheme == "sqlite":
+        # sqlite:///relative and sqlite:////absolute, as SQLAlchemy reads them.
+        return _sqlite(shown, Path(urllib.parse.unquote(uri.partition("///")[2].partition("?")[0])))
+    if scheme in ("", "file"):
+        folder = Path(urllib.request.url2pathname(parts.path)) if scheme else Path(uri)
+        return _folder(shown, folder)
+    if scheme in _PORTS and parts.hostname:
+        return _database(shown, parts.hostname, parts.port or _PORTS[scheme], quick)
+    return Tracking(shown, "other", None)
+
+
+def _server(uri: str, shown: str, host: str, quick: bool) -> Tracking:
+    try:
+        server = Server(uri, QUICK_SECONDS if quick else PATIENT_SECONDS)
+    except (OSError, ValueError) as error:
+        return Tracking(shown, "server", False, error=str(error), host=host)
+    version = server.get("version")
+    if version.status is None:
+        return Tracking(shown, "server", False, error=version.error, host=host)
+    if version.status >= 400 and version.status != 404:  # a gateway need not have this address
+        return _refused(shown, host, version)
+    told = excerpt(version.text)[:40] if version.status == 200 else None
+    read = server.read()
+    if read.status is None:
+        return Tracking(shown, "server", False, told, error=read.error, host=host)
+    if read.status != 200:
+        return _refused(shown, host, read, told)
+    written = None if quick else server.write(read)
+    if written is None:
+        return Tracking(shown, "server", True, told, host=host)
+    if written.status == 200:
+        return Tracking(shown, "server", True, told, host=host, writable=True)
+    if written.status is None:
+        return Tracking(shown, "server", False, told, error=written.error, host=host)
+    if written.status in (401, 403) or written.status >= 500:
+        return _refused(shown, host, written, told)
+    why = f"HTTP {written.status}: {excerpt(written.text)}"
+    return Tracking(shown, "server", True, told, host=host, writable=False, write_error=why)
+
+
+def _refused(shown: str, host: str, answer: Answer, version: str | None = None) -> Tracking:
+    error = answer.error or excerpt(answer.text)
+    return Tracking(shown, "server", True, version, status=answer.status, error=error, host=host)
+
+
+def _sqlite(shown: str, path: Path) -> Tracking:
+    if not path.exists():
+        parent = path.absolute().parent
+        if not parent.is_dir():
+            return Tracking(shown, "SQLite", False, error=f"{parent} does not exist")
+        error = _cannot_make_files(parent)
+        return Tracking(shown, "SQLite", True, None, writable=error is None, write_error=error)
+    version: str | None = None
+    try:
+        address = f"file:{urllib.parse.quote(str(path.absolute()))}?mode=rw"
+        with contextlib.closing(sqlite3.connect(address, uri=True, timeout=QUICK_SECONDS)) as database:
+            database.execute("PRAGMA schema_version").fetchone()
+            with contextlib.suppress(sqlite3.OperationalError):  # a database that is not MLflow's yet
+                row = database.execute("SELECT version_num FROM alembic_version").fetchone()
+                version = None if row is None else f"schema {row[0]}"
+            # Takes the lock that a write takes, and changes nothing.
+            database.execute("BEGIN IMMEDIATE")
+            database.rollback()
+    except sqlite3.OperationalError as error:
+        return Tracking(shown, "SQLite", True, version, writable=False, write_error=str(error))
+    except sqlite3.DatabaseError as error:
+        return Tracking(shown, "SQLite", False, error=str(error))
+    if not os.access(path, os.W_OK):
+        return Tracking(shown, "SQLite", True, version, writable=False, write_error="Permission denied")
+    error_there = _cannot_make_files(path.absolute().parent)  # for the journal
+    return Tracking(shown, "SQLite", True, version, writable=error_there is None, write_error=error_there)
+
+
+def _folder(shown: str, folder: Path) -> Tracking:
+    folder = folder.absolute()
+    existing = next(one for one in (folder, *folder.parents) if os.path.exists(one))
+    if not existing.is_dir():
+        return Tracking(shown, "folder", False, error=f"{existing} is not a directory")
+    error = _cannot_make_files(existing)
+    return Tracking(shown, "folder", True, writable=error is None, write_error=error)
+
+
+def _cannot_make_files(folder: Path) -> str | None:
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return None
+    except OSError as error:
+        return f"{folder}: {error.strerror}"
+
+
+def _database(shown: str, host: str, port: int, quick: bool) -> Tracking:
+    try:
+        with socket.create_connection((host, port), QUICK_SECONDS if quick else PATIENT_SECONDS):
+            return Tracking(shown, "database", True, host=host)
+    except OSError as error:
+        return Tracking(shown, "database", False, error=error.strerror or str(error), host=host)
+
+
+def judge_tracking(tracking: Tracking) -> list[Finding]:
+    """ZD801, and as far as it was reached ZD802 and ZD803."""
+    if tracking.reached is None:
+        return [
+            finding("ZD801", skipped(f"{tracking.uri}: a store of this kind cannot be looked at from here"))
+        ]
+    if not tracking.reached or (tracking.status or 0) >= 500:
+        return [finding("ZD801", _judge_silence(tracking))]
+    version = f" (MLflow {tracking.version})" if tracking.kind == "server" and tracking.version else ""
+    version = version or (f" ({tracking.version})" if tracking.version else "")
+    does = "answers" if tracking.host is not None else "can be opened"
+    findings = [finding("ZD801", ok(f"{tracking.kind} at {tracking.uri} {does}{version}"))]
+    if tracking.kind == "server":
+        findings.append(finding("ZD802", _judge_access(tracking)))
+        if tracking.status is not None:
+            return findings
+    return [*findings, finding("ZD803", _judge_writes(tracking))]
+
+
+def _judge_silence(tracking: Tracking) -> Verdict:
+    lost = "Benches keep their records and lose nothing, but write no MLflow runs"
+    if tracking.status is not None:
+        return fault(
+            f"{tracking.uri}: HTTP {tracking.status}: {tracking.error}",
+            f"The server, or a gateway before it, fails. {lost} until it works.",
+            "look at the server's log; zerokit push makes up for it later",
+        )
+    if tracking.kind in ("server", "database"):
+        return fault(
+            f"{tracking.uri}: {tracking.error}",
+            f"Nobody answers there. {lost} until somebody does.",
+            "start the server (mlflow server), or correct MLFLOW_TRACKING_URI; look at firewalls and proxies",
+        )
+    return fault(
+        f"{tracking.uri}: {tracking.error}", f"{lost}.", "correct MLFLOW_TRACKING_URI or --tracking-uri"
+    )
+
+
+def _judge_access(tracking: Tracking) -> Verdict:
+    if tracking.status is None:
+        return ok(f"lets us in as {tracking.host}")
+    found = f"HTTP {tracking.status}: {tracking.error}"
+    if "invalid host header" in (tracking.error or "").lower():
+        return fault(
+            found,
+            f"The server does not know the name {tracking.host}, by which it was asked, and takes the request for a "
+            "DNS rebinding attack.",
+            f"start it with mlflow server --allowed-hosts {tracking.host},localhost:* "
+            "(or MLFLOW_SERVER_ALLOWED_HOSTS)",
+        )
+    if tracking.status in (401, 403):
+        return fault(
+            found,
+            "The server, or a gateway before it, does not let this user in.",
+            "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN; ask for the right "
+            "to write",
+        )
+    return fault(found, "Something else than MLflow answers there.", "correct MLFLOW_TRACKING_URI")
+
+
+def _judge_writes(tracking: Tracking) -> Verdict:
+    if tracking.writable is None:
+        return skipped("not tried")
+    if tracking.writable:
+        return ok("possible")
+    if "locked" in (tracking.write_error or ""):
+        return warning(
+            f"{tracking.uri}: {tracking.write_error}",
+            "Another process writes there at this moment; over NFS, locks may be left for ever.",
+            "close it, or use a server: mlflow server --backend-store-uri …",
+        )
+    return fault(
+        f"{tracking.uri}: {tracking.write_error}",
+        "Runs cannot be written.",
+        "let this user write there, or name another store",
+    )

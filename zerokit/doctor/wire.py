@@ -1,0 +1,221 @@
+"""What the wire gives: an all-reduce over all ranks, and exchanges between all pairs of nodes.
+
+Times and bandwidths are by nccl-tests' definitions: the slowest rank's time, bytes on the busiest wire one way.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from statistics import median
+from typing import TYPE_CHECKING
+
+from zerokit.doctor.findings import Finding, Seat, Verdict, fault, finding, ok, skipped, warning
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+    from zerokit.bench.measure.machine import Place
+
+SMALL_BYTES, LARGE_BYTES = 2**20, 2**24
+FAST_S = 0.05
+"""The large size follows where the small one took less than this: 20 MB/s and up."""
+REPETITIONS = 5
+SLOW_GB_PER_S = 0.1
+"""Gigabit Ethernet gives 0.118."""
+SHARE_OF_LINK = 0.25
+"""Of the speed that the interface promises."""
+SLOW_PAIR = 0.5
+"""Of the fastest pair's bandwidth."""
+
+
+@dataclass(frozen=True, slots=True)
+class AllReduce:
+    """One size: the median time of the slowest rank, and whether every rank got the right sum."""
+
+    size_bytes: int
+    time_s: float
+    bus_gb_per_s: float
+    backend: str
+    correct: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two nodes that send to each other at once; bandwidth in each direction."""
+
+    first: int
+    second: int
+    size_bytes: int
+    time_s: float
+    gb_per_s: float
+
+
+def measure_all_reduce(group: dist.ProcessGroup, place: Place) -> AllReduce | None:
+    """All ranks call it; None for one rank."""
+    import torch
+    import torch.distributed as dist
+
+    from zerokit.bench.measure.bandwidth import bus_factor
+
+    world, rank = group.size(), group.rank()
+    if world == 1:
+        return None
+
+    def slowest(seconds: float) -> float:
+        cell = torch.tensor([seconds], dtype=torch.float64, device=place.device)
+        dist.all_reduce(cell, op=dist.ReduceOp.MAX, group=group)
+        return float(cell.item())
+
+    def timed(size_bytes: int) -> tuple[float, bool]:
+        buffer = torch.empty(size_bytes // 4, device=place.device)
+        # Small whole numbers, so that the sum is exact in any order.
+        pattern = torch.arange(buffer.numel(), device=place.device) % 7
+        buffer.copy_(pattern + rank)
+        seconds = _timed(lambda: dist.all_reduce(buffer, group=group), place)
+        expected = pattern * world + world * (world - 1) // 2
+        return slowest(seconds), slowest(float(not torch.equal(buffer, expected.to(buffer.dtype)))) == 0
+
+    timed(SMALL_BYTES)  # makes connections
+    first, correct = timed(SMALL_BYTES)
+    size = LARGE_BYTES if first < FAST_S else SMALL_BYTES
+    times = []
+    for _ in range(REPETITIONS):
+        seconds, right = timed(size)
+        times.append(seconds)
+        correct = correct and right
+    taken = median(times)
+    bus = size / taken / 1e9 * bus_factor("all_reduce", world)
+    return AllReduce(size, taken, bus, place.backend, correct)
+
+
+def measure_pairs(group: dist.ProcessGroup, place: Place, leaders: Sequence[int]) -> list[Pair]:
+    """Every pair of nodes, one after the other, so that none disturbs another. All ranks call it.
+
+    Args:
+        group: of all ranks.
+        place: of this rank.
+        leaders: the first rank of each node, which sends and receives for it.
+
+    Returns what this rank has measured: the pairs whose first node it leads.
+    """
+    import torch
+    import torch.distributed as dist
+
+    found = []
+    for first, second in combinations(range(len(leaders)), 2):
+        dist.barrier()
+        pair = (leaders[first], leaders[second])
+        if group.rank() not in pair:
+            continue
+        other = pair[1] if group.rank() == pair[0] else pair[0]
+
+        def exchange(size_bytes: int, other: int = other) -> float:
+            outgoing, incoming = (torch.zeros(size_bytes // 4, device=place.device) for _ in range(2))
+            return _timed(lambda: _swap(outgoing, incoming, other, group), place)
+
+        exchange(SMALL_BYTES)  # makes the connection
+        # The two must agree on the size: the slower of them decides.
+        seconds = torch.tensor([exchange(SMALL_BYTES)], device=place.device)
+        theirs = torch.zeros_like(seconds)
+        _swap(seconds, theirs, other, group)
+        size = LARGE_BYTES if max(seconds.item(), theirs.item()) < FAST_S else SMALL_BYTES
+        taken = median(exchange(size) for _ in range(3))
+        if group.rank() == pair[0]:
+            found.append(Pair(first, second, size, taken, size / taken / 1e9))
+    dist.barrier()
+    return found
+
+
+def _swap(outgoing: torch.Tensor, incoming: torch.Tensor, other: int, group: dist.ProcessGroup) -> None:
+    import torch.distributed as dist
+
+    operations = [
+        dist.P2POp(dist.isend, outgoing, other, group),
+        dist.P2POp(dist.irecv, incoming, other, group),
+    ]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+
+
+def _timed(call: Callable[[], object], place: Place) -> float:
+    place.synchronize()
+    started = time.perf_counter()
+    call()
+    place.synchronize()
+    return time.perf_counter() - started
+
+
+def judge_all_reduce(measured: AllReduce | None, link_mbit: int | None) -> list[Finding]:
+    """ZD701.
+
+    Args:
+        measured: None for one rank.
+        link_mbit: what the interface between several machines promises; None where unknown, or on one machine.
+    """
+    if measured is None:
+        return [finding("ZD701", skipped("one rank: nothing to send"))]
+    listed = (
+        f"{measured.bus_gb_per_s:.2f} GB/s bus bandwidth, {measured.size_bytes / 2**20:g} MiB in "
+        f"{measured.time_s * 1000:.1f} ms ({measured.backend})"
+    )
+    return [finding("ZD701", _judge_all_reduce(measured, listed, link_mbit))]
+
+
+def _judge_all_reduce(measured: AllReduce, listed: str, link_mbit: int | None) -> Verdict:
+    if not measured.correct:
+        return fault(
+            f"a wrong sum; {listed}",
+            "Ranks do not get what they should: gradients would be wrong without a word.",
+            "try other memory, cards or cables; test with NCCL_P2P_DISABLE=1, NCCL_IB_DISABLE=1",
+        )
+    remedy = (
+        "look at the interface that is used (ZD301, ZD302), MTU, load, who else uses the wire; try --pairs"
+    )
+    link = None if link_mbit is None else link_mbit / 8000
+    if link is not None and measured.bus_gb_per_s < SHARE_OF_LINK * link:
+        return warning(
+            listed,
+            f"Less than a quarter of the {link:.2f} GB/s that the interface promises.",
+            remedy,
+        )
+    if measured.bus_gb_per_s < SLOW_GB_PER_S:
+        return warning(listed, "Slower than gigabit Ethernet: steps will wait for gradients.", remedy)
+    return ok(listed)
+
+
+def judge_pairs(pairs: Sequence[Pair], seats: Sequence[Seat]) -> list[Finding]:
+    """ZD702."""
+    if not pairs:
+        return [finding("ZD702", skipped("one node: no pairs"))]
+    hosts = {seat.node: seat.host for seat in seats}
+    fastest = max(pairs, key=lambda pair: pair.gb_per_s)
+    slow = [pair for pair in pairs if pair.gb_per_s < SLOW_PAIR * fastest.gb_per_s]
+    slow.sort(key=lambda pair: pair.gb_per_s)
+    if not slow:
+        slowest = min(pair.gb_per_s for pair in pairs)
+        speeds = f"{slowest:.2f} to {fastest.gb_per_s:.2f}" if len(pairs) > 1 else f"{slowest:.2f}"
+        number = f"{len(pairs)} pairs" if len(pairs) > 1 else "one pair, nothing to compare"
+        return [finding("ZD702", ok(f"{number}: {speeds} GB/s in each direction"))]
+    worst = slow[0]
+    listed = (
+        f"nodes {worst.first} ({hosts[worst.first]}) and {worst.second} ({hosts[worst.second]}): "
+        f"{worst.gb_per_s:.3g} GB/s; the fastest pair, {fastest.first} and {fastest.second}: {fastest.gb_per_s:.3g}"
+    )
+    common = set.intersection(*({pair.first, pair.second} for pair in slow))
+    if len(slow) > 1 and len(common) == 1:
+        node = common.pop()
+        # All pairs with this node are slow, and no others: the node is, and not a link between two.
+        meaning = f"All {len(slow)} slow pairs have node {node} ({hosts[node]}): it holds up every ring."
+        remedy = (
+            f"look at the cable, the port and the interface of node {node} ({hosts[node]}), or leave it out"
+        )
+    else:
+        meaning = (
+            f"{len(slow)} of {len(pairs)} pairs are less than half as fast as the fastest: rings wait there."
+        )
+        remedy = "look at the link between these nodes, or choose nodes that are closer to each other"
+    return [finding("ZD702", warning(listed, meaning, remedy))]

@@ -1,0 +1,181 @@
+"""One rank of `zerokit doctor`: looks around, meets the others, measures with them.
+
+    torchrun … -m zerokit.doctor.worker JOB.json
+
+The job is a `Job`. All files of it lie beside it, so that the folder can be copied to a node and back:
+
+    rank-R.json    what rank R saw by itself, written before it meets the others
+    stage-R        what rank R was doing last, and on which host: it tells where a job hangs
+    group.json     what the ranks found out together, written by rank 0 at the end
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from zerokit.bench.schema import from_plain, to_plain
+from zerokit.doctor.clock import measure_offset
+from zerokit.doctor.devices import Device
+from zerokit.doctor.directory import TRIAL_BYTES, sees, show, take_away
+from zerokit.doctor.facts import GroupFacts, RankFacts, look_around, own_seat
+from zerokit.doctor.findings import Seat
+from zerokit.doctor.names import Lookups, look_up
+from zerokit.doctor.wire import Pair, measure_all_reduce, measure_pairs
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+T = TypeVar("T")
+
+STAGES = (
+    "looking around",
+    "meeting the others",
+    "comparing clocks",
+    "reading neighbours' memory",
+    "looking up names",
+    "looking for rank 0's file",
+    "all-reducing",
+    "exchanging in pairs",
+    "done",
+)
+"""In order. A rank that waits for others has come further than the one that it waits for, or as far."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What the ranks are to do.
+
+    Attributes:
+        directory: that they would write to; the same path on every node.
+        token: a name for the file that rank 0 leaves there.
+        pairs: whether to measure all pairs of nodes.
+        timeout_s: of a single collective; who started the ranks gives up earlier.
+    """
+
+    directory: str
+    token: str
+    pairs: bool
+    timeout_s: float
+
+
+Look = Callable[[Seat, Path, int, Device | None], RankFacts]
+
+
+def main(job_file: Path, look: Look = look_around, now: Callable[[], float] = time.time) -> None:
+    """Run the job on this rank.
+
+    Args:
+        job_file: of the job.
+        look: how a rank looks around.
+        now: its clock.
+    """
+    job = from_plain(Job, json.loads(job_file.read_text()))
+    seat, folder = own_seat(os.environ), job_file.parent
+
+    def at(stage: str) -> None:
+        _write(folder / f"stage-{seat.rank}", f"{stage}\n{seat.host}")
+
+    at("looking around")
+    # Importing torch is the slow part, and may itself hang on a shared file system: the stage is told before.
+    import torch
+    import torch.distributed as dist
+
+    from zerokit.bench.measure.machine import Place, choose_place, device_id
+
+    place, device = choose_place(None), None
+    if place.device.type == "cuda":
+        torch.cuda.set_device(place.device)
+        device = Device(torch.cuda.get_device_name(place.device), device_id(place) or str(place.device))
+    if place.backend == "gloo":
+        place = Place(torch.device("cpu"), "gloo")
+    # One rank a node times the disk, or they would time each other.
+    facts = look(seat, Path(job.directory), TRIAL_BYTES if seat.local_rank == 0 else 0, device)
+    _write(folder / f"rank-{seat.rank}.json", json.dumps(to_plain(facts)))
+
+    at("meeting the others")
+    timeout = timedelta(seconds=job.timeout_s)
+    dist.init_process_group("gloo", timeout=timeout)
+    group = dist.group.WORLD
+    assert group is not None
+    everyone = _gather(facts)
+    at("comparing clocks")
+    offsets = _gather(measure_offset(group, now))
+    at("reading neighbours' memory")
+    routes = _gather(_route(group, sum(one.seat.node == seat.node for one in everyone)))
+    at("looking up names")
+    names = _gather(_look_up_others(everyone, seat))
+    at("looking for rank 0's file")
+    seen = _see(facts, job)
+    at("all-reducing")
+    wire = group if place.backend == "gloo" else dist.new_group(backend=place.backend, timeout=timeout)
+    all_reduce = measure_all_reduce(wire, place)
+    pairs: list[Pair] = []
+    if job.pairs:
+        at("exchanging in pairs")
+        leaders: dict[int, int] = {}
+        for one in everyone:
+            leaders.setdefault(one.seat.node, one.seat.rank)
+        for measured in _gather(measure_pairs(wire, place, list(leaders.values()))):
+            pairs += measured
+    if seat.rank == 0:
+        together = GroupFacts(offsets, routes, names, seen, all_reduce, pairs)
+        _write(folder / "group.json", json.dumps(to_plain(together)))
+    at("done")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _gather(mine: T) -> list[T]:
+    import torch.distributed as dist
+
+    gathered: list[T] = [mine] * dist.get_world_size()
+    dist.all_gather_object(gathered, mine)
+    return gathered
+
+
+def _route(group: dist.ProcessGroup, on_node: int) -> str | None:
+    """How this rank comes by its neighbours' tensors, as zerokit's own collectives would."""
+    from zerokit.runtime.collectives.neighbours import meet
+
+    neighbours = meet(group, units=1)
+    if on_node < 2:
+        return None
+    return "sockets" if neighbours is None else neighbours.route
+
+
+def _look_up_others(everyone: list[RankFacts], seat: Seat) -> Lookups:
+    if seat.local_rank != 0:
+        return Lookups()
+    return look_up([one.seat.host for one in everyone if one.seat.machine != seat.machine])
+
+
+def _see(facts: RankFacts, job: Job) -> list[bool] | None:
+    """Whether each rank finds the file that rank 0 leaves; None if it could not leave any."""
+    import torch.distributed as dist
+
+    rank, folder = dist.get_rank(), Path(facts.directory.existing)
+    trouble = [show(folder, job.token) if rank == 0 else None]
+    dist.broadcast_object_list(trouble, 0)
+    seen = _gather(trouble[0] is None and sees(folder, job.token))  # all have looked when it returns
+    if rank == 0:
+        take_away(folder, job.token)
+    return None if trouble[0] is not None else seen
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all: others read it while ranks run."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
