@@ -1,0 +1,238 @@
+"""What docker/ promises, read from its files; scripts/image-check builds and runs them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import tomllib
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import yaml
+
+from zerokit.cli import cli
+from zerokit.cli.bench import command as bench
+from zerokit.launch.membership import Membership, find_membership
+
+ROOT = Path(__file__).parents[2]
+DOCKER = ROOT / "docker"
+PLACES = [path for path in sorted(DOCKER.rglob("*")) if path.is_file()]
+
+
+def _instructions(file: Path) -> list[tuple[str, str]]:
+    """Instructions of a Dockerfile in order, comments and line ends taken out."""
+    lines = [line for line in file.read_text().splitlines() if not line.lstrip().startswith("#")]
+    joined = "\n".join(lines).replace("\\\n", " ")
+    found = (line.partition(" ") for line in joined.splitlines() if line.strip())
+    return [(word, rest.strip()) for word, _, rest in found]
+
+
+INSTRUCTIONS = _instructions(DOCKER / "Dockerfile")
+COMPOSE = yaml.safe_load((DOCKER / "compose.yaml").read_text())["services"]
+KUBERNETES = {
+    manifest["kind"]: manifest
+    for name in ("trainjob.yaml", "jobset.yaml")
+    for manifest in yaml.safe_load_all((DOCKER / "kubernetes" / name).read_text())
+}
+
+
+def _stage(name: str) -> list[tuple[str, str]]:
+    """The instructions of one stage."""
+    starts = [n for n, (word, _) in enumerate(INSTRUCTIONS) if word == "FROM"] + [len(INSTRUCTIONS)]
+    for start, stop in pairwise(starts):
+        if INSTRUCTIONS[start][1].endswith(f" AS {name}"):
+            return INSTRUCTIONS[start:stop]
+    raise AssertionError(f"no stage {name}")
+
+
+def _arguments() -> dict[str, str]:
+    pairs = (rest.partition("=") for word, rest in INSTRUCTIONS if word == "ARG")
+    # A stage that repeats an argument, without a value, means the one at the top.
+    return {name: value for name, _, value in pairs if value or name != "BASE"}
+
+
+def test_the_image_starts_zerokit_and_asks_the_doctor() -> None:
+    last = dict(_stage("zerokit"))
+    assert json.loads(last["ENTRYPOINT"]) == ["zerokit"]
+    options, _, test = last["HEALTHCHECK"].partition("CMD ")
+    assert json.loads(test) == ["zerokit", "doctor", "--quick"]
+    assert "--interval=" in options
+
+
+def test_the_default_stage_is_the_last_and_ends_with_zerokit_alone() -> None:
+    assert INSTRUCTIONS[-1] == ("COPY", "--from=package /opt/own /opt/zerokit")
+    assert _stage("zerokit")[-1] == INSTRUCTIONS[-1]
+
+
+def test_the_dependencies_do_not_look_at_the_sources() -> None:
+    copied = {rest for word, rest in _stage("dependencies") if word == "COPY"}
+    assert copied == {"constraints.txt ./", "pyproject.toml ./"}
+
+
+def test_base_and_torch_are_build_arguments_and_the_base_is_pinned() -> None:
+    arguments = _arguments()
+    assert re.fullmatch(r"docker\.io/library/python:3\.\d+-slim-\w+@sha256:[0-9a-f]{64}", arguments["BASE"])
+    assert {"TORCH_INDEX_URL", "TORCH_CONSTRAINT", "DEBIAN_PACKAGES"} <= arguments.keys()
+    bases = {rest.split()[0] for word, rest in INSTRUCTIONS if word == "FROM"}
+    stages = {rest.split()[-1] for word, rest in INSTRUCTIONS if word == "FROM"}
+    assert bases - stages == {"${BASE}"}
+
+
+def test_the_user_is_a_number_that_is_not_root() -> None:
+    assert dict(_stage("runtime"))["USER"] == "10001:0"
+    assert not [rest for word, rest in _stage("zerokit") + _stage("tracking-server") if word == "USER"]
+
+
+def test_what_is_written_at_run_time_goes_where_anyone_may_write() -> None:
+    runtime = dict(_stage("runtime"))
+    variables = dict(one.split("=", 1) for one in shlex.split(runtime["ENV"]))
+    for name in ("HOME", "XDG_CACHE_HOME", "MPLCONFIGDIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        assert variables[name].startswith("/tmp"), name
+    assert (runtime["WORKDIR"], runtime["VOLUME"], runtime["STOPSIGNAL"]) == ("/runs", "/runs", "SIGTERM")
+
+
+def test_the_labels_are_those_of_the_open_container_initiative() -> None:
+    labels = dict(one.split("=", 1) for one in shlex.split(dict(_stage("zerokit"))["LABEL"]))
+    named = {name.removeprefix("org.opencontainers.image.") for name in labels}
+    assert named == {"title", "description", "licenses", "version", "revision", "base.name"}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert labels["org.opencontainers.image.licenses"] == project["license"]
+
+
+def test_the_build_sees_the_package_and_nothing_else() -> None:
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    rules = [line for line in lines if line and not line.startswith("#")]
+    let_in = {rule.removeprefix("!") for rule in rules if rule.startswith("!")}
+    assert rules[0] == "*"
+    taken = {
+        word
+        for name in ("dependencies", "package")
+        for instruction, rest in _stage(name)
+        if instruction == "COPY"
+        for word in rest.split()[:-1]
+    }
+    assert let_in == taken
+
+
+@pytest.mark.parametrize("path", PLACES, ids=lambda path: str(path.relative_to(DOCKER)))
+def test_no_interface_is_named_and_no_server_for_logins_is_run(path: Path) -> None:
+    text = path.read_text()
+    assert not re.search(r"SOCKET_IFNAME\s*[:=]", text)
+    assert not re.search(r"\b(eth\d|ens\d|eno\d|enp\d\w*|ib\d|bond\d)\b", text)
+    assert not re.search(r"\bsshd\b|openssh-server", text)
+
+
+def _parses(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+    """zerokit's own command takes them."""
+    with mock.patch.dict(os.environ, environment, clear=True):
+        found = cli.get_command(
+            cli.make_context("zerokit", ["--version"], resilient_parsing=True), arguments[0]
+        )
+        assert found is not None
+        found.make_context(arguments[0], list(arguments[1:]))
+
+
+def _member(environment: Mapping[str, str]) -> Membership:
+    member = find_membership(environment)
+    assert member is not None
+    return member
+
+
+@pytest.mark.parametrize("service", ["node-0", "node-1", "compare"])
+def test_composes_commands_are_zerokits(service: str) -> None:
+    assert "entrypoint" not in COMPOSE[service]
+    _parses(COMPOSE[service]["command"], COMPOSE[service].get("environment", {}))
+
+
+def test_composes_nodes_are_two_members_of_one_job() -> None:
+    nodes = [COMPOSE["node-0"], COMPOSE["node-1"]]
+    members = [_member(node["environment"]) for node in nodes]
+    assert [(one.index, one.count, one.nodes, one.whole_node) for one in members] == [
+        (0, 2, 2, True),
+        (1, 2, 2, True),
+    ]
+    assert {one.master_addr for one in members} == {"node-0"}
+    assert nodes[0]["command"] == nodes[1]["command"]
+
+
+def test_compose_waits_for_health_and_keeps_the_root_read_only() -> None:
+    assert COMPOSE["mlflow"]["depends_on"]["postgres"]["condition"] == "service_healthy"
+    for service in ("node-0", "node-1"):
+        assert COMPOSE[service]["depends_on"]["mlflow"]["condition"] == "service_healthy"
+    for service in ("postgres", "mlflow", "page"):
+        assert COMPOSE[service]["healthcheck"]["test"][0] in ("CMD", "CMD-SHELL")
+    for service in ("node-0", "node-1", "compare", "page"):
+        assert COMPOSE[service]["read_only"] is True
+
+
+def test_the_page_that_is_served_is_the_one_that_is_made() -> None:
+    written = Path(COMPOSE["compare"]["command"][-1])
+    assert COMPOSE["page"]["command"][-1] == str(written.parent)
+    assert written.name == "index.html"
+
+
+def _containers() -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """Kind, pod and container of every manifest that describes pods."""
+    runtime = KUBERNETES["TrainingRuntime"]["spec"]["template"]["spec"]["replicatedJobs"][0]
+    jobset = KUBERNETES["JobSet"]["spec"]["replicatedJobs"][0]
+    pods = {
+        kind: job["template"]["spec"]["template"]["spec"]
+        for kind, job in (("TrainingRuntime", runtime), ("JobSet", jobset))
+    }
+    return [(kind, pod, pod["containers"][0]) for kind, pod in pods.items()]
+
+
+@pytest.mark.parametrize(
+    ("kind", "pod", "container"), _containers(), ids=lambda one: one if isinstance(one, str) else ""
+)
+def test_pods_are_confined_and_have_shared_memory(
+    kind: str, pod: dict[str, Any], container: dict[str, Any]
+) -> None:
+    assert pod["securityContext"]["runAsNonRoot"] is True, kind
+    assert container["securityContext"]["readOnlyRootFilesystem"] is True
+    mounted = {one["mountPath"]: one["name"] for one in container["volumeMounts"]}
+    assert mounted.keys() == {"/tmp", "/dev/shm", "/runs"}
+    shared = next(one for one in pod["volumes"] if one["name"] == mounted["/dev/shm"])
+    assert shared["emptyDir"]["medium"] == "Memory"
+
+
+def test_the_trainjob_runs_zerokit_in_the_runtime_beside_it() -> None:
+    spec = KUBERNETES["TrainJob"]["spec"]
+    assert spec["runtimeRef"]["name"] == KUBERNETES["TrainingRuntime"]["metadata"]["name"]
+    assert spec["trainer"]["command"] == ["zerokit"]
+    _parses(spec["trainer"]["args"], {"PET_NNODES": "2", "PET_NODE_RANK": "1"})
+
+
+def test_the_jobset_says_what_a_trainer_would() -> None:
+    spec = KUBERNETES["JobSet"]["spec"]
+    job = spec["replicatedJobs"][0]
+    container = job["template"]["spec"]["template"]["spec"]["containers"][0]
+    variables = {one["name"]: one.get("value", "1") for one in container["env"]}
+    member = _member(variables)
+    assert (member.index, member.nodes, member.nproc_per_node) == (
+        1,
+        job["template"]["spec"]["completions"],
+        8,
+    )
+    name = KUBERNETES["JobSet"]["metadata"]["name"]
+    assert member.master_addr == f"{name}-{job['name']}-0-0.{name}"
+    _parses(container["args"], variables)
+
+
+def test_slurms_script_starts_the_bench_with_the_launcher_that_reads_its_variables() -> None:
+    text = (DOCKER / "slurm/bench.sbatch").read_text()
+    line = re.search(r"^bench=\(zerokit (.*) \"\$@\"\)$", text, re.MULTILINE)
+    assert line is not None
+    _parses(shlex.split(line[1]), {})
+    assert len(re.findall(r"exec srun .*?\"\$\{bench\[@\]\}\"", text, re.DOTALL)) == 3
+
+
+def test_the_launcher_of_all_of_these_is_one_of_the_benchs() -> None:
+    launcher = next(one for one in bench.params if one.name == "launcher")
+    assert "env" in getattr(launcher.type, "choices", ())
