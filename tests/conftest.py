@@ -1,9 +1,10 @@
-"""Settings of all tests: where a GPU is needed and missing, a test skips; nothing else may."""
+"""Settings of all tests: those that need a GPU, or root with namespaces, skip without; nothing else may."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
 
 import pytest
 
@@ -20,7 +21,11 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips tests marked `gpu` on a machine without one."""
+    """Skips tests marked `gpu` on a machine without one, and tests marked `netns` where that cannot be had."""
+    rooted = [item for item in items if item.get_closest_marker("netns")]
+    if rooted and (reason := _no_namespaces()) is not None:
+        for item in rooted:
+            item.add_marker(pytest.mark.skip(reason=reason))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
@@ -29,3 +34,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def _no_namespaces() -> str | None:
+    """Why tests cannot have namespaces of their own; None if they can."""
+    command = ["unshare", "--mount", "--net", "--uts", "ip", "link", "set", "lo", "up"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"needs root, unshare and ip: {error}"
+    return None if done.returncode == 0 else f"needs root and namespaces: {done.stderr.strip()}"
