@@ -1,12 +1,21 @@
-"""Settings of all tests: those that need a GPU, or root with namespaces, skip without; nothing else may."""
+"""Settings of all tests: what each marker needs of the machine, and no test measured by its time."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
+from collections.abc import Callable
 
 import pytest
+
+from tests.support import namespaces, slurm
+
+with contextlib.suppress(ImportError):  # a GPU machine may lack it: the tests marked `gpu` do without
+    from hypothesis import settings
+
+    # A machine with more at work than cores lets any example take seconds.
+    settings.register_profile("zerokit", deadline=None)
+    settings.load_profile("zerokit")
 
 
 def pytest_configure() -> None:
@@ -20,27 +29,25 @@ def pytest_configure() -> None:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips tests marked `gpu` on a machine without one, and tests marked `netns` where that cannot be had."""
-    rooted = [item for item in items if item.get_closest_marker("netns")]
-    if rooted and (reason := _no_namespaces()) is not None:
-        for item in rooted:
-            item.add_marker(pytest.mark.skip(reason=reason))
-    marked = [item for item in items if item.get_closest_marker("gpu")]
-    if not marked:
-        return
+def _no_gpu() -> str | None:
     import torch
 
-    if not torch.cuda.is_available():
-        for item in marked:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    return None if torch.cuda.is_available() else "needs a CUDA device"
 
 
-def _no_namespaces() -> str | None:
-    """Why tests cannot have namespaces of their own; None if they can."""
-    command = ["unshare", "--mount", "--net", "--uts", "ip", "link", "set", "lo", "up"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"needs root, unshare and ip: {error}"
-    return None if done.returncode == 0 else f"needs root and namespaces: {done.stderr.strip()}"
+# Why this machine cannot run the tests of a marker; None where it can. Each is asked at most once.
+REFUSALS: dict[str, Callable[[], str | None]] = {
+    "gpu": _no_gpu,
+    "netns": namespaces.refusal,
+    "sshd": namespaces.hosts_refusal,
+    "slurm": slurm.refusal,
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips the tests whose marker names what this machine lacks; `-ra` in pyproject.toml lists them with reasons."""
+    for marker, refusal in REFUSALS.items():
+        marked = [item for item in items if item.get_closest_marker(marker)]
+        if marked and (reason := refusal()) is not None:
+            for item in marked:
+                item.add_marker(pytest.mark.skip(reason=reason))

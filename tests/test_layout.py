@@ -73,7 +73,7 @@ def units_of(segments: list[Segment], world: int, bucket: int) -> tuple[Unit, ..
     return build_layout(segments, world=world, bucket_bytes=bucket).units
 
 
-@settings(max_examples=700, deadline=None)
+@settings(max_examples=700)
 @given(models(), WORLDS, BUCKETS)
 def test_shards_tile_every_unit_and_every_parameter_exactly(
     segments: list[Segment], world: int, bucket: int
@@ -101,7 +101,7 @@ def test_shards_tile_every_unit_and_every_parameter_exactly(
             assert position.get(parameter.name, 0) == parameter.numel
 
 
-@settings(max_examples=700, deadline=None)
+@settings(max_examples=700)
 @given(models(), WORLDS, BUCKETS)
 def test_starts_and_lengths_are_aligned_and_padding_is_bounded(
     segments: list[Segment], world: int, bucket: int
@@ -115,7 +115,7 @@ def test_starts_and_lengths_are_aligned_and_padding_is_bounded(
         assert padding == sum(gap.numel for gap in unit.gaps())
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(models(), WORLDS, BUCKETS)
 def test_every_parameter_lies_in_one_unit_and_kinds_do_not_mix(
     segments: list[Segment], world: int, bucket: int
@@ -139,7 +139,7 @@ def test_every_parameter_lies_in_one_unit_and_kinds_do_not_mix(
         assert by_group == sorted(by_group)
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 @given(
     models(6).filter(lambda s: sum(p.numel for x in s for p in x.parameters) < 20_000),
     st.integers(1, 9),
@@ -180,7 +180,7 @@ def test_small_models_painted_element_by_element(segments: list[Segment], world:
                     assert owner[position] == group_of[entry_here[0]]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(models(), WORLDS, BUCKETS)
 def test_find_and_cuts_agree_with_what_ranks_own(segments: list[Segment], world: int, bucket: int) -> None:
     layout = build_layout(segments, world=world, bucket_bytes=bucket)
@@ -198,7 +198,7 @@ def test_find_and_cuts_agree_with_what_ranks_own(segments: list[Segment], world:
         layout.find("no such parameter")
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(models(), st.integers(1, 9), BUCKETS)
 def test_segments_join_exactly_while_they_fit_the_bucket(
     segments: list[Segment], world: int, bucket: int
@@ -222,7 +222,7 @@ def test_segments_join_exactly_while_they_fit_the_bucket(
                 assert (before.payload_numel + piece) * LAYOUT_BYTES > bucket
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(models(), st.integers(1, 9), BUCKETS)
 def test_the_dtype_of_trainable_parameters_moves_no_boundary(
     segments: list[Segment], world: int, bucket: int

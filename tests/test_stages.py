@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import zerokit
@@ -59,7 +59,6 @@ def test_other_stages_are_refused(number: int) -> None:
         Stage.of(number)
 
 
-@settings(deadline=None)
 @given(units(), STAGES)
 def test_what_is_divided_tiles_the_unit_over_ranks_and_the_rest_is_whole(unit: Unit, stage: Stage) -> None:
     ranks = range(unit.world)
@@ -78,7 +77,6 @@ def test_what_is_divided_tiles_the_unit_over_ranks_and_the_rest_is_whole(unit: U
             assert set(pieces) == {Interval(0, unit.numel)}
 
 
-@settings(deadline=None)
 @given(units(), STAGES)
 def test_a_rank_has_gradients_of_what_it_updates_and_parameters_of_both(unit: Unit, stage: Stage) -> None:
     for rank in range(unit.world):

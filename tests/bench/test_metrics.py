@@ -126,7 +126,7 @@ def test_the_bootstrap_agrees_with_the_normal_distribution() -> None:
     assert bootstrap(values[:1], fmean) is None
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.lists(st.floats(1, 1000), min_size=2, max_size=20))
 def test_the_bootstrap_stays_within_the_values(values: list[float]) -> None:
     found = bootstrap(values, median)

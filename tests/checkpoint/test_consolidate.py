@@ -218,7 +218,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, content: Content) -> None:
 # --- refusals ----------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_a_flipped_bit_in_what_is_read_is_an_error(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

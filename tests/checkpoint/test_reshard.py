@@ -99,7 +99,7 @@ def layouts(draw: st.DrawFn) -> Layout:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(layout=layouts(), world=st.integers(1, 64), buffer=st.sampled_from([16, 1000, 1 << 20]))
 def test_generated_models(
     tmp_path_factory: pytest.TempPathFactory, layout: Layout, world: int, buffer: int
@@ -119,7 +119,7 @@ def test_generated_models(
 # --- damage ------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_a_flipped_bit_anywhere_is_an_error_and_leaves_nothing(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

@@ -163,7 +163,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
     return folder / "step", json.loads(manifest.to_bytes()), folder / "copy"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.data())
 def test_a_changed_manifest_with_a_right_checksum_is_survived(
     hostile: tuple[Path, dict[str, Any], Path], data: st.DataObject

@@ -6,19 +6,21 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
-from tests.cli.commands import TINY, environment, processes_of
+from tests.cli.commands import TINY, environment, processes_of, zerokit
+from tests.launch.clusters import logged_runs
 from zerokit.bench.record import read_record
 from zerokit.cli.bench import command
 from zerokit.cli.launchers import choose_launcher, read_variables
 from zerokit.errors import UsageError
 from zerokit.launch.network import free_port
 
-BENCH = ("bench", *TINY, "--no-mlflow", "--device", "cpu", "--output", "record.json")
+BENCH = ("bench", *TINY, "--device", "cpu", "--output", "record.json")
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 
 
@@ -127,7 +129,7 @@ def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         words,
         cwd=folder,
-        env=environment(folder),
+        env=environment(folder, OMP_NUM_THREADS="1"),  # the bits depend on it
         capture_output=True,
         text=True,
         timeout=200,
@@ -146,10 +148,24 @@ def mpirun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return run(folder, *starter, sys.executable, "-m", "zerokit.cli", *arguments)
 
 
-def check_record(folder: Path, done: subprocess.CompletedProcess[str]) -> None:
-    """Exactly one, of both ranks, and nothing left behind."""
+@pytest.mark.parametrize(
+    "starter",
+    [
+        torchrun,
+        pytest.param(
+            mpirun,
+            marks=pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed"),
+        ),
+    ],
+)
+def test_others_ranks_leave_one_record_one_run_and_the_losses_of_ranks_started_here(
+    tmp_path: Path, starter: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    folder = tmp_path / "joined"
+    folder.mkdir()
+    done = starter(folder, *BENCH)
     assert done.returncode == 0, done.stderr
-    assert [path.name for path in folder.iterdir() if path.name != "tmp"] == ["record.json"]
+    assert len(list(folder.glob("*.json"))) == 1
     record = read_record(folder / "record.json")
     assert record.status == "ok"
     assert [(rank.rank, rank.node, len(rank.step_ms)) for rank in record.ranks] == [(0, 0, 4), (1, 0, 4)]
@@ -157,15 +173,10 @@ def check_record(folder: Path, done: subprocess.CompletedProcess[str]) -> None:
     assert "TCPStore" not in done.stderr
     assert list((folder / "tmp").glob("zerokit-*")) == []
     assert processes_of(folder) == {}
-
-
-def test_torchruns_ranks_write_one_record(tmp_path: Path) -> None:
-    check_record(tmp_path, torchrun(tmp_path, *BENCH))
-
-
-@pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed")
-def test_mpiruns_ranks_write_one_record(tmp_path: Path) -> None:
-    check_record(tmp_path, mpirun(tmp_path, *BENCH))
+    assert [run.info.status for run in logged_runs(folder)] == ["FINISHED"]
+    here = zerokit(tmp_path, *BENCH, "--nproc-per-node", "2", "--no-mlflow", OMP_NUM_THREADS="1")
+    assert here.returncode == 0, here.stderr
+    assert read_record(tmp_path / "record.json").loss == record.loss
 
 
 def test_torchruns_ranks_refuse_other_numbers_of_ranks(tmp_path: Path) -> None:

@@ -6,39 +6,22 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.namespaces import Hosts, refusal, two_hosts
+from tests.launch.clusters import LONG, ROOT, SHORT, ZEROKIT, logged_runs
+from tests.launch.ranks import wait_for
+from tests.support.namespaces import Hosts, two_hosts
 
-pytestmark = pytest.mark.netns
-ZEROKIT = [sys.executable, "-m", "zerokit.cli"]
-ROOT = Path(__file__).parents[2]
-BENCH = [
-    "bench",
-    "--model",
-    "gpt-tiny",
-    "--seq-len",
-    "16",
-    "--warmup",
-    "1",
-    "--no-mlflow",
-    "--no-twin",
-    "--json",
-]
-LONG = [*BENCH, "--steps", "100000"]
+pytestmark = pytest.mark.sshd
 
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[Hosts]:
-    why = refusal()
-    if why is not None:
-        pytest.skip(why)
     with two_hosts() as made:
         yield made
 
@@ -46,6 +29,8 @@ def hosts() -> Iterator[Hosts]:
 @pytest.fixture(autouse=True)
 def _zerokit_is_found_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    # A host has all cores to itself, nodes simulated here share them; and the bits depend on a rank's threads.
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.chdir(tmp_path)
 
 
@@ -81,18 +66,11 @@ def require_nothing_left(hosts: Hosts, seconds: float = 30.0) -> None:
         time.sleep(0.2)
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 120.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.1)
-
-
 def test_two_hosts_give_the_losses_of_two_nodes_here(hosts: Hosts, tmp_path: Path) -> None:
-    there = run(hosts, *BENCH, "--steps", "4", "--output", str(tmp_path / "there"))
+    there = run(hosts, *SHORT, "--output", str(tmp_path / "there"))
     assert there.returncode == 0, there.stderr
     here = subprocess.run(
-        [*ZEROKIT, *BENCH, "--steps", "4", "--nodes", "2", "--output", str(tmp_path / "here")],
+        [*ZEROKIT, *SHORT, "--nodes", "2", "--no-mlflow", "--output", str(tmp_path / "here")],
         capture_output=True,
         text=True,
         check=True,
@@ -103,6 +81,7 @@ def test_two_hosts_give_the_losses_of_two_nodes_here(hosts: Hosts, tmp_path: Pat
     assert [rank["node"] for rank in remote["ranks"]] == [0, 1]
     assert remote["traffic"]["route"] == "sockets"
     assert len(list((tmp_path / "there").iterdir())) == 1
+    assert [run.info.status for run in logged_runs(tmp_path)] == ["FINISHED"]
     require_nothing_left(hosts)
 
 
@@ -117,7 +96,7 @@ def test_two_hosts_give_the_losses_of_two_nodes_here(hosts: Hosts, tmp_path: Pat
 def test_a_host_that_cannot_serve_is_named_with_the_remedy(
     hosts: Hosts, options: dict[str, Any], said: list[str]
 ) -> None:
-    done = run(hosts, *BENCH, "--steps", "4", **options)
+    done = run(hosts, *SHORT, "--no-mlflow", **options)
     assert done.returncode == 1
     record = json.loads(done.stdout)
     assert record["status"] == "failed"
@@ -130,7 +109,7 @@ def test_a_wrong_key_is_named(hosts: Hosts, tmp_path: Path) -> None:
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / "other"], check=True)
     config = tmp_path / "ssh.conf"
     config.write_text(hosts.config.read_text().replace(str(hosts.folder / "key"), str(tmp_path / "other")))
-    words = [word.replace(str(hosts.config), str(config)) for word in command(hosts, *BENCH, "--steps", "4")]
+    words = [word.replace(str(hosts.config), str(config)) for word in command(hosts, *SHORT, "--no-mlflow")]
     done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=100)
     assert done.returncode == 1
     assert "ssh-copy-id" in json.loads(done.stdout)["reason"]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -29,7 +29,6 @@ def issue(route: Collectives, calls: Sequence[Call], *, numel: int = 6, payload:
             route.reduce_scatter(whole, torch.zeros(numel), unit, payload, add=False).wait()
 
 
-@settings(deadline=None)
 @given(CALLS, st.integers(1, 4), st.integers(0, 7), st.integers(0, 24))
 def test_payload_is_counted_over_all_ranks_and_what_arrives_with_its_padding(
     calls: list[Call], world: int, numel: int, payload: int
@@ -63,7 +62,6 @@ def hashed(calls: Sequence[Call]) -> int:
     return route.schedule
 
 
-@settings(deadline=None)
 @given(CALLS, CALLS, st.booleans())
 def test_the_hash_tells_sequences_of_a_kind_apart_and_not_how_kinds_interleave(
     one: list[Call], other: list[Call], kind: bool

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -35,7 +35,6 @@ def pool_of(numels: Sequence[int], count: int = 2) -> BucketPool:
 # ---- the pool
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.integers(1, 200), max_size=5),
     st.integers(0, 3),
@@ -111,7 +110,6 @@ def bring(unit: UnitGradients, position: int, gradient: Tensor, factor: float) -
         unit.fill(position, gradient, factor)
 
 
-@settings(deadline=None)
 @given(SHAPES, STAGES, st.integers(0, 2), st.booleans(), st.booleans(), st.data())
 def test_the_sum_over_ranks_and_passes_whatever_arrives(
     shapes: list[tuple[int, ...]],
@@ -284,7 +282,6 @@ def test_a_sum_that_is_carried_can_be_cleared(stage: Stage) -> None:
     assert unit.shard[:100].tolist() == [2.0] * 100
 
 
-@settings(deadline=None)
 @given(SHAPES, STAGES, st.integers(0, 2), st.data())
 def test_an_interval_shows_the_gradients_of_its_elements(
     shapes: list[tuple[int, ...]], stage: Stage, rank: int, data: st.DataObject

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import zerokit
@@ -27,7 +27,6 @@ def test_before_it_is_recorded_the_order_is_reversed_and_the_rest_comes_last() -
     assert gradients.order == [3, 1, 4, 0]
 
 
-@settings(deadline=None)
 @given(STAGES, st.booleans(), st.permutations(range(4)), st.integers(0, 4))
 def test_reductions_follow_one_order_whenever_gradients_arrive(
     stage: Stage, runs_ahead: bool, arrivals: list[int], count: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -123,7 +123,6 @@ def test_accumulating_reduces_nothing_until_the_first_pass_outside(
     assert gradients.summed
 
 
-@settings(deadline=None)
 @given(STAGES, st.booleans(), st.lists(st.sets(st.integers(0, 2)), min_size=1, max_size=4))
 def test_passes_add_up_until_they_are_forgotten(
     stage: Stage, runs_ahead: bool, rounds: list[set[int]]

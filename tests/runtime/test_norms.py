@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -68,7 +68,6 @@ def test_norms_are_torchs(norm_type: float, numel: int) -> None:
     assert float(found) == pytest.approx(float(single), rel=1e-4)  # torch adds up in fp32
 
 
-@settings(deadline=None)
 @given(
     st.sampled_from([1.0, 2.0, 3.0, math.inf]),
     st.lists(st.integers(0, 3000), max_size=8),
@@ -116,7 +115,6 @@ def test_numbers_that_fp32_cannot_square() -> None:
     assert float(norm_of([[torch.full((4,), 1e30)]], 2.0)) == pytest.approx(2e30)
 
 
-@settings(deadline=None)
 @given(st.floats(0, 1e6, width=32), st.floats(0, 1e3, width=32))
 def test_the_coefficient_is_what_torch_multiplies_by(norm: float, limit: float) -> None:
     found = clip_coefficient(torch.tensor(norm, dtype=torch.float64), limit)

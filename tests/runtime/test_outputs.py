@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -59,7 +59,6 @@ WRAPPERS: list[Callable[[Any], Any]] = [
 ]
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, len(WRAPPERS) - 1), max_size=4))
 def test_a_tensor_is_found_in_whatever_holds_it(wrappers: list[int]) -> None:
     tensor = torch.ones(2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import zerokit
@@ -191,7 +191,6 @@ def subsequences(order: list[int]) -> st.SearchStrategy[list[int]]:
     return places.map(lambda kept: [unit for place, unit in enumerate(order) if place in kept])
 
 
-@settings(deadline=None)
 @given(lines(), st.integers(0, 2), st.data())
 def test_ranks_that_use_different_units_issue_the_same(
     line: tuple[int, list[int], list[int], list[int]], prefetch: int, data: st.DataObject

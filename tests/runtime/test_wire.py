@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -100,7 +100,6 @@ def _host_route(rank: int, world: int, buckets: list[Tensor]) -> HostCollectives
 _NUMBERS = st.floats(-(2.0**100), 2.0**100, width=32, allow_subnormal=False)
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_the_host_route_sums_rounded_pieces_in_fp32_and_in_rank_order(data: st.DataObject) -> None:
     world, piece = data.draw(st.integers(2, 5)), data.draw(st.integers(1, 9))

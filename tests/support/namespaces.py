@@ -1,6 +1,6 @@
 """Two hosts on this machine: network namespaces with addresses of their own, an sshd each, and a wire between them.
 
-Only root can make them; where it cannot be done, `refusal` says why.
+Only root can make them; where it cannot be done, `hosts_refusal` says why.
 """
 
 from __future__ import annotations
@@ -15,22 +15,25 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-_TOOLS = ("ip", "ssh", "ssh-keygen", "/usr/sbin/sshd")
+_TOOLS = ("ssh", "ssh-keygen", "/usr/sbin/sshd")
 
 
 def refusal() -> str | None:
     """Why there can be no namespaces here; None where there can."""
-    if os.geteuid() != 0:
-        return "network namespaces need root"
+    command = ["unshare", "--mount", "--net", "--uts", "ip", "link", "set", "lo", "up"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"needs root, unshare and ip (package iproute2): {error}"
+    return None if done.returncode == 0 else f"needs root and namespaces: {done.stderr.strip()}"
+
+
+def hosts_refusal() -> str | None:
+    """Why there can be no two hosts here; None where there can."""
     missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
     if missing:
-        return f"{', '.join(missing)} not installed (packages iproute2, openssh-server, openssh-client)"
-    name = f"zk-try-{os.getpid()}"
-    done = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        return f"network namespaces cannot be made: {done.stderr.strip()}"
-    subprocess.run(["ip", "netns", "delete", name], check=False)
-    return None
+        return f"{', '.join(missing)} not installed (packages openssh-server, openssh-client)"
+    return refusal()
 
 
 @dataclass

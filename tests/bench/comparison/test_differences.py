@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.bench.records import make_cell, make_failure
@@ -49,7 +49,6 @@ def test_an_unknown_noise_is_said_and_a_zero_baseline_survived() -> None:
     assert Difference.of(STEP, Measured(0.0, 0.0), Measured(0.0, 0.0)).verdict == "within noise"
 
 
-@settings(deadline=None)
 @given(st.floats(1, 1e6), st.floats(1, 1e6), st.floats(0, 1e3), st.floats(0, 1e3))
 def test_a_verdict_never_contradicts_its_numbers(
     before: float, after: float, one: float, other: float
@@ -65,7 +64,6 @@ def test_a_verdict_never_contradicts_its_numbers(
         assert (found.verdict == "within noise") == (before == after)
 
 
-@settings(deadline=None)
 @given(st.floats(1, 1e6), st.floats(1, 1e6), st.floats(0, 0.9), st.floats(0, 0.9))
 def test_a_time_and_its_rate_get_the_same_verdict(
     before: float, after: float, one: float, other: float

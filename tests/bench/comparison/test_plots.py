@@ -122,7 +122,7 @@ def test_the_front_is_what_nothing_beats() -> None:
     assert pareto([(1.0, 1.0), (2.0, 3.0), (3.0, 2.0), (2.0, 3.0)]) == [True, True, False, True]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.tuples(st.floats(1, 100), st.floats(1, 100)), min_size=1, max_size=12))
 def test_labels_of_points_do_not_cover_each_other(points: list[tuple[float, float]]) -> None:
     drawing = scatter(
@@ -139,7 +139,7 @@ def test_labels_of_points_do_not_cover_each_other(points: list[tuple[float, floa
             assert one[2] <= other[0] or other[2] <= one[0] or one[3] <= other[1] or other[3] <= one[1]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.floats(-1e6, 1e6), st.floats(1e-3, 1e6), st.integers(2, 8))
 def test_ticks_are_few_round_and_inside(low: float, spread: float, count: int) -> None:
     ticks = nice_ticks(low, low + spread, count)
@@ -147,7 +147,7 @@ def test_ticks_are_few_round_and_inside(low: float, spread: float, count: int) -
     assert all(low - spread * 1e-6 <= tick <= low + spread * (1 + 1e-6) for tick in ticks)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.floats(0, 10), min_size=1, max_size=10))
 def test_names_at_the_ends_of_lines_stay_apart(ends: list[float]) -> None:
     series = [Series(f"line {n}", [(0.0, 1.0), (5.0, end)], "ddp") for n, end in enumerate(ends)]
