@@ -26,11 +26,11 @@ if str(ROOT) not in sys.path:  # run as a file from a checkout that is not insta
     sys.path.insert(0, str(ROOT))
 
 from benchmarks.tables import print_table  # noqa: E402
-from tests.support.namespaces import Hosts, refusal, two_hosts  # noqa: E402
+from tests.support.namespaces import Hosts, hosts_refusal, two_hosts  # noqa: E402
 
 WIRE_GBITS = 1.0
 WITHIN = 0.05
-"""How near the bus bandwidth must come to the wire's."""
+"""How near the bus bandwidth must come to what plain sockets carry."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +62,51 @@ CELLS = (
 def limit(hosts: Hosts, gbits: float) -> None:
     """Let what leaves each host wait for a link of `gbits`."""
     for host in hosts.addresses:
-        words = f"tc qdisc add dev eth0 root tbf rate {gbits:g}gbit burst 32kbit latency 400ms".split()
+        # A burst of a few kB is used up between two ticks of the kernel's timer, and the link then carries less.
+        words = f"tc qdisc add dev eth0 root tbf rate {gbits:g}gbit burst 128kb latency 20ms".split()
         subprocess.run([*hosts.inside(host), *words], check=True)
+
+
+# Both ways at once, as collectives use it: what is left for payload after headers and acknowledgements.
+_EXCHANGE = """
+import socket, sys, threading, time
+address, mebibytes = sys.argv[1], int(sys.argv[2])
+if len(sys.argv) > 3:
+    peer = socket.create_server((address, 7001)).accept()[0]
+else:
+    while True:
+        try:
+            peer = socket.create_connection((address, 7001))
+            break
+        except ConnectionRefusedError:
+            time.sleep(0.05)
+outgoing, incoming = bytes(1 << 20), bytearray(1 << 20)
+def send():
+    for _ in range(mebibytes):
+        peer.sendall(outgoing)
+sender = threading.Thread(target=send)
+begun = time.perf_counter()
+sender.start()
+left = mebibytes << 20
+while left:
+    left -= peer.recv_into(incoming)
+sender.join()
+print((mebibytes << 20) * 8 / (time.perf_counter() - begun) / 1e9)
+"""
+
+
+def carried_gbits(hosts: Hosts, mebibytes: int = 150) -> float:
+    """What two plain sockets carry over the link, each way."""
+    address = hosts.addresses["a"]
+    processes = [
+        subprocess.Popen(
+            [*hosts.inside(host), sys.executable, "-c", _EXCHANGE, address, str(mebibytes), *more],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for host, more in (("a", ["serve"]), ("b", []))
+    ]
+    return min(float(process.communicate()[0]) for process in processes)
 
 
 def run_cell(cell: Cell, hosts: Hosts, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -110,23 +153,24 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default="gpt-34m")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every record here")
     arguments = parser.parse_args(words)
-    if (why := refusal()) is not None:
+    if (why := hosts_refusal()) is not None:
         print(f"compare_wire: {why}", file=sys.stderr)
         return 4
     records: dict[str, list[dict[str, Any]]] = {cell.name: [] for cell in CELLS}
     with two_hosts() as hosts:
         limit(hosts, WIRE_GBITS)
+        wire = max(carried_gbits(hosts) for _ in range(3))
         for number in range(arguments.rounds):
             for cell in CELLS if number % 2 == 0 else reversed(CELLS):
                 print(f"round {number + 1}/{arguments.rounds}: {cell.name}", file=sys.stderr, flush=True)
                 records[cell.name].append(run_cell(cell, hosts, arguments))
                 if arguments.json:
                     arguments.json.write_text(json.dumps(records, indent=1) + "\n")
-    return show(records)
+    return show(records, wire)
 
 
-def show(records: dict[str, list[dict[str, Any]]]) -> int:
-    """The table and the bars; 1 when one is missed."""
+def show(records: dict[str, list[dict[str, Any]]], wire: float) -> int:
+    """The table and the bars; `wire` is what the link carries, in Gbit/s. 1 when a bar is missed."""
     medians = {name: statistics.median(map(step_ms, found)) for name, found in records.items()}
     rows = []
     for cell in CELLS:
@@ -144,10 +188,11 @@ def show(records: dict[str, list[dict[str, Any]]]) -> int:
                 f"{cell.name}: {measured:.3f} of {cell.base}, at most {cell.bar:.2f}: {_verdict(measured <= cell.bar)}"
             )
     for operation, gbits in sorted(bus_gbits(records["stage 2"][0]).items()):
-        near = abs(gbits - WIRE_GBITS) <= WITHIN * WIRE_GBITS
+        near = abs(gbits - wire) <= WITHIN * wire
         missed += not near
         print(
-            f"bus bandwidth of {operation}: {gbits:.3f} Gbit/s, within {WITHIN:.0%} of the wire's: {_verdict(near)}"
+            f"bus bandwidth of {operation}: {gbits:.3f} Gbit/s, within {WITHIN:.0%} of the {wire:.3f} that sockets "
+            f"carry: {_verdict(near)}"
         )
     return 1 if missed else 0
 

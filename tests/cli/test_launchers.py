@@ -184,3 +184,11 @@ def test_torchruns_ranks_refuse_other_numbers_of_ranks(tmp_path: Path) -> None:
     assert done.returncode == 1  # torchrun's own
     assert "leave out --nodes and --nproc-per-node" in " ".join(done.stderr.split())
     assert not (tmp_path / "record.json").exists()
+
+
+def test_the_doctor_looks_at_torchruns_ranks(tmp_path: Path) -> None:
+    done = torchrun(tmp_path, "doctor", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    ranks = json.loads(done.stdout)["facts"]["ranks"]
+    assert [one["seat"]["rank"] for one in ranks] == [0, 1]
+    assert processes_of(tmp_path) == {}

@@ -16,9 +16,10 @@ import pytest
 
 from tests.launch.ranks import ROOT, WORKLOAD, all_ended, started, wait_for
 from zerokit.launch import joined
+from zerokit.launch.child import share_cores
 from zerokit.launch.failures import LaunchError
 from zerokit.launch.interrupts import Interrupts
-from zerokit.launch.joined import Meeting, share_cores
+from zerokit.launch.meeting import Meeting, Patience
 from zerokit.launch.membership import Membership, find_membership
 from zerokit.launch.network import free_port
 
@@ -32,12 +33,13 @@ import contextlib, os, sys
 from pathlib import Path
 from zerokit.launch import joined
 from zerokit.launch.interrupts import Interrupts
+from zerokit.launch.meeting import Meeting, Patience
 from zerokit.launch.membership import find_membership
-joined._MEET_SECONDS, joined._LOST_SECONDS, joined._ALIVE_SECONDS = 20.0, 6.0, 0.5
+patience = Patience(meet=float(os.environ["MEET"]), lost=6.0, alive=0.5)
 module, folder, logs, what, times = sys.argv[1:]
 asked = [os.environ.get("ASKED", "bench")]
 member = find_membership(os.environ)
-with Interrupts() as interrupts, contextlib.closing(joined.Meeting(member, float(os.environ["MEET"]))) as meeting:
+with Interrupts() as interrupts, contextlib.closing(Meeting(member, patience)) as meeting:
     if not member.leads:
         sys.exit(joined.follow(meeting, asked, interrupts))
     code = 1
@@ -178,11 +180,8 @@ def test_command_lines_that_differ_are_refused(members: Members, tmp_path: Path)
     assert started(tmp_path) == {}
 
 
-def test_a_leader_whose_follower_stays_away_says_so(
-    monkeypatch: pytest.MonkeyPatch, members: Members
-) -> None:
-    monkeypatch.setattr(joined, "_MEET_SECONDS", 1.0)
-    meeting = Meeting(member(0, members.port))
+def test_a_leader_whose_follower_stays_away_says_so(members: Members) -> None:
+    meeting = Meeting(member(0, members.port), Patience(meet=1.0))
     try:
         with pytest.raises(LaunchError, match=r"number 1 of 2 that torchrun started has not come within 1 s"):
             joined.Leader(meeting, [], Interrupts())
@@ -200,13 +199,13 @@ def test_a_follower_whose_leader_stays_away_says_so(members: Members) -> None:
     with pytest.raises(
         LaunchError, match=r"rank 1 of 2 .* no meeting with the others at 127.0.0.1:\d+ within 2 s"
     ):
-        Meeting(member(1, members.port), seconds=2.0)
+        Meeting(member(1, members.port), Patience(meet=2.0))
 
 
 def test_a_name_that_leads_nowhere_is_told(members: Members) -> None:
     lost = replace(member(1, members.port), master_addr="no-such-host.invalid")
     with pytest.raises(LaunchError, match=r"no-such-host.invalid, does not resolve here .*: set MASTER_ADDR"):
-        Meeting(lost, seconds=2.0)
+        Meeting(lost, Patience(meet=2.0))
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
@@ -223,7 +222,7 @@ def test_a_leader_that_is_gone_is_left(members: Members, tmp_path: Path, number:
     rank = started(tmp_path)[1]["pid"]
     assert not Path(f"/proc/{rank}").exists()
     leader.kill()
-    wait_for(lambda: all_ended(tmp_path), 5.0)
+    wait_for(lambda: all_ended(tmp_path))
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
@@ -236,7 +235,7 @@ def test_a_follower_that_is_gone_is_named(members: Members, tmp_path: Path, numb
     assert leader.returncode == 1
     assert "WorkerFailed: nothing was heard of rank 1 of 2, node 0 for 6 s" in said
     follower.kill()
-    wait_for(lambda: all_ended(tmp_path), 5.0)
+    wait_for(lambda: all_ended(tmp_path))
 
 
 def test_a_signal_to_all_ends_all(members: Members, tmp_path: Path) -> None:
@@ -249,23 +248,22 @@ def test_a_signal_to_all_ends_all(members: Members, tmp_path: Path) -> None:
         process.send_signal(signal.SIGTERM)
     for _, said in members.ends():
         assert "Interrupted: interrupted by SIGTERM" in said
-    assert time.monotonic() - began < joined._LOST_SECONDS
+    assert time.monotonic() - began < Patience().lost
     assert all_ended(tmp_path)
     assert list(members.copies.glob("zerokit-*")) == []
 
 
-def test_a_busy_leader_is_not_taken_for_dead(members: Members, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_busy_leader_is_not_taken_for_dead(members: Members) -> None:
     """Between two launches it may write a report for longer than others would wait for a word."""
-    monkeypatch.setattr(joined, "_ALIVE_SECONDS", 0.1)
-    monkeypatch.setattr(joined, "_LOST_SECONDS", 0.5)
-    leading = Meeting(member(0, members.port))
-    following = Meeting(member(1, members.port))
-    deadline = time.monotonic() + 1.5
+    patience = Patience(lost=3.0, alive=0.1)
+    leading = Meeting(member(0, members.port), patience)
+    following = Meeting(member(1, members.port), patience)
+    deadline = time.monotonic() + 4.0
     while time.monotonic() < deadline:
         assert not following.is_lost(0)
         time.sleep(0.05)
     leading.close()
-    wait_for(lambda: following.is_lost(0), 5.0)
+    wait_for(lambda: following.is_lost(0))
     following.close()
 
 

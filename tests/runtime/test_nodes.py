@@ -192,12 +192,12 @@ def _is_killed_in_mid_step(nodes: list[int], victim: int) -> None:
 @pytest.mark.parametrize("victim", [0, 3])
 def test_a_rank_that_ends_is_noticed_on_every_node(victim: int) -> None:
     nodes = [0, 0, 1, 1]
-    outcomes = run_ranks_expecting_errors(4, _is_killed_in_mid_step, nodes, victim, timeout=30.0)
+    outcomes = run_ranks_expecting_errors(4, _is_killed_in_mid_step, nodes, victim, timeout=50.0)
     for rank, outcome in enumerate(outcomes):
         if rank != victim:
             assert outcome.raised("ScheduleError"), outcome.describe()
             assert f"rank {victim}" in outcome.error
-            assert outcome.seconds < 10.0
+            assert outcome.seconds < 40.0
             if nodes[rank] == nodes[victim]:
                 assert f"rank {victim} (process" in outcome.error
 

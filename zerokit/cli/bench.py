@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from zerokit.bench.engines.catalogue import ENGINES
 from zerokit.bench.measure.devices import visible_devices
-from zerokit.bench.settings import DEVICES, PRECISIONS, WIRES, Settings
+from zerokit.bench.settings import Settings
 from zerokit.bench.sweeps.cells import DIMENSIONS, product
-from zerokit.bench.workloads.catalogue import WORKLOADS
+from zerokit.cli.bench_options import bench_options
 from zerokit.cli.launchers import (
     Chosen,
     FromFile,
@@ -26,7 +25,6 @@ from zerokit.cli.launchers import (
     launcher_options,
     take_options,
 )
-from zerokit.cli.lists import CommaList, Name, Range
 from zerokit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -41,8 +39,6 @@ if TYPE_CHECKING:
     from zerokit.launch.interrupts import Interrupts
     from zerokit.launch.joined import Leader
 
-_COUNT = click.IntRange(min=1)
-_DEFAULTS = Settings()
 # Of one bench alone: cells that write the same checkpoints would continue each other's.
 _CHECKPOINTS = ("save", "save_every", "resume")
 
@@ -57,175 +53,7 @@ or unsupported), 128 + N ended by signal N.
 
 
 @click.command(cls=FromFile, epilog=_EPILOG)
-@click.option(
-    "--engine",
-    type=CommaList(click.Choice(list(ENGINES))),
-    default=_DEFAULTS.engine,
-    show_default=True,
-    metavar="NAME,…",
-    help=f"Who trains: {', '.join(ENGINES)}.",
-)
-@click.option(
-    "--model",
-    type=CommaList(Name(lambda: list(WORKLOADS))),
-    default=_DEFAULTS.model,
-    show_default=True,
-    metavar="NAME,…",
-    help="What is trained; package.module:factory for your own.",
-)
-@click.option(
-    "--stage",
-    type=CommaList(Range(0, 3)),
-    metavar="0-3,…",
-    help="ZeRO stage: 0 shards nothing, 1 optimizer state, 2 also gradients, 3 also parameters.  "
-    "[default: each engine's own, zerokit's is 2]",
-)
-@click.option(
-    "--precision",
-    type=CommaList(click.Choice(PRECISIONS)),
-    metavar="NAME,…",
-    help="Of the computation: fp32, bf16 or fp16.  [default: bf16 on CUDA, fp32 on a CPU]",
-)
-@click.option(
-    "--wire",
-    type=CommaList(click.Choice(WIRES)),
-    default=_DEFAULTS.wire,
-    show_default=True,
-    metavar="NAME,…",
-    help="Of gradients between ranks: as the engine has it (own), or bf16: zerokit sums them in fp32, ddp by "
-    "torch's hook.",
-)
-@click.option("--device", type=click.Choice(DEVICES), help="[default: cuda where there is any]")
-@click.option(
-    "--nodes",
-    type=CommaList(_COUNT),
-    metavar="N,…",
-    help="Nodes; simulated here unless --launcher says otherwise.  [default: all there are; 1 here]",
-)
-@click.option(
-    "--nproc-per-node",
-    type=CommaList(_COUNT),
-    metavar="N,…",
-    help="Ranks of each node.  [default: its visible CUDA devices; 1 on a CPU]",
-)
-@click.option(
-    "--batch-size",
-    type=CommaList(_COUNT),
-    metavar="N,…",
-    default=str(_DEFAULTS.batch_size),
-    show_default=True,
-    help="Samples a rank and micro-batch.",
-)
-@click.option(
-    "--seq-len",
-    type=CommaList(_COUNT),
-    metavar="N,…",
-    default=str(_DEFAULTS.seq_len),
-    show_default=True,
-    help="Tokens a sequence, for language models.",
-)
-@click.option(
-    "--image-size",
-    type=_COUNT,
-    metavar="N",
-    help="Pixels a side, for models of images.  [default: the model's]",
-)
-@click.option(
-    "--accumulate",
-    type=CommaList(_COUNT),
-    metavar="N,…",
-    default=str(_DEFAULTS.accumulate),
-    show_default=True,
-    help="Micro-batches a step.",
-)
-@click.option(
-    "--bucket-mb",
-    type=CommaList(click.FloatRange(min=0, min_open=True)),
-    metavar="MIB,…",
-    help="Largest unit of neighbouring small modules, in MiB of fp32.  [default: the engine's]",
-)
-@click.option(
-    "--steps", type=_COUNT, metavar="N", default=_DEFAULTS.steps, show_default=True, help="Measured steps."
-)
-@click.option(
-    "--warmup",
-    type=click.IntRange(min=0),
-    metavar="N",
-    help="Steps before those.  [default: until they take a steady time]",
-)
-@click.option(
-    "--repeats",
-    type=_COUNT,
-    metavar="N",
-    default=1,
-    show_default=True,
-    help="Rounds through all cells, every second one backwards.",
-)
-@click.option(
-    "--twin/--no-twin",
-    default=True,
-    show_default=True,
-    help="Also run each cell's compute-only twin: what a step takes longer is communication.",
-)
-@click.option(
-    "--lr",
-    type=click.FloatRange(min=0),
-    metavar="X",
-    default=_DEFAULTS.lr,
-    show_default=True,
-    help="AdamW's learning rate.",
-)
-@click.option(
-    "--clip",
-    type=click.FloatRange(min=0),
-    metavar="X",
-    default=_DEFAULTS.clip,
-    show_default=True,
-    help="Largest gradient norm; 0 leaves gradients alone and the norm unmeasured.",
-)
-@click.option("--seed", type=int, default=_DEFAULTS.seed, show_default=True, help="Of weights and batches.")
-@click.option(
-    "--data",
-    metavar="PATH",
-    help="A file or a folder, 'standard-library' (the text of this Python's own sources) or 'synthetic'.  "
-    "[default: that text for language models, else synthetic]",
-)
-@click.option(
-    "--save",
-    metavar="RUN",
-    help="Write checkpoints into this run directory: at the end, and as --save-every says.",
-)
-@click.option("--save-every", type=_COUNT, metavar="K", help="Also save after every K-th step.")
-@click.option(
-    "--resume", is_flag=True, help="Go on from the newest checkpoint in --save, where there is one."
-)
-@click.option(
-    "--output",
-    type=click.Path(path_type=Path),
-    help="A folder for the record or the sweep, or for one bench a file that ends in .json.  "
-    "[default: zerokit-bench/]",
-)
-@click.option(
-    "--continue",
-    "continued",
-    envvar="ZEROKIT_BENCH_CONTINUE",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
-    help="Go on with the sweep in DIR: run the cells that are missing, failed or were interrupted.",
-)
-@click.option(
-    "--json",
-    "as_json",
-    envvar="ZEROKIT_BENCH_JSON",
-    is_flag=True,
-    help="Print the record, or the sweep with its records, on stdout and nothing else there.",
-)
-@click.option(
-    "--tracking-uri",
-    help="Where MLflow keeps the run.  [default: MLFLOW_TRACKING_URI, else sqlite:///mlflow.db]",
-)
-@click.option("--experiment", default="zerokit-bench", show_default=True, help="Of MLflow.")
-@click.option("--no-mlflow", is_flag=True, help="Write the record only.")
+@bench_options
 @launcher_options
 @click.pass_context
 def command(

@@ -284,8 +284,14 @@ def _device_of(model: nn.Module, group: dist.ProcessGroup) -> torch.device:
         raise UsageError(
             f"the model lies on {', '.join(sorted(map(str, devices)))}: move it to one device first"
         )
+    nccl = "nccl" in dist.get_backend_config(group) and torch.cuda.is_available()
+    if devices == {torch.device("cpu")} and nccl:
+        raise UsageError(
+            "the model lies on the CPU, but the process group is one for GPUs: move it first, "
+            'model.to(f"cuda:{os.environ[\'LOCAL_RANK\']}"), or train on the CPU with init_process_group("gloo")'
+        )
     if devices:
         return devices.pop()
-    if "nccl" in dist.get_backend_config(group):
+    if nccl:
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

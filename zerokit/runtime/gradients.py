@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from zerokit.errors import ScheduleError, UsageError
 from zerokit.runtime.buckets import BucketPool, Phase, UnitGradients
 from zerokit.runtime.collectives import Collectives, Work
+from zerokit.runtime.profiling import profiled
 from zerokit.runtime.storage import Flat, FlatUnit
 from zerokit.stages import Stage
 
@@ -307,16 +308,18 @@ class Gradients:
         self._fill(unit)
         while len(self._reductions) >= self._most_in_flight:
             self._finish_oldest()
-        work = unit.reduce(self._collectives, self._reduce_factor)
-        if self._chains(unit):
-            self._gather(unit, after=work)
+        with profiled("reduce", unit.unit):
+            work = unit.reduce(self._collectives, self._reduce_factor)
+            if self._chains(unit):
+                self._gather(unit, after=work)
         self._reductions.append((unit, work))
         self._next += 1
 
     def _finish_oldest(self) -> None:
         unit, work = self._reductions.popleft()
         chained = self._chains(unit)
-        work.wait()
+        with profiled("wait for the reduction of", unit.unit):
+            work.wait()
         unit.finish(self.pool)
         if unit.stage.gathers_gradients and not chained:
             self._gather(unit)

@@ -24,6 +24,7 @@ from zerokit.runtime.measure import measure_memory, traffic_of
 from zerokit.runtime.modules import UnitRule
 from zerokit.runtime.norms import all_finite, clip_coefficient, global_norm
 from zerokit.runtime.precision import LossScale, Precision
+from zerokit.runtime.profiling import profiled
 from zerokit.runtime.rank_state import load_state, take_state
 from zerokit.runtime.whole import gathered, gathered_gradients, install_model_methods
 from zerokit.stages import Stage
@@ -99,6 +100,7 @@ class ZeroOptimizer(Optimizer):
         self.refusal = ""
         """Why `step` must not be called: set while a state is being loaded, and left there if that fails."""
         self._last_counters = Counters()
+        self._norm: Tensor | None = None
         self._unscaled = False
         self._finite: Tensor | None = None
         """Whether the gradients are, 0-d, where a norm has told."""
@@ -142,6 +144,9 @@ class ZeroOptimizer(Optimizer):
         finally:
             self.parts.gradients.accumulating = before
 
+    no_sync = accumulate
+    """The name that DDP and FSDP have for it."""
+
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale gradients down so that their global norm is at most `max_norm`, like torch's function of this name.
 
@@ -164,7 +169,8 @@ class ZeroOptimizer(Optimizer):
         )
         if math.isnan(max_norm):
             self.parts.gradients.clear_padding()  # zero times nan is nan
-        return norm.float()
+        self._norm = norm.float()
+        return self._norm
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -207,7 +213,8 @@ class ZeroOptimizer(Optimizer):
                 self._unscaled = True
         self.parts.walk.absorb_changes()
         self.parts.collectives.wait_for_readers()
-        self.parts.update.run()
+        with profiled("update"):
+            self.parts.update.run()
         self._end_step()
         self.parts.gathering.gather_updated()
         return loss
@@ -277,6 +284,11 @@ class ZeroOptimizer(Optimizer):
             sizes=self._element_bytes(),
             buffers=buffers,
         )
+
+    @property
+    def last_norm(self) -> float | None:
+        """The gradients' norm before the last clipping, for a logger; None before the first. Waits for the device."""
+        return None if self._norm is None else self._norm.item()
 
     def traffic(self) -> TrafficReport:
         """What the last finished step moved."""

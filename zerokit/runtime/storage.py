@@ -32,6 +32,7 @@ from zerokit.runtime.guard import (
     guarded_class,
 )
 from zerokit.runtime.memory import unit_memory
+from zerokit.runtime.profiling import profiled
 from zerokit.stages import Stage
 
 
@@ -241,7 +242,10 @@ class FlatUnit:
         self.complete()
         self.memory.grow()
         self._note_addresses()
-        self.pending = self.collectives.all_gather(self.whole, self.unit.index, self.payload, own=self.shard)
+        with profiled("gather", self.unit):
+            self.pending = self.collectives.all_gather(
+                self.whole, self.unit.index, self.payload, own=self.shard
+            )
         self.resident = True
 
     def ready(self) -> None:
@@ -258,7 +262,8 @@ class FlatUnit:
         """Wait for a gather in flight, and leave the parameters guarded."""
         if self.pending is not None:
             pending, self.pending = self.pending, None
-            pending.wait()
+            with profiled("wait for the gather of", self.unit):
+                pending.wait()
 
     def free(self) -> None:
         """Stage 3: give the gathered unit's memory back; see [Note: freed weights]."""

@@ -122,6 +122,8 @@ def install_model_methods(
     model.__dict__["_apply"] = apply
     model.__dict__["__deepcopy__"] = _refuse_deepcopy
     model.__dict__["__reduce_ex__"] = _refuse_pickling
+    # DistributedDataParallel reads it first of all.
+    model.__dict__["_ddp_params_and_buffers_to_ignore"] = _NoDistributedDataParallel()
 
 
 def _install_state_dict(model: nn.Module, storages: Sequence[FlatUnit], gathering: Gathering) -> None:
@@ -199,3 +201,13 @@ def _refuse_pickling(protocol: object) -> NoReturn:
         "a model under ZeroOptimizer cannot be pickled, its parameters are divided over ranks: save "
         "model.state_dict(), which all ranks call, or use zerokit.save()"
     )
+
+
+class _NoDistributedDataParallel:
+    """Refuses whoever iterates over it."""
+
+    def __iter__(self) -> Iterator[str]:
+        raise UsageError(
+            "this model is under ZeroOptimizer, which reduces its gradients itself: leave DistributedDataParallel out "
+            "and call the model as it is (with accelerate, prepare only the data loader and the scheduler)"
+        )

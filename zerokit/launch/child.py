@@ -1,0 +1,160 @@
+"""One member's part of a launch on ranks that somebody else has started, and the cores it has for that."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from zerokit.launch.agents import GRACE_SECONDS
+from zerokit.launch.frames import relocate
+from zerokit.launch.membership import Membership
+from zerokit.launch.network import address_towards, interface_of
+from zerokit.launch.processes import MARK, kill_marked
+
+
+def own_cores() -> list[int]:
+    """The cores that this process may use."""
+    try:
+        return sorted(os.sched_getaffinity(0))
+    except AttributeError:  # not on macOS
+        return list(range(os.cpu_count() or 1))
+
+
+def share_cores(members: Sequence[tuple[str, Sequence[int]]]) -> list[int]:
+    """How many threads each member has for itself, from its host and cores: it shares those that others also use."""
+    shares = []
+    for host, cores in members:
+        sharing = sum(1 for other, theirs in members if other == host and not set(cores).isdisjoint(theirs))
+        shares.append(max(1, len(cores) // max(1, sharing)))
+    return shares
+
+
+class Child:
+    """This member's part of a launch: one rank, or torchrun's agent of a whole node."""
+
+    host: str | None = None
+
+    def __init__(self, member: Membership, asked: Mapping[str, Any], folder: Path, log_dir: Path) -> None:
+        """Start it.
+
+        Args:
+            member: which part.
+            asked: the launch, as the leader has told it.
+            folder: where the job's files lie here.
+            log_dir: for its output.
+        """
+        self.node = member.node
+        self.directory = log_dir / f"member-{member.index}"
+        self.directory.mkdir(parents=True)
+        self._member = member
+        self._launch_id = uuid.uuid4().hex
+        rank = ["-m", "zerokit.launch.rank", asked["module"]]
+        rank += relocate(asked["arguments"], asked["folder"], folder)
+        command = [sys.executable, *rank]
+        if member.whole_node:
+            command = self._agent(asked, rank)
+        with (
+            (self.directory / "agent.log").open("wb") as out,
+            (self.directory / "stderr.log").open("wb") as err,
+        ):
+            self._process = subprocess.Popen(
+                command,
+                env=self._variables(asked),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out if member.whole_node else err,
+                start_new_session=True,
+            )
+
+    def _agent(self, asked: Mapping[str, Any], rank: Sequence[str]) -> list[str]:
+        torchrun = (
+            f"--nnodes {asked['nodes']} --node-rank {self._member.node} --nproc-per-node {asked['nproc_per_node']} "
+            f"--max-restarts 0 --rdzv-backend static --master-addr {self._member.master_addr} "
+            f"--master-port {asked['port']} --redirects 3"
+        ).split()
+        agent = [
+            sys.executable,
+            "-m",
+            "zerokit.launch.agent",
+            str(self.directory / "report.json"),
+            str(os.getpid()),
+        ]
+        return [*agent, *torchrun, "--log-dir", str(self.directory), *rank]
+
+    def _variables(self, asked: Mapping[str, Any]) -> dict[str, str]:
+        member = self._member
+        ours = ("TORCHELASTIC_", "PET_")  # of the launch around: this one has others
+        variables = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+        variables |= {MARK: self._launch_id, "ZEROKIT_AGENT_PID": str(os.getpid())}
+        threads = asked["threads"][member.index]
+        if member.whole_node:
+            threads //= asked["nproc_per_node"]
+        variables.setdefault("OMP_NUM_THREADS", str(max(1, threads)))
+        with contextlib.suppress(OSError):
+            # gloo otherwise looks the host's own name up, which on many machines leads to loopback.
+            interface = interface_of(address_towards(member.master_addr))
+            if interface is not None:
+                variables.setdefault("GLOO_SOCKET_IFNAME", interface)
+        if not member.whole_node:
+            variables |= {
+                "RANK": str(member.index),
+                "WORLD_SIZE": str(member.count),
+                "LOCAL_RANK": str(member.local_rank),
+                "LOCAL_WORLD_SIZE": str(asked["nproc_per_node"]),
+                "GROUP_RANK": str(member.node),
+                "MASTER_ADDR": member.master_addr,
+                "MASTER_PORT": str(asked["port"]),
+                "TORCHELASTIC_ERROR_FILE": str(self.directory / "error.json"),
+            }
+        return variables
+
+    def poll(self) -> int | None:
+        code = self._process.poll()
+        if code is None or code == 0 or self._member.whole_node:
+            return code
+        self._report(code)
+        return code if code > 0 else 128 - code  # a signal's number tells of an agent that it was killed
+
+    def _report(self, code: int) -> None:
+        """How the rank ended, in the form of an agent's report."""
+        report = self.directory / "report.json"
+        if report.exists():
+            return
+        message: Any = ""
+        with contextlib.suppress(OSError, ValueError):
+            message = json.loads((self.directory / "error.json").read_text())["message"]
+        failure = {
+            "rank": self._member.index,
+            "pid": self._process.pid,
+            "exit_code": code,
+            "message": message,
+            "time": time.time(),
+            "stderr": "stderr.log",
+        }
+        report.write_text(json.dumps({"failures": [failure]}))
+
+    def send_signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(number)
+
+    def trouble(self) -> str | None:
+        return None
+
+    def end(self) -> None:
+        """Kill what is left."""
+        if self._process.poll() is None:
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(GRACE_SECONDS)
+        kill_marked(self._launch_id, spare=frozenset([self._process.pid]))
+        self._process.kill()
+        self._process.wait()
+        kill_marked(self._launch_id)

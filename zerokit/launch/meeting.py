@@ -1,0 +1,181 @@
+"""Where ranks that somebody else has started talk: a few keys in a store, and who is still alive."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from zerokit.launch.agents import GRACE_SECONDS
+from zerokit.launch.failures import LaunchError
+from zerokit.launch.membership import Membership
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+_T = TypeVar("_T")
+POLL_SECONDS = 0.1
+# TCPStore takes values of 8 MiB at most (MAX_PAYLOAD_LEN in TCPStoreLibUvBackend.cpp).
+_PIECE_CHARACTERS = 4 << 20
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long members wait, in seconds.
+
+    Attributes:
+        meet: for all to come.
+        lost: without a word of another until it counts as gone.
+        alive: from one sign of life to the next.
+    """
+
+    meet: float = 60.0
+    lost: float = 30.0
+    alive: float = 2.0
+
+
+class Meeting:
+    """Where the members talk, through a few keys. A thread says that this one is alive, whatever else it does."""
+
+    def __init__(self, member: Membership, patience: Patience | None = None) -> None:
+        """Meet all others; raises `LaunchError` where that takes longer than the patience has it."""
+        with _quiet_torch():
+            from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+        self.member = member
+        self.patience = patience or Patience()
+        try:
+            socket.getaddrinfo(member.master_addr, member.master_port)
+        except OSError as error:
+            raise LaunchError(
+                f"{member.describe()}: the host of number 0, {member.master_addr}, does not resolve here "
+                f"({error.strerror}): set MASTER_ADDR to a name or an address that every node can reach"
+            ) from error
+        try:
+            store: Store = TCPStore(
+                member.master_addr,
+                member.master_port,
+                is_master=member.leads and not member.has_store,
+                timeout=timedelta(seconds=self.patience.meet),
+                wait_for_workers=False,
+            )
+        except (
+            RuntimeError,
+            ValueError,
+        ) as error:  # torch's DistNetworkError and DistStoreError are RuntimeErrors
+            raise LaunchError(
+                f"{member.describe()}: no meeting with the others at {member.master_addr}:{member.master_port} within "
+                f"{self.patience.meet:g} s ({str(error).splitlines()[0]}); see that the name leads to the machine of "
+                "number 0 and that its port is free, or set MASTER_ADDR and MASTER_PORT"
+            ) from error
+        self._store: Store = PrefixStore("zerokit-bench", store)
+        self._heard: dict[int, tuple[object, float]] = {}
+        self._closed = threading.Event()
+        self._calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._threads = [threading.Thread(target=work, daemon=True) for work in (self._serve, self._beat)]
+        for thread in self._threads:
+            thread.start()
+
+    def _beat(self) -> None:
+        with contextlib.suppress(LaunchError):  # who needs the store will find it gone
+            self.put(f"alive/{self.member.index}", at=time.time())
+            while not self._closed.wait(self.patience.alive):
+                self.put(f"alive/{self.member.index}", at=time.time())
+
+    def close(self) -> None:
+        """Say no more that this member is alive."""
+        self._closed.set()
+        self._calls.put(None)
+        for thread in self._threads:
+            thread.join(1.0)
+
+    def put(self, key: str, **content: Any) -> None:
+        """Write a key; raises `LaunchError` if the store is gone."""
+        text = json.dumps(content)
+
+        def write() -> None:
+            if len(text) <= _PIECE_CHARACTERS:
+                self._store.set(key, text)
+                return
+            starts = range(0, len(text), _PIECE_CHARACTERS)
+            for number, start in enumerate(starts):
+                self._store.set(f"{key}/piece/{number}", text[start : start + _PIECE_CHARACTERS])
+            self._store.set(key, json.dumps(len(starts)))
+
+        self._call(write)
+
+    def get(self, key: str) -> dict[str, Any] | None:
+        """What a key holds; None while it is not there. Raises `LaunchError` if the store is gone."""
+
+        def read() -> dict[str, Any] | None:
+            if not self._store.check([key]):
+                return None
+            found = json.loads(self._store.get(key))
+            if isinstance(found, int):
+                pieces = (self._store.get(f"{key}/piece/{number}") for number in range(found))
+                found = json.loads(b"".join(pieces))
+            content: dict[str, Any] = found
+            return content
+
+        return self._call(read)
+
+    def _call(self, call: Callable[[], _T]) -> _T:
+        """Use the store; a thread does, since a call to a machine that hangs never returns."""
+        answer: queue.SimpleQueue[_T | RuntimeError] = queue.SimpleQueue()
+        self._calls.put((call, answer))
+        try:
+            said = answer.get(timeout=self.patience.lost)
+        except queue.Empty:
+            said = RuntimeError(f"no answer for {self.patience.lost:g} s")
+        if isinstance(said, RuntimeError):
+            raise LaunchError(
+                f"{self.member.describe()}: the others cannot be reached any more: {said}"
+            ) from said
+        return said
+
+    def _serve(self) -> None:
+        while (asked := self._calls.get()) is not None:
+            call, answer = asked
+            try:
+                answer.put(call())
+            except RuntimeError as error:
+                answer.put(error)
+
+    def is_lost(self, index: int) -> bool:
+        """Whether nothing was heard of a member for long."""
+        said, now = self.get(f"alive/{index}"), time.monotonic()
+        if index not in self._heard or self._heard[index][0] != said:
+            self._heard[index] = said, now
+        return now - self._heard[index][1] > self.patience.lost
+
+    def dismiss(self, code: int) -> None:
+        """The leader lets the others end with this exit code."""
+        self.put("end", code=code)
+        deadline = time.monotonic() + GRACE_SECONDS
+        # The store lives in this process: who has not read it yet would find it gone.
+        for index in range(1, self.member.count):
+            while (
+                self.get(f"gone/{index}") is None and not self.is_lost(index) and time.monotonic() < deadline
+            ):
+                time.sleep(POLL_SECONDS)
+
+
+@contextlib.contextmanager
+def _quiet_torch() -> Iterator[None]:
+    """While torch is imported: its C++ half tells in many lines of every store that is gone, and we in one."""
+    name = "TORCH_CPP_LOG_LEVEL"
+    before = os.environ.get(name)
+    os.environ.setdefault(name, "ERROR")
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]  # ranks speak as they like
