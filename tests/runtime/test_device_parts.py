@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from tests.support.distributed import run_ranks
 from zerokit.errors import UsageError
+from zerokit.runtime import collectives
 from zerokit.runtime.collectives import base, make_collectives, nccl, streams
 from zerokit.runtime.watch import Watch
 
@@ -112,6 +113,17 @@ def test_so_it_is_where_the_route_is_chosen(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(dist, "get_backend_config", lambda group: str(config))
     with pytest.raises(UsageError, match=r"the model lies on cpu.*model\.to\('cuda'\)"):
         make_collectives(NcclGroup(0), torch.device("cpu"), None, units=1)  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("one_gpu")
+def test_a_model_left_on_the_cpu_is_refused_where_there_are_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under `init_process_group()` without a backend, whose group serves both."""
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
+    group: Any = NcclGroup(0)
+    assert collectives._backend_of(group, torch.device("cpu")) == "gloo"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(UsageError, match=r"the model lies on cpu.*model\.to\('cuda'\).*'gloo'"):
+        make_collectives(group, torch.device("cpu"), None, units=1)
 
 
 # --- communicators -----------------------------------------------------------------------------------------

@@ -354,7 +354,8 @@ def join(chosen: Chosen, asked: Sequence[str], run: Callable[[Leader | None], in
     """
     from zerokit.launch.failures import LaunchError
     from zerokit.launch.interrupts import Interrupted, Interrupts
-    from zerokit.launch.joined import Leader, Meeting, follow
+    from zerokit.launch.joined import Leader, follow
+    from zerokit.launch.meeting import Meeting
 
     member = chosen.member
     assert member is not None

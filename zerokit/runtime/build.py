@@ -23,7 +23,7 @@ from zerokit.layout import Layout, build_layout, pooled_units
 from zerokit.runtime.agreement import require_agreement
 from zerokit.runtime.collectives import Collectives, make_collectives
 from zerokit.runtime.control import StepControl
-from zerokit.runtime.gathering import Gathering
+from zerokit.runtime.gathering import COMPILE_PARTS, Gathering
 from zerokit.runtime.gradients import Gradients
 from zerokit.runtime.guard import ticket_of
 from zerokit.runtime.heap import Heap
@@ -212,9 +212,7 @@ def _check_arguments(model: nn.Module, bucket_mb: float, prefetch: int) -> None:
         )
     if isinstance(model, torch._dynamo.OptimizedModule):
         raise UsageError(
-            "the whole model is compiled, which hides its modules' hooks: compile "
-            "the inner modules of its units instead, "
-            "for example `for block in model.blocks: block.mlp.compile()`, and pass the plain model"
+            f"the whole model is compiled, which hides its modules' hooks: {COMPILE_PARTS}, and pass the plain model"
         )
     for path, module in model.named_modules():
         wrapper = type(module).__name__
@@ -284,14 +282,8 @@ def _device_of(model: nn.Module, group: dist.ProcessGroup) -> torch.device:
         raise UsageError(
             f"the model lies on {', '.join(sorted(map(str, devices)))}: move it to one device first"
         )
-    nccl = "nccl" in dist.get_backend_config(group) and torch.cuda.is_available()
-    if devices == {torch.device("cpu")} and nccl:
-        raise UsageError(
-            "the model lies on the CPU, but the process group is one for GPUs: move it first, "
-            'model.to(f"cuda:{os.environ[\'LOCAL_RANK\']}"), or train on the CPU with init_process_group("gloo")'
-        )
     if devices:
         return devices.pop()
-    if nccl:
+    if "nccl" in dist.get_backend_config(group) and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 
+import torch
+
 from zerokit.errors import ScheduleError, UsageError
 from zerokit.runtime.collectives import Collectives
 from zerokit.runtime.heap import Heap
@@ -225,8 +227,17 @@ class Gathering:
             unit.unguard()
 
 
+COMPILE_PARTS = (
+    "compile the inner modules of its units instead, such as `for block in model.blocks: block.mlp.compile()`"
+)
+
+
 def refuse_reading(name: str) -> UsageError:
     """What somebody hears who uses a freed parameter where its unit cannot be gathered."""
+    if torch._guards.CompileContext.try_get() is not None:
+        return UsageError(
+            f"torch.compile of the whole model reads {name}, which stage 3 has divided over ranks: {COMPILE_PARTS}"
+        )
     return UsageError(
         f"{name} is divided over ranks between its uses (stage 3), so it cannot be read or changed here: do it inside "
         "`with optimizer.gathered():`, which all ranks enter, or in the model's forward, where reading gathers it"

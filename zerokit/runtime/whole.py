@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable.contract import REGISTRY_KEY
 
 from zerokit.errors import UsageError
 from zerokit.runtime.buckets import UnitGradients
@@ -122,8 +123,10 @@ def install_model_methods(
     model.__dict__["_apply"] = apply
     model.__dict__["__deepcopy__"] = _refuse_deepcopy
     model.__dict__["__reduce_ex__"] = _refuse_pickling
-    # DistributedDataParallel reads it first of all.
+    # DistributedDataParallel reads it first of all; fully_shard and replicate look into the registry.
     model.__dict__["_ddp_params_and_buffers_to_ignore"] = _NoDistributedDataParallel()
+    for module in model.modules():
+        module.__dict__[REGISTRY_KEY] = _NoFullyShard(module.__dict__.get(REGISTRY_KEY, ()))
 
 
 def _install_state_dict(model: nn.Module, storages: Sequence[FlatUnit], gathering: Gathering) -> None:
@@ -211,3 +214,15 @@ class _NoDistributedDataParallel:
             "this model is under ZeroOptimizer, which reduces its gradients itself: leave DistributedDataParallel out "
             "and call the model as it is (with accelerate, prepare only the data loader and the scheduler)"
         )
+
+
+class _NoFullyShard(dict[str, Any]):
+    """torch's note of what has been applied to a module; refuses what would divide it again."""
+
+    def __contains__(self, name: object) -> bool:
+        if name in ("fully_shard", "replicate"):
+            raise UsageError(
+                f"this model is under ZeroOptimizer, which divides it already: leave {name}() out, or leave "
+                "ZeroOptimizer out and pass its parameters to a torch optimizer"
+            )
+        return super().__contains__(name)
