@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import math
 import os
+import statistics
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -286,6 +287,15 @@ def test_losses_follow_those_of_an_fp32_wire() -> None:
     for results in run_ranks(2, train_all, "gpt", {"fp32": run, "wire": replace(run, precision=WIRE)}):
         assert results["wire"].losses == pytest.approx(results["fp32"].losses, rel=2e-3)
         assert results["wire"].losses != results["fp32"].losses
+
+
+def test_after_200_steps_losses_lie_within_the_spread_of_five_seeds() -> None:
+    runs = {f"seed {seed}": Run(steps=200, clip=1.0, seed=seed) for seed in range(5)}
+    runs["wire"] = replace(runs["seed 0"], precision=WIRE)
+    for results in run_ranks(2, train_all, "gpt", runs, deadline=250.0):
+        last = {label: statistics.mean(result.losses[-20:]) for label, result in results.items()}
+        wire = last.pop("wire")
+        assert abs(wire - last["seed 0"]) <= statistics.stdev(last.values())
 
 
 def _errors(name: str) -> dict[str, float]:
