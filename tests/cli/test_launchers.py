@@ -192,3 +192,14 @@ def test_the_doctor_looks_at_torchruns_ranks(tmp_path: Path) -> None:
     ranks = json.loads(done.stdout)["facts"]["ranks"]
     assert [one["seat"]["rank"] for one in ranks] == [0, 1]
     assert processes_of(tmp_path) == {}
+
+
+@pytest.mark.netns
+@pytest.mark.parametrize("route", ["1", "shared", "0"])
+def test_a_full_dev_shm_stops_no_rank(tmp_path: Path, route: str) -> None:
+    """Ranks share memory that has no name there."""
+    fill = 'mount -t tmpfs -o size=16k tmpfs /dev/shm && head -c 16384 /dev/zero >/dev/shm/full && exec "$@"'
+    bench = (sys.executable, "-m", "zerokit.cli", *BENCH, "--nproc-per-node", "2", "--no-mlflow")
+    done = run(tmp_path, "env", f"ZEROKIT_CMA={route}", "unshare", "--mount", "sh", "-c", fill, "sh", *bench)
+    assert done.returncode == 0, done.stderr
+    assert read_record(tmp_path / "record.json").status == "ok"
