@@ -1,4 +1,4 @@
-"""Who shares a finding, and how its place is told."""
+"""Who shares a finding, and how its place is answers."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def test_places_are_whole_nodes_where_they_can_be() -> None:
 
 
 def test_ranks_with_the_same_verdict_share_a_finding() -> None:
-    told = [(one, one.rank % 2) for one in SEATS]
-    findings = by_rank("ZD403", told, lambda odd: warning("few", "m", "r") if odd else ok("many"))
+    answers = [(one, one.rank % 2) for one in SEATS]
+    findings = by_rank("ZD403", answers, lambda odd: warning("few", "m", "r") if odd else ok("many"))
     assert [(one.found, one.where) for one in findings] == [
         ("many", "ranks 0, 2, 4, 6 (host-0, host-1, host-2, host-3)"),
         ("few", "ranks 1, 3, 5, 7 (host-0, host-1, host-2, host-3)"),
@@ -26,8 +26,8 @@ def test_ranks_with_the_same_verdict_share_a_finding() -> None:
 
 
 def test_of_a_machine_the_first_rank_is_asked() -> None:
-    told = [(one, one.rank) for one in SEATS]
-    findings = by_machine("ZD401", told, lambda rank: ok(str(rank)))
+    answers = [(one, one.rank) for one in SEATS]
+    findings = by_machine("ZD401", answers, lambda rank: ok(str(rank)))
     assert [(one.found, one.where[:6]) for one in findings] == [
         (str(2 * node), f"node {node}") for node in range(4)
     ]

@@ -35,7 +35,7 @@ def test_only_the_command_line_imports_the_doctor() -> None:
 
 
 def test_how_ranks_are_started_is_not_the_doctors_business() -> None:
-    """Whoever calls it passes a launcher: of launch's functions it knows none, only how failures are told."""
+    """Whoever calls it passes a launcher: of launch's functions it knows none, only how failures are answers."""
     for path in PACKAGE.glob("doctor/*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("zerokit.launch"):

@@ -20,7 +20,7 @@ from zerokit.launch.frames import SILENCE_SECONDS, frame, pack
 from zerokit.launch.interrupts import Interrupted, Interrupts
 from zerokit.launch.local import threads_per_rank
 from zerokit.launch.node import versions
-from zerokit.launch.remote import Place, launch_on, node_command
+from zerokit.launch.remote import RemoteHost, launch_on, node_command
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="other systems cannot tie a process to its parent"
@@ -47,9 +47,9 @@ def logs(tmp_path: Path) -> Path:
     return tmp_path / "logs"
 
 
-def place(host: str = "first", line: str | None = None) -> Place:
+def remote(host: str = "first", line: str | None = None) -> RemoteHost:
     """This machine under a name, reached by a shell that runs this line; by default the node program."""
-    return Place(host, ("sh", "-c", node_command(sys.executable) if line is None else line))
+    return RemoteHost(host, ("sh", "-c", node_command(sys.executable) if line is None else line))
 
 
 def python(*lines: str) -> str:
@@ -66,14 +66,14 @@ def run(
     folder: Path,
     logs: Path,
     what: str,
-    *places: Place,
+    *machines: RemoteHost,
     nproc_per_node: int = 1,
     copied: str = "",
     **more: Any,
 ) -> None:
     with Interrupts() as interrupts:
         launch_on(
-            places or (place("first"), place("second")),
+            machines or (remote("first"), remote("second")),
             WORKLOAD,
             [str(folder), what, *([copied] if copied else [])],
             nproc_per_node=nproc_per_node,
@@ -106,7 +106,7 @@ def test_ranks_of_two_nodes_find_the_torchrun_environment(tmp_path: Path, logs: 
 
 def test_results_come_whole_and_of_long_logs_the_end(tmp_path: Path, logs: Path) -> None:
     (logs / "job").write_text("work")
-    run(tmp_path, logs, "talk", place(), copied=str(logs / "job"))
+    run(tmp_path, logs, "talk", remote(), copied=str(logs / "job"))
     assert (logs / "result-0").stat().st_size == 12 << 20
     (log,) = logs.glob("node-0/**/stdout.log")
     assert log.stat().st_size == 1 << 20
@@ -127,7 +127,7 @@ def test_a_killed_rank_is_named_and_the_other_node_ends(tmp_path: Path, logs: Pa
 
 def test_a_rank_that_raises_is_named_with_the_end_of_its_stderr(tmp_path: Path, logs: Path) -> None:
     with pytest.raises(WorkerFailed) as caught:
-        run(tmp_path, logs, "raise", place(), nproc_per_node=2)
+        run(tmp_path, logs, "raise", remote(), nproc_per_node=2)
     said = str(caught.value)
     assert said.startswith("rank 1 (node 0 on first, pid ")
     assert "failed: ValueError: a fault of the program\n" in said
@@ -204,24 +204,24 @@ def test_a_node_that_cannot_take_part_is_named(tmp_path: Path, logs: Path, line:
     def advise(text: str) -> str | None:
         return "key!" if "Permission denied" in text else None
 
-    other = Place("second", ("sh", "-c", line), advise)
+    other = RemoteHost("second", ("sh", "-c", line), advise)
     with pytest.raises(LaunchError, match=f"(?s)^node 1 on second.*{said}|^{said}"):
-        run(tmp_path, logs, "finish", place(), other)
+        run(tmp_path, logs, "finish", remote(), other)
     assert started(tmp_path) == {}
     assert no_copies(tmp_path)
 
 
 def test_a_host_that_never_answers_is_given_up(tmp_path: Path, logs: Path) -> None:
-    silent = place("second", "sleep 1000; true")
+    silent = remote("second", "sleep 1000; true")
     with pytest.raises(LaunchError, match=r"node 1 on second did not answer within 2 s.*--connect-timeout"):
-        run(tmp_path, logs, "finish", place("first", "sleep 1000; true"), silent, connect_seconds=2.0)
+        run(tmp_path, logs, "finish", remote("first", "sleep 1000; true"), silent, connect_seconds=2.0)
     assert not [pid for pid in children(os.getpid()) if b"sleep 1000" in cmdline(pid)]
 
 
 def test_a_node_waits_for_slower_ones(tmp_path: Path, logs: Path) -> None:
     """Longer than it would wait for a launcher that says nothing."""
-    late = place("second", f"sleep 7; {node_command(sys.executable)}")
-    run(tmp_path, logs, "finish", place("first", "exec " + python(HASTY)), late)
+    late = remote("second", f"sleep 7; {node_command(sys.executable)}")
+    run(tmp_path, logs, "finish", remote("first", "exec " + python(HASTY)), late)
     assert sorted(started(tmp_path)) == [0, 1]
 
 
@@ -233,7 +233,7 @@ def test_what_a_login_shell_prints_is_kept_as_the_connections_log(tmp_path: Path
     noise = "echo Welcome; echo '[1, 2]'; printf '\\377\\n'; echo a warning >&2; echo; " + node_command(
         sys.executable
     )
-    run(tmp_path, logs, "finish", place("first", noise))
+    run(tmp_path, logs, "finish", remote("first", noise))
     said = (logs / "node-0" / "connection.log").read_bytes()
     assert sorted(said.split(b"\n")) == sorted([b"Welcome", b"[1, 2]", b"\xff", b"a warning", b"", b""])
 
@@ -252,7 +252,7 @@ def test_a_file_that_cannot_be_kept_fails_the_launch(
     frames = [hello, frame("file", name=name, content=content), frame("exit", code=0)]
     line = f"{saying(*frames)}; read start"
     with pytest.raises(WorkerFailed, match=f"node 0 on first: what it sent could not be kept: .*{said}"):
-        run(tmp_path, logs, "finish", place("first", line))
+        run(tmp_path, logs, "finish", remote("first", line))
     assert not (tmp_path / "outside").exists()
 
 
@@ -260,8 +260,8 @@ LAUNCHER = """
 import sys, pathlib
 from tests.launch import test_remote
 folder, logs, line = sys.argv[1:]
-places = [test_remote.place(host, line) for host in ("first", "second")]
-test_remote.run(pathlib.Path(folder), pathlib.Path(logs), "wait", *places)
+machines = [test_remote.remote(host, line) for host in ("first", "second")]
+test_remote.run(pathlib.Path(folder), pathlib.Path(logs), "wait", *machines)
 """
 
 

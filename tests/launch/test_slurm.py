@@ -23,7 +23,7 @@ from zerokit.launch.slurm import (
     follow,
     node_address,
     render_script,
-    srun_place,
+    srun_host,
     submit,
 )
 
@@ -96,10 +96,10 @@ def test_a_folder_that_would_leave_its_line_is_refused(tmp_path: Path) -> None:
 
 
 def test_nodes_run_in_containers() -> None:
-    pyxis = srun_place("n1", "python", Container("image.sqsh", "pyxis")).command
+    pyxis = srun_host("n1", "python", Container("image.sqsh", "pyxis")).command
     assert "--container-image=image.sqsh" in pyxis
     assert "--nodelist=n1" in pyxis
-    apptainer = srun_place("n1", "python", Container("image.sif", "apptainer")).command
+    apptainer = srun_host("n1", "python", Container("image.sif", "apptainer")).command
     at = apptainer.index("apptainer")
     assert apptainer[at + 1 : at + 4] == ("exec", "--nv", "--bind")
     assert apptainer[-4:-1] == ("image.sif", "sh", "-c")

@@ -9,7 +9,6 @@ import gc
 import os
 import signal
 import time
-from functools import partial
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from tests.support.distributed import run_ranks, run_ranks_expecting_errors
 from tests.support.models import CASES
+from tests.support.pacing import train_at_two_paces
 from tests.support.training import (
     SMALL,
     Run,
@@ -162,27 +162,10 @@ def test_sums_and_gathers_of_any_size(way: str, world: int, dtype: torch.dtype) 
     run_ranks(world, _sums, way, [1, 63, 64, 65, 127, 128, 129, 1000], dtype)
 
 
-def _dawdle(generator: torch.Generator, *_: object) -> None:
-    time.sleep(0.004 * float(torch.rand((), generator=generator) ** 4))
-
-
 def _at_different_paces(way: str, stage: int) -> list[list[str]]:
-    """Each rank dawdles in other places: what a rank has changed must never be what a slow one reads."""
+    """What a rank has changed must never be what a slow one reads."""
     choose(way)
-    case, run = CASES["gpt"], Run(stage=stage, bucket_mb=SMALL)
-    found = []
-    for slow in (False, True):
-        model = build_seeded(case, 0)
-        optimizer = wrap(model, case, run)
-        trajectory = Trajectory()
-        if slow:
-            dawdle = torch.Generator().manual_seed(dist.get_rank())
-            for module in model.modules():
-                module.register_forward_pre_hook(partial(_dawdle, dawdle))
-        for step in range(4):
-            one_step(model, optimizer, case, run, step, trajectory)
-        found.append(trajectory.bits())
-    return found
+    return train_at_two_paces(stage)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -6,7 +6,6 @@ import gc
 import os
 import signal
 import time
-from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from tests.support.distributed import run_ranks, run_ranks_expecting_errors
 from tests.support.machine import bytes_received
 from tests.support.models import CASES
+from tests.support.pacing import train_at_two_paces
 from tests.support.training import (
     SMALL,
     Run,
@@ -100,33 +100,10 @@ def test_every_route_gives_the_same_bits(name: str, nodes: list[int]) -> None:
             assert len({tuple(trajectories[label].bits()) for trajectories in found}) == 1, label
 
 
-def _dawdle(generator: torch.Generator, *_: object) -> None:
-    time.sleep(0.004 * float(torch.rand((), generator=generator) ** 4))
-
-
-def _dawdle_in_backward(generator: torch.Generator, module: object, inputs: object, output: object) -> None:
-    if isinstance(output, torch.Tensor) and output.requires_grad:
-        output.register_hook(partial(_dawdle, generator))
-
-
 def _at_different_paces(nodes: list[int], stage: int, switch: str) -> list[list[str]]:
-    """Each rank dawdles in other places, so that ranks wait for each other in every way there is."""
+    """Ranks wait for each other in every way there is."""
     _settle(nodes, switch)
-    case, run = CASES["gpt"], Run(stage=stage, bucket_mb=SMALL)
-    found = []
-    for slow in (False, True):
-        model = build_seeded(case, 0)
-        optimizer = wrap(model, case, run)
-        trajectory = Trajectory()
-        if slow:
-            dawdle = torch.Generator().manual_seed(dist.get_rank())
-            for module in model.modules():
-                module.register_forward_pre_hook(partial(_dawdle, dawdle))
-                module.register_forward_hook(partial(_dawdle_in_backward, dawdle))
-        for step in range(4):
-            one_step(model, optimizer, case, run, step, trajectory)
-        found.append(trajectory.bits())
-    return found
+    return train_at_two_paces(stage)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

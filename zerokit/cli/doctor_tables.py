@@ -86,7 +86,7 @@ def _summary(report: Report) -> Text:
     counts = report.counts()
     faults, warnings = counts[Severity.FAULT], counts[Severity.WARNING]
     style = _STYLES[Severity.FAULT if faults else Severity.WARNING if warnings else Severity.OK]
-    told = ", ".join(
+    answers = ", ".join(
         [
             counted(faults, "fault") if faults else "no fault",
             counted(warnings, "warning") if warnings else "no warning",
@@ -94,4 +94,4 @@ def _summary(report: Report) -> Text:
             *([f"{counts[Severity.SKIPPED]} skipped"] if counts[Severity.SKIPPED] else []),
         ]
     )
-    return Text(told, style=style)
+    return Text(answers, style=style)

@@ -237,7 +237,7 @@ class Chosen:
         poll: Callable[[], None],
     ) -> None:
         from zerokit.launch.remote import launch_on
-        from zerokit.launch.slurm import Container, node_address, srun_place
+        from zerokit.launch.slurm import Container, node_address, srun_host
         from zerokit.launch.ssh import Ssh, choose_hosts
 
         options = self.options
@@ -247,15 +247,15 @@ class Chosen:
         if self.name == "ssh":
             words = tuple(word for line in options["ssh_option"] for word in _split(line))
             ssh = Ssh(words, python, options["connect_timeout"])
-            places = [ssh.place(host) for host in hosts]
+            machines = [ssh.remote(host) for host in hosts]
             address = address or ssh.address(hosts[0])
         else:
             image = options["container_image"]
             container = Container(image, options["container_runtime"]) if image else None
-            places = [srun_place(host, python, container) for host in hosts]
+            machines = [srun_host(host, python, container) for host in hosts]
             address = address or node_address(hosts[0])
         launch_on(
-            places,
+            machines,
             module,
             arguments,
             nproc_per_node=nproc_per_node,

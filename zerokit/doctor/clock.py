@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from zerokit.doctor.findings import (
+    Answers,
     Finding,
     Seat,
-    Told,
     Verdict,
     fault,
     finding,
@@ -77,22 +77,22 @@ def measure_offset(group: dist.ProcessGroup, now: Callable[[], float] = time.tim
     return best
 
 
-def judge_clocks(told: Told[Offset]) -> list[Finding]:
+def judge_clocks(answers: Answers[Offset]) -> list[Finding]:
     """ZD501."""
-    if len(told) < 2:
+    if len(answers) < 2:
         return [finding("ZD501", skipped("one rank: nobody to compare with"))]
-    first, last = (pick(told, key=lambda entry: entry[1].seconds) for pick in (min, max))
+    first, last = (pick(answers, key=lambda entry: entry[1].seconds) for pick in (min, max))
     skew = last[1].seconds - first[1].seconds
     doubt = first[1].uncertainty_s + last[1].uncertainty_s
-    several = len(machines(told)) > 1
-    return [finding("ZD501", _judge(skew, doubt, several), _where(told, first[0], last[0], skew))]
+    several = len(machines(answers)) > 1
+    return [finding("ZD501", _judge(skew, doubt, several), _where(answers, first[0], last[0], skew))]
 
 
-def _where(told: Told[Offset], first: Seat, last: Seat, skew: float) -> str:
+def _where(answers: Answers[Offset], first: Seat, last: Seat, skew: float) -> str:
     """Who is apart; nobody where all agree."""
     if skew <= SKEW_NOTICED_S:
         return ""
-    seats = [seat for seat, _ in told]
+    seats = [seat for seat, _ in answers]
     return " and ".join(named([seat], seats) for seat in (first, last))
 
 

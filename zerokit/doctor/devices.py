@@ -11,9 +11,9 @@ from pathlib import Path
 
 from zerokit.bench.measure.devices import find_gpus, torch_uses_cuda, visible
 from zerokit.doctor.findings import (
+    Answers,
     Finding,
     Seat,
-    Told,
     Verdict,
     by_machine,
     by_rank,
@@ -83,10 +83,10 @@ def _version(path: Path) -> str | None:
     return found.group() if found else "of unknown version"
 
 
-def judge_devices(told: Told[Devices]) -> list[Finding]:
+def judge_devices(answers: Answers[Devices]) -> list[Finding]:
     """ZD201 for each machine; ZD202 and ZD203 where ranks use devices."""
-    findings = by_machine("ZD201", told, _verdict)
-    used = [(seat, devices.used) for seat, devices in told if devices.used is not None]
+    findings = by_machine("ZD201", answers, _verdict)
+    used = [(seat, devices.used) for seat, devices in answers if devices.used is not None]
     if not used:
         return findings
     return [*findings, *_one_a_rank(used), finding("ZD203", _same([device.name for _, device in used]))]

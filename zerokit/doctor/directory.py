@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zerokit.doctor.findings import (
+    Answers,
     Finding,
-    Told,
     Verdict,
     by_machine,
     by_rank,
@@ -136,26 +136,26 @@ def take_away(folder: Path, token: str) -> None:
         (folder / f"{PREFIX}{token}").unlink()
 
 
-def judge_directories(told: Told[Directory], seen: Told[bool] | None = None) -> list[Finding]:
+def judge_directories(answers: Answers[Directory], seen: Answers[bool] | None = None) -> list[Finding]:
     """ZD601 to ZD604.
 
     Args:
-        told: what each rank sees.
+        answers: what each rank sees.
         seen: whether each rank saw the file of rank 0; None where there was no file.
     """
-    findings = by_rank("ZD601", told, _judge_writable)
-    usable = [(seat, directory) for seat, directory in told if directory.error is None]
+    findings = by_rank("ZD601", answers, _judge_writable)
+    usable = [(seat, directory) for seat, directory in answers if directory.error is None]
     # A full disk is mostly why nothing can be written.
-    full = [entry for entry in told if entry[1].free_bytes < FREE_LEAST_BYTES or entry[1].free_files == 0]
+    full = [entry for entry in answers if entry[1].free_bytes < FREE_LEAST_BYTES or entry[1].free_files == 0]
     findings += by_machine("ZD602", usable or full, _judge_space)
     findings += by_machine("ZD603", usable, _judge_speed)
-    if len(told) > 1:
+    if len(answers) > 1:
         if seen is None:
             findings.append(
                 finding("ZD604", skipped("rank 0 could not write there, or the ranks did not meet"))
             )
         else:
-            findings += by_rank("ZD604", seen, lambda saw: _judge_seen(saw, told[0][1].path))
+            findings += by_rank("ZD604", seen, lambda saw: _judge_seen(saw, answers[0][1].path))
     return findings
 
 

@@ -153,27 +153,29 @@ class Seat:
     machine: str
 
 
-Told = Sequence[tuple[Seat, T]]
+Answers = Sequence[tuple[Seat, T]]
 """Facts of one kind, by seat."""
 
 
-def machines(told: Told[T]) -> list[tuple[Seat, T]]:
+def machines(answers: Answers[T]) -> list[tuple[Seat, T]]:
     """What the first rank of each machine tells."""
     first: dict[str, tuple[Seat, T]] = {}
-    for seat, facts in told:
+    for seat, facts in answers:
         first.setdefault(seat.machine, (seat, facts))
     return list(first.values())
 
 
-def by_rank(code: str, told: Told[T], judge: Callable[[T], Verdict]) -> list[Finding]:
+def by_rank(code: str, answers: Answers[T], judge: Callable[[T], Verdict]) -> list[Finding]:
     """A finding for each different verdict, naming the ranks that it is about."""
-    return _joined(code, [(seat, judge(facts)) for seat, facts in told], [seat for seat, _ in told])
+    return _joined(code, [(seat, judge(facts)) for seat, facts in answers], [seat for seat, _ in answers])
 
 
-def by_machine(code: str, told: Told[T], judge: Callable[[T], Verdict]) -> list[Finding]:
+def by_machine(code: str, answers: Answers[T], judge: Callable[[T], Verdict]) -> list[Finding]:
     """The same, of facts that all ranks of a machine share: its first rank is asked."""
-    verdicts = {seat.machine: judge(facts) for seat, facts in machines(told)}
-    return _joined(code, [(seat, verdicts[seat.machine]) for seat, _ in told], [seat for seat, _ in told])
+    verdicts = {seat.machine: judge(facts) for seat, facts in machines(answers)}
+    return _joined(
+        code, [(seat, verdicts[seat.machine]) for seat, _ in answers], [seat for seat, _ in answers]
+    )
 
 
 def _joined(code: str, verdicts: Iterable[tuple[Seat, Verdict]], seats: Sequence[Seat]) -> list[Finding]:

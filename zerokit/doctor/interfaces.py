@@ -17,8 +17,8 @@ from ipaddress import IPv6Address, ip_address
 from pathlib import Path
 
 from zerokit.doctor.findings import (
+    Answers,
     Finding,
-    Told,
     Verdict,
     by_machine,
     by_rank,
@@ -74,7 +74,7 @@ class Network:
     """What the host's own name stands for: gloo's choice where it is not told an interface."""
 
     def gloo_takes(self) -> Interface | None:
-        """The interface that gloo will listen on; None where that cannot be told, or where it will fail."""
+        """The interface that gloo will listen on; None where that cannot be answers, or where it will fail."""
         if self.gloo is not None:
             wanted = self.gloo.split(",")[0]
             return next((one for one in self.interfaces if one.name == wanted), None)
@@ -176,14 +176,14 @@ def nccl_takes(interfaces: Sequence[Interface], wanted: str | None) -> list[Inte
     ]
 
 
-def judge_network(told: Told[Network]) -> list[Finding]:
+def judge_network(answers: Answers[Network]) -> list[Finding]:
     """ZD301, ZD302, ZD305, ZD306."""
-    several = len(machines(told)) > 1
+    several = len(machines(answers)) > 1
     return [
-        *by_rank("ZD301", told, lambda network: _judge_gloo(network, several)),
-        *by_rank("ZD302", told, lambda network: _judge_nccl(network, several)),
-        *_judge_mtu(told),
-        *by_machine("ZD306", told, _judge_ports),
+        *by_rank("ZD301", answers, lambda network: _judge_gloo(network, several)),
+        *by_rank("ZD302", answers, lambda network: _judge_nccl(network, several)),
+        *_judge_mtu(answers),
+        *by_machine("ZD306", answers, _judge_ports),
     ]
 
 
@@ -275,11 +275,11 @@ def _described(one: Interface) -> str:
     return f"{one.name} ({one.addresses[0]}, MTU {one.mtu}{speed})"
 
 
-def _judge_mtu(told: Told[Network]) -> list[Finding]:
+def _judge_mtu(answers: Answers[Network]) -> list[Finding]:
     sizes: dict[int, list[str]] = {}
-    seats = [seat for seat, _ in told]
+    seats = [seat for seat, _ in answers]
     by_size: dict[int, list[int]] = {}
-    for place, (_, network) in enumerate(told):
+    for place, (_, network) in enumerate(answers):
         if (taken := _between_nodes(network)) is not None:
             sizes.setdefault(taken.mtu, []).append(taken.name)
             by_size.setdefault(taken.mtu, []).append(place)

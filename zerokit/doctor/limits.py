@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zerokit.doctor.findings import (
+    Answers,
     Finding,
-    Told,
     Verdict,
     by_machine,
     by_rank,
@@ -86,26 +86,26 @@ def _soft(which: int) -> int | None:
     return None if soft == resource.RLIM_INFINITY else soft
 
 
-def judge_limits(told: Told[Limits], world: int, routes: Told[str] | None = None) -> list[Finding]:
+def judge_limits(answers: Answers[Limits], world: int, routes: Answers[str] | None = None) -> list[Finding]:
     """ZD401 to ZD404.
 
     Args:
-        told: the limits.
+        answers: the limits.
         world: ranks that there are, or will be.
         routes: how the ranks of each node came by each other's tensors ("memory", "shared memory", "sockets"), where
             they tried; empty where every rank is alone on its node.
     """
     findings = [
-        *by_machine("ZD401", told, _judge_shm),
-        *by_rank("ZD402", told, _judge_memlock),
-        *by_rank("ZD403", told, lambda limits: _judge_files(limits, world)),
+        *by_machine("ZD401", answers, _judge_shm),
+        *by_rank("ZD402", answers, _judge_memlock),
+        *by_rank("ZD403", answers, lambda limits: _judge_files(limits, world)),
     ]
     if routes is None:
-        return [*findings, *by_rank("ZD404", told, _judge_rules)]
+        return [*findings, *by_rank("ZD404", answers, _judge_rules)]
     if not routes:
         return [*findings, finding("ZD404", skipped("every rank is alone on its node"))]
-    cma = told[0][1].cma
-    scopes = {seat: limits.ptrace_scope for seat, limits in told}
+    cma = answers[0][1].cma
+    scopes = {seat: limits.ptrace_scope for seat, limits in answers}
     asked = [(seat, (route, scopes.get(seat))) for seat, route in routes]
     return [*findings, *by_rank("ZD404", asked, lambda one: _judge_route(one[0], cma, one[1]))]
 

@@ -9,7 +9,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from zerokit.doctor.findings import Finding, Told, Verdict, by_machine, by_rank, fault, machines, ok, warning
+from zerokit.doctor.findings import (
+    Answers,
+    Finding,
+    Verdict,
+    by_machine,
+    by_rank,
+    fault,
+    machines,
+    ok,
+    warning,
+)
 
 T = TypeVar("T")
 
@@ -91,10 +101,10 @@ def _reason(error: OSError) -> str:
     return error.strerror or str(error)
 
 
-def judge_own_names(told: Told[OwnName]) -> list[Finding]:
+def judge_own_names(answers: Answers[OwnName]) -> list[Finding]:
     """ZD303."""
-    several = len(machines(told)) > 1
-    return by_machine("ZD303", told, lambda own: _judge_own(own, several))
+    several = len(machines(answers)) > 1
+    return by_machine("ZD303", answers, lambda own: _judge_own(own, several))
 
 
 def _judge_own(own: OwnName, several: bool) -> Verdict:
@@ -123,9 +133,9 @@ class Neighbourhood:
     truth: dict[str, list[str]]
 
 
-def judge_lookups(told: Told[Neighbourhood]) -> list[Finding]:
+def judge_lookups(answers: Answers[Neighbourhood]) -> list[Finding]:
     """ZD304."""
-    return by_rank("ZD304", told, _judge_lookups)
+    return by_rank("ZD304", answers, _judge_lookups)
 
 
 def _judge_lookups(one: Neighbourhood) -> Verdict:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from zerokit.doctor.findings import Finding, Seat, Told, Verdict, by_machine, ok, warning
+from zerokit.doctor.findings import Answers, Finding, Seat, Verdict, by_machine, ok, warning
 
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
@@ -42,12 +42,12 @@ def _quota(path: Path) -> float | None:
         return None
 
 
-def judge_processors(told: Told[Processor]) -> list[Finding]:
+def judge_processors(answers: Answers[Processor]) -> list[Finding]:
     """ZD502, ZD503, for each machine with all of its ranks."""
     groups: dict[str, list[Processor]] = {}
-    for seat, processor in told:
+    for seat, processor in answers:
         groups.setdefault(seat.machine, []).append(processor)
-    together: list[tuple[Seat, Sequence[Processor]]] = [(seat, groups[seat.machine]) for seat, _ in told]
+    together: list[tuple[Seat, Sequence[Processor]]] = [(seat, groups[seat.machine]) for seat, _ in answers]
     return [*by_machine("ZD502", together, _judge_cores), *by_machine("ZD503", together, _judge_load)]
 
 

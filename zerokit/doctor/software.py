@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 from zerokit import __version__
-from zerokit.doctor.findings import Finding, Severity, Told, Verdict, by_rank, fault, finding, ok, warning
+from zerokit.doctor.findings import Answers, Finding, Severity, Verdict, by_rank, fault, finding, ok, warning
 
 OLDEST_TORCH = (2, 6)
 """As in pyproject.toml."""
@@ -62,11 +62,11 @@ def _torch_built() -> tuple[str | None, str | None]:
     if spec is None or spec.origin is None:
         return None, None
     try:
-        told = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
+        answers = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
     except OSError:
         return _installed("torch"), None
-    cuda = told.get("cuda")
-    return str(told["__version__"]), None if cuda is None else str(cuda)
+    cuda = answers.get("cuda")
+    return str(answers["__version__"]), None if cuda is None else str(cuda)
 
 
 def _nccl() -> str | None:
@@ -81,10 +81,10 @@ def _nccl() -> str | None:
     return None
 
 
-def judge_software(told: Told[Software]) -> list[Finding]:
+def judge_software(answers: Answers[Software]) -> list[Finding]:
     """ZD101 for each rank, ZD102 for all together."""
-    findings = by_rank("ZD101", told, _verdict)
-    return findings if len(told) < 2 else [*findings, finding("ZD102", _agreement(told))]
+    findings = by_rank("ZD101", answers, _verdict)
+    return findings if len(answers) < 2 else [*findings, finding("ZD102", _agreement(answers))]
 
 
 def _verdict(software: Software) -> Verdict:
@@ -129,16 +129,16 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in found.group().split(".")) if found else ()
 
 
-def _agreement(told: Told[Software]) -> Verdict:
+def _agreement(answers: Answers[Software]) -> Verdict:
     differing: dict[str, dict[str, list[int]]] = {}
     for field in fields(Software):
         versions: dict[str, list[int]] = {}
-        for seat, software in told:
+        for seat, software in answers:
             versions.setdefault(getattr(software, field.name) or "none", []).append(seat.rank)
         if len(versions) > 1:
             differing[field.name] = versions
     if not differing:
-        return ok(f"all {len(told)} ranks have the same versions")
+        return ok(f"all {len(answers)} ranks have the same versions")
     found = "; ".join(
         f"{_NAMES.get(name, name)}: "
         + ", ".join(f"{version} on rank {', '.join(map(str, ranks))}" for version, ranks in versions.items())

@@ -77,23 +77,23 @@ def _server(uri: str, shown: str, host: str, quick: bool) -> Tracking:
         return Tracking(shown, "server", False, error=version.error, host=host)
     if version.status >= 400 and version.status != 404:  # a gateway need not have this address
         return _refused(shown, host, version)
-    told = excerpt(version.text)[:40] if version.status == 200 else None
+    answers = excerpt(version.text)[:40] if version.status == 200 else None
     read = server.read()
     if read.status is None:
-        return Tracking(shown, "server", False, told, error=read.error, host=host)
+        return Tracking(shown, "server", False, answers, error=read.error, host=host)
     if read.status != 200:
-        return _refused(shown, host, read, told)
+        return _refused(shown, host, read, answers)
     written = None if quick else server.write(read)
     if written is None:
-        return Tracking(shown, "server", True, told, host=host)
+        return Tracking(shown, "server", True, answers, host=host)
     if written.status == 200:
-        return Tracking(shown, "server", True, told, host=host, writable=True)
+        return Tracking(shown, "server", True, answers, host=host, writable=True)
     if written.status is None:
-        return Tracking(shown, "server", False, told, error=written.error, host=host)
+        return Tracking(shown, "server", False, answers, error=written.error, host=host)
     if written.status in (401, 403) or written.status >= 500:
-        return _refused(shown, host, written, told)
+        return _refused(shown, host, written, answers)
     why = f"HTTP {written.status}: {excerpt(written.text)}"
-    return Tracking(shown, "server", True, told, host=host, writable=False, write_error=why)
+    return Tracking(shown, "server", True, answers, host=host, writable=False, write_error=why)
 
 
 def _refused(shown: str, host: str, answer: Answer, version: str | None = None) -> Tracking:

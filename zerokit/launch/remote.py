@@ -39,13 +39,13 @@ _END_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RemoteHost:
     """A machine that runs one node: its name for people, and the command that runs a program there.
 
     `advise` turns what that command said into the remedy, if it knows one.
     """
 
-    host: str
+    name: str
     command: tuple[str, ...]
     advise: Callable[[str], str | None] = lambda said: None
 
@@ -64,13 +64,13 @@ def node_command(python: str, directory: Path | None = None) -> str:
 class RemoteAgent:
     """The agent of one node on another machine."""
 
-    def __init__(self, node: int, place: Place, log_dir: Path) -> None:
+    def __init__(self, node: int, host: RemoteHost, log_dir: Path) -> None:
         self.node = node
-        self.host: str | None = place.host
+        self.host: str | None = host.name
         self.directory = log_dir / f"node-{node}"
         self.directory.mkdir(parents=True)
         self.hello: dict[str, Any] | None = None
-        self._place, self._log_dir = place, log_dir
+        self._advise, self._log_dir = host.advise, log_dir
         self._code: int | None = None
         self._beat = time.monotonic()
         self._damage: str | None = None
@@ -78,7 +78,7 @@ class RemoteAgent:
         self._log = self.directory / "connection.log"
         with self._log.open("ab") as log:  # as `_read` does, so that neither writes over the other
             self._process = subprocess.Popen(
-                place.command,
+                host.command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -136,7 +136,7 @@ class RemoteAgent:
         if self._code is not None:
             return self._damage and f"{where}: what it sent could not be kept: {self._damage}"
         said = tail(self._log)
-        remedy = self._place.advise(self._log.read_text(errors="replace"))
+        remedy = self._advise(self._log.read_text(errors="replace"))
         what = "did not start" if self.hello is None else "was lost while its ranks ran: the connection ended"
         detail = "" if self._damage is None else f" ({self._damage})"
         lines = [f"{where} {what} with exit code {self._process.returncode}{detail}", said, remedy]
@@ -160,7 +160,7 @@ class RemoteAgent:
 
 
 def launch_on(
-    places: Sequence[Place],
+    hosts: Sequence[RemoteHost],
     module: str,
     arguments: Sequence[str],
     *,
@@ -172,10 +172,10 @@ def launch_on(
     master_addr: str | None = None,
     connect_seconds: float = _CONNECT_SECONDS,
 ) -> None:
-    """Run `python -m module arguments` on nproc_per_node ranks of every place and wait for all of them.
+    """Run `python -m module arguments` on nproc_per_node ranks of every host and wait for all of them.
 
     Args:
-        places: the machines, in the order of their nodes.
+        hosts: the machines, in the order of their nodes.
         module: what each rank runs; it finds the torchrun environment.
         arguments: its command line; paths in `log_dir` become those of the copy on each node.
         nproc_per_node: ranks of each node.
@@ -199,7 +199,7 @@ def launch_on(
     }
     forwarded = {name: value for name, value in os.environ.items() if FORWARDED.fullmatch(name)}
     try:
-        agents.extend(RemoteAgent(node, place, log_dir) for node, place in enumerate(places))
+        agents.extend(RemoteAgent(node, host, log_dir) for node, host in enumerate(hosts))
         _await_hellos(agents, interrupts, connect_seconds)
         first = agents[0].hello
         assert first is not None
@@ -211,9 +211,9 @@ def launch_on(
                 folder=str(log_dir),
                 files=files,
                 node=agent.node,
-                nodes=len(places),
+                nodes=len(hosts),
                 nproc_per_node=nproc_per_node,
-                master_addr=master_addr or places[0].host.rpartition("@")[2],
+                master_addr=master_addr or hosts[0].name.rpartition("@")[2],
                 master_port=first["port"],
                 environment={**forwarded, **(environment or {})},
             )

@@ -21,7 +21,7 @@ from zerokit.errors import UsageError
 from zerokit.launch.failures import LaunchError, tail
 from zerokit.launch.hosts import expand_hostlist
 from zerokit.launch.interrupts import Interrupted, Interrupts
-from zerokit.launch.remote import Place, node_command
+from zerokit.launch.remote import RemoteHost, node_command
 
 _FOLLOW_SECONDS = 2.0
 # A busy controller leaves some questions unanswered ("Socket timed out").
@@ -132,8 +132,8 @@ def node_address(host: str) -> str:
     )
 
 
-def srun_place(host: str, python: str, container: Container | None = None) -> Place:
-    """A node of the allocation as a place: a job step on this node alone."""
+def srun_host(host: str, python: str, container: Container | None = None) -> RemoteHost:
+    """How a node of the allocation is started: by a job step on it alone."""
     command = ["sh", "-c", node_command(python)]
     options = [
         "--nodes=1",
@@ -146,7 +146,7 @@ def srun_place(host: str, python: str, container: Container | None = None) -> Pl
     if container is not None:
         command = container.wrap(command)
         options += container.srun_options()
-    return Place(host, ("srun", *options, *command), _advise)
+    return RemoteHost(host, ("srun", *options, *command), _advise)
 
 
 def _advise(said: str) -> str | None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zerokit.errors import UsageError
-from zerokit.launch.remote import Place, node_command
+from zerokit.launch.remote import RemoteHost, node_command
 
 _REMEDIES = (
     (
@@ -53,8 +53,8 @@ class Ssh:
     python: str = sys.executable
     connect_seconds: float = 30.0
 
-    def place(self, host: str) -> Place:
-        """The host as a place for a node."""
+    def remote(self, host: str) -> RemoteHost:
+        """How a node is started on a host."""
         patience = (
             "-o", "BatchMode=yes",
             "-o", f"ConnectTimeout={max(1, round(self.connect_seconds))}",
@@ -63,7 +63,7 @@ class Ssh:
         )  # fmt: skip
         # The user's shell there may be one that does not know redirections as sh does (csh).
         line = shlex.join(["exec", "sh", "-c", node_command(self.python)])
-        return Place(host, ("ssh", "-T", *self.options, *patience, host, line), advise)
+        return RemoteHost(host, ("ssh", "-T", *self.options, *patience, host, line), advise)
 
     def address(self, host: str) -> str:
         """The name that ssh's configuration gives an alias: what the other nodes reach it by."""
