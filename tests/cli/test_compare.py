@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from rich.console import Console
 
 from tests.bench.records import make_cell, make_failure, make_sweep
 from tests.cli.commands import zerokit
 from zerokit.bench.record import write_record
+from zerokit.cli import compare_tables
 from zerokit.cli.compare import command
 from zerokit.errors import ZerokitError
 
@@ -49,6 +53,23 @@ def test_two_records_in_columns_and_what_differs(folder: Path) -> None:
     assert "step p99" in only.stdout
     assert "peak host" not in only.stdout
     assert "mfu: no cell has it" in only.stdout
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120, 200])
+@pytest.mark.parametrize("names", [("sweep",), ("old.json", "new.json")])
+def test_no_figure_is_cut_on_a_terminal(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, width: int, names: tuple[str, ...]
+) -> None:
+    terminal = partial(Console, width=width, force_terminal=True, color_system=None)
+    wide = compare(*(folder / name for name in names)).stdout
+    monkeypatch.setattr(compare_tables, "Console", terminal)
+    done = compare(*(folder / name for name in names))
+    assert "…" not in done.stdout
+    figures = re.findall(r"[\d.,]+ ±[\d.,]+", wide)
+    assert figures
+    shown = done.stdout.splitlines()
+    for figure in figures:
+        assert any(figure in line and len(line) <= width for line in shown), (figure, done.stdout)
 
 
 def test_the_baseline_can_be_chosen(folder: Path) -> None:

@@ -11,7 +11,7 @@ from rich.text import Text
 from zerokit.bench.measure.statistics import quantile
 from zerokit.bench.metrics import METRICS, measure
 from zerokit.bench.record import Rank, Record
-from zerokit.cli.columns import Column, fitting, make_table
+from zerokit.cli.columns import Column, annotate, fitting, make_table
 from zerokit.cli.numbers import count, loss, mib, ms, rate
 from zerokit.cli.text import counted
 
@@ -27,17 +27,12 @@ def result_tables(record: Record, width: int) -> list[RenderableType]:
         record: the bench.
         width: of the terminal, in characters.
     """
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(style="dim")
-    for row in _rows(record):
-        table.add_row(*row)
+    rows = [((Text(name, "bold"), Text(value)), Text(note, "dim")) for name, value, note in _rows(record)]
     note = "state: parameters, gradients, optimizer, buckets; part of the peak"
     has_state = any(rank.memory_bytes for rank in record.ranks)
     return [
         headline(record),
-        table,
+        annotate(rows, width, right=1),
         Text(),
         _rank_table(record.ranks, width),
         *([Text(note, style="dim")] if has_state else []),

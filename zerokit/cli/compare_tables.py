@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -20,6 +21,7 @@ from zerokit.cli.text import printable
 
 # Up to this many cells have a column each; more have a row each.
 _COLUMNS = 4
+_ANY_WIDTH = 1000
 _STYLES = {"better": "green", "worse": "red"}
 
 
@@ -27,7 +29,7 @@ def show(cells: Sequence[Cell], partners: Mapping[int, Cell | None], metrics: Se
     """The table on stdout, then what differs, and what the marks mean; without `metrics`, those that matter most."""
     console = Console(highlight=False)
     if not console.is_terminal:
-        console.width = 1000  # no line of a pipe is folded
+        console.width = _ANY_WIDTH  # no line of a pipe is folded
     names = [name for name in metrics or _usual(cells) if any(cell.value(name) is not None for cell in cells)]
     missing = [name for name in metrics if name not in names]
     scales = {
@@ -35,7 +37,11 @@ def show(cells: Sequence[Cell], partners: Mapping[int, Cell | None], metrics: Se
     }
     run = [cell for cell in cells if cell.status != "unsupported"]
     build = _columns if len(run) <= _COLUMNS else _rows
-    console.print(build(run, partners, scales))
+    table = build(run, partners, scales)
+    fits = (
+        Measurement.get(console, console.options.update(max_width=_ANY_WIDTH), table).minimum <= console.width
+    )
+    console.print(table if fits else _list(run, partners, scales))
     for labels, reason in unsupported(cells):
         console.print(Text(f"{printable(labels)}: unsupported: {_line(reason)}"), soft_wrap=True)
     for cell in cells:
@@ -116,7 +122,9 @@ def _columns(
     table.add_column("", no_wrap=True)
     table.add_column("", no_wrap=True, style="dim")
     for cell in cells:
-        table.add_column(Text(printable(cell.label)), justify="right")
+        # A label may wrap, a figure may not.
+        figures = max((_figure(cell, name, scale).cell_len for name, scale in scales.items()), default=0)
+        table.add_column(Text(printable(cell.label)), justify="right", min_width=figures)
         if partners[id(cell)] is not None:
             table.add_column("", no_wrap=True)
     for name, scale in scales.items():
@@ -126,7 +134,7 @@ def _columns(
             if partners[id(cell)] is not None:
                 row.append(_change(difference(cell, partners[id(cell)], name)))
         table.add_row(*row)
-    return table
+    return _unbroken(table)
 
 
 def _rows(cells: Sequence[Cell], partners: Mapping[int, Cell | None], scales: Mapping[str, Scale]) -> Table:
@@ -147,7 +155,37 @@ def _rows(cells: Sequence[Cell], partners: Mapping[int, Cell | None], scales: Ma
             if compared and name != "comm/cost_ms":
                 row.append(_change(difference(cell, partners[id(cell)], name)))
         table.add_row(*row)
+    return _unbroken(table)
+
+
+def _unbroken(table: Table) -> Table:
+    """Columns that may not wrap get the width of their contents, which rich would cut where there is too little."""
+    for column in table.columns:
+        if column.no_wrap:
+            cells = [column.header, *column.cells]
+            texts = [Text(cell) if isinstance(cell, str) else cell for cell in cells]
+            lines = [line for text in texts if isinstance(text, Text) for line in text.split("\n")]
+            column.min_width = max((line.cell_len for line in lines), default=0)
     return table
+
+
+def _list(cells: Sequence[Cell], partners: Mapping[int, Cell | None], scales: Mapping[str, Scale]) -> Group:
+    """Cell after cell, a line a metric: what fits where no table does."""
+    parts: list[RenderableType] = []
+    for cell in cells:
+        lines = Table(box=None, padding=(0, 2, 0, 0), show_header=False, pad_edge=False)
+        for justify in ("left", "right", "left"):
+            lines.add_column(justify=justify, overflow="fold")
+        for name, scale in scales.items():
+            if cell.measure(name) is None:
+                continue
+            figure = Text.assemble(_figure(cell, name, scale), " ", (scale.unit, "dim"))
+            lines.add_row(
+                Text(METRICS[name].title), figure, _change(difference(cell, partners[id(cell)], name))
+            )
+        parts.append(Text(printable(cell.label), "bold", overflow="fold"))
+        parts.append(lines if cell.status == "ok" else Text(cell.status, style="yellow"))
+    return Group(*parts)
 
 
 def _figure(cell: Cell, name: str, scale: Scale) -> Text:

@@ -9,6 +9,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from zerokit.cli.columns import annotate
 from zerokit.cli.text import counted, printable
 from zerokit.doctor.examine import Report
 from zerokit.doctor.findings import Finding, Severity
@@ -25,13 +26,13 @@ _GAP = 2
 def show(report: Report) -> None:
     """Print it on stdout."""
     console = Console(highlight=False)
-    console.print(Group(*report_tables(report)))
+    console.print(Group(*report_tables(report, console.width)))
 
 
-def report_tables(report: Report) -> list[RenderableType]:
-    """The parts of the report, from top to bottom."""
+def report_tables(report: Report, width: int) -> list[RenderableType]:
+    """The parts of the report, from top to bottom; `width` is the terminal's, in characters."""
     quiet = [one for one in report.findings if one.severity in (Severity.OK, Severity.SKIPPED)]
-    parts: list[RenderableType] = [_heading(report), Text(), _table(quiet)]
+    parts: list[RenderableType] = [_heading(report), Text(), _table(quiet, width)]
     for kind in (Severity.WARNING, Severity.FAULT):
         for one in report.findings:
             if one.severity is kind:
@@ -49,22 +50,18 @@ def _heading(report: Report) -> Text:
     return Text(f"zerokit doctor: {report.here.seat.host}, {what}", style="bold")
 
 
-def _table(findings: Sequence[Finding]) -> Table:
-    table = Table(box=None, padding=(0, _GAP, 0, 0), show_header=False, pad_edge=False)
-    for name in ("severity", "code", "check"):
-        table.add_column(name, no_wrap=True)
-    table.add_column("found", overflow="fold")
+def _table(findings: Sequence[Finding], width: int) -> RenderableType:
+    rows = []
     for one in findings:
-        style = "dim" if one.severity is Severity.SKIPPED else None
+        style = "dim" if one.severity is Severity.SKIPPED else ""
         found = f"{one.where}: {one.found}" if one.where else one.found
-        table.add_row(
+        cells = (
             Text(one.severity, _STYLES[one.severity]),
-            one.code,
-            one.check,
-            Text(printable(found)),
-            style=style,
+            Text(one.code, style),
+            Text(one.check, style),
         )
-    return table
+        rows.append((cells, Text(printable(found), style)))
+    return annotate(rows, width)
 
 
 def _told(one: Finding) -> list[RenderableType]:
