@@ -32,7 +32,8 @@ _OPTIONS = (
         default=_DEFAULTS.model,
         show_default=True,
         metavar="NAME,…",
-        help="What is trained; package.module:factory for your own.",
+        help=f"What is trained: {', '.join(WORKLOADS)}; or package.module:factory for your own, which returns a "
+        "zerokit.bench.workloads.own.Own.",
     ),
     click.option(
         "--stage",
@@ -81,9 +82,8 @@ _OPTIONS = (
         "--seq-len",
         type=CommaList(_COUNT),
         metavar="N,…",
-        default=str(_DEFAULTS.seq_len),
-        show_default=True,
-        help="Tokens a sequence, for language models.",
+        help=f"Tokens a sequence, for language models.  [default: {_DEFAULTS.seq_len}, or all of the model's positions "
+        "where they are fewer]",
     ),
     click.option(
         "--image-size",

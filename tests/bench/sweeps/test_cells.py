@@ -40,6 +40,12 @@ def test_ranks_of_a_node_are_its_share_of_the_devices_and_at_least_one() -> None
     assert ranks(8, nproc_per_node=(2,), nodes=(2,)) == [(2, 2)]
 
 
+def test_sequences_are_no_longer_than_a_model_has_positions() -> None:
+    cells = product({"model": ["gpt-tiny", "gpt-5m", "resnet50"]}, {})
+    assert [cell.seq_len for cell in cells] == [64, 128, 128]
+    assert product({"model": ["gpt-tiny"], "seq_len": [32]}, {})[0].seq_len == 32
+
+
 def test_a_value_given_twice_counts_once() -> None:
     assert len(product({"stage": (1, 2, 1)}, TINY)) == 2
 

@@ -10,8 +10,10 @@ from typing import Any
 
 from zerokit.bench.engines.catalogue import ENGINES
 from zerokit.bench.settings import Settings
+from zerokit.bench.workloads.catalogue import WORKLOADS
+from zerokit.bench.workloads.configs import TextConfig
 
-DEFAULT_ENGINE = Settings().engine
+_DEFAULTS = Settings()
 # What may take several values, the slowest to change first: the engines and stages of one workload run after each
 # other, so that a machine that changes its pace in the course of an hour spoils no comparison between them.
 DIMENSIONS = (
@@ -50,7 +52,7 @@ def product(
 
     Args:
         options: values by dimension, of which a value counts once; one that is left out, or empty, has its default.
-            Without a stage an engine takes its own.
+            Without a stage an engine takes its own; a model of fewer positions than the default has sequences of them.
         fixed: the other fields of `Settings`, equal in all cells.
         repeats: rounds through all cells. Every second one goes backwards, so that a steady drift of the machine
             weighs equally on the first and the last.
@@ -65,18 +67,26 @@ def product(
         chosen = {
             name: value for name, value in zip(DIMENSIONS, combination, strict=True) if value is not None
         }
-        engine = chosen.setdefault("engine", DEFAULT_ENGINE)
+        engine = chosen.setdefault("engine", _DEFAULTS.engine)
         if "stage" not in chosen and engine in ENGINES:
             chosen["stage"] = ENGINES[engine].default_stage
         if "nproc_per_node" not in chosen:
             chosen["nproc_per_node"] = max(1, devices // chosen.get("nodes", 1))
-        once.append(Settings(**{**fixed, **chosen}))
+        given = {**fixed, **chosen}
+        if "seq_len" not in given and (text := _text_of(given.get("model", _DEFAULTS.model))) is not None:
+            given["seq_len"] = min(_DEFAULTS.seq_len, text.positions)
+        once.append(Settings(**given))
     once = list(dict.fromkeys(once))
     rounds = []
     for number in range(repeats):
         cells = once if number % 2 == 0 else once[::-1]
         rounds += [replace(cell, repeat=number) for cell in cells]
     return rounds
+
+
+def _text_of(model: str) -> TextConfig | None:
+    workload = WORKLOADS.get(model)
+    return None if workload is None else workload.text
 
 
 def varying(cells: Iterable[Settings]) -> tuple[str, ...]:
