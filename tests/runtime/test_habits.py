@@ -185,7 +185,7 @@ def _profiled(stage: int) -> list[str]:
     model = _model()
     optimizer = _optimizer(model, stage)
     _train(model, optimizer)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         _train(model, optimizer)
     return sorted({event.key for event in profile.key_averages() if event.key.startswith("zerokit: ")})
 
