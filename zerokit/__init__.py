@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from zerokit.checkpoint.load import load
     from zerokit.checkpoint.reader import Checkpoint
     from zerokit.checkpoint.reshard import reshard
+    from zerokit.checkpoint.run import check_run
     from zerokit.checkpoint.save import save
     from zerokit.checkpoint.verify import verify
     from zerokit.errors import (
@@ -44,6 +45,7 @@ __all__ = [
     "ZeroOptimizer",
     "ZerokitError",
     "__version__",
+    "check_run",
     "consolidate",
     "diff",
     "inspect",
@@ -58,6 +60,7 @@ _HOMES = {
         ("LossScale", "MemoryReport", "Precision", "TrafficReport", "ZeroOptimizer"), "zerokit.runtime"
     ),
     "Checkpoint": "zerokit.checkpoint.reader",
+    "check_run": "zerokit.checkpoint.run",
     **{
         name: f"zerokit.checkpoint.{name}"
         for name in ("consolidate", "diff", "inspect", "load", "reshard", "save", "verify")

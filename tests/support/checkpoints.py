@@ -6,12 +6,12 @@ import json
 import random
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from zerokit.checkpoint.extents import ELEMENT_BYTES, SAFETENSORS_NAMES, Stream, encode_header, rank_file
-from zerokit.checkpoint.manifest import COMMON_NAME, EXTRA_NAME, NAME, File, Manifest, Scalars
+from zerokit.checkpoint.manifest import COMMON_NAME, EXTRA_NAME, NAME, WEIGHT_KINDS, File, Manifest, Scalars
 from zerokit.layout import Layout, Parameter, Segment, build_layout
 
 
@@ -26,6 +26,7 @@ class Content:
     common: tuple[tuple[str, str, tuple[int, ...], bytes], ...]
     """Name, dtype, shape and bytes of the tensors that are stored whole."""
     extra: object
+    weights_only: bool = False
 
 
 def example_layout(world: int, *, bucket_bytes: int = 4096) -> Layout:
@@ -82,6 +83,19 @@ def example_content(layout: Layout, *, step: int = 100, seed: int = 0) -> Conten
     return Content(step, tuple(streams), values, scalars, tuple(common), {"note": "an example"})
 
 
+def weights_of(content: Content) -> Content:
+    """The same without the optimizer's state."""
+    streams = tuple(stream for stream in content.streams if stream.kind in WEIGHT_KINDS)
+    return replace(
+        content,
+        streams=streams,
+        values={key: value for key, value in content.values.items() if key[0] in WEIGHT_KINDS},
+        scalars=(),
+        common=tuple(tensor for tensor in content.common if not tensor[0].startswith("optimizer/")),
+        weights_only=True,
+    )
+
+
 def write_checkpoint(path: Path, layout: Layout, content: Content) -> Manifest:
     """Write the step directory `path`."""
     path.mkdir(parents=True)
@@ -119,6 +133,7 @@ def write_checkpoint(path: Path, layout: Layout, content: Content) -> Manifest:
         tuple(files),
         File(COMMON_NAME, len(common), 0, zlib.crc32(common)),
         File(EXTRA_NAME, len(extra), 0, zlib.crc32(extra)),
+        content.weights_only,
     )
     (path / NAME).write_bytes(manifest.to_bytes())
     return manifest

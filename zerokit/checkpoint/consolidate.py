@@ -19,6 +19,7 @@ from zerokit.checkpoint.copying import Conversion, Copier, Progress
 from zerokit.checkpoint.disk import opened, require_apart, staged, write_exactly, write_file
 from zerokit.checkpoint.extents import ELEMENT_BYTES, SAFETENSORS_NAMES, encode_header
 from zerokit.checkpoint.header import METADATA
+from zerokit.checkpoint.manifest import WEIGHT_KINDS
 from zerokit.checkpoint.reader import Checkpoint
 from zerokit.checkpoint.slices import Key, Source, Want
 from zerokit.errors import CheckpointError, UsageError
@@ -112,7 +113,7 @@ def _tensors(checkpoint: Checkpoint, dtype: str | None) -> Iterator[_Tensor]:
     held = {
         place: number
         for number, stream in enumerate(checkpoint.streams)
-        if stream.kind in ("master", "param")
+        if stream.kind in WEIGHT_KINDS
         for place in stream.parameters
     }
 

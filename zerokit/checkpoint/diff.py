@@ -8,10 +8,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TypeVar
 
 from zerokit.checkpoint.checksum import Piece, combine, crc32
-from zerokit.checkpoint.manifest import File
+from zerokit.checkpoint.manifest import WEIGHT_KINDS, File
 from zerokit.checkpoint.reader import Checkpoint
 from zerokit.checkpoint.strict import canonical
 from zerokit.errors import CheckpointError
@@ -26,7 +27,7 @@ class Difference:
     """Something that differs: `a` and `b` describe both sides, None where one has no such thing.
 
     `stream` is a kind of state, "parameter" for a parameter's own description, "common" for a tensor that is stored
-    whole, "extra" for a member of `extra.json`, "checkpoint" for the step.
+    whole, "extra" for a member of `extra.json`, "checkpoint" for the step and the content: a whole state or weights.
     """
 
     stream: str
@@ -69,21 +70,29 @@ def diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Comparison:
     """Compare the states of two checkpoints; each path is a step's, or a run's, whose `latest` is followed.
 
     Streams are compared by parameter, by their checksums; `common` and `extra.json`, which are small, are read where
-    their checksums differ. Raises `CheckpointError` for a path that holds none, or a damaged one.
+    their checksums differ. Where one side holds weights only that is one difference, and what both hold, that is
+    parameters, buffers and what `save` was given, is compared. Raises `CheckpointError` for a path that holds none, or
+    a damaged one.
     """
     left, right = Checkpoint(a), Checkpoint(b)
     found: list[Difference] = []
     if left.step != right.step:
         found.append(Difference("checkpoint", "step", str(left.step), str(right.step)))
+    mixed = left.weights_only != right.weights_only
+    if mixed:
+        found.append(Difference("checkpoint", "content", _describe_content(left), _describe_content(right)))
     found += _compare("parameter", _parameters(left), _parameters(right), _describe_parameter)
     equal = 0
     kinds = dict.fromkeys(stream.kind for checkpoint in (left, right) for stream in checkpoint.streams)
     for kind in kinds:
+        if mixed and kind not in WEIGHT_KINDS:
+            continue
         ours, theirs = _whole(left, kind), _whole(right, kind)
         equal += sum(theirs.get(name) == value for name, value in ours.items())
         found += _compare(kind, ours, theirs, _describe_whole)
-    found += _files(left, right, "common", left.manifest.common, right.manifest.common, _common)
-    found += _files(left, right, "extra", left.manifest.extra, right.manifest.extra, _extra)
+    common, extra = partial(_common, weights=mixed), partial(_extra, weights=mixed)
+    found += _files(left, right, "common", left.manifest.common, right.manifest.common, common)
+    found += _files(left, right, "extra", left.manifest.extra, right.manifest.extra, extra)
     return Comparison(equal, tuple(found), tuple(_layouts(left, right)))
 
 
@@ -151,17 +160,28 @@ def _files(
     yield from found  # none, if only the order of members differs
 
 
-def _common(checkpoint: Checkpoint) -> dict[str, str]:
+def _common(checkpoint: Checkpoint, *, weights: bool) -> dict[str, str]:
+    """By name, or of them the ones that a checkpoint of weights has."""
     found = {}
     for name in checkpoint.common_names:
+        if weights and not name.startswith(("buffers/", "extra")):
+            continue
         dtype, shape, content = checkpoint.common_tensor(name)
         found[name] = f"{dtype} {list(shape)} {crc32(content):08x}"
     return found
 
 
-def _extra(checkpoint: Checkpoint) -> dict[str, str]:
+def _extra(checkpoint: Checkpoint, *, weights: bool) -> dict[str, str]:
     plain = checkpoint.extra_plain()
-    return {name: canonical(value) for name, value in plain.items() if name != "step"}
+    return {
+        name: canonical(value)
+        for name, value in plain.items()
+        if name == "user" or (name != "step" and not weights)
+    }
+
+
+def _describe_content(checkpoint: Checkpoint) -> str:
+    return "weights only" if checkpoint.weights_only else "a whole state"
 
 
 def _layouts(left: Checkpoint, right: Checkpoint) -> Iterator[str]:

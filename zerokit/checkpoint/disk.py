@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 LATEST_NAME = "latest"
 
+Holds = Callable[[Path], bool]
+"""Whether a folder is one that an output of this kind has inside."""
+
 _IOV_MAX = 1024
 """Buffers that one vectored call takes, on Linux and everywhere else that has a limit."""
 
@@ -200,10 +203,10 @@ def require_apart(source: Path, target: Path) -> None:
         raise CheckpointError(f"{target}: the output contains its source {source}: choose another directory")
 
 
-def require_vacant(target: Path, *, force: bool) -> None:
+def require_vacant(target: Path, *, force: bool, holds: Holds = lambda folder: False) -> None:
     """Raises `CheckpointError` unless the directory `target` can be made, or replaced if `force`.
 
-    Only a directory of plain files is ever replaced: what holds directories is no output of zerokit.
+    Only a directory of plain files, and of folders that it `holds`, is ever replaced: others are no output of zerokit.
     """
     with explained(target, "looked at"):
         if not target.parent.is_dir():
@@ -220,21 +223,21 @@ def require_vacant(target: Path, *, force: bool) -> None:
             raise CheckpointError(f"{target}: exists and is no directory: it is not replaced")
         with os.scandir(target) as entries:
             for entry in entries:
-                if entry.is_dir(follow_symlinks=False):
+                if entry.is_dir(follow_symlinks=False) and not holds(Path(entry.path)):
                     raise CheckpointError(
                         f"{target}: holds the directory {entry.name!r}, so zerokit did not write it: it is not replaced"
                     )
 
 
 @contextmanager
-def staged(target: Path, *, force: bool = False) -> Iterator[Path]:
+def staged(target: Path, *, force: bool = False, holds: Holds = lambda folder: False) -> Iterator[Path]:
     """A new, empty directory beside `target` that takes its place, durably, when the body ends well.
 
     Files must be synced by the body. If it fails, for whatever reason, the directory is removed with all it
     holds and `target` is as before. `force`: an existing target is replaced in one step. Raises `CheckpointError`
     before the body if the target exists without `force`, or is one that `require_vacant` refuses.
     """
-    require_vacant(target, force=force)
+    require_vacant(target, force=force, holds=holds)
     target = target.parent.resolve() / target.name
     work = target.parent / f".{target.name[:60]}.tmp-{secrets.token_hex(6)}"
     with explained(target, "created"):
@@ -243,21 +246,21 @@ def staged(target: Path, *, force: bool = False) -> Iterator[Path]:
         yield work
         sync_directory(work)
         with explained(target, "put in place"):
-            _put(work, target, force=force)
+            _put(work, target, force=force, holds=holds)
         sync_directory(target.parent)
     finally:
         # After an exchange these are the replaced directory's files; after a plain rename there is nothing.
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _put(work: Path, target: Path, *, force: bool) -> None:
+def _put(work: Path, target: Path, *, force: bool, holds: Holds) -> None:
     """Rename `work` to `target`; what was there before, if `force` allows it, is then called `work`."""
     if not os.path.lexists(target):
         # Plain rename would also replace an empty directory that somebody has just made.
         if not _rename(work, target, _RENAME_NOREPLACE):
             os.rename(work, target)
         return
-    require_vacant(target, force=force)
+    require_vacant(target, force=force, holds=holds)
     if _rename(work, target, _RENAME_EXCHANGE):
         return
     aside = work.with_name(work.name + ".old")
@@ -285,14 +288,15 @@ def _rename(old: Path, new: Path, flags: int) -> bool:
     raise OSError(number, os.strerror(number), str(new))
 
 
-def write_latest(run: Path, step_name: str, manifest_crc: int) -> None:
+def write_latest(run: Path, step_name: str, *manifest_crcs: int) -> None:
     """Make `step_name` the newest step of `run`, atomically and durably.
 
-    `manifest_crc` is the CRC-32 that the step's manifest begins with (`own_checksum`).
+    `manifest_crcs` is the CRC-32 that the step's manifest begins with (`own_checksum`); while the step is being
+    replaced, the new one's and the old one's.
     """
     work = run / f".{LATEST_NAME}.tmp-{secrets.token_hex(6)}"
     try:
-        write_file(work, f"{step_name} {manifest_crc:08x}\n".encode())
+        write_file(work, "".join(f"{step_name} {crc:08x}\n" for crc in manifest_crcs).encode())
         with explained(run / LATEST_NAME, "replaced"):
             os.replace(work, run / LATEST_NAME)
     except BaseException:

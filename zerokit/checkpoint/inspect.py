@@ -57,11 +57,15 @@ class FileSummary:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What a checkpoint holds. `trainable_numel` and `frozen_numel` count elements, tied ones once."""
+    """What a checkpoint holds. `trainable_numel` and `frozen_numel` count elements, tied ones once.
+
+    `weights_only`: parameters and buffers, without an optimizer's state.
+    """
 
     path: Path
     step: int
     world: int
+    weights_only: bool
     units: int
     trainable_numel: int
     frozen_numel: int
@@ -100,6 +104,7 @@ def inspect(path: str | os.PathLike[str]) -> Summary:
         checkpoint.path,
         manifest.step,
         manifest.world,
+        manifest.weights_only,
         len(layout.units),
         layout.trainable_numel,
         sum(parameter.numel for parameter in line if not parameter.trainable),

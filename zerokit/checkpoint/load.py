@@ -17,11 +17,12 @@ from zerokit.checkpoint import plan, rng
 from zerokit.checkpoint.checksum import Piece, crc32
 from zerokit.checkpoint.disk import read_exactly
 from zerokit.checkpoint.extra import decode
+from zerokit.checkpoint.manifest import WEIGHT_KINDS
 from zerokit.checkpoint.matching import Match, match_state
 from zerokit.checkpoint.plan import PieceKey, damaged, refine
 from zerokit.checkpoint.reader import Checkpoint
 from zerokit.checkpoint.save import buffers
-from zerokit.checkpoint.state import MASTER, PARAM, flats, host_bytes, members, within
+from zerokit.checkpoint.state import flats, host_bytes, members, within
 from zerokit.checkpoint.together import Together
 from zerokit.errors import CheckpointError
 from zerokit.runtime import ZeroOptimizer
@@ -32,6 +33,8 @@ from zerokit.runtime.update import write_back
 
 _BATCH_BYTES = 64 << 20
 """A vectored read goes on to its neighbours up to this size: what must be converted is staged in memory."""
+
+_STATE_LOST, _WEIGHTS_LOST = "the state is incomplete", "the weights are incomplete"
 
 _KERNEL_OPTIONS = frozenset({"fused", "foreach", "capturable", "differentiable"})
 """How an optimizer computes is the running program's business, not the checkpoint's."""
@@ -55,7 +58,13 @@ class Read:
     dtype: str
 
 
-def load(path: str | os.PathLike[str], optimizer: ZeroOptimizer, *, strict: bool = True) -> Any:
+def load(
+    path: str | os.PathLike[str],
+    optimizer: ZeroOptimizer,
+    *,
+    strict: bool = True,
+    weights_only: bool = False,
+) -> Any:
     """Take the whole training state from a checkpoint of any world size, stage, units and `bucket_mb`. Collective.
 
     Args:
@@ -63,6 +72,8 @@ def load(path: str | os.PathLike[str], optimizer: ZeroOptimizer, *, strict: bool
         optimizer: its model and its parameter groups must have the same members as those that were saved.
         strict: refuse what does not fit. Otherwise parameters, streams, buffers and groups that fit are taken, the rest
             is left as it is, and a warning lists it.
+        weights_only: take parameters, trained there or frozen, and buffers, from any checkpoint; the optimizer's states
+            and groups, the loss scale and the generators stay as they are.
 
     Random number generators are restored when the world size is the same, else seeded from (seed, step, rank).
 
@@ -79,54 +90,83 @@ def load(path: str | os.PathLike[str], optimizer: ZeroOptimizer, *, strict: bool
             "directory shared between the nodes, and is nobody saving?"
         )
     match, extra = together.each(
-        lambda: (match_state(checkpoint.manifest, parts, strict=strict), _extra(checkpoint))
+        lambda: _prepare(checkpoint, parts, strict=strict, weights_only=weights_only)
     )
     optimizer.zero_grad()
     parts.gathering.free_all()
+    # Weights do not make up for a state that an earlier load has left incomplete.
+    kept = optimizer.refusal if weights_only and _STATE_LOST in optimizer.refusal else ""
+    lost = _WEIGHTS_LOST if weights_only else _STATE_LOST
     optimizer.refusal = (
-        f"loading {checkpoint.path} did not succeed, so the state is incomplete: load again, or build the model "
-        "anew"
+        kept or f"loading {checkpoint.path} did not succeed, so {lost}: load again, or build the model anew"
     )
-    pieces = together.each(lambda: _read_all(checkpoint, parts, match, together.rank))
+    pieces = together.each(
+        lambda: _read_all(checkpoint, parts, match, together.rank, weights_only=weights_only)
+    )
     found = together.exchange(pieces)
     faults = damaged(checkpoint.manifest, found)
     if faults:
         more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
         raise CheckpointError(f"{checkpoint.path}: {'; '.join(faults[:3])}{more}")
-    together.each(lambda: _apply(checkpoint, optimizer, match, extra, strict=strict))
+    if not weights_only:
+        together.each(lambda: _apply(checkpoint, optimizer, match, extra))
+    together.each(lambda: _apply_buffers(checkpoint, parts, match, strict=strict))
     write_back(parts.storages)
     for storage in parts.storages:
         if not storage.unit.trainable and not storage.stage.divides_parameters:
             storage.gather()
             storage.complete()
     parts.gathering.gather_updated()
-    _restore_generators(checkpoint, optimizer, extra, together)
-    optimizer.refusal = ""
+    if not weights_only:
+        _restore_generators(checkpoint, optimizer, extra, together)
+    optimizer.refusal = kept
     if match.left_out and together.rank == 0:
         warnings.warn(f"{checkpoint.path}: left as they were: {'; '.join(match.left_out)}", stacklevel=2)
     return extra["user"]
 
 
-def _extra(checkpoint: Checkpoint) -> dict[str, Any]:
-    """`extra.json`, decoded; tensors of `common` in their places."""
+def _prepare(
+    checkpoint: Checkpoint, parts: Parts, *, strict: bool, weights_only: bool
+) -> tuple[Match, dict[str, Any]]:
+    """How the checkpoint fits, and its `extra.json`."""
+    if checkpoint.weights_only and not weights_only:
+        raise CheckpointError(
+            f"{checkpoint.path}: was saved with weights_only=True, so it has no optimizer's state to go on from: take "
+            f'its weights with zerokit.load("{checkpoint.path}", optimizer, weights_only=True), or load a whole one'
+        )
+    match = match_state(checkpoint.manifest, parts, strict=strict, weights_only=weights_only)
+    return match, _extra(checkpoint, weights_only=weights_only)
+
+
+def _extra(checkpoint: Checkpoint, *, weights_only: bool) -> dict[str, Any]:
+    """`extra.json`, decoded; tensors of `common` in their places. Beside weights what the user gave matters only."""
     plain = checkpoint.extra_plain()
-    for key, kind in (("step", int), ("rng", dict), ("values", object), ("groups", object), ("user", object)):
+    kinds: dict[str, type] = {"step": int, "user": object}
+    if not weights_only:
+        kinds |= {"rng": dict, "values": object, "groups": object}
+    for key, kind in kinds.items():
         if key not in plain or not isinstance(plain[key], kind):
             raise CheckpointError(f"{checkpoint.path}: extra.json has no {key!r}, or one of another kind")
     tensors = _Tensors(checkpoint)
-    return plain | {key: decode(plain[key], tensors) for key in ("user", "groups", "values")}
+    return plain | {key: decode(plain[key], tensors) for key in ("user", "groups", "values") if key in kinds}
 
 
-def _wants(checkpoint: Checkpoint, parts: Parts, match: Match, rank: int) -> Iterator[Want]:
-    """What this rank needs; the optimizer's states are made on the way."""
+def _wants(
+    checkpoint: Checkpoint, parts: Parts, match: Match, rank: int, *, weights_only: bool
+) -> Iterator[Want]:
+    """What this rank needs; the optimizer's states, if they are wanted, are made on the way."""
     manifest = checkpoint.manifest
     streams: dict[tuple[str, int], int] = {
         (stream.kind, place): number
         for number, stream in enumerate(manifest.streams)
         for place in stream.parameters
     }
+    # A parameter is in one of the two; the other one's values do as well where they are wanted.
+    weights = {place: number for (kind, place), number in streams.items() if kind in WEIGHT_KINDS}
     line = list(manifest.layout.parameters)
-    kinds = sorted({stream.kind for stream in manifest.streams} - {MASTER, PARAM})
+    kinds = (
+        [] if weights_only else sorted({stream.kind for stream in manifest.streams}.difference(WEIGHT_KINDS))
+    )
     for storage in parts.storages:
         if storage.unit.trainable:
             continue
@@ -134,8 +174,9 @@ def _wants(checkpoint: Checkpoint, parts: Parts, match: Match, rank: int) -> Ite
             place = match.sources.get(part.parameter.name)
             if place is not None:
                 tensor = storage.slice_of(part.memory)
-                yield Want(streams[PARAM, place], place, line[place].name, part.interval, tensor)
-    parts.inner.state.clear()
+                yield Want(weights[place], place, line[place].name, part.interval, tensor)
+    if not weights_only:
+        parts.inner.state.clear()
     for storage, flat, _ in flats(parts):
         peers = [
             place
@@ -159,22 +200,21 @@ def _wants(checkpoint: Checkpoint, parts: Parts, match: Match, rank: int) -> Ite
             place = match.sources.get(part.parameter.name)
             if place is None:
                 continue
-            for kind, whole in ((MASTER, flat.tensor.detach()), *own.items()):
-                if (kind, place) in streams:
-                    yield Want(
-                        streams[kind, place],
-                        place,
-                        line[place].name,
-                        part.interval,
-                        within(flat, whole, part),
-                    )
+            wanted = [(weights[place], flat.tensor.detach())]
+            wanted += [
+                (streams[kind, place], whole) for kind, whole in own.items() if (kind, place) in streams
+            ]
+            for number, whole in wanted:
+                yield Want(number, place, line[place].name, part.interval, within(flat, whole, part))
 
 
-def _read_all(checkpoint: Checkpoint, parts: Parts, match: Match, rank: int) -> dict[PieceKey, Piece]:
+def _read_all(
+    checkpoint: Checkpoint, parts: Parts, match: Match, rank: int, *, weights_only: bool
+) -> dict[PieceKey, Piece]:
     """Read what this rank needs into its places, file by file; returns the checksums of the pieces."""
     layout = checkpoint.manifest.layout
     reads: dict[int, list[Read]] = {}
-    for want in _wants(checkpoint, parts, match, rank):
+    for want in _wants(checkpoint, parts, match, rank, weights_only=weights_only):
         stream = checkpoint.manifest.streams[want.stream]
         for source, cut, part in refine(layout.cuts(want.name), want.interval):
             extent = checkpoint.rank_file(source).by_place[want.stream, want.name]
@@ -224,10 +264,8 @@ def _buffer(read: Read) -> memoryview | bytearray:
     return bytearray(read.size)
 
 
-def _apply(
-    checkpoint: Checkpoint, optimizer: ZeroOptimizer, match: Match, extra: Mapping[str, Any], *, strict: bool
-) -> None:
-    """Everything that is not cut: scalars, groups' options, buffers, the loss scale."""
+def _apply(checkpoint: Checkpoint, optimizer: ZeroOptimizer, match: Match, extra: Mapping[str, Any]) -> None:
+    """What the optimizer has that is not cut: scalars, groups' options, the loss scale."""
     parts = optimizer.parts
     for number, saved in enumerate(extra["groups"]):
         for live, source in match.groups.items():
@@ -240,7 +278,6 @@ def _apply(
         storage.guard_flats()
         for flat in storage.flats:
             _apply_shared(shared, optimizer, storage, flat)
-    _apply_buffers(checkpoint, parts, match, strict=strict)
     saved_scale = extra.get("scaler")
     if optimizer.scaler is not None and saved_scale is not None:
         optimizer.scaler.value = float.fromhex(saved_scale["value"])

@@ -22,8 +22,16 @@ NAME = "manifest.json"
 COMMON_NAME = "common.safetensors"
 EXTRA_NAME = "extra.json"
 FORMAT = "zerokit.checkpoint"
-VERSION = (1, 0)
-"""A reader refuses another major version; a higher minor one only adds members that it may ignore."""
+VERSION = (1, 1)
+"""A reader refuses another major version; a higher minor one only adds members that it may ignore.
+
+What holds the whole state is written as 1.0, so that older readers have the bytes they know."""
+
+WEIGHTS = "weights"
+"""What the member "content" says where there are parameters and buffers only (1.1); a whole state has none."""
+
+WEIGHT_KINDS = ("master", "param")
+"""Streams of parameters: of trained ones, and of frozen ones. All others are the optimizer's."""
 
 _PREFIX = '{"crc32":"%08x",'
 _PREFIX_BYTES = len(_PREFIX % 0)
@@ -59,6 +67,7 @@ class Manifest:
     """A checkpoint's description.
 
     `checksums` has one tuple a stream: the CRC-32 of each slice, parameters in line order, slices in rank order.
+    `weights_only`: there are parameters and buffers, and no state of an optimizer.
     """
 
     step: int
@@ -69,6 +78,7 @@ class Manifest:
     files: tuple[File, ...]
     common: File
     extra: File
+    weights_only: bool = False
 
     @property
     def world(self) -> int:
@@ -83,7 +93,8 @@ class Manifest:
         layout = self.layout
         return {
             "format": FORMAT,
-            "version": list(VERSION),
+            "version": list(VERSION) if self.weights_only else [1, 0],
+            **({"content": WEIGHTS} if self.weights_only else {}),
             "step": self.step,
             "world": layout.world,
             "alignment": ALIGNMENT,
@@ -193,6 +204,9 @@ def _manifest(plain: Any) -> Manifest:
     )
     if len({scalar.kind for scalar in scalars}) != len(scalars):
         raise ValueError("scalars of one kind are listed twice")
+    weights_only = "content" in top
+    if weights_only:
+        _check_weights_only(top, streams, scalars)
     return Manifest(
         bounded(top, "step", 0),
         layout,
@@ -202,6 +216,7 @@ def _manifest(plain: Any) -> Manifest:
         _files(top, world),
         _file(top, "common", COMMON_NAME),
         _file(top, "extra", EXTRA_NAME),
+        weights_only,
     )
 
 
@@ -283,6 +298,16 @@ def _check_streams(layout: Layout, streams: list[Stream]) -> None:
     for place, trains in enumerate(trainable):
         if ("master" if trains else "param", place) not in seen:
             raise ValueError(f"parameter {place} is in no {'master' if trains else 'param'} stream")
+
+
+def _check_weights_only(top: dict[str, Any], streams: list[Stream], scalars: tuple[Scalars, ...]) -> None:
+    content = member(top, "content", str)
+    if content != WEIGHTS:
+        raise ValueError(f"content is {content[:60]!r}, this zerokit knows {WEIGHTS!r}: use a newer one")
+    kinds = [stream.kind for stream in streams if stream.kind not in WEIGHT_KINDS]
+    kinds += [scalar.kind for scalar in scalars]
+    if kinds:
+        raise ValueError(f"content is {WEIGHTS!r}, but there is optimizer state: {kinds[0][:200]!r}")
 
 
 def _dtype(entry: dict[str, Any]) -> str:

@@ -27,27 +27,27 @@ class Match:
     """What does not fit and stays as it is, with `strict=False`."""
 
 
-def match_state(manifest: Manifest, parts: Parts, *, strict: bool) -> Match:
-    """Find each live parameter and group in the checkpoint.
+def match_state(manifest: Manifest, parts: Parts, *, strict: bool, weights_only: bool = False) -> Match:
+    """Find each live parameter and group in the checkpoint; with `weights_only` no groups, and frozen or not.
 
     Raises `CheckpointError` for anything that is on one side only or of another shape or kind, if `strict`.
     """
     match = Match()
-    faults = _match_parameters(manifest.layout, parts.layout, match)
-    faults += _match_groups(manifest.layout, parts.layout, match)
-    faults += _compare_streams(manifest, parts, match)
+    faults = _match_parameters(manifest.layout, parts.layout, match, weights_only=weights_only)
+    if not weights_only:
+        faults += _match_groups(manifest.layout, parts.layout, match)
+        faults += _compare_streams(manifest, parts, match)
     if faults and strict:
+        needed = "the model that was" if weights_only else "the model and the optimizer that were"
         raise CheckpointError(
-            "the checkpoint does not fit: "
-            + "; ".join(faults)
-            + ". Parts the model and the optimizer that were saved, or "
-            "take what fits with strict=False"
+            f"the checkpoint does not fit: {'; '.join(faults)}. Build {needed} saved, or take what fits with "
+            "strict=False"
         )
     match.left_out += faults
     return match
 
 
-def _match_parameters(source: Layout, live: Layout, match: Match) -> list[str]:
+def _match_parameters(source: Layout, live: Layout, match: Match, *, weights_only: bool) -> list[str]:
     known: dict[str, tuple[int, Parameter]] = {}
     for place, parameter in enumerate(source.parameters):
         for name in (parameter.name, *parameter.aliases):
@@ -62,7 +62,7 @@ def _match_parameters(source: Layout, live: Layout, match: Match) -> list[str]:
         taken.add(place)
         if saved.shape != parameter.shape:
             changed.append(f"{parameter.name} is {list(saved.shape)} there and {list(parameter.shape)} here")
-        elif saved.trainable != parameter.trainable:
+        elif saved.trainable != parameter.trainable and not weights_only:
             there, here = ("trained", "frozen") if saved.trainable else ("frozen", "trained")
             changed.append(f"{parameter.name} is {there} there and {here} here")
         else:

@@ -28,7 +28,8 @@ BUFFER_BYTES = 1 << 20
 MAX_TEXT_BYTES = 1 << 28
 """Of the manifest and of `extra.json`, which are read whole: a damaged size must not take all memory."""
 
-_LATEST = re.compile(rb"(step-\d{8,20}) ([0-9a-f]{8})\n")
+_LATEST = re.compile(rb"(step-\d{8,20}) ([0-9a-f]{8})\n(?:\1 ([0-9a-f]{8})\n)?")
+"""Two lines while the step is being replaced: the new manifest's, then the old one's."""
 
 
 class Checkpoint:
@@ -44,7 +45,9 @@ class Checkpoint:
         crc = own_checksum(content)
         assert crc is not None
         self.manifest_crc: int = crc
-        if stated is not None:
+        self.run: Path | None = Path(path) if stated else None
+        """The run's directory, where `path` was one."""
+        if stated:
             check_latest(Path(path) / LATEST_NAME, self, stated)
         self._rank_files: dict[int, RankFile] = {}
         self._crcs: dict[int, dict[str, list[tuple[int, int]]]] = {}
@@ -57,6 +60,11 @@ class Checkpoint:
     def world(self) -> int:
         """How many ranks wrote it, or it was cut for."""
         return self.manifest.world
+
+    @property
+    def weights_only(self) -> bool:
+        """Whether it holds parameters and buffers only, no optimizer's state."""
+        return self.manifest.weights_only
 
     @property
     def layout(self) -> Layout:
@@ -248,21 +256,22 @@ class _Arrays(Mapping[str, "np.ndarray[Any, Any]"]):
         return len(self._checkpoint.common_names)
 
 
-def find_step(path: Path) -> tuple[Path, int | None]:
-    """The step's directory that `path` names or whose run it names, then with the CRC-32 that `latest` states.
+def find_step(path: Path) -> tuple[Path, tuple[int, ...]]:
+    """The step's directory that `path` names or whose run it names, then with the CRC-32s that `latest` states.
 
-    Raises `CheckpointError` if `path` is neither.
+    There are two of them where a step was being replaced, and both its manifests are right. Raises `CheckpointError` if
+    `path` is neither.
     """
     with explained(path, "opened"):
         return _find_step(path)
 
 
-def _find_step(path: Path) -> tuple[Path, int | None]:
+def _find_step(path: Path) -> tuple[Path, tuple[int, ...]]:
     if not path.is_dir():
         what = "is not a directory" if path.exists() else "does not exist"
         raise CheckpointError(f"{path}: {what}: give the directory of a step, or of a run")
     if (path / NAME).exists():
-        return path, None
+        return path, ()
     latest = path / LATEST_NAME
     if not os.path.lexists(latest):
         steps = sorted(entry.parent.name for entry in path.glob(f"step-*/{NAME}"))
@@ -272,21 +281,40 @@ def _find_step(path: Path) -> tuple[Path, int | None]:
     if found is None:
         raise CheckpointError(f"{latest}: damaged: expected 'step-######## ' and eight hexadecimal digits")
     step = path / found[1].decode()
-    if not (step / NAME).exists():
+    stated = tuple(int(crc, 16) for crc in found.groups()[1:] if crc)
+    if (step / NAME).exists():
+        return step, stated
+    aside = _put_aside(step, stated)
+    if aside is None:
         raise CheckpointError(
             f"{latest}: points to {step.name}, which has no {NAME}: name another step of {path}"
         )
-    return step, int(found[2], 16)
+    return aside, stated
 
 
-def check_latest(latest: Path, checkpoint: Checkpoint, stated: int) -> None:
-    """Raises `CheckpointError` unless the manifest is the `stated` one and its step is what its directory is called."""
-    if checkpoint.manifest_crc != stated:
+def _put_aside(step: Path, stated: tuple[int, ...]) -> Path | None:
+    """Where a whole version of the step lies, if the writer was killed between the two renames that replace it.
+
+    That is where the file system cannot exchange directories. `latest` states both manifests by then.
+    """
+    whole = {}
+    for manifest in sorted(step.parent.glob(f".{step.name}.tmp-*/{NAME}")):
+        crc = own_checksum(read_whole(manifest))
+        if crc is not None:
+            whole[crc] = manifest.parent
+    return next((whole[crc] for crc in stated if crc in whole), None)
+
+
+def check_latest(latest: Path, checkpoint: Checkpoint, stated: tuple[int, ...]) -> None:
+    """Raises `CheckpointError` unless the manifest is a `stated` one and its step is what its directory is called."""
+    if checkpoint.manifest_crc not in stated:
+        told = " or ".join(f"{crc:08x}" for crc in stated)
         raise CheckpointError(
-            f"{latest}: states the manifest {stated:08x}, {checkpoint.path.name} has {checkpoint.manifest_crc:08x}: "
+            f"{latest}: states the manifest {told}, {checkpoint.path.name} has {checkpoint.manifest_crc:08x}: "
             "one of the two is damaged or from another run; name the step itself to read it all the same"
         )
-    if checkpoint.path.name != f"step-{checkpoint.step:08d}":
+    name = f"step-{checkpoint.step:08d}"
+    if checkpoint.path.name != name and not checkpoint.path.name.startswith(f".{name}.tmp-"):
         raise CheckpointError(f"{checkpoint.path / NAME}: describes step {checkpoint.step}")
 
 

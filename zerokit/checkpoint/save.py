@@ -26,7 +26,17 @@ from zerokit.checkpoint.extents import (
     rank_file,
 )
 from zerokit.checkpoint.extra import encode
-from zerokit.checkpoint.manifest import COMMON_NAME, EXTRA_NAME, NAME, File, Manifest, Scalars, own_checksum
+from zerokit.checkpoint.manifest import (
+    COMMON_NAME,
+    EXTRA_NAME,
+    NAME,
+    WEIGHT_KINDS,
+    File,
+    Manifest,
+    Scalars,
+    own_checksum,
+)
+from zerokit.checkpoint.run import newest_manifest, require_run, step_name
 from zerokit.checkpoint.state import describe, dtype_name, host_bytes, merge, own_slices
 from zerokit.checkpoint.together import Together
 from zerokit.errors import CheckpointError, UsageError
@@ -54,8 +64,35 @@ class Written:
     crcs: list[int]
 
 
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What the manifest tells of the ranks' files."""
+
+    step: int
+    layout: Layout
+    streams: tuple[Stream, ...]
+    scalars: tuple[Scalars, ...]
+    written: list[Written]
+    weights_only: bool
+
+
+@dataclass(slots=True)
+class Rest:
+    """What is not cut: members of `extra.json`, plain or to be encoded, and tensors of `common`."""
+
+    plain: dict[str, Any]
+    encoded: dict[str, Any]
+    tensors: list[Whole]
+
+
 def save(
-    run_directory: str | os.PathLike[str], optimizer: ZeroOptimizer, *, step: int, extra: Any = None
+    run_directory: str | os.PathLike[str],
+    optimizer: ZeroOptimizer,
+    *,
+    step: int,
+    extra: Any = None,
+    overwrite: bool = False,
+    weights_only: bool = False,
 ) -> Path:
     """Write the whole training state as `run_directory/step-########`, and point `latest` at it. Collective.
 
@@ -65,11 +102,16 @@ def save(
     Args:
         run_directory: made if it does not exist; it must be shared by all nodes.
         optimizer: its model comes with it.
-        step: names the checkpoint; a committed step is never replaced.
+        step: names the checkpoint.
         extra: JSON-like data, tensors included, such as schedulers' `state_dict()`s and the sampler's position.
             Rank 0's is written, and `load` returns it.
+        overwrite: replace this step where it is there already, at once and only when the new one is complete and on
+            the disk; both take space until then. By default that is refused: `check_run` tells before training.
+        weights_only: write parameters and buffers, and no optimizer's state: trained parameters as their masters, so
+            that nothing is rounded (`consolidate` converts), frozen ones and buffers as they are.
 
-    Returns the step's directory. Raises `CheckpointError` on every rank if any of them fails; nothing is left then.
+    Returns the step's directory. Raises `CheckpointError` on every rank if any of them fails; then there is what was
+    there before.
     """
     if type(step) is not int or step < 0:
         raise UsageError(f"step={step!r}: expected an integer of at least 0")
@@ -79,47 +121,48 @@ def save(
     parts.control.finish()
     together = Together(parts.collectives)
     rank, layout = together.rank, parts.layout
-    target = Path(run_directory) / f"step-{step:08d}"
-    states = rng.capture(parts.collectives.device)
-    found = together.do(lambda: (describe(parts, rank), states))
+    target = Path(run_directory) / step_name(step)
+    states = {} if weights_only else rng.capture(parts.collectives.device)
+    found = together.do(lambda: (describe(parts, rank, weights_only=weights_only), states))
     descriptions = [description for description, _ in found]
     streams, scalars, values = merge(layout, descriptions)
     with ExitStack() as stack:
-        work = together.on_first(lambda: _begin(target, stack))
+        work = together.on_first(lambda: _begin(target, stack, overwrite=overwrite))
         written = together.do(lambda: _write_rank(work, optimizer, streams, step, rank))
 
         def finish() -> None:
-            manifest = _finish(
+            rest = Rest({"step": step}, {"user": extra}, buffers(parts.model))
+            if not weights_only:
+                _add_state(rest, optimizer, [state for _, state in found], step, scalars, values)
+            content = _finish(
                 work,
-                optimizer,
-                step,
-                streams,
-                scalars,
-                values,
-                written,
-                _generators(optimizer, [state for _, state in found], step),
-                extra,
+                Contents(step, layout, streams, tuple(scalars), written, weights_only),
+                rest,
             )
-            stack.close()
-            crc = own_checksum(manifest)
+            crc = own_checksum(content)
             assert crc is not None
+            replaced = newest_manifest(target.parent, step)
+            if replaced is not None:
+                write_latest(target.parent, target.name, crc, replaced)
+            stack.close()
             write_latest(target.parent, target.name, crc)
 
         together.on_first(finish)
     return target
 
 
-def _begin(target: Path, stack: ExitStack) -> Path:
-    if os.path.lexists(target):
+def _begin(target: Path, stack: ExitStack, *, overwrite: bool) -> Path:
+    require_run(target.parent)
+    if os.path.lexists(target) and not overwrite:
         raise CheckpointError(
-            f"{target}: this step is saved already, and a committed step is never replaced: remove it, or save "
-            "another step or in another run directory"
+            f"{target}: this step is saved already: save with overwrite=True to replace it, or another step, or in "
+            "another run directory (zerokit.check_run tells before training)"
         )
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CheckpointError(f"{target.parent}: cannot be created: {error.strerror}") from error
-    return stack.enter_context(staged(target.absolute()))
+    return stack.enter_context(staged(target.absolute(), force=overwrite))
 
 
 def _write_rank(
@@ -128,7 +171,11 @@ def _write_rank(
     if not work.is_dir():
         raise CheckpointError(f"{work}: not there: the run directory is not shared between the nodes")
     parts = optimizer.parts
-    tensors = {(held.kind, held.part.parameter.name): held.tensor for held in own_slices(parts, rank)}
+    weights_only = all(stream.kind in WEIGHT_KINDS for stream in streams)
+    tensors = {
+        (held.kind, held.part.parameter.name): held.tensor
+        for held in own_slices(parts, rank, weights_only=weights_only)
+    }
     file = rank_file(parts.layout, streams, step, rank)
     crcs = []
     path = work / file.name
@@ -142,27 +189,16 @@ def _write_rank(
     return Written(file.size, len(file.header), crc32(file.header), crcs)
 
 
-def _finish(
-    work: Path,
+def _add_state(
+    rest: Rest,
     optimizer: ZeroOptimizer,
+    states: list[dict[str, bytes]],
     step: int,
-    streams: tuple[Stream, ...],
     scalars: Mapping[Scalars, bytes],
     values: Mapping[str, Any],
-    written: list[Written],
-    generators: tuple[dict[str, Any], list[Whole]],
-    extra: Any,
-) -> bytes:
-    """Rank 0's part: common, extra and the manifest, whose bytes are returned."""
-    layout = optimizer.parts.layout
-    for rank, file in enumerate(written):
-        path = work / file_name(rank, layout.world)
-        if not path.exists() or path.stat().st_size != file.size:
-            raise CheckpointError(
-                f"{path}: rank {rank}'s file is not there: the run directory is not shared between the nodes"
-            )
-    tensors = buffers(optimizer.parts.model)
-    tensors += [
+) -> None:
+    """What a checkpoint has beside parameters and buffers that is not cut."""
+    rest.tensors += [
         Whole(
             f"optimizer/{scalar.kind}",
             scalar.dtype,
@@ -171,10 +207,23 @@ def _finish(
         )
         for scalar, data in scalars.items()
     ]
-    record, states = generators
-    tensors += states
-    plain = {"step": step, "rng": record, "scaler": _scaler(optimizer)}
-    for key, value in (("user", extra), ("groups", _groups(optimizer)), ("values", dict(values))):
+    record, generators = _generators(optimizer, states, step)
+    rest.tensors += generators
+    rest.plain |= {"rng": record, "scaler": _scaler(optimizer)}
+    rest.encoded |= {"groups": _groups(optimizer), "values": dict(values)}
+
+
+def _finish(work: Path, contents: Contents, rest: Rest) -> bytes:
+    """Rank 0's part: common, extra and the manifest, whose bytes are returned."""
+    layout, streams, step, written = contents.layout, contents.streams, contents.step, contents.written
+    for rank, file in enumerate(written):
+        path = work / file_name(rank, layout.world)
+        if not path.exists() or path.stat().st_size != file.size:
+            raise CheckpointError(
+                f"{path}: rank {rank}'s file is not there: the run directory is not shared between the nodes"
+            )
+    plain, tensors = dict(rest.plain), list(rest.tensors)
+    for key, value in rest.encoded.items():
         plain[key], found = encode(value, "extra" if key == "user" else key)
         tensors += [_whole(name, tensor) for name, tensor in found.items()]
     common = _write_common(work / COMMON_NAME, tensors)
@@ -184,7 +233,7 @@ def _finish(
         step,
         layout,
         streams,
-        tuple(scalars),
+        contents.scalars,
         _checksums(layout, streams, step, written),
         tuple(
             File(file_name(rank, layout.world), w.size, w.header_size, w.header_crc)
@@ -192,6 +241,7 @@ def _finish(
         ),
         File(COMMON_NAME, common.size, 0, common.crc),
         File(EXTRA_NAME, len(text), 0, crc32(text)),
+        contents.weights_only,
     ).to_bytes()
     write_file(work / NAME, content)
     return content

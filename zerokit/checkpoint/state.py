@@ -79,8 +79,8 @@ def within(flat: Flat, tensor: Tensor, part: Slice) -> Tensor:
     return tensor[start : start + part.interval.numel]
 
 
-def own_slices(parts: Parts, rank: int) -> Iterator[Held]:
-    """What this rank writes: its piece of every unit, in every stream."""
+def own_slices(parts: Parts, rank: int, *, weights_only: bool = False) -> Iterator[Held]:
+    """What this rank writes: its piece of every unit, in every stream, or in those of parameters."""
     places = places_of(parts.layout)
     for storage in parts.storages:
         unit = storage.unit
@@ -93,7 +93,7 @@ def own_slices(parts: Parts, rank: int) -> Iterator[Held]:
         for part in _members(storage, flat, piece):
             place = places[part.parameter.name]
             yield Held(MASTER, place, part, within(flat, flat.tensor.detach(), part))
-            for kind, value in state.items():
+            for kind, value in () if weights_only else state.items():
                 if _elementwise(value, flat):
                     yield Held(kind, place, part, within(flat, value, part))
 
@@ -113,14 +113,19 @@ def _elementwise(value: object, flat: Flat) -> bool:
     return isinstance(value, Tensor) and value.shape == flat.tensor.shape
 
 
-def describe(parts: Parts, rank: int) -> Description:
-    """What this rank holds. Raises `CheckpointError` for kinds that no stream can be called by."""
+def describe(parts: Parts, rank: int, *, weights_only: bool = False) -> Description:
+    """What this rank holds, or of it the parameters.
+
+    Raises `CheckpointError` for kinds that no stream can be called by.
+    """
     found = Description()
-    for held in own_slices(parts, rank):
+    for held in own_slices(parts, rank, weights_only=weights_only):
         if held.kind in (MASTER, PARAM) or ("/" not in held.kind and held.kind):
             found.kinds.setdefault((held.kind, dtype_name(held.tensor)), []).append(held.place)
         else:
             raise CheckpointError(f"optimizer state {held.kind!r} cannot be saved: rename it without '/'")
+    if weights_only:
+        return found
     places = places_of(parts.layout)
     for storage, flat, state in flats(parts):
         for kind, value in state.items():

@@ -70,7 +70,7 @@ def verify(path: str | os.PathLike[str], progress: Progress | None = None) -> Re
         return Report(step, None, None, 0, 0, (_finding(NAME, error, step),))
     verification = _Verification(checkpoint, progress or (lambda done, total: None))
     findings = list(verification.run())
-    if stated is not None:
+    if stated:
         latest = Path(path) / LATEST_NAME
         try:
             check_latest(latest, checkpoint, stated)

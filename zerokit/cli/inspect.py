@@ -63,10 +63,11 @@ def _print(summary: Summary) -> None:
     def text(label: str, detail: str = "") -> Text:
         return Text.assemble((printable(label), "bold"), (f"  {printable(detail)}" if detail else "", "dim"))
 
+    weights = ", weights only" if summary.weights_only else ""
     root = Tree(
         text(
             str(summary.path),
-            f"step {summary.step}, {counted(summary.world, 'rank')}, {decimal_size(summary.bytes)}",
+            f"step {summary.step}, {counted(summary.world, 'rank')}{weights}, {decimal_size(summary.bytes)}",
         )
     )
     streams = root.add(text("streams", f"of {counted(summary.units, 'unit')}"))

@@ -1,0 +1,245 @@
+"""Saving a step again: refused before training where it is asked, replaced in one step where that is wanted."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zerokit
+from tests.support.checkpoints import example_content, example_layout, write_checkpoint, write_run
+from tests.support.distributed import run_ranks
+from zerokit.checkpoint import disk
+from zerokit.checkpoint.save import save
+
+NAME = "weight"
+
+
+def _optimizer(value: float, stage: int = 2) -> zerokit.ZeroOptimizer:
+    model = nn.Linear(40, 30, bias=False)
+    nn.init.constant_(model.weight, value)
+    return zerokit.ZeroOptimizer(model, torch.optim.AdamW, stage=stage, precision="fp32")
+
+
+def _value(path: str | Path) -> float:
+    """What every weight of the checkpoint is."""
+    (found,) = {float(value) for value in zerokit.Checkpoint(path).read("master", NAME).flat}
+    return found
+
+
+# --- the replacement ---------------------------------------------------------------------------------------
+
+
+def _replaced(directory: str) -> None:
+    for value in (1.0, 2.0):
+        save(directory, _optimizer(value), step=7, overwrite=True)
+        dist.barrier()
+        assert _value(directory) == value
+        save(directory, _optimizer(value), step=9, overwrite=True)
+
+
+def test_a_step_is_replaced_and_becomes_the_newest(tmp_path: Path) -> None:
+    run_ranks(2, _replaced, str(tmp_path / "run"))
+    run_ranks(1, _one_more, str(tmp_path / "run"))
+    assert zerokit.Checkpoint(tmp_path / "run").world == 1  # the files of the other world size are gone
+    for step in (7, 9):
+        assert zerokit.verify(tmp_path / "run" / f"step-{step:08d}").intact
+    assert (tmp_path / "run" / "latest").read_text().count("\n") == 1
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+        "latest",
+        "step-00000007",
+        "step-00000009",
+    ]
+
+
+def _one_more(directory: str) -> None:
+    save(directory, _optimizer(5.0), step=7, overwrite=True)
+
+
+def _kept(directory: str) -> str:
+    optimizer = _optimizer(3.0)
+    broken: Any = patch("zerokit.checkpoint.save.write_exactly", side_effect=zerokit.CheckpointError("full"))
+    with broken, pytest.raises(zerokit.CheckpointError) as caught:
+        save(directory, optimizer, step=7, overwrite=True)
+    return str(caught.value)
+
+
+def test_a_failed_replacement_leaves_the_old_one(tmp_path: Path) -> None:
+    run_ranks(1, _one_more, str(tmp_path / "run"))
+    for message in run_ranks(2, _kept, str(tmp_path / "run")):
+        assert "full" in message
+    assert _value(tmp_path / "run") == 5.0
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["latest", "step-00000007"]
+
+
+EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "ctypes.dlopen", "shutil.rmtree")
+
+
+def _killed_at(moment: int, directory: str, value: float, exchange: bool) -> int:
+    """Save in a forked process that kills itself at a file-system event; the exit code of that process."""
+    child = os.fork()
+    if child == 0:
+        try:
+            seen = 0
+
+            def die(event: str = "", arguments: object = None) -> None:
+                nonlocal seen
+                if event in EVENTS:
+                    seen += 1
+                    if seen == moment:
+                        os.kill(os.getpid(), signal.SIGKILL)
+
+            optimizer = _optimizer(value)
+            fsync = os.fsync
+
+            def synced(fd: int) -> None:
+                die("open")
+                fsync(fd)
+
+            without: Any = patch.object(disk, "_rename", lambda *_: False)
+            with patch.object(os, "fsync", synced):
+                sys.addaudithook(die)
+                if exchange:
+                    save(directory, optimizer, step=7, overwrite=True)
+                else:
+                    with without:
+                        save(directory, optimizer, step=7, overwrite=True)
+            seen = -1_000_000
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status)
+
+
+def _killed_everywhere(directory: str, exchange: bool) -> dict[str, int]:
+    """At every event in turn, one kill after the other in one run; how often the old or the new one was there."""
+    run = Path(directory)
+    save(directory, _optimizer(0.0), step=7)
+    held, told = 0.0, {"old": 0, "new": 0, "moments": 0, "vacant": 0}
+    for moment in range(1, 1000):
+        code = _killed_at(moment, directory, float(moment), exchange)
+        assert code in (0, -signal.SIGKILL), code
+        found = _value(run)
+        assert found in (held, float(moment)), (moment, found, held)
+        assert zerokit.verify(run).intact, moment
+        told["vacant"] += not (run / "step-00000007").exists()
+        if code == 0:
+            assert found == float(moment)
+            assert (run / "latest").read_text().count("\n") == 1
+            told["moments"] = moment
+            return told
+        told["new" if found != held else "old"] += 1
+        held = found
+        for litter in run.glob(".*.tmp-*"):
+            if litter != zerokit.Checkpoint(run).path:
+                shutil.rmtree(litter) if litter.is_dir() else litter.unlink()
+    raise AssertionError("the save never ended")
+
+
+@pytest.mark.parametrize("exchange", [True, False], ids=["renameat2", "rename"])
+def test_a_kill_at_any_moment_leaves_one_whole_checkpoint(tmp_path: Path, exchange: bool) -> None:
+    (told,) = run_ranks(1, _killed_everywhere, str(tmp_path / "run"), exchange)
+    assert told["moments"] > 20  # files, syncs, renames, removals
+    assert told["old"] > 5
+    assert told["new"] > 3
+    if not exchange:
+        assert told["vacant"] > 0  # the moment between the two renames was among them
+
+
+# --- what is refused before training -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run with steps 20 and 100."""
+    content = example_content(example_layout(1))
+    write_checkpoint(
+        tmp_path / "run" / "step-00000020", example_layout(1), example_content(example_layout(1), step=20)
+    )
+    write_run(tmp_path / "run", example_layout(1), content)
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize("after", [0, 20, 99])
+def test_later_steps_are_refused_before_training(run: Path, after: int) -> None:
+    others = " and 1 more" if after < 20 else ""
+    with pytest.raises(
+        zerokit.CheckpointError,
+        match=f"run: holds step-00000100{others}, later than step {after}, .*zerokit.load.*overwrite=True",
+    ):
+        zerokit.check_run(run, after=after)
+
+
+def test_what_is_in_nobodys_way_is_accepted(run: Path, tmp_path: Path) -> None:
+    zerokit.check_run(run, after=100)
+    zerokit.check_run(run, after=100_000)
+    zerokit.check_run(run, overwrite=True)
+    zerokit.check_run(tmp_path / "new" / "run")
+    assert not (tmp_path / "new").exists()
+    (run / "step-00000200").mkdir()  # not committed
+    (run / "step-mine").mkdir()
+    zerokit.check_run(run, after=100)
+
+
+@pytest.mark.parametrize("after", [-1, 1.5, True, None, "7"])
+def test_steps_are_numbers(tmp_path: Path, after: Any) -> None:
+    with pytest.raises(zerokit.UsageError, match="after="):
+        zerokit.check_run(tmp_path, after=after)
+
+
+def test_places_that_cannot_be_a_run(tmp_path: Path, run: Path) -> None:
+    (tmp_path / "file").touch()
+    for place, message in (
+        ("file", "file is not a directory"),
+        ("file/run", "file is not a directory"),
+        ("run/step-00000020", "step-00000020: is a checkpoint itself"),
+        ("run/step-00000020/more", "lies in the checkpoint"),
+    ):
+        with pytest.raises(zerokit.CheckpointError, match=message):
+            zerokit.check_run(tmp_path / place)
+
+
+def test_another_programs_manifest_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text('{"name": "a web page"}')
+    zerokit.check_run(tmp_path / "run")
+
+
+def test_a_directory_of_others_is_refused(tmp_path: Path) -> None:
+    if os.geteuid() == 0:
+        pytest.skip("root may write everywhere")
+    tmp_path.chmod(0o500)
+    try:
+        with pytest.raises(zerokit.CheckpointError, match="check its permissions"):
+            zerokit.check_run(tmp_path / "run")
+    finally:
+        tmp_path.chmod(0o700)
+
+
+def _into_a_step(directory: str) -> list[str]:
+    optimizer = _optimizer(1.0)
+    said = []
+    for place in ("step-00000020", "step-00000020/inner"):
+        for overwrite in (False, True):
+            with pytest.raises(zerokit.CheckpointError) as caught:
+                save(os.path.join(directory, place), optimizer, step=1, overwrite=overwrite)
+            said.append(str(caught.value))
+    return said
+
+
+def test_a_save_into_a_steps_directory_is_refused(run: Path) -> None:
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    for messages in run_ranks(2, _into_a_step, str(run)):
+        for message in messages:
+            assert f'zerokit.save("{run}", optimizer, step=...)' in message
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    assert zerokit.verify(run / "step-00000020").intact
