@@ -26,7 +26,14 @@ if TYPE_CHECKING:
         UsageError,
         ZerokitError,
     )
-    from zerokit.runtime import LossScale, MemoryReport, Precision, TrafficReport, ZeroOptimizer
+    from zerokit.runtime import (
+        LossScale,
+        MemoryReport,
+        Precision,
+        StopSignal,
+        TrafficReport,
+        ZeroOptimizer,
+    )
 
 __version__ = "0.1.0"
 
@@ -39,6 +46,7 @@ __all__ = [
     "MemoryReport",
     "Precision",
     "ScheduleError",
+    "StopSignal",
     "TrafficReport",
     "UnsupportedOptimizer",
     "UsageError",
@@ -57,7 +65,8 @@ __all__ = [
 
 _HOMES = {
     **dict.fromkeys(
-        ("LossScale", "MemoryReport", "Precision", "TrafficReport", "ZeroOptimizer"), "zerokit.runtime"
+        ("LossScale", "MemoryReport", "Precision", "StopSignal", "TrafficReport", "ZeroOptimizer"),
+        "zerokit.runtime",
     ),
     "Checkpoint": "zerokit.checkpoint.reader",
     "check_run": "zerokit.checkpoint.run",

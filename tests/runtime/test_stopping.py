@@ -1,0 +1,268 @@
+"""`StopSignal`: whichever rank a signal reaches, all of them stop at the same step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zerokit
+from tests.support.distributed import run_ranks
+from zerokit import StopSignal, UsageError
+
+FAR = 1 << 40
+"""Seconds since 1970: nobody will see it."""
+
+
+def _optimizer(stage: int = 2) -> tuple[nn.Module, zerokit.ZeroOptimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    return model, zerokit.ZeroOptimizer(model, torch.optim.AdamW, stage=stage, precision="fp32")
+
+
+def _step(model: nn.Module, optimizer: zerokit.ZeroOptimizer) -> None:
+    optimizer.backward(model(torch.ones(2, 8)).square().sum())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+# --- signals -----------------------------------------------------------------------------------------------
+
+
+def _hit(stage: int, hits: Sequence[tuple[int, int, int]], every: int, run: str) -> tuple[int, str, int]:
+    """Train; rank, step and number of each signal that a rank sends itself. Where training stopped, and why."""
+    model, optimizer = _optimizer(stage)
+    before = signal.getsignal(signal.SIGTERM)
+    with StopSignal(optimizer, every=every) as stop:
+        for step in range(1, 31):
+            _step(model, optimizer)
+            for rank, when, number in hits:
+                if (rank, when) == (dist.get_rank(), step):
+                    os.kill(os.getpid(), number)
+            if stop.requested():
+                zerokit.save(run, optimizer, step=step)
+                assert stop.requested()
+                break
+    assert signal.getsignal(signal.SIGTERM) is before
+    _, optimizer = _optimizer(stage)
+    zerokit.load(run, optimizer)
+    return step, stop.reason, zerokit.Checkpoint(run).step
+
+
+TERM, USR1, HUP = signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(
+    ("hits", "every", "expected", "reason"),
+    [
+        ([(1, 3, TERM)], 1, 3, "SIGTERM on rank 1"),
+        ([(0, 5, USR1)], 1, 5, "SIGUSR1 on rank 0"),
+        ([(0, 4, TERM), (1, 4, TERM)], 1, 4, "SIGTERM on rank 1"),
+        ([(0, 2, TERM), (1, 3, TERM), (1, 3, TERM), (1, 2, TERM)], 1, 2, "SIGTERM on rank 1"),
+        ([(1, 5, TERM), (0, 7, USR1)], 4, 8, "SIGTERM on rank 1"),
+    ],
+    ids=["one", "the other", "both", "again and again", "every fourth step"],
+)
+def test_ranks_stop_at_the_same_step_and_go_on_from_it(
+    tmp_path: Path, stage: int, hits: list[tuple[int, int, int]], every: int, expected: int, reason: str
+) -> None:
+    found = run_ranks(2, _hit, stage, hits, every, str(tmp_path / "run"))
+    assert found == [(expected, reason, expected)] * 2
+
+
+def _hit_from_outside(targets: Sequence[int], stage: int) -> tuple[int, str]:
+    """A thread of rank 0 signals processes at a moment that no step knows of."""
+    model, optimizer = _optimizer(stage)
+    pids = torch.zeros(dist.get_world_size(), dtype=torch.int64)
+    pids[dist.get_rank()] = os.getpid()
+    dist.all_reduce(pids)
+    under_way = threading.Event()
+
+    def send() -> None:
+        under_way.wait()
+        for target in targets:
+            os.kill(int(pids[target]), signal.SIGTERM)
+
+    with StopSignal(optimizer) as stop:
+        sender = threading.Thread(target=send if dist.get_rank() == 0 else under_way.wait, daemon=True)
+        sender.start()
+        step = 0
+        while not stop.requested():
+            _step(model, optimizer)
+            step += 1
+            if step == 3:
+                under_way.set()
+        sender.join()
+        dist.barrier()  # the last signal has come before the handlers go
+    return step, stop.reason
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("targets", [(1,), (0, 1), (2, 0)])
+def test_a_signal_may_come_at_any_moment(targets: tuple[int, ...], stage: int) -> None:
+    world = max(targets) + 1
+    found = run_ranks(world, _hit_from_outside, targets, stage)
+    assert len(set(found)) == 1
+    assert found[0][0] >= 3
+    assert found[0][1] in {f"SIGTERM on rank {target}" for target in targets}
+
+
+def _own_handlers() -> list[object]:
+    """What handlers are during and after; other signals are left alone."""
+    _, optimizer = _optimizer()
+
+    def mine(*_: object) -> None: ...
+
+    signal.signal(signal.SIGTERM, mine)
+    with StopSignal(optimizer, signals=(signal.SIGHUP, signal.SIGTERM)) as stop:
+        during = signal.getsignal(signal.SIGTERM) is not mine
+        untouched = signal.getsignal(signal.SIGINT)
+        with pytest.raises(UsageError, match="entered already"):
+            stop.__enter__()
+    with pytest.raises(RuntimeError, match="the loop's own"), StopSignal(optimizer):
+        raise RuntimeError("the loop's own")
+    after = signal.getsignal(signal.SIGTERM) is mine
+    with pytest.raises(UsageError, match="outside the context"):
+        stop.requested()
+    return [during, untouched is signal.default_int_handler, after, signal.getsignal(signal.SIGHUP)]
+
+
+def test_handlers_are_had_back() -> None:
+    assert run_ranks(1, _own_handlers) == [[True, True, True, signal.SIG_DFL]]
+
+
+def _in_a_thread() -> list[str]:
+    _, optimizer = _optimizer()
+    said: list[str] = []
+
+    def enter(signals: Sequence[int]) -> None:
+        try:
+            with StopSignal(optimizer, signals=signals, deadline=0) as stop:
+                said.append(str(stop.requested()))
+        except UsageError as error:
+            said.append(str(error))
+
+    for signals in ((signal.SIGTERM,), ()):
+        thread = threading.Thread(target=enter, args=(signals,))
+        thread.start()
+        thread.join()
+    return said
+
+
+def test_another_thread_has_the_deadline_alone() -> None:
+    ((refused, stopped),) = run_ranks(1, _in_a_thread)
+    assert "pass signals=()" in refused
+    assert stopped == "True"
+
+
+# --- deadlines ---------------------------------------------------------------------------------------------
+
+
+def _deadlines(deadlines: list[float | None], slurm: str | None, minutes: float) -> tuple[int, str]:
+    """Each rank its own deadline, and three steps."""
+    model, optimizer = _optimizer(3)
+    if slurm is not None:
+        os.environ["SLURM_JOB_END_TIME"] = slurm
+    with StopSignal(optimizer, deadline=deadlines[dist.get_rank()], minutes_before=minutes) as stop:
+        for step in range(3):
+            if stop.requested():
+                break
+            _step(model, optimizer)
+            step += 1
+    return step, stop.reason
+
+
+@pytest.mark.parametrize(
+    ("deadlines", "slurm", "minutes", "stops", "rank"),
+    [
+        ([None, None], None, 5.0, False, None),
+        ([FAR, FAR], None, 5.0, False, None),
+        ([FAR, FAR], None, FAR / 60, True, 1),
+        ([FAR, 1.0], None, 5.0, True, 1),  # clocks differ: whoever is first
+        ([1.0, FAR], None, 0, True, 0),
+        ([None, None], "100", 5.0, True, 1),
+        ([None, None], str(FAR), 5.0, False, None),
+        ([FAR, FAR], "100", 5.0, False, None),  # what was given counts
+    ],
+)
+def test_deadlines(
+    deadlines: list[float | None], slurm: str | None, minutes: float, stops: bool, rank: int | None
+) -> None:
+    found = run_ranks(2, _deadlines, deadlines, slurm, minutes)
+    assert found[0] == found[1]
+    steps, reason = found[0]
+    assert steps == (0 if stops else 3)
+    assert reason == (
+        f"{minutes:g} minutes before the deadline, by the clock of rank {rank}" if stops else ""
+    )
+
+
+def _near(seconds: float) -> bool:
+    """The clock passes the moment while training: no bound on when, only that it is seen afterwards."""
+    _, optimizer = _optimizer()
+    moment = datetime.fromtimestamp(time.time() + 60 + seconds, UTC)
+    with StopSignal(optimizer, minutes_before=1, deadline=moment) as stop:
+        while not stop.requested():
+            time.sleep(0.01)
+        assert time.time() >= moment.timestamp() - 60
+    return True
+
+
+def test_a_deadline_comes() -> None:
+    assert run_ranks(2, _near, 0.3) == [True, True]
+
+
+# --- arguments ---------------------------------------------------------------------------------------------
+
+
+def _arguments() -> list[str]:
+    _, optimizer = _optimizer()
+    said = []
+    refused: list[dict[str, Any]] = [
+        {"every": 0},
+        {"every": 1.5},
+        {"minutes_before": -1},
+        {"minutes_before": float("nan")},
+        {"deadline": "tomorrow"},
+        {"deadline": float("nan")},
+        {"signals": (signal.SIGKILL,)},
+        {"signals": (999,)},
+    ]
+    for options in refused:
+        with pytest.raises(UsageError) as caught:
+            StopSignal(optimizer, **options)
+        said.append(str(caught.value))
+    os.environ["SLURM_JOB_END_TIME"] = "soon"
+    with pytest.raises(UsageError) as caught:
+        StopSignal(optimizer)
+    said.append(str(caught.value))
+    with pytest.raises(UsageError) as caught:
+        StopSignal(optimizer.parts.inner)  # type: ignore[arg-type]
+    said.append(str(caught.value))
+    return said
+
+
+def test_impossible_arguments() -> None:
+    (said,) = run_ranks(1, _arguments)
+    starts = ["every=0", "every=1.5", "minutes_before=-1", "minutes_before=nan", "deadline='tomorrow'"]
+    starts += [
+        "deadline=nan",
+        "signals: SIGKILL",
+        "signals: 999",
+        "SLURM_JOB_END_TIME='soon'",
+        "StopSignal(AdamW",
+    ]
+    assert len(said) == len(starts)
+    for text, start in zip(said, starts, strict=True):
+        assert text.startswith(start)

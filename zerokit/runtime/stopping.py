@@ -1,0 +1,175 @@
+"""When training should stop: a signal that reached some rank, or the end of the job's time; all ranks agree.
+
+Clusters end jobs by a signal and, some seconds later, by force; when and in which ranks the signal arrives is
+anybody's guess. So a handler only takes note of it, and once a step all ranks learn the greatest note of any.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zerokit.errors import UsageError
+from zerokit.runtime.optimizer import ZeroOptimizer
+
+END_TIME = "SLURM_JOB_END_TIME"
+"""Where Slurm (22.05 and later) says when the job will be ended, in seconds since 1970."""
+
+_DEADLINE = 1 << 10
+"""A note of the deadline: greater than any signal's number."""
+
+
+class StopSignal:
+    """Tells all ranks, at the same step, that it is time to save and leave. A context manager.
+
+        with zerokit.StopSignal(optimizer, minutes_before=5) as stop:
+            for step in range(done, steps):
+                train(step)
+                if stop.requested():
+                    zerokit.save("run", optimizer, step=step + 1)
+                    break
+
+    `srun` passes signals on to the ranks, so `#SBATCH --signal=USR1@300` does; `torchrun` passes SIGTERM on and kills
+    30 s later, and SIGUSR1 would end it itself: there the deadline is the better way.
+
+    Args:
+        optimizer: its ranks agree.
+        minutes_before: the deadline that much earlier asks for a stop: time for the last steps and the save.
+        deadline: seconds since 1970, or a `datetime`; by default what Slurm says in SLURM_JOB_END_TIME, if anything.
+        signals: are taken while the context is entered, and had back by their former handlers after it. Their second
+            coming changes nothing. Only the main thread can take signals.
+        every: ask the other ranks at every so many calls of `requested`. It costs one message of 8 bytes, in which the
+            ranks' processes wait for each other; devices go on.
+
+    Raises:
+        UsageError: for arguments that do not exist, a SLURM_JOB_END_TIME that is no number, or outside the main thread.
+    """
+
+    def __init__(
+        self,
+        optimizer: ZeroOptimizer,
+        *,
+        minutes_before: float = 5.0,
+        deadline: float | datetime | None = None,
+        signals: Sequence[int] = (signal.SIGTERM, signal.SIGUSR1),
+        every: int = 1,
+    ) -> None:
+        if not isinstance(optimizer, ZeroOptimizer):
+            raise UsageError(f"StopSignal({type(optimizer).__name__}, ...): give the ZeroOptimizer first")
+        if not 0 <= minutes_before < math.inf:
+            raise UsageError(f"minutes_before={minutes_before!r}: expected a number of at least 0")
+        if type(every) is not int or every < 1:
+            raise UsageError(f"every={every!r}: expected an integer of at least 1")
+        self.deadline = _deadline(deadline, os.environ)
+        """Seconds since 1970; None where nobody has set one."""
+        self.reason = ""
+        """Why to stop, the same on every rank: such as "SIGTERM on rank 1"; "" until `requested` returns True."""
+        self._minutes_before = minutes_before
+        self._every, self._calls = every, 0
+        self._collectives = optimizer.parts.collectives
+        self._signals = tuple(_signal(number) for number in signals)
+        self._former: dict[signal.Signals, Any] = {}
+        self._noted = 0
+        self._entered = False
+
+    def __enter__(self) -> StopSignal:
+        if self._entered:
+            raise UsageError("this StopSignal is entered already: make another one")
+        if self._signals and threading.current_thread() is not threading.main_thread():
+            raise UsageError(
+                "StopSignal outside the main thread, which alone can take signals: enter it there, or pass signals=() "
+                "to have the deadline alone"
+            )
+        self._entered = True
+        for number in self._signals:
+            self._former[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._entered = False
+        while self._former:
+            number, former = self._former.popitem()
+            # A handler that was not installed from Python is None here, and cannot be had back.
+            signal.signal(number, signal.SIG_DFL if former is None else former)
+
+    def requested(self) -> bool:
+        """Whether to stop now: the same answer on every rank. Collective: all ranks call it as often, once a step."""
+        if not self._entered:
+            raise UsageError(
+                "requested() outside the context: write `with zerokit.StopSignal(optimizer) as stop:`"
+            )
+        if self.reason:
+            return True
+        self._calls += 1
+        if self._calls % self._every:
+            return False
+        self.reason = self._told(self._agree(self._mine()))
+        return bool(self.reason)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._noted = max(self._noted, number)
+
+    def _mine(self) -> int:
+        """What this rank knows: 0, a signal's number or the deadline."""
+        if self._noted or self.deadline is None:
+            return self._noted
+        return _DEADLINE if time.time() >= self.deadline - 60.0 * self._minutes_before else 0
+
+    def _agree(self, note: int) -> int:
+        """The greatest of all ranks' notes, with its rank: `note * world + rank`; 0 where there is none."""
+        collectives = self._collectives
+        notes = torch.tensor([note * collectives.world + collectives.rank if note else 0])
+        if collectives.world > 1:
+            group = collectives.side_group()
+            with collectives.watch.waiting("StopSignal.requested(), which all ranks call once a step"):
+                dist.all_reduce(notes, op=dist.ReduceOp.MAX, group=group)
+        return int(notes.item())
+
+    def _told(self, agreed: int) -> str:
+        note, rank = divmod(agreed, self._collectives.world)
+        if not note:
+            return ""
+        if note == _DEADLINE:
+            return f"{self._minutes_before:g} minutes before the deadline, by the clock of rank {rank}"
+        return f"{signal.Signals(note).name} on rank {rank}"
+
+
+def _deadline(given: float | datetime | None, environment: Mapping[str, str]) -> float | None:
+    if isinstance(given, datetime):
+        return given.timestamp()
+    if given is not None:
+        try:
+            seconds = float(given)
+        except (TypeError, ValueError):
+            seconds = math.nan
+        if math.isnan(seconds):
+            raise UsageError(f"deadline={given!r}: expected seconds since 1970, or a datetime")
+        return seconds
+    text = environment.get(END_TIME, "")
+    if not text:
+        return None
+    if not text.isascii() or not text.isdecimal():
+        raise UsageError(f"{END_TIME}={text!r}: expected seconds since 1970; give deadline=, or unset it")
+    return float(text)
+
+
+def _signal(number: int) -> signal.Signals:
+    try:
+        found = signal.Signals(number)
+    except ValueError:
+        raise UsageError(f"signals: {number!r} is no signal of this system") from None
+    if found in (signal.SIGKILL, signal.SIGSTOP):
+        raise UsageError(f"signals: {found.name} cannot be taken by anybody")
+    return found
