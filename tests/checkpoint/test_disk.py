@@ -262,7 +262,7 @@ def test_force_replaces_directories_of_files_only(tmp_path: Path, old: Path) -> 
     for name, message in (
         ("file", "exists and is no directory"),
         ("link", "exists and is no directory"),
-        ("home", "holds the directory 'documents', so zerokit did not write it"),
+        ("home", "holds the directory 'documents', so it is no output of this kind"),
         ("none/out", "its parent directory .*none does not exist"),
     ):
         with pytest.raises(CheckpointError, match=message), disk.staged(tmp_path / name, force=True):

@@ -25,6 +25,7 @@ from tests.support.checkpoints import (
     write_run,
 )
 from zerokit.checkpoint import copying
+from zerokit.cli.text import decimal_size
 from zerokit.errors import CheckpointError, UsageError
 from zerokit.layout import Layout, Parameter, Segment, build_layout
 
@@ -216,6 +217,38 @@ def test_impossible_outputs(tmp_path: Path, step: Path, output: str, message: st
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["run"]
 
 
+def test_of_a_run_it_makes_a_run(tmp_path: Path, step: Path, content: Content) -> None:
+    """With everything that a save of the other ranks would have left there."""
+    wanted = write_run(tmp_path / "wanted", example_layout(2), content)
+    found = zerokit.reshard(tmp_path / "run", 2, tmp_path / "out")
+    assert found == tmp_path / "out" / "step-00000100"
+    assert contents(found) == contents(wanted)
+    assert (tmp_path / "out" / "latest").read_bytes() == (tmp_path / "wanted" / "latest").read_bytes()
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["latest", "step-00000100"]
+    assert zerokit.verify(tmp_path / "out").intact
+    assert zerokit.reshard(tmp_path / "run", 4) == tmp_path / "run.to-4" / "step-00000100"
+    zerokit.check_run(tmp_path / "out", after=100)
+
+
+def test_force_replaces_a_run_of_one_step_and_no_other(tmp_path: Path, step: Path, content: Content) -> None:
+    for world in (2, 4):
+        zerokit.reshard(tmp_path / "run", world, tmp_path / "out", force=True)
+        assert zerokit.Checkpoint(tmp_path / "out").world == world
+    write_checkpoint(tmp_path / "out" / "step-00000101", example_layout(1), content)
+    with pytest.raises(CheckpointError, match="no output of this kind: it is not replaced"):
+        zerokit.reshard(tmp_path / "run", 2, tmp_path / "out", force=True)
+    shutil.rmtree(tmp_path / "out" / "step-00000101")
+    (tmp_path / "out" / "step-00000100" / "inner").mkdir()
+    with pytest.raises(CheckpointError, match="no output of this kind: it is not replaced"):
+        zerokit.reshard(tmp_path / "run", 2, tmp_path / "out", force=True)
+    with pytest.raises(CheckpointError, match="out: holds the directory 'step-00000100'"):
+        zerokit.consolidate(tmp_path / "run", tmp_path / "out", force=True)
+    zerokit.reshard(step, 3, tmp_path / "of a step")
+    zerokit.reshard(tmp_path / "run", 3, tmp_path / "of a step", force=True)
+    assert zerokit.Checkpoint(tmp_path / "of a step").run is not None
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["of a step", "out", "run"]
+
+
 @pytest.mark.parametrize("world", [0, -1, 2**20 + 1])
 def test_impossible_worlds(step: Path, world: int) -> None:
     with pytest.raises(UsageError, match=f"world={world}: expected an integer from 1 to 1048576"):
@@ -238,8 +271,13 @@ def test_the_command_imports_neither_torch_nor_numpy(tmp_path: Path, step: Path)
         text=True,
         check=True,
     )
-    assert done.stdout == f"{step}.to-4\n[]\n"
-    assert done.stderr == ""
+    assert done.stdout == f"{step.parent}.to-4\n[]\n"
+    output = Path(f"{step.parent}.to-4") / step.name
+    size = decimal_size(sum(map(len, contents(output).values())))
+    assert done.stderr == (
+        f"{output.parent}: step 100 of 3 ranks cut for 4, {size}, proven and synced; zerokit.load and bench "
+        "--resume read any number of ranks, without it\n"
+    )
 
 
 def test_the_command_writes_json(tmp_path: Path, step: Path) -> None:
@@ -248,7 +286,12 @@ def test_the_command_writes_json(tmp_path: Path, step: Path) -> None:
     assert json.loads(done.stdout) == {
         "output": "out",
         "world": 2,
-        "files": {name: len(content) for name, content in contents(tmp_path / "out").items()},
+        "step": "out/step-00000100",
+        "files": {"latest": 23}
+        | {
+            f"step-00000100/{name}": len(content)
+            for name, content in contents(tmp_path / "out" / "step-00000100").items()
+        },
     }
 
 

@@ -19,6 +19,7 @@ from zerokit.checkpoint.copying import Conversion, Copier, Progress
 from zerokit.checkpoint.disk import opened, require_apart, staged, write_exactly, write_file
 from zerokit.checkpoint.extents import ELEMENT_BYTES, SAFETENSORS_NAMES, encode_header
 from zerokit.checkpoint.header import METADATA
+from zerokit.checkpoint.like import check_like, copy_like, holds_templates, require_like
 from zerokit.checkpoint.manifest import WEIGHT_KINDS
 from zerokit.checkpoint.reader import Checkpoint
 from zerokit.checkpoint.slices import Key, Source, Want
@@ -60,6 +61,7 @@ def consolidate(
     *,
     dtype: str | None = None,
     max_shard_size: int | str = DEFAULT_SHARD_SIZE,
+    like: str | os.PathLike[str] | None = None,
     force: bool = False,
     jobs: int | None = None,
     progress: Progress | None = None,
@@ -75,23 +77,41 @@ def consolidate(
             the model that was saved, and the buffers' own.
         max_shard_size: largest size of the tensors in one file, in bytes or such as "5GB" (10^9) or "5GiB" (2^30);
             a single tensor that is larger has a file of its own.
+        like: a folder that `from_pretrained` takes, such as the one that the training began with: its configuration,
+            tokenizer and the like are copied as they are, so that `from_pretrained(output)` works. Where it has weights
+            or their index, names and shapes must be those of `source`.
         force: replace an existing output.
         jobs: threads that copy; up to four by default.
         progress: called with the bytes copied and the bytes in all, often; what it raises ends the work.
 
     Returns the output. Raises `UsageError` for an unknown dtype or size, and `CheckpointError` if the source is damaged
-    or no checkpoint, a value does not fit the dtype, or the output cannot be written; there is no output then, or it is
-    as before.
+    or no checkpoint, `like` is of another model, a value does not fit the dtype, or the output cannot be written; there
+    is no output then, or it is as before.
     """
     if dtype is not None and dtype not in DTYPES:
         raise UsageError(f"dtype={dtype!r}: expected one of {', '.join(DTYPES)}")
     limit = parse_size(max_shard_size)
     checkpoint = Checkpoint(source)
     target = Path(output)
-    require_apart(checkpoint.path, target)
-    with staged(target, force=force) as work:
-        shards = list(_shards(_tensors(checkpoint, DTYPES.get(dtype or "")), limit))
-        _write(Source(checkpoint), shards, work, jobs, progress)
+    model = None if like is None else Path(like)
+    for other in (checkpoint.path, *([] if model is None else [model])):
+        require_apart(other, target)
+    tensors = list(_tensors(checkpoint, DTYPES.get(dtype or "")))
+    if model is not None:
+        require_like(model)
+        check_like(
+            model,
+            {tensor.name: tensor.shape for tensor in tensors},
+            {
+                alias: parameter.name
+                for parameter in checkpoint.layout.parameters
+                for alias in parameter.aliases
+            },
+        )
+    with staged(target, force=force, holds=holds_templates) as work:
+        if model is not None:
+            copy_like(model, work)
+        _write(Source(checkpoint), list(_shards(tensors, limit)), work, jobs, progress)
     return target
 
 

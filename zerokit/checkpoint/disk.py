@@ -203,7 +203,7 @@ def require_apart(source: Path, target: Path) -> None:
         raise CheckpointError(f"{target}: the output contains its source {source}: choose another directory")
 
 
-def require_vacant(target: Path, *, force: bool, holds: Holds = lambda folder: False) -> None:
+def require_vacant(target: Path, *, force: bool, holds: Holds | None = None) -> None:
     """Raises `CheckpointError` unless the directory `target` can be made, or replaced if `force`.
 
     Only a directory of plain files, and of folders that it `holds`, is ever replaced: others are no output of zerokit.
@@ -223,14 +223,15 @@ def require_vacant(target: Path, *, force: bool, holds: Holds = lambda folder: F
             raise CheckpointError(f"{target}: exists and is no directory: it is not replaced")
         with os.scandir(target) as entries:
             for entry in entries:
-                if entry.is_dir(follow_symlinks=False) and not holds(Path(entry.path)):
+                if entry.is_dir(follow_symlinks=False) and not (holds and holds(Path(entry.path))):
                     raise CheckpointError(
-                        f"{target}: holds the directory {entry.name!r}, so zerokit did not write it: it is not replaced"
+                        f"{target}: holds the directory {entry.name!r}, so it is no output of this kind: it is not "
+                        "replaced"
                     )
 
 
 @contextmanager
-def staged(target: Path, *, force: bool = False, holds: Holds = lambda folder: False) -> Iterator[Path]:
+def staged(target: Path, *, force: bool = False, holds: Holds | None = None) -> Iterator[Path]:
     """A new, empty directory beside `target` that takes its place, durably, when the body ends well.
 
     Files must be synced by the body. If it fails, for whatever reason, the directory is removed with all it
@@ -253,7 +254,7 @@ def staged(target: Path, *, force: bool = False, holds: Holds = lambda folder: F
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _put(work: Path, target: Path, *, force: bool, holds: Holds) -> None:
+def _put(work: Path, target: Path, *, force: bool, holds: Holds | None) -> None:
     """Rename `work` to `target`; what was there before, if `force` allows it, is then called `work`."""
     if not os.path.lexists(target):
         # Plain rename would also replace an empty directory that somebody has just made.

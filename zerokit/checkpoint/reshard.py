@@ -13,11 +13,19 @@ from pathlib import Path
 
 from zerokit.checkpoint.checksum import Piece, combine, crc32
 from zerokit.checkpoint.copying import Copier, Progress
-from zerokit.checkpoint.disk import require_apart, staged, write_exactly, write_file
+from zerokit.checkpoint.disk import (
+    require_apart,
+    staged,
+    sync_directory,
+    write_exactly,
+    write_file,
+    write_latest,
+)
 from zerokit.checkpoint.extents import names_of, rank_file
-from zerokit.checkpoint.manifest import MAX_WORLD, NAME, File, Manifest
+from zerokit.checkpoint.manifest import MAX_WORLD, NAME, File, Manifest, own_checksum
 from zerokit.checkpoint.plan import PieceKey
 from zerokit.checkpoint.reader import Checkpoint
+from zerokit.checkpoint.run import committed_steps, is_step, step_name
 from zerokit.checkpoint.slices import Key, Source, Want
 from zerokit.errors import UsageError
 from zerokit.layout import Layout
@@ -34,31 +42,49 @@ def reshard(
 ) -> Path:
     """Write the checkpoint `source` as `world` ranks would have saved it, byte for byte.
 
-    Every byte that is copied is proven; the result is synced to the disk and appears whole or not at all.
+    Every byte that is copied is proven; the result is synced to the disk and appears whole or not at all. Of a step it
+    is a step, of a run a run of one step, with its `latest`. `load` needs none of this: it reads any world size.
 
     Args:
         source: the directory of a step, or of a run, whose newest step is taken.
         world: number of ranks, at least 1.
-        output: a directory that does not exist yet; by default beside the source, such as `step-00000100.to-16`.
+        output: a directory that does not exist yet; by default beside the source, such as `run.to-16`.
         jobs: threads that copy; up to four by default.
-        force: replace an existing output.
+        force: replace an existing output; a run only if it holds no more than one step.
         progress: called with the bytes copied and the bytes in all, often; what it raises ends the work.
 
-    Returns the output. Raises `UsageError` for an impossible `world` or `jobs`, and `CheckpointError` if the source is
-    damaged or no checkpoint, or the output cannot be written; there is no output then, or it is as before.
+    Returns the step's directory: the output, or in it. Raises `UsageError` for an impossible `world` or `jobs`, and
+    `CheckpointError` if the source is damaged or no checkpoint, or the output cannot be written; there is no output
+    then, or it is as before.
     """
     if not 1 <= world <= MAX_WORLD:
         raise UsageError(f"world={world!r}: expected an integer from 1 to {MAX_WORLD}")
     checkpoint = Checkpoint(source)
-    path = checkpoint.path.resolve()
+    layout, of_run = checkpoint.layout.for_world(world), checkpoint.run is not None
+    path = (checkpoint.run or checkpoint.path).resolve()
     target = path.with_name(f"{path.name}.to-{world}") if output is None else Path(output)
-    require_apart(path, target)
-    with staged(target, force=force) as work:
-        _write(Source(checkpoint), checkpoint.layout.for_world(world), work, jobs, progress)
-    return target
+    require_apart(checkpoint.path, target)
+    with staged(target, force=force, holds=_one_step if of_run else None) as work:
+        step = work / step_name(checkpoint.step) if of_run else work
+        if of_run:
+            step.mkdir()
+        crc = own_checksum(_write(Source(checkpoint), layout, step, jobs, progress))
+        if of_run:
+            assert crc is not None
+            sync_directory(step)
+            write_latest(work, step.name, crc)
+    return target / step.name if of_run else target
 
 
-def _write(source: Source, layout: Layout, work: Path, jobs: int | None, progress: Progress | None) -> None:
+def _one_step(folder: Path) -> bool:
+    """Whether it is the only step of its run, as `reshard` writes it."""
+    with os.scandir(folder) as entries:
+        plain = not any(entry.is_dir(follow_symlinks=False) for entry in entries)
+    return plain and is_step(folder) and len(committed_steps(folder.parent)) == 1
+
+
+def _write(source: Source, layout: Layout, work: Path, jobs: int | None, progress: Progress | None) -> bytes:
+    """Everything of a step; returns its manifest."""
     manifest = source.checkpoint.manifest
     source.check_headers()
     files = []
@@ -86,9 +112,9 @@ def _write(source: Source, layout: Layout, work: Path, jobs: int | None, progres
             copier.release(target)
     source.check(copier.pieces)
     checksums = _recombined(manifest, layout, copier.pieces)
-    write_file(
-        work / NAME, replace(manifest, layout=layout, checksums=checksums, files=tuple(files)).to_bytes()
-    )
+    content = replace(manifest, layout=layout, checksums=checksums, files=tuple(files)).to_bytes()
+    write_file(work / NAME, content)
+    return content
 
 
 def _recombined(

@@ -54,7 +54,7 @@ def require_run(run: Path) -> None:
     """Raises `CheckpointError` where `run` is, or lies in, a step's directory: files in there would damage it."""
     run = run.absolute()
     for folder in (run, run.parent):
-        if _is_step(folder):
+        if is_step(folder):
             where = "is a checkpoint itself" if folder == run else f"lies in the checkpoint {folder}"
             raise CheckpointError(
                 f"{run}: {where}, not a run's directory: name the directory that holds the steps, such as "
@@ -62,7 +62,7 @@ def require_run(run: Path) -> None:
             )
 
 
-def _is_step(folder: Path) -> bool:
+def is_step(folder: Path) -> bool:
     """Whether there is a manifest of zerokit's; other programs call files so, too."""
     path = folder / NAME
     with explained(folder, "looked at"):

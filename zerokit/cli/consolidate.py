@@ -23,6 +23,12 @@ import click
     show_default=True,
     help="Largest file, such as 300MB, 5GB (10^9) or 5GiB (2^30).",
 )
+@click.option(
+    "--like",
+    type=click.Path(path_type=Path),
+    metavar="MODEL_DIR",
+    help="Copy configuration and tokenizer from this folder, whose weights, if any, must have the same shapes.",
+)
 @click.option("--jobs", type=click.IntRange(min=1), help="Threads that copy.  [default: up to 4]")
 @click.option("--force", is_flag=True, help="Replace an existing output.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result on stdout as JSON.")
@@ -31,6 +37,7 @@ def command(
     output: Path,
     dtype: str | None,
     max_shard_size: str,
+    like: Path | None,
     jobs: int | None,
     force: bool,
     as_json: bool,
@@ -38,6 +45,7 @@ def command(
     """Write the weights of CKPT, a step or a run's newest, for Hugging Face's loaders.
 
     The result is model.safetensors, or several such files with an index. Of tied weights only the first is written.
+    With --like, the folder is one that from_pretrained takes.
     """
     from zerokit.checkpoint.consolidate import consolidate, parse_size
     from zerokit.cli.work import told, working
@@ -53,6 +61,7 @@ def command(
             output,
             dtype=dtype,
             max_shard_size=limit,
+            like=like,
             force=force,
             jobs=jobs,
             progress=progress,

@@ -14,7 +14,7 @@ import click
     "-o",
     "--output",
     type=click.Path(path_type=Path),
-    help="A new directory.  [default: beside the source, such as step-00000100.to-16]",
+    help="A new directory: a step's for a step, a run's for a run.  [default: beside CKPT, such as run.to-16]",
 )
 @click.option("--jobs", type=click.IntRange(min=1), help="Threads that copy.  [default: up to 4]")
 @click.option("--force", is_flag=True, help="Replace an existing output.")
@@ -24,11 +24,22 @@ def command(
 ) -> None:
     """Cut CKPT, a step or a run's newest, for another number of ranks.
 
-    Writes, byte for byte, what that many ranks would have saved. Every byte copied is proven by its checksum.
+    Writes, byte for byte, what that many ranks would have saved. Every byte copied is proven by its checksum. Only what
+    reads files rank by rank needs it: zerokit.load and bench --resume take a checkpoint of any number of ranks.
     """
+    from zerokit.checkpoint.reader import Checkpoint
     from zerokit.checkpoint.reshard import reshard
+    from zerokit.cli.text import counted, decimal_size, printable
     from zerokit.cli.work import told, working
 
+    before = Checkpoint(checkpoint)
     with working("resharding") as progress:
-        written = reshard(checkpoint, world, output, jobs=jobs, force=force, progress=progress)
-    told(written, as_json, world=world)
+        path = reshard(checkpoint, world, output, jobs=jobs, force=force, progress=progress)
+    written = path if before.run is None else path.parent
+    told(written, as_json, world=world, step=str(path))
+    size = sum(file.stat().st_size for file in path.iterdir())
+    line = (
+        f"{written}: step {Checkpoint(path).step} of {counted(before.world, 'rank')} cut for {world:,}, "
+        f"{decimal_size(size)}, proven and synced; zerokit.load and bench --resume read any number of ranks, without it"
+    )
+    click.echo(printable(line), err=True)

@@ -31,5 +31,9 @@ def told(output: Path, as_json: bool, **more: object) -> None:
     if not as_json:
         click.echo(output)
         return
-    files = {path.name: path.stat().st_size for path in sorted(output.iterdir())}
+    files = {
+        str(path.relative_to(output)): path.stat().st_size
+        for path in sorted(output.rglob("*"))
+        if path.is_file()
+    }
     click.echo(json.dumps({"output": str(output), **more, "files": files}, indent=2))
