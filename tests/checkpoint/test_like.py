@@ -264,7 +264,7 @@ def test_generated_names_and_shapes(
     fits = any(
         without(prefix, ours) == without(prefix, theirs)
         for prefix in ("", "a.", "b.")
-        if len(dict(without(prefix, ours))) == len(ours)
+        if len(dict(without(prefix, ours))) == len(ours) and len(dict(without(prefix, theirs))) == len(theirs)
     )
     if fits:
         check_like(folder, ours, {})

@@ -227,18 +227,29 @@ def test_a_bench_resumes_with_the_same_bits_and_at_another_world_size_and_stage(
         output = ("--output", f"{name}.json", "--no-mlflow")
         done = zerokit(tmp_path, "bench", *TINY, "--warmup", "0", "--steps", steps, *output, *options)
         assert done.returncode == 0, done.stderr
+        said.append(done.stderr)
         return read_record(tmp_path / f"{name}.json")
 
+    said: list[str] = []
     save = ("--save", "run")
     whole = run("whole", "4")
-    half = run("half", "2", *save, "--save-every", "1")
+    half = run("half", "2", *save, "--save-every", "1", "--resume")
+    assert said[-1].count("\n") == 1
+    assert said[-1].startswith("zerokit: --resume: run holds no checkpoint yet: the bench began at step 0")
     rest = run("rest", "2", *save, "--resume")
     assert half.loss + rest.loss == whole.loss
     assert [entry.step for entry in half.checkpoints.saves] == [1, 2]
     assert rest.checkpoints.resumed_from == 2
-    two = run("two", "1", "--stage", "3", "--nproc-per-node", "2", *save, "--resume")
+    assert said[-1] == ""
+    # A run that was cut for other ranks is a run like any other.
+    cut = zerokit(tmp_path, "reshard", "run", "--to", "3", "-o", "cut")
+    assert cut.returncode == 0, cut.stderr
+    two = run("two", "1", "--stage", "3", "--nproc-per-node", "2", "--save", "cut", "--resume")
     assert two.checkpoints.resumed_from == 4
-    assert (tmp_path / "run" / "latest").read_text().startswith("step-00000005 ")
+    assert (tmp_path / "cut" / "latest").read_text().startswith("step-00000005 ")
+    anew = zerokit(tmp_path, "bench", "--no-mlflow", *TINY, *save, "--steps", "100000")
+    assert anew.returncode == 1
+    assert "run holds step 4 already, and this bench begins after step 0" in anew.stderr
     refused = zerokit(tmp_path, "bench", "--no-mlflow", *TINY, *save, "--resume", "--seed", "5")
     assert refused.returncode == 1
     assert "trained with --seed 0, not 5" in refused.stderr

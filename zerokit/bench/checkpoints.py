@@ -49,11 +49,14 @@ class Keeper:
         self._last: int | None = None
 
     def resume(self) -> int:
-        """Load the run's newest step, if `resume` is asked for and there is one; returns the steps trained so far."""
+        """Load the run's newest step, if `resume` is asked for and there is one; returns the steps trained so far.
+
+        Raises `ZerokitError` where what is to be saved could not be, before any step is made for it.
+        """
         if self._run is None or self._optimizer is None:
             return 0
         try:
-            from zerokit.checkpoint.load import load
+            from zerokit.checkpoint.run import check_run, later_steps
         except ModuleNotFoundError as error:
             if error.name != "zlib_ng":
                 raise
@@ -61,8 +64,25 @@ class Keeper:
                 "--save needs zlib-ng, which is not installed here: pip install zlib-ng, or bench without --save"
             ) from error
 
+        check_run(self._run, overwrite=True)  # of later steps it says below what can be done here
+        trained = self._load_newest()
+        if later := later_steps(self._run, trained):
+            begins = f"this bench begins after step {trained}"
+            advice = (
+                "--save to another directory" if self._settings.resume else "--resume, or --save elsewhere"
+            )
+            raise UsageError(
+                f"{self._run} holds step {later[-1]} already, and {begins}: what is saved is never replaced: {advice}"
+            )
+        return trained
+
+    def _load_newest(self) -> int:
+        if self._run is None or self._optimizer is None:
+            return 0
         if not self._settings.resume or not (self._run / "latest").exists():
             return 0
+        from zerokit.checkpoint.load import load
+
         started = time.perf_counter()
         extra = load(self._run, self._optimizer)
         if not isinstance(extra, dict) or not isinstance(extra.get("step"), int):

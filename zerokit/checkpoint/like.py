@@ -7,7 +7,7 @@ files are copied, and its weights' names and shapes, where it has any, tell whet
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -155,10 +155,11 @@ def _prefixes(ours: Mapping[str, Shape], theirs: Mapping[str, Shape | None]) -> 
     `from_pretrained` takes weights of a GPT2Model, "wte.weight", for a GPT2LMHeadModel, "transformer.wte.weight".
     """
     found = sorted({f"{name.split('.')[0]}." for name in (*ours, *theirs) if "." in name})
-    return [
-        "",
-        *(prefix for prefix in found if len({name.removeprefix(prefix) for name in ours}) == len(ours)),
-    ]
+    return ["", *(prefix for prefix in found if _distinct(prefix, ours) and _distinct(prefix, theirs))]
+
+
+def _distinct(prefix: str, names: Collection[str]) -> bool:
+    return len({name.removeprefix(prefix) for name in names}) == len(names)
 
 
 def _faults(

@@ -40,7 +40,7 @@ def check_run(run_directory: str | os.PathLike[str], *, after: int = 0, overwrit
     run = Path(run_directory)
     require_run(run)
     _require_writable(run)
-    later = [] if overwrite else [step for step in committed_steps(run) if step > after]
+    later = [] if overwrite else later_steps(run, after)
     if later:
         more = f" and {len(later) - 1} more" if len(later) > 1 else ""
         raise CheckpointError(
@@ -77,6 +77,11 @@ def committed_steps(run: Path) -> list[int]:
     with explained(run, "listed"):
         names = [path.parent.name for path in run.glob(f"step-*/{NAME}")]
     return sorted(int(found[1]) for name in names if (found := _STEP.fullmatch(name)))
+
+
+def later_steps(run: Path, after: int) -> list[int]:
+    """Those of a run's steps that a training which begins `after` a step would come to, ascending."""
+    return [step for step in committed_steps(run) if step > after]
 
 
 def newest_manifest(run: Path, step: int) -> int | None:

@@ -217,6 +217,8 @@ def _single(
     if record.status != "ok" and refused is None:
         memory = record.status == "out of memory"
         display.warn(f"{record.status}: {record.reason}" if memory else record.reason or record.status)
+    if record.status == "ok" and settings.resume and record.checkpoints.resumed_from is None:
+        display.warn(f"--resume: {settings.save} holds no checkpoint yet: the bench began at step 0")
     if as_json:
         click.echo(record.to_json(), nl=False)
     elif record.status == "ok":

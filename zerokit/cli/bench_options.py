@@ -161,7 +161,8 @@ _OPTIONS = (
     click.option(
         "--save",
         metavar="RUN",
-        help="Write checkpoints into this run directory: at the end, and as --save-every says.",
+        help="Write checkpoints into this run directory: at the end, and as --save-every says. Later steps that are "
+        "there already are refused before training.",
     ),
     click.option("--save-every", type=_COUNT, metavar="K", help="Also save after every K-th step."),
     click.option(
