@@ -155,6 +155,19 @@ def test_loading_weights_as_a_whole_state_is_refused_with_the_line_to_write(tmp_
         assert f'zerokit.load("{step}", optimizer, weights_only=True)' in message
 
 
+def test_beside_whole_ones_the_newest_whole_one_is_named(tmp_path: Path) -> None:
+    run_ranks(2, _mixed, str(tmp_path / "run"))
+    for message in run_ranks(2, _refused, str(tmp_path), "run"):
+        assert f'zerokit.load("{tmp_path / "run" / "step-00000002"}", optimizer)' in message
+
+
+def _mixed(directory: str) -> None:
+    case = CASES["gpt"]
+    zero = wrap(build_seeded(case, 0), case, Run(stage=1))
+    for step in (1, 2, 3, 4):
+        save(directory, zero, step=step, weights_only=step > 2)
+
+
 def _model(frozen: str, stage: int, *, value: float) -> tuple[nn.Module, zerokit.ZeroOptimizer]:
     model = nn.Sequential(nn.Linear(10, 30), nn.Linear(30, 10))
     with torch.no_grad():

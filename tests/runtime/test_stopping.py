@@ -109,10 +109,9 @@ def _hit_from_outside(targets: Sequence[int], stage: int) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("targets", [(1,), (0, 1), (2, 0)])
+@pytest.mark.parametrize("targets", [(1,), (0, 1)])
 def test_a_signal_may_come_at_any_moment(targets: tuple[int, ...], stage: int) -> None:
-    world = max(targets) + 1
-    found = run_ranks(world, _hit_from_outside, targets, stage)
+    found = run_ranks(2, _hit_from_outside, targets, stage)
     assert len(set(found)) == 1
     assert found[0][0] >= 3
     assert found[0][1] in {f"SIGTERM on rank {target}" for target in targets}
@@ -140,6 +139,32 @@ def _own_handlers() -> list[object]:
 
 def test_handlers_are_had_back() -> None:
     assert run_ranks(1, _own_handlers) == [[True, True, True, signal.SIG_DFL]]
+
+
+def _forks() -> list[int]:
+    """How processes that were forked inside end: by SIGTERM, or by themselves after another signal."""
+    _, optimizer = _optimizer()
+    found = []
+    with StopSignal(optimizer) as stop:
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            reading, writing = os.pipe()
+            child = os.fork()
+            if child == 0:
+                signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+                os.write(writing, b"x")
+                while number not in signal.sigpending():
+                    time.sleep(0.01)
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
+                os._exit(7)
+            os.read(reading, 1)
+            os.kill(child, number)
+            found.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        assert not stop.requested()
+    return found
+
+
+def test_forked_workers_can_be_ended_and_are_not_by_other_signals() -> None:
+    assert run_ranks(1, _forks) == [[-signal.SIGTERM, 7]]
 
 
 def _in_a_thread() -> list[str]:

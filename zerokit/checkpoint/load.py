@@ -21,6 +21,7 @@ from zerokit.checkpoint.manifest import WEIGHT_KINDS
 from zerokit.checkpoint.matching import Match, match_state
 from zerokit.checkpoint.plan import PieceKey, damaged, refine
 from zerokit.checkpoint.reader import Checkpoint
+from zerokit.checkpoint.run import newest_whole
 from zerokit.checkpoint.save import buffers
 from zerokit.checkpoint.state import flats, host_bytes, members, within
 from zerokit.checkpoint.together import Together
@@ -130,9 +131,15 @@ def _prepare(
 ) -> tuple[Match, dict[str, Any]]:
     """How the checkpoint fits, and its `extra.json`."""
     if checkpoint.weights_only and not weights_only:
+        whole = newest_whole(checkpoint.path.parent)
+        other = (
+            f'go on from the newest whole one, zerokit.load("{whole}", optimizer)'
+            if whole
+            else "load a whole one"
+        )
         raise CheckpointError(
             f"{checkpoint.path}: was saved with weights_only=True, so it has no optimizer's state to go on from: take "
-            f'its weights with zerokit.load("{checkpoint.path}", optimizer, weights_only=True), or load a whole one'
+            f'its weights with zerokit.load("{checkpoint.path}", optimizer, weights_only=True), or {other}'
         )
     match = match_state(checkpoint.manifest, parts, strict=strict, weights_only=weights_only)
     return match, _extra(checkpoint, weights_only=weights_only)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zerokit.checkpoint.checksum import Piece, combine, crc32
@@ -57,6 +57,29 @@ def reshard(
     `CheckpointError` if the source is damaged or no checkpoint, or the output cannot be written; there is no output
     then, or it is as before.
     """
+    return cut(source, world, output, jobs=jobs, force=force, progress=progress).path
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What was written: the step's directory `path`, in the run `output` or `output` itself."""
+
+    output: Path
+    path: Path
+    step: int
+    world_before: int
+
+
+def cut(
+    source: str | os.PathLike[str],
+    world: int,
+    output: str | os.PathLike[str] | None = None,
+    *,
+    jobs: int | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> Cut:
+    """`reshard`, and what there is to tell of it."""
     if not 1 <= world <= MAX_WORLD:
         raise UsageError(f"world={world!r}: expected an integer from 1 to {MAX_WORLD}")
     checkpoint = Checkpoint(source)
@@ -73,7 +96,7 @@ def reshard(
             assert crc is not None
             sync_directory(step)
             write_latest(work, step.name, crc)
-    return target / step.name if of_run else target
+    return Cut(target, target / step.name if of_run else target, checkpoint.step, checkpoint.world)
 
 
 def _one_step(folder: Path) -> bool:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from pathlib import Path
 
 from zerokit.checkpoint.disk import explained, opened
 from zerokit.checkpoint.manifest import NAME, own_checksum
-from zerokit.checkpoint.reader import find_step, read_whole
+from zerokit.checkpoint.reader import Checkpoint, find_step, read_whole
 from zerokit.errors import CheckpointError, UsageError
 
 _STEP = re.compile(r"step-(\d{8,20})")
@@ -82,6 +83,24 @@ def committed_steps(run: Path) -> list[int]:
 def later_steps(run: Path, after: int) -> list[int]:
     """Those of a run's steps that a training which begins `after` a step would come to, ascending."""
     return [step for step in committed_steps(run) if step > after]
+
+
+def newest_whole(run: Path) -> Path | None:
+    """The directory of a run's newest step that holds a whole state; None where there is none."""
+    for step in reversed(committed_steps(run)):
+        try:
+            checkpoint = Checkpoint(run / step_name(step))
+        except CheckpointError:
+            continue
+        if not checkpoint.weights_only:
+            return checkpoint.path
+    return None
+
+
+def remove_leftovers(run: Path, step: int) -> None:
+    """Remove what killed writers of this step have left; once it is committed nobody else is writing it."""
+    for folder in run.glob(f".{step_name(step)}.tmp-*"):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def newest_manifest(run: Path, step: int) -> int | None:

@@ -36,7 +36,7 @@ from zerokit.checkpoint.manifest import (
     Scalars,
     own_checksum,
 )
-from zerokit.checkpoint.run import newest_manifest, require_run, step_name
+from zerokit.checkpoint.run import newest_manifest, remove_leftovers, require_run, step_name
 from zerokit.checkpoint.state import describe, dtype_name, host_bytes, merge, own_slices
 from zerokit.checkpoint.together import Together
 from zerokit.errors import CheckpointError, UsageError
@@ -108,7 +108,8 @@ def save(
         overwrite: replace this step where it is there already, at once and only when the new one is complete and on
             the disk; both take space until then. By default that is refused: `check_run` tells before training.
         weights_only: write parameters and buffers, and no optimizer's state: trained parameters as their masters, so
-            that nothing is rounded (`consolidate` converts), frozen ones and buffers as they are.
+            that nothing is rounded (`consolidate` converts), frozen ones and buffers as they are. `latest` leads to
+            them, too: beside whole checkpoints, give them a run directory of their own.
 
     Returns the step's directory. Raises `CheckpointError` on every rank if any of them fails; then there is what was
     there before.
@@ -146,6 +147,7 @@ def save(
                 write_latest(target.parent, target.name, crc, replaced)
             stack.close()
             write_latest(target.parent, target.name, crc)
+            remove_leftovers(target.parent, step)
 
         together.on_first(finish)
     return target

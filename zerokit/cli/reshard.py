@@ -27,19 +27,16 @@ def command(
     Writes, byte for byte, what that many ranks would have saved. Every byte copied is proven by its checksum. Only what
     reads files rank by rank needs it: zerokit.load and bench --resume take a checkpoint of any number of ranks.
     """
-    from zerokit.checkpoint.reader import Checkpoint
-    from zerokit.checkpoint.reshard import reshard
+    from zerokit.checkpoint.reshard import cut
     from zerokit.cli.text import counted, decimal_size, printable
     from zerokit.cli.work import told, working
 
-    before = Checkpoint(checkpoint)
     with working("resharding") as progress:
-        path = reshard(checkpoint, world, output, jobs=jobs, force=force, progress=progress)
-    written = path if before.run is None else path.parent
-    told(written, as_json, world=world, step=str(path))
-    size = sum(file.stat().st_size for file in path.iterdir())
+        done = cut(checkpoint, world, output, jobs=jobs, force=force, progress=progress)
+    told(done.output, as_json, world=world, step=str(done.path))
+    size = sum(file.stat().st_size for file in done.path.iterdir())
     line = (
-        f"{written}: step {Checkpoint(path).step} of {counted(before.world, 'rank')} cut for {world:,}, "
+        f"{done.output}: step {done.step} of {counted(done.world_before, 'rank')} cut for {world:,}, "
         f"{decimal_size(size)}, proven and synced; zerokit.load and bench --resume read any number of ranks, without it"
     )
     click.echo(printable(line), err=True)

@@ -40,7 +40,8 @@ class StopSignal:
                     break
 
     `srun` passes signals on to the ranks, so `#SBATCH --signal=USR1@300` does; `torchrun` passes SIGTERM on and kills
-    30 s later, and SIGUSR1 would end it itself: there the deadline is the better way.
+    30 s later, and SIGUSR1 would end it itself: there the deadline is the better way. Processes that a rank forks
+    inside, such as data loaders' workers, are ended by SIGTERM as ever, and let the other signals pass.
 
     Args:
         optimizer: its ranks agree.
@@ -80,6 +81,7 @@ class StopSignal:
         self._signals = tuple(_signal(number) for number in signals)
         self._former: dict[signal.Signals, Any] = {}
         self._noted = 0
+        self._process = os.getpid()
         self._entered = False
 
     def __enter__(self) -> StopSignal:
@@ -90,7 +92,7 @@ class StopSignal:
                 "StopSignal outside the main thread, which alone can take signals: enter it there, or pass signals=() "
                 "to have the deadline alone"
             )
-        self._entered = True
+        self._entered, self._process = True, os.getpid()
         for number in self._signals:
             self._former[number] = signal.signal(number, self._note)
         return self
@@ -119,7 +121,12 @@ class StopSignal:
         return bool(self.reason)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self._noted = max(self._noted, number)
+        if os.getpid() == self._process:
+            self._noted = max(self._noted, number)
+        elif number == signal.SIGTERM:
+            # A fork of the rank, such as a data loader's worker: `terminate()` must be able to end it.
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
 
     def _mine(self) -> int:
         """What this rank knows: 0, a signal's number or the deadline."""
