@@ -12,7 +12,14 @@ import pytest
 import safetensors
 
 import zerokit.checkpoint
-from tests.support.checkpoints import Content, example_content, example_layout, write_checkpoint, write_run
+from tests.support.checkpoints import (
+    Content,
+    example_content,
+    example_layout,
+    weights_of,
+    write_checkpoint,
+    write_run,
+)
 from zerokit.checkpoint.extents import (
     ELEMENT_BYTES,
     HEADER_ALIGNMENT,
@@ -103,6 +110,18 @@ def test_a_stranger_s_reader_reads_everything(tmp_path: Path, world: int) -> Non
     assert read_all(step) == content.values
     name, crc = (step.parent / "latest").read_text().split()
     assert (name, crc) == (step.name, read_manifest(step)["crc32"])
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_a_stranger_s_reader_reads_weights_only(tmp_path: Path, world: int) -> None:
+    layout = example_layout(world)
+    content = weights_of(example_content(layout))
+    step = write_run(tmp_path / "run", layout, content)
+    manifest = read_manifest(step)
+    assert f'"content":"{manifest["content"]}"' in TEXT
+    assert (manifest["version"], manifest["scalars"]) == ([1, 1], [])
+    assert read_all(step) == content.values
+    assert {kind for kind, _ in content.values} == {"master", "param"}
 
 
 @pytest.fixture

@@ -23,13 +23,13 @@ from zerokit.checkpoint.plan import PieceKey, damaged, refine
 from zerokit.checkpoint.reader import Checkpoint
 from zerokit.checkpoint.run import newest_whole
 from zerokit.checkpoint.save import buffers
+from zerokit.checkpoint.shared import Shared
 from zerokit.checkpoint.state import flats, host_bytes, members, within
 from zerokit.checkpoint.together import Together
 from zerokit.errors import CheckpointError
 from zerokit.runtime import ZeroOptimizer
 from zerokit.runtime.build import Parts
 from zerokit.runtime.flats import divide_flats
-from zerokit.runtime.storage import Flat, FlatUnit
 from zerokit.runtime.update import write_back
 
 _BATCH_BYTES = 64 << 20
@@ -279,75 +279,16 @@ def _apply(checkpoint: Checkpoint, optimizer: ZeroOptimizer, match: Match, extra
             if source == number:
                 options = {key: value for key, value in saved.items() if key not in _KERNEL_OPTIONS}
                 parts.inner.param_groups[live].update(options)
-    shared = _Shared(checkpoint, match, extra)
+    shared = Shared(checkpoint, match, extra)
     for storage in parts.storages:
         divide_flats(storage, parts.inner, partial(shared.key, storage))
         storage.guard_flats()
         for flat in storage.flats:
-            _apply_shared(shared, optimizer, storage, flat)
+            shared.apply(parts, storage, flat)
     saved_scale = extra.get("scaler")
     if optimizer.scaler is not None and saved_scale is not None:
         optimizer.scaler.value = float.fromhex(saved_scale["value"])
         optimizer.scaler.good_steps = int(saved_scale["good_steps"])
-
-
-class _Shared:
-    """State of another shape than its parameter's: by kind, each saved parameter's bytes or value."""
-
-    def __init__(self, checkpoint: Checkpoint, match: Match, extra: Mapping[str, Any]) -> None:
-        self._sources = match.sources
-        self._line = list(checkpoint.manifest.layout.parameters)
-        self.forms: dict[str, tuple[str, tuple[int, ...]]] = {}
-        """Dtype and shape of the kinds that are tensors."""
-        self._rows: dict[str, dict[int, bytes]] = {}
-        self._values: Mapping[str, Mapping[str, Any]] = extra["values"]
-        for scalar in checkpoint.manifest.scalars:
-            dtype, shape, data = checkpoint.common_tensor(f"optimizer/{scalar.kind}")
-            if (dtype, shape) != (scalar.dtype, (len(scalar.parameters), *scalar.shape)):
-                raise CheckpointError(
-                    f"{checkpoint.path}: optimizer/{scalar.kind} is {dtype}{list(shape)}, not as the manifest says"
-                )
-            self.forms[scalar.kind] = dtype, scalar.shape
-            size = len(data) // max(len(scalar.parameters), 1)
-            self._rows[scalar.kind] = {
-                place: bytes(data[row * size : (row + 1) * size])
-                for row, place in enumerate(scalar.parameters)
-            }
-
-    def of(self, storage: FlatUnit, position: int) -> dict[str, Any]:
-        """By kind, what was saved for one parameter of a unit."""
-        place = self._sources.get(storage.unit.parameters[position].name)
-        if place is None:
-            return {}
-        name = self._line[place].name
-        rows = {kind: rows[place] for kind, rows in self._rows.items() if place in rows}
-        return rows | {kind: values[name] for kind, values in self._values.items() if name in values}
-
-    def key(self, storage: FlatUnit, position: int) -> str:
-        """Equal for parameters that may share a flat tensor."""
-        return repr(sorted(self.of(storage, position).items()))
-
-
-def _apply_shared(shared: _Shared, optimizer: ZeroOptimizer, storage: FlatUnit, flat: Flat) -> None:
-    inner = optimizer.parts.inner
-    group = inner.param_groups[flat.group]
-    state = dict(inner.state.get(flat.tensor, {}))
-    # A piece that is all padding belongs to no parameter: its count is any one's of the unit.
-    fitting = storage.positions_in(flat) or [
-        place for place, p in enumerate(storage.unit.parameters) if p.group == flat.group
-    ]
-    for kind, value in shared.of(storage, fitting[0]).items():
-        form = shared.forms.get(kind)
-        if form is None:
-            state[kind] = value
-            continue
-        dtype, shape = form
-        tensor = torch.frombuffer(bytearray(value), dtype=getattr(torch, dtype)).reshape(shape)
-        # As torch's own load_state_dict: fused kernels want the count beside the parameter, others on the host.
-        beside = kind != "step" or group.get("fused") or group.get("capturable")
-        state[kind] = tensor.to(flat.tensor.device) if beside else tensor
-    if state:
-        inner.state[flat.tensor] = state
 
 
 def _apply_buffers(checkpoint: Checkpoint, parts: Parts, match: Match, *, strict: bool) -> None:

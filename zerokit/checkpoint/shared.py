@@ -1,0 +1,73 @@
+"""`Shared`: optimizer state of another shape than its parameter's, such as step counts, into a live optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from zerokit.checkpoint.matching import Match
+from zerokit.checkpoint.reader import Checkpoint
+from zerokit.errors import CheckpointError
+from zerokit.runtime.build import Parts
+from zerokit.runtime.storage import Flat, FlatUnit
+
+
+class Shared:
+    """State of another shape than its parameter's: by kind, each saved parameter's bytes or value."""
+
+    def __init__(self, checkpoint: Checkpoint, match: Match, extra: Mapping[str, Any]) -> None:
+        self._sources = match.sources
+        self._line = list(checkpoint.manifest.layout.parameters)
+        self.forms: dict[str, tuple[str, tuple[int, ...]]] = {}
+        """Dtype and shape of the kinds that are tensors."""
+        self._rows: dict[str, dict[int, bytes]] = {}
+        self._values: Mapping[str, Mapping[str, Any]] = extra["values"]
+        for scalar in checkpoint.manifest.scalars:
+            dtype, shape, data = checkpoint.common_tensor(f"optimizer/{scalar.kind}")
+            if (dtype, shape) != (scalar.dtype, (len(scalar.parameters), *scalar.shape)):
+                raise CheckpointError(
+                    f"{checkpoint.path}: optimizer/{scalar.kind} is {dtype}{list(shape)}, not as the manifest says"
+                )
+            self.forms[scalar.kind] = dtype, scalar.shape
+            size = len(data) // max(len(scalar.parameters), 1)
+            self._rows[scalar.kind] = {
+                place: bytes(data[row * size : (row + 1) * size])
+                for row, place in enumerate(scalar.parameters)
+            }
+
+    def of(self, storage: FlatUnit, position: int) -> dict[str, Any]:
+        """By kind, what was saved for one parameter of a unit."""
+        place = self._sources.get(storage.unit.parameters[position].name)
+        if place is None:
+            return {}
+        name = self._line[place].name
+        rows = {kind: rows[place] for kind, rows in self._rows.items() if place in rows}
+        return rows | {kind: values[name] for kind, values in self._values.items() if name in values}
+
+    def key(self, storage: FlatUnit, position: int) -> str:
+        """Equal for parameters that may share a flat tensor."""
+        return repr(sorted(self.of(storage, position).items()))
+
+    def apply(self, parts: Parts, storage: FlatUnit, flat: Flat) -> None:
+        """Give a flat tensor's state what was saved for its parameters, which is the same for all of them."""
+        inner = parts.inner
+        group = inner.param_groups[flat.group]
+        state = dict(inner.state.get(flat.tensor, {}))
+        # A piece that is all padding belongs to no parameter: its count is any one's of the unit.
+        fitting = storage.positions_in(flat) or [
+            place for place, p in enumerate(storage.unit.parameters) if p.group == flat.group
+        ]
+        for kind, value in self.of(storage, fitting[0]).items():
+            form = self.forms.get(kind)
+            if form is None:
+                state[kind] = value
+                continue
+            dtype, shape = form
+            tensor = torch.frombuffer(bytearray(value), dtype=getattr(torch, dtype)).reshape(shape)
+            # As torch's own load_state_dict: fused kernels want the count beside the parameter, others on the host.
+            beside = kind != "step" or group.get("fused") or group.get("capturable")
+            state[kind] = tensor.to(flat.tensor.device) if beside else tensor
+        if state:
+            inner.state[flat.tensor] = state
