@@ -59,26 +59,30 @@ def _hit(stage: int, hits: Sequence[tuple[int, int, int]], every: int, run: str)
     return step, stop.reason, zerokit.Checkpoint(run).step
 
 
-TERM, USR1, HUP = signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP
+TERM, USR1 = signal.SIGTERM, signal.SIGUSR1
+
+CASES: dict[str, tuple[list[tuple[int, int, int]], int, int, str]] = {
+    "one": ([(1, 3, TERM)], 1, 3, "SIGTERM on rank 1"),
+    "the other": ([(0, 5, USR1)], 1, 5, "SIGUSR1 on rank 0"),
+    "both": ([(0, 4, TERM), (1, 4, TERM)], 1, 4, "SIGTERM on rank 1"),
+    "one after the other": ([(0, 2, TERM), (1, 3, TERM), (1, 3, TERM)], 1, 2, "SIGTERM on rank 0"),
+    "again and again": ([(1, 2, TERM), (1, 2, TERM), (0, 2, TERM)], 1, 2, "SIGTERM on rank 1"),
+    "every fourth step": ([(1, 5, TERM), (0, 7, USR1)], 4, 8, "SIGTERM on rank 1"),
+}
+"""By name: the signals (rank, step, number), `every`, the step at which both ranks must stop, and why."""
+
+
+def _all_hits(stage: int, directory: str) -> dict[str, tuple[int, str, int]]:
+    return {
+        name: _hit(stage, hits, every, os.path.join(directory, name))
+        for name, (hits, every, _, _) in CASES.items()
+    }
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize(
-    ("hits", "every", "expected", "reason"),
-    [
-        ([(1, 3, TERM)], 1, 3, "SIGTERM on rank 1"),
-        ([(0, 5, USR1)], 1, 5, "SIGUSR1 on rank 0"),
-        ([(0, 4, TERM), (1, 4, TERM)], 1, 4, "SIGTERM on rank 1"),
-        ([(0, 2, TERM), (1, 3, TERM), (1, 3, TERM), (1, 2, TERM)], 1, 2, "SIGTERM on rank 1"),
-        ([(1, 5, TERM), (0, 7, USR1)], 4, 8, "SIGTERM on rank 1"),
-    ],
-    ids=["one", "the other", "both", "again and again", "every fourth step"],
-)
-def test_ranks_stop_at_the_same_step_and_go_on_from_it(
-    tmp_path: Path, stage: int, hits: list[tuple[int, int, int]], every: int, expected: int, reason: str
-) -> None:
-    found = run_ranks(2, _hit, stage, hits, every, str(tmp_path / "run"))
-    assert found == [(expected, reason, expected)] * 2
+def test_ranks_stop_at_the_same_step_and_go_on_from_it(tmp_path: Path, stage: int) -> None:
+    wanted = {name: (step, reason, step) for name, (_, _, step, reason) in CASES.items()}
+    assert run_ranks(2, _all_hits, stage, str(tmp_path)) == [wanted] * 2
 
 
 def _hit_from_outside(targets: Sequence[int], stage: int) -> tuple[int, str]:
@@ -108,13 +112,17 @@ def _hit_from_outside(targets: Sequence[int], stage: int) -> tuple[int, str]:
     return step, stop.reason
 
 
+def _all_from_outside(stage: int) -> list[tuple[int, str]]:
+    return [_hit_from_outside(targets, stage) for targets in ((1,), (0,), (0, 1), (1, 0))]
+
+
 @pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("targets", [(1,), (0, 1)])
-def test_a_signal_may_come_at_any_moment(targets: tuple[int, ...], stage: int) -> None:
-    found = run_ranks(2, _hit_from_outside, targets, stage)
-    assert len(set(found)) == 1
-    assert found[0][0] >= 3
-    assert found[0][1] in {f"SIGTERM on rank {target}" for target in targets}
+def test_a_signal_may_come_at_any_moment(stage: int) -> None:
+    found = run_ranks(2, _all_from_outside, stage)
+    assert found[0] == found[1]
+    for (steps, reason), ranks in zip(found[0], ({1}, {0}, {0, 1}, {0, 1}), strict=True):
+        assert steps >= 3
+        assert reason in {f"SIGTERM on rank {rank}" for rank in ranks}
 
 
 def _own_handlers() -> list[object]:
@@ -194,43 +202,44 @@ def test_another_thread_has_the_deadline_alone() -> None:
 # --- deadlines ---------------------------------------------------------------------------------------------
 
 
-def _deadlines(deadlines: list[float | None], slurm: str | None, minutes: float) -> tuple[int, str]:
-    """Each rank its own deadline, and three steps."""
+DEADLINES: list[tuple[list[float | None], str | None, float, int | None]] = [
+    ([None, None], None, 5.0, None),
+    ([FAR, FAR], None, 5.0, None),
+    ([FAR, FAR], None, FAR / 60, 1),
+    ([FAR, 1.0], None, 5.0, 1),  # clocks differ: whoever is first
+    ([1.0, FAR], None, 0.0, 0),
+    ([None, None], "100", 5.0, 1),
+    ([None, None], str(FAR), 5.0, None),
+    ([FAR, FAR], "100", 5.0, None),  # what was given counts
+]
+"""Each rank's deadline, Slurm's, the minutes before it, and by which rank's clock to stop."""
+
+
+def _deadlines() -> list[tuple[int, str]]:
+    """Steps made of three, and why no more."""
     model, optimizer = _optimizer(3)
-    if slurm is not None:
-        os.environ["SLURM_JOB_END_TIME"] = slurm
-    with StopSignal(optimizer, deadline=deadlines[dist.get_rank()], minutes_before=minutes) as stop:
-        for step in range(3):
-            if stop.requested():
-                break
-            _step(model, optimizer)
-            step += 1
-    return step, stop.reason
+    found = []
+    for deadlines, slurm, minutes, _ in DEADLINES:
+        os.environ.pop("SLURM_JOB_END_TIME", None)
+        if slurm is not None:
+            os.environ["SLURM_JOB_END_TIME"] = slurm
+        made = 0
+        with StopSignal(optimizer, deadline=deadlines[dist.get_rank()], minutes_before=minutes) as stop:
+            while made < 3 and not stop.requested():
+                _step(model, optimizer)
+                made += 1
+        found.append((made, stop.reason))
+    return found
 
 
-@pytest.mark.parametrize(
-    ("deadlines", "slurm", "minutes", "stops", "rank"),
-    [
-        ([None, None], None, 5.0, False, None),
-        ([FAR, FAR], None, 5.0, False, None),
-        ([FAR, FAR], None, FAR / 60, True, 1),
-        ([FAR, 1.0], None, 5.0, True, 1),  # clocks differ: whoever is first
-        ([1.0, FAR], None, 0, True, 0),
-        ([None, None], "100", 5.0, True, 1),
-        ([None, None], str(FAR), 5.0, False, None),
-        ([FAR, FAR], "100", 5.0, False, None),  # what was given counts
-    ],
-)
-def test_deadlines(
-    deadlines: list[float | None], slurm: str | None, minutes: float, stops: bool, rank: int | None
-) -> None:
-    found = run_ranks(2, _deadlines, deadlines, slurm, minutes)
-    assert found[0] == found[1]
-    steps, reason = found[0]
-    assert steps == (0 if stops else 3)
-    assert reason == (
-        f"{minutes:g} minutes before the deadline, by the clock of rank {rank}" if stops else ""
-    )
+def test_deadlines() -> None:
+    wanted = [
+        (3, "")
+        if rank is None
+        else (0, f"{minutes:g} minutes before the deadline, by the clock of rank {rank}")
+        for _, _, minutes, rank in DEADLINES
+    ]
+    assert run_ranks(2, _deadlines) == [wanted] * 2
 
 
 def _near(seconds: float) -> bool:
