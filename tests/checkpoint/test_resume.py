@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from pathlib import Path
@@ -228,6 +229,29 @@ def test_generators_continue_and_differ_between_ranks(tmp_path: Path) -> None:
     three = run_ranks(3, _draws, str(tmp_path), True)
     assert len({str(draws) for draws in three}) == 3
     assert run_ranks(3, _draws, str(tmp_path), True) == three
+
+
+def _clamped(directory: str) -> list[bool]:
+    """Weights changed after a step and saved before the next one, whole and by themselves, at every stage."""
+    found = []
+    for stage in STAGES:
+        torch.manual_seed(1)
+        model = torch.nn.Linear(16, 16)
+        optimizer = zerokit.ZeroOptimizer(model, torch.optim.AdamW, stage=stage, precision="bf16")
+        optimizer.backward(model(torch.ones(8, 16)).float().sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        with optimizer.gathered() if stage == 3 else contextlib.nullcontext(), torch.no_grad():
+            model.weight.fill_(0.5)
+        for weights_only in (False, True):
+            path = save(f"{directory}/{stage}-{weights_only}", optimizer, step=1, weights_only=weights_only)
+            dist.barrier()
+            found.append(bool((Checkpoint(path).read("master", "weight") == 0.5).all()))
+    return found
+
+
+def test_weights_that_were_changed_after_the_last_step_are_saved(tmp_path: Path) -> None:
+    assert run_ranks(2, _clamped, str(tmp_path)) == [[True] * 8] * 2
 
 
 def _freezing(stage: int, bucket_mb: float, directory: str, resume: bool) -> list[str]:

@@ -120,6 +120,7 @@ def save(
     if optimizer.refusal:
         raise CheckpointError(f"this state cannot be saved: {optimizer.refusal}")
     parts.control.finish()
+    parts.walk.absorb_changes()  # weights that were clamped, say, since the last step: masters are what is written
     together = Together(parts.collectives)
     rank, layout = together.rank, parts.layout
     target = Path(run_directory) / step_name(step)
