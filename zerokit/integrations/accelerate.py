@@ -1,0 +1,336 @@
+"""`ZeroAccelerator`: accelerate's `Accelerator`, dividing what it prepares by ZeRO instead of wrapping it in DDP.
+
+    accelerator = ZeroAccelerator(stage=3)  # was: Accelerator()
+    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+
+The loop stays as it is. One line that DDP forgives and this does not: clip under `if accelerator.sync_gradients:`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+from accelerate import Accelerator, DistributedType
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import zerokit
+from zerokit.checkpoint.disk import staged
+from zerokit.checkpoint.together import Together
+from zerokit.errors import UsageError
+from zerokit.integrations.torch_optimizer import Recipe, hand_over
+from zerokit.runtime import Precision, ZeroOptimizer
+
+CHECKPOINT_NAME = "zerokit"
+"""The directory of zerokit's checkpoint inside the one that `save_state` writes."""
+
+ZERO_OPTIONS = frozenset(
+    {"units", "bucket_mb", "prefetch", "process_group", "timeout", "init_fn", "loss_scale"}
+)
+"""What `zero_options` may hold; the other arguments of `ZeroOptimizer` have their own place."""
+
+_PRECISIONS = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
+_OTHER_ENGINES = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM)
+
+
+class ZeroAcceleratedOptimizer(AcceleratedOptimizer):
+    """A `ZeroOptimizer` as accelerate holds it: steps with the last micro-batch only, tells skipped steps."""
+
+    def __init__(self, optimizer: ZeroOptimizer) -> None:
+        super().__init__(optimizer, device_placement=False)
+
+    def step(self, closure: Any = None) -> None:
+        """Update, if this is the last micro-batch; in fp16 a step whose gradients overflowed is skipped."""
+        skipped = self.optimizer.skipped_steps
+        super().step(closure)
+        self._is_overflow = self.optimizer.skipped_steps > skipped
+
+
+class ZeroAccelerator(Accelerator):
+    """An `Accelerator` whose `prepare` divides one model and its optimizer.
+
+    Args:
+        stage: what is divided, as in `ZeroOptimizer`.
+        precision: as in `ZeroOptimizer`; by default what `mixed_precision` stands for. Weights of "bf16" and "fp16" are
+            half precision with fp32 masters, there is no autocast.
+        zero_options: further arguments of `ZeroOptimizer`: units, bucket_mb, prefetch, init_fn, loss_scale, ….
+        mixed_precision: "no", "bf16" or "fp16"; by default what `accelerate launch` was told.
+        **options: the other arguments of `Accelerator`.
+
+    Raises `UsageError` for another engine (DeepSpeed, FSDP, Megatron-LM), torch.compile, `even_batches=False`, and
+    without a process group.
+    """
+
+    def __init__(
+        self,
+        *,
+        stage: int = 2,
+        precision: str | Precision | None = None,
+        zero_options: Mapping[str, Any] | None = None,
+        mixed_precision: str | None = None,
+        **options: Any,
+    ) -> None:
+        mixed = str(mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")).lower()
+        self.zero_arguments = {
+            "stage": stage,
+            "precision": choose_precision(precision, mixed, "mixed_precision"),
+            **require_zero_options(zero_options),
+        }
+        super().__init__(mixed_precision="no", **options)
+        self._require_plain_ranks()
+
+    def _require_plain_ranks(self) -> None:
+        if self.distributed_type in _OTHER_ENGINES or self.parallelism_config is not None:
+            raise UsageError(
+                f"this run is set up for {self.distributed_type.value} or a parallelism_config, which divide the model "
+                "themselves: start it with torchrun, or `accelerate launch --multi_gpu`, and leave their plugins out"
+            )
+        if self.distributed_type == DistributedType.NO or not dist.is_initialized():
+            raise UsageError(
+                "no process group: start with `torchrun --nproc-per-node N script.py`, and on a machine without GPUs "
+                "write ZeroAccelerator(cpu=True)"
+            )
+        if self.state.dynamo_plugin.backend.value != "NO":
+            raise UsageError(
+                "the whole model would be compiled, which hides its modules' hooks: leave dynamo_backend out, and "
+                "compile inner modules, `for block in model.blocks: block.mlp.compile()`"
+            )
+        if not self.even_batches:
+            raise UsageError(
+                "even_batches=False gives ranks unequal numbers of batches, and a rank without one would not meet the "
+                "others' collectives: leave it out; gather_for_metrics() drops what was repeated"
+            )
+
+    @property
+    def zero_optimizer(self) -> ZeroOptimizer | None:
+        """The `ZeroOptimizer` that was prepared, for `memory()`, `gathered()` and the like."""
+        for optimizer in self._optimizers:
+            return optimizer.optimizer  # type: ignore[no-any-return]
+        return None
+
+    def prepared(self, call: str) -> ZeroOptimizer:
+        """The `ZeroOptimizer` that was prepared. Raises `UsageError`, naming `call`, if there is none."""
+        zero = self.zero_optimizer
+        if zero is None:
+            raise UsageError(
+                f"{call} before prepare(): write model, optimizer = accelerator.prepare(model, optimizer)"
+            )
+        return zero
+
+    # ---- preparing
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """Divide the model and the optimizer among `args`, prepare loaders and schedulers as ever; same order back.
+
+        Raises `UsageError` unless one trainable model comes together with its one optimizer.
+        """
+        new_models = [
+            obj for obj in args if isinstance(obj, nn.Module) and _trainable(obj) and not _prepared(obj)
+        ]
+        new_optimizers = [obj for obj in args if isinstance(obj, Optimizer) and not _prepared(obj)]
+        if not new_models and not new_optimizers:
+            return super().prepare(*args, device_placement=device_placement)
+        if (len(new_models), len(new_optimizers)) != (1, 1) or self.zero_optimizer is not None:
+            raise UsageError(
+                f"prepare() was given {len(new_models)} trainable models and {len(new_optimizers)} optimizers"
+                f"{' after one of each' if self.zero_optimizer is not None else ''}: a ZeroAccelerator takes one model "
+                "together with its optimizer, prepare(model, optimizer, ...); put several models into one module"
+            )
+        model, optimizer = new_models[0], new_optimizers[0]
+        place = next(
+            (place for obj, place in zip(args, device_placement or (), strict=False) if obj is model), None
+        )
+        zero = self._divide(model, optimizer, place)
+        return super().prepare(
+            *(zero if obj is optimizer else obj for obj in args), device_placement=device_placement
+        )
+
+    def _divide(self, model: nn.Module, optimizer: Optimizer, place: bool | None) -> ZeroOptimizer:
+        recipe = Recipe.of(optimizer)
+        if any(parameter.is_meta for parameter in model.parameters()):
+            place = False  # ZeroOptimizer initialises them where they belong
+        super().prepare_model(model, device_placement=place, evaluation_mode=True)
+        zero = recipe.build(model, **self.zero_arguments)
+        hand_over(optimizer, zero)
+        model.__dict__["_is_accelerate_prepared"] = True
+        return zero
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Prepare a model that is only evaluated; one that is trained goes to `prepare` with its optimizer."""
+        if not evaluation_mode and _trainable(model) and not _prepared(model):
+            raise UsageError("prepare_model() of a trainable model: write prepare(model, optimizer) instead")
+        found: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)
+        return found
+
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Optimizer:
+        """Take a `ZeroOptimizer`; any other goes to `prepare` with its model."""
+        if isinstance(optimizer, ZeroOptimizer):
+            optimizer = ZeroAcceleratedOptimizer(optimizer)
+            optimizer._is_accelerate_prepared = True
+        elif not _prepared(optimizer):
+            raise UsageError(
+                "prepare_optimizer() of a torch optimizer: write prepare(model, optimizer) instead"
+            )
+        found: Optimizer = super().prepare_optimizer(optimizer, device_placement)
+        return found
+
+    # ---- the loop
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Differentiate `loss` (0-d), divided by `gradient_accumulation_steps`; `kwargs` as for `Tensor.backward`."""
+        self.prepared("backward()").backward(loss / self.gradient_accumulation_steps, **kwargs)
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Inside, gradients add up on this rank; `accumulate(model)` does this by itself."""
+        with self.prepared("no_sync()").accumulate():
+            yield
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0
+    ) -> Tensor:
+        """Clip the norm of all gradients over all ranks; returns the norm before, 0-d fp32.
+
+        Raises `UsageError` for some of the parameters only, and before the last micro-batch.
+        """
+        zero = self._require_whole("clip_grad_norm_", parameters)
+        return zero.clip_grad_norm_(float(max_norm), norm_type)
+
+    def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
+        """Clip every element of the gradients, which are gathered for it. Raises as `clip_grad_norm_` does."""
+        zero = self._require_whole("clip_grad_value_", parameters)
+        with zero.gathered_gradients():
+            nn.utils.clip_grad_value_(zero.parts.model.parameters(), clip_value)
+
+    def _require_whole(self, call: str, parameters: Iterable[Tensor] | Tensor) -> ZeroOptimizer:
+        zero = self.prepared(f"{call}()")
+        if not self.sync_gradients:
+            raise UsageError(
+                f"{call}() before the last micro-batch would see this rank's gradients alone: write "
+                f"`if accelerator.sync_gradients: accelerator.{call}(...)`"
+            )
+        given = {id(p) for p in ([parameters] if isinstance(parameters, Tensor) else parameters)}
+        left = [n for n, p in zero.parts.model.named_parameters() if p.requires_grad and id(p) not in given]
+        if left:
+            raise UsageError(
+                f"{call}() of some parameters only ({', '.join(left[:3])}{' …' if len(left) > 3 else ''} are not among "
+                f"them): write accelerator.{call}(model.parameters(), ...), or change gradients inside "
+                "accelerator.zero_optimizer.gathered_gradients()"
+            )
+        return zero
+
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> NoReturn:
+        """Raises `UsageError`: ranks keep even numbers of batches."""
+        raise UsageError(
+            "join_uneven_inputs() is DDP's: leave it out, loaders that accelerate prepares give every rank the same "
+            "number of batches, and gather_for_metrics() drops what was repeated"
+        )
+
+    # ---- checkpoints
+
+    def save_state(
+        self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any
+    ) -> Any:
+        """Write accelerate's own files, and model and optimizer as a zerokit checkpoint in `zerokit/` beside them.
+
+        Collective; the directory must be shared by all nodes. An earlier state in it is replaced at the end, in one
+        step. Returns the directory.
+        """
+        zero = self.prepared("save_state()")
+        self._require_no_hooks(self._save_model_state_pre_hook, "register_save_state_pre_hook()")
+        with self._without_divided():
+            directory = super().save_state(output_dir, safe_serialization, **kwargs)
+        save_inside(Path(directory), zero, {"micro_step": self.step})
+        return directory
+
+    def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **kwargs: Any) -> None:
+        """Take back what `save_state` wrote, on any number of ranks. Collective.
+
+        Random number generators are the saved ones at the same world size, else derived for each rank.
+        """
+        zero = self.prepared("load_state()")
+        self._require_no_hooks(self._load_model_state_pre_hook, "register_load_state_pre_hook()")
+        if input_dir is None:
+            raise UsageError(
+                "load_state() without a directory: write accelerator.load_state(directory) with what save_state() "
+                "has returned"
+            )
+        path = Path(input_dir).expanduser() / CHECKPOINT_NAME
+        if not path.is_dir():
+            raise UsageError(
+                f"{path}: not there: {input_dir} was not written by ZeroAccelerator.save_state()"
+            )
+        with self._without_divided():
+            super().load_state(input_dir, load_kwargs, **kwargs)
+        # accelerate keeps it in a file of each rank; ranks that had none must count the same micro-batches.
+        self.step = zerokit.load(path, zero)["micro_step"]
+
+    @contextmanager
+    def _without_divided(self) -> Iterator[None]:
+        """Inside, accelerate sees no model and no optimizer: it would write each rank's part as the whole."""
+        models, optimizers = self._models, self._optimizers
+        self._models, self._optimizers = [], []
+        try:
+            yield
+        finally:
+            self._models, self._optimizers = models, optimizers
+
+    @staticmethod
+    def _require_no_hooks(hooks: Mapping[Any, Any], call: str) -> None:
+        if hooks:
+            raise UsageError(
+                f"{call} registers a hook over whole weights, which save_state() and load_state() never hold: remove "
+                "it, and write accelerator.save_model(model, directory) where whole weights are wanted"
+            )
+
+
+def save_inside(directory: Path, zero: ZeroOptimizer, extra: Any) -> None:
+    """Write a checkpoint as `directory/zerokit`; one that is there is replaced in one step. Collective."""
+    together = Together(zero.parts.collectives)
+    target = (directory / CHECKPOINT_NAME).absolute()
+    with ExitStack() as stack:
+        work = together.on_first(lambda: stack.enter_context(staged(target, force=True)))
+        zerokit.save(work, zero, step=0, extra=extra)
+        together.on_first(stack.close)
+
+
+def choose_precision(precision: str | Precision | None, mixed: str, argument: str) -> Precision:
+    """`precision`, or what accelerate's name `mixed` stands for. Raises `UsageError` if they contradict each other."""
+    if mixed not in _PRECISIONS:
+        raise UsageError(f"{argument}={mixed!r}: expected one of {', '.join(map(repr, _PRECISIONS))}")
+    implied = Precision.of(_PRECISIONS[mixed])
+    if precision is None:
+        return implied
+    chosen = Precision.of(precision)
+    if mixed != "no" and chosen.compute != implied.compute:
+        raise UsageError(
+            f"precision computes in {chosen.compute}, but {argument} says {mixed!r}: leave one of them out"
+        )
+    return chosen
+
+
+def require_zero_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The options as a dictionary. Raises `UsageError` for one that does not belong there."""
+    strange = sorted(set(options or ()) - ZERO_OPTIONS)
+    if strange:
+        raise UsageError(
+            f"zero_options: {', '.join(strange)} is not among {', '.join(sorted(ZERO_OPTIONS))}; the optimizer's own "
+            "options belong to the optimizer, stage and precision are arguments"
+        )
+    return dict(options or {})
+
+
+def _trainable(model: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in model.parameters())
+
+
+def _prepared(thing: object) -> bool:
+    return bool(getattr(thing, "_is_accelerate_prepared", False))

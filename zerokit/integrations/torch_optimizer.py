@@ -1,0 +1,87 @@
+"""A torch optimizer that was built over a whole model, taken apart and handed over to a `ZeroOptimizer`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from zerokit.errors import UsageError
+from zerokit.runtime import ZeroOptimizer
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What `ZeroOptimizer` needs to be built like an optimizer: its class, its options, its groups."""
+
+    optimizer_class: type[Optimizer]
+    options: dict[str, Any]
+    groups: list[dict[str, Any]]
+
+    @classmethod
+    def of(cls, optimizer: Optimizer) -> Recipe:
+        """Take `optimizer` apart. Raises `UsageError` if it has stepped or cannot be built again from its defaults."""
+        name = type(optimizer).__name__
+        if optimizer.state:
+            raise UsageError(
+                f"this {name} has stepped already, and its state cannot be divided: build a new one, and restore a "
+                "training with zerokit.load()"
+            )
+        options = {}
+        for key, parameter in list(inspect.signature(type(optimizer)).parameters.items())[1:]:
+            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                continue
+            if key in optimizer.defaults:
+                if not _same(optimizer.defaults[key], parameter.default):
+                    options[key] = optimizer.defaults[key]
+            elif parameter.default is parameter.empty:
+                raise UsageError(
+                    f"{name} cannot be built again: its argument {key!r} is not among its defaults. Build "
+                    f"zerokit.ZeroOptimizer(model, {name}, {key}=...) yourself, in a loop of your own"
+                )
+        return cls(
+            type(optimizer), options, [_own(group, optimizer.defaults) for group in optimizer.param_groups]
+        )
+
+    def build(self, model: nn.Module, **zero_options: Any) -> ZeroOptimizer:
+        """A `ZeroOptimizer` over `model`; its errors are those of `ZeroOptimizer`."""
+        return ZeroOptimizer(model, self.optimizer_class, params=self.groups, **zero_options, **self.options)
+
+
+def hand_over(optimizer: Optimizer, zero: ZeroOptimizer) -> None:
+    """Let schedulers that were built over `optimizer` drive `zero`: both have the same groups from now on.
+
+    Stepping `optimizer` itself raises `UsageError`, since its parameters are divided now.
+    """
+
+    def step(*args: object, **kwargs: object) -> NoReturn:
+        raise UsageError("this optimizer was given to prepare(): step the one that prepare() has returned")
+
+    def note_step(*args: object) -> None:
+        optimizer.__dict__["_opt_called"] = True
+
+    # Two marks that torch's schedulers look for, to warn of an optimizer that is never stepped.
+    step.__dict__["_wrapped_by_lr_sched"] = True
+    zero.register_step_post_hook(note_step)
+    optimizer.__dict__["step"] = step
+    optimizer.param_groups = zero.param_groups
+
+
+def _own(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The group without what it has from the defaults, so that kernels can be chosen for all groups at once."""
+    return {
+        key: value
+        for key, value in group.items()
+        if key != "param_names" and not (key in defaults and _same(value, defaults[key]))
+    }
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return one is other
+    return bool(one == other)

@@ -1,0 +1,307 @@
+"""`ZeroTrainer`: transformers' `Trainer`, training with `ZeroOptimizer` instead of DDP.
+
+    trainer = ZeroTrainer(model, args, train_dataset=data, stage=3)  # was: Trainer(model, args, train_dataset=data)
+    trainer.train()
+
+Started by torchrun. Trainer's loop, loss scaling, schedules and logs are its own; what is replaced is how the model is
+prepared, and what a checkpoint holds: `checkpoint-STEP` is a run directory of zerokit (`zerokit inspect` reads it) with
+`trainer_state.json`, the configuration and the tokenizer beside.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, sort_checkpoints
+
+import zerokit
+from zerokit.checkpoint import rng
+from zerokit.checkpoint.together import Together
+from zerokit.errors import CheckpointError, UnsupportedOptimizer, UsageError
+from zerokit.integrations.accelerate import ZeroAccelerator, choose_precision, require_zero_options
+from zerokit.integrations.torch_optimizer import Recipe
+from zerokit.runtime import Precision, ZeroOptimizer
+from zerokit.runtime.probe import probe
+
+STATE_NAME = "trainer_state.json"
+
+
+class ZeroTrainer(Trainer):
+    """A `Trainer` whose model and optimizer are divided over the ranks.
+
+    Args:
+        model: as `Trainer` takes it; `model_init` works too.
+        args: `bf16` and `fp16` choose the precision: weights of half precision with fp32 masters, no autocast.
+        stage: what is divided, as in `ZeroOptimizer`.
+        precision: as in `ZeroOptimizer`, instead of `bf16` and `fp16`, or beside them for its other dtypes.
+        zero_options: further arguments of `ZeroOptimizer`: units, bucket_mb, prefetch, init_fn, loss_scale, ….
+        *more, **options: the other arguments of `Trainer`.
+
+    Raises `UsageError` for arguments that divide or compile the model in another way, that need whole weights, or that
+    do not fit several ranks, and `UnsupportedOptimizer` for an `optim` that is not elementwise.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        args: TrainingArguments | None = None,
+        *more: Any,
+        stage: int = 3,
+        precision: str | Precision | None = None,
+        zero_options: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        args = args or TrainingArguments("tmp_trainer")
+        require_supported(args)
+        mixed = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
+        self._zero_arguments = {
+            "stage": stage,
+            "precision": choose_precision(precision, mixed, "bf16 or fp16"),
+            "zero_options": require_zero_options(zero_options),
+        }
+        self._writes_checkpoint = False
+        self._generators: dict[str, bytes] = {}
+        super().__init__(model, args, *more, **options)
+        self._require_elementwise()
+
+    @property
+    def zero_optimizer(self) -> ZeroOptimizer | None:
+        """The `ZeroOptimizer`, once `train` has begun: for `memory()`, `gathered()` and the like."""
+        return self.accelerator.zero_optimizer  # type: ignore[no-any-return]
+
+    # ---- preparing
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        found = super()._build_accelerator_args(**kwargs)
+        found["mixed_precision"] = "no"  # ZeroOptimizer casts, and scales the loss
+        self._accelerator_arguments = found
+        return found
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make the `ZeroAccelerator`, from the arguments that Trainer's own was made from."""
+        super().create_accelerator_and_postprocess()
+        self.accelerator = ZeroAccelerator(**self._accelerator_arguments, **self._zero_arguments)
+        self.gather_function = functools.partial(
+            self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
+        )
+
+    def _require_elementwise(self) -> None:
+        """Try the optimizer on a small matrix now; `train` would find out only after the model is loaded and cut."""
+        if self.optimizer is not None:
+            recipe = Recipe.of(self.optimizer)
+            optimizer_class, options = recipe.optimizer_class, recipe.options
+        elif self.optimizer_cls_and_kwargs is not None:
+            optimizer_class, options = self.optimizer_cls_and_kwargs
+        else:
+            optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
+        advice = 'write TrainingArguments(optim="adamw_torch"), or "sgd", "adagrad", "rmsprop"'
+        if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
+            raise UnsupportedOptimizer(
+                f"optim={self.args.optim!r} makes groups of whole matrices, which ranks do not have: {advice}"
+            )
+        try:
+            probe(optimizer_class, dict(options), self._zero_arguments["precision"].master)
+        except UnsupportedOptimizer as error:
+            raise UnsupportedOptimizer(f"optim={self.args.optim!r}: {error}: {advice}") from error
+
+    # ---- writing
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        directory = (
+            Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        )
+        self._together().on_first(lambda: _remove(directory))
+        self._writes_checkpoint = not self.args.save_only_model
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self._writes_checkpoint = False
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        zero = self.zero_optimizer
+        if self._writes_checkpoint:
+            if self.args.should_save:
+                self._save_description(Path(output_dir or self.args.output_dir))
+            return
+        if zero is not None and state_dict is None:
+            state_dict = whole_state(zero)
+        super()._save(output_dir, state_dict)
+
+    def _save_description(self, directory: Path) -> None:
+        """What a checkpoint has beside zerokit's files, so that a model and a tokenizer can be built from it."""
+        directory.mkdir(parents=True, exist_ok=True)
+        described = (self.model, "config"), (self.model, "generation_config"), (self, "processing_class")
+        for owner, name in described:
+            found = getattr(owner, name, None)
+            if hasattr(found, "save_pretrained"):
+                found.save_pretrained(directory)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        extra = {"scheduler": self.lr_scheduler.state_dict(), "global_batch": self._global_batch()}
+        zerokit.save(output_dir, self._prepared(), step=self.state.global_step, extra=extra)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Nothing: `zerokit.save` has written all ranks' generators."""
+
+    # ---- reading
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *more: Any, **options: Any) -> Any:
+        """Train, or go on from a checkpoint of any number of ranks.
+
+        Args:
+            resume_from_checkpoint: a `checkpoint-STEP`; True for the newest complete one in `output_dir`.
+
+        Raises `CheckpointError` for a checkpoint that is incomplete, damaged or not zerokit's, and `UsageError` if the
+        global batch differs from the saved one, since the position in the data would then be another.
+        """
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = self._newest_complete()
+        return super().train(resume_from_checkpoint, *more, **options)
+
+    def _newest_complete(self) -> str:
+        """The newest checkpoint that was written to its end; rank 0 looks, all ranks take the same."""
+        found = [""]
+        if self.args.process_index == 0:
+            complete = [path for path in sort_checkpoints(self.args.output_dir) if _complete(Path(path))]
+            found = complete[-1:] or [""]
+        torch.distributed.broadcast_object_list(found)
+        if not found[0]:
+            raise CheckpointError(
+                f"{self.args.output_dir}: no complete checkpoint in it: write train() to begin anew"
+            )
+        return found[0]
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Check what can be checked before the model is cut; `zerokit.load` then fills the shards."""
+        path = Path(resume_from_checkpoint)
+        if not (path / STATE_NAME).is_file():
+            raise CheckpointError(
+                f"{path}: has no {STATE_NAME}: it was not written to its end, or not by a Trainer"
+            )
+        try:
+            extra = zerokit.Checkpoint(path).extra()
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{error}. ZeroTrainer goes on from its own checkpoints; weights of another Trainer's are taken by "
+                f"AutoModelFor….from_pretrained({str(path)!r})"
+            ) from error
+        saved, now = extra["global_batch"], self._global_batch()
+        if saved != now and not self.args.ignore_data_skip:
+            raise UsageError(
+                f"{path} was trained with {saved} samples a step, this run has {now} on {self.args.world_size} "
+                "ranks, so steps would not tell the position in the data: choose per_device_train_batch_size times "
+                f"gradient_accumulation_steps times ranks to be {saved}, or write ignore_data_skip=True"
+            )
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        zero = self._prepared()
+        extra = zerokit.load(checkpoint, zero)
+        self.lr_scheduler.load_state_dict(extra["scheduler"])
+        self._generators = rng.capture(zero.parts.collectives.device)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Once more what `zerokit.load` has restored: skipping trained batches may have drawn numbers since."""
+        if checkpoint is not None:
+            rng.restore(self._generators, self._prepared().parts.collectives.device)
+
+    def _load_best_model(self) -> None:
+        if self.args.save_only_model:
+            super()._load_best_model()
+            return
+        zero = self._prepared()
+        device = zero.parts.collectives.device
+        generators = rng.capture(device)
+        zerokit.load(self.state.best_model_checkpoint, zero)
+        rng.restore(generators, device)
+
+    # ----
+
+    def _prepared(self) -> ZeroOptimizer:
+        return self.accelerator.prepared("this")  # type: ignore[no-any-return]
+
+    def _together(self) -> Together:
+        return Together(self._prepared().parts.collectives)
+
+    def _global_batch(self) -> int:
+        """Samples of one step, over all ranks and micro-batches."""
+        batch: int = self._train_batch_size * self.args.gradient_accumulation_steps
+        return batch if self.accelerator.split_batches else batch * self.args.world_size
+
+
+def require_supported(args: TrainingArguments) -> None:
+    """Raise `UsageError` for arguments that cannot mean under ZeRO what they mean to Trainer, with those to write."""
+    refusals = {
+        "deepspeed": (args.deepspeed, "leave it out and choose ZeroTrainer(..., stage=1, 2 or 3)"),
+        "fsdp": (args.fsdp, "leave it out and choose ZeroTrainer(..., stage=3)"),
+        "parallelism_config": (
+            args.parallelism_config,
+            "leave it out: ZeroTrainer's ranks are all data-parallel",
+        ),
+        "torch_compile": (
+            args.torch_compile,
+            "leave it out and compile inner modules, `for layer in model.model.layers: layer.mlp.compile()`",
+        ),
+        "auto_find_batch_size": (
+            args.auto_find_batch_size,
+            "leave it out and set per_device_train_batch_size; one rank out of memory cannot start over alone",
+        ),
+        "save_on_each_node": (
+            args.save_on_each_node,
+            "leave it out and set output_dir to a directory that all nodes share: ranks write one checkpoint",
+        ),
+        "bf16_full_eval": (args.bf16_full_eval, "write bf16=True: weights are bf16 then, in evaluation too"),
+        "fp16_full_eval": (args.fp16_full_eval, "write fp16=True: weights are fp16 then, in evaluation too"),
+        "enable_jit_checkpoint": (
+            args.enable_jit_checkpoint,
+            "leave it out and set save_steps: ranks would not notice the signal at the same step",
+        ),
+        "hub_strategy": (
+            args.push_to_hub and args.hub_strategy != HubStrategy.END and args.hub_strategy.value,
+            'write hub_strategy="end": checkpoints hold divided weights, whole ones are pushed at the end',
+        ),
+    }
+    for name, (value, advice) in refusals.items():
+        if value:
+            raise UsageError(f"TrainingArguments({name}={value!r}) does not fit ZeroTrainer: {advice}")
+    if (args.activation_checkpointing_kwargs or {}).get("use_reentrant"):
+        raise UsageError(
+            "activation checkpointing with use_reentrant=True hides gradients from hooks: write "
+            'activation_checkpointing_kwargs={"use_reentrant": False}'
+        )
+
+
+def whole_state(zero: ZeroOptimizer) -> dict[str, Tensor]:
+    """The model's `state_dict` with whole tensors; tied names share one. Collective, and on every rank for a moment."""
+    model = zero.parts.model
+    state: dict[str, Tensor] = model.state_dict()
+    first: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name in state:
+            state[name] = state[first.setdefault(id(parameter), name)]
+    return state
+
+
+def _remove(directory: Path) -> None:
+    """Make way for a checkpoint of the same step; the file that makes the old one complete goes first."""
+    (directory / STATE_NAME).unlink(missing_ok=True)
+    if directory.exists():
+        shutil.rmtree(directory)
+
+
+def _complete(directory: Path) -> bool:
+    try:
+        json.loads((directory / STATE_NAME).read_text())
+        zerokit.Checkpoint(directory)
+    except (OSError, ValueError, CheckpointError):
+        return False
+    return True
