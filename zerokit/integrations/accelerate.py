@@ -26,6 +26,7 @@ from zerokit.checkpoint.together import Together
 from zerokit.errors import UsageError
 from zerokit.integrations.torch_optimizer import Recipe, hand_over
 from zerokit.runtime import Precision, ZeroOptimizer
+from zerokit.stages import Stage
 
 CHECKPOINT_NAME = "zerokit"
 """The directory of zerokit's checkpoint inside the one that `save_state` writes."""
@@ -78,7 +79,7 @@ class ZeroAccelerator(Accelerator):
     ) -> None:
         mixed = str(mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")).lower()
         self.zero_arguments = {
-            "stage": stage,
+            "stage": int(Stage.of(stage)),
             "precision": choose_precision(precision, mixed, "mixed_precision"),
             **require_zero_options(zero_options),
         }

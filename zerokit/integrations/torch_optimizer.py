@@ -27,7 +27,9 @@ class Recipe:
     def of(cls, optimizer: Optimizer) -> Recipe:
         """Take `optimizer` apart. Raises `UsageError` if it has stepped or cannot be built again from its defaults."""
         name = type(optimizer).__name__
-        if optimizer.state:
+        if any(
+            state and state.get("step", 1) for state in optimizer.state.values()
+        ):  # Adagrad begins with states
             raise UsageError(
                 f"this {name} has stepped already, and its state cannot be divided: build a new one, and restore a "
                 "training with zerokit.load()"

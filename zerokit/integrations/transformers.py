@@ -186,14 +186,16 @@ class ZeroTrainer(Trainer):
             raise CheckpointError(
                 f"{path}: has no {STATE_NAME}: it was not written to its end, or not by a Trainer"
             )
+        found: Any = None
         try:
-            extra = zerokit.Checkpoint(path).extra()
+            found = zerokit.Checkpoint(path).extra()["user"]
         except CheckpointError as error:
+            raise CheckpointError(f"{error}. {_own_checkpoints(path)}") from error
+        if not (isinstance(found, dict) and found.keys() >= {"scheduler", "global_batch"}):
             raise CheckpointError(
-                f"{error}. ZeroTrainer goes on from its own checkpoints; weights of another Trainer's are taken by "
-                f"AutoModelFor….from_pretrained({str(path)!r})"
-            ) from error
-        saved, now = extra["global_batch"], self._global_batch()
+                f"{path}: written by zerokit.save(), not by ZeroTrainer. {_own_checkpoints(path)}"
+            )
+        saved, now = found["global_batch"], self._global_batch()
         if saved != now and not self.args.ignore_data_skip:
             raise UsageError(
                 f"{path} was trained with {saved} samples a step, this run has {now} on {self.args.world_size} "
@@ -296,6 +298,13 @@ def _remove(directory: Path) -> None:
     (directory / STATE_NAME).unlink(missing_ok=True)
     if directory.exists():
         shutil.rmtree(directory)
+
+
+def _own_checkpoints(path: Path) -> str:
+    return (
+        "ZeroTrainer goes on from its own checkpoints; weights of another Trainer's are taken by "
+        f"AutoModelFor….from_pretrained({str(path)!r})"
+    )
 
 
 def _complete(directory: Path) -> bool:

@@ -1,0 +1,366 @@
+"""transformers' Trainer with ZeroOptimizer, beside the same Trainer with DDP."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("accelerate")
+pytest.importorskip("transformers")
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import IterableDataset
+from transformers import AutoModelForCausalLM, EvalPrediction, TrainerCallback
+
+import zerokit
+from tests.integrations.launched import as_launched
+from tests.integrations.trainers import arguments, build, history, texts, trainer
+from tests.support.distributed import run_ranks
+from zerokit.errors import CheckpointError, UnsupportedOptimizer, UsageError
+from zerokit.integrations.transformers import ZeroTrainer, whole_state
+
+
+def _close(found: list[dict[str, float]], expected: list[dict[str, float]], norms: float = 1e-5) -> None:
+    assert [set(entry) for entry in found] == [set(entry) for entry in expected]
+    for entry, other in zip(found, expected, strict=True):
+        norm, expected_norm = entry.pop("grad_norm", 0.0), other.pop("grad_norm", 0.0)
+        assert norm == pytest.approx(expected_norm, rel=norms)
+        assert entry == pytest.approx(other, rel=1e-5, abs=1e-9)
+
+
+def _accuracy(predictions: EvalPrediction) -> dict[str, float]:
+    guesses, labels = np.argmax(predictions.predictions, axis=-1), predictions.label_ids
+    return {"accuracy": float((guesses == labels)[labels != -100].mean())}
+
+
+# ---- beside DDP
+
+
+def _train_both(directory: Path) -> list[dict[Any, Any]]:
+    as_launched()
+    found = []
+    for changes in BESIDE_DDP:
+        of_stage = {}
+        for stage in (None, 1, 2, 3):
+            args = arguments(directory, eval_strategy="epoch", **changes)
+            # 7 samples by 2 ranks and batches of 2: the last batch is filled up with samples that must not count.
+            made = trainer(stage, args, eval_dataset=texts(7), compute_metrics=_accuracy)
+            made.train()
+            prediction = made.predict(texts(1))
+            of_stage[stage] = history(made), prediction.predictions.shape, prediction.metrics["test_loss"]
+        found.append(of_stage)
+    return found
+
+
+BESIDE_DDP: list[dict[str, Any]] = [
+    {"gradient_accumulation_steps": 1, "lr_scheduler_type": "cosine"},
+    {"gradient_accumulation_steps": 3},
+    {
+        "gradient_accumulation_steps": 3,
+        "average_tokens_across_devices": False,
+        "max_grad_norm": 0.0,
+        "optim": "sgd",
+    },
+]
+
+
+def test_the_same_training_as_under_ddp(tmp_path: Path) -> None:
+    """22 samples by 2 ranks and batches of 2: every epoch ends with a step of fewer samples."""
+    for rank in run_ranks(2, _train_both, tmp_path):
+        for found, changes in zip(rank, BESIDE_DDP, strict=True):
+            expected, shape, loss = found[None]
+            steps = {1: 12, 3: 4}[changes["gradient_accumulation_steps"]]
+            assert expected[-1]["step"] == steps
+            assert sum("grad_norm" in entry for entry in expected) == steps
+            assert sum("eval_loss" in entry for entry in expected) == 2
+            for stage in (1, 2, 3):
+                _close(found[stage][0], [dict(entry) for entry in expected])
+                assert found[stage][1] == shape
+                assert found[stage][2] == pytest.approx(loss, rel=1e-5)
+
+
+class _Stream(IterableDataset[dict[str, Tensor]]):
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return iter(texts(self.count))
+
+
+def _train_variants(directory: Path) -> dict[str, list[Any]]:
+    as_launched()
+    variants: dict[str, dict[str, Any]] = {
+        "plateau": {
+            "lr_scheduler_type": "reduce_lr_on_plateau",
+            "eval_strategy": "epoch",
+            "metric_for_best_model": "loss",
+        },
+        "own loss": {"own_loss": True, "gradient_accumulation_steps": 2},
+        "smoothing": {"label_smoothing_factor": 0.1, "optim": "rmsprop"},
+        "a stream": {"stream": True, "max_steps": 5, "gradient_accumulation_steps": 2, "optim": "adagrad"},
+        "recomputed": {"activation_checkpointing": True, "optim": "adamw_torch_fused"},
+        "reduced at once": {
+            "gradient_accumulation_steps": 2,
+            "accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}},
+        },
+    }
+    found: dict[str, list[Any]] = {}
+    for name, changes in variants.items():
+        for stage in (None, 3):
+            options: dict[str, Any] = {"eval_dataset": texts(3)}
+            changed = copy.deepcopy(changes)  # Trainer writes into accelerator_config
+            if changed.pop("stream", False):
+                options["train_dataset"] = _Stream(21)
+                options["eval_dataset"] = _Stream(5)
+            if changed.pop("own_loss", False):
+                options["compute_loss_func"] = _own_loss
+            made = trainer(stage, arguments(directory, **changed), **options)
+            made.train()
+            metrics = made.evaluate()
+            found.setdefault(name, []).append([*history(made)[:-1], {"eval_loss": metrics["eval_loss"]}])
+    return found
+
+
+def _own_loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | None = None) -> Tensor:
+    loss = torch.nn.functional.cross_entropy(
+        outputs.logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum"
+    )
+    return loss / (num_items_in_batch if num_items_in_batch is not None else labels.numel())
+
+
+def test_losses_schedules_and_streams_as_under_ddp(tmp_path: Path) -> None:
+    for found in run_ranks(2, _train_variants, tmp_path):
+        for name, (expected, other) in found.items():
+            assert len(expected) > 4, name
+            # RMSprop and Adagrad divide by the root of what is nearly zero in the first steps.
+            _close(other, expected, norms=1e-4)
+
+
+# ---- checkpoints
+
+DROPOUT: dict[str, Any] = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+EVEN: dict[str, Any] = DROPOUT | {"lr_scheduler_type": "cosine"}
+
+
+def _train_and_save(directory: Path) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
+    as_launched()
+    first = trainer(3, arguments(directory / "dropout", **DROPOUT), model=build(dropout=0.1))
+    first.train()
+    second = trainer(3, arguments(directory / "even", **EVEN))
+    second.train()
+    return history(first), history(second)
+
+
+def _resume(directory: Path, stage: int, dropout: float, changes: dict[str, Any]) -> list[dict[str, float]]:
+    as_launched()
+    model = build(dropout)
+    torch.nn.init.zeros_(model.lm_head.weight)  # whatever is not loaded shows
+    made = trainer(stage, arguments(directory, **changes), model=model)
+    made.train(resume_from_checkpoint=True)
+    return history(made)
+
+
+def _resume_alone(directory: Path) -> list[dict[str, float]]:
+    as_launched()
+    made = trainer(2, arguments(directory, **EVEN))
+    with pytest.raises(UsageError, match="was trained with 4 samples a step, this run has 2 on 1 ranks"):
+        made.train(resume_from_checkpoint=True)
+    return _resume(directory, 3, 0.0, EVEN | {"per_device_train_batch_size": 4})
+
+
+def test_a_resumed_training_is_the_same(tmp_path: Path) -> None:
+    """To the bit with as many ranks, dropout included, else to rounding. Incomplete checkpoints do not count."""
+    ((dropout, even), _) = run_ranks(2, _train_and_save, tmp_path)
+    for run in tmp_path / "dropout", tmp_path / "even":
+        assert {path.name for path in run.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-4"}
+        assert json.loads((run / "checkpoint-2/config.json").read_text())["vocab_size"] == 61
+        assert not list(run.glob("checkpoint-*/*.safetensors"))
+        # As a run that is killed while it saves leaves it, in three ways.
+        (run / "checkpoint-4/trainer_state.json").write_text('{"epoch": 1')
+        (run / "checkpoint-98").mkdir()
+        shutil.copytree(run / "checkpoint-2", run / "checkpoint-99")
+        (run / "checkpoint-99/latest").write_text("step-00000099 00000000\n")
+    resumed = run_ranks(2, _resume, tmp_path / "dropout", 1, 0.1, DROPOUT)
+    assert [history[:-1] for history in resumed] == [dropout[:-1]] * 2
+    assert zerokit.verify(tmp_path / "dropout/checkpoint-4")
+    (alone,) = run_ranks(1, _resume_alone, tmp_path / "even")
+    _close(alone[:-1], even[:-1])
+
+
+def _save_models(directory: Path) -> None:
+    as_launched()
+    for tied in (True, False):
+        for stage in (1, 3):
+            made = trainer(stage, arguments(directory, max_steps=2), model=build(tied=tied))
+            made.train()
+            target = directory / f"model-{tied}-{stage}"
+            made.save_model(str(target))
+            dist.barrier()
+            loaded = AutoModelForCausalLM.from_pretrained(target).state_dict()
+            assert isinstance(made, ZeroTrainer)
+            zero = made.zero_optimizer
+            assert zero is not None
+            with zero.gathered():
+                live = {name: value.detach().clone() for name, value in made.model.named_parameters()}
+            assert live
+            assert {name: torch.equal(loaded[name], value) for name, value in live.items()} == dict.fromkeys(
+                live, True
+            )
+            state = whole_state(zero)
+            assert (
+                state["lm_head.weight"].data_ptr() == state["model.embed_tokens.weight"].data_ptr()
+            ) == tied
+
+
+class _Worse(TrainerCallback):
+    """Makes every evaluation after the first one worse."""
+
+    def on_evaluate(
+        self, args: Any, state: Any, control: Any, metrics: dict[str, float], **kwargs: Any
+    ) -> None:
+        metrics["eval_loss"] += state.global_step
+
+
+def _load_best(directory: Path, only_model: bool) -> None:
+    as_launched()
+    args = arguments(
+        directory,
+        max_steps=4,
+        save_strategy="steps",
+        eval_strategy="steps",
+        save_steps=2,
+        eval_steps=2,
+        save_total_limit=1,
+        load_best_model_at_end=True,
+        metric_for_best_model="loss",
+        save_only_model=only_model,
+    )
+    made = trainer(3, args, eval_dataset=texts(5), callbacks=[_Worse()])
+    made.train()
+    first = next(entry["eval_loss"] for entry in made.state.log_history if "eval_loss" in entry)
+    assert str(made.state.best_model_checkpoint).endswith("checkpoint-2")
+    assert made.predict(texts(5)).metrics["test_loss"] == pytest.approx(first, rel=1e-6)
+    dist.barrier()
+    assert [path.name for path in directory.glob("checkpoint-*")] == ["checkpoint-2"]
+
+
+def _save_and_load(directory: Path) -> None:
+    _save_models(directory)
+    _load_best(directory / "divided", only_model=False)
+    _load_best(directory / "whole", only_model=True)
+
+
+def test_a_saved_model_loads_and_the_best_one_comes_back(tmp_path: Path) -> None:
+    run_ranks(2, _save_and_load, tmp_path)
+
+
+# ---- precision, and a second train()
+
+
+def _train_half(directory: Path) -> None:
+    as_launched()
+    losses = {}
+    for name in ("fp32", "bf16", "fp16"):
+        made = trainer(3, arguments(directory, max_steps=4, **({} if name == "fp32" else {name: True})))
+        made.train()
+        losses[name] = [entry["loss"] for entry in made.state.log_history if "loss" in entry]
+        assert isinstance(made, ZeroTrainer)
+        assert made.zero_optimizer is not None
+        assert made.zero_optimizer.precision == zerokit.Precision.of(name)
+        # Once more with the same trainer: the divided model is taken as it is, steps begin anew.
+        assert made.train().global_step == 4
+        assert made.state.log_history[0]["loss"] < losses[name][0]
+    for name in ("bf16", "fp16"):
+        assert losses[name] == pytest.approx(losses["fp32"], rel=2e-2)
+    assert losses["bf16"] != losses["fp32"]
+
+
+def _overflow(directory: Path) -> None:
+    as_launched()
+    scale = zerokit.LossScale(value=2.0**100)
+    made = ZeroTrainer(
+        build(),
+        arguments(directory, max_steps=3, fp16=True),
+        train_dataset=texts(22),
+        stage=2,
+        zero_options={"loss_scale": scale},
+    )
+    made.train()
+    rates = [entry["learning_rate"] for entry in made.state.log_history if "learning_rate" in entry]
+    assert made.zero_optimizer is not None
+    assert made.zero_optimizer.skipped_steps == 3
+    assert rates == [rates[0]] * 3, "the schedule waits for steps that were taken"
+
+
+def _half(directory: Path) -> None:
+    _train_half(directory)
+    _overflow(directory)
+
+
+def test_half_precision_skipped_steps_and_a_second_training(tmp_path: Path) -> None:
+    run_ranks(2, _half, tmp_path)
+
+
+# ---- what is refused
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"torch_compile": True}, "compile inner modules"),
+    ({"auto_find_batch_size": True}, "per_device_train_batch_size"),
+    ({"save_on_each_node": True}, "all nodes share"),
+    ({"bf16_full_eval": True}, "bf16=True"),
+    ({"fp16_full_eval": True}, "fp16=True"),
+    ({"enable_jit_checkpoint": True}, "save_steps"),
+    ({"fsdp": True}, "stage=3"),
+    ({"deepspeed": True}, "stage=1, 2 or 3"),
+    ({"parallelism_config": True}, "data-parallel"),
+    ({"accelerator_config": {"even_batches": False}}, "even_batches"),
+    (
+        {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": True}},
+        "use_reentrant",
+    ),
+    ({"optim": "adafactor"}, 'optim="adamw_torch"'),
+]
+
+
+def _refuse(directory: Path) -> None:
+    as_launched()
+    for changes, words in REFUSED:
+        later = {
+            name: changes[name] for name in ("fsdp", "deepspeed", "parallelism_config") if name in changes
+        }
+        args = arguments(directory, **{name: value for name, value in changes.items() if name not in later})
+        for name, value in later.items():
+            setattr(args, name, value)  # their own checks want packages and devices that are not here
+        with pytest.raises((UsageError, UnsupportedOptimizer), match=words):
+            ZeroTrainer(build(), args, train_dataset=texts(4))
+    args = arguments(directory, bf16=True)
+    for options, words in (
+        ({"precision": "fp16"}, "leave one of them out"),
+        ({"precision": "fp8"}, "fp8"),
+        ({"stage": 4}, "stage"),
+        ({"zero_options": {"lr": 1}}, "zero_options"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            ZeroTrainer(build(), args, **options)
+    (directory / "checkpoint-3").mkdir()
+    (directory / "checkpoint-3/trainer_state.json").write_text("{}")
+    made = trainer(3, arguments(directory))
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        made.train(resume_from_checkpoint=True)
+    with pytest.raises(CheckpointError, match="from_pretrained"):
+        made.train(resume_from_checkpoint=str(directory / "checkpoint-3"))
+    assert math.isfinite(made.evaluate(texts(3))["eval_loss"])  # nothing was divided by all that
+
+
+def test_what_does_not_fit_is_refused_at_construction(tmp_path: Path) -> None:
+    run_ranks(1, _refuse, tmp_path)

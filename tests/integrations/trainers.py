@@ -1,0 +1,74 @@
+"""A tiny language model, its data, and trainings of it by transformers' Trainer and by zerokit's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+from zerokit.integrations.transformers import ZeroTrainer
+
+VOCABULARY = 61
+
+
+def build(dropout: float = 0.0, *, tied: bool = True) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=16,
+        attention_dropout=dropout,
+        tie_word_embeddings=tied,
+    )
+    return LlamaForCausalLM(config)
+
+
+def texts(count: int, *, masked: bool = True) -> list[dict[str, torch.Tensor]]:
+    """Samples of 9 tokens; with `masked` a number of them that differs by sample counts in the loss."""
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for number in range(count):
+        tokens = torch.randint(0, VOCABULARY, (9,), generator=generator)
+        labels = tokens.clone()
+        if masked:
+            labels[: number % 5] = -100
+        found.append({"input_ids": tokens, "labels": labels})
+    return found
+
+
+def arguments(directory: Path | str, **changes: Any) -> TrainingArguments:
+    options: dict[str, Any] = {
+        "use_cpu": True,
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 2,
+        "num_train_epochs": 2,
+        "learning_rate": 1e-2,
+        "warmup_steps": 2,
+        "weight_decay": 0.1,
+        "max_grad_norm": 0.5,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+        "ddp_find_unused_parameters": False,
+    }
+    return TrainingArguments(str(directory), **options | changes)
+
+
+def trainer(stage: int | None, args: TrainingArguments, **options: Any) -> Trainer:
+    """A `ZeroTrainer` of that stage; None is transformers' own Trainer, and so DDP."""
+    options = {"model": build(), "train_dataset": texts(22)} | options
+    return Trainer(args=args, **options) if stage is None else ZeroTrainer(args=args, stage=stage, **options)
+
+
+def history(of: Trainer) -> list[dict[str, float]]:
+    """What was logged, without the seconds."""
+    kept = ("step", "loss", "grad_norm", "learning_rate", "eval_loss", "eval_accuracy", "epoch", "train_loss")
+    return [{key: entry[key] for key in kept if key in entry} for entry in of.state.log_history]
