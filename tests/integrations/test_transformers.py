@@ -27,7 +27,7 @@ from tests.integrations.launched import as_launched
 from tests.integrations.trainers import arguments, build, history, texts, trainer
 from tests.support.distributed import run_ranks
 from zerokit.errors import CheckpointError, UnsupportedOptimizer, UsageError
-from zerokit.integrations.transformers import ZeroTrainer, whole_state
+from zerokit.integrations.transformers import ZeroTrainer
 
 
 def _close(found: list[dict[str, float]], expected: list[dict[str, float]], norms: float = 1e-5) -> None:
@@ -108,6 +108,7 @@ def _train_variants(directory: Path) -> dict[str, list[Any]]:
         "own loss": {"own_loss": True, "gradient_accumulation_steps": 2},
         "smoothing": {"label_smoothing_factor": 0.1, "optim": "rmsprop"},
         "a stream": {"stream": True, "max_steps": 5, "gradient_accumulation_steps": 2, "optim": "adagrad"},
+        "own optimizer": {"own_optimizer": True},
         "recomputed": {"activation_checkpointing": True, "optim": "adamw_torch_fused"},
         "reduced at once": {
             "gradient_accumulation_steps": 2,
@@ -124,6 +125,11 @@ def _train_variants(directory: Path) -> dict[str, list[Any]]:
                 options["eval_dataset"] = _Stream(5)
             if changed.pop("own_loss", False):
                 options["compute_loss_func"] = _own_loss
+            if changed.pop("own_optimizer", False):
+                options["model"] = build()
+                optimizer = torch.optim.NAdam(options["model"].parameters(), lr=1e-2)
+                schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+                options["optimizers"] = (optimizer, schedule)
             made = trainer(stage, arguments(directory, **changed), **options)
             made.train()
             metrics = made.evaluate()
@@ -192,7 +198,7 @@ def test_a_resumed_training_is_the_same(tmp_path: Path) -> None:
         (run / "checkpoint-99/latest").write_text("step-00000099 00000000\n")
     resumed = run_ranks(2, _resume, tmp_path / "dropout", 1, 0.1, DROPOUT)
     assert [history[:-1] for history in resumed] == [dropout[:-1]] * 2
-    assert zerokit.verify(tmp_path / "dropout/checkpoint-4")
+    zerokit.verify(tmp_path / "dropout/checkpoint-4")
     (alone,) = run_ranks(1, _resume_alone, tmp_path / "even")
     _close(alone[:-1], even[:-1])
 
@@ -207,7 +213,6 @@ def _save_models(directory: Path) -> None:
             made.save_model(str(target))
             dist.barrier()
             loaded = AutoModelForCausalLM.from_pretrained(target).state_dict()
-            assert isinstance(made, ZeroTrainer)
             zero = made.zero_optimizer
             assert zero is not None
             with zero.gathered():
@@ -216,7 +221,7 @@ def _save_models(directory: Path) -> None:
             assert {name: torch.equal(loaded[name], value) for name, value in live.items()} == dict.fromkeys(
                 live, True
             )
-            state = whole_state(zero)
+            state = made.accelerator.get_state_dict(made.model)
             assert (
                 state["lm_head.weight"].data_ptr() == state["model.embed_tokens.weight"].data_ptr()
             ) == tied
@@ -225,10 +230,8 @@ def _save_models(directory: Path) -> None:
 class _Worse(TrainerCallback):
     """Makes every evaluation after the first one worse."""
 
-    def on_evaluate(
-        self, args: Any, state: Any, control: Any, metrics: dict[str, float], **kwargs: Any
-    ) -> None:
-        metrics["eval_loss"] += state.global_step
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        kwargs["metrics"]["eval_loss"] += state.global_step
 
 
 def _load_best(directory: Path, only_model: bool) -> None:
@@ -272,9 +275,11 @@ def _train_half(directory: Path) -> None:
     losses = {}
     for name in ("fp32", "bf16", "fp16"):
         made = trainer(3, arguments(directory, max_steps=4, **({} if name == "fp32" else {name: True})))
+        assert math.isfinite(
+            made.evaluate(texts(3))["eval_loss"]
+        )  # accelerate marks the model, nothing is divided yet
         made.train()
         losses[name] = [entry["loss"] for entry in made.state.log_history if "loss" in entry]
-        assert isinstance(made, ZeroTrainer)
         assert made.zero_optimizer is not None
         assert made.zero_optimizer.precision == zerokit.Precision.of(name)
         # Once more with the same trainer: the divided model is taken as it is, steps begin anew.
@@ -289,8 +294,9 @@ def _overflow(directory: Path) -> None:
     as_launched()
     scale = zerokit.LossScale(value=2.0**100)
     made = ZeroTrainer(
-        build(),
+        None,
         arguments(directory, max_steps=3, fp16=True),
+        model_init=lambda: build(),  # Trainer counts its arguments
         train_dataset=texts(22),
         stage=2,
         zero_options={"loss_scale": scale},

@@ -29,15 +29,14 @@ def build(dropout: float = 0.0, *, tied: bool = True) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def texts(count: int, *, masked: bool = True) -> list[dict[str, torch.Tensor]]:
-    """Samples of 9 tokens; with `masked` a number of them that differs by sample counts in the loss."""
+def texts(count: int) -> Any:
+    """A list of samples of 9 tokens; how many of them count in the loss differs by sample."""
     generator = torch.Generator().manual_seed(1)
     found = []
     for number in range(count):
         tokens = torch.randint(0, VOCABULARY, (9,), generator=generator)
         labels = tokens.clone()
-        if masked:
-            labels[: number % 5] = -100
+        labels[: number % 5] = -100
         found.append({"input_ids": tokens, "labels": labels})
     return found
 
@@ -62,13 +61,13 @@ def arguments(directory: Path | str, **changes: Any) -> TrainingArguments:
     return TrainingArguments(str(directory), **options | changes)
 
 
-def trainer(stage: int | None, args: TrainingArguments, **options: Any) -> Trainer:
+def trainer(stage: int | None, args: TrainingArguments, **changes: Any) -> Any:
     """A `ZeroTrainer` of that stage; None is transformers' own Trainer, and so DDP."""
-    options = {"model": build(), "train_dataset": texts(22)} | options
+    options: dict[str, Any] = {"model": build(), "train_dataset": texts(22)} | changes
     return Trainer(args=args, **options) if stage is None else ZeroTrainer(args=args, stage=stage, **options)
 
 
-def history(of: Trainer) -> list[dict[str, float]]:
+def history(of: Any) -> list[dict[str, float]]:
     """What was logged, without the seconds."""
     kept = ("step", "loss", "grad_norm", "learning_rate", "eval_loss", "eval_accuracy", "epoch", "train_loss")
     return [{key: entry[key] for key in kept if key in entry} for entry in of.state.log_history]

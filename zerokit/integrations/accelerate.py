@@ -9,8 +9,9 @@ The loop stays as it is. One line that DDP forgives and this does not: clip unde
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import zerokit
-from zerokit.checkpoint.disk import staged
+from zerokit.checkpoint.save import buffers
 from zerokit.checkpoint.together import Together
 from zerokit.errors import UsageError
 from zerokit.integrations.torch_optimizer import Recipe, hand_over
@@ -36,11 +37,12 @@ ZERO_OPTIONS = frozenset(
 )
 """What `zero_options` may hold; the other arguments of `ZeroOptimizer` have their own place."""
 
+_DIVIDED = "_zerokit_divided"
 _PRECISIONS = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
 _OTHER_ENGINES = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM)
 
 
-class ZeroAcceleratedOptimizer(AcceleratedOptimizer):
+class ZeroAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     """A `ZeroOptimizer` as accelerate holds it: steps with the last micro-batch only, tells skipped steps."""
 
     def __init__(self, optimizer: ZeroOptimizer) -> None:
@@ -53,7 +55,7 @@ class ZeroAcceleratedOptimizer(AcceleratedOptimizer):
         self._is_overflow = self.optimizer.skipped_steps > skipped
 
 
-class ZeroAccelerator(Accelerator):
+class ZeroAccelerator(Accelerator):  # type: ignore[misc]
     """An `Accelerator` whose `prepare` divides one model and its optimizer.
 
     Args:
@@ -131,9 +133,7 @@ class ZeroAccelerator(Accelerator):
 
         Raises `UsageError` unless one trainable model comes together with its one optimizer.
         """
-        new_models = [
-            obj for obj in args if isinstance(obj, nn.Module) and _trainable(obj) and not _prepared(obj)
-        ]
+        new_models = [obj for obj in args if isinstance(obj, nn.Module) and _undivided(obj)]
         new_optimizers = [obj for obj in args if isinstance(obj, Optimizer) and not _prepared(obj)]
         if not new_models and not new_optimizers:
             return super().prepare(*args, device_placement=device_placement)
@@ -154,19 +154,22 @@ class ZeroAccelerator(Accelerator):
 
     def _divide(self, model: nn.Module, optimizer: Optimizer, place: bool | None) -> ZeroOptimizer:
         recipe = Recipe.of(optimizer)
-        if any(parameter.is_meta for parameter in model.parameters()):
-            place = False  # ZeroOptimizer initialises them where they belong
-        super().prepare_model(model, device_placement=place, evaluation_mode=True)
+        meta = any(
+            parameter.is_meta for parameter in model.parameters()
+        )  # those ZeroOptimizer initialises in place
+        if not meta and (self.device_placement if place is None else place):
+            model.to(self.device)
         zero = recipe.build(model, **self.zero_arguments)
         hand_over(optimizer, zero)
-        model.__dict__["_is_accelerate_prepared"] = True
+        _share_statistics(model, zero)
+        model.__dict__ |= {"_is_accelerate_prepared": True, _DIVIDED: True}
         return zero
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """Prepare a model that is only evaluated; one that is trained goes to `prepare` with its optimizer."""
-        if not evaluation_mode and _trainable(model) and not _prepared(model):
+        if not evaluation_mode and _undivided(model):
             raise UsageError("prepare_model() of a trainable model: write prepare(model, optimizer) instead")
         found: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)
         return found
@@ -235,15 +238,32 @@ class ZeroAccelerator(Accelerator):
             "number of batches, and gather_for_metrics() drops what was repeated"
         )
 
-    # ---- checkpoints
+    # ---- whole weights, and checkpoints
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
+        """The whole weights and buffers, each in memory of its own; tied names share one. Collective.
+
+        Every rank holds the whole model for as long as it keeps this.
+        """
+        state: dict[str, Tensor] = model.state_dict()
+        tensors = dict(model.named_parameters(remove_duplicate=False))
+        first: dict[int, str] = {}
+        for name, value in state.items():
+            original = first.setdefault(id(tensors.get(name, value)), name)
+            if original != name:
+                state[name] = state[original]
+            elif value.untyped_storage().nbytes() != value.nbytes:
+                # A view of its unit's storage: who saves by storage would take the unit for one tensor.
+                state[name] = value.clone()
+        return state
 
     def save_state(
         self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any
     ) -> Any:
         """Write accelerate's own files, and model and optimizer as a zerokit checkpoint in `zerokit/` beside them.
 
-        Collective; the directory must be shared by all nodes. An earlier state in it is replaced at the end, in one
-        step. Returns the directory.
+        Collective; the directory must be shared by all nodes. A checkpoint that is there already is removed when the
+        new one is complete. Returns the directory.
         """
         zero = self.prepared("save_state()")
         self._require_no_hooks(self._save_model_state_pre_hook, "register_save_state_pre_hook()")
@@ -277,12 +297,12 @@ class ZeroAccelerator(Accelerator):
     @contextmanager
     def _without_divided(self) -> Iterator[None]:
         """Inside, accelerate sees no model and no optimizer: it would write each rank's part as the whole."""
-        models, optimizers = self._models, self._optimizers
-        self._models, self._optimizers = [], []
+        hidden = {name: self.__dict__.pop(name) for name in ("_models", "_optimizers")}
+        self.__dict__ |= {name: [] for name in hidden}
         try:
             yield
         finally:
-            self._models, self._optimizers = models, optimizers
+            self.__dict__ |= hidden
 
     @staticmethod
     def _require_no_hooks(hooks: Mapping[Any, Any], call: str) -> None:
@@ -294,13 +314,18 @@ class ZeroAccelerator(Accelerator):
 
 
 def save_inside(directory: Path, zero: ZeroOptimizer, extra: Any) -> None:
-    """Write a checkpoint as `directory/zerokit`; one that is there is replaced in one step. Collective."""
+    """Write a checkpoint into the run directory `directory/zerokit`, then remove the earlier ones. Collective."""
     together = Together(zero.parts.collectives)
-    target = (directory / CHECKPOINT_NAME).absolute()
-    with ExitStack() as stack:
-        work = together.on_first(lambda: stack.enter_context(staged(target, force=True)))
-        zerokit.save(work, zero, step=0, extra=extra)
-        together.on_first(stack.close)
+    run = directory / CHECKPOINT_NAME
+    earlier = together.on_first(lambda: sorted(path.name for path in run.glob("step-*")))
+    number = int(earlier[-1].removeprefix("step-")) + 1 if earlier else 0
+    zerokit.save(run, zero, step=number, extra=extra)
+
+    def remove_earlier() -> None:
+        for name in earlier:
+            shutil.rmtree(run / name)
+
+    together.on_first(remove_earlier)
 
 
 def choose_precision(precision: str | Precision | None, mixed: str, argument: str) -> Precision:
@@ -329,8 +354,24 @@ def require_zero_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
     return dict(options or {})
 
 
-def _trainable(model: nn.Module) -> bool:
-    return any(parameter.requires_grad for parameter in model.parameters())
+def _share_statistics(model: nn.Module, zero: ZeroOptimizer) -> None:
+    """Let every evaluation see rank 0's running statistics, as under DDP, and as they are saved."""
+    collectives = zero.parts.collectives
+    saved = {whole.name.removeprefix("buffers/") for whole in buffers(model)}
+    statistics = [buffer for name, buffer in model.named_buffers() if name in saved]
+
+    def share(module: nn.Module, inputs: Any) -> None:
+        if not module.training:
+            for buffer in statistics:
+                collectives.broadcast(buffer)
+
+    if statistics:
+        model.register_forward_pre_hook(share)
+
+
+def _undivided(model: nn.Module) -> bool:
+    """Whether a model is to be trained, and not divided yet; accelerate's own mark stands for evaluation, too."""
+    return _DIVIDED not in model.__dict__ and any(p.requires_grad for p in model.parameters())
 
 
 def _prepared(thing: object) -> bool:

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, sort_checkpoints
 
@@ -62,7 +63,7 @@ class ZeroTrainer(Trainer):
         args = args or TrainingArguments("tmp_trainer")
         require_supported(args)
         mixed = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
-        self._zero_arguments = {
+        self._zero_arguments: dict[str, Any] = {
             "stage": stage,
             "precision": choose_precision(precision, mixed, "bf16 or fp16"),
             "zero_options": require_zero_options(zero_options),
@@ -101,9 +102,10 @@ class ZeroTrainer(Trainer):
         elif self.optimizer_cls_and_kwargs is not None:
             optimizer_class, options = self.optimizer_cls_and_kwargs
         else:
-            optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
+            model: Any = self.model
+            optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, model)
         advice = 'write TrainingArguments(optim="adamw_torch"), or "sgd", "adagrad", "rmsprop"'
-        if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
+        if not issubclass(optimizer_class, torch.optim.Optimizer):  # or one of transformers' factories
             raise UnsupportedOptimizer(
                 f"optim={self.args.optim!r} makes groups of whole matrices, which ranks do not have: {advice}"
             )
@@ -126,26 +128,28 @@ class ZeroTrainer(Trainer):
             self._writes_checkpoint = False
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        zero = self.zero_optimizer
         if self._writes_checkpoint:
             if self.args.should_save:
-                self._save_description(Path(output_dir or self.args.output_dir))
+                self._save_description(Path(str(output_dir or self.args.output_dir)))
             return
-        if zero is not None and state_dict is None:
-            state_dict = whole_state(zero)
+        if self.zero_optimizer is not None and state_dict is None:
+            state_dict = self.accelerator.get_state_dict(self.model)
         super()._save(output_dir, state_dict)
 
     def _save_description(self, directory: Path) -> None:
         """What a checkpoint has beside zerokit's files, so that a model and a tokenizer can be built from it."""
         directory.mkdir(parents=True, exist_ok=True)
-        described = (self.model, "config"), (self.model, "generation_config"), (self, "processing_class")
-        for owner, name in described:
-            found = getattr(owner, name, None)
-            if hasattr(found, "save_pretrained"):
-                found.save_pretrained(directory)
+        described: Any = (
+            getattr(self.model, "config", None),
+            getattr(self.model, "generation_config", None),
+            self.processing_class or getattr(self.data_collator, "tokenizer", None),
+        )
+        for part in described:
+            if hasattr(part, "save_pretrained"):
+                part.save_pretrained(directory)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        extra = {"scheduler": self.lr_scheduler.state_dict(), "global_batch": self._global_batch()}
+        extra = {"scheduler": self._schedule().state_dict(), "global_batch": self._global_batch()}
         zerokit.save(output_dir, self._prepared(), step=self.state.global_step, extra=extra)
 
     def _save_rng_state(self, output_dir: str) -> None:
@@ -170,7 +174,7 @@ class ZeroTrainer(Trainer):
         """The newest checkpoint that was written to its end; rank 0 looks, all ranks take the same."""
         found = [""]
         if self.args.process_index == 0:
-            complete = [path for path in sort_checkpoints(self.args.output_dir) if _complete(Path(path))]
+            complete = [path for path in sort_checkpoints(str(self.args.output_dir)) if _complete(Path(path))]
             found = complete[-1:] or [""]
         torch.distributed.broadcast_object_list(found)
         if not found[0]:
@@ -208,7 +212,7 @@ class ZeroTrainer(Trainer):
             return
         zero = self._prepared()
         extra = zerokit.load(checkpoint, zero)
-        self.lr_scheduler.load_state_dict(extra["scheduler"])
+        self._schedule().load_state_dict(extra["scheduler"])
         self._generators = rng.capture(zero.parts.collectives.device)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
@@ -223,13 +227,17 @@ class ZeroTrainer(Trainer):
         zero = self._prepared()
         device = zero.parts.collectives.device
         generators = rng.capture(device)
-        zerokit.load(self.state.best_model_checkpoint, zero)
+        zerokit.load(str(self.state.best_model_checkpoint), zero)
         rng.restore(generators, device)
 
     # ----
 
     def _prepared(self) -> ZeroOptimizer:
         return self.accelerator.prepared("this")  # type: ignore[no-any-return]
+
+    def _schedule(self) -> LRScheduler:
+        assert self.lr_scheduler is not None
+        return self.lr_scheduler
 
     def _together(self) -> Together:
         return Together(self._prepared().parts.collectives)
@@ -268,29 +276,19 @@ def require_supported(args: TrainingArguments) -> None:
             "leave it out and set save_steps: ranks would not notice the signal at the same step",
         ),
         "hub_strategy": (
-            args.push_to_hub and args.hub_strategy != HubStrategy.END and args.hub_strategy.value,
+            args.push_to_hub and args.hub_strategy != HubStrategy.END and str(args.hub_strategy),
             'write hub_strategy="end": checkpoints hold divided weights, whole ones are pushed at the end',
         ),
     }
     for name, (value, advice) in refusals.items():
         if value:
             raise UsageError(f"TrainingArguments({name}={value!r}) does not fit ZeroTrainer: {advice}")
-    if (args.activation_checkpointing_kwargs or {}).get("use_reentrant"):
+    kwargs = args.activation_checkpointing_kwargs
+    if isinstance(kwargs, dict) and kwargs.get("use_reentrant"):
         raise UsageError(
             "activation checkpointing with use_reentrant=True hides gradients from hooks: write "
             'activation_checkpointing_kwargs={"use_reentrant": False}'
         )
-
-
-def whole_state(zero: ZeroOptimizer) -> dict[str, Tensor]:
-    """The model's `state_dict` with whole tensors; tied names share one. Collective, and on every rank for a moment."""
-    model = zero.parts.model
-    state: dict[str, Tensor] = model.state_dict()
-    first: dict[int, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if name in state:
-            state[name] = state[first.setdefault(id(parameter), name)]
-    return state
 
 
 def _remove(directory: Path) -> None:

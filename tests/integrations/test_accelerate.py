@@ -1,0 +1,268 @@
+"""accelerate's loop with ZeroOptimizer, beside the same loop with DDP."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("accelerate")
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, SequentialLR
+from torch.utils.data import DataLoader, TensorDataset
+
+import zerokit
+from tests.integrations.launched import as_launched
+from tests.support.distributed import run_ranks
+from zerokit.errors import CheckpointError, UnsupportedOptimizer, UsageError
+from zerokit.integrations.accelerate import ZeroAccelerator
+
+
+def _model(norm: type[nn.Module] = nn.BatchNorm1d) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8, bias=False), norm(8), nn.GELU(), nn.Dropout(0.1), nn.Linear(8, 3))
+
+
+def _loader(count: int = 25, batch_size: int = 3) -> DataLoader[tuple[Tensor, ...]]:
+    """25 samples by 2 ranks and batches of 3: the last batch of an epoch is uneven."""
+    generator = torch.Generator().manual_seed(1)
+    data = TensorDataset(
+        torch.randn(count, 6, generator=generator), torch.randn(count, 3, generator=generator)
+    )
+    return DataLoader(data, batch_size=batch_size, shuffle=True, generator=torch.Generator().manual_seed(2))
+
+
+def _accelerator(stage: int | None, **options: Any) -> Any:
+    """A `ZeroAccelerator` of that stage; None is accelerate's own, and so DDP."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    return (
+        Accelerator(cpu=True, **options)
+        if stage is None
+        else ZeroAccelerator(cpu=True, stage=stage, **options)
+    )
+
+
+def _groups(model: nn.Module) -> list[dict[str, Any]]:
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    return [
+        {"params": matrices, "weight_decay": 0.1, "lr": 2e-2},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+
+
+def _warmup(optimizer: torch.optim.Optimizer) -> LRScheduler:
+    return LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 7))
+
+
+def _one_cycle(optimizer: torch.optim.Optimizer) -> LRScheduler:
+    return OneCycleLR(optimizer, max_lr=2e-2, total_steps=12)
+
+
+def _sequence(optimizer: torch.optim.Optimizer) -> LRScheduler:
+    flat = LambdaLR(optimizer, lambda step: 0.5**step)
+    return SequentialLR(optimizer, [_warmup(optimizer), flat], milestones=[4])
+
+
+def _train(
+    accelerator: Any, prepared: tuple[Any, ...], epochs: int, clip: str = "clip_grad_norm_"
+) -> list[tuple[float, ...]]:
+    model, optimizer, loader, schedule = prepared
+    found = []
+    for _ in range(epochs):
+        model.train()
+        for x, y in loader:
+            with accelerator.accumulate(model):
+                loss = ((model(x) - y) ** 2).mean()
+                accelerator.backward(loss)
+                norm = None
+                if accelerator.sync_gradients:
+                    norm = getattr(accelerator, clip)(
+                        model.parameters(), 0.05 if clip == "clip_grad_value_" else 0.4
+                    )
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            rates = schedule.get_last_lr()
+            found.append((loss.item(), -1.0 if norm is None else norm.item(), *rates))
+        model.eval()
+        with torch.no_grad():
+            seen = [accelerator.gather_for_metrics((model(x), y)) for x, y in loader]
+        guesses, targets = (torch.cat(parts) for parts in zip(*seen, strict=True))
+        assert len(guesses) == 25
+        found.append((((guesses - targets) ** 2).mean().item(),))
+    return found
+
+
+def _prepare(
+    accelerator: Any,
+    schedule: Callable[[torch.optim.Optimizer], LRScheduler],
+    optimizer_class: Any,
+    norm: type[nn.Module] = nn.BatchNorm1d,
+) -> tuple[Any, ...]:
+    model = _model(norm)
+    optimizer = optimizer_class(_groups(model), lr=1e-2)
+    prepared: tuple[Any, ...] = accelerator.prepare(model, optimizer, _loader(), schedule(optimizer))
+    return prepared
+
+
+def _both() -> list[dict[int | None, Any]]:
+    as_launched()
+    found = []
+    for steps, schedule, optimizer_class, clip in (
+        (1, _one_cycle, torch.optim.AdamW, "clip_grad_norm_"),
+        (3, _warmup, torch.optim.Adagrad, "clip_grad_norm_"),
+        (2, _sequence, torch.optim.SGD, "clip_grad_value_"),
+    ):
+        of_stage: dict[int | None, Any] = {}
+        for stage in (None, 1, 2, 3):
+            accelerator = _accelerator(stage, gradient_accumulation_steps=steps)
+            prepared = _prepare(accelerator, schedule, optimizer_class)
+            torch.manual_seed(dist.get_rank())  # dropout
+            of_stage[stage] = _train(accelerator, prepared, 2, clip)
+        found.append(of_stage)
+    return found
+
+
+def test_the_same_training_as_under_ddp() -> None:
+    """Losses, norms, learning rates and what `gather_for_metrics` gives; an epoch may end within an accumulation."""
+    for rank in run_ranks(2, _both):
+        for found in rank:
+            expected = found[None]
+            assert len(expected) == 2 * (5 + 1)
+            for stage in (1, 2, 3):
+                for entry, other in zip(found[stage], expected, strict=True):
+                    assert entry == pytest.approx(other, rel=1e-5, abs=1e-7)
+
+
+# ---- checkpoints
+
+
+def _save(directory: Path) -> list[tuple[float, ...]]:
+    as_launched()
+    accelerator = _accelerator(2, gradient_accumulation_steps=2)
+    prepared = _prepare(accelerator, _warmup, torch.optim.AdamW)
+    _train(accelerator, prepared, 1)
+    accelerator.save_state(str(directory / "state"))
+    _train(accelerator, prepared, 1)
+    accelerator.save_state(str(directory / "state"))  # in place of the first one
+    accelerator.save_model(prepared[0], str(directory / "model"))
+    dist.barrier()
+    assert [path.name for path in (directory / "state/zerokit").glob("step-*")] == ["step-00000001"]
+    return _train(accelerator, prepared, 1)
+
+
+def _load(directory: Path, stage: int) -> list[tuple[float, ...]]:
+    as_launched()
+    accelerator = _accelerator(stage, gradient_accumulation_steps=2)
+    prepared = _prepare(accelerator, _warmup, torch.optim.AdamW)
+    for _ in range(4):  # as often as the saved training has gone through the data
+        list(prepared[2])
+    accelerator.load_state(str(directory / "state"))
+    assert prepared[3].scheduler.last_epoch == 12
+    zero = accelerator.zero_optimizer
+    from safetensors.torch import load_file
+
+    whole = load_file(directory / "model/model.safetensors")
+    with zero.gathered():
+        for name, value in prepared[0].state_dict().items():
+            assert torch.equal(value, whole[name]), name
+    assert accelerator.step == 0
+    return _train(accelerator, prepared, 1)
+
+
+def test_a_state_goes_on_at_any_world_size(tmp_path: Path) -> None:
+    saved = run_ranks(2, _save, tmp_path)
+    assert run_ranks(2, _load, tmp_path, 3) == saved
+    run_ranks(3, _load, tmp_path, 1)
+
+
+# ---- precision
+
+
+def _overflow() -> None:
+    as_launched()
+    options = {"zero_options": {"loss_scale": zerokit.LossScale(value=2.0**100)}, "mixed_precision": "fp16"}
+    accelerator = _accelerator(3, **options)
+    model, optimizer, loader, schedule = _prepare(accelerator, _warmup, torch.optim.AdamW, nn.LayerNorm)
+    x, y = next(iter(loader))
+    accelerator.backward(((model(x).float() - y) ** 2).mean())
+    optimizer.step()
+    schedule.step()
+    assert accelerator.optimizer_step_was_skipped
+    assert schedule.get_last_lr()[1] == pytest.approx(1e-2 / 7)
+    assert accelerator.zero_optimizer.precision == zerokit.Precision.of("fp16")
+    os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16"  # as `accelerate launch --mixed_precision bf16` says it
+    accelerator = _accelerator(3)
+    prepared = _prepare(accelerator, _warmup, torch.optim.AdamW, nn.LayerNorm)
+    assert prepared[0](x).dtype == torch.bfloat16
+    del os.environ["ACCELERATE_MIXED_PRECISION"]
+
+
+# ---- what is refused
+
+
+def _refuse(directory: Path) -> None:
+    as_launched()
+    _overflow()
+    model, frozen = _model(), _model().requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    accelerator = _accelerator(3, gradient_accumulation_steps=2)
+    for words, wrong in (
+        (r"prepare\(model, optimizer, ...\)", lambda: accelerator.prepare(model)),
+        (r"prepare\(model, optimizer, ...\)", lambda: accelerator.prepare(optimizer)),
+        (r"prepare\(model, optimizer\)", lambda: accelerator.prepare_model(model)),
+        (r"prepare\(model, optimizer\)", lambda: accelerator.prepare_optimizer(optimizer)),
+        (r"prepare\(model, optimizer\)", lambda: accelerator.backward(torch.ones((), requires_grad=True))),
+        (r"prepare\(model, optimizer\)", lambda: accelerator.save_state(str(directory))),
+        (r"leave it out", lambda: accelerator.join_uneven_inputs([model])),
+        (r"mixed_precision='fp8'", lambda: ZeroAccelerator(cpu=True, mixed_precision="fp8")),
+        (r"stage", lambda: ZeroAccelerator(cpu=True, stage=4)),
+        (r"zero_options: lr", lambda: ZeroAccelerator(cpu=True, zero_options={"lr": 1.0})),
+        (r"leave one", lambda: ZeroAccelerator(cpu=True, precision="fp16", mixed_precision="bf16")),
+        (r"block.mlp.compile", lambda: _accelerator(1, dynamo_backend="inductor")),
+    ):
+        with pytest.raises(UsageError, match=words):
+            wrong()
+    accelerator = _accelerator(3, gradient_accumulation_steps=2)
+    with pytest.raises(UnsupportedOptimizer, match="LBFGS"):
+        accelerator.prepare(model, torch.optim.LBFGS(model.parameters()))
+    accelerator = _accelerator(3, gradient_accumulation_steps=2)
+    found, teacher, stepping = accelerator.prepare(model, frozen, optimizer)
+    assert teacher is frozen
+    x = torch.randn(4, 6)
+    with accelerator.accumulate(found):
+        accelerator.backward(found(x).sum())
+        with pytest.raises(UsageError, match=r"if accelerator\.sync_gradients:"):
+            accelerator.clip_grad_norm_(found.parameters(), 1.0)
+        stepping.step()  # the last micro-batch is still to come
+    assert not accelerator.optimizer_step_was_skipped
+    accelerator.backward(found(x).sum())
+    accelerator.sync_gradients = True
+    for words, wrong in (
+        ("some parameters only", lambda: accelerator.clip_grad_norm_(found[0].parameters(), 1.0)),
+        (r"step the one that prepare\(\) has returned", optimizer.step),
+        ("one model", lambda: accelerator.prepare(_model(), torch.optim.SGD(_model().parameters()))),
+        (r"load_state\(directory\)", accelerator.load_state),
+        ("not written by ZeroAccelerator", lambda: accelerator.load_state(str(directory))),
+    ):
+        with pytest.raises(UsageError, match=words):
+            wrong()
+    accelerator.register_save_state_pre_hook(lambda models, weights, folder: None)
+    with pytest.raises(UsageError, match="save_model"):
+        accelerator.save_state(str(directory))
+    (directory / "zerokit").mkdir()
+    with pytest.raises(CheckpointError):
+        zerokit.load(directory / "zerokit", accelerator.zero_optimizer)
+
+
+def test_half_precision_and_what_is_refused(tmp_path: Path) -> None:
+    run_ranks(1, _refuse, tmp_path)
