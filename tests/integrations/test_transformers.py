@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, EvalPrediction, TrainerCallback
 
 import zerokit
 from tests.integrations.launched import as_launched
-from tests.integrations.trainers import arguments, build, history, texts, trainer
+from tests.integrations.trainers import arguments, build, history, texts, trainer, translate
 from tests.support.distributed import run_ranks
 from zerokit.errors import CheckpointError, UnsupportedOptimizer, UsageError
 from zerokit.integrations.transformers import ZeroTrainer
@@ -290,13 +290,17 @@ def _train_half(directory: Path) -> None:
     assert losses["bf16"] != losses["fp32"]
 
 
+def _anew() -> Any:
+    return build()
+
+
 def _overflow(directory: Path) -> None:
     as_launched()
     scale = zerokit.LossScale(value=2.0**100)
     made = ZeroTrainer(
         None,
         arguments(directory, max_steps=3, fp16=True),
-        model_init=lambda: build(),  # Trainer counts its arguments
+        model_init=_anew,
         train_dataset=texts(22),
         stage=2,
         zero_options={"loss_scale": scale},
@@ -308,12 +312,22 @@ def _overflow(directory: Path) -> None:
     assert rates == [rates[0]] * 3, "the schedule waits for steps that were taken"
 
 
+def _generate(directory: Path) -> None:
+    as_launched()
+    losses, tokens = translate(None, directory)
+    assert len(losses) == 3
+    found, others = translate(3, directory)
+    assert found == pytest.approx(losses, rel=1e-5)
+    assert np.array_equal(others, tokens)
+
+
 def _half(directory: Path) -> None:
+    _generate(directory)
     _train_half(directory)
     _overflow(directory)
 
 
-def test_half_precision_skipped_steps_and_a_second_training(tmp_path: Path) -> None:
+def test_generation_half_precision_skipped_steps_and_a_second_training(tmp_path: Path) -> None:
     run_ranks(2, _half, tmp_path)
 
 

@@ -6,7 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+    TrainingArguments,
+)
 
 from zerokit.integrations.transformers import ZeroTrainer
 
@@ -65,6 +74,48 @@ def trainer(stage: int | None, args: TrainingArguments, **changes: Any) -> Any:
     """A `ZeroTrainer` of that stage; None is transformers' own Trainer, and so DDP."""
     options: dict[str, Any] = {"model": build(), "train_dataset": texts(22)} | changes
     return Trainer(args=args, **options) if stage is None else ZeroTrainer(args=args, stage=stage, **options)
+
+
+class ZeroSeq2SeqTrainer(ZeroTrainer, Seq2SeqTrainer):
+    """Another trainer of transformers, as its users would bring it in."""
+
+
+def translate(stage: int | None, directory: Path | str) -> tuple[list[float], Any]:
+    """Train an encoder-decoder for three steps and generate; returns the losses and the tokens."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "d_model": 16,
+        "d_kv": 8,
+        "d_ff": 24,
+        "num_layers": 1,
+        "num_heads": 2,
+        "dropout_rate": 0.0,
+        "decoder_start_token_id": 0,
+    }
+    model = T5ForConditionalGeneration(T5Config(**sizes))
+    args = Seq2SeqTrainingArguments(
+        str(directory),
+        max_steps=3,
+        per_device_train_batch_size=2,
+        per_device_eval_batch_size=2,
+        predict_with_generate=True,
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+        logging_steps=1,
+        save_strategy="no",
+        dataloader_pin_memory=False,
+        ddp_find_unused_parameters=False,
+    )
+    made: Any
+    if stage is None:
+        made = Seq2SeqTrainer(model, args, train_dataset=texts(12))
+    else:
+        made = ZeroSeq2SeqTrainer(model, args, train_dataset=texts(12), stage=stage)
+    made.train()
+    tokens = made.predict(texts(5), max_new_tokens=4, **({} if stage is None else {"synced_gpus": True}))
+    return [entry["loss"] for entry in history(made) if "loss" in entry], tokens.predictions
 
 
 def history(of: Any) -> list[dict[str, float]]:

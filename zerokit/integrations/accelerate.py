@@ -97,7 +97,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
         if self.distributed_type == DistributedType.NO or not dist.is_initialized():
             raise UsageError(
                 "no process group: start with `torchrun --nproc-per-node N script.py`, and on a machine without GPUs "
-                "write ZeroAccelerator(cpu=True)"
+                "write ZeroAccelerator(cpu=True) or TrainingArguments(use_cpu=True)"
             )
         if self.state.dynamo_plugin.backend.value != "NO":
             raise UsageError(

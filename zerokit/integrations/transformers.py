@@ -46,6 +46,9 @@ class ZeroTrainer(Trainer):
         zero_options: further arguments of `ZeroOptimizer`: units, bucket_mb, prefetch, init_fn, loss_scale, ….
         *more, **options: the other arguments of `Trainer`.
 
+    Other trainers come in by inheritance, `class MyTrainer(ZeroTrainer, Seq2SeqTrainer)`; generate with
+    `synced_gpus=True` at stage 3, since all ranks must take part until the longest text ends.
+
     Raises `UsageError` for arguments that divide or compile the model in another way, that need whole weights, or that
     do not fit several ranks, and `UnsupportedOptimizer` for an `optim` that is not elementwise.
     """
