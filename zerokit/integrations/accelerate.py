@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DistributedType
 from accelerate.optimizer import AcceleratedOptimizer
@@ -65,6 +66,9 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
         zero_options: further arguments of `ZeroOptimizer`: units, bucket_mb, prefetch, init_fn, loss_scale, ….
         mixed_precision: "no", "bf16" or "fp16"; by default what `accelerate launch` was told.
         **options: the other arguments of `Accelerator`.
+
+    Micro-batches add up in whole gradients, as under DDP's `no_sync`;
+    `GradientAccumulationPlugin(sync_each_batch=True)` keeps them divided at stages 2 and 3, and reduces each.
 
     Raises `UsageError` for another engine (DeepSpeed, FSDP, Megatron-LM), torch.compile, `even_batches=False`, and
     without a process group.
@@ -154,9 +158,8 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
 
     def _divide(self, model: nn.Module, optimizer: Optimizer, place: bool | None) -> ZeroOptimizer:
         recipe = Recipe.of(optimizer)
-        meta = any(
-            parameter.is_meta for parameter in model.parameters()
-        )  # those ZeroOptimizer initialises in place
+        # What lies on meta is initialised where it belongs, by ZeroOptimizer.
+        meta = any(parameter.is_meta for parameter in model.parameters())
         if not meta and (self.device_placement if place is None else place):
             model.to(self.device)
         zero = recipe.build(model, **self.zero_arguments)
@@ -245,14 +248,14 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
 
         Every rank holds the whole model for as long as it keeps this.
         """
-        state: dict[str, Tensor] = model.state_dict()
+        state: dict[str, Any] = model.state_dict()
         tensors = dict(model.named_parameters(remove_duplicate=False))
         first: dict[int, str] = {}
         for name, value in state.items():
             original = first.setdefault(id(tensors.get(name, value)), name)
             if original != name:
                 state[name] = state[original]
-            elif value.untyped_storage().nbytes() != value.nbytes:
+            elif isinstance(value, Tensor) and value.untyped_storage().nbytes() != value.nbytes:
                 # A view of its unit's storage: who saves by storage would take the unit for one tensor.
                 state[name] = value.clone()
         return state
@@ -361,7 +364,8 @@ def _share_statistics(model: nn.Module, zero: ZeroOptimizer) -> None:
     statistics = [buffer for name, buffer in model.named_buffers() if name in saved]
 
     def share(module: nn.Module, inputs: Any) -> None:
-        if not module.training:
+        # Not where a graph is built: an earlier one may have saved the buffers.
+        if not module.training and not torch.is_grad_enabled():
             for buffer in statistics:
                 collectives.broadcast(buffer)
 

@@ -68,7 +68,7 @@ class ZeroTrainer(Trainer):
         mixed = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
         self._zero_arguments: dict[str, Any] = {
             "stage": stage,
-            "precision": choose_precision(precision, mixed, "bf16 or fp16"),
+            "precision": choose_precision(precision, mixed, f"TrainingArguments({mixed}=True)"),
             "zero_options": require_zero_options(zero_options),
         }
         self._writes_checkpoint = False
@@ -132,8 +132,8 @@ class ZeroTrainer(Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         if self._writes_checkpoint:
-            if self.args.should_save:
-                self._save_description(Path(str(output_dir or self.args.output_dir)))
+            directory = Path(str(output_dir or self.args.output_dir))
+            self._together().on_first(lambda: self._save_description(directory))
             return
         if self.zero_optimizer is not None and state_dict is None:
             state_dict = self.accelerator.get_state_dict(self.model)
