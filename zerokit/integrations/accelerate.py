@@ -17,8 +17,6 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, DistributedType
-from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -29,6 +27,12 @@ from zerokit.errors import UsageError
 from zerokit.integrations.torch_optimizer import Recipe, hand_over
 from zerokit.runtime import Precision, ZeroOptimizer
 from zerokit.stages import Stage
+
+try:
+    from accelerate import Accelerator, DistributedType
+    from accelerate.optimizer import AcceleratedOptimizer
+except ImportError as error:
+    raise ImportError("accelerate is not installed: pip install 'zerokit[hf]'") from error
 
 CHECKPOINT_NAME = "zerokit"
 """The directory of zerokit's checkpoint inside the one that `save_state` writes."""
