@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         ZerokitError,
     )
     from zerokit.runtime import (
+        Ema,
         LossScale,
         MemoryReport,
         Precision,
@@ -40,6 +41,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Checkpoint",
     "CheckpointError",
+    "Ema",
     "LayoutMismatch",
     "LossScale",
     "LossScaleError",
@@ -65,7 +67,7 @@ __all__ = [
 
 _HOMES = {
     **dict.fromkeys(
-        ("LossScale", "MemoryReport", "Precision", "StopSignal", "TrafficReport", "ZeroOptimizer"),
+        ("Ema", "LossScale", "MemoryReport", "Precision", "StopSignal", "TrafficReport", "ZeroOptimizer"),
         "zerokit.runtime",
     ),
     "Checkpoint": "zerokit.checkpoint.reader",

@@ -20,7 +20,6 @@ from zerokit.checkpoint.disk import opened, require_apart, staged, write_exactly
 from zerokit.checkpoint.extents import ELEMENT_BYTES, SAFETENSORS_NAMES, encode_header
 from zerokit.checkpoint.header import METADATA
 from zerokit.checkpoint.like import check_like, copy_like, holds_templates, require_like
-from zerokit.checkpoint.manifest import WEIGHT_KINDS
 from zerokit.checkpoint.reader import Checkpoint
 from zerokit.checkpoint.slices import Key, Source, Want
 from zerokit.errors import CheckpointError, UsageError
@@ -60,6 +59,7 @@ def consolidate(
     output: str | os.PathLike[str],
     *,
     dtype: str | None = None,
+    stream: str = "master",
     max_shard_size: int | str = DEFAULT_SHARD_SIZE,
     like: str | os.PathLike[str] | None = None,
     force: bool = False,
@@ -75,6 +75,7 @@ def consolidate(
         output: a directory that does not exist yet.
         dtype: "bf16", "fp16" or "fp32" for everything that is floating-point; by default each parameter's own dtype in
             the model that was saved, and the buffers' own.
+        stream: what is taken as the trainable parameters: "master", or "ema" for the average that `zerokit.Ema` kept.
         max_shard_size: largest size of the tensors in one file, in bytes or such as "5GB" (10^9) or "5GiB" (2^30);
             a single tensor that is larger has a file of its own.
         like: a folder that `from_pretrained` takes, such as the one that the training began with: its configuration,
@@ -84,9 +85,9 @@ def consolidate(
         jobs: threads that copy; up to four by default.
         progress: called with the bytes copied and the bytes in all, often; what it raises ends the work.
 
-    Returns the output. Raises `UsageError` for an unknown dtype or size, and `CheckpointError` if the source is damaged
-    or no checkpoint, `like` is of another model, a value does not fit the dtype, or the output cannot be written; there
-    is no output then, or it is as before.
+    Returns the output. Raises `UsageError` for an unknown dtype or size or a stream that is not there, and
+    `CheckpointError` if the source is damaged or no checkpoint, `like` is of another model, a value does not fit the
+    dtype, or the output cannot be written; there is no output then, or it is as before.
     """
     if dtype is not None and dtype not in DTYPES:
         raise UsageError(f"dtype={dtype!r}: expected one of {', '.join(DTYPES)}")
@@ -96,7 +97,7 @@ def consolidate(
     model = None if like is None else Path(like)
     for other in (checkpoint.path, *([] if model is None else [model])):
         require_apart(other, target)
-    tensors = list(_tensors(checkpoint, DTYPES.get(dtype or "")))
+    tensors = list(_tensors(checkpoint, DTYPES.get(dtype or ""), stream))
     if model is not None:
         require_like(model)
         check_like(
@@ -127,15 +128,22 @@ def parse_size(size: int | str) -> int:
     return number
 
 
-def _tensors(checkpoint: Checkpoint, dtype: str | None) -> Iterator[_Tensor]:
-    """Every parameter once, in the order of the line, then the buffers."""
+def _tensors(checkpoint: Checkpoint, dtype: str | None, weights: str) -> Iterator[_Tensor]:
+    """Every parameter once, in the order of the line, then the buffers; trainable ones from the stream `weights`."""
     seen = {METADATA}
     held = {
         place: number
         for number, stream in enumerate(checkpoint.streams)
-        if stream.kind in WEIGHT_KINDS
+        if stream.kind in (weights, "param")
         for place in stream.parameters
     }
+    absent = [p.name for place, p in enumerate(checkpoint.layout.parameters) if place not in held]
+    if absent:
+        kinds = ", ".join(sorted({stream.kind for stream in checkpoint.streams} - {"param"}))
+        raise UsageError(
+            f"{checkpoint.path}: stream {weights!r} has no {absent[0]}: expected one of {kinds}; an average is there "
+            "only if zerokit.Ema kept one"
+        )
 
     def tensor(name: str, shape: tuple[int, ...], source: str, own: str, stream: int | None) -> _Tensor:
         wanted = dtype if dtype is not None and source in _FLOATING else own

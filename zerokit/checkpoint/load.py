@@ -30,6 +30,7 @@ from zerokit.errors import CheckpointError
 from zerokit.runtime import ZeroOptimizer
 from zerokit.runtime.build import Parts
 from zerokit.runtime.flats import divide_flats
+from zerokit.runtime.optimizer import EMA
 from zerokit.runtime.update import write_back
 
 _BATCH_BYTES = 64 << 20
@@ -81,6 +82,7 @@ def load(
     Returns what was given to `save` as `extra`. Raises `CheckpointError` on every rank if any finds a fault; if some
     state had been read by then, `optimizer.step()` is refused until a load succeeds.
     """
+    optimizer.require_own_weights("load()")
     parts = optimizer.parts
     together = Together(parts.collectives)
     checkpoint = together.each(lambda: Checkpoint(Path(path)))
@@ -91,7 +93,9 @@ def load(
             "directory shared between the nodes, and is nobody saving?"
         )
     match, extra = together.each(
-        lambda: _prepare(checkpoint, parts, strict=strict, weights_only=weights_only)
+        lambda: _prepare(
+            checkpoint, parts, averaged=optimizer.ema is not None, strict=strict, weights_only=weights_only
+        )
     )
     optimizer.zero_grad()
     parts.gathering.free_all()
@@ -127,7 +131,7 @@ def load(
 
 
 def _prepare(
-    checkpoint: Checkpoint, parts: Parts, *, strict: bool, weights_only: bool
+    checkpoint: Checkpoint, parts: Parts, *, averaged: bool, strict: bool, weights_only: bool
 ) -> tuple[Match, dict[str, Any]]:
     """How the checkpoint fits, and its `extra.json`."""
     if checkpoint.weights_only and not weights_only:
@@ -141,7 +145,9 @@ def _prepare(
             f"{checkpoint.path}: was saved with weights_only=True, so it has no optimizer's state to go on from: take "
             f'its weights with zerokit.load("{checkpoint.path}", optimizer, weights_only=True), or {other}'
         )
-    match = match_state(checkpoint.manifest, parts, strict=strict, weights_only=weights_only)
+    match = match_state(
+        checkpoint.manifest, parts, averaged=averaged, strict=strict, weights_only=weights_only
+    )
     return match, _extra(checkpoint, weights_only=weights_only)
 
 
@@ -172,7 +178,9 @@ def _wants(
     weights = {place: number for (kind, place), number in streams.items() if kind in WEIGHT_KINDS}
     line = list(manifest.layout.parameters)
     kinds = (
-        [] if weights_only else sorted({stream.kind for stream in manifest.streams}.difference(WEIGHT_KINDS))
+        []
+        if weights_only
+        else sorted({stream.kind for stream in manifest.streams}.difference(WEIGHT_KINDS, match.unwanted))
     )
     for storage in parts.storages:
         if storage.unit.trainable:
@@ -200,7 +208,13 @@ def _wants(
                     f"{kind} of {storage.unit.name} has several dtypes: {', '.join(sorted(dtypes))}"
                 )
             if dtypes:
-                own[kind] = torch.zeros_like(flat.tensor, dtype=getattr(torch, dtypes.pop()))
+                dtype = getattr(torch, dtypes.pop())
+                # An average of weights that are not in the checkpoint begins with them.
+                own[kind] = (
+                    flat.tensor.detach().to(dtype, copy=True)
+                    if kind == EMA
+                    else torch.zeros_like(flat.tensor, dtype=dtype)
+                )
         if own:
             parts.inner.state[flat.tensor] = own
         for part in members(storage, flat):

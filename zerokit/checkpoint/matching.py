@@ -9,6 +9,7 @@ from zerokit.checkpoint.state import MASTER, PARAM
 from zerokit.errors import CheckpointError, UnsupportedOptimizer
 from zerokit.layout import Layout, Parameter
 from zerokit.runtime.build import Parts
+from zerokit.runtime.optimizer import EMA
 from zerokit.runtime.probe import probe
 
 _NAMED = 5
@@ -23,12 +24,18 @@ class Match:
     """Each parameter's place in the checkpoint's line, by its live name."""
     groups: dict[int, int] = field(default_factory=dict)
     """The checkpoint's group for each live one."""
+    unwanted: set[str] = field(default_factory=set)
+    """Streams that nothing here would go on with."""
     left_out: list[str] = field(default_factory=list)
     """What does not fit and stays as it is, with `strict=False`."""
 
 
-def match_state(manifest: Manifest, parts: Parts, *, strict: bool, weights_only: bool = False) -> Match:
+def match_state(
+    manifest: Manifest, parts: Parts, *, averaged: bool, strict: bool, weights_only: bool = False
+) -> Match:
     """Find each live parameter and group in the checkpoint; with `weights_only` no groups, and frozen or not.
+
+    `averaged` says whether the weights have an average here.
 
     Raises `CheckpointError` for anything that is on one side only or of another shape or kind, if `strict`.
     """
@@ -37,6 +44,8 @@ def match_state(manifest: Manifest, parts: Parts, *, strict: bool, weights_only:
     if not weights_only:
         faults += _match_groups(manifest.layout, parts.layout, match)
         faults += _compare_streams(manifest, parts, match)
+        if EMA not in parts.states.kinds:
+            faults += _compare_averages(manifest, match, averaged=averaged)
     if faults and strict:
         needed = "the model that was" if weights_only else "the model and the optimizer that were"
         raise CheckpointError(
@@ -95,9 +104,10 @@ def _match_groups(source: Layout, live: Layout, match: Match) -> list[str]:
 
 def _compare_streams(manifest: Manifest, parts: Parts, match: Match) -> list[str]:
     """What the optimizer keeps beside the master, compared with what was saved, once it had stepped at all."""
+    others = {MASTER, PARAM} if EMA in parts.states.kinds else {MASTER, PARAM, EMA}
     saved: dict[int, set[str]] = {}
     for stream in manifest.streams:
-        if stream.kind not in (MASTER, PARAM):
+        if stream.kind not in others:
             for place in stream.parameters:
                 saved.setdefault(place, set()).add(stream.kind)
     if not saved and not manifest.scalars:
@@ -116,6 +126,16 @@ def _compare_streams(manifest: Manifest, parts: Parts, match: Match) -> list[str
                 f"checkpoint has {_set(there)}"
             ] = None
     return list(faults)
+
+
+def _compare_averages(manifest: Manifest, match: Match, *, averaged: bool) -> list[str]:
+    saved = any(stream.kind == EMA for stream in manifest.streams)
+    if saved and not averaged:
+        match.unwanted.add(EMA)
+        return ["it has an average of the weights: make zerokit.Ema(optimizer, decay) before load()"]
+    if averaged and not saved:
+        return ["it has no average of the weights: make zerokit.Ema(optimizer, decay) after load()"]
+    return []
 
 
 def _kinds(parts: Parts, number: int) -> frozenset[str] | None:

@@ -18,6 +18,12 @@ import click
     help="Of all floating-point tensors.  [default: each one's own in the model]",
 )
 @click.option(
+    "--stream",
+    default="master",
+    show_default=True,
+    help="What the weights are taken from: master, or ema for the average that zerokit.Ema kept.",
+)
+@click.option(
     "--max-shard-size",
     default="5GB",
     show_default=True,
@@ -36,6 +42,7 @@ def command(
     checkpoint: Path,
     output: Path,
     dtype: str | None,
+    stream: str,
     max_shard_size: str,
     like: Path | None,
     jobs: int | None,
@@ -60,6 +67,7 @@ def command(
             checkpoint,
             output,
             dtype=dtype,
+            stream=stream,
             max_shard_size=limit,
             like=like,
             force=force,

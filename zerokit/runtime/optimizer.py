@@ -8,7 +8,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NoReturn, overload
+from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 import torch
 import torch.distributed as dist
@@ -29,8 +29,14 @@ from zerokit.runtime.rank_state import load_state, take_state
 from zerokit.runtime.whole import gathered, gathered_gradients, install_model_methods
 from zerokit.stages import Stage
 
+if TYPE_CHECKING:
+    from zerokit.runtime.ema import Ema
+
 DEFAULT_BUCKET_MB = 16.0
 """MiB, counted in fp32: large enough to hide a collective's latency, small enough for two in flight."""
+
+EMA = "ema"
+"""The name of an average of the weights among the states of a flat tensor, and of its stream in a checkpoint."""
 
 
 class ZeroOptimizer(Optimizer):
@@ -99,6 +105,10 @@ class ZeroOptimizer(Optimizer):
         """What the optimizer is made of; for zerokit's own checkpoints."""
         self.refusal = ""
         """Why `step` must not be called: set while a state is being loaded, and left there if that fails."""
+        self.ema: Ema | None = None
+        """The average of the weights, if there is one: made by `zerokit.Ema(optimizer, decay)`."""
+        self.averaged = False
+        """Whether the model has its averaged weights, inside `Ema.applied()`."""
         self._last_counters = Counters()
         self._norm: Tensor | None = None
         self._unscaled = False
@@ -219,6 +229,13 @@ class ZeroOptimizer(Optimizer):
         self.parts.gathering.gather_updated()
         return loss
 
+    def require_own_weights(self, call: str) -> None:
+        """Raise `UsageError` while the model has its averaged weights."""
+        if self.averaged:
+            raise UsageError(
+                f"{call} inside `with ema.applied():`, where weights and averages have changed places: leave it first"
+            )
+
     def _require_reduced(self, call: str) -> None:
         if self.parts.gradients.shown:
             raise UsageError(
@@ -312,7 +329,7 @@ class ZeroOptimizer(Optimizer):
             compute=precision.compute.itemsize,
             reduce=precision.reduce.itemsize,
             master=0 if precision.master == precision.compute else precision.master.itemsize,
-            states=self.parts.states.element_bytes,
+            states=self.parts.states.element_bytes + (precision.master.itemsize if self.ema else 0),
             scalars=self.parts.states.scalar_bytes,
             wire=None if precision.wire is None else precision.wire.itemsize,
         )
@@ -355,6 +372,7 @@ class ZeroOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the state: only a rank at the same place of an equal run can load it."""
+        self.require_own_weights("state_dict()")
         self.parts.control.finish()
         state = take_state(self.parts)
         state["loss_scale"] = None if self.scaler is None else (self.scaler.value, self.scaler.good_steps)
@@ -362,6 +380,7 @@ class ZeroOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take back what `state_dict` gave. Raises `LayoutMismatch` for another layout, stage or rank."""
+        self.require_own_weights("load_state_dict()")
         load_state(self.parts, state_dict)
         if self.scaler is not None:
             self.scaler.value, self.scaler.good_steps = state_dict["loss_scale"]

@@ -1,0 +1,366 @@
+"""`zerokit.Ema` beside torch's `AveragedModel` on one process, swapping, and its way through checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import zerokit
+from tests.support import training
+from tests.support.distributed import run_alone, run_ranks
+from tests.support.models import CASES
+from tests.support.oracle import PaddedOptimizer, cast
+from tests.support.training import SMALL, Run, Trajectory, build_seeded, draw, one_step, wrap
+
+DECAY = 0.8
+STEPS = 5
+
+
+def _average_alone(name: str, run: Run, world: int) -> dict[str, Tensor]:
+    """The same training on one process that plays all ranks, averaged by torch."""
+    case = CASES[name]
+    model = build_seeded(case, 0)
+    optimizer = PaddedOptimizer(model, case, run)
+    model.register_forward_pre_hook(lambda _, args: cast(args, optimizer.dtype))
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    # The masters, not what compute rounds them to, are what is averaged.
+    masters = nn.ParameterDict(
+        {
+            names[p].replace(".", "/"): nn.Parameter(flat[: p.numel()].view(p.shape), requires_grad=False)
+            for p, flat in zip(optimizer.parameters, optimizer.flats, strict=True)
+        }
+    )
+    averaged = AveragedModel(masters, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+    for step in range(run.steps):
+        total: list[Tensor | None] = [None] * len(optimizer.parameters)
+        for rank in range(world):
+            case.loss(model, draw(case, run, step, 0, rank)).backward()
+            for index, parameter in enumerate(optimizer.parameters):
+                if parameter.grad is not None:
+                    share = parameter.grad.float() / world
+                    before = total[index]
+                    total[index] = share if before is None else before + share
+                    parameter.grad = None
+        optimizer.step(total)
+        averaged.update_parameters(masters)
+    found: Any = averaged.module
+    return {name.replace("/", "."): value.detach().clone() for name, value in found.items()}
+
+
+def _averages(optimizer: zerokit.ZeroOptimizer) -> dict[str, Tensor]:
+    """Whole averages in the master dtype, put together from all ranks' pieces."""
+    found: dict[str, Tensor] = {}
+    for storage in optimizer.parts.storages:
+        for flat in storage.flats:
+            for part in storage.unit.slices_within(flat.interval):
+                if part.parameter.group == flat.group:
+                    whole = found.setdefault(part.parameter.name, torch.zeros(part.parameter.numel))
+                    start = part.offset - flat.interval.start
+                    whole[part.interval.start : part.interval.stop] = optimizer.state[flat.tensor]["ema"][
+                        start : start + part.interval.numel
+                    ]
+    for layout in optimizer.layout.parameters:
+        if not layout.trainable:
+            continue
+        whole = found.setdefault(layout.name, torch.zeros(layout.numel))
+        if int(optimizer.stage) > 0:
+            dist.all_reduce(whole)
+        found[layout.name] = whole.view(layout.shape)
+    return found
+
+
+def _train(name: str, run: Run) -> tuple[nn.Module, zerokit.ZeroOptimizer, zerokit.Ema]:
+    model = build_seeded(CASES[name], dist.get_rank())
+    optimizer = wrap(model, CASES[name], run)
+    ema = zerokit.Ema(optimizer, decay=DECAY)
+    for step in range(run.steps):
+        one_step(model, optimizer, CASES[name], run, step, Trajectory())
+        ema.update()
+    return model, optimizer, ema
+
+
+def _average(name: str, runs: list[Run]) -> list[dict[str, Tensor]]:
+    found = []
+    for run in runs:
+        _, optimizer, _ = _train(name, run)
+        found.append(_averages(optimizer))
+    return found
+
+
+@pytest.mark.parametrize(("name", "precision"), [("gpt_groups", "fp32"), ("gpt", "bf16"), ("lora", "bf16")])
+def test_every_stage_averages_as_torch_does(name: str, precision: str) -> None:
+    run = Run(steps=STEPS, precision=precision)
+    expected = run_alone(_average_alone, name, run, 2)
+    runs = [Run(stage=stage, steps=STEPS, precision=precision) for stage in range(4)]
+    for averages in run_ranks(2, _average, name, runs)[0]:
+        assert averages.keys() == expected.keys()
+        for key, value in expected.items():
+            torch.testing.assert_close(averages[key], value, rtol=1e-6, atol=1e-6)
+
+
+def _whole_weights(model: nn.Module) -> dict[str, Tensor]:
+    # Below stage 3 a state_dict shares the model's memory, as in torch.
+    return {name: value.clone() for name, value in training.whole_weights(model).items()}
+
+
+def _outputs(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        return model(CASES["gpt"].batch(3, 0, 0)["x"]).float().clone()  # type: ignore[no-any-return]
+
+
+def _swap(runs: list[Run]) -> None:
+    for run in runs:
+        model, optimizer, ema = _train("gpt", run)
+        before, weights = _outputs(model), _whole_weights(model)
+        masters = [flat.tensor.detach().clone() for s in optimizer.parts.storages for flat in s.flats]
+        with ema.applied():
+            averaged, shown = _outputs(model), _whole_weights(model)
+            with optimizer.gathered():
+                seen = {name: p.detach().clone() for name, p in model.named_parameters()}
+        assert not torch.equal(averaged, before)
+        for name, value in _averages(optimizer).items():
+            assert torch.equal(shown[name], value.to(shown[name].dtype)), name
+            assert torch.equal(seen[name], shown[name]), name
+        after = _whole_weights(model)
+        assert all(torch.equal(after[name], value) for name, value in weights.items())
+        assert torch.equal(_outputs(model), before)
+        again = [flat.tensor.detach() for s in optimizer.parts.storages for flat in s.flats]
+        assert all(torch.equal(one, other) for one, other in zip(again, masters, strict=True))
+        # What the averaged weights compute is what a model with these weights computes.
+        plain = build_seeded(CASES["gpt"], 0)
+        plain.load_state_dict({name: value.float() for name, value in shown.items()}, strict=False)  # ties
+        if run.precision == "fp32":
+            torch.testing.assert_close(_outputs(plain), averaged, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_applied_shows_averages_and_gives_the_weights_back_to_the_bit(precision: str) -> None:
+    run_ranks(2, _swap, [Run(stage=stage, steps=3, precision=precision) for stage in range(4)])
+
+
+def _losses_with_evaluation(stage: int, evaluate: bool) -> list[str]:
+    run = Run(stage=stage, precision="bf16")
+    case = CASES["gpt"]
+    model = build_seeded(case, 0)
+    optimizer = wrap(model, case, run)
+    ema = zerokit.Ema(optimizer, decay=0.5)
+    trajectory = Trajectory()
+    for step in range(4):
+        one_step(model, optimizer, case, run, step, trajectory)
+        ema.update()
+        if evaluate:
+            with ema.applied():
+                _outputs(model)
+    return [loss.hex() for loss in trajectory.losses]
+
+
+def _evaluated_or_not() -> None:
+    for stage in range(4):
+        assert _losses_with_evaluation(stage, True) == _losses_with_evaluation(stage, False)
+
+
+def test_evaluating_averages_leaves_the_training_as_it_is() -> None:
+    run_ranks(2, _evaluated_or_not)
+
+
+def _memory() -> list[tuple[int, int, int]]:
+    found = []
+    for stage in range(4):
+        run = Run(stage=stage, steps=2)
+        _, optimizer, _ = _train("gpt", run)
+        model = build_seeded(CASES["gpt"], 0)
+        plain = wrap(model, CASES["gpt"], run)
+        for step in range(2):
+            one_step(model, plain, CASES["gpt"], run, step, Trajectory())
+        own = optimizer.memory()
+        assert own.optimizer == optimizer.predicted_memory().optimizer
+        elements = sum(
+            storage.unit.payload_within(flat.interval)
+            for storage in plain.parts.storages
+            for flat in storage.flats
+        )
+        found.append(
+            (
+                own.optimizer - plain.memory().optimizer,
+                4 * elements,
+                optimizer.traffic().bytes - plain.traffic().bytes,
+            )
+        )
+    return found
+
+
+def test_it_costs_four_bytes_an_element_of_the_shard_and_no_traffic() -> None:
+    for costs in run_ranks(2, _memory):
+        for grown, expected, moved in costs:
+            assert grown == expected > 0
+            assert moved == 0
+        assert costs[3][0] < costs[0][0]
+
+
+def _save(directory: str) -> dict[str, Tensor]:
+    _, optimizer, _ = _train("gpt", Run(stage=3, steps=3, precision="bf16"))
+    zerokit.save(directory, optimizer, step=3)
+    return _averages(optimizer)
+
+
+def _resume(directory: str, stage: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    case, run = CASES["gpt"], Run(stage=stage, precision="bf16")
+    model = build_seeded(case, 9)
+    optimizer = wrap(model, case, run)
+    ema = zerokit.Ema(optimizer, decay=DECAY)
+    zerokit.load(directory, optimizer)
+    loaded = _averages(optimizer)
+    for step in range(3, 5):
+        one_step(model, optimizer, case, run, step, Trajectory())
+        ema.update()
+    return loaded, _averages(optimizer)
+
+
+def test_a_checkpoint_holds_the_average_for_any_world_and_for_export(tmp_path: Path) -> None:
+    run = str(tmp_path / "run")
+    saved = run_ranks(2, _save, run)[0]
+    for world, stage in ((3, 3), (1, 1)):
+        loaded, _ = run_ranks(world, _resume, run, stage)[0]
+        assert all(torch.equal(loaded[name], value) for name, value in saved.items())
+    _, resumed = run_ranks(2, _resume, run, 2)[0]
+    straight = run_ranks(2, _average, "gpt", [Run(stage=3, steps=5, precision="bf16")])[0][0]
+    assert all(torch.equal(resumed[name], value) for name, value in straight.items())
+
+    zerokit.consolidate(run, tmp_path / "averaged", stream="ema", dtype="fp32")
+    zerokit.consolidate(run, tmp_path / "weights", dtype="fp32")
+    exported = load_file(tmp_path / "averaged" / "model.safetensors")
+    assert all(torch.equal(exported[name], value) for name, value in saved.items())
+    assert any(
+        not torch.equal(value, exported[name])
+        for name, value in load_file(tmp_path / "weights" / "model.safetensors").items()
+    )
+    with pytest.raises(zerokit.UsageError, match="exp_avg, exp_avg_sq, master"):
+        zerokit.consolidate(run, tmp_path / "none", stream="averages")
+    zerokit.reshard(run, 3, tmp_path / "three")
+    assert zerokit.diff(run, tmp_path / "three").equal
+
+
+def _other_sides(directory: str) -> None:
+    case, run = CASES["gpt"], Run(stage=2)
+    model = build_seeded(case, 0)
+    plain = wrap(model, case, run)
+    one_step(model, plain, case, run, 0, Trajectory())
+    zerokit.save(f"{directory}/plain", plain, step=1)
+    model, optimizer, ema = _train("gpt", Run(stage=2, steps=2))
+    zerokit.save(f"{directory}/averaged", optimizer, step=2)
+    with pytest.raises(zerokit.CheckpointError, match=r"Ema.*after load"):
+        zerokit.load(f"{directory}/plain", optimizer)
+    with pytest.raises(zerokit.CheckpointError, match=r"Ema.*before load"):
+        zerokit.load(f"{directory}/averaged", plain)
+    context: Any = (
+        pytest.warns(UserWarning, match="average") if dist.get_rank() == 0 else contextlib.nullcontext()
+    )
+    with context:
+        zerokit.load(f"{directory}/averaged", plain, strict=False)
+    assert not any("ema" in state for state in plain.state.values())
+    context = pytest.warns(UserWarning, match="average") if dist.get_rank() == 0 else contextlib.nullcontext()
+    with context:
+        zerokit.load(f"{directory}/plain", optimizer, strict=False)
+    with pytest.raises(zerokit.UsageError, match="first update"):
+        ema.applied().__enter__()
+    ema.update()
+    with ema.applied():
+        pass
+
+
+def test_a_checkpoint_without_its_average_is_refused(tmp_path: Path) -> None:
+    run_ranks(2, _other_sides, str(tmp_path))
+
+
+def _misuse(directory: str) -> None:
+    case, run = CASES["gpt"], Run(stage=3)
+    model = build_seeded(case, 0)
+    optimizer = wrap(model, case, run)
+    with pytest.raises(zerokit.UsageError, match="from 0 to 1"):
+        zerokit.Ema(optimizer, decay=1.5)
+    with pytest.raises(zerokit.UsageError, match="pass the ZeroOptimizer"):
+        zerokit.Ema(model, decay=0.5)  # type: ignore[arg-type]
+    ema = zerokit.Ema(optimizer, decay=0.5)
+    with pytest.raises(zerokit.UsageError, match=r"optimizer\.ema"):
+        zerokit.Ema(optimizer)
+    with pytest.raises(zerokit.UsageError, match="first update"), ema.applied():
+        pass
+    ema.update()  # before any step: an optimizer makes its states in its first one all the same
+    for step in range(2):
+        one_step(model, optimizer, case, run, step, Trajectory())
+        ema.update()
+    with optimizer.gathered(), pytest.raises(zerokit.UsageError, match="enter applied"), ema.applied():
+        pass
+    with ema.applied():
+        for call in (
+            optimizer.step,
+            ema.update,
+            optimizer.state_dict,
+            lambda: ema.applied().__enter__(),
+            lambda: zerokit.load(directory, optimizer),
+            lambda: optimizer.load_state_dict({}),
+        ):
+            with pytest.raises(zerokit.UsageError, match=r"ema\.applied"):
+                call()
+        with pytest.raises(zerokit.CheckpointError, match=r"ema\.applied"):
+            zerokit.save(directory, optimizer, step=2)
+    with pytest.raises(RuntimeError, match="the user's own"), ema.applied():
+        raise RuntimeError("the user's own")
+    one_step(model, optimizer, case, run, 2, Trajectory())
+    zerokit.save(directory, optimizer, step=3)
+
+
+def test_misuse_is_refused_with_the_line_to_write(tmp_path: Path) -> None:
+    run_ranks(2, _misuse, str(tmp_path / "run"))
+
+
+def _frozen_later() -> None:
+    case, run = CASES["gpt"], Run(stage=2, bucket_mb=SMALL)
+    model = build_seeded(case, 0)
+    optimizer = wrap(model, case, run)
+    ema = zerokit.Ema(optimizer, decay=0.5)
+    ema.update()
+    name, parameter = next(iter(model.named_parameters()))
+    before = _whole_weights(model)[name]
+    parameter.requires_grad_(False)
+    for step in range(2):
+        one_step(model, optimizer, case, run, step, Trajectory())
+        ema.update()
+    assert torch.equal(_averages(optimizer)[name], before)
+    parameter.requires_grad_(True)
+    one_step(model, optimizer, case, run, 2, Trajectory())
+    ema.update()
+    assert not torch.equal(_averages(optimizer)[name], before)
+
+
+def test_what_is_frozen_later_keeps_its_average() -> None:
+    run_ranks(2, _frozen_later)
+
+
+def _own_state() -> None:
+    model = build_seeded(CASES["gpt"], 0)
+    optimizer = wrap(model, CASES["gpt"], Run(stage=1))
+    ema = zerokit.Ema(optimizer, decay=0.5)
+    for step in range(2):
+        one_step(model, optimizer, CASES["gpt"], Run(), step, Trajectory())
+        ema.update()
+    state = copy.deepcopy(dict(optimizer.state_dict()))
+    kept = {name: value.clone() for name, value in _averages(optimizer).items()}
+    one_step(model, optimizer, CASES["gpt"], Run(), 2, Trajectory())
+    ema.update()
+    optimizer.load_state_dict(state)
+    again = _averages(optimizer)
+    assert all(torch.equal(again[name], value) for name, value in kept.items())
+
+
+def test_the_optimizers_own_state_has_this_ranks_part() -> None:
+    run_ranks(2, _own_state)

@@ -1,0 +1,195 @@
+"""`Ema`: an exponential moving average of the weights, divided over ranks like the optimizer's states.
+
+It is kept as a state of the flat tensors, beside the optimizer's own, so that whatever cuts, saves, loads or reshards
+these does the same to it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zerokit.errors import UsageError
+from zerokit.runtime.optimizer import EMA, ZeroOptimizer
+from zerokit.runtime.storage import Flat
+from zerokit.runtime.update import write_back
+
+
+class Ema:
+    """Averages the master weights: average ← decay · average + (1 − decay) · weights, at each `update`.
+
+    A rank averages what it updates: 4 bytes an element of its shard with fp32 masters, so 4Ψ/N bytes, or 4Ψ at stage 0.
+    The first `update` copies the weights, as `torch.optim.swa_utils.AveragedModel` does. Frozen parameters do not
+    change, and buffers are the model's.
+
+    The average is part of the optimizer's state. `zerokit.save` writes it as a stream `ema` beside `master`, which any
+    number of ranks can load into an optimizer that has an `Ema`; `optimizer.state_dict()` has this rank's part.
+    `decay` is not saved: it is an attribute, and may be set anew. `zerokit.consolidate(…, stream="ema")` writes the
+    averaged weights of a checkpoint for Hugging Face's loaders.
+
+        ema = zerokit.Ema(optimizer, decay=0.999)
+        ...
+        optimizer.step()
+        ema.update()
+        ...
+        with ema.applied():
+            evaluate(model)
+
+    Args:
+        optimizer: whose weights are averaged; it has at most one average.
+        decay: from 0 (the weights as they are) to 1 (the average stays).
+
+    Raises:
+        UsageError: for a decay outside 0 to 1, and for an optimizer that has an average, or a state of that name.
+    """
+
+    def __init__(self, optimizer: ZeroOptimizer, decay: float = 0.999) -> None:
+        if not isinstance(optimizer, ZeroOptimizer):
+            raise UsageError(
+                f"the first argument is a {type(optimizer).__name__}: pass the ZeroOptimizer, zerokit.Ema(optimizer, "
+                "decay=0.999)"
+            )
+        if optimizer.ema is not None:
+            raise UsageError("this optimizer has an average already: use optimizer.ema")
+        if EMA in optimizer.parts.states.kinds:
+            raise UsageError(
+                f"{type(optimizer.parts.inner).__name__} keeps a state called {EMA!r} itself: its checkpoints could "
+                "not tell the two apart"
+            )
+        self.decay = decay
+        self._optimizer = weakref.ref(
+            optimizer
+        )  # which holds this object: a cycle would keep the model's memory
+        self._parts = optimizer.parts
+        _keep_aside(optimizer.parts.inner)
+        optimizer.ema = self
+
+    @property
+    def decay(self) -> float:
+        """The weight of the past at the next `update`."""
+        return self._decay
+
+    @decay.setter
+    def decay(self, decay: float) -> None:
+        if not 0.0 <= decay <= 1.0:
+            raise UsageError(f"decay={decay!r}: expected a number from 0 to 1, such as 0.999")
+        self._decay = float(decay)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take the current weights into the average; call it after `step`. Nothing is communicated.
+
+        Raises `UsageError` inside `applied()`.
+        """
+        self._living().require_own_weights("update()")
+        self._parts.walk.absorb_changes()
+        averages, weights = [], []
+        for flat in self._flats():
+            state = self._parts.inner.state[flat.tensor]
+            if EMA in state:
+                averages.append(state[EMA])
+                weights.append(flat.tensor.detach())
+            else:
+                state[EMA] = flat.tensor.detach().clone()
+        if averages:
+            torch._foreach_lerp_(averages, weights, 1.0 - self.decay)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Inside, the model has the averaged weights; afterwards its own again, to the bit. All ranks enter together.
+
+        Costs the memory of the largest flat tensor, and at stages 1 and 2 a gather of the weights at either end. The
+        model can run inside, and `gathered()` and `state_dict()` show averages; changes made there stay in the average.
+
+        Raises `UsageError` before the first `update`, and where the weights cannot be exchanged now; inside, `step`,
+        `zerokit.save` and `zerokit.load` are refused.
+        """
+        optimizer = self._living()
+        self._require_exchangeable(optimizer)
+        before = optimizer.refusal
+        self._exchange()
+        optimizer.refusal = "the model has its averaged weights: leave `with ema.applied():` first"
+        optimizer.averaged = True
+        try:
+            yield
+        finally:
+            self._exchange()
+            optimizer.refusal, optimizer.averaged = before, False
+
+    def _require_exchangeable(self, optimizer: ZeroOptimizer) -> None:
+        optimizer.require_own_weights("applied()")
+        if optimizer.refusal:
+            raise UsageError(f"applied() refused: {optimizer.refusal}")
+        if self._parts.gathering.is_open:
+            raise UsageError("applied() inside gathered(): enter applied() first, and gathered() inside")
+        if self._parts.gradients.shown:
+            raise UsageError("applied() inside gathered_gradients(): leave that context first")
+        self._parts.control.finish()
+        # A rank that owns nothing cannot tell by itself.
+        begun = any(EMA in self._state(flat) for flat in self._flats())
+        agreed = torch.tensor([float(begun)], device=self._parts.collectives.device)
+        self._parts.collectives.all_reduce(agreed, dist.ReduceOp.MAX)
+        if not self._parts.collectives.read(agreed)[0]:
+            raise UsageError("applied() before the first update(): there is no average yet")
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        """Weights and averages change places, on every rank."""
+        parts = self._parts
+        parts.control.finish()
+        parts.walk.absorb_changes()
+        parts.gathering.free_all()
+        parts.collectives.wait_for_readers()
+        for flat in self._flats():
+            average = self._state(flat).get(EMA)
+            if average is not None:
+                weights: Tensor = flat.tensor.detach()
+                held = weights.clone()
+                weights.copy_(average)
+                average.copy_(held)
+        write_back(parts.storages)
+        parts.gathering.gather_updated()
+
+    def _living(self) -> ZeroOptimizer:
+        optimizer = self._optimizer()
+        if optimizer is None:
+            raise UsageError("the optimizer of this average is gone: keep it as long as its Ema")
+        return optimizer
+
+    def _flats(self) -> Iterator[Flat]:
+        for storage in self._parts.storages:
+            yield from storage.flats
+
+    def _state(self, flat: Flat) -> dict[str, Any]:
+        state: dict[str, Any] = self._parts.inner.state.get(flat.tensor, {})
+        return state
+
+
+def _keep_aside(inner: Optimizer) -> None:
+    """Hide averages from `inner.step()` where there is nothing else: an optimizer makes its states where it finds none.
+
+    That is so before its first step, and for parameters that are frozen later.
+    """
+    aside: dict[Tensor, Tensor] = {}
+
+    def hide(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        show(optimizer, args, kwargs)  # what a step that failed has left
+        for group in optimizer.param_groups:
+            for tensor in group["params"]:
+                if optimizer.state.get(tensor, {}).keys() == {EMA}:
+                    aside[tensor] = optimizer.state.pop(tensor)[EMA]
+
+    def show(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        while aside:
+            tensor, average = aside.popitem()
+            optimizer.state[tensor][EMA] = average
+
+    inner.register_step_pre_hook(hide)
+    inner.register_step_post_hook(show)
