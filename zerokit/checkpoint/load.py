@@ -148,10 +148,10 @@ def _prepare(
     match = match_state(
         checkpoint.manifest, parts, averaged=averaged, strict=strict, weights_only=weights_only
     )
-    return match, _extra(checkpoint, weights_only=weights_only)
+    return match, read_extra(checkpoint, weights_only=weights_only)
 
 
-def _extra(checkpoint: Checkpoint, *, weights_only: bool) -> dict[str, Any]:
+def read_extra(checkpoint: Checkpoint, *, weights_only: bool = False) -> dict[str, Any]:
     """`extra.json`, decoded; tensors of `common` in their places. Beside weights what the user gave matters only."""
     plain = checkpoint.extra_plain()
     kinds: dict[str, type] = {"step": int, "user": object}

@@ -1,0 +1,489 @@
+"""`ZeroStrategy`: zerokit's runtime and checkpoints for `lightning.Trainer(strategy=ZeroStrategy(stage=3))`.
+
+The whole of `training_step` runs as one forward pass of the runtime, so it may call the module itself, parts of it, or
+read parameters. With manual optimization it runs as it is, because backward passes happen inside it: there, only
+`forward` and submodules may be called.
+"""
+
+from __future__ import annotations
+
+import datetime
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zerokit.checkpoint.arrays import to_array
+from zerokit.checkpoint.consolidate import BUFFER_PREFIX
+from zerokit.checkpoint.disk import staged
+from zerokit.checkpoint.load import load, read_extra
+from zerokit.checkpoint.reader import Checkpoint
+from zerokit.checkpoint.save import save
+from zerokit.checkpoint.together import Together
+from zerokit.errors import CheckpointError, UsageError
+from zerokit.runtime import LossScale, Precision, ZeroOptimizer
+from zerokit.runtime.guard import ticket_of
+from zerokit.runtime.modules import UnitRule
+from zerokit.runtime.optimizer import DEFAULT_BUCKET_MB
+
+
+def _lightning() -> str:
+    """The package that the program uses: both may be installed, and their classes do not mix."""
+    names = {"lightning.pytorch": "lightning", "pytorch_lightning": "pytorch_lightning"}
+    for module in names:
+        if module in sys.modules:
+            return module
+    for module, package in names.items():
+        if find_spec(package) is not None:
+            return module
+    raise ImportError("ZeroStrategy needs Lightning: pip install pytorch-lightning (or lightning)")
+
+
+_NAME = _lightning()
+_DDPStrategy: Any = import_module(f"{_NAME}.strategies").DDPStrategy
+_ForwardRedirection: Any = import_module(f"{_NAME}.strategies.strategy")._ForwardRedirection
+_PrecisionPlugin: Any = import_module(f"{_NAME}.plugins.precision").Precision
+
+_FITTING = "fit"
+PRECISIONS: Mapping[str, str | Precision] = {
+    "32-true": "fp32",
+    "bf16-mixed": "bf16",
+    "16-mixed": "fp16",
+    "bf16-true": Precision(torch.bfloat16, torch.bfloat16, torch.bfloat16),
+}
+"""What `Trainer(precision=…)` means here: mixed precision has masters in fp32 and computes in half."""
+
+
+class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
+    """Trains a LightningModule with `ZeroOptimizer`, and checkpoints it with `zerokit.save`.
+
+    `configure_optimizers` returns an elementwise torch optimizer as always (AdamW, SGD, …); before training it is
+    turned into a `ZeroOptimizer` of the same class, groups and options, and schedulers are attached to that one.
+    Losses, steps and norms are those of `strategy="ddp"`.
+
+        trainer = lightning.Trainer(strategy=ZeroStrategy(stage=3), devices=8, precision="bf16-mixed")
+
+    A checkpoint is a run directory of zerokit with one step: `trainer.fit(…, ckpt_path=…)` continues from it at any
+    world size and stage, `zerokit consolidate` makes a folder for Hugging Face's loaders of it. Lightning's own state
+    and what `on_save_checkpoint` adds is its `extra`: JSON-like data and tensors; other objects are refused by name.
+
+    Args:
+        stage: what is divided over ranks: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters.
+        precision: "fp32", "bf16", "fp16" or a `Precision`; by default what `Trainer(precision=…)` stands for.
+        units, bucket_mb, prefetch, init_fn, loss_scale: as for `ZeroOptimizer`.
+        timeout: of collectives; by default torch's.
+        **options: of Lightning's `DDPStrategy`: accelerator, cluster_environment, process_group_backend, start_method.
+
+    Raises:
+        UsageError: for what does not go together, with the line to write instead, when training is set up.
+    """
+
+    strategy_name = "zerokit"
+
+    def __init__(
+        self,
+        stage: int = 3,
+        *,
+        precision: str | Precision | None = None,
+        units: UnitRule | None = None,
+        bucket_mb: float = DEFAULT_BUCKET_MB,
+        prefetch: int = 1,
+        init_fn: Callable[[nn.Module], None] | None = None,
+        loss_scale: LossScale | None = None,
+        timeout: datetime.timedelta | None = None,
+        **options: Any,
+    ) -> None:
+        unknown = set(options) - _OPTIONS
+        if unknown:
+            raise UsageError(
+                f"ZeroStrategy has no option {', '.join(sorted(unknown))}: expected stage, precision, units, bucket_mb, "
+                f"prefetch, init_fn, loss_scale, timeout, {', '.join(sorted(_OPTIONS))}"
+            )
+        self._chosen = None if precision is None else Precision.of(precision)
+        self._settings: dict[str, Any] = {
+            "stage": stage,
+            "units": units,
+            "bucket_mb": bucket_mb,
+            "prefetch": prefetch,
+            "init_fn": init_fn,
+            "loss_scale": loss_scale,
+        }
+        self.zero_optimizer: ZeroOptimizer | None = None
+        """The optimizer that trains; None before `fit` has set it up."""
+        if timeout is not None:
+            options["timeout"] = timeout
+        super().__init__(**options)
+        self._forward_redirection = _ForwardRedirection()
+
+    # ---- precision
+
+    @property
+    def precision_plugin(self) -> Any:
+        return self._precision_plugin if self._precision_plugin is not None else ZeroPrecision("32-true")
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Any) -> None:
+        if plugin is not None and not isinstance(plugin, ZeroPrecision):
+            plugin = ZeroPrecision(_flag_of(plugin, chosen=self._chosen is not None))
+        self._precision_plugin = plugin
+
+    def _precision(self) -> Precision:
+        return self._chosen or Precision.of(PRECISIONS[self.precision_plugin.precision])
+
+    # ---- setting up
+
+    def setup(self, trainer: Any) -> None:
+        """Called by the Trainer: places the module, and divides it where it is to be trained."""
+        self.accelerator.setup(trainer)
+        module = self.lightning_module
+        fitting = trainer.state.fn == _FITTING
+        root: _Root | None = module.__dict__.get(_ROOT)
+        if root is not None:
+            if fitting:
+                raise UsageError(
+                    f"{type(module).__name__} has been divided by an earlier fit(): build the module anew, and go on "
+                    "with trainer.fit(new_module, ckpt_path=…)"
+                )
+            # Its weights stay divided: validate, test and predict run as in training.
+            self.model, self.zero_optimizer = root, root.optimizer
+            return
+        self.model = module
+        if fitting and self._layer_sync:
+            self.model = self._layer_sync.apply(module)
+        if not any(tensor.is_meta for tensor in [*module.parameters(), *module.buffers()]):
+            self.model_to_device()
+        if fitting:
+            _refuse_conflicts(module, trainer)
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Turn what `configure_optimizers` returns into a `ZeroOptimizer` over the module."""
+        super().setup_optimizers(trainer)
+        module = self.lightning_module
+        given = _only_optimizer(self.optimizers)
+        root = _Root(module)
+        options, groups = _options_of(given)
+        zero = ZeroOptimizer(
+            root,
+            type(given),
+            params=groups,
+            precision=self._precision(),
+            **self._settings,
+            **options,
+        )
+        root.__dict__["optimizer"] = zero
+        _share_methods(root, module)
+        module.__dict__[_ROOT] = root
+        for config in self.lr_scheduler_configs:
+            _attach(config.scheduler, given, zero)
+        _note_steps(zero)
+        self.optimizers = [zero]
+        self.zero_optimizer = zero
+        self.precision_plugin.optimizer = zero
+        self.model = root if module.automatic_optimization else module
+
+    @property
+    def optimizers(self) -> list[Any]:
+        found: list[Any] = self._optimizers
+        return found
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Any]) -> None:
+        _DDPStrategy.optimizers.fset(self, optimizers)
+        # Lightning's wrapper takes over the class: its methods would set the wrapper's attributes, not the optimizer's.
+        for wrapper, zero in zip(self._lightning_optimizers, optimizers, strict=True):
+            if isinstance(zero, ZeroOptimizer):
+                for name, value in vars(ZeroOptimizer).items():
+                    if callable(value) and not name.startswith("__") and name != "step":
+                        wrapper.__dict__[name] = getattr(zero, name)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Inside, backward passes add up on this rank: `accumulate_grad_batches`, and `toggle_model(sync_grad=False)`."""
+        with self._require_optimizer().accumulate():
+            yield
+
+    def _require_optimizer(self) -> ZeroOptimizer:
+        if self.zero_optimizer is None:
+            raise UsageError("there is no ZeroOptimizer before fit() has set the training up")
+        return self.zero_optimizer
+
+    def teardown(self) -> None:
+        """Leave the module where it is: its weights lie in zerokit's storage."""
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+
+    # ---- checkpoints
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        return False
+
+    @property
+    def checkpoint_io(self) -> Any:
+        return _DDPStrategy.checkpoint_io.fget(self)
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: Any) -> None:
+        if io is not None:
+            raise UsageError(
+                f"{type(io).__name__} cannot write what ranks hold in pieces: leave the CheckpointIO plugin out, "
+                "ZeroStrategy writes zerokit's directories"
+            )
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Nothing where zerokit writes the weights itself."""
+        return {} if self.zero_optimizer is not None else self.lightning_module.state_dict()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Nothing: zerokit writes it."""
+        return {}
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
+    ) -> None:
+        """Write `filepath` as a run directory with one step; one that is there is replaced at once, when it is whole."""
+        if storage_options is not None:
+            raise UsageError("storage_options have no meaning for zerokit's directories: leave them out")
+        zero = self._require_optimizer()
+        target = Path(filepath).absolute()
+        together = Together(zero.parts.collectives)
+        extra = {key: value for key, value in checkpoint.items() if key not in _ZEROKITS}
+
+        def begin() -> Path:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if target.is_symlink():
+                target.unlink()
+            return stack.enter_context(staged(target, force=target.exists()))
+
+        with ExitStack() as stack:
+            work = together.on_first(begin)
+            save(work, zero, step=int(checkpoint["global_step"]), extra=extra)
+            together.on_first(stack.close)
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load weights and optimizer from a directory that any number of ranks saved; Lightning's part is returned."""
+        path = Path(checkpoint_path)
+        if not path.is_dir():
+            raise CheckpointError(
+                f"{path}: not a directory of zerokit's. For weights of a .ckpt file write "
+                "module.load_state_dict(torch.load(path)['state_dict']) before fit(), without ckpt_path"
+            )
+        strict = bool(self.lightning_module.strict_loading)
+        if self.zero_optimizer is not None:
+            loaded = load(path, self.zero_optimizer, strict=strict)
+        else:
+            checkpoint = Checkpoint(path)
+            self.lightning_module.load_state_dict(_weights(checkpoint), strict=strict)
+            loaded = read_extra(checkpoint)["user"]
+        if not isinstance(loaded, dict) or "loops" not in loaded:
+            raise CheckpointError(
+                f"{path} was not saved by Lightning: take its weights with zerokit consolidate, or its whole state "
+                "with zerokit.load(path, trainer.strategy.zero_optimizer) in on_train_start"
+            )
+        return {**loaded, "state_dict": {}, "optimizer_states": []}
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Nothing is left to do: `load_checkpoint` has loaded the weights."""
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Nothing is left to do: `load_checkpoint` has loaded the states."""
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """It has no name: it is given to the Trainer as an object."""
+
+
+_OPTIONS = {
+    "accelerator",
+    "cluster_environment",
+    "parallel_devices",
+    "process_group_backend",
+    "start_method",
+}
+_ZEROKITS = ("state_dict", "optimizer_states")
+_ROOT = "_zerokit_root"
+
+
+class ZeroPrecision(_PrecisionPlugin):  # type: ignore[misc]
+    """Lightning's precision hooks, answered by the `ZeroOptimizer`: it casts, scales and clips.
+
+    `precision` is a flag of Lightning, such as "bf16-mixed".
+    """
+
+    def __init__(self, precision: str) -> None:
+        super().__init__()
+        self.precision = precision
+        self.optimizer: ZeroOptimizer | None = None
+
+    def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        """Differentiate the loss, scaled in fp16. A `backward` of the module's own is called where nothing is scaled."""
+        assert self.optimizer is not None
+        own = type(model).backward.__module__ != f"{_NAME}.core.module"
+        if own and self.optimizer.scaler is not None:
+            raise UsageError(
+                f"{type(model).__name__}.backward() would differentiate the loss without its fp16 scale: remove it, or "
+                'train with precision="bf16-mixed"'
+            )
+        if own or args or set(kwargs) - {"retain_graph", "create_graph"}:
+            model.backward(tensor, *args, **kwargs)
+        else:
+            self.optimizer.backward(tensor, **kwargs)
+
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        """Scale gradients down to the global norm `clip_val`; `last_norm` tells what it was."""
+        assert self.optimizer is not None
+        self.optimizer.clip_grad_norm_(clip_val)
+
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
+        """Clamp every element of the gradients to ±`clip_val`. Costs whole gradients."""
+        assert self.optimizer is not None
+        with self.optimizer.gathered_gradients():
+            nn.utils.clip_grad_value_(self.optimizer.parts.model.parameters(), clip_val)
+
+
+class _Root(nn.Module):
+    """A module's own parameters, buffers and submodules under a second root, whose forward is the whole step.
+
+    The runtime announces passes by the root's hooks; the module's `forward` may then be called inside like any other.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["module"] = module
+        for name in _SHARED:
+            self.__dict__[name] = module.__dict__[name]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__["module"].forward(*args, **kwargs)
+
+    optimizer: ZeroOptimizer
+
+
+_SHARED = (
+    "_parameters",
+    "_buffers",
+    "_modules",
+    "_non_persistent_buffers_set",
+    "_state_dict_pre_hooks",
+    "_state_dict_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+
+
+def _share_methods(root: _Root, module: nn.Module) -> None:
+    """What the runtime installs in its root, such as `state_dict()` that gathers, belongs to the module, too."""
+    for name, value in root.__dict__.items():
+        if callable(value) and name not in ("module", "optimizer", *_SHARED):
+            module.__dict__.setdefault(name, value)
+
+
+def _flag_of(plugin: Any, *, chosen: bool) -> str:
+    """Lightning's flag for a precision plugin. Raises `UsageError` where it cannot be kept."""
+    flag = str(getattr(plugin, "precision", ""))
+    known = type(plugin).__name__ in ("Precision", "MixedPrecision", "HalfPrecision")
+    if not known or flag not in PRECISIONS:
+        raise UsageError(
+            f"Trainer(precision={flag!r}, {type(plugin).__name__}) cannot be kept by zerokit: choose one of "
+            f"{', '.join(map(repr, PRECISIONS))}, or ZeroStrategy(precision=zerokit.Precision(…))"
+        )
+    if chosen and flag != "32-true":
+        raise UsageError(
+            f"Trainer(precision={flag!r}) and ZeroStrategy(precision=…) both choose: leave one of them out"
+        )
+    return flag
+
+
+def _refuse_conflicts(module: Any, trainer: Any) -> None:
+    if getattr(module, "_compiler_ctx", None) is not None:
+        raise UsageError(
+            "the whole module is compiled, which hides its modules' hooks: compile the repeated blocks instead, for "
+            "example `for block in self.blocks: block.mlp.compile()` in __init__, and pass the plain module to fit()"
+        )
+    if any(ticket_of(parameter) is not None for parameter in module.parameters()):
+        raise UsageError(
+            f"{type(module).__name__} is managed by a ZeroOptimizer already: return a torch optimizer from "
+            "configure_optimizers, ZeroStrategy makes a ZeroOptimizer of it"
+        )
+
+
+def _only_optimizer(optimizers: list[Optimizer]) -> Optimizer:
+    if len(optimizers) != 1:
+        raise UsageError(
+            f"configure_optimizers returned {len(optimizers)} optimizers, and a module is divided by one: return one with "
+            "a parameter group for each part, which may have its own options"
+        )
+    (given,) = optimizers
+    if type(given).__name__ == "_MockOptimizer":
+        raise UsageError("configure_optimizers returned None: return an optimizer, torch.optim.AdamW(self.parameters())")
+    if given.state:
+        raise UsageError(
+            "configure_optimizers returned an optimizer that has stepped or loaded a state already: return a new one, and "
+            "continue with trainer.fit(…, ckpt_path=…)"
+        )
+    return given
+
+
+def _options_of(given: Optimizer) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The options to build `given`'s class with, and its groups; a kernel that nobody chose is left open."""
+
+    def chosen(values: Mapping[str, Any]) -> dict[str, Any]:
+        kernels = ("fused", "foreach")
+        return {name: value for name, value in values.items() if name not in kernels or value is not None}
+
+    accepted = inspect.signature(type(given)).parameters
+    anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
+    options = {
+        name: value for name, value in chosen(given.defaults).items() if name in accepted or anything
+    }
+    return options, [chosen(group) for group in given.param_groups]
+
+
+def _attach(scheduler: Any, given: Optimizer, zero: ZeroOptimizer) -> None:
+    """Let a scheduler, and those it is made of, drive `zero` in the place of `given`."""
+    if getattr(scheduler, "optimizer", None) is given:
+        scheduler.optimizer = zero
+    for inner in getattr(scheduler, "_schedulers", ()):
+        _attach(inner, given, zero)
+
+
+def _note_steps(zero: ZeroOptimizer) -> None:
+    """Schedulers warn unless the optimizer that they were made with notes its steps, as torch has it do."""
+    step = zero.step
+
+    def noted(closure: Callable[[], float] | None = None) -> float | None:
+        zero.__dict__["_opt_called"] = True
+        return step(closure)
+
+    noted.__dict__["_wrapped_by_lr_sched"] = True
+    zero.__dict__["step"] = noted
+
+
+def _weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """The weights and buffers of a checkpoint, whole, by every name."""
+    found = {}
+    for parameter in checkpoint.layout.parameters:
+        stream = "master" if parameter.trainable else "param"
+        value = torch.as_tensor(checkpoint.read(stream, parameter.name))
+        found.update(dict.fromkeys((parameter.name, *parameter.aliases), value))
+    for name in checkpoint.common_names:
+        if name.startswith(BUFFER_PREFIX):
+            dtype, shape, data = checkpoint.common_tensor(name)
+            value = torch.as_tensor(to_array(data, dtype, shape)).clone()
+            found[name.removeprefix(BUFFER_PREFIX)] = value
+    return found
