@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import datetime
 import inspect
+import secrets
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -71,8 +74,8 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
 
         trainer = lightning.Trainer(strategy=ZeroStrategy(stage=3), devices=8, precision="bf16-mixed")
 
-    A checkpoint is a run directory of zerokit with one step: `trainer.fit(…, ckpt_path=…)` continues from it at any
-    world size and stage, `zerokit consolidate` makes a folder for Hugging Face's loaders of it. Lightning's own state
+    A checkpoint is a directory of zerokit's: `trainer.fit(…, ckpt_path=…)` continues from it at any world size and
+    stage, `zerokit consolidate` makes a folder for Hugging Face's loaders of it. Lightning's own state
     and what `on_save_checkpoint` adds is its `extra`: JSON-like data and tensors; other objects are refused by name.
 
     Args:
@@ -104,8 +107,8 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
         unknown = set(options) - _OPTIONS
         if unknown:
             raise UsageError(
-                f"ZeroStrategy has no option {', '.join(sorted(unknown))}: expected stage, precision, units, bucket_mb, "
-                f"prefetch, init_fn, loss_scale, timeout, {', '.join(sorted(_OPTIONS))}"
+                f"ZeroStrategy has no option {', '.join(sorted(unknown))}: expected stage, precision, units, "
+                f"bucket_mb, prefetch, init_fn, loss_scale, timeout, {', '.join(sorted(_OPTIONS))}"
             )
         self._chosen = None if precision is None else Precision.of(precision)
         self._settings: dict[str, Any] = {
@@ -145,15 +148,15 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
         self.accelerator.setup(trainer)
         module = self.lightning_module
         fitting = trainer.state.fn == _FITTING
-        root: _Root | None = module.__dict__.get(_ROOT)
-        if root is not None:
+        managed: _Managed | None = module.__dict__.get(_MANAGED)
+        if managed is not None:
             if fitting:
                 raise UsageError(
                     f"{type(module).__name__} has been divided by an earlier fit(): build the module anew, and go on "
                     "with trainer.fit(new_module, ckpt_path=…)"
                 )
             # Its weights stay divided: validate, test and predict run as in training.
-            self.model, self.zero_optimizer = root, root.optimizer
+            self.model, self.zero_optimizer = managed.root, managed.optimizer
             return
         self.model = module
         if fitting and self._layer_sync:
@@ -170,7 +173,8 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
         super().setup_optimizers(trainer)
         module = self.lightning_module
         given = _only_optimizer(self.optimizers)
-        root = _Root(module)
+        # Manual optimization differentiates inside the step, which then cannot be one forward pass.
+        root = _Root(module) if module.automatic_optimization else module
         options, groups = _options_of(given)
         zero = ZeroOptimizer(
             root,
@@ -180,16 +184,15 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
             **self._settings,
             **options,
         )
-        root.__dict__["optimizer"] = zero
         _share_methods(root, module)
-        module.__dict__[_ROOT] = root
+        module.__dict__[_MANAGED] = _Managed(root, zero)
         for config in self.lr_scheduler_configs:
             _attach(config.scheduler, given, zero)
         _note_steps(zero)
         self.optimizers = [zero]
         self.zero_optimizer = zero
         self.precision_plugin.optimizer = zero
-        self.model = root if module.automatic_optimization else module
+        self.model = root
 
     @property
     def optimizers(self) -> list[Any]:
@@ -208,7 +211,7 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Inside, backward passes add up on this rank: `accumulate_grad_batches`, and `toggle_model(sync_grad=False)`."""
+        """Inside, backward passes add up on this rank, for `accumulate_grad_batches`."""
         with self._require_optimizer().accumulate():
             yield
 
@@ -256,7 +259,7 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
     ) -> None:
-        """Write `filepath` as a run directory with one step; one that is there is replaced at once, when it is whole."""
+        """Write `filepath` as a step's directory; one that is there is replaced when the new one is whole."""
         if storage_options is not None:
             raise UsageError("storage_options have no meaning for zerokit's directories: leave them out")
         zero = self._require_optimizer()
@@ -266,16 +269,25 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
 
         def begin() -> Path:
             target.parent.mkdir(parents=True, exist_ok=True)
+            run = target.parent / f".{target.name[:60]}.run-{secrets.token_hex(6)}"
+            stack.callback(shutil.rmtree, run, ignore_errors=True)
+            return run
+
+        def commit() -> None:
             if target.is_symlink():
                 target.unlink()
-            return stack.enter_context(staged(target, force=target.exists()))
+            with staged(target, force=True) as directory:
+                for file in written.iterdir():
+                    file.rename(directory / file.name)
 
         with ExitStack() as stack:
-            work = together.on_first(begin)
-            save(work, zero, step=int(checkpoint["global_step"]), extra=extra)
-            together.on_first(stack.close)
+            run = together.on_first(begin)
+            written = save(run, zero, step=int(checkpoint["global_step"]), extra=extra)
+            together.on_first(commit)
 
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
         """Load weights and optimizer from a directory that any number of ranks saved; Lightning's part is returned."""
         path = Path(checkpoint_path)
         if not path.is_dir():
@@ -316,7 +328,15 @@ _OPTIONS = {
     "start_method",
 }
 _ZEROKITS = ("state_dict", "optimizer_states")
-_ROOT = "_zerokit_root"
+_MANAGED = "_zerokit_strategy"
+
+
+@dataclass(frozen=True)
+class _Managed:
+    """What a divided module was handed to; kept by the module, whose weights live there."""
+
+    root: nn.Module
+    optimizer: ZeroOptimizer
 
 
 class ZeroPrecision(_PrecisionPlugin):  # type: ignore[misc]
@@ -331,7 +351,7 @@ class ZeroPrecision(_PrecisionPlugin):  # type: ignore[misc]
         self.optimizer: ZeroOptimizer | None = None
 
     def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        """Differentiate the loss, scaled in fp16. A `backward` of the module's own is called where nothing is scaled."""
+        """Differentiate the loss, scaled in fp16. Without one, a `backward` of the module's own is called."""
         assert self.optimizer is not None
         own = type(model).backward.__module__ != f"{_NAME}.core.module"
         if own and self.optimizer.scaler is not None:
@@ -371,8 +391,6 @@ class _Root(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.__dict__["module"].forward(*args, **kwargs)
 
-    optimizer: ZeroOptimizer
-
 
 _SHARED = (
     "_parameters",
@@ -386,10 +404,10 @@ _SHARED = (
 )
 
 
-def _share_methods(root: _Root, module: nn.Module) -> None:
+def _share_methods(root: nn.Module, module: nn.Module) -> None:
     """What the runtime installs in its root, such as `state_dict()` that gathers, belongs to the module, too."""
     for name, value in root.__dict__.items():
-        if callable(value) and name not in ("module", "optimizer", *_SHARED):
+        if callable(value) and name not in ("module", *_SHARED):
             module.__dict__.setdefault(name, value)
 
 
@@ -425,16 +443,18 @@ def _refuse_conflicts(module: Any, trainer: Any) -> None:
 def _only_optimizer(optimizers: list[Optimizer]) -> Optimizer:
     if len(optimizers) != 1:
         raise UsageError(
-            f"configure_optimizers returned {len(optimizers)} optimizers, and a module is divided by one: return one with "
-            "a parameter group for each part, which may have its own options"
+            f"configure_optimizers returned {len(optimizers)} optimizers, and a module is divided by one: return one "
+            "with a parameter group for each part, which may have its own options"
         )
     (given,) = optimizers
     if type(given).__name__ == "_MockOptimizer":
-        raise UsageError("configure_optimizers returned None: return an optimizer, torch.optim.AdamW(self.parameters())")
+        raise UsageError(
+            "configure_optimizers returned None: return an optimizer, torch.optim.AdamW(self.parameters())"
+        )
     if given.state:
         raise UsageError(
-            "configure_optimizers returned an optimizer that has stepped or loaded a state already: return a new one, and "
-            "continue with trainer.fit(…, ckpt_path=…)"
+            "configure_optimizers returned an optimizer that has stepped or loaded a state already: return a new one, "
+            "and continue with trainer.fit(…, ckpt_path=…)"
         )
     return given
 
@@ -448,9 +468,7 @@ def _options_of(given: Optimizer) -> tuple[dict[str, Any], list[dict[str, Any]]]
 
     accepted = inspect.signature(type(given)).parameters
     anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
-    options = {
-        name: value for name, value in chosen(given.defaults).items() if name in accepted or anything
-    }
+    options = {name: value for name, value in chosen(given.defaults).items() if name in accepted or anything}
     return options, [chosen(group) for group in given.param_groups]
 
 

@@ -1,0 +1,375 @@
+"""`ZeroStrategy` beside Lightning's own `strategy="ddp"`: losses, norms, steps; checkpoints; what is refused."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import zerokit
+from tests.support.distributed import run_ranks
+
+if find_spec("lightning") is None and find_spec("pytorch_lightning") is None:
+    pytest.skip("needs lightning or pytorch-lightning", allow_module_level=True)
+
+EPOCHS, BATCHES = 2, 6
+
+
+def _pl() -> Any:
+    """Lightning, in an environment as torchrun makes it; imported in the ranks only."""
+    os.environ.update(
+        RANK=str(dist.get_rank()),
+        LOCAL_RANK=str(dist.get_rank()),
+        WORLD_SIZE=str(dist.get_world_size()),
+        LOCAL_WORLD_SIZE=str(dist.get_world_size()),
+        GROUP_RANK="0",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="1",  # the process group is there already
+        TORCHELASTIC_RUN_ID="test",
+    )
+    # Lightning's own advice: few workers, no logger. What schedulers say of an optimizer that is not theirs counts.
+    warnings.simplefilter("ignore")
+    warnings.filterwarnings("error", message=".*lr_scheduler.*")
+    for name in ("lightning.pytorch", "pytorch_lightning", "lightning.fabric", "lightning_fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    return import_module("lightning.pytorch" if find_spec("lightning") is not None else "pytorch_lightning")
+
+
+def _module(pl: Any, **changes: Any) -> Any:
+    """A module of two groups that reads a parameter outside `forward`; `changes` are methods of its own."""
+
+    class Net(pl.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(5)
+            self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3)))
+            self.head = nn.Linear(16, 4)
+            self.scale = nn.Parameter(torch.ones(4))
+            self.register_buffer("seen", torch.zeros(()))
+            self.losses: list[float] = []
+            self.norms: list[float] = []
+            self.validated: list[float] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.blocks(x)) * self.scale  # type: ignore[no-any-return]
+
+        def loss(self, batch: Any) -> Tensor:
+            x, y = batch
+            return nn.functional.mse_loss(self(x).float(), y)
+
+        def training_step(self, batch: Any, number: int) -> Tensor:
+            loss = self.loss(batch) + 1e-3 * self.scale.float().square().sum()
+            self.seen += 1
+            self.losses.append(loss.item())
+            self.log("train", loss)
+            return loss
+
+        def validation_step(self, batch: Any, number: int) -> None:
+            loss = self.loss(batch)
+            self.validated.append(loss.item())
+            self.log("validated", loss, sync_dist=True)
+
+        test_step = validation_step
+
+        def configure_gradient_clipping(self, optimizer: Any, **options: Any) -> None:
+            if not isinstance(optimizer, zerokit.ZeroOptimizer):
+                gradients = [p.grad for p in self.parameters() if p.grad is not None]
+                self.norms.append(nn.utils.get_total_norm(gradients).item())
+            self.clip_gradients(optimizer, **options)
+            if isinstance(optimizer, zerokit.ZeroOptimizer) and optimizer.last_norm is not None:
+                self.norms.append(optimizer.last_norm)
+
+        def configure_optimizers(self) -> Any:
+            groups = [
+                {"params": list(self.blocks.parameters()), "lr": 1e-2},
+                {"params": [*self.head.parameters(), self.scale], "weight_decay": 0.1},
+            ]
+            optimizer = torch.optim.AdamW(groups, lr=5e-3)
+            schedule = torch.optim.lr_scheduler.SequentialLR(
+                optimizer,
+                [
+                    torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3),
+                    torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20),
+                ],
+                [3],
+            )
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    for name, value in changes.items():
+        setattr(Net, name, value)
+    return Net()
+
+
+def _data(seed: int, count: int) -> Any:
+    """`count` samples; the sampler gives every rank its share, batches are equal for 1, 2 and 3 ranks together."""
+    generator = torch.Generator().manual_seed(seed)
+    x, y = torch.randn(count, 16, generator=generator), torch.randn(count, 4, generator=generator)
+    return DataLoader(TensorDataset(x, y), batch_size=12 // dist.get_world_size())
+
+
+def _trainer(pl: Any, strategy: Any, **options: Any) -> Any:
+    quiet = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": "callbacks" in options,
+    }
+    world = dist.get_world_size()
+    return pl.Trainer(
+        **{
+            "accelerator": "cpu",
+            "devices": world,
+            "max_epochs": EPOCHS,
+            "strategy": strategy,
+            **quiet,
+            **options,
+        }
+    )
+
+
+def _fit(
+    pl: Any, strategy: Any, module: Any = None, ckpt_path: Any = None, **options: Any
+) -> tuple[Any, Any]:
+    module = _module(pl) if module is None else module
+    trainer = _trainer(pl, strategy, **options)
+    trainer.fit(module, _data(1, 12 * BATCHES), _data(2, 24), ckpt_path=ckpt_path)
+    return module, trainer
+
+
+def _beside_ddp() -> None:
+    pl = _pl()
+    from zerokit.integrations.lightning import ZeroStrategy
+
+    for clipping in ("norm", "value"):
+        for accumulated in (1, 3):
+            options = {
+                "accumulate_grad_batches": accumulated,
+                "gradient_clip_val": 0.4 if clipping == "norm" else 0.02,
+                "gradient_clip_algorithm": clipping,
+            }
+            expected, ddp = _fit(pl, "ddp", **options)
+            assert len(expected.losses) == EPOCHS * BATCHES
+            for stage in (0, 1, 2, 3) if clipping == "norm" else (3,):
+                where = f"stage {stage}, {accumulated} micro-batches, clipped by {clipping}"
+                module, trainer = _fit(pl, ZeroStrategy(stage=stage), **options)
+                assert module.losses == pytest.approx(expected.losses, rel=1e-5), where
+                assert module.validated == pytest.approx(expected.validated, rel=1e-5), where
+                if clipping == "norm":
+                    assert module.norms == pytest.approx(expected.norms, rel=1e-5), where
+                    assert max(module.norms) > 0.4, "nothing was clipped"
+                assert trainer.global_step == ddp.global_step == EPOCHS * BATCHES // accumulated
+                for name in ("train", "validated"):
+                    assert float(trainer.callback_metrics[name]) == pytest.approx(
+                        float(ddp.callback_metrics[name]), rel=1e-5
+                    ), where
+                rates = [[group["lr"] for group in t.optimizers[0].param_groups] for t in (trainer, ddp)]
+                assert rates[0] == pytest.approx(rates[1])
+                assert isinstance(trainer.optimizers[0], zerokit.ZeroOptimizer)
+
+
+def test_losses_norms_and_steps_are_those_of_ddp() -> None:
+    run_ranks(2, _beside_ddp)
+
+
+def _manual_and_half() -> None:
+    pl = _pl()
+    from zerokit.integrations.lightning import ZeroStrategy
+
+    def manual(self: Any, batch: Any, number: int) -> None:
+        optimizer = self.optimizers()
+        loss = self.loss(batch)
+        self.manual_backward(loss)
+        self.losses.append(loss.item())
+        if number % 2:
+            self.clip_gradients(optimizer, gradient_clip_val=0.4, gradient_clip_algorithm="norm")
+            optimizer.step()
+            self.lr_schedulers().step()
+            optimizer.zero_grad()
+
+    results = []
+    for strategy in ("ddp", *(ZeroStrategy(stage=stage) for stage in (1, 3))):
+        module = _module(pl, training_step=manual)
+        module.automatic_optimization = False
+        _, trainer = _fit(pl, strategy, module)
+        results.append((module.losses, trainer.global_step))
+    for losses, steps in results[1:]:
+        assert losses == pytest.approx(results[0][0], rel=1e-5)
+        assert steps == results[0][1] == EPOCHS * BATCHES // 2
+
+    # Half precision: the flag is Lightning's, the masters are zerokit's.
+    losses = {}
+    for flag in ("32-true", "bf16-mixed", "bf16-true"):
+        module, trainer = _fit(pl, ZeroStrategy(stage=3), precision=flag, gradient_clip_val=0.4)
+        zero = trainer.strategy.zero_optimizer
+        assert zero.precision.compute == (torch.float32 if flag == "32-true" else torch.bfloat16)
+        assert zero.precision.master == (torch.bfloat16 if flag == "bf16-true" else torch.float32)
+        losses[flag] = module.losses
+    module, trainer = _fit(pl, ZeroStrategy(stage=2, precision="fp16"), gradient_clip_val=0.4)
+    assert trainer.strategy.zero_optimizer.loss_scale > 1
+    losses["fp16"] = module.losses
+    for flag, found in losses.items():
+        assert found == pytest.approx(losses["32-true"], rel=0.05), flag
+
+
+def test_manual_optimization_and_half_precision() -> None:
+    run_ranks(2, _manual_and_half)
+
+
+def _checkpointed(directory: str) -> list[float]:
+    pl = _pl()
+    from zerokit.integrations.lightning import ZeroStrategy
+
+    def keep(**options: Any) -> Any:
+        return pl.callbacks.ModelCheckpoint(
+            directory, monitor="validated", save_top_k=2, save_last=True, **options
+        )
+
+    def remember(self: Any, checkpoint: dict[str, Any]) -> None:
+        checkpoint["mine"] = {"of": torch.arange(3), 4: (5,)}
+
+    straight, _ = _fit(pl, ZeroStrategy(stage=2), max_epochs=5)
+    module, trainer = _fit(
+        pl, ZeroStrategy(stage=3), _module(pl, on_save_checkpoint=remember), max_epochs=3, callbacks=[keep()]
+    )
+    assert module.losses == pytest.approx(straight.losses[: 3 * BATCHES], rel=1e-6)
+    kept = sorted(path.name for path in Path(directory).iterdir())
+    assert "last.ckpt" in kept
+    assert len(kept) == 3, kept  # the two best and the last
+    best = Path(trainer.checkpoint_callback.best_model_path)
+    zerokit.verify(best)
+
+    # The module is still divided: it can be tested, and with what was best.
+    trainer.test(module, _data(2, 24), verbose=False)
+    trainer.test(module, _data(2, 24), ckpt_path="best", verbose=False)
+    assert float(trainer.callback_metrics["validated"]) == pytest.approx(
+        float(trainer.checkpoint_callback.best_model_score)
+    )
+    state = module.state_dict()
+    assert state.keys() >= {"head.weight", "scale", "seen"}
+    assert state["seen"] == 3 * BATCHES if best.name.startswith("epoch=2") else True
+
+    # Alone, without training: whole on each rank.
+    other = _trainer(pl, ZeroStrategy(stage=3))
+    fresh = _module(pl)
+    other.validate(fresh, _data(2, 24), ckpt_path=str(best), verbose=False)
+    assert float(other.callback_metrics["validated"]) == pytest.approx(
+        float(trainer.checkpoint_callback.best_model_score), rel=1e-5
+    )
+    losses: list[float] = straight.losses
+    return losses
+
+
+def _resumed(path: str, stage: int) -> list[float]:
+    pl = _pl()
+    from zerokit.integrations.lightning import ZeroStrategy
+
+    seen = []
+
+    def recall(self: Any, checkpoint: dict[str, Any]) -> None:
+        seen.append(checkpoint["mine"])
+
+    module, trainer = _fit(
+        pl, ZeroStrategy(stage=stage), _module(pl, on_load_checkpoint=recall), ckpt_path=path, max_epochs=5
+    )
+    assert trainer.global_step == 5 * BATCHES
+    assert seen[0]["of"].tolist() == [0, 1, 2]
+    assert seen[0][4] == (5,)
+    losses = torch.tensor(module.losses)
+    dist.all_reduce(losses)
+    return (losses / dist.get_world_size()).tolist()
+
+
+def _mean(losses: list[list[float]]) -> list[float]:
+    return [sum(values) / len(values) for values in zip(*losses, strict=True)]
+
+
+def test_a_checkpoint_is_resumed_by_other_world_sizes_with_equal_losses(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    straight = _mean(run_ranks(2, _checkpointed, str(directory)))
+    last = str(directory / "last.ckpt")
+    step = zerokit.Checkpoint(last).step  # as with DDP: of the last epoch that was among the best
+    assert 0 < step < 5 * BATCHES
+    for world, stage in ((1, 3), (3, 1), (2, 2)):
+        for losses in run_ranks(world, _resumed, last, stage):
+            assert losses == pytest.approx(straight[step:], rel=1e-5), world
+    zerokit.consolidate(last, tmp_path / "weights")
+    assert {"blocks.0.0.weight", "head.bias", "scale", "seen"} <= set(
+        load_file(tmp_path / "weights" / "model.safetensors")
+    )
+
+
+def _refused(directory: str) -> None:
+    pl = _pl()
+    from zerokit.integrations.lightning import ZeroStrategy
+
+    def refused(
+        match: str, strategy: Callable[[], Any] = ZeroStrategy, module: Any = None, **options: Any
+    ) -> None:
+        with pytest.raises(zerokit.ZerokitError, match=match):
+            _fit(pl, strategy(), module, **options)
+
+    refused("no option stages", lambda: ZeroStrategy(stages=2))
+    refused("stage", lambda: ZeroStrategy(stage=4))
+    refused("64-true", precision="64-true")
+    refused("leave one of them out", lambda: ZeroStrategy(precision="bf16"), precision="bf16-mixed")
+    refused("CheckpointIO plugin out", plugins=[pl.plugins.TorchCheckpointIO()])
+    refused("returned None", module=_module(pl, configure_optimizers=lambda self: None))
+    refused(
+        "2 optimizers",
+        module=_by_hand(
+            _module(
+                pl,
+                configure_optimizers=lambda self: [
+                    torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.blocks, self.head)
+                ],
+            )
+        ),
+    )
+    refused(
+        "LBFGS", module=_module(pl, configure_optimizers=lambda self: torch.optim.LBFGS(self.parameters()))
+    )
+    refused(
+        "are in no group",
+        module=_module(pl, configure_optimizers=lambda self: torch.optim.SGD(self.head.parameters(), lr=0.1)),
+    )
+    refused(
+        "fp16 scale",
+        lambda: ZeroStrategy(precision="fp16"),
+        _module(pl, backward=lambda self, loss: loss.backward()),
+    )
+    refused("not a directory", ckpt_path=__file__)
+    model = nn.Linear(2, 2)
+    zero = zerokit.ZeroOptimizer(model, torch.optim.SGD, precision="fp32", lr=0.1)
+    zerokit.save(directory, zero, step=1)
+    refused("not saved by Lightning|does not fit", ckpt_path=directory)
+    module, _ = _fit(pl, ZeroStrategy(stage=3), max_epochs=1)
+    refused("build the module anew", module=module)
+
+    def unwritable(self: Any, checkpoint: dict[str, Any]) -> None:
+        checkpoint["mine"] = object()
+
+    keep = pl.callbacks.ModelCheckpoint(f"{directory}/kept")
+    refused(r"mine.*object", module=_module(pl, on_save_checkpoint=unwritable), callbacks=[keep])
+    dist.barrier()  # rank 0 cleans up
+    assert not os.path.exists(f"{directory}/kept") or not os.listdir(f"{directory}/kept")
+
+
+def _by_hand(module: Any) -> Any:
+    module.automatic_optimization = False
+    return module
+
+
+def test_what_does_not_go_together_is_refused_with_the_line_to_write(tmp_path: Path) -> None:
+    run_ranks(2, _refused, str(tmp_path / "run"))
