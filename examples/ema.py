@@ -1,6 +1,6 @@
 """An exponential moving average of the weights: each rank averages its own shard, and evaluation borrows the result.
 
-    torchrun --nproc-per-node 2 examples/ema.py
+torchrun --nproc-per-node 2 examples/ema.py
 """
 
 import os
@@ -34,6 +34,7 @@ held_out = torch.randn(256, 32, generator=torch.Generator().manual_seed(99)).to(
 
 
 def validate() -> float:
+    """The error on held-out data, with the weights that the model has now."""
     with torch.no_grad():
         return nn.functional.mse_loss(model(held_out).float(), held_out.roll(1, dims=1).tanh()).item()
 

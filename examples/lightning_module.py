@@ -1,6 +1,6 @@
 """A LightningModule, trained with its parameters, gradients and optimizer states divided over the ranks.
 
-    torchrun --nproc-per-node 2 examples/lightning_module.py  (needs lightning or pytorch-lightning)
+torchrun --nproc-per-node 2 examples/lightning_module.py  (needs lightning or pytorch-lightning)
 """
 
 import os
@@ -45,11 +45,13 @@ class Regression(pl.LightningModule):
 
 
 def data(seed: int, count: int) -> DataLoader[tuple[Tensor, ...]]:
+    """Batches of vectors, and what is to be learnt of each: its neighbours, squashed."""
     x = torch.randn(count, 32, generator=torch.Generator().manual_seed(seed))
     return DataLoader(TensorDataset(x, x.roll(1, dims=1).tanh()), batch_size=16)
 
 
 def main() -> None:
+    """Train for four epochs; then let another Trainer go on from the best of them."""
     pl.seed_everything(0, verbose=False)
     if os.environ.get("RANK", "0") == "0":
         shutil.rmtree(RUN, ignore_errors=True)

@@ -1,6 +1,6 @@
 """A Llama of Hugging Face that no rank ever holds whole: built on meta, trained at stage 3, exported, loaded again.
 
-    torchrun --nproc-per-node 2 examples/llama_meta.py        (needs transformers)
+torchrun --nproc-per-node 2 examples/llama_meta.py        (needs transformers)
 """
 
 import os
@@ -79,10 +79,11 @@ dist.barrier()
 tokens = text[None, :32]
 with torch.no_grad():
     trained = model(input_ids=tokens).logits.float()
-    loaded = LlamaForCausalLM.from_pretrained(EXPORT, dtype=torch.bfloat16).to(device)
+    loaded: torch.nn.Module = LlamaForCausalLM.from_pretrained(EXPORT, dtype=torch.bfloat16)
+    loaded.to(device)
     difference = (loaded(input_ids=tokens).logits.float() - trained).abs().max().item()
 if rank == 0:
-    held = optimizer.memory().parameters
-    print(f"a rank holds {held / 1e3:.0f} kB of parameters; the model has {sum(p.numel() for p in model.parameters())}")
+    held, whole = optimizer.memory().parameters, 2 * sum(p.numel() for p in model.parameters())
+    print(f"a rank holds {held} bytes of parameters in bf16; the model has {whole}")
     print(f"loaded again from {EXPORT}: logits differ by at most {difference:.4f}")
 dist.destroy_process_group()

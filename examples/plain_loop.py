@@ -1,6 +1,6 @@
 """A plain training loop: accumulation, clipping, a schedule, figures, a checkpoint.
 
-    torchrun --nproc-per-node 2 examples/plain_loop.py
+torchrun --nproc-per-node 2 examples/plain_loop.py
 """
 
 import os
@@ -27,7 +27,9 @@ torch.manual_seed(0)
 model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4))).to(device)
 
 # The one line that differs from a plain loop: the optimizer takes the model over and divides it among the ranks.
-optimizer = zerokit.ZeroOptimizer(model, torch.optim.AdamW, stage=2, precision="bf16", lr=3e-3, weight_decay=0.01)
+optimizer = zerokit.ZeroOptimizer(
+    model, torch.optim.AdamW, stage=2, precision="bf16", lr=3e-3, weight_decay=0.01
+)
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=STEPS)
 
 # Every rank draws other samples: the gradients are averaged over them all.
@@ -36,6 +38,7 @@ task = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).to(device
 
 
 def micro_batch_loss() -> torch.Tensor:
+    """The loss of the next 32 samples of this rank."""
     x = torch.randn(32, 64, generator=samples).to(device)
     return nn.functional.mse_loss(model(x).float(), torch.tanh(x @ task))
 

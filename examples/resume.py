@@ -1,8 +1,8 @@
 """A checkpoint of two ranks, continued by one and by three, with the losses of the run that was never interrupted.
 
-    torchrun --nproc-per-node 2 examples/resume.py              trains 8 steps, and saves after the 4th
-    torchrun --nproc-per-node 1 examples/resume.py --resume     continues with the 5th
-    torchrun --nproc-per-node 3 examples/resume.py --resume     so does this
+torchrun --nproc-per-node 2 examples/resume.py              trains 8 steps, and saves after the 4th
+torchrun --nproc-per-node 1 examples/resume.py --resume     continues with the 5th
+torchrun --nproc-per-node 3 examples/resume.py --resume     so does this
 """
 
 import os

@@ -34,16 +34,21 @@ generator = torch.Generator().manual_seed(1)
 inputs = torch.randn(SAMPLES, 16, generator=generator).to(device)
 targets = torch.randn(SAMPLES, 16, generator=generator).to(device)
 # Uneven on purpose: the first rank has the most.
-shares = torch.tensor_split(torch.arange(SAMPLES), [SAMPLES * (r + 2) // (world + 1) for r in range(world - 1)])
+shares = torch.tensor_split(
+    torch.arange(SAMPLES), [SAMPLES * (r + 2) // (world + 1) for r in range(world - 1)]
+)
 own = shares[rank].tolist()
 
 
 def errors(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return (model(x) - y).square().mean(dim=1)
+    """The mean squared error of each sample."""
+    found: torch.Tensor = model(x) - y
+    return found.square().mean(dim=1)
 
 
 @torch.no_grad()
 def evaluate() -> tuple[float, int]:
+    """The mean error over all samples of all ranks, and their number."""
     # One all-reduce before the loop tells how many batches the longest rank has.
     batches = torch.tensor([-(-len(own) // BATCH)], device=device)
     dist.all_reduce(batches, dist.ReduceOp.MAX)

@@ -1,0 +1,169 @@
+"""Every example runs on two ranks, one of them by the line in its head, and what it prints holds."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import os
+import re
+import runpy
+import subprocess
+import sys
+import warnings
+from importlib.util import find_spec
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+import zerokit
+from tests.cli.commands import ROOT, environment
+from tests.support.distributed import run_ranks
+
+EXAMPLES = ROOT / "examples"
+
+
+def _run(folder: Path, name: str, *arguments: str, world: int = 2) -> str:
+    """What all ranks print."""
+    return "".join(run_ranks(world, _run_rank, str(folder), str(EXAMPLES / f"{name}.py"), arguments))
+
+
+def _run_rank(folder: str, script: str, arguments: tuple[str, ...]) -> str:
+    """The script, as it is, in a process whose process group is there already."""
+    rank, world = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, GROUP_RANK="0", WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT="1", TORCHELASTIC_RUN_ID="test", HF_HUB_OFFLINE="1"
+    )
+    for module in ("transformers", "lightning", "pytorch_lightning"):
+        warnings.filterwarnings("ignore", module=module)
+    os.chdir(folder)
+    sys.argv = [script, *arguments]
+    printed = io.StringIO()
+    with (
+        mock.patch.object(dist, "init_process_group"),
+        mock.patch.object(dist, "destroy_process_group"),
+        contextlib.redirect_stdout(printed),
+    ):
+        runpy.run_path(script, run_name="__main__")
+    return printed.getvalue()
+
+
+def _numbers(pattern: str, text: str) -> list[float]:
+    """The numbers that the groups of `pattern` find, in the one place where it fits."""
+    found = re.search(pattern, text)
+    assert found is not None, f"{pattern!r} is not in:\n{text}"
+    return [float(number) for number in found.groups()]
+
+
+def test_the_line_in_its_head_runs_the_plain_loop(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*torchrun, str(EXAMPLES / "plain_loop.py")],
+        cwd=tmp_path,
+        env=environment(tmp_path, OMP_NUM_THREADS="1"),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    losses = [float(loss) for loss in re.findall(r"loss (\S+),", done.stdout)]
+    assert len(losses) == 4
+    assert losses[-1] < losses[0]
+    assert "rate 0.00e+00" in done.stdout
+    assert "saved runs/plain_loop/step-00000020" in done.stdout
+    checkpoint = zerokit.Checkpoint(tmp_path / "runs/plain_loop")
+    assert (checkpoint.step, checkpoint.world) == (20, 2)
+    assert checkpoint.extra()["user"]["schedule"]["last_epoch"] == 20
+
+
+def test_llama_on_meta(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    printed = _run(tmp_path, "llama_meta")
+    losses = [float(loss) for loss in re.findall(r"loss (\S+)", printed)]
+    assert losses[0] < math.log(256)
+    assert losses[-1] < losses[0]
+    held, whole = _numbers(r"holds (\d+) bytes of parameters in bf16; the model has (\d+)", printed)
+    assert whole / 2 <= held < 0.52 * whole
+    assert _numbers(r"differ by at most (\S+)", printed)[0] < 0.05
+    weights = load_file(tmp_path / "runs/llama_meta/model/model.safetensors")
+    assert weights["lm_head.weight"].dtype == torch.bfloat16
+
+
+@pytest.mark.skipif(
+    find_spec("lightning") is None and find_spec("pytorch_lightning") is None, reason="needs Lightning"
+)
+def test_lightning(tmp_path: Path) -> None:
+    printed = _run(tmp_path, "lightning_module")
+    (first,) = _numbers(r"after 4 epochs: validated (\S+)", printed)
+    (second,) = _numbers(r"after 6 epochs: validated (\S+)", printed)
+    assert second < first
+    assert "saved runs/lightning_module/best.ckpt; steps 48" in printed
+    zerokit.verify(tmp_path / "runs/lightning_module/best.ckpt")
+
+
+def test_lora(tmp_path: Path) -> None:
+    printed = _run(tmp_path, "lora")
+    first, last = _numbers(r"loss (\S+) -> (\S+)", printed)
+    assert last < first
+    trained, frozen = _numbers(r"(\d+) elements are trained, (\d+) are frozen", printed)
+    assert trained == 4 * 2 * 4 * 128
+    assert frozen == 4 * (128 * 128 + 128)
+    assert _numbers(r"matrices that changed: (\d+), of them frozen: (\d+)", printed) == [8, 0]
+    held, whole = _numbers(r"holds (\d+) bytes of the frozen base, which has (\d+)", printed)
+    assert whole / 2 <= held < 0.52 * whole
+    assert _numbers(r"and (\d+) bytes of masters", printed)[0] == pytest.approx(3 * 4 * trained / 2, rel=0.05)
+
+
+def test_uneven_evaluation(tmp_path: Path) -> None:
+    printed = _run(tmp_path, "uneven_evaluation")
+    counts = [[int(n) for n in found] for found in re.findall(r"has (\d+) samples, (\d+) batches", printed)]
+    assert sum(samples for samples, _ in counts) == 83
+    assert counts[0][1] != counts[1][1], "this would be even"
+    samples, mean = _numbers(r"mean error over (\d+) samples: (\S+)", printed)
+    assert samples == 83
+    assert _numbers(r"inside gathered\(\): (\S+)", printed)[0] == pytest.approx(mean, abs=2e-6)
+
+
+def test_ema(tmp_path: Path) -> None:
+    printed = _run(tmp_path, "ema")
+    own, averaged, again = _numbers(
+        r"validated: (\S+) with the weights, (\S+) .* average, (\S+) after", printed
+    )
+    assert averaged < own == again
+    elements = 3 * (32 * 32 + 32)
+    assert _numbers(r"takes (\d+) bytes", printed)[0] == pytest.approx(4 * elements / 2, rel=0.05)
+    weights = load_file(tmp_path / "runs/ema/averaged/model.safetensors")
+    checkpoint = zerokit.Checkpoint(tmp_path / "runs/ema/run")
+    average = torch.as_tensor(checkpoint.read("ema", "0.0.weight"))
+    assert torch.equal(weights["0.0.weight"].float(), average.to(weights["0.0.weight"].dtype).float())
+    assert not torch.equal(average, torch.as_tensor(checkpoint.read("master", "0.0.weight")))
+
+
+def test_resume(tmp_path: Path) -> None:
+    printed = {2: _run(tmp_path, "resume")}
+    printed |= {world: _run(tmp_path, "resume", "--resume", world=world) for world in (1, 3)}
+    losses = {
+        world: {int(step): float(loss) for step, loss in re.findall(r"step (\d+) on .*: loss (\S+)", text)}
+        for world, text in printed.items()
+    }
+    assert list(losses[2]) == list(range(1, 9))
+    for world in (1, 3):
+        assert list(losses[world]) == list(range(5, 9))
+        for step, loss in losses[world].items():
+            assert loss == pytest.approx(losses[2][step], abs=2e-6)
+
+
+def test_each_is_tested_and_tells_how_to_run_it() -> None:
+    tests = Path(__file__).read_text()
+    scripts = sorted(EXAMPLES.glob("*.py"))
+    assert scripts
+    for script in scripts:
+        assert f'"{script.stem}"' in tests or f'"{script.name}"' in tests, script
+        assert f"torchrun --nproc-per-node 2 examples/{script.name}" in script.read_text()
+        assert len(script.read_text().splitlines()) <= 100, script
