@@ -8,15 +8,12 @@ read parameters. With manual optimization it runs as it is, because backward pas
 from __future__ import annotations
 
 import datetime
-import inspect
 import secrets
 import shutil
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,42 +24,25 @@ from torch.optim import Optimizer
 from zerokit.checkpoint.arrays import to_array
 from zerokit.checkpoint.consolidate import BUFFER_PREFIX
 from zerokit.checkpoint.disk import staged
+from zerokit.checkpoint.extra import encode
 from zerokit.checkpoint.load import load, read_extra
 from zerokit.checkpoint.reader import Checkpoint
 from zerokit.checkpoint.save import save
 from zerokit.checkpoint.together import Together
 from zerokit.errors import CheckpointError, UsageError
+from zerokit.integrations.lightning_precision import PRECISIONS, ZeroPrecision, flag_of, lightning_package
+from zerokit.integrations.optimizers import attach, note_steps, only_optimizer, options_of
 from zerokit.runtime import LossScale, Precision, ZeroOptimizer
 from zerokit.runtime.guard import ticket_of
 from zerokit.runtime.modules import UnitRule
 from zerokit.runtime.optimizer import DEFAULT_BUCKET_MB
+from zerokit.stages import Stage
 
-
-def _lightning() -> str:
-    """The package that the program uses: both may be installed, and their classes do not mix."""
-    names = {"lightning.pytorch": "lightning", "pytorch_lightning": "pytorch_lightning"}
-    for module in names:
-        if module in sys.modules:
-            return module
-    for module, package in names.items():
-        if find_spec(package) is not None:
-            return module
-    raise ImportError("ZeroStrategy needs Lightning: pip install pytorch-lightning (or lightning)")
-
-
-_NAME = _lightning()
+_NAME = lightning_package()
 _DDPStrategy: Any = import_module(f"{_NAME}.strategies").DDPStrategy
 _ForwardRedirection: Any = import_module(f"{_NAME}.strategies.strategy")._ForwardRedirection
-_PrecisionPlugin: Any = import_module(f"{_NAME}.plugins.precision").Precision
 
 _FITTING = "fit"
-PRECISIONS: Mapping[str, str | Precision] = {
-    "32-true": "fp32",
-    "bf16-mixed": "bf16",
-    "16-mixed": "fp16",
-    "bf16-true": Precision(torch.bfloat16, torch.bfloat16, torch.bfloat16),
-}
-"""What `Trainer(precision=…)` means here: mixed precision has masters in fp32 and computes in half."""
 
 
 class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
@@ -75,8 +55,10 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
         trainer = lightning.Trainer(strategy=ZeroStrategy(stage=3), devices=8, precision="bf16-mixed")
 
     A checkpoint is a directory of zerokit's: `trainer.fit(…, ckpt_path=…)` continues from it at any world size and
-    stage, `zerokit consolidate` makes a folder for Hugging Face's loaders of it. Lightning's own state
-    and what `on_save_checkpoint` adds is its `extra`: JSON-like data and tensors; other objects are refused by name.
+    stage, `zerokit consolidate` makes a folder for Hugging Face's loaders of it. Lightning's own state and what
+    `on_save_checkpoint` adds are its `extra`: JSON-like data and tensors; other objects are refused by name. After
+    `fit` the module stays divided: `validate`, `test` and `predict` run as in training, another `fit` needs a module
+    built anew. Without a `fit` before, they run with the whole module on every rank.
 
     Args:
         stage: what is divided over ranks: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters.
@@ -112,7 +94,7 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
             )
         self._chosen = None if precision is None else Precision.of(precision)
         self._settings: dict[str, Any] = {
-            "stage": stage,
+            "stage": int(Stage.of(stage)),
             "units": units,
             "bucket_mb": bucket_mb,
             "prefetch": prefetch,
@@ -135,7 +117,7 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
     @precision_plugin.setter
     def precision_plugin(self, plugin: Any) -> None:
         if plugin is not None and not isinstance(plugin, ZeroPrecision):
-            plugin = ZeroPrecision(_flag_of(plugin, chosen=self._chosen is not None))
+            plugin = ZeroPrecision(flag_of(plugin, chosen=self._chosen is not None))
         self._precision_plugin = plugin
 
     def _precision(self) -> Precision:
@@ -172,10 +154,10 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
         """Turn what `configure_optimizers` returns into a `ZeroOptimizer` over the module."""
         super().setup_optimizers(trainer)
         module = self.lightning_module
-        given = _only_optimizer(self.optimizers)
+        given = only_optimizer(self.optimizers)
         # Manual optimization differentiates inside the step, which then cannot be one forward pass.
         root = _Root(module) if module.automatic_optimization else module
-        options, groups = _options_of(given)
+        options, groups = options_of(given)
         zero = ZeroOptimizer(
             root,
             type(given),
@@ -187,8 +169,8 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
         _share_methods(root, module)
         module.__dict__[_MANAGED] = _Managed(root, zero)
         for config in self.lr_scheduler_configs:
-            _attach(config.scheduler, given, zero)
-        _note_steps(zero)
+            attach(config.scheduler, given, zero)
+        note_steps(zero)
         self.optimizers = [zero]
         self.zero_optimizer = zero
         self.precision_plugin.optimizer = zero
@@ -268,6 +250,13 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
         extra = {key: value for key, value in checkpoint.items() if key not in _ZEROKITS}
 
         def begin() -> Path:
+            try:
+                encode(extra)
+            except CheckpointError as error:
+                raise CheckpointError(
+                    f"{error}. Lightning's checkpoint has it from save_hyperparameters(), which takes ignore=[…], from "
+                    "a callback's state_dict() or from on_save_checkpoint(): leave it out there"
+                ) from None
             target.parent.mkdir(parents=True, exist_ok=True)
             run = target.parent / f".{target.name[:60]}.run-{secrets.token_hex(6)}"
             stack.callback(shutil.rmtree, run, ignore_errors=True)
@@ -339,43 +328,6 @@ class _Managed:
     optimizer: ZeroOptimizer
 
 
-class ZeroPrecision(_PrecisionPlugin):  # type: ignore[misc]
-    """Lightning's precision hooks, answered by the `ZeroOptimizer`: it casts, scales and clips.
-
-    `precision` is a flag of Lightning, such as "bf16-mixed".
-    """
-
-    def __init__(self, precision: str) -> None:
-        super().__init__()
-        self.precision = precision
-        self.optimizer: ZeroOptimizer | None = None
-
-    def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        """Differentiate the loss, scaled in fp16. Without one, a `backward` of the module's own is called."""
-        assert self.optimizer is not None
-        own = type(model).backward.__module__ != f"{_NAME}.core.module"
-        if own and self.optimizer.scaler is not None:
-            raise UsageError(
-                f"{type(model).__name__}.backward() would differentiate the loss without its fp16 scale: remove it, or "
-                'train with precision="bf16-mixed"'
-            )
-        if own or args or set(kwargs) - {"retain_graph", "create_graph"}:
-            model.backward(tensor, *args, **kwargs)
-        else:
-            self.optimizer.backward(tensor, **kwargs)
-
-    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        """Scale gradients down to the global norm `clip_val`; `last_norm` tells what it was."""
-        assert self.optimizer is not None
-        self.optimizer.clip_grad_norm_(clip_val)
-
-    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
-        """Clamp every element of the gradients to ±`clip_val`. Costs whole gradients."""
-        assert self.optimizer is not None
-        with self.optimizer.gathered_gradients():
-            nn.utils.clip_grad_value_(self.optimizer.parts.model.parameters(), clip_val)
-
-
 class _Root(nn.Module):
     """A module's own parameters, buffers and submodules under a second root, whose forward is the whole step.
 
@@ -411,22 +363,6 @@ def _share_methods(root: nn.Module, module: nn.Module) -> None:
             module.__dict__.setdefault(name, value)
 
 
-def _flag_of(plugin: Any, *, chosen: bool) -> str:
-    """Lightning's flag for a precision plugin. Raises `UsageError` where it cannot be kept."""
-    flag = str(getattr(plugin, "precision", ""))
-    known = type(plugin).__name__ in ("Precision", "MixedPrecision", "HalfPrecision")
-    if not known or flag not in PRECISIONS:
-        raise UsageError(
-            f"Trainer(precision={flag!r}, {type(plugin).__name__}) cannot be kept by zerokit: choose one of "
-            f"{', '.join(map(repr, PRECISIONS))}, or ZeroStrategy(precision=zerokit.Precision(…))"
-        )
-    if chosen and flag != "32-true":
-        raise UsageError(
-            f"Trainer(precision={flag!r}) and ZeroStrategy(precision=…) both choose: leave one of them out"
-        )
-    return flag
-
-
 def _refuse_conflicts(module: Any, trainer: Any) -> None:
     if getattr(module, "_compiler_ctx", None) is not None:
         raise UsageError(
@@ -435,61 +371,17 @@ def _refuse_conflicts(module: Any, trainer: Any) -> None:
         )
     if any(ticket_of(parameter) is not None for parameter in module.parameters()):
         raise UsageError(
-            f"{type(module).__name__} is managed by a ZeroOptimizer already: return a torch optimizer from "
-            "configure_optimizers, ZeroStrategy makes a ZeroOptimizer of it"
+            f"{type(module).__name__} has parameters that a ZeroOptimizer manages already: build them anew, and let "
+            "configure_optimizers return a torch optimizer, of which ZeroStrategy makes a ZeroOptimizer"
         )
-
-
-def _only_optimizer(optimizers: list[Optimizer]) -> Optimizer:
-    if len(optimizers) != 1:
-        raise UsageError(
-            f"configure_optimizers returned {len(optimizers)} optimizers, and a module is divided by one: return one "
-            "with a parameter group for each part, which may have its own options"
-        )
-    (given,) = optimizers
-    if type(given).__name__ == "_MockOptimizer":
-        raise UsageError(
-            "configure_optimizers returned None: return an optimizer, torch.optim.AdamW(self.parameters())"
-        )
-    if given.state:
-        raise UsageError(
-            "configure_optimizers returned an optimizer that has stepped or loaded a state already: return a new one, "
-            "and continue with trainer.fit(…, ckpt_path=…)"
-        )
-    return given
-
-
-def _options_of(given: Optimizer) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The options to build `given`'s class with, and its groups; a kernel that nobody chose is left open."""
-
-    def chosen(values: Mapping[str, Any]) -> dict[str, Any]:
-        kernels = ("fused", "foreach")
-        return {name: value for name, value in values.items() if name not in kernels or value is not None}
-
-    accepted = inspect.signature(type(given)).parameters
-    anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
-    options = {name: value for name, value in chosen(given.defaults).items() if name in accepted or anything}
-    return options, [chosen(group) for group in given.param_groups]
-
-
-def _attach(scheduler: Any, given: Optimizer, zero: ZeroOptimizer) -> None:
-    """Let a scheduler, and those it is made of, drive `zero` in the place of `given`."""
-    if getattr(scheduler, "optimizer", None) is given:
-        scheduler.optimizer = zero
-    for inner in getattr(scheduler, "_schedulers", ()):
-        _attach(inner, given, zero)
-
-
-def _note_steps(zero: ZeroOptimizer) -> None:
-    """Schedulers warn unless the optimizer that they were made with notes its steps, as torch has it do."""
-    step = zero.step
-
-    def noted(closure: Callable[[], float] | None = None) -> float | None:
-        zero.__dict__["_opt_called"] = True
-        return step(closure)
-
-    noted.__dict__["_wrapped_by_lr_sched"] = True
-    zero.__dict__["step"] = noted
+    for callback in trainer.callbacks:
+        names = {cls.__name__ for cls in type(callback).__mro__}
+        if names & {"StochasticWeightAveraging", "WeightAveraging"}:
+            raise UsageError(
+                f"{type(callback).__name__} keeps a second model on every rank: average shards instead, with a "
+                "callback that makes zerokit.Ema(trainer.strategy.zero_optimizer, decay) in on_fit_start and calls its "
+                "update() in on_train_batch_end"
+            )
 
 
 def _weights(checkpoint: Checkpoint) -> dict[str, Tensor]:

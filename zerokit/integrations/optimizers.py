@@ -1,0 +1,70 @@
+"""A torch optimizer that has not stepped yet, turned into a `ZeroOptimizer`, and its schedulers with it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch.optim import Optimizer
+
+from zerokit.errors import UsageError
+from zerokit.runtime import ZeroOptimizer
+
+
+def only_optimizer(optimizers: list[Optimizer]) -> Optimizer:
+    """The optimizer that `configure_optimizers` returned. Raises `UsageError` for none, several, or a used one."""
+    if len(optimizers) != 1:
+        raise UsageError(
+            f"configure_optimizers returned {len(optimizers)} optimizers, and a module is divided by one: return one "
+            "with a parameter group for each part, which may have its own options"
+        )
+    (given,) = optimizers
+    if type(given).__name__ == "_MockOptimizer":
+        raise UsageError(
+            "configure_optimizers returned None: return an optimizer, torch.optim.AdamW(self.parameters())"
+        )
+    if isinstance(given, ZeroOptimizer):
+        raise UsageError(
+            "configure_optimizers returned a ZeroOptimizer: return the torch optimizer, such as "
+            "torch.optim.AdamW(self.parameters()), ZeroStrategy makes a ZeroOptimizer of it"
+        )
+    if given.state:
+        raise UsageError(
+            "configure_optimizers returned an optimizer that has stepped or loaded a state already: return a new one, "
+            "and continue with trainer.fit(…, ckpt_path=…)"
+        )
+    return given
+
+
+def options_of(given: Optimizer) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The options to build `given`'s class with, and its groups; a kernel that nobody chose is left open."""
+
+    def chosen(values: Mapping[str, Any]) -> dict[str, Any]:
+        kernels = ("fused", "foreach")
+        return {name: value for name, value in values.items() if name not in kernels or value is not None}
+
+    accepted = inspect.signature(type(given)).parameters
+    anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
+    options = {name: value for name, value in chosen(given.defaults).items() if name in accepted or anything}
+    return options, [chosen(group) for group in given.param_groups]
+
+
+def attach(scheduler: Any, given: Optimizer, zero: ZeroOptimizer) -> None:
+    """Let a scheduler, and those it is made of, drive `zero` in the place of `given`."""
+    if getattr(scheduler, "optimizer", None) is given:
+        scheduler.optimizer = zero
+    for inner in getattr(scheduler, "_schedulers", ()):
+        attach(inner, given, zero)
+
+
+def note_steps(zero: ZeroOptimizer) -> None:
+    """Schedulers warn unless the optimizer that they were made with notes its steps, as torch has it do."""
+    step = zero.step
+
+    def noted(closure: Callable[[], float] | None = None) -> float | None:
+        zero.__dict__["_opt_called"] = True
+        return step(closure)
+
+    noted.__dict__["_wrapped_by_lr_sched"] = True
+    zero.__dict__["step"] = noted
