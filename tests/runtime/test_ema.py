@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import zerokit
+from tests.cli.commands import zerokit as cli
 from tests.support import training
 from tests.support.distributed import run_alone, run_ranks
 from tests.support.models import CASES
@@ -235,7 +236,8 @@ def test_a_checkpoint_holds_the_average_for_any_world_and_for_export(tmp_path: P
     straight = run_ranks(2, _average, "gpt", [Run(stage=3, steps=5, precision="bf16")])[0][0]
     assert all(torch.equal(resumed[name], value) for name, value in straight.items())
 
-    zerokit.consolidate(run, tmp_path / "averaged", stream="ema", dtype="fp32")
+    command = cli(tmp_path, "consolidate", run, "-o", "averaged", "--stream", "ema", "--dtype", "fp32")
+    assert command.returncode == 0, command.stderr
     zerokit.consolidate(run, tmp_path / "weights", dtype="fp32")
     exported = load_file(tmp_path / "averaged" / "model.safetensors")
     assert all(torch.equal(exported[name], value) for name, value in saved.items())
@@ -279,6 +281,45 @@ def _other_sides(directory: str) -> None:
 
 def test_a_checkpoint_without_its_average_is_refused(tmp_path: Path) -> None:
     run_ranks(2, _other_sides, str(tmp_path))
+
+
+def _longer(directory: str) -> None:
+    """A model that has grown by a layer takes what fits: the new layer's average begins with its weights."""
+    kinds: dict[str, tuple[Any, dict[str, Any]]] = {
+        "adamw": (torch.optim.AdamW, {}),
+        "sgd": (torch.optim.SGD, {"momentum": 0.9}),
+    }
+    for name, (optimizer_class, options) in kinds.items():
+        for layers in (2, 3):
+            model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(layers)))
+            optimizer = zerokit.ZeroOptimizer(
+                model,
+                optimizer_class,
+                stage=3,
+                precision="fp32",
+                lr=0.1,
+                **options,
+            )
+            ema = zerokit.Ema(optimizer, decay=0.5)
+            if layers == 3:
+                before = _whole_weights(model)["2.weight"]
+                context: Any = pytest.warns(UserWarning, match=r"2\.weight")
+                with context if dist.get_rank() == 0 else contextlib.nullcontext():
+                    zerokit.load(f"{directory}/{name}", optimizer, strict=False)
+                with ema.applied():
+                    assert torch.equal(_whole_weights(model)["2.weight"], before)
+            for _ in range(2):
+                optimizer.backward(model(torch.randn(4, 8)).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+                ema.update()
+            zerokit.save(f"{directory}/{name}", optimizer, step=layers)
+            averages = zerokit.Checkpoint(f"{directory}/{name}").read("ema", "0.weight")
+            assert abs(averages).max() > 0
+
+
+def test_what_is_new_to_a_checkpoint_begins_its_average(tmp_path: Path) -> None:
+    run_ranks(3, _longer, str(tmp_path), timeout=10.0)
 
 
 def _misuse(directory: str) -> None:

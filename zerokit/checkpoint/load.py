@@ -298,7 +298,11 @@ def _apply(checkpoint: Checkpoint, optimizer: ZeroOptimizer, match: Match, extra
         divide_flats(storage, parts.inner, partial(shared.key, storage))
         storage.guard_flats()
         for flat in storage.flats:
-            shared.apply(parts, storage, flat)
+            held = [storage.unit.parameters[position].name for position in storage.positions_in(flat)]
+            if held and not any(name in match.sources for name in held):
+                parts.inner.state.pop(flat.tensor, None)  # new to the checkpoint: it begins with its first step
+            else:
+                shared.apply(parts, storage, flat)
     saved_scale = extra.get("scaler")
     if optimizer.scaler is not None and saved_scale is not None:
         optimizer.scaler.value = float.fromhex(saved_scale["value"])
