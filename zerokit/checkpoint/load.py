@@ -300,7 +300,9 @@ def _apply(checkpoint: Checkpoint, optimizer: ZeroOptimizer, match: Match, extra
         for flat in storage.flats:
             held = [storage.unit.parameters[position].name for position in storage.positions_in(flat)]
             if held and not any(name in match.sources for name in held):
-                parts.inner.state.pop(flat.tensor, None)  # new to the checkpoint: it begins with its first step
+                parts.inner.state.pop(
+                    flat.tensor, None
+                )  # new to the checkpoint: it begins with its first step
             else:
                 shared.apply(parts, storage, flat)
     saved_scale = extra.get("scaler")

@@ -30,8 +30,9 @@ from zerokit.checkpoint.reader import Checkpoint
 from zerokit.checkpoint.save import save
 from zerokit.checkpoint.together import Together
 from zerokit.errors import CheckpointError, UsageError
+from zerokit.integrations.lightning_optimizers import attach, note_steps, only_optimizer
 from zerokit.integrations.lightning_precision import PRECISIONS, ZeroPrecision, flag_of, lightning_package
-from zerokit.integrations.optimizers import attach, note_steps, only_optimizer, options_of
+from zerokit.integrations.torch_optimizer import Recipe
 from zerokit.runtime import LossScale, Precision, ZeroOptimizer
 from zerokit.runtime.guard import ticket_of
 from zerokit.runtime.modules import UnitRule
@@ -157,15 +158,7 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
         given = only_optimizer(self.optimizers)
         # Manual optimization differentiates inside the step, which then cannot be one forward pass.
         root = _Root(module) if module.automatic_optimization else module
-        options, groups = options_of(given)
-        zero = ZeroOptimizer(
-            root,
-            type(given),
-            params=groups,
-            precision=self._precision(),
-            **self._settings,
-            **options,
-        )
+        zero = Recipe.of(given).build(root, precision=self._precision(), **self._settings)
         _share_methods(root, module)
         module.__dict__[_MANAGED] = _Managed(root, zero)
         for config in self.lr_scheduler_configs:

@@ -1,9 +1,8 @@
-"""A torch optimizer that has not stepped yet, turned into a `ZeroOptimizer`, and its schedulers with it."""
+"""The optimizer of a LightningModule, and its schedulers handed over to a `ZeroOptimizer`."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from torch.optim import Optimizer
@@ -13,7 +12,7 @@ from zerokit.runtime import ZeroOptimizer
 
 
 def only_optimizer(optimizers: list[Optimizer]) -> Optimizer:
-    """The optimizer that `configure_optimizers` returned. Raises `UsageError` for none, several, or a used one."""
+    """The optimizer that `configure_optimizers` returned. Raises `UsageError` for none or several."""
     if len(optimizers) != 1:
         raise UsageError(
             f"configure_optimizers returned {len(optimizers)} optimizers, and a module is divided by one: return one "
@@ -29,25 +28,7 @@ def only_optimizer(optimizers: list[Optimizer]) -> Optimizer:
             "configure_optimizers returned a ZeroOptimizer: return the torch optimizer, such as "
             "torch.optim.AdamW(self.parameters()), ZeroStrategy makes a ZeroOptimizer of it"
         )
-    if given.state:
-        raise UsageError(
-            "configure_optimizers returned an optimizer that has stepped or loaded a state already: return a new one, "
-            "and continue with trainer.fit(…, ckpt_path=…)"
-        )
     return given
-
-
-def options_of(given: Optimizer) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The options to build `given`'s class with, and its groups; a kernel that nobody chose is left open."""
-
-    def chosen(values: Mapping[str, Any]) -> dict[str, Any]:
-        kernels = ("fused", "foreach")
-        return {name: value for name, value in values.items() if name not in kernels or value is not None}
-
-    accepted = inspect.signature(type(given)).parameters
-    anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
-    options = {name: value for name, value in chosen(given.defaults).items() if name in accepted or anything}
-    return options, [chosen(group) for group in given.param_groups]
 
 
 def attach(scheduler: Any, given: Optimizer, zero: ZeroOptimizer) -> None:
