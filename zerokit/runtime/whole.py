@@ -212,7 +212,7 @@ class _NoDistributedDataParallel:
     def __iter__(self) -> Iterator[str]:
         raise UsageError(
             "this model is under ZeroOptimizer, which reduces its gradients itself: leave DistributedDataParallel out "
-            "and call the model as it is (with accelerate, prepare only the data loader and the scheduler)"
+            "and call the model as it is (with accelerate, zerokit.integrations.accelerate.ZeroAccelerator does so)"
         )
 
 
