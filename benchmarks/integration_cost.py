@@ -1,0 +1,239 @@
+"""What other libraries' loops cost over zerokit's plain one: the same Llama, batches and ranks, stage 3 in fp32.
+
+Every training runs in fresh processes; rounds alternate their order. A step is timed from the end of one update to the
+end of the next, whatever the loop does between. Needs accelerate, transformers and Lightning.
+
+python benchmarks/integration_cost.py
+python benchmarks/integration_cost.py --rounds 5 --steps 20
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:  # run as a file from a checkout that is not installed
+    sys.path.insert(0, str(ROOT))
+
+from benchmarks.tables import print_table  # noqa: E402
+from zerokit.launch.network import free_port  # noqa: E402
+
+WORLD, STAGE, WARMUP = 2, 3, 4
+LENGTH, BATCH, RATE = 128, 2, 1e-4
+BAR = 1.03
+"""The most that a step may take of the plain loop's."""
+
+
+def _model() -> Any:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=8192,
+        hidden_size=384,
+        intermediate_size=1024,
+        num_hidden_layers=8,
+        num_attention_heads=6,
+        max_position_embeddings=LENGTH,
+    )
+    return LlamaForCausalLM(config)
+
+
+def _data(samples: int) -> list[dict[str, Any]]:
+    import torch
+
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, 8192, (samples, LENGTH), generator=generator)
+    return [{"input_ids": row, "labels": row} for row in tokens]
+
+
+def _loader(steps: int) -> Any:
+    from torch.utils.data import DataLoader
+
+    return DataLoader(_data(steps * BATCH * WORLD), batch_size=BATCH)  # type: ignore[arg-type]
+
+
+def train_plainly(steps: int, folder: str) -> None:
+    """zerokit's loop, as the README has it."""
+    import torch
+    import torch.distributed as dist
+    from torch.utils.data import DataLoader, DistributedSampler
+
+    from zerokit import ZeroOptimizer
+
+    dist.init_process_group("gloo")
+    model, data = _model(), _data(steps * BATCH * WORLD)
+    optimizer = ZeroOptimizer(model, torch.optim.AdamW, stage=STAGE, precision="fp32", lr=RATE)
+    sampler: Any = DistributedSampler(data, shuffle=False)  # type: ignore[arg-type]
+    loader: Any = DataLoader(data, batch_size=BATCH, sampler=sampler)  # type: ignore[arg-type]
+    for batch in loader:
+        optimizer.backward(model(**batch).loss)
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def train_by_accelerate(steps: int, folder: str) -> None:
+    """accelerate's loop over `ZeroAccelerator`."""
+    import torch
+
+    from zerokit.integrations.accelerate import ZeroAccelerator
+
+    accelerator = ZeroAccelerator(stage=STAGE, cpu=True)
+    model = _model()
+    made = torch.optim.AdamW(model.parameters(), lr=RATE)
+    model, optimizer, loader = accelerator.prepare(model, made, _loader(steps))
+    for batch in loader:
+        accelerator.backward(model(**batch).loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def train_by_transformers(steps: int, folder: str) -> None:
+    """transformers' `Trainer`."""
+    from transformers import TrainingArguments
+
+    from zerokit.integrations.transformers import ZeroTrainer
+
+    arguments = TrainingArguments(
+        folder,
+        use_cpu=True,
+        max_steps=steps,
+        per_device_train_batch_size=BATCH,
+        learning_rate=RATE,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+    data: Any = _data(steps * BATCH * WORLD)
+    ZeroTrainer(_model(), arguments, train_dataset=data, stage=STAGE).train()
+
+
+def train_by_lightning(steps: int, folder: str) -> None:
+    """Lightning's `Trainer` over `ZeroStrategy`."""
+    import pytorch_lightning as lightning
+    import torch
+
+    from zerokit.integrations.lightning import ZeroStrategy
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = _model()
+
+        def training_step(self, batch: dict[str, Any], number: int) -> Any:
+            return self.model(**batch).loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=RATE)
+
+    lightning.Trainer(
+        strategy=ZeroStrategy(stage=STAGE),
+        accelerator="cpu",
+        devices=WORLD,
+        max_steps=steps,
+        gradient_clip_val=1.0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+    ).fit(Module(), _loader(steps))
+
+
+LOOPS: dict[str, Callable[[int, str], None]] = {
+    "plain loop": train_plainly,
+    "accelerate": train_by_accelerate,
+    "transformers": train_by_transformers,
+    "Lightning": train_by_lightning,
+}
+
+
+def run_rank(name: str, steps: int, folder: str) -> None:
+    """Train on this rank; rank 0 writes its steps' milliseconds."""
+    import torch
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    ends: list[float] = []
+    register_optimizer_step_post_hook(lambda *_: ends.append(time.perf_counter()))
+    LOOPS[name](steps + WARMUP, folder)
+    # The first are steps on a few elements, by which zerokit looks at the optimizer; then come those of the warm-up.
+    taken = [(end - begun) * 1000.0 for begun, end in pairwise(ends)][-steps:]
+    if os.environ["RANK"] == "0":
+        Path(folder, "steps.json").write_text(json.dumps(taken))
+    os._exit(0)
+
+
+def run_loop(name: str, steps: int) -> float:
+    """The median step of one training, in ms. Raises `CalledProcessError` if a rank failed."""
+    with tempfile.TemporaryDirectory(prefix="zerokit-integration-") as folder:
+        common = {"WORLD_SIZE": str(WORLD), "LOCAL_WORLD_SIZE": str(WORLD), "MASTER_ADDR": "127.0.0.1"}
+        common |= {"MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, __file__, "--rank-of", name, "--steps", str(steps), "--folder", folder]
+        ranks = [
+            subprocess.Popen(
+                command,
+                env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=subprocess.DEVNULL,
+                stderr=None if rank == 0 else subprocess.DEVNULL,
+            )
+            for rank in range(WORLD)
+        ]
+        codes = [rank.wait() for rank in ranks]
+        if any(codes):
+            raise subprocess.CalledProcessError(next(filter(None, codes)), command)
+        taken: list[float] = json.loads(Path(folder, "steps.json").read_text())
+        return statistics.median(taken)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run all loops; returns 1 when one costs more than the bar."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--rank-of", choices=list(LOOPS), help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    arguments = parser.parse_args(words)
+    if arguments.rank_of is not None:
+        run_rank(arguments.rank_of, arguments.steps, arguments.folder)
+    medians: dict[str, list[float]] = {name: [] for name in LOOPS}
+    for number in range(arguments.rounds):
+        for name in LOOPS if number % 2 == 0 else reversed(LOOPS):
+            print(f"round {number + 1}/{arguments.rounds}: {name}", file=sys.stderr, flush=True)
+            medians[name].append(run_loop(name, arguments.steps))
+    plain = medians["plain loop"]
+    ratios = {
+        name: statistics.median(own / base for own, base in zip(times, plain, strict=True))
+        for name, times in medians.items()
+    }
+    rows = [
+        [name, f"{statistics.median(times):.0f}", f"{ratios[name]:.3f}"] for name, times in medians.items()
+    ]
+    print_table("A step of a Llama of 20 M, 2 gloo ranks, stage 3", ["loop", "ms", "of the plain loop"], rows)
+    missed = [name for name, ratio in ratios.items() if ratio > BAR]
+    for name in missed:
+        print(f"{name}: {ratios[name]:.3f} of the plain loop, at most {BAR}: MISSED")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
