@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,10 +28,16 @@ print(first, flush=True)
 """
 
 
-def _start(then: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+@contextlib.contextmanager
+def _start(then: str) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(
         [sys.executable, "-c", _SUPERVISED + then], stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
+    ) as process:
+        try:
+            yield process
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def _children(pid: int) -> list[int]:
@@ -70,7 +78,8 @@ sys.exit(10 + len(seen))
 def test_orphans_are_reaped() -> None:
     # A shell starts `sleep` in the background and ends: its child's next parent is the first process.
     then = """
-subprocess.run(["sh", "-c", "sleep 0.5 & echo $!"])
+shell = subprocess.run(["sh", "-c", "sleep 600 >/dev/null & echo $!"], stdout=subprocess.PIPE, text=True)
+print(shell.stdout, end="", flush=True)
 time.sleep(600)
 """
     with _start(then) as process:
@@ -78,9 +87,8 @@ time.sleep(600)
         first = int(process.stdout.readline())
         orphan = int(process.stdout.readline())
         assert orphan in _children(first)
+        os.kill(orphan, signal.SIGTERM)
         deadline = time.monotonic() + 30
         while Path(f"/proc/{orphan}").exists():
             assert time.monotonic() < deadline, "the orphan stays a zombie"
             time.sleep(0.02)
-        for one in [first, *_children(first)]:
-            os.kill(one, signal.SIGKILL)

@@ -162,12 +162,13 @@ def children(pid: int) -> list[int]:
 
 
 def node_programs(launcher: int) -> list[int]:
-    """The processes of the node program that a launcher has started."""
-    return [
-        child
-        for child in children(launcher)
-        if b"zerokit.launch" in Path(f"/proc/{child}/cmdline").read_bytes()
-    ]
+    """The processes of the node program that a launcher has started, the first node's first."""
+
+    def began(pid: int) -> int:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+
+    programs = [child for child in children(launcher) if b"zerokit.launch" in cmdline(child)]
+    return sorted(programs, key=lambda pid: (began(pid), pid))
 
 
 def test_a_node_program_that_is_killed_takes_its_ranks_along(tmp_path: Path, logs: Path) -> None:
