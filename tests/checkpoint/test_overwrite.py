@@ -7,6 +7,8 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -237,15 +239,28 @@ def test_another_programs_manifest_is_no_checkpoint(tmp_path: Path) -> None:
     zerokit.check_run(tmp_path / "run")
 
 
-def test_a_directory_of_others_is_refused(tmp_path: Path) -> None:
-    if os.geteuid() == 0:
-        pytest.skip("root may write everywhere")
-    tmp_path.chmod(0o500)
+@contextlib.contextmanager
+def _as_ordinary_user() -> Iterator[None]:
+    """Root may write everywhere; without the rights of root for as long as this lasts."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.setresuid(65534, 65534, 0)
     try:
-        with pytest.raises(zerokit.CheckpointError, match="check its permissions"):
-            zerokit.check_run(tmp_path / "run")
+        yield
     finally:
-        tmp_path.chmod(0o700)
+        os.setresuid(0, 0, 0)
+
+
+def test_a_directory_of_others_is_refused() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o555)
+        with (
+            _as_ordinary_user(),
+            pytest.raises(zerokit.CheckpointError, match="check its permissions"),
+        ):
+            zerokit.check_run(Path(folder, "run"))
+        os.chmod(folder, 0o700)
 
 
 def _into_a_step(directory: str) -> list[str]:
