@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zerokit.formulas import MemoryReport, Operation, TrafficReport
+from zerokit.formulas import ElementBytes, MemoryReport, Operation, TrafficReport
 from zerokit.layout import Interval
 from zerokit.runtime.collectives import Counters
 from zerokit.runtime.gradients import Gradients
+from zerokit.runtime.precision import Precision
+from zerokit.runtime.probe import OptimizerStates
 from zerokit.runtime.storage import FlatUnit
 
 
@@ -86,3 +88,15 @@ def traffic_of(counters: Counters) -> TrafficReport:
         for name, tally in counters.by_operation.items()
     }
     return TrafficReport(operations, counters.received_bytes, counters.control_bytes, counters.control_calls)
+
+
+def element_bytes(precision: Precision, states: OptimizerStates, *, averaged: bool) -> ElementBytes:
+    """What an element takes in each role, for the formulas; `averaged` weights are one more state."""
+    return ElementBytes(
+        compute=precision.compute.itemsize,
+        reduce=precision.reduce.itemsize,
+        master=0 if precision.master == precision.compute else precision.master.itemsize,
+        states=states.element_bytes + (precision.master.itemsize if averaged else 0),
+        scalars=states.scalar_bytes,
+        wire=None if precision.wire is None else precision.wire.itemsize,
+    )

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zerokit.errors import UsageError
-from zerokit.formulas import ElementBytes, MemoryReport, TrafficReport, predict_memory, predict_traffic
+from zerokit.formulas import MemoryReport, TrafficReport, predict_memory, predict_traffic
 from zerokit.layout import Layout
 from zerokit.runtime.build import Parts, build
 from zerokit.runtime.collectives import Counters
-from zerokit.runtime.measure import measure_memory, traffic_of
+from zerokit.runtime.measure import element_bytes, measure_memory, traffic_of
 from zerokit.runtime.modules import UnitRule
 from zerokit.runtime.norms import all_finite, clip_coefficient, global_norm
 from zerokit.runtime.precision import LossScale, Precision
@@ -298,7 +298,7 @@ class ZeroOptimizer(Optimizer):
             self.layout,
             rank=self.parts.collectives.rank,
             stage=self.stage,
-            sizes=self._element_bytes(),
+            sizes=element_bytes(self.precision, self.parts.states, averaged=self.ema is not None),
             buffers=buffers,
         )
 
@@ -316,22 +316,11 @@ class ZeroOptimizer(Optimizer):
         return predict_traffic(
             self.layout,
             stage=self.stage,
-            sizes=self._element_bytes(),
+            sizes=element_bytes(self.precision, self.parts.states, averaged=self.ema is not None),
             order=self.parts.gathering.forward_order,
             kept=self.parts.gathering.kept,
             micro_batches=micro_batches,
             reductions=reductions,
-        )
-
-    def _element_bytes(self) -> ElementBytes:
-        precision = self.precision
-        return ElementBytes(
-            compute=precision.compute.itemsize,
-            reduce=precision.reduce.itemsize,
-            master=0 if precision.master == precision.compute else precision.master.itemsize,
-            states=self.parts.states.element_bytes + (precision.master.itemsize if self.ema else 0),
-            scalars=self.parts.states.scalar_bytes,
-            wire=None if precision.wire is None else precision.wire.itemsize,
         )
 
     @property
