@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 
 class ZerokitError(Exception):
-    """Base of every error that zerokit raises on purpose."""
+    """Base of every error that zerokit raises on purpose.
+
+    `several_lines` says that the message has lines of its own; else a line break in it can only be a file's.
+    """
+
+    several_lines: ClassVar[bool] = False
 
 
 class UsageError(ZerokitError, ValueError):
@@ -25,6 +32,10 @@ class ScheduleError(ZerokitError, RuntimeError):
 
 class LossScaleError(ZerokitError, FloatingPointError):
     """fp16 gradients overflow although the loss scale has reached its floor."""
+
+
+class ZerokitWarning(UserWarning):
+    """Something went another way than one may think; the commands tell it on stderr."""
 
 
 class CheckpointError(ZerokitError):

@@ -30,6 +30,8 @@ class MemoryReport:
     padding: int = 0
     buckets: int = 0
     gathered: int = 0
+    host_copy: int = 0
+    """Of background saves, in the host's memory."""
 
     @property
     def total(self) -> int:

@@ -25,10 +25,11 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, islice
 
 ALIGNMENT = 64
 """Elements. 64 fp32 elements are four cache lines and no fewer than any CPU's or GPU's vector width."""
@@ -134,6 +135,11 @@ class Unit:
         return tuple(placed)
 
     @cached_property
+    def _filled(self) -> tuple[Slice, ...]:
+        """The slices that have elements."""
+        return tuple(whole for whole in self.slices if whole.interval.numel)
+
+    @cached_property
     def payload_numel(self) -> int:
         """Elements of the parameters themselves, without padding."""
         return sum(parameter.numel for parameter in self.parameters)
@@ -142,6 +148,11 @@ class Unit:
     def shard_numel(self) -> int:
         """Elements of one rank's shard, padding included; equal on all ranks."""
         return align(-(-self._aligned_numel // self.world))
+
+    @property
+    def holders(self) -> int:
+        """How many ranks hold some of it: the first ones."""
+        return -(-self._aligned_numel // self.shard_numel) if self.shard_numel else 0
 
     @property
     def numel(self) -> int:
@@ -158,7 +169,11 @@ class Unit:
 
     def slices_within(self, piece: Interval) -> Iterator[Slice]:
         """The parts of parameters that lie in `piece` (memory coordinates), in order; none is empty."""
-        for whole in self.slices:
+        # Thousands of parameters at thousands of ranks: each rank looks at its own ones only.
+        first = bisect_right(self._filled, piece.start, key=lambda whole: whole.memory.stop)
+        for whole in islice(self._filled, first, None):
+            if whole.offset >= piece.stop:
+                return
             part = whole.memory.intersection(piece)
             if part.numel:
                 yield Slice(whole.parameter, part.shifted(-whole.offset), part.start)
@@ -213,6 +228,35 @@ class Layout:
         """Every parameter once, in line order."""
         for unit in self.units:
             yield from unit.parameters
+
+    @cached_property
+    def line(self) -> tuple[Parameter, ...]:
+        """`parameters`, remembered: each at its position."""
+        return tuple(self.parameters)
+
+    @cached_property
+    def places(self) -> dict[str, int]:
+        """Each parameter's position in the line, by its name."""
+        return {parameter.name: place for place, parameter in enumerate(self.line)}
+
+    def owned(self, rank: int) -> Iterator[tuple[int, Slice]]:
+        """`(position, slice)` of what rank `rank` holds, in line order."""
+        held = sorted(index for holders, index in self._holders[: self._count_holding(rank)])
+        for index in held:
+            for part in self.units[index].owned(rank):
+                yield self.places[part.parameter.name], part
+
+    def _count_holding(self, rank: int) -> int:
+        """Units of which the rank holds some: the first ones of `_holders`."""
+        return bisect_right(self._holders, -rank - 1, key=lambda unit: -unit[0])
+
+    @cached_property
+    def _holders(self) -> list[tuple[int, int]]:
+        """How many ranks hold some of each unit, and its place among the units; those that most ranks hold first.
+
+        At many ranks most have nothing of small units, and need not look at them.
+        """
+        return sorted(((unit.holders, place) for place, unit in enumerate(self.units)), reverse=True)
 
     @property
     def trainable_numel(self) -> int:

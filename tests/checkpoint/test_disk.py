@@ -1,8 +1,7 @@
-"""Reads and writes to the last byte; directories that appear whole or not at all."""
+"""Reads and writes to the last byte."""
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import resource
@@ -19,15 +18,6 @@ from zerokit.checkpoint import disk
 from zerokit.errors import CheckpointError
 
 
-@pytest.fixture
-def old(tmp_path: Path) -> Path:
-    """A target that exists, with one file."""
-    target = tmp_path / "out"
-    target.mkdir()
-    (target / "file").write_text("old")
-    return target
-
-
 @contextmanager
 def small_files() -> Iterator[None]:
     """No file of this process may grow beyond 4096 bytes: nor pytest's own output, so no fixture."""
@@ -37,10 +27,6 @@ def small_files() -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-def names(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.iterdir())
 
 
 @given(sizes=st.lists(st.integers(0, 50), max_size=12), offset=st.integers(0, 30), at_once=st.integers(1, 40))
@@ -134,8 +120,8 @@ def test_a_storage_failure_names_the_file(tmp_path: Path, monkeypatch: pytest.Mo
 def test_files_are_made_new_and_obey_the_umask(tmp_path: Path) -> None:
     mask = os.umask(0o027)
     try:
-        with disk.staged(tmp_path / "out") as work:
-            disk.write_file(work / "a", b"x")
+        (tmp_path / "out").mkdir()
+        disk.write_file(tmp_path / "out" / "a", b"x")
     finally:
         os.umask(mask)
     assert stat.S_IMODE((tmp_path / "out").stat().st_mode) == 0o750
@@ -153,162 +139,3 @@ def test_only_regular_files_are_opened(tmp_path: Path) -> None:
     ):
         with pytest.raises(CheckpointError, match=message), disk.opened(tmp_path / name):
             pytest.fail("the body ran")
-
-
-def test_a_staged_directory_appears_when_it_is_whole(tmp_path: Path) -> None:
-    target = tmp_path / "out"
-    with disk.staged(target) as work:
-        assert work.parent == tmp_path
-        assert work.name.startswith(".out.tmp-")
-        disk.write_file(work / "a", b"new")
-        assert not target.exists()
-    assert names(tmp_path) == ["out"]
-    assert (target / "a").read_bytes() == b"new"
-
-
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit, CheckpointError])
-@pytest.mark.parametrize("force", [False, True])
-def test_a_failure_leaves_everything_as_it_was(
-    tmp_path: Path, old: Path, error: type[BaseException], force: bool
-) -> None:
-    target = old if force else tmp_path / "fresh"
-
-    def fail(work: Path) -> None:
-        disk.write_file(work / "a", b"new")
-        raise error
-
-    with pytest.raises(error), disk.staged(target, force=force) as work:
-        fail(work)
-    assert names(tmp_path) == ["out"]
-    assert (old / "file").read_text() == "old"
-
-
-@pytest.mark.parametrize("exchange", [True, False], ids=["renameat2", "rename"])
-def test_force_replaces_the_whole_directory(
-    tmp_path: Path, old: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool
-) -> None:
-    if not exchange:
-        monkeypatch.setattr(disk, "_rename", lambda *_: False)
-    with disk.staged(old, force=True) as work:
-        disk.write_file(work / "a", b"new")
-        assert (old / "file").read_text() == "old"
-    assert names(tmp_path) == ["out"]
-    assert names(old) == ["a"]
-
-
-def test_the_exchange_is_one_step_here(tmp_path: Path) -> None:
-    """Where the kernel has renameat2 there is no moment with neither directory."""
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    (tmp_path / "b" / "x").touch()
-    if disk._rename(tmp_path / "a", tmp_path / "b", disk._RENAME_EXCHANGE):
-        assert names(tmp_path / "a") == ["x"]
-    with pytest.raises(FileNotFoundError):
-        disk._rename(tmp_path / "none", tmp_path / "c", disk._RENAME_NOREPLACE)
-
-
-def test_a_system_without_renameat2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: object())
-    with disk.staged(tmp_path / "out") as work:
-        disk.write_file(work / "a", b"new")
-    assert names(tmp_path) == ["out"]
-
-
-def test_a_failed_replacement_by_two_renames_puts_the_old_one_back(
-    tmp_path: Path, old: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rename, calls = os.rename, 0
-
-    def second_fails(source: Path, target: Path) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 2:
-            raise OSError(errno.EIO, "Input/output error")
-        rename(source, target)
-
-    monkeypatch.setattr(disk, "_rename", lambda *_: False)
-    monkeypatch.setattr(os, "rename", second_fails)
-    with pytest.raises(CheckpointError, match="out: cannot be put in place"), disk.staged(old, force=True):
-        pass
-    assert names(tmp_path) == ["out"]
-    assert (old / "file").read_text() == "old"
-
-
-@pytest.mark.parametrize("kind", ["file", "empty", "full"])
-@pytest.mark.parametrize("late", [False, True])
-def test_what_exists_is_not_replaced_without_force(tmp_path: Path, kind: str, late: bool) -> None:
-    target = tmp_path / "out"
-
-    def appear() -> None:
-        if kind == "file":
-            target.touch()
-        else:
-            target.mkdir()
-            if kind == "full":
-                (target / "file").touch()
-
-    if not late:
-        appear()
-    with pytest.raises(CheckpointError, match="exists"), disk.staged(target):
-        appear()
-    assert names(tmp_path) == ["out"]
-    assert target.is_file() or names(target) == (["file"] if kind == "full" else [])
-
-
-def test_force_replaces_directories_of_files_only(tmp_path: Path, old: Path) -> None:
-    (tmp_path / "file").touch()
-    (tmp_path / "link").symlink_to(old)
-    (tmp_path / "home" / "documents").mkdir(parents=True)
-    for name, message in (
-        ("file", "exists and is no directory"),
-        ("link", "exists and is no directory"),
-        ("home", "holds the directory 'documents', so it is no output of this kind"),
-        ("none/out", "its parent directory .*none does not exist"),
-    ):
-        with pytest.raises(CheckpointError, match=message), disk.staged(tmp_path / name, force=True):
-            pytest.fail("the body ran")
-    assert names(tmp_path) == ["file", "home", "link", "out"]
-
-
-def test_long_names_fit(tmp_path: Path) -> None:
-    target = tmp_path / ("é" * 120)
-    with disk.staged(target):
-        pass
-    assert target.is_dir()
-
-
-@pytest.mark.parametrize(
-    ("source", "target", "message"),
-    [
-        ("a", "a", "the output is the source itself"),
-        ("a", "b/../a/", "the output is the source itself"),
-        ("a", "a/b", "lies in its source"),
-        ("a/b/c", "a", "contains its source"),
-        ("link", "a/b", "lies in its source"),
-        ("a", "ab", None),
-        ("a/b", "a/b.to-4", None),
-    ],
-)
-def test_source_and_target_are_apart(tmp_path: Path, source: str, target: str, message: str | None) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "link").symlink_to("a")
-    if message is None:
-        disk.require_apart(tmp_path / source, tmp_path / target)
-        return
-    with pytest.raises(CheckpointError, match=message):
-        disk.require_apart(tmp_path / source, tmp_path / target)
-
-
-def test_latest_is_replaced_in_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    disk.write_latest(tmp_path, "step-00000001", 0xAB)
-    disk.write_latest(tmp_path, "step-00000002", 0x1A2B3C4D)
-    assert (tmp_path / "latest").read_text() == "step-00000002 1a2b3c4d\n"
-
-    def fail(source: Path, target: Path) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(CheckpointError, match="latest: cannot be replaced"):
-        disk.write_latest(tmp_path, "step-00000003", 1)
-    assert names(tmp_path) == ["latest"]
-    assert (tmp_path / "latest").read_text() == "step-00000002 1a2b3c4d\n"

@@ -1,6 +1,12 @@
-"""Text for people: sizes, and names that may come from a hostile file."""
+"""Text for people: sizes and counts."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+
+import click
+
+from zerokit.text import printable
 
 
 def decimal_size(size_bytes: int) -> str:
@@ -19,6 +25,7 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def printable(text: str) -> str:
-    """Without control characters: a name could move the cursor or change the terminal's title."""
-    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+def note(lines: Iterable[str]) -> None:
+    """Say something on stderr that is no error."""
+    for line in lines:
+        click.echo(printable(f"zerokit: {line}"), err=True)

@@ -1,0 +1,216 @@
+"""Every change that zerokit makes to a disk: new files, syncs, renames, removals, locks.
+
+A file or a directory becomes visible whole or not at all: it is written under a temporary name beside its place,
+synced, renamed, and its parent synced. All calls go through one `System`; tests put another in its place that fails or
+ends the process at a given call, or forgets what was not synced.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import re
+import secrets
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from zerokit.process import PATTERN, Process
+
+UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
+"""What a file system says that has no such call."""
+
+_AT_FDCWD = -100
+_RENAME_NOREPLACE = 1
+_RENAME_EXCHANGE = 2
+
+
+class System:
+    """The calls that change a disk, one method each. All raise `OSError`."""
+
+    def mkdir(self, path: Path) -> None:
+        os.mkdir(path)
+
+    def create(self, path: Path) -> int:
+        """The descriptor of a new file, for reading and writing."""
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+    def extend(self, path: Path) -> int:
+        """The descriptor of a file to which lines are added; it is made if it is not there."""
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+
+    def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        """Bytes written, perhaps fewer than given."""
+        return os.pwritev(fd, buffers, offset)
+
+    def allocate(self, fd: int, size: int) -> None:
+        os.posix_fallocate(fd, 0, size)
+
+    def truncate(self, fd: int, size: int) -> None:
+        os.ftruncate(fd, size)
+
+    def sync(self, fd: int) -> None:
+        os.fsync(fd)
+
+    def sync_directory(self, path: Path) -> None:
+        """Make the names in a directory durable."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def rename(self, old: Path, new: Path) -> None:
+        """Also replaces a file, or an empty directory."""
+        os.rename(old, new)
+
+    def rename_new(self, old: Path, new: Path) -> None:
+        """Refuses to replace anything, where the file system can."""
+        if not _renameat2(old, new, _RENAME_NOREPLACE):
+            os.rename(old, new)
+
+    def exchange(self, one: Path, other: Path) -> bool:
+        """Let two directories change places in one step. False where the file system cannot."""
+        return _renameat2(one, other, _RENAME_EXCHANGE)
+
+    def unlink(self, path: Path) -> None:
+        os.unlink(path)
+
+    def rmdir(self, path: Path) -> None:
+        os.rmdir(path)
+
+
+_systems: list[System] = [System()]
+
+
+def system() -> System:
+    """The one in use."""
+    return _systems[-1]
+
+
+@contextmanager
+def replaced(other: System) -> Iterator[None]:
+    """Let every change of this process go through `other`: for tests."""
+    _systems.append(other)
+    try:
+        yield
+    finally:
+        _systems.remove(other)
+
+
+def _renameat2(old: Path, new: Path, flags: int) -> bool:
+    """Linux's renameat2. False where the system or the file system has no such thing."""
+    try:
+        call = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError):
+        return False
+    arguments = (_AT_FDCWD, os.fsencode(old), _AT_FDCWD, os.fsencode(new), ctypes.c_uint(flags))
+    if call(*arguments) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in UNSUPPORTED:
+        return False
+    raise OSError(number, os.strerror(number), str(new))
+
+
+TEMPORARY = re.compile(
+    rf"\.(?P<target>.+)\.tmp-(?:(?P<writer>{PATTERN})\.[0-9a-f]{{6}}|[0-9a-f]{{12}})(?P<old>\.old)?"
+)
+"""What `temporary` names are like, and those of older versions, which do not tell their writer."""
+
+
+def temporary(path: Path) -> Path:
+    """A name beside `path` under which this process writes it until it is whole. It says which process that is."""
+    return path.with_name(f".{stem(path.name)}.tmp-{Process.current()}.{secrets.token_hex(3)}")
+
+
+def stem(name: str) -> str:
+    """What a temporary name keeps of the name that it stands for: names end at 255 bytes."""
+    return name.encode()[:60].decode(errors="ignore")
+
+
+def write_aside(path: Path, content: bytes, *, durable: bool = True) -> None:
+    """Write a small file whole or not at all, in place of one that may be there.
+
+    `durable`: also after a power cut, by syncs of the file and of its directory.
+    """
+    calls, work = system(), temporary(path)
+    try:
+        fd = calls.create(work)
+        try:
+            left = memoryview(content)
+            while left:
+                left = left[calls.write(fd, [left], len(content) - len(left)) :]
+            if durable:
+                calls.sync(fd)
+        finally:
+            os.close(fd)
+        calls.rename(work, path)
+    except BaseException:
+        with suppress(OSError):
+            calls.unlink(work)
+        raise
+    if durable:
+        calls.sync_directory(path.parent)
+
+
+def make_directories(path: Path) -> None:
+    """Make a directory, durably, with those above it that are missing; one that is there is left as it is."""
+    if path.is_dir():
+        return
+    calls = system()
+    make_directories(path.parent)
+    try:
+        calls.mkdir(path)
+    except FileExistsError:
+        if not path.is_dir():
+            raise
+    with suppress(PermissionError):  # a directory may allow new names and no reading
+        calls.sync_directory(path.parent)
+
+
+def measured(path: Path) -> tuple[int, float]:
+    """Bytes of the files in a directory, or of one file, and when the newest of all was changed (seconds, epoch).
+
+    Links are not followed; what goes away meanwhile does not count.
+    """
+    size, newest = 0, 0.0
+    for entry in [path, *(path.rglob("*") if path.is_dir() and not path.is_symlink() else ())]:
+        with suppress(OSError):
+            found = entry.lstat()
+            newest = max(newest, found.st_mtime)
+            size += found.st_size if stat.S_ISREG(found.st_mode) else 0
+    return size, newest
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a directory with all it holds, as far as that is possible; links are not followed."""
+    calls = system()
+    if path.is_symlink():
+        with suppress(OSError):
+            calls.unlink(path)
+        return
+    with suppress(OSError), os.scandir(path) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                remove_tree(Path(entry.path))
+            else:
+                with suppress(OSError):
+                    calls.unlink(Path(entry.path))
+    with suppress(OSError):
+        calls.rmdir(path)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[bool]:
+    """Hold the lock of an existing file while the body runs; False where another process holds it."""
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            yield False
+        else:
+            yield True

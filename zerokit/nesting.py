@@ -1,0 +1,18 @@
+"""How deep plain data is nested. Hostile JSON may be as deep as the parser's stack, and no code after that is."""
+
+from __future__ import annotations
+
+
+def require_shallow(plain: object, deepest: int, told: int | None = None) -> None:
+    """Raises `ValueError` if lists and dicts lie more than `deepest` in each other; `told` is what the message says."""
+    level, depth = [plain] if isinstance(plain, dict | list) else [], 0
+    while level:
+        depth += 1
+        if depth > deepest:
+            raise ValueError(f"values are nested more than {deepest if told is None else told} deep")
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list)
+        ]

@@ -1,0 +1,95 @@
+"""A process by its host, number and start, as text: any other process can tell later whether it still lives."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import socket
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+PATTERN = r"[\w-]{1,32}\.[0-9a-f]{8}\.[0-9a-f]{8}\.\d{1,20}\.\d{1,20}\.\d{1,20}"
+"""Of the text, which is also good for names of files."""
+
+
+_MACHINE, _BOOT = Path("/etc/machine-id"), Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """`machine`, `boot` (digests) and `space` (of process numbers) tell hosts and containers apart that have one name.
+
+    `start` is in clock ticks since the boot, so that a number that was given again is another process.
+    """
+
+    host: str
+    machine: str
+    boot: str
+    space: int
+    pid: int
+    start: int
+
+    @staticmethod
+    def current() -> Process:
+        """This one."""
+        pid = os.getpid()
+        return Process(_host(), _digest(_MACHINE), _digest(_BOOT), _space(), pid, _start(pid) or 0)
+
+    @staticmethod
+    def parse(text: str) -> Process | None:
+        """What `str` gave; None for anything else."""
+        if not re.fullmatch(PATTERN, text, re.ASCII):
+            return None
+        host, machine, boot, space, pid, start = text.split(".")
+        return Process(host, machine, boot, int(space), int(pid), int(start))
+
+    def lives(self) -> bool | None:
+        """Whether it is there still; None where that cannot be seen from here: on another host, in a container.
+
+        Before the last boot counts as elsewhere: machines that were cloned may share their names and identities.
+        """
+        here = Process.current()
+        if (self.host, self.machine, self.boot, self.space) != (
+            here.host,
+            here.machine,
+            here.boot,
+            here.space,
+        ):
+            return None
+        return _start(self.pid) == self.start
+
+    def __str__(self) -> str:
+        return f"{self.host}.{self.machine}.{self.boot}.{self.space}.{self.pid}.{self.start}"
+
+
+@cache
+def _host() -> str:
+    return re.sub(r"[^\w-]", "-", socket.gethostname(), flags=re.ASCII)[:32] or "unknown"
+
+
+@cache
+def _digest(path: Path) -> str:
+    try:
+        text = path.read_text()
+    except OSError:
+        text = ""
+    return hashlib.sha256(text.strip().encode()).hexdigest()[:8]
+
+
+def _space() -> int:
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
+
+
+def _start(pid: int) -> int | None:
+    """None where there is no such process, or it has ended and its parent has not asked how."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    fields = text[text.rindex(")") + 2 :].split()
+    return None if fields[0] in "ZX" else int(fields[19])

@@ -1,0 +1,17 @@
+"""Text that may come from a hostile file, made fit for a terminal. Everything that is shown goes through here."""
+
+from __future__ import annotations
+
+
+def printable(text: str) -> str:
+    """In one line, without what steers a terminal: control and format characters become escapes such as "\\x1b".
+
+    A name could move the cursor, change the terminal's title, turn the direction of writing, or begin a line that looks
+    like zerokit's own.
+    """
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+
+
+def printable_lines(text: str) -> str:
+    """The same, but lines stay lines: for what is said in several on purpose, such as the end of a log."""
+    return "\n".join(printable(line) for line in text.expandtabs().split("\n"))
