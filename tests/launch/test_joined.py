@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from torch._C._distributed_c10d import TCPStore
 
 from tests.launch.ranks import ROOT, WORKLOAD, all_ended, started, wait_for
 from zerokit.launch import joined
@@ -141,6 +143,26 @@ def test_members_launch_together(members: Members, tmp_path: Path, scheme: Schem
         results = sorted(path.name for path in (tmp_path / "logs" / str(number)).glob("result-*"))
         assert results == ["result-0", "result-1"]
     assert list(members.copies.glob("zerokit-*")) == []
+
+
+def test_ranks_that_torchrun_has_restarted_do_not_take_up_what_the_former_ones_said(
+    members: Members, tmp_path: Path
+) -> None:
+    """Its agent's store outlives them, with their launches and their end in it."""
+    store = TCPStore("127.0.0.1", members.port, is_master=True, wait_for_workers=False)
+    (tmp_path / "logs").rmdir()
+    pids = []
+    for _ in range(2):
+        (tmp_path / "logs").mkdir()
+        for rank in (1, 0):  # who follows is there first, and finds the former leader's words
+            members.start(torchrun(rank, members.port), "finish", TORCHELASTIC_USE_AGENT_STORE="True")
+            time.sleep(0.2)
+        assert members.ends() == [(3, ""), (3, "")]
+        pids.append({rank["pid"] for rank in started(tmp_path).values()})
+        members.processes.clear()
+        shutil.rmtree(tmp_path / "logs")
+    assert len(pids[0] | pids[1]) == 4
+    del store
 
 
 def test_long_results_come_whole(members: Members, tmp_path: Path) -> None:

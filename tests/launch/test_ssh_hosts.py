@@ -142,10 +142,7 @@ def training(hosts: Hosts, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 def ranks(hosts: Hosts, host: str) -> list[int]:
     """The ranks themselves: torchrun's agent has the same words in its command line."""
-    agents = hosts.processes(host, "zerokit.launch.agent")
-    return [
-        pid for pid in hosts.processes(host, "zerokit.launch.rank zerokit.bench.worker") if pid not in agents
-    ]
+    return hosts.processes(host, "zerokit.launch.rank zerokit.bench.worker", without="zerokit.launch.agent")
 
 
 def outcome(process: subprocess.Popen[str]) -> tuple[int, dict[str, Any]]:

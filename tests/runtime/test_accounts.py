@@ -25,8 +25,7 @@ from tests.support.training import (
     require_memory_route,
     wrap,
 )
-from zerokit.runtime.collectives.foreign import ForeignMemory
-from zerokit.runtime.collectives.neighbours import SWITCH
+from zerokit.runtime.collectives.foreign import SWITCH, ForeignMemory
 
 STAGES = (0, 1, 2, 3)
 MIDDLE = 0.004

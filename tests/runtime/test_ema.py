@@ -283,6 +283,37 @@ def test_a_checkpoint_without_its_average_is_refused(tmp_path: Path) -> None:
     run_ranks(2, _other_sides, str(tmp_path))
 
 
+def _loaded_weights(directory: str) -> None:
+    """What was averaged before weights were loaded is no part of their average."""
+    for stage in range(4):
+        run = Run(stage=stage, steps=2, precision="bf16")
+        model, optimizer, ema = _train("gpt", run)
+        zerokit.save(f"{directory}/{stage}", optimizer, step=2, weights_only=stage > 1)
+        for step in range(2, 4):
+            one_step(model, optimizer, CASES["gpt"], run, step, Trajectory())
+            ema.update()
+            if step == 2:
+                moments = [state["exp_avg"].clone() for state in optimizer.state.values()]
+                zerokit.load(f"{directory}/{stage}", optimizer, weights_only=True)
+                now = [state["exp_avg"] for state in optimizer.state.values()]
+                assert all(torch.equal(one, other) for one, other in zip(moments, now, strict=True))
+                with pytest.raises(zerokit.UsageError, match="first update"), ema.applied():
+                    pass
+                loaded = _whole_weights(model)
+                ema.update()
+                with ema.applied():
+                    begun = _whole_weights(model)
+                assert all(torch.equal(begun[name], value) for name, value in loaded.items())
+        # From there on as ever.
+        assert any(
+            not torch.equal(_averages(optimizer)[name].bfloat16(), value) for name, value in begun.items()
+        )
+
+
+def test_loaded_weights_begin_the_average_anew(tmp_path: Path) -> None:
+    run_ranks(2, _loaded_weights, str(tmp_path))
+
+
 def _longer(directory: str) -> None:
     """A model that has grown by a layer takes what fits: the new layer's average begins with its weights."""
     kinds: dict[str, tuple[Any, dict[str, Any]]] = {

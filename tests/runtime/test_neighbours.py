@@ -5,6 +5,8 @@ Both ways are tested: out of the other processes' memory, and out of windows tha
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import gc
 import os
 import signal
@@ -29,10 +31,11 @@ from tests.support.training import (
     train_all,
     wrap,
 )
-from zerokit.runtime.collectives import Collectives, host, make_collectives
+from zerokit.runtime.collectives import Collectives, foreign, host, make_collectives
+from zerokit.runtime.collectives.foreign import SWITCH, ForeignMemory
 from zerokit.runtime.collectives.gloo import GlooCollectives
 from zerokit.runtime.collectives.host import HostCollectives
-from zerokit.runtime.collectives.neighbours import SWITCH, meet
+from zerokit.runtime.collectives.neighbours import meet
 from zerokit.runtime.collectives.windows import Windows
 
 WAYS = {"memory": "1", "shared memory": "shared"}
@@ -217,6 +220,60 @@ def test_a_rank_that_ends_is_named_at_once(way: str) -> None:
     assert waiting.raised("ScheduleError"), waiting.describe()
     assert "rank 1 (process" in waiting.error
     assert waiting.seconds < 40.0
+
+
+_PR_SET_DUMPABLE = 4
+
+
+def _closes_its_memory() -> None:
+    """Rank 1 may be read when the ranks meet, and not afterwards: the kernel refuses, as for another user's process."""
+    choose("memory")
+    collectives = _collectives()
+    whole = torch.zeros(4)
+    collectives.all_gather(whole, 0, 4).wait()
+    collectives.wait_for_readers()
+    if dist.get_rank() == 1:
+        assert ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0) == 0
+    else:
+        _drop_capabilities()
+    dist.barrier()
+    collectives.all_gather(whole, 0, 4).wait()
+    collectives.wait_for_readers()
+
+
+def _drop_capabilities() -> None:
+    """Give up CAP_SYS_PTRACE, with which root reads everybody."""
+    library = ctypes.CDLL(None, use_errno=True)
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # linux/capability.h: version 3, this thread
+    assert library.capset(header, (ctypes.c_uint32 * 6)()) == 0
+
+
+def test_a_read_that_is_refused_later_names_the_remedy() -> None:
+    reader, _ = run_ranks_expecting_errors(2, _closes_its_memory, timeout=20.0)
+    assert reader.raised("ScheduleError"), reader.describe()
+    assert "rank 1 (process" in reader.error
+    assert "cannot be read: Operation not permitted" in reader.error
+    assert "ZEROKIT_CMA=0" in reader.error
+    assert "has ended" not in reader.error
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (errno.ESRCH, "it has ended, or dropped its model"),
+        (errno.EFAULT, "it has ended, or dropped its model"),
+        (errno.EPERM, "start the ranks with ZEROKIT_CMA=0"),
+        (errno.ENOSYS, "start the ranks with ZEROKIT_CMA=0"),
+    ],
+)
+def test_a_read_that_fails_says_what_it_means(code: int, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(foreign, "_read", refuse)
+    with pytest.raises(RuntimeError, match=r"rank 3 \(process 77\) cannot be read") as caught:
+        ForeignMemory({3: 77}).read(3, 0, torch.zeros(1))
+    assert said in str(caught.value)
 
 
 def test_a_rank_that_does_not_come_ends_in_a_time_out(way: str) -> None:

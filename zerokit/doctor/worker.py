@@ -21,6 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from zerokit import files
 from zerokit.bench.schema import from_plain, to_plain
 from zerokit.doctor.clock import measure_offset
 from zerokit.doctor.devices import Device
@@ -172,9 +173,7 @@ def _see(facts: RankFacts, job: Job) -> list[bool] | None:
 
 def _write(path: Path, text: str) -> None:
     """Whole or not at all: others read it while ranks run."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text)
-    temporary.replace(path)
+    files.write_aside(path, text.encode(), durable=False)
 
 
 if __name__ == "__main__":

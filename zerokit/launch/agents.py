@@ -91,5 +91,7 @@ def explain(agents: Sequence[Agent], logs: Path) -> WorkerFailed:
     how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with code {code}"
     message = agent.trouble() or f"{name_node(agent.node, agent.host)}: its torchrun agent {how}"
     return WorkerFailed(
-        "\n".join(filter(None, [message, tail(agent.directory / "agent.log"), f"logs: {logs}"]))
+        "\n".join(filter(None, [message, tail(agent.directory / "agent.log"), f"logs: {logs}"])),
+        failures,
+        [one.node for one in failed if (one.poll() or 0) < 0],
     )

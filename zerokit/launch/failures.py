@@ -17,15 +17,23 @@ TAIL_LINES = 20
 class LaunchError(ZerokitError):
     """The ranks could not be started."""
 
+    several_lines = True
+
 
 class WorkerFailed(ZerokitError):
     """A rank ended with an error or by a signal; the message names it, and the end of its stderr.
 
-    `failures` are all ranks' that are known, the cause first.
+    `failures` are all ranks' that are known, the cause first; `lost_nodes` those whose agent was killed, and all ranks
+    with it.
     """
 
-    def __init__(self, message: str, failures: Sequence[Failure] = ()) -> None:
+    several_lines = True
+
+    def __init__(
+        self, message: str, failures: Sequence[Failure] = (), lost_nodes: Sequence[int] = ()
+    ) -> None:
         self.failures = tuple(failures)
+        self.lost_nodes = frozenset(lost_nodes)
         super().__init__(message)
 
 

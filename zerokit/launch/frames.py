@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from zerokit import files
 from zerokit.errors import ZerokitError
 
 HEARTBEAT_SECONDS = 2.0
@@ -81,6 +82,4 @@ def put_file(folder: Path, content: Mapping[str, Any]) -> None:
     """Write a `file` frame's file whole."""
     path = inside(folder, str(content["name"]))
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.part")
-    temporary.write_bytes(unpack(str(content["content"])))
-    temporary.replace(path)
+    files.write_aside(path, unpack(str(content["content"])), durable=False)

@@ -91,6 +91,7 @@ class Leader:
         for index in range(1, meeting.member.count):
             while (ready := meeting.get(f"ready/{index}")) is None:
                 interrupts.check()
+                meeting.admit(index)
                 if time.monotonic() > deadline:
                     raise LaunchError(
                         f"number {index} of {meeting.member.count} that {meeting.member.scheme} started has not come "

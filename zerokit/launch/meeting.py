@@ -9,6 +9,7 @@ import queue
 import socket
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -76,13 +77,46 @@ class Meeting:
                 f"{self.patience.meet:g} s ({str(error).splitlines()[0]}); see that the name leads to the machine of "
                 "number 0 and that its port is free, or set MASTER_ADDR and MASTER_PORT"
             ) from error
-        self._store: Store = PrefixStore("zerokit-bench", store)
+        self._round = uuid.uuid4().hex
+        self._hall: Store = PrefixStore("zerokit-bench", store)
+        if member.has_store and not member.leads:
+            self._round = self._enter()
+        self._store: Store = PrefixStore(self._round if member.has_store else "", self._hall)
         self._heard: dict[int, tuple[object, float]] = {}
         self._closed = threading.Event()
         self._calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._threads = [threading.Thread(target=work, daemon=True) for work in (self._serve, self._beat)]
         for thread in self._threads:
             thread.start()
+
+    def _enter(self) -> str:
+        """Ask the leader for the name of this meeting, and wait for the answer.
+
+        torchrun's store outlives the ranks, and after a restart still holds what the former ones said there.
+        """
+        index, asked, deadline = self.member.index, uuid.uuid4().hex, time.monotonic() + self.patience.meet
+        self._hall.set(f"hello/{index}", asked)
+        while time.monotonic() < deadline:
+            if self._hall.check([f"welcome/{index}"]):
+                answered, _, name = self._hall.get(f"welcome/{index}").decode().partition(" ")
+                if answered == asked:
+                    return name
+            time.sleep(POLL_SECONDS)
+        raise LaunchError(
+            f"{self.member.describe()}: number 0 has not come within {self.patience.meet:g} s: see what it said"
+        )
+
+    def admit(self, index: int) -> None:
+        """The leader tells another where the meeting is, if that has asked since."""
+        if not self.member.has_store:
+            return
+
+        def answer() -> None:
+            if self._hall.check([f"hello/{index}"]):
+                asked = self._hall.get(f"hello/{index}").decode()
+                self._hall.set(f"welcome/{index}", f"{asked} {self._round}")
+
+        self._call(answer)
 
     def _beat(self) -> None:
         with contextlib.suppress(LaunchError):  # who needs the store will find it gone

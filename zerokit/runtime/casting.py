@@ -1,20 +1,24 @@
 """Floating-point inputs take the compute dtype where they meet weights.
 
-That is at modules that hold parameters themselves and leave none to modules inside (Linear, LayerNorm, a layer of
-one's own), and at PyTorch's own that do both (MultiheadAttention). What passes through the model untouched, a
-timestep or a mask, keeps its dtype until then: 1001 would become 1000 in bfloat16. A module that computes with
-parameters of its own beside modules inside must cast by itself, as in any half-precision model.
+That is at modules that hold parameters themselves, in a ParameterList too, and leave none to modules inside (Linear,
+LayerNorm, a layer of one's own), and at PyTorch's own that do both (MultiheadAttention). What passes through the model
+untouched, a timestep or a mask, keeps its dtype until then: 1001 would become 1000 in bfloat16. A module that computes
+with parameters of its own beside modules that have some, or with another module's, must cast by itself, as in any
+half-precision model: elementwise its results would be float32, and PyTorch refuses products of two dtypes.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
+
+_LISTS = (nn.ParameterList, nn.ParameterDict)
 
 _CASTABLE = frozenset((torch.float64, torch.float32, torch.bfloat16, torch.float16))
 
@@ -23,12 +27,20 @@ def modules_that_cast(model: nn.Module) -> set[nn.Module]:
     """The modules whose inputs meet weights first."""
     found = set()
     for module in model.modules():
-        own = next(module.parameters(recurse=False), None) is not None
-        inside = any(True for child in module.children() for _ in child.parameters())
+        if isinstance(module, _LISTS):
+            continue  # never called: its parameters meet what enters the module around it
+        lists = [child for child in module.children() if isinstance(child, _LISTS)]
+        others = [child for child in module.children() if not isinstance(child, _LISTS)]
+        own = next(module.parameters(recurse=False), None) is not None or _any_parameters(lists)
+        inside = _any_parameters(others)
         of_torch = type(module).__module__.startswith("torch.nn.")
         if (own and (of_torch or not inside)) or (is_parametrized(module) and of_torch):
             found.add(module)
     return found
+
+
+def _any_parameters(modules: Iterable[nn.Module]) -> bool:
+    return any(True for module in modules for _ in module.parameters())
 
 
 def cast_inputs(args: Any, kwargs: Any, dtype: torch.dtype, device: str) -> tuple[Any, Any] | None:

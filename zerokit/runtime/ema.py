@@ -32,7 +32,8 @@ class Ema:
     The average is part of the optimizer's state. `zerokit.save` writes it as a stream `ema` beside `master`, which any
     number of ranks can load into an optimizer that has an `Ema`; `optimizer.state_dict()` has this rank's part.
     `decay` is not saved: it is an attribute, and may be set anew. `zerokit.consolidate(…, stream="ema")` writes the
-    averaged weights of a checkpoint for Hugging Face's loaders.
+    averaged weights of a checkpoint for Hugging Face's loaders. Weights that are loaded without the optimizer's state
+    (`weights_only=True`) begin the average anew.
 
         ema = zerokit.Ema(optimizer, decay=0.999)
         ...
@@ -100,6 +101,15 @@ class Ema:
                 state[EMA] = flat.tensor.detach().clone()
         if averages:
             torch._foreach_lerp_(averages, weights, 1.0 - self.decay)
+
+    def restart(self) -> None:
+        """Forget the average: the next `update` begins it with the weights, as in a new `Ema`.
+
+        Raises `UsageError` inside `applied()`.
+        """
+        self._living().require_own_weights("restart()")
+        for flat in self._flats():
+            self._state(flat).pop(EMA, None)
 
     @contextmanager
     def applied(self) -> Iterator[None]:

@@ -107,6 +107,8 @@ class ZeroOptimizer(Optimizer):
         """Why `step` must not be called: set while a state is being loaded, and left there if that fails."""
         self.ema: Ema | None = None
         """The average of the weights, if there is one: made by `zerokit.Ema(optimizer, decay)`."""
+        self.host_copy: Tensor | None = None
+        """The buffer that background saves write from, once there was one."""
         self.averaged = False
         """Whether the model has its averaged weights, inside `Ema.applied()`."""
         self._last_counters = Counters()
@@ -289,7 +291,8 @@ class ZeroOptimizer(Optimizer):
 
     def memory(self) -> MemoryReport:
         """Bytes this rank holds now, summed over live storages; meaningful between backward and step."""
-        return measure_memory(self.parts.model, self.parts.storages, self.parts.gradients, self.parts.inner)
+        held = measure_memory(self.parts.model, self.parts.storages, self.parts.gradients, self.parts.inner)
+        return dataclasses.replace(held, host_copy=0 if self.host_copy is None else self.host_copy.nbytes)
 
     def predicted_memory(self) -> MemoryReport:
         """What `memory()` must be after the first step, from the layout alone."""

@@ -22,7 +22,8 @@ class Precision:
         wire: of gradients on their way between ranks: as `reduce` by default, or bfloat16 beside `reduce` in fp32. See
             below.
         cast_inputs: whether floating-point inputs take the compute dtype where they meet weights: at modules that
-            hold parameters themselves. What a model does not feed to weights (timesteps, masks) keeps its dtype.
+            hold parameters and have no modules with parameters inside, and at PyTorch's own. What a model does not feed
+            to weights (timesteps, masks) keeps its dtype; a module with parameters beside such modules casts by itself.
 
     The ZeRO paper's mixed-precision table (arXiv:1910.02054, §3.1) counts 2 bytes an element for gradients:
     `Precision(compute=torch.float16, reduce=torch.float16)`. Summing in fp32 is the default because it costs

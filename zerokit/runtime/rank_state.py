@@ -29,6 +29,7 @@ class RankState(OrderedDict[str, Any]):
 
 def take_state(parts: Parts) -> RankState:
     """This rank's part, apart from the loss scale."""
+    parts.walk.absorb_changes()  # weights that were changed in place: masters are what is taken
     return RankState(
         {
             "inner": parts.inner.state_dict(),

@@ -78,6 +78,7 @@ class StopSignal:
         self._minutes_before = minutes_before
         self._every, self._calls = every, 0
         self._collectives = optimizer.parts.collectives
+        self._group: dist.ProcessGroup | None = None
         self._signals = tuple(_signal(number) for number in signals)
         self._former: dict[signal.Signals, Any] = {}
         self._noted = 0
@@ -139,9 +140,10 @@ class StopSignal:
         collectives = self._collectives
         notes = torch.tensor([note * collectives.world + collectives.rank if note else 0])
         if collectives.world > 1:
-            group = collectives.side_group()
+            if self._group is None:  # asked for once: that a group is still good, others have to be asked
+                self._group = collectives.side_group("StopSignal")
             with collectives.watch.waiting("StopSignal.requested(), which all ranks call once a step"):
-                dist.all_reduce(notes, op=dist.ReduceOp.MAX, group=group)
+                dist.all_reduce(notes, op=dist.ReduceOp.MAX, group=self._group)
         return int(notes.item())
 
     def _told(self, agreed: int) -> str:

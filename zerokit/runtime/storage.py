@@ -15,7 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -396,5 +396,23 @@ class FlatUnit:
         self.note_requires_grad()
 
 
+_set_version: Any = torch._C._autograd._unsafe_set_version_counter
+
+
+def _sets_several() -> bool:
+    try:
+        _set_version((), ())
+    except TypeError:  # torch 2.6 takes one tensor and one number
+        return False
+    return True
+
+
+_SETS_SEVERAL = _sets_several()
+
+
 def _set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
-    torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
+    if _SETS_SEVERAL:
+        _set_version(tuple(tensors), tuple(versions))
+    else:
+        for tensor, version in zip(tensors, versions, strict=True):
+            _set_version(tensor, version)

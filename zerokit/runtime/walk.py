@@ -171,8 +171,8 @@ class ModelWalk:
     def _end_forward(self) -> None:
         with outside_transforms():
             self.gathering.end_forward(training=torch.is_grad_enabled())
-        if not self.gathering.recorded or self.gathering.deviated:
-            self._record_forward()
+            if not self.gathering.recorded or self.gathering.deviated:
+                self._record_forward()
         self._in_forward = False
 
     def end_generator(self, current: ForwardPass) -> None:
@@ -266,9 +266,11 @@ class ModelWalk:
         self._modules.drop_spare(after=not self._sharded)
 
     def absorb_changes(self) -> None:
-        """Take over what the user has changed in place since the last pass."""
+        """Take over what the user has changed in place since the last pass, or the opening of `gathered()`."""
         for storage in self._storages:
-            if storage.separate and not storage.stage.divides_parameters and storage.changed:
+            # Where parameters are divided, they can be changed while they are shown, and nowhere else.
+            apart = self.gathering.is_open if self._sharded else storage.separate
+            if apart and storage.changed:
                 storage.complete()
                 storage.read_in()
 

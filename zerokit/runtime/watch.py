@@ -6,7 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch.distributed as dist
 
@@ -62,6 +62,19 @@ class Watch:
         finally:
             self.waited_s += time.monotonic() - self._since
             self._since = None
+
+    def note(self, what: str) -> None:
+        """Tell the others, as far as they can be reached; nobody waits for it."""
+        if self._store is not None:
+            with suppress(RuntimeError):
+                self._store.set(f"{self._prefix}/{what}", "")
+
+    def noted(self, what: str) -> bool:
+        """Whether a rank has noted this. Raises `ScheduleError` where the store does not answer."""
+        if self._store is None:
+            return False
+        with self.waiting("process group's store"):
+            return bool(self._store.check([f"{self._prefix}/{what}"]))
 
     def agree(self, what: str, timeout_s: float) -> None:
         """Return when every rank has said `what` this rank says, before it issues anything else.

@@ -103,8 +103,9 @@ def per_example(engine: Engine) -> None:
 
 def _jvp(function: Any, at: Any, along: Any) -> Tensor:
     with warnings.catch_warnings():
-        # Its first use imports torch's decompositions, which torch 2.13 compiles by its own deprecated means.
-        warnings.filterwarnings("ignore", category=DeprecationWarning)
+        # Its first use imports torch's decompositions, which torch 2.13 compiles by its own deprecated means
+        # (a DeprecationWarning; in torch 2.15 a FutureWarning).
+        warnings.filterwarnings("ignore", "`torch.jit")
         result: Any = func.jvp(function, (at,), (along,))
     return result[1]
 

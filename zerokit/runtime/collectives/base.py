@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -79,7 +80,8 @@ class Collectives:
         self.world = group.size()
         self.counters = Counters()
         self._schedule = [0, 0]
-        self._side_group: dist.ProcessGroup | None = None
+        self._side_groups: dict[str, dist.ProcessGroup] = {}
+        self._timeout = timeout
         self._timeout_s = timeout.total_seconds()
 
     @property
@@ -186,12 +188,28 @@ class Collectives:
         self.broadcast(values)
         return [int(number) for number in self.read(values)]
 
-    def side_group(self) -> dist.ProcessGroup:
-        """A gloo group over the same ranks, for what is said beside the training; made at its first use, by all."""
-        if self._side_group is None:
-            with self.watch.waiting("creation of a communicator"):
-                self._side_group = clone(self.group, "gloo", None)
-        return self._side_group
+    def side_group(self, purpose: str) -> dist.ProcessGroup:
+        """A gloo group over the same ranks, for what is said beside the training; made at its first use, by all.
+
+        Raises `ScheduleError`, naming the ranks that do not come, when they have not within the time-out.
+        """
+        group = self._side_groups.get(purpose)
+        if group is not None and self.watch.noted(f"dropped/{group.group_name}"):
+            # By a rank for which this one did not come in time.
+            self.drop_side_group(purpose)
+        if purpose not in self._side_groups:
+            self.watch.agree(f"makes the group for {purpose}", self._timeout_s)
+            with self.watch.waiting(f"group for {purpose}"):
+                self._side_groups[purpose] = clone(self.group, "gloo", self._timeout)
+        return self._side_groups[purpose]
+
+    def drop_side_group(self, purpose: str) -> None:
+        """Forget a group that failed: gloo's never recover. The next use makes another, on all ranks."""
+        group = self._side_groups.pop(purpose, None)
+        if group is not None:
+            self.watch.note(f"dropped/{group.group_name}")
+            with suppress(RuntimeError, ValueError):
+                dist.destroy_process_group(group)
 
     def _count(self, operation: str, whole: Tensor, payload: int, wire: torch.dtype) -> None:
         """In both operations each element of payload arrives at, or comes from, every rank but one."""

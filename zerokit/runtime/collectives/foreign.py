@@ -17,6 +17,9 @@ from pathlib import Path
 
 from torch import Tensor
 
+SWITCH = "ZEROKIT_CMA"
+"""Environment variable: 0 lets the ranks of a node send through sockets, as nodes do; "shared" asks for windows."""
+
 _MOST_BYTES = 1 << 30
 """The kernel reads at most 2 GiB a call."""
 _PR_SET_PTRACER = 0x59616D61
@@ -43,8 +46,7 @@ class ForeignMemory:
             _read(self._pids[peer], number, into.data_ptr(), into.numel() * into.element_size())
         except OSError as error:
             raise RuntimeError(
-                f"rank {peer} (process {self._pids[peer]}) cannot be read: {error.strerror}; it has ended, or dropped "
-                "its model"
+                f"rank {peer} (process {self._pids[peer]}) cannot be read: {error.strerror}; {_meaning(error)}"
             ) from error
 
     def look_at(self, peer: int, number: int, scratch: Tensor) -> Tensor:
@@ -53,6 +55,17 @@ class ForeignMemory:
 
     def trim(self) -> None:
         pass
+
+
+def _meaning(error: OSError) -> str:
+    """Why a read fails that was allowed when the ranks met, and what helps."""
+    if error.errno in (errno.ESRCH, errno.EFAULT):
+        return "it has ended, or dropped its model"
+    return (
+        "it was allowed when the ranks met and no longer is: since then a policy of the kernel changed (Yama's "
+        "ptrace_scope, seccomp), or a rank changed its user or made itself undumpable; start the ranks with "
+        f"{SWITCH}=0 to send through sockets, or {SWITCH}=shared for shared memory, which need no such right"
+    )
 
 
 class Token:

@@ -31,12 +31,9 @@ from torch import Tensor
 from zerokit.errors import UsageError
 from zerokit.runtime.collectives.access import Access
 from zerokit.runtime.collectives.board import Board, Kind, new_board
-from zerokit.runtime.collectives.foreign import ForeignMemory, Token, can_read, let_siblings_in
+from zerokit.runtime.collectives.foreign import SWITCH, ForeignMemory, Token, can_read, let_siblings_in
 from zerokit.runtime.collectives.passing import Door, close_all, join
 from zerokit.runtime.collectives.windows import Windows, new_window
-
-SWITCH = "ZEROKIT_CMA"
-"""Environment variable: 0 lets the ranks of a node send through sockets, as nodes do; "shared" asks for windows."""
 
 
 class Ways(IntEnum):
