@@ -12,9 +12,10 @@ if TYPE_CHECKING:
     from zerokit.checkpoint.diff import diff
     from zerokit.checkpoint.inspect import inspect
     from zerokit.checkpoint.load import load
+    from zerokit.checkpoint.prune import prune
     from zerokit.checkpoint.reader import Checkpoint
     from zerokit.checkpoint.reshard import reshard
-    from zerokit.checkpoint.run import check_run
+    from zerokit.checkpoint.run import check_run, list_steps
     from zerokit.checkpoint.save import save
     from zerokit.checkpoint.verify import verify
     from zerokit.errors import (
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
         UnsupportedOptimizer,
         UsageError,
         ZerokitError,
+        ZerokitWarning,
     )
     from zerokit.runtime import (
         Ema,
@@ -54,12 +56,15 @@ __all__ = [
     "UsageError",
     "ZeroOptimizer",
     "ZerokitError",
+    "ZerokitWarning",
     "__version__",
     "check_run",
     "consolidate",
     "diff",
     "inspect",
+    "list_steps",
     "load",
+    "prune",
     "reshard",
     "save",
     "verify",
@@ -71,10 +76,10 @@ _HOMES = {
         "zerokit.runtime",
     ),
     "Checkpoint": "zerokit.checkpoint.reader",
-    "check_run": "zerokit.checkpoint.run",
+    **dict.fromkeys(("check_run", "list_steps"), "zerokit.checkpoint.run"),
     **{
         name: f"zerokit.checkpoint.{name}"
-        for name in ("consolidate", "diff", "inspect", "load", "reshard", "save", "verify")
+        for name in ("consolidate", "diff", "inspect", "load", "prune", "reshard", "save", "verify")
     },
 }
 """Where a public name lives; the others are errors."""

@@ -13,21 +13,28 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 
+from zerokit import __version__
+from zerokit.checkpoint.conversion import Work, converting
 from zerokit.checkpoint.copying import Conversion, Copier, Progress
-from zerokit.checkpoint.disk import opened, require_apart, staged, write_exactly, write_file
+from zerokit.checkpoint.disk import opened, write_exactly, write_file
 from zerokit.checkpoint.extents import ELEMENT_BYTES, SAFETENSORS_NAMES, encode_header
 from zerokit.checkpoint.header import METADATA
-from zerokit.checkpoint.like import check_like, copy_like, holds_templates, require_like
+from zerokit.checkpoint.journal import Request
+from zerokit.checkpoint.like import check_like, copied_names, copy_like, require_like
+from zerokit.checkpoint.manifest import BUFFER_PREFIX
+from zerokit.checkpoint.plan import Key
 from zerokit.checkpoint.reader import Checkpoint
-from zerokit.checkpoint.slices import Key, Source, Want
+from zerokit.checkpoint.recognise import PRODUCER, foreign_to_weights
+from zerokit.checkpoint.slices import Source, Want
+from zerokit.checkpoint.staging import require_apart
 from zerokit.errors import CheckpointError, UsageError
 from zerokit.layout import Interval
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 DEFAULT_SHARD_SIZE = "5GB"
-BUFFER_PREFIX = "buffers/"
 
 _FLOATING = ("float64", "float32", "bfloat16", "float16")
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(I?))?B?\s*", re.IGNORECASE)
@@ -63,6 +70,7 @@ def consolidate(
     max_shard_size: int | str = DEFAULT_SHARD_SIZE,
     like: str | os.PathLike[str] | None = None,
     force: bool = False,
+    resume: bool = False,
     jobs: int | None = None,
     progress: Progress | None = None,
 ) -> Path:
@@ -82,6 +90,8 @@ def consolidate(
             tokenizer and the like are copied as they are, so that `from_pretrained(output)` works. Where it has weights
             or their index, names and shapes must be those of `source`.
         force: replace an existing output.
+        resume: take over the files that a killed one of the same output, source and arguments has finished. Without it
+            such a one stays where it is, and a `ZerokitWarning` names it, until one to the same output succeeds.
         jobs: threads that copy; up to four by default.
         progress: called with the bytes copied and the bytes in all, often; what it raises ends the work.
 
@@ -93,6 +103,7 @@ def consolidate(
         raise UsageError(f"dtype={dtype!r}: expected one of {', '.join(DTYPES)}")
     limit = parse_size(max_shard_size)
     checkpoint = Checkpoint(source)
+    checkpoint.warn()
     target = Path(output)
     model = None if like is None else Path(like)
     for other in (checkpoint.path, *([] if model is None else [model])):
@@ -109,9 +120,23 @@ def consolidate(
                 for alias in parameter.aliases
             },
         )
-    with staged(target, force=force, holds=holds_templates) as work:
+    renewed = set() if model is None else copied_names(model)
+    request = Request(
+        target.name,
+        checkpoint.manifest_crc,
+        {
+            "command": "consolidate",
+            "zerokit": __version__,
+            "dtype": dtype,
+            "stream": stream,
+            "max_shard_size": limit,
+            "like": None if model is None else str(model.resolve()),
+        },
+    )
+    foreign = partial(foreign_to_weights, renewed=renewed)
+    with converting(target, request, resume=resume, force=force, foreign=foreign) as work:
         if model is not None:
-            copy_like(model, work)
+            copy_like(model, work.path)
         _write(Source(checkpoint), list(_shards(tensors, limit)), work, jobs, progress)
     return target
 
@@ -185,7 +210,7 @@ def _shards(tensors: Iterable[_Tensor], limit: int) -> Iterator[list[_Tensor]]:
 def _write(
     source: Source,
     shards: Sequence[Sequence[_Tensor]],
-    work: Path,
+    work: Work,
     jobs: int | None,
     progress: Progress | None,
 ) -> None:
@@ -194,9 +219,10 @@ def _write(
         for number in range(1, len(shards) + 1)
     ]
     total = sum(tensor.source_size for shard in shards for tensor in shard)
-    with Copier[Key](jobs=jobs, total=total, progress=progress) as copier:
+    with Copier[Key](jobs=jobs, total=total, progress=progress, synced=work.journal.note) as copier:
+        copier.take_over(work.pieces)
         for name, shard in zip(names, shards, strict=True):
-            _write_shard(source, copier, work / name, shard)
+            _write_shard(source, copier, work, work.path / name, shard)
     source.check(copier.pieces)
     if len(shards) > 1:
         index = {
@@ -206,13 +232,16 @@ def _write(
             },
         }
         text = json.dumps(index, indent=2, sort_keys=True, ensure_ascii=False)
-        write_file(work / "model.safetensors.index.json", f"{text}\n".encode())
+        write_file(work.path / "model.safetensors.index.json", f"{text}\n".encode())
 
 
-def _write_shard(source: Source, copier: Copier[Key], path: Path, shard: Iterable[_Tensor]) -> None:
+def _write_shard(
+    source: Source, copier: Copier[Key], work: Work, path: Path, shard: Iterable[_Tensor]
+) -> None:
     # Wide elements first, so that each tensor starts at a multiple of its element size.
     ordered = sorted(shard, key=lambda tensor: -ELEMENT_BYTES[tensor.dtype])
-    entries: dict[str, object] = {METADATA: {"format": "pt"}}  # transformers refuses a file without it
+    # transformers refuses a file without the format; by the producer an output is known again.
+    entries: dict[str, object] = {METADATA: {"format": "pt", "producer": PRODUCER}}
     position = 0
     for tensor in ordered:
         entries[tensor.name] = {
@@ -222,6 +251,8 @@ def _write_shard(source: Source, copier: Copier[Key], path: Path, shard: Iterabl
         }
         position += tensor.size
     header = encode_header(entries)
+    if work.has(path, len(header) + position):
+        return
     target = copier.target(path, len(header) + position)
     write_exactly(target.fd, [header], 0, path)
     wants, whole = [], []

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -29,6 +29,9 @@ BUFFER_BYTES = 1 << 20
 
 _MOST_RUNS = 64
 """In one task: handing a task over costs as much as copying some ten KiB."""
+
+MOST_JOBS = 1024
+"""Threads. Systems that allow more of them a process have no use for them here."""
 
 _MOST_TASKS = 16
 """Handed over and not looked at, a thread."""
@@ -60,12 +63,13 @@ def default_jobs() -> int:
 
 @dataclass(eq=False)
 class OpenFile:
-    """A file that a `Copier` closes."""
+    """A file that a `Copier` closes; `size` in bytes of one that is written."""
 
     fd: int
     path: Path
     closing: ExitStack
     written: bool
+    size: int
 
 
 @dataclass
@@ -87,19 +91,33 @@ class Copier(Generic[K]):
     When it ends with an exception, nothing is being written any more, and all files are closed.
     """
 
-    def __init__(self, *, jobs: int | None = None, total: int = 0, progress: Progress | None = None) -> None:
-        """`total` bytes are announced to `progress`. Raises `UsageError` for fewer `jobs` (threads) than 1."""
-        if jobs is not None and jobs < 1:
-            raise UsageError(f"jobs={jobs}: expected at least 1")
+    def __init__(
+        self,
+        *,
+        jobs: int | None = None,
+        total: int = 0,
+        progress: Progress | None = None,
+        synced: Callable[[Path, int, Mapping[K, Piece]], None] | None = None,
+    ) -> None:
+        """`total` bytes are announced to `progress`. Raises `UsageError` for `jobs` (threads) out of range.
+
+        `synced` is called for every target that is whole and on the disk, with its size and the pieces that were copied
+        into it: one after the other, in the syncing thread. What it raises ends the work.
+        """
+        if jobs is not None and not 1 <= jobs <= MOST_JOBS:
+            raise UsageError(f"jobs={jobs}: expected 1 to {MOST_JOBS}")
         self.pieces: dict[K, Piece] = {}
         """The checksums so far; ranges that were copied under one key count as one piece, in their order."""
         self._jobs = jobs or default_jobs()
         self._total = total
         self._progress = progress
+        self._synced = synced
+        self._copied: dict[OpenFile, set[K]] = {}
+        """What was copied into each open target."""
         self._done = 0
         self._batch: list[_Run[K]] = []
         self._batch_bytes = 0
-        self._pending: deque[Future[list[tuple[K, Piece]]] | OpenFile] = deque()
+        self._pending: deque[Future[list[tuple[OpenFile, K, Piece]]] | OpenFile] = deque()
         self._unsynced: deque[Future[None]] = deque()
         self._open: set[OpenFile] = set()
         self._buffers = threading.local()
@@ -127,11 +145,16 @@ class Copier(Generic[K]):
 
     def source(self, path: Path, opening: AbstractContextManager[int]) -> OpenFile:
         """Open a file to copy from; `opening` gives its descriptor."""
-        return self._add(path, opening, written=False)
+        return self._add(path, opening, None)
 
     def target(self, path: Path, size: int) -> OpenFile:
         """Make a new file of `size` bytes to copy to."""
-        return self._add(path, new_file(path, size), written=True)
+        return self._add(path, new_file(path, size), size)
+
+    def take_over(self, pieces: Mapping[K, Piece]) -> None:
+        """Count as copied what somebody else has copied."""
+        self.pieces.update(pieces)
+        self._done += sum(piece.size for piece in pieces.values())
 
     def copy(
         self,
@@ -182,9 +205,9 @@ class Copier(Generic[K]):
         self._pending.append(file)
         self._follow(self._jobs * _MOST_TASKS)
 
-    def _add(self, path: Path, opening: AbstractContextManager[int], *, written: bool) -> OpenFile:
+    def _add(self, path: Path, opening: AbstractContextManager[int], size: int | None) -> OpenFile:
         closing = ExitStack()
-        file = OpenFile(closing.enter_context(opening), path, closing, written)
+        file = OpenFile(closing.enter_context(opening), path, closing, size is not None, size or 0)
         self._open.add(file)
         return file
 
@@ -201,7 +224,8 @@ class Copier(Generic[K]):
             if isinstance(first, OpenFile):
                 self._close(first)
             else:
-                for key, piece in self._result(first):
+                for target, key, piece in self._result(first):
+                    self._copied.setdefault(target, set()).add(key)
                     before = self.pieces.get(key)
                     self.pieces[key] = piece if before is None else combine((before, piece))
                     self._done += piece.size
@@ -210,7 +234,8 @@ class Copier(Generic[K]):
 
     def _close(self, file: OpenFile) -> None:
         if file.written:
-            self._unsynced.append(self._syncing.submit(self._sync, file))
+            pieces = {key: self.pieces[key] for key in self._copied.pop(file, ())}
+            self._unsynced.append(self._syncing.submit(self._sync, file, pieces))
             self._await_syncs(_MOST_UNSYNCED)
         else:
             self._open.discard(file)
@@ -239,7 +264,7 @@ class Copier(Generic[K]):
             for file in self._open:
                 file.closing.__exit__(type(error), error, error.__traceback__)
 
-    def _move(self, batch: list[_Run[K]]) -> list[tuple[K, Piece]]:
+    def _move(self, batch: list[_Run[K]]) -> list[tuple[OpenFile, K, Piece]]:
         """In a thread."""
         buffer: memoryview | None = getattr(self._buffers, "buffer", None)
         if buffer is None:
@@ -250,13 +275,15 @@ class Copier(Generic[K]):
             read_exactly(run.source.fd, [view], run.offset, run.source.path)
             start = 0
             for key, size in run.pieces:
-                found.append((key, Piece(crc32(view[start : start + size]), size)))
+                found.append((run.target, key, Piece(crc32(view[start : start + size]), size)))
                 start += size
             content = view if run.conversion is None else run.conversion.convert(view)
             write_exactly(run.target.fd, [content], run.target_offset, run.target.path)
         return found
 
-    def _sync(self, file: OpenFile) -> None:
+    def _sync(self, file: OpenFile, pieces: Mapping[K, Piece]) -> None:
         """In the syncing thread."""
         self._open.discard(file)
         file.closing.close()
+        if self._synced is not None:
+            self._synced(file.path, file.size, pieces)

@@ -45,12 +45,16 @@ class Difference:
 class Comparison:
     """What `diff` found: `equal` counts the parameters of streams that are equal by CRC-32, dtype and shape.
 
-    `layout` tells how the cut differs (world size, units), which does not change the state.
+    `layout` tells how the cut differs (world size, units), which does not change the state. `unread` names the small
+    files that differ and could not be read on one side, so that their differences are not all there is to tell.
+    `notes`: why a step of a run was compared that its `latest` does not name.
     """
 
     equal: int
     differences: tuple[Difference, ...]
     layout: tuple[str, ...]
+    unread: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def same(self) -> bool:
@@ -63,6 +67,8 @@ class Comparison:
             "equal": self.equal,
             "differences": [asdict(found) | {"change": found.change} for found in self.differences],
             "layout": list(self.layout),
+            "unread": list(self.unread),
+            "notes": list(self.notes),
         }
 
 
@@ -91,9 +97,19 @@ def diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Comparison:
         equal += sum(theirs.get(name) == value for name, value in ours.items())
         found += _compare(kind, ours, theirs, _describe_whole)
     common, extra = partial(_common, weights=mixed), partial(_extra, weights=mixed)
-    found += _files(left, right, "common", left.manifest.common, right.manifest.common, common)
-    found += _files(left, right, "extra", left.manifest.extra, right.manifest.extra, extra)
-    return Comparison(equal, tuple(found), tuple(_layouts(left, right)))
+    unread = []
+    for stream, ours_of, theirs_of, read in (
+        ("common", left.manifest.common, right.manifest.common, common),
+        ("extra", left.manifest.extra, right.manifest.extra, extra),
+    ):
+        try:
+            found += _files(left, right, stream, ours_of, theirs_of, read)
+        except CheckpointError as error:
+            sides = f"{ours_of.crc:08x}", f"{theirs_of.crc:08x}"
+            found.append(Difference(stream, f"unreadable: {error}", *sides))
+            unread.append(ours_of.name)
+    notes = (*left.notes, *right.notes)
+    return Comparison(equal, tuple(found), tuple(_layouts(left, right)), tuple(unread), notes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,13 +167,10 @@ def _files(
     theirs: File,
     read: Callable[[Checkpoint], Mapping[str, str]],
 ) -> Iterator[Difference]:
-    if (ours.crc, ours.size) == (theirs.crc, theirs.size):
-        return
-    try:
-        found = list(_compare(stream, read(left), read(right), str))
-    except CheckpointError as error:
-        found = [Difference(stream, f"unreadable: {error}", f"{ours.crc:08x}", f"{theirs.crc:08x}")]
-    yield from found  # none, if only the order of members differs
+    if (ours.crc, ours.size) != (theirs.crc, theirs.size):
+        yield from _compare(
+            stream, read(left), read(right), str
+        )  # nothing, if only the order of members differs
 
 
 def _common(checkpoint: Checkpoint, *, weights: bool) -> dict[str, str]:

@@ -12,7 +12,8 @@ Streams of wider elements come first, so that every slice starts at a multiple o
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -73,6 +74,13 @@ class Stream:
     def element_bytes(self) -> int:
         return ELEMENT_BYTES[self.dtype]
 
+    def among(self, places: Iterable[int]) -> Iterator[int]:
+        """Those of `places` that it holds, in the order given."""
+        for place in places:
+            found = bisect_left(self.parameters, place)
+            if found < len(self.parameters) and self.parameters[found] == place:
+                yield place
+
     @property
     def order(self) -> tuple[int, bool, str, str]:
         """Streams are sorted by this: wide elements first, the master before the optimizer's kinds."""
@@ -116,8 +124,7 @@ def file_name(rank: int, world: int) -> str:
 
 def rank_file(layout: Layout, streams: Sequence[Stream], step: int, rank: int) -> RankFile:
     """The file of `rank` in a checkpoint of `layout` with `streams` (sorted by their `order`)."""
-    owned = {part.parameter.name: part for unit in layout.units for part in unit.owned(rank)}
-    line = list(layout.parameters)
+    owned = dict(layout.owned(rank))
     relative: list[tuple[str, Extent]] = []
     entries: dict[str, object] = {
         "__metadata__": {
@@ -129,10 +136,8 @@ def rank_file(layout: Layout, streams: Sequence[Stream], step: int, rank: int) -
     }
     position = 0
     for number, stream in enumerate(streams):
-        for place in stream.parameters:
-            part = owned.get(line[place].name)
-            if part is None:
-                continue
+        for place in stream.among(owned):
+            part = owned[place]
             size = part.interval.numel * stream.element_bytes
             name = f"{stream.kind}/{part.parameter.name}"
             relative.append((name, Extent(number, part.parameter, part.interval, position, size)))
@@ -163,5 +168,4 @@ def slice_count(layout: Layout, stream: Stream) -> int:
 
 def names_of(layout: Layout, stream: Stream) -> list[str]:
     """The names of the stream's parameters, in the order of the line."""
-    line = [parameter.name for parameter in layout.parameters]
-    return [line[place] for place in stream.parameters]
+    return [layout.line[place].name for place in stream.parameters]

@@ -19,6 +19,7 @@ import math
 import reprlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from zerokit.checkpoint.extents import ELEMENT_BYTES
@@ -59,9 +60,9 @@ def decode(plain: Any, tensors: Mapping[str, Any], path: str = "extra") -> Any:
     """The value that `encode` was given. Raises `CheckpointError`, naming the place, for anything it cannot return.
 
     A torch tensor comes back as what `tensors` holds under its name; so does a numpy array, unless that is a torch
-    tensor, which is turned into an array.
+    tensor, which is turned into an array. No tensor is taken twice: a short text could ask for any amount of memory.
     """
-    return _decode(plain, tensors, path, 0)
+    return _Decoder(tensors).decode(plain, _Place(None, path), 0)
 
 
 class _Encoder:
@@ -149,41 +150,92 @@ class _Encoder:
         return unique
 
 
-def _decode(plain: Any, tensors: Mapping[str, Any], where: str, depth: int) -> Any:
-    if depth > 2 * MAX_DEPTH:  # a level of ours may be two of JSON's
-        raise CheckpointError(f"{where}: nested too deep")
-    if isinstance(plain, list):
-        return [_decode(item, tensors, f"{where}[{n}]", depth + 1) for n, item in enumerate(plain)]
-    if not isinstance(plain, dict):
-        return plain
-    if MARKER not in plain:
-        return {key: _decode(item, tensors, f"{where}[{key!r}]", depth + 1) for key, item in plain.items()}
-    try:
-        return _typed_value(plain, tensors, where, depth)
-    except (
-        ValueError,
-        TypeError,
-        OverflowError,
-    ) as error:  # TypeError: a key or member that cannot be hashed
-        raise CheckpointError(f"{where}: {reprlib.repr(plain)} is no value of this format: {error}") from None
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a value stands. It is put into words for an error only: a key may be as long as the file."""
+
+    above: _Place | None
+    part: object
+
+    def __str__(self) -> str:
+        parts = []
+        place = self
+        while place.above is not None:
+            parts.append(f"[{reprlib.repr(place.part)}]")
+            place = place.above
+        return f"{place.part}{''.join(reversed(parts))}"
 
 
-def _typed_value(plain: dict[str, Any], tensors: Mapping[str, Any], where: str, depth: int) -> Any:
-    kind = plain[MARKER]
-    if len(plain) != 2 or not isinstance(kind, str):
-        raise ValueError("expected two members")
-    if kind in _MAPPINGS or kind in _SEQUENCES:
-        items = plain["items"] if isinstance(plain.get("items"), list) else None
-        if items is None:
-            raise ValueError("expected a list 'items'")
-        decoded = [_decode(item, tensors, f"{where}[{n}]", depth + 1) for n, item in enumerate(items)]
-        if kind in _MAPPINGS and not all(isinstance(item, list) and len(item) == 2 for item in decoded):
-            raise ValueError("expected [key, value] pairs")
-        result = _mapping(kind, decoded) if kind in _MAPPINGS else _SEQUENCES[kind](decoded)
-        if len(result) != len(decoded):
-            raise ValueError("the same key or member twice")
-        return result
-    return _leaf(kind, plain, tensors)
+class _Decoder:
+    def __init__(self, tensors: Mapping[str, Any]) -> None:
+        self._tensors = tensors
+        self._taken: set[str] = set()
+
+    def decode(self, plain: Any, where: _Place, depth: int) -> Any:
+        if depth > 2 * MAX_DEPTH:  # a level of ours may be two of JSON's
+            raise CheckpointError(f"{where}: nested too deep")
+        if isinstance(plain, list):
+            return self._items(plain, where, depth)
+        if not isinstance(plain, dict):
+            return plain
+        if MARKER not in plain:
+            return {key: self.decode(item, _Place(where, key), depth + 1) for key, item in plain.items()}
+        try:
+            return self._typed_value(plain, where, depth)
+        except (
+            ValueError,
+            TypeError,
+            OverflowError,
+        ) as error:  # TypeError: a key or member that cannot be hashed
+            raise CheckpointError(
+                f"{where}: {reprlib.repr(plain)} is no value of this format: {error}"
+            ) from None
+
+    def _items(self, items: list[Any], where: _Place, depth: int) -> list[Any]:
+        return [self.decode(item, _Place(where, number), depth + 1) for number, item in enumerate(items)]
+
+    def _typed_value(self, plain: dict[str, Any], where: _Place, depth: int) -> Any:
+        kind = plain[MARKER]
+        if len(plain) != 2 or not isinstance(kind, str):
+            raise ValueError("expected two members")
+        if kind in _MAPPINGS or kind in _SEQUENCES:
+            items = plain["items"] if isinstance(plain.get("items"), list) else None
+            if items is None:
+                raise ValueError("expected a list 'items'")
+            decoded = self._items(items, where, depth)
+            if kind in _MAPPINGS and not all(isinstance(item, list) and len(item) == 2 for item in decoded):
+                raise ValueError("expected [key, value] pairs")
+            result = _mapping(kind, decoded) if kind in _MAPPINGS else _SEQUENCES[kind](decoded)
+            if len(result) != len(decoded):
+                raise ValueError("the same key or member twice")
+            return result
+        return self._leaf(kind, plain)
+
+    def _leaf(self, kind: str, plain: dict[str, Any]) -> Any:
+        member = _LEAVES.get(kind)
+        text = plain.get(member) if member else None
+        if not isinstance(text, str):
+            raise ValueError(f"type {kind[:20]!r} is unknown, or it has no text {member!r}")
+        if kind == "int":
+            value = int(text, 16)
+            if hex(value) != text:
+                raise ValueError("expected lower-case hexadecimal digits after 0x")
+            return value
+        if kind == "float":
+            if text not in ("inf", "-inf", "nan"):
+                raise ValueError("expected inf, -inf or nan")
+            return float(text)
+        if kind == "bytes":
+            return base64.b64decode(text, validate=True)
+        if text not in self._tensors:
+            raise ValueError("there is no such tensor")
+        if text in self._taken:
+            raise ValueError("the same tensor twice")
+        self._taken.add(text)
+        value = self._tensors[text]
+        if kind != "torch" and type(value).__module__ == "torch":
+            value = value.numpy()
+        return value[()] if kind == "scalar" else value
 
 
 def _mapping(kind: str, items: list[list[Any]]) -> dict[Any, Any]:
@@ -191,30 +243,6 @@ def _mapping(kind: str, items: list[list[Any]]) -> dict[Any, Any]:
     for key, value in items:
         result[key] = value
     return result
-
-
-def _leaf(kind: str, plain: dict[str, Any], tensors: Mapping[str, Any]) -> Any:
-    member = _LEAVES.get(kind)
-    text = plain.get(member) if member else None
-    if not isinstance(text, str):
-        raise ValueError(f"type {kind[:20]!r} is unknown, or it has no text {member!r}")
-    if kind == "int":
-        value = int(text, 16)
-        if hex(value) != text:
-            raise ValueError("expected lower-case hexadecimal digits after 0x")
-        return value
-    if kind == "float":
-        if text not in ("inf", "-inf", "nan"):
-            raise ValueError("expected inf, -inf or nan")
-        return float(text)
-    if kind == "bytes":
-        return base64.b64decode(text, validate=True)
-    if text not in tensors:
-        raise ValueError("there is no such tensor")
-    value = tensors[text]
-    if kind != "torch" and type(value).__module__ == "torch":
-        value = value.numpy()
-    return value[()] if kind == "scalar" else value
 
 
 def _text(value: str, where: str) -> str:

@@ -1,13 +1,18 @@
-"""`inspect`: what a checkpoint holds, by its manifest and the headers of its small files."""
+"""`inspect`: what a checkpoint holds, by its manifest and the headers of its small files; what else a run holds."""
 
 from __future__ import annotations
 
 import math
 import os
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from zerokit import files
 from zerokit.checkpoint.reader import Checkpoint
+from zerokit.checkpoint.run import Latest, committed, read_latest, read_sound, superseded
+from zerokit.checkpoint.staging import Leftover, leftovers
+from zerokit.errors import CheckpointError
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +61,42 @@ class FileSummary:
 
 
 @dataclass(frozen=True, slots=True)
+class StepSummary:
+    """A step of a run, its size in bytes. `weights_only` is None where `damaged` says what is wrong with it.
+
+    `superseded`: another training has begun before it, so that `load` passes over it.
+    """
+
+    name: str
+    bytes: int
+    weights_only: bool | None
+    superseded: bool
+    damaged: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """A run: its committed steps, ascending, and what writers have begun there and not finished."""
+
+    path: Path
+    steps: tuple[StepSummary, ...]
+    leftovers: tuple[Leftover, ...]
+
+    def plain(self) -> dict[str, object]:
+        """As JSON data."""
+        return {
+            "path": str(self.path),
+            "steps": [asdict(step) for step in self.steps],
+            "leftovers": [left.plain() for left in self.leftovers],
+        }
+
+
+@dataclass(frozen=True, slots=True)
 class Summary:
     """What a checkpoint holds. `trainable_numel` and `frozen_numel` count elements, tied ones once.
 
-    `weights_only`: parameters and buffers, without an optimizer's state.
+    `weights_only`: parameters and buffers, without an optimizer's state. `run`: the one whose newest step this is;
+    None where a step was named. `notes`: why it is not the step that `latest` names.
     """
 
     path: Path
@@ -74,16 +111,20 @@ class Summary:
     parameters: tuple[ParameterSummary, ...]
     common: tuple[TensorSummary, ...]
     files: tuple[FileSummary, ...]
+    run: RunSummary | None = None
+    notes: tuple[str, ...] = ()
 
     def plain(self) -> dict[str, object]:
         """As JSON data."""
-        return asdict(self) | {"path": str(self.path)}
+        run = None if self.run is None else self.run.plain()
+        return asdict(self) | {"path": str(self.path), "run": run}
 
 
 def inspect(path: str | os.PathLike[str]) -> Summary:
-    """Describe the checkpoint at `path`, a step's directory or a run's, whose `latest` is followed.
+    """Describe the checkpoint at `path`, a step's directory or a run's, whose newest step is taken.
 
-    No stream is read or proven: `verify` does that. Raises `CheckpointError` where the manifest or `common` is damaged.
+    No stream is read or proven: `verify` does that; a step counts as damaged by its manifest, or by files that are
+    missing or too short. Raises `CheckpointError` where the manifest or `common` is damaged.
     """
     checkpoint = Checkpoint(path)
     manifest, layout = checkpoint.manifest, checkpoint.layout
@@ -99,7 +140,7 @@ def inspect(path: str | os.PathLike[str]) -> Summary:
                 stream.kind, stream.dtype, len(stream.parameters), numel, numel * stream.element_bytes
             )
         )
-    files = [FileSummary(file.name, file.size) for file in (*manifest.files, manifest.common, manifest.extra)]
+    held = [FileSummary(file.name, file.size) for file in (*manifest.files, manifest.common, manifest.extra)]
     return Summary(
         checkpoint.path,
         manifest.step,
@@ -108,12 +149,30 @@ def inspect(path: str | os.PathLike[str]) -> Summary:
         len(layout.units),
         layout.trainable_numel,
         sum(parameter.numel for parameter in line if not parameter.trainable),
-        sum(file.bytes for file in files),
+        sum(file.bytes for file in held),
         tuple(streams),
         tuple(
-            ParameterSummary(p.name, p.shape, p.dtype, p.trainable, p.group, p.aliases, tuple(held))
-            for p, held in zip(line, kinds, strict=True)
+            ParameterSummary(p.name, p.shape, p.dtype, p.trainable, p.group, p.aliases, tuple(own))
+            for p, own in zip(line, kinds, strict=True)
         ),
         tuple(TensorSummary(t.name, t.dtype, t.shape) for t in checkpoint.common.tensors.values()),
-        tuple(files),
+        tuple(held),
+        None if checkpoint.run is None else _run(checkpoint.run),
+        checkpoint.notes,
     )
+
+
+def _run(run: Path) -> RunSummary:
+    latest: Latest | None = None
+    with suppress(CheckpointError):  # the notes tell of it
+        latest = read_latest(run)
+    steps = []
+    for path in committed(run):
+        weights_only, damaged = None, ""
+        try:
+            weights_only = read_sound(path)[0].weights_only
+        except CheckpointError as error:
+            damaged = str(error)
+        size, _ = files.measured(path)
+        steps.append(StepSummary(path.name, size, weights_only, superseded(path, latest), damaged))
+    return RunSummary(run, tuple(steps), tuple(leftovers(run)))

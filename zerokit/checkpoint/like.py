@@ -11,8 +11,9 @@ from collections.abc import Collection, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from zerokit.checkpoint.disk import explained, opened, sync_directory, write_file
-from zerokit.checkpoint.reader import read_header, read_whole
+from zerokit import files
+from zerokit.checkpoint.disk import explained, opened, read_whole, sync_directory, write_file
+from zerokit.checkpoint.reader import read_header
 from zerokit.checkpoint.strict import parse_json
 from zerokit.errors import CheckpointError
 
@@ -57,20 +58,22 @@ def copy_like(model: Path, work: Path) -> None:
     for path in _listed(model):
         if path.is_file() and _copied(path.name):
             write_file(work / path.name, read_whole(path))
-    templates = [path for path in _listed(model / TEMPLATES) if path.is_file() and path.suffix == ".jinja"]
-    if templates:
+    if templates := _templates(model):
         with explained(work / TEMPLATES, "created"):
-            (work / TEMPLATES).mkdir()
+            files.system().mkdir(work / TEMPLATES)
         for path in templates:
             write_file(work / TEMPLATES / path.name, read_whole(path))
         sync_directory(work / TEMPLATES)
 
 
-def holds_templates(folder: Path) -> bool:
-    """Whether it is the folder of templates that `copy_like` makes, and nothing else is in it."""
-    return folder.name == TEMPLATES and all(
-        path.is_file() and path.suffix == ".jinja" for path in _listed(folder)
-    )
+def copied_names(model: Path) -> set[str]:
+    """What `copy_like` makes: paths in its folder."""
+    found = {path.name for path in _listed(model) if path.is_file() and _copied(path.name)}
+    return found | {f"{TEMPLATES}/{path.name}" for path in _templates(model)}
+
+
+def _templates(model: Path) -> list[Path]:
+    return [path for path in _listed(model / TEMPLATES) if path.is_file() and path.suffix == ".jinja"]
 
 
 def require_like(model: Path) -> None:
@@ -121,12 +124,12 @@ def _weights(model: Path) -> dict[str, Shape | None] | None:
     for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
         path = model / index
         if path.is_file():
-            files = _weight_map(path)
-            found: dict[str, Shape | None] = dict.fromkeys(files)
-            for file in sorted(set(files.values())):
+            held = _weight_map(path)
+            found: dict[str, Shape | None] = dict.fromkeys(held)
+            for file in sorted(set(held.values())):
                 # A file of another folder is none of the model's.
                 if Path(file).name == file and file.endswith(".safetensors") and (model / file).is_file():
-                    found |= {name: shape for name, shape in _shapes(model / file) if name in files}
+                    found |= {name: shape for name, shape in _shapes(model / file) if name in held}
             return found
     path = model / "model.safetensors"
     return dict(_shapes(path)) if path.is_file() else None

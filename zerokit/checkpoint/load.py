@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import struct
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,17 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerokit.checkpoint import plan, rng
-from zerokit.checkpoint.checksum import Piece, crc32
-from zerokit.checkpoint.disk import read_exactly
+from zerokit.checkpoint import background, plan, requests, rng
+from zerokit.checkpoint.checksum import Piece
+from zerokit.checkpoint.common import Tensors
 from zerokit.checkpoint.extra import decode
-from zerokit.checkpoint.manifest import WEIGHT_KINDS
+from zerokit.checkpoint.manifest import BUFFER_PREFIX, WEIGHT_KINDS
 from zerokit.checkpoint.matching import Match, match_state
 from zerokit.checkpoint.plan import PieceKey, damaged, refine
 from zerokit.checkpoint.reader import Checkpoint
-from zerokit.checkpoint.run import newest_whole
-from zerokit.checkpoint.save import buffers
+from zerokit.checkpoint.requests import Request
+from zerokit.checkpoint.rest import GENERATOR_PREFIX
+from zerokit.checkpoint.run import find_step
 from zerokit.checkpoint.shared import Shared
+from zerokit.checkpoint.snapshot import persistent_buffers
 from zerokit.checkpoint.state import flats, host_bytes, members, within
 from zerokit.checkpoint.together import Together
 from zerokit.errors import CheckpointError
@@ -32,9 +36,7 @@ from zerokit.runtime.build import Parts
 from zerokit.runtime.flats import divide_flats
 from zerokit.runtime.optimizer import EMA
 from zerokit.runtime.update import write_back
-
-_BATCH_BYTES = 64 << 20
-"""A vectored read goes on to its neighbours up to this size: what must be converted is staged in memory."""
+from zerokit.text import printable
 
 _STATE_LOST, _WEIGHTS_LOST = "the state is incomplete", "the weights are incomplete"
 
@@ -49,17 +51,6 @@ class Want(plan.Want):
     tensor: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Read:
-    """`size` bytes from byte `offset` of a source file on, into `tensor`."""
-
-    key: PieceKey
-    offset: int
-    size: int
-    tensor: Tensor
-    dtype: str
-
-
 def load(
     path: str | os.PathLike[str],
     optimizer: ZeroOptimizer,
@@ -70,12 +61,15 @@ def load(
     """Take the whole training state from a checkpoint of any world size, stage, units and `bucket_mb`. Collective.
 
     Args:
-        path: a step's directory, or a run's, whose `latest` is followed.
+        path: a step's directory, or a run's, whose newest step is taken: the highest that is whole (with
+            `weights_only`, or has weights only), even where its writer was killed before `latest` named it. A warning
+            says so then.
         optimizer: its model and its parameter groups must have the same members as those that were saved.
         strict: refuse what does not fit. Otherwise parameters, streams, buffers and groups that fit are taken, the rest
             is left as it is, and a warning lists it.
         weights_only: take parameters, trained there or frozen, and buffers, from any checkpoint; the optimizer's states
-            and groups, the loss scale and the generators stay as they are.
+            and groups, the loss scale and the generators stay as they are. An average of the weights (`zerokit.Ema`)
+            begins anew, with the weights of its next `update`.
 
     Random number generators are restored when the world size is the same, else seeded from (seed, step, rank).
 
@@ -85,7 +79,8 @@ def load(
     optimizer.require_own_weights("load()")
     parts = optimizer.parts
     together = Together(parts.collectives)
-    checkpoint = together.each(lambda: Checkpoint(Path(path)))
+    together.each(background.finished(optimizer))
+    checkpoint = together.each(lambda: Checkpoint(Path(path), whole=not weights_only))
     seen = together.exchange((checkpoint.path.name, checkpoint.manifest_crc))
     if len(set(seen)) > 1:
         raise CheckpointError(
@@ -124,9 +119,14 @@ def load(
     parts.gathering.gather_updated()
     if not weights_only:
         _restore_generators(checkpoint, optimizer, extra, together)
+    elif optimizer.ema is not None:
+        optimizer.ema.restart()  # of other weights' past nothing belongs to these
     optimizer.refusal = kept
+    if checkpoint.notes and together.rank == 0:
+        warnings.warn(printable("; ".join(checkpoint.notes)), stacklevel=2)
     if match.left_out and together.rank == 0:
-        warnings.warn(f"{checkpoint.path}: left as they were: {'; '.join(match.left_out)}", stacklevel=2)
+        told = f"{checkpoint.path}: left as they were: {'; '.join(match.left_out)}"
+        warnings.warn(printable(told), stacklevel=2)
     return extra["user"]
 
 
@@ -135,12 +135,10 @@ def _prepare(
 ) -> tuple[Match, dict[str, Any]]:
     """How the checkpoint fits, and its `extra.json`."""
     if checkpoint.weights_only and not weights_only:
-        whole = newest_whole(checkpoint.path.parent)
-        other = (
-            f'go on from the newest whole one, zerokit.load("{whole}", optimizer)'
-            if whole
-            else "load a whole one"
-        )
+        other = "load a whole one"
+        with suppress(CheckpointError):
+            whole = find_step(checkpoint.path.parent, whole=True).path
+            other = f'go on from the newest whole one, zerokit.load("{whole}", optimizer)'
         raise CheckpointError(
             f"{checkpoint.path}: was saved with weights_only=True, so it has no optimizer's state to go on from: take "
             f'its weights with zerokit.load("{checkpoint.path}", optimizer, weights_only=True), or {other}'
@@ -154,14 +152,12 @@ def _prepare(
 def read_extra(checkpoint: Checkpoint, *, weights_only: bool = False) -> dict[str, Any]:
     """`extra.json`, decoded; tensors of `common` in their places. Beside weights what the user gave matters only."""
     plain = checkpoint.extra_plain()
-    kinds: dict[str, type] = {"step": int, "user": object}
     if not weights_only:
-        kinds |= {"rng": dict, "values": object, "groups": object}
-    for key, kind in kinds.items():
-        if key not in plain or not isinstance(plain[key], kind):
-            raise CheckpointError(f"{checkpoint.path}: extra.json has no {key!r}, or one of another kind")
-    tensors = _Tensors(checkpoint)
-    return plain | {key: decode(plain[key], tensors) for key in ("user", "groups", "values") if key in kinds}
+        checkpoint.check_generators(plain)
+    tensors = Tensors(checkpoint)
+    where = checkpoint.path / checkpoint.manifest.extra.name
+    encoded = ("user",) if weights_only else ("user", "groups", "values")
+    return plain | {key: decode(plain[key], tensors, f"{where}: {key}") for key in encoded}
 
 
 def _wants(
@@ -234,14 +230,14 @@ def _read_all(
 ) -> dict[PieceKey, Piece]:
     """Read what this rank needs into its places, file by file; returns the checksums of the pieces."""
     layout = checkpoint.manifest.layout
-    reads: dict[int, list[Read]] = {}
+    reads: dict[int, list[Request]] = {}
     for want in _wants(checkpoint, parts, match, rank, weights_only=weights_only):
         stream = checkpoint.manifest.streams[want.stream]
         for source, cut, part in refine(layout.cuts(want.name), want.interval):
             extent = checkpoint.rank_file(source).by_place[want.stream, want.name]
             start = part.start - want.interval.start
             reads.setdefault(source, []).append(
-                Read(
+                Request(
                     PieceKey(want.stream, want.place, source, part.start),
                     extent.offset + (part.start - cut.start) * stream.element_bytes,
                     part.numel * stream.element_bytes,
@@ -253,46 +249,17 @@ def _read_all(
     for source in sorted(reads):
         with checkpoint.open_rank(source) as fd:
             where = checkpoint.path / checkpoint.rank_file(source).name
-            for batch in _neighbours(sorted(reads[source], key=lambda read: read.offset)):
-                buffers = [_buffer(read) for read in batch]
-                read_exactly(fd, buffers, batch[0].offset, where)
-                for read, buffer in zip(batch, buffers, strict=True):
-                    pieces[read.key] = Piece(crc32(buffer), read.size)
-                    if isinstance(buffer, bytearray):
-                        with torch.no_grad():
-                            read.tensor.copy_(torch.frombuffer(buffer, dtype=getattr(torch, read.dtype)))
+            pieces |= requests.read(fd, reads[source], where)
     return pieces
-
-
-def _neighbours(reads: list[Read]) -> Iterator[list[Read]]:
-    """Runs of reads that follow each other in the file, for one call each."""
-    batch: list[Read] = []
-    for read in reads:
-        end = batch[-1].offset + batch[-1].size if batch else read.offset
-        if batch and (read.offset != end or end + read.size - batch[0].offset > _BATCH_BYTES):
-            yield batch
-            batch = []
-        batch.append(read)
-    if batch:
-        yield batch
-
-
-def _buffer(read: Read) -> memoryview | bytearray:
-    """The tensor's own memory where the bytes can go there as they are."""
-    tensor = read.tensor
-    if tensor.device.type == "cpu" and str(tensor.dtype) == f"torch.{read.dtype}":
-        return host_bytes(tensor)
-    return bytearray(read.size)
 
 
 def _apply(checkpoint: Checkpoint, optimizer: ZeroOptimizer, match: Match, extra: Mapping[str, Any]) -> None:
     """What the optimizer has that is not cut: scalars, groups' options, the loss scale."""
     parts = optimizer.parts
-    for number, saved in enumerate(extra["groups"]):
-        for live, source in match.groups.items():
-            if source == number:
-                options = {key: value for key, value in saved.items() if key not in _KERNEL_OPTIONS}
-                parts.inner.param_groups[live].update(options)
+    for live, source in match.groups.items():
+        saved = extra["groups"][source]
+        options = {key: value for key, value in saved.items() if key not in _KERNEL_OPTIONS}
+        parts.inner.param_groups[live].update(options)
     shared = Shared(checkpoint, match, extra)
     for storage in parts.storages:
         divide_flats(storage, parts.inner, partial(shared.key, storage))
@@ -305,38 +272,33 @@ def _apply(checkpoint: Checkpoint, optimizer: ZeroOptimizer, match: Match, extra
                 )  # new to the checkpoint: it begins with its first step
             else:
                 shared.apply(parts, storage, flat)
-    saved_scale = extra.get("scaler")
+    saved_scale = extra["scaler"]
     if optimizer.scaler is not None and saved_scale is not None:
         optimizer.scaler.value = float.fromhex(saved_scale["value"])
         optimizer.scaler.good_steps = int(saved_scale["good_steps"])
 
 
 def _apply_buffers(checkpoint: Checkpoint, parts: Parts, match: Match, *, strict: bool) -> None:
-    saved = [name for name in checkpoint.common_names if name.startswith("buffers/")]
-    live = {whole.name for whole in buffers(parts.model)}
-    strange = sorted(live.symmetric_difference(saved))
-    if strange:
-        text = (
-            f"buffers {', '.join(name.removeprefix('buffers/') for name in strange[:5])} are on one side only"
-        )
+    tensors = Tensors(checkpoint)
+    saved = {name.removeprefix(BUFFER_PREFIX) for name in tensors if name.startswith(BUFFER_PREFIX)}
+    live = persistent_buffers(parts.model)
+    if strange := sorted(live.keys() ^ saved):
+        text = f"buffers {', '.join(strange[:5])} are on one side only"
         if strict:
             raise CheckpointError(
                 f"{checkpoint.path}: {text}: build the model that was saved, or load with strict=False"
             )
         match.left_out.append(text)
-    for name, buffer in parts.model.named_buffers():
-        if f"buffers/{name}" in live and f"buffers/{name}" in saved:
-            dtype, shape, data = checkpoint.common_tensor(f"buffers/{name}")
-            if shape != tuple(buffer.shape):
-                text = f"buffer {name} is {list(shape)} there and {list(buffer.shape)} here"
-                if strict:
-                    raise CheckpointError(f"{checkpoint.path}: {text}")
-                match.left_out.append(text)
-                continue
-            if buffer.numel():
-                value = torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype)).reshape(shape)
-                with torch.no_grad():
-                    buffer.copy_(value)
+    for name in sorted(live.keys() & saved):
+        buffer, value = live[name], tensors[BUFFER_PREFIX + name]
+        if value.shape == buffer.shape:
+            with torch.no_grad():
+                buffer.copy_(value)
+            continue
+        text = f"buffer {name} is {list(value.shape)} there and {list(buffer.shape)} here"
+        if strict:
+            raise CheckpointError(f"{checkpoint.path}: {text}")
+        match.left_out.append(text)
 
 
 def _restore_generators(
@@ -346,38 +308,23 @@ def _restore_generators(
     device = optimizer.parts.collectives.device
 
     def restore() -> dict[str, tuple[tuple[int, ...], bytes]]:
-        names = [name for name in checkpoint.common_names if name.startswith("rng/")]
+        tensors = Tensors(checkpoint)
         stacked = {}
-        for name in names:
-            _, shape, data = checkpoint.common_tensor(name)
-            stacked[name.removeprefix("rng/")] = (shape, bytes(data))
-        if record.get("world") == together.world:
+        for name in [name for name in tensors if name.startswith(GENERATOR_PREFIX)]:
+            tensor = tensors[name]
+            stacked[name.removeprefix(GENERATOR_PREFIX)] = (tuple(tensor.shape), bytes(host_bytes(tensor)))
+        if record["world"] != together.world:
+            rng.derive(record["seed"], record["step"], together.rank)
+            return stacked
+        try:
             rng.restore(rng.unstack(stacked, together.rank), device)
-        else:
-            rng.derive(int(record["seed"]), int(record["step"]), together.rank)
+        except (RuntimeError, TypeError, ValueError, struct.error) as error:
+            raise CheckpointError(
+                f"{checkpoint.path / checkpoint.manifest.common.name}: the states of the generators are not ones: "
+                f"{error}: take another checkpoint, or its weights with weights_only=True"
+            ) from error
         return stacked
 
     stacked = together.each(restore)
     digests = together.exchange(rng.digest(rng.capture(device)))
     rng.ORIGINS[optimizer] = rng.Origin(dict(record), stacked, digests)
-
-
-class _Tensors(Mapping[str, Tensor]):
-    """The tensors of `extra`, read when they are asked for."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self._checkpoint.common_names:
-            raise KeyError(name)
-        dtype, shape, data = self._checkpoint.common_tensor(name)
-        if not data:
-            return torch.empty(shape, dtype=getattr(torch, dtype))
-        return torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype)).reshape(shape)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._checkpoint.common_names)
-
-    def __len__(self) -> int:
-        return len(self._checkpoint.common_names)

@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 from zerokit.checkpoint.checksum import crc32
-from zerokit.checkpoint.extents import ELEMENT_BYTES, Stream, file_name, slice_count
+from zerokit.checkpoint.extents import ELEMENT_BYTES, Stream, file_name, names_of, slice_count
 from zerokit.checkpoint.strict import bounded, member, members, parse_json, shape_of, typed
 from zerokit.errors import CheckpointError
 from zerokit.layout import ALIGNMENT, Layout, Parameter, Unit
@@ -21,6 +21,9 @@ from zerokit.layout import ALIGNMENT, Layout, Parameter, Unit
 NAME = "manifest.json"
 COMMON_NAME = "common.safetensors"
 EXTRA_NAME = "extra.json"
+BUFFER_PREFIX = "buffers/"
+"""Of the names of buffers in `common`."""
+
 FORMAT = "zerokit.checkpoint"
 VERSION = (1, 1)
 """A reader refuses another major version; a higher minor one only adds members that it may ignore.
@@ -37,6 +40,8 @@ _PREFIX = '{"crc32":"%08x",'
 _PREFIX_BYTES = len(_PREFIX % 0)
 MAX_WORLD = 1 << 20
 _MAX_PLACES = 1 << 22
+MAX_KINDS = 1 << 10
+"""Streams, and scalars. Optimizers have a few, and a hundred thousand would cost every rank's file a look at each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,10 +151,9 @@ class Manifest:
 
     def slice_checksums(self, stream: int) -> Iterator[tuple[str, list[tuple[int, int]]]]:
         """`(parameter, [(rank, crc), …])` of one stream, in line order."""
-        line = [parameter.name for parameter in self.layout.parameters]
         crcs = iter(self.checksums[stream])
-        for place in self.streams[stream].parameters:
-            yield line[place], [(rank, next(crcs)) for rank in self.layout.owners(line[place])]
+        for name in names_of(self.layout, self.streams[stream]):
+            yield name, [(rank, next(crcs)) for rank in self.layout.owners(name)]
 
 
 def own_checksum(content: bytes) -> int | None:
@@ -193,17 +197,16 @@ def _manifest(plain: Any) -> Manifest:
     layout = _layout(top, world)
     budget = _Budget(sum(len(unit.parameters) for unit in layout.units))
     streams, checksums = [], []
-    for entry in members(top, "streams", dict):
+    for entry in _few(top, "streams"):
         stream = Stream(member(entry, "kind", str), _dtype(entry), budget.places(entry))
         streams.append(stream)
         checksums.append(_checksums(entry, slice_count(layout, stream)))
     _check_streams(layout, streams)
     scalars = tuple(
         Scalars(member(entry, "kind", str), _dtype(entry), shape_of(entry), budget.places(entry))
-        for entry in members(top, "scalars", dict)
+        for entry in _few(top, "scalars")
     )
-    if len({scalar.kind for scalar in scalars}) != len(scalars):
-        raise ValueError("scalars of one kind are listed twice")
+    _check_scalars(streams, scalars)
     weights_only = "content" in top
     if weights_only:
         _check_weights_only(top, streams, scalars)
@@ -298,6 +301,23 @@ def _check_streams(layout: Layout, streams: list[Stream]) -> None:
     for place, trains in enumerate(trainable):
         if ("master" if trains else "param", place) not in seen:
             raise ValueError(f"parameter {place} is in no {'master' if trains else 'param'} stream")
+
+
+def _few(top: dict[str, Any], key: str) -> list[dict[str, Any]]:
+    entries = members(top, key, dict)
+    if len(entries) > MAX_KINDS:
+        raise ValueError(f"{len(entries)} {key} are listed, {MAX_KINDS} are allowed")
+    return entries
+
+
+def _check_scalars(streams: list[Stream], scalars: tuple[Scalars, ...]) -> None:
+    if len({scalar.kind for scalar in scalars}) != len(scalars):
+        raise ValueError("scalars of one kind are listed twice")
+    for scalar, stream in product(scalars, streams):
+        if scalar.kind == stream.kind and (both := set(stream.parameters).intersection(scalar.parameters)):
+            raise ValueError(
+                f"{scalar.kind[:200]!r} of parameter {min(both)} is in a stream and in scalars: one of the two is wrong"
+            )
 
 
 def _check_weights_only(top: dict[str, Any], streams: list[Stream], scalars: tuple[Scalars, ...]) -> None:

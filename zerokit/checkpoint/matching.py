@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from zerokit.checkpoint.manifest import Manifest
@@ -92,14 +93,13 @@ def _match_groups(source: Layout, live: Layout, match: Match) -> list[str]:
         for parameter in live.parameters
         if parameter.trainable and parameter.name in match.sources
     }
+    ours, theirs = Counter(a for a, _ in pairs), Counter(b for _, b in pairs)
     for here, there in sorted(pairs):
-        if sum(a == here for a, _ in pairs) == 1 and sum(b == there for _, b in pairs) == 1:
+        if ours[here] == theirs[there] == 1:
             match.groups[here] = there
     if len(match.groups) == len(pairs):
         return []
-    return [
-        f"parameter groups have other members: {len({b for _, b in pairs})} there, {len({a for a, _ in pairs})} here"
-    ]
+    return [f"parameter groups have other members: {len(theirs)} there, {len(ours)} here"]
 
 
 def _compare_streams(manifest: Manifest, parts: Parts, match: Match) -> list[str]:

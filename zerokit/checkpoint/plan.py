@@ -26,6 +26,10 @@ class PieceKey:
     start: int
 
 
+Key = PieceKey | str
+"""Of a piece: a slice's part, or the name of what is copied whole, a file or a tensor of `common`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Want:
     """Elements `interval` of the parameter `name` (position `place` of the source's line) in one stream."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import re
+import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from zerokit.checkpoint import header
 from zerokit.checkpoint.checksum import crc32
-from zerokit.checkpoint.disk import LATEST_NAME, explained, opened, read_exactly
+from zerokit.checkpoint.disk import check_size, opened, read_exactly, read_whole
 from zerokit.checkpoint.extents import RankFile, Stream, rank_file
 from zerokit.checkpoint.extra import decode
-from zerokit.checkpoint.manifest import NAME, File, Manifest, own_checksum, parse_manifest
+from zerokit.checkpoint.manifest import NAME, File
+from zerokit.checkpoint.rest import check_generators, check_rest
+from zerokit.checkpoint.run import find_step, read_manifest
 from zerokit.checkpoint.strict import parse_json, typed
-from zerokit.errors import CheckpointError, UsageError
+from zerokit.errors import CheckpointError, UsageError, ZerokitWarning
 from zerokit.layout import Layout
 
 if TYPE_CHECKING:
@@ -25,32 +27,28 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 BUFFER_BYTES = 1 << 20
-MAX_TEXT_BYTES = 1 << 28
-"""Of the manifest and of `extra.json`, which are read whole: a damaged size must not take all memory."""
-
-_LATEST = re.compile(rb"(step-\d{8,20}) ([0-9a-f]{8})\n(?:\1 ([0-9a-f]{8})\n)?")
-"""Two lines while the step is being replaced: the new manifest's, then the old one's."""
 
 
 class Checkpoint:
-    """A step's directory, or a run's, whose `latest` is followed.
+    """A step's directory, or of a run's the newest step; with `whole` the newest that has an optimizer's state, too.
 
     The manifest is read and proven at once. Raises `CheckpointError` unless `path` holds one that is undamaged.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path, stated = find_step(Path(path))
-        content = read_whole(self.path / NAME)
-        self.manifest: Manifest = parse_manifest(content, str(self.path / NAME))
-        crc = own_checksum(content)
-        assert crc is not None
-        self.manifest_crc: int = crc
-        self.run: Path | None = Path(path) if stated else None
-        """The run's directory, where `path` was one."""
-        if stated:
-            check_latest(Path(path) / LATEST_NAME, self, stated)
+    def __init__(self, path: str | os.PathLike[str], *, whole: bool = False) -> None:
+        found = find_step(Path(path), whole=whole)
+        self.path, self.run = found.path, found.run
+        """The step's directory, and the run's where `path` was one."""
+        self.notes = found.notes
+        """Why it is not the step that the run's `latest` names, for people to read: `warn` says it."""
+        self.manifest, self.manifest_crc = found.manifest or read_manifest(found.path)
         self._rank_files: dict[int, RankFile] = {}
         self._crcs: dict[int, dict[str, list[tuple[int, int]]]] = {}
+
+    def warn(self) -> None:
+        """Say the notes as a `ZerokitWarning`, where there is nothing to return them in."""
+        if self.notes:
+            warnings.warn("; ".join(self.notes), ZerokitWarning, stacklevel=3)
 
     @property
     def step(self) -> int:
@@ -122,7 +120,7 @@ class Checkpoint:
         first = self._first_names.get(name)
         if first is None:
             raise UsageError(f"{self.path} has no parameter {name!r}: see `zerokit inspect`")
-        place = self._places[first]
+        place = self.layout.places[first]
         held = {s.kind: number for number, s in enumerate(self.streams) if place in self._held[number]}
         if stream not in held:
             raise UsageError(
@@ -202,16 +200,28 @@ class Checkpoint:
         return tensor.dtype, tensor.shape, content
 
     def extra_plain(self) -> dict[str, Any]:
-        """The members of `extra.json`, as plain data. Raises `CheckpointError` if it is missing or damaged."""
+        """The members of `extra.json`, as plain data.
+
+        Raises `CheckpointError` if it is missing or damaged, or a member is not what the format says.
+        """
         stated = self.manifest.extra
         path = self.path / stated.name
         content = read_whole(path, stated.size)
         if crc32(content) != stated.crc:
             raise _damaged(path, crc32(content), stated.crc)
         try:
-            return typed(parse_json(content), dict, stated.name)
+            plain = typed(parse_json(content), dict, stated.name)
+            check_rest(plain, self.manifest)
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{path}: not valid: {error}") from None
+        return plain
+
+    def check_generators(self, plain: dict[str, Any]) -> None:
+        """Raises `CheckpointError` unless `common` has the states of generators that `extra.json` tells of."""
+        try:
+            check_generators(plain, self.common)
+        except ValueError as error:
+            raise CheckpointError(f"{self.path / self.manifest.common.name}: not valid: {error}") from None
 
     def extra(self) -> dict[str, Any]:
         """The members of `extra.json`: "user" is what `save` was given.
@@ -225,10 +235,6 @@ class Checkpoint:
     @cached_property
     def _first_names(self) -> dict[str, str]:
         return {name: p.name for p in self.layout.parameters for name in (p.name, *p.aliases)}
-
-    @cached_property
-    def _places(self) -> dict[str, int]:
-        return {parameter.name: place for place, parameter in enumerate(self.layout.parameters)}
 
     @cached_property
     def _held(self) -> list[frozenset[int]]:
@@ -254,93 +260,6 @@ class _Arrays(Mapping[str, "np.ndarray[Any, Any]"]):
 
     def __len__(self) -> int:
         return len(self._checkpoint.common_names)
-
-
-def find_step(path: Path) -> tuple[Path, tuple[int, ...]]:
-    """The step's directory that `path` names or whose run it names, then with the CRC-32s that `latest` states.
-
-    There are two of them where a step was being replaced, and both its manifests are right. Raises `CheckpointError` if
-    `path` is neither.
-    """
-    with explained(path, "opened"):
-        return _find_step(path)
-
-
-def _find_step(path: Path) -> tuple[Path, tuple[int, ...]]:
-    if not path.is_dir():
-        what = "is not a directory" if path.exists() else "does not exist"
-        raise CheckpointError(f"{path}: {what}: give the directory of a step, or of a run")
-    if (path / NAME).exists():
-        return path, ()
-    latest = path / LATEST_NAME
-    if not os.path.lexists(latest):
-        steps = sorted(entry.parent.name for entry in path.glob(f"step-*/{NAME}"))
-        hint = f": name one of its steps, such as {path / steps[-1]}" if steps else ""
-        raise CheckpointError(f"{path}: no checkpoint: it has neither {NAME} nor {LATEST_NAME}{hint}")
-    found = _LATEST.fullmatch(read_whole(latest, limit=1024))
-    if found is None:
-        raise CheckpointError(f"{latest}: damaged: expected 'step-######## ' and eight hexadecimal digits")
-    step = path / found[1].decode()
-    stated = tuple(int(crc, 16) for crc in found.groups()[1:] if crc)
-    if (step / NAME).exists():
-        return step, stated
-    aside = _put_aside(step, stated)
-    if aside is None:
-        raise CheckpointError(
-            f"{latest}: points to {step.name}, which has no {NAME}: name another step of {path}"
-        )
-    return aside, stated
-
-
-def _put_aside(step: Path, stated: tuple[int, ...]) -> Path | None:
-    """Where a whole version of the step lies, if the writer was killed between the two renames that replace it.
-
-    That is where the file system cannot exchange directories. `latest` states both manifests by then.
-    """
-    whole = {}
-    for manifest in sorted(step.parent.glob(f".{step.name}.tmp-*/{NAME}")):
-        crc = own_checksum(read_whole(manifest))
-        if crc is not None:
-            whole[crc] = manifest.parent
-    return next((whole[crc] for crc in stated if crc in whole), None)
-
-
-def check_latest(latest: Path, checkpoint: Checkpoint, stated: tuple[int, ...]) -> None:
-    """Raises `CheckpointError` unless the manifest is a `stated` one and its step is what its directory is called."""
-    if checkpoint.manifest_crc not in stated:
-        told = " or ".join(f"{crc:08x}" for crc in stated)
-        raise CheckpointError(
-            f"{latest}: states the manifest {told}, {checkpoint.path.name} has {checkpoint.manifest_crc:08x}: "
-            "one of the two is damaged or from another run; name the step itself to read it all the same"
-        )
-    name = f"step-{checkpoint.step:08d}"
-    if checkpoint.path.name != name and not checkpoint.path.name.startswith(f".{name}.tmp-"):
-        raise CheckpointError(f"{checkpoint.path / NAME}: describes step {checkpoint.step}")
-
-
-def read_whole(path: Path, size: int | None = None, *, limit: int = MAX_TEXT_BYTES) -> bytes:
-    """A small file's contents, which must be `size` bytes if given, and not more than `limit`.
-
-    Raises `CheckpointError`, naming the file.
-    """
-    with opened(path) as fd:
-        found = os.fstat(fd).st_size
-        if size is not None:
-            check_size(fd, size, path)
-        if found > limit:
-            raise CheckpointError(f"{path}: {found} bytes, more than the {limit} that it may have")
-        content = bytearray(found)
-        read_exactly(fd, [content], 0, path)
-    return bytes(content)
-
-
-def check_size(fd: int, size: int, path: Path) -> None:
-    """Raises `CheckpointError` unless the open file has `size` bytes."""
-    found = os.fstat(fd).st_size
-    if found != size:
-        raise CheckpointError(
-            f"{path}: {'truncated' if found < size else 'too long'}: {found} bytes, expected {size}"
-        )
 
 
 def check_header(fd: int, file: RankFile, path: Path) -> None:

@@ -11,22 +11,20 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from zerokit import __version__, files
 from zerokit.checkpoint.checksum import Piece, combine, crc32
+from zerokit.checkpoint.conversion import Work, converting
 from zerokit.checkpoint.copying import Copier, Progress
-from zerokit.checkpoint.disk import (
-    require_apart,
-    staged,
-    sync_directory,
-    write_exactly,
-    write_file,
-    write_latest,
-)
+from zerokit.checkpoint.disk import explained, sync_directory, write_exactly, write_file
 from zerokit.checkpoint.extents import names_of, rank_file
+from zerokit.checkpoint.journal import Request
 from zerokit.checkpoint.manifest import MAX_WORLD, NAME, File, Manifest, own_checksum
-from zerokit.checkpoint.plan import PieceKey
+from zerokit.checkpoint.plan import Key, PieceKey
 from zerokit.checkpoint.reader import Checkpoint
-from zerokit.checkpoint.run import committed_steps, is_step, step_name
-from zerokit.checkpoint.slices import Key, Source, Want
+from zerokit.checkpoint.recognise import foreign_to_checkpoint
+from zerokit.checkpoint.run import Latest, step_name, write_latest
+from zerokit.checkpoint.slices import Source, Want
+from zerokit.checkpoint.staging import require_apart
 from zerokit.errors import UsageError
 from zerokit.layout import Layout
 
@@ -38,6 +36,7 @@ def reshard(
     *,
     jobs: int | None = None,
     force: bool = False,
+    resume: bool = False,
     progress: Progress | None = None,
 ) -> Path:
     """Write the checkpoint `source` as `world` ranks would have saved it, byte for byte.
@@ -51,23 +50,29 @@ def reshard(
         output: a directory that does not exist yet; by default beside the source, such as `run.to-16`.
         jobs: threads that copy; up to four by default.
         force: replace an existing output; a run only if it holds no more than one step.
+        resume: take over the files that a killed one of the same output, source and world has finished. Without it such
+            a one stays where it is, and a `ZerokitWarning` names it, until a conversion to the same output succeeds.
         progress: called with the bytes copied and the bytes in all, often; what it raises ends the work.
 
     Returns the step's directory: the output, or in it. Raises `UsageError` for an impossible `world` or `jobs`, and
     `CheckpointError` if the source is damaged or no checkpoint, or the output cannot be written; there is no output
     then, or it is as before.
     """
-    return cut(source, world, output, jobs=jobs, force=force, progress=progress).path
+    return cut(source, world, output, jobs=jobs, force=force, resume=resume, progress=progress).path
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What was written: the step's directory `path`, in the run `output` or `output` itself."""
+    """What was written: the step's directory `path`, in the run `output` or `output` itself.
+
+    `taken_bytes`: of its files, those that an interrupted conversion had finished.
+    """
 
     output: Path
     path: Path
     step: int
     world_before: int
+    taken_bytes: int
 
 
 def cut(
@@ -77,44 +82,52 @@ def cut(
     *,
     jobs: int | None = None,
     force: bool = False,
+    resume: bool = False,
     progress: Progress | None = None,
 ) -> Cut:
     """`reshard`, and what there is to tell of it."""
     if not 1 <= world <= MAX_WORLD:
         raise UsageError(f"world={world!r}: expected an integer from 1 to {MAX_WORLD}")
     checkpoint = Checkpoint(source)
+    checkpoint.warn()
     layout, of_run = checkpoint.layout.for_world(world), checkpoint.run is not None
     path = (checkpoint.run or checkpoint.path).resolve()
     target = path.with_name(f"{path.name}.to-{world}") if output is None else Path(output)
     require_apart(checkpoint.path, target)
-    with staged(target, force=force, holds=_one_step if of_run else None) as work:
-        step = work / step_name(checkpoint.step) if of_run else work
-        if of_run:
-            step.mkdir()
-        crc = own_checksum(_write(Source(checkpoint), layout, step, jobs, progress))
+    request = Request(
+        target.name,
+        checkpoint.manifest_crc,
+        {"command": "reshard", "zerokit": __version__, "world": world, "of a run": of_run},
+    )
+    with converting(target, request, resume=resume, force=force, foreign=foreign_to_checkpoint) as work:
+        step = work.path / step_name(checkpoint.step) if of_run else work.path
+        if not step.is_dir():
+            with explained(step, "created"):
+                files.system().mkdir(step)
+        crc = own_checksum(_write(Source(checkpoint), layout, work, step, jobs, progress))
         if of_run:
             assert crc is not None
             sync_directory(step)
-            write_latest(work, step.name, crc)
-    return Cut(target, target / step.name if of_run else target, checkpoint.step, checkpoint.world)
+            write_latest(work.path, Latest(step.name, (crc,)))
+    path = target / step.name if of_run else target
+    return Cut(target, path, checkpoint.step, checkpoint.world, work.taken_bytes)
 
 
-def _one_step(folder: Path) -> bool:
-    """Whether it is the only step of its run, as `reshard` writes it."""
-    with os.scandir(folder) as entries:
-        plain = not any(entry.is_dir(follow_symlinks=False) for entry in entries)
-    return plain and is_step(folder) and len(committed_steps(folder.parent)) == 1
-
-
-def _write(source: Source, layout: Layout, work: Path, jobs: int | None, progress: Progress | None) -> bytes:
-    """Everything of a step; returns its manifest."""
+def _write(
+    source: Source, layout: Layout, work: Work, step: Path, jobs: int | None, progress: Progress | None
+) -> bytes:
+    """Everything of a step, in the directory `step`; returns its manifest."""
     manifest = source.checkpoint.manifest
     source.check_headers()
-    files = []
-    with Copier[Key](jobs=jobs, total=source.size, progress=progress) as copier:
+    described = []
+    with Copier[Key](jobs=jobs, total=source.size, progress=progress, synced=work.journal.note) as copier:
+        copier.take_over(work.pieces)
         for rank in range(layout.world):
             file = rank_file(layout, manifest.streams, manifest.step, rank)
-            target = copier.target(work / file.name, file.size)
+            described.append(File(file.name, file.size, len(file.header), crc32(file.header)))
+            if work.has(step / file.name, file.size):
+                continue
+            target = copier.target(step / file.name, file.size)
             write_exactly(target.fd, [file.header], 0, target.path)
             wants = (
                 Want(
@@ -128,15 +141,16 @@ def _write(source: Source, layout: Layout, work: Path, jobs: int | None, progres
             )
             source.copy(copier, wants, target)
             copier.release(target)
-            files.append(File(file.name, file.size, len(file.header), crc32(file.header)))
         for whole in (manifest.common, manifest.extra):
-            target = copier.target(work / whole.name, whole.size)
+            if work.has(step / whole.name, whole.size):
+                continue
+            target = copier.target(step / whole.name, whole.size)
             source.copy_file(copier, whole, target)
             copier.release(target)
     source.check(copier.pieces)
     checksums = _recombined(manifest, layout, copier.pieces)
-    content = replace(manifest, layout=layout, checksums=checksums, files=tuple(files)).to_bytes()
-    write_file(work / NAME, content)
+    content = replace(manifest, layout=layout, checksums=checksums, files=tuple(described)).to_bytes()
+    write_file(step / NAME, content)
     return content
 
 

@@ -61,6 +61,8 @@ def restore(states: Mapping[str, bytes], device: torch.device) -> None:
     numpy = sys.modules.get("numpy")
     if "numpy" in states and numpy is not None:
         *keys, position, has_gauss, cached = _NUMPY.unpack(states["numpy"])
+        if not 0 <= position <= len(keys):  # NumPy would read there
+            raise ValueError(f"NumPy's generator has no position {position}")
         numpy.random.set_state(("MT19937", keys, position, has_gauss, cached))
 
 

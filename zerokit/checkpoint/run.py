@@ -1,23 +1,205 @@
-"""A run's directory: what may be saved into it, asked before training rather than after."""
+"""A run's directory: its steps, which of them is the newest, and what may be saved into it.
+
+The newest step is the highest that is whole, whatever `latest` says: a writer may be killed between committing a step
+and naming it. Steps that `latest` lists as superseded, of a training that was begun anew before them, are passed over.
+"""
 
 from __future__ import annotations
 
 import os
 import re
-import shutil
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
-from zerokit.checkpoint.disk import explained, opened
-from zerokit.checkpoint.manifest import NAME, own_checksum
-from zerokit.checkpoint.reader import Checkpoint, find_step, read_whole
+from zerokit import files
+from zerokit.checkpoint.disk import check_size, explained, opened, read_whole
+from zerokit.checkpoint.manifest import NAME, Manifest, own_checksum, parse_manifest
+from zerokit.checkpoint.staging import finish_replacement, finish_replacements
 from zerokit.errors import CheckpointError, UsageError
 
-_STEP = re.compile(r"step-(\d{8,20})")
+LATEST_NAME = "latest"
+
+STEP = re.compile(r"step-(\d{8,20})")
+_LATEST = re.compile(
+    r"(?P<name>step-\d{8,20}) (?P<crc>[0-9a-f]{8})\n"
+    r"(?:(?P=name) (?P<old>[0-9a-f]{8})\n)?"
+    r"(?P<superseded>(?:superseded step-\d{8,20} [0-9a-f]{8}\n)*)"
+)
+_LATEST_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Latest:
+    """What the file `latest` says: the newest step's name and the CRC-32 that its manifest begins with.
+
+    There are two of them while that step is being replaced, the new one's first. `superseded`: by name, the manifests'
+    CRC-32s of later steps that do not belong to the training which saved this one.
+    """
+
+    name: str
+    crcs: tuple[int, ...]
+    superseded: tuple[tuple[str, int], ...] = ()
+
+    def text(self) -> str:
+        """The file's contents."""
+        lines = [f"{self.name} {crc:08x}\n" for crc in self.crcs]
+        return "".join(lines + [f"superseded {name} {crc:08x}\n" for name, crc in self.superseded])
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A step's directory `path`, and its proven manifest unless that is damaged.
+
+    `run`: the run's directory, where one was named. `faults`: what is wrong with its `latest`. `notes`: why a step is
+    taken that `latest` does not name, in words for people.
+    """
+
+    path: Path
+    run: Path | None = None
+    manifest: tuple[Manifest, int] | None = None
+    faults: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def step_name(step: int) -> str:
     """What a step's directory is called."""
     return f"step-{step:08d}"
+
+
+def write_latest(run: Path, latest: Latest) -> None:
+    """Replace the file, atomically and durably. Raises `CheckpointError`."""
+    with explained(run / LATEST_NAME, "written"):
+        files.write_aside(run / LATEST_NAME, latest.text().encode())
+
+
+def read_latest(run: Path) -> Latest | None:
+    """What `latest` says; None where there is no such file. Raises `CheckpointError` where it is damaged."""
+    path = run / LATEST_NAME
+    with explained(path, "looked at"):
+        if not os.path.lexists(path):
+            return None
+    found = _LATEST.fullmatch(read_whole(path, limit=_LATEST_BYTES).decode("latin-1"))
+    if found is None:
+        raise CheckpointError(f"{path}: damaged: expected 'step-######## ' and eight hexadecimal digits")
+    superseded = (line.split() for line in found["superseded"].splitlines())
+    return Latest(
+        found["name"],
+        tuple(int(crc, 16) for crc in (found["crc"], found["old"]) if crc),
+        tuple((name, int(crc, 16)) for _, name, crc in superseded),
+    )
+
+
+def find_step(path: Path, *, whole: bool = False, sound: bool = True) -> Choice:
+    """The step that `path` names, or the newest of the run that it names.
+
+    Of a run, `whole` passes over steps that hold weights only, `sound` over those with a damaged manifest or with
+    missing or truncated files. Raises `CheckpointError` if there is no such step.
+    """
+    with explained(path, "opened"):
+        with suppress(PermissionError):
+            finish_replacement(path)
+        if not path.is_dir():
+            what = "is not a directory" if path.exists() else "does not exist"
+            raise CheckpointError(f"{path}: {what}: give the directory of a step, or of a run")
+        if (path / NAME).exists():
+            return Choice(path, manifest=read_manifest(path) if sound else None)
+        with suppress(PermissionError):
+            finish_replacements(path)
+        return _newest(path, whole=whole, sound=sound)
+
+
+def _newest(run: Path, *, whole: bool, sound: bool) -> Choice:
+    faults, passed, weights, latest = [], [], set(), None
+    try:
+        latest = read_latest(run)
+    except CheckpointError as error:
+        faults.append(str(error))
+    steps = [path for path in reversed(committed(run)) if not superseded(path, latest)]
+    for path in steps:
+        manifest = None
+        if sound:
+            try:
+                manifest = read_sound(path)
+            except CheckpointError as error:
+                passed.append(str(error))
+                continue
+        if whole and manifest is not None and manifest[0].weights_only:
+            weights.add(path.name)
+            continue
+        if fault := _fault(run, latest):
+            faults.append(fault)
+        taken = []
+        if latest is None or latest.name not in {path.name, *weights}:
+            if latest and not faults and not passed:
+                taken.append(f"{LATEST_NAME} names {latest.name}, whose successor was committed all the same")
+            taken.append(f"{path.name} is taken as the newest of {run}")
+        return Choice(path, run, manifest, tuple(faults), (*faults, *passed, *taken))
+    if weights:
+        passed.append(
+            f"{max(weights)} was saved with weights_only=True, so it has no optimizer's state: take its weights with "
+            f'zerokit.load("{run}", optimizer, weights_only=True)'
+        )
+    if passed:
+        raise CheckpointError(f"{run}: has no step to go on from: {'; '.join(passed)}")
+    absent = (
+        f"{LATEST_NAME} names {latest.name}, which is not there" if latest else f"it has no {LATEST_NAME}"
+    )
+    raise CheckpointError(f"{run}: no checkpoint: it has no {NAME} and no step, and {absent}")
+
+
+def _fault(run: Path, latest: Latest | None) -> str:
+    """What is wrong with a `latest` that can be read."""
+    if latest is None:
+        return ""
+    path = run / latest.name
+    if not (path / NAME).exists():
+        return f"{run / LATEST_NAME}: names {latest.name}, which has no {NAME}"
+    found = stated_checksum(path)
+    if found not in latest.crcs:
+        stated = " or ".join(f"{crc:08x}" for crc in latest.crcs)
+        has = "none that can be read" if found is None else f"{found:08x}"
+        return (
+            f"{run / LATEST_NAME}: states the manifest {stated}, {latest.name} has {has}: one of the two is damaged or "
+            "from another run"
+        )
+    return ""
+
+
+def read_sound(path: Path) -> tuple[Manifest, int]:
+    """The manifest of a step whose files are all there, as long as they should be. Raises `CheckpointError`."""
+    found = read_manifest(path)
+    manifest = found[0]
+    if path.name != step_name(manifest.step):
+        raise CheckpointError(f"{path / NAME}: describes step {manifest.step}")
+    for file in (*manifest.files, manifest.common, manifest.extra):
+        with opened(path / file.name) as fd:
+            check_size(fd, file.size, path / file.name)
+    return found
+
+
+def read_manifest(step: Path) -> tuple[Manifest, int]:
+    """A step's manifest, proven by its own CRC-32, and that. Raises `CheckpointError`."""
+    content = read_whole(step / NAME)
+    manifest = parse_manifest(content, str(step / NAME))
+    crc = own_checksum(content)
+    assert crc is not None
+    return manifest, crc
+
+
+def stated_checksum(step: Path) -> int | None:
+    """The CRC-32 that a step's manifest begins with; None where there is none that can be read."""
+    try:
+        with opened(step / NAME) as fd, explained(step / NAME, "read"):
+            return own_checksum(os.pread(fd, 64, 0))
+    except CheckpointError:
+        return None
+
+
+def superseded(step: Path, latest: Latest | None) -> bool:
+    """Whether `latest` lists the step as one of a training that was begun anew before it."""
+    listed = dict(latest.superseded) if latest else {}
+    return step.name in listed and listed[step.name] == stated_checksum(step)
 
 
 def check_run(run_directory: str | os.PathLike[str], *, after: int = 0, overwrite: bool = False) -> None:
@@ -69,50 +251,62 @@ def is_step(folder: Path) -> bool:
     with explained(folder, "looked at"):
         if not path.is_file():
             return False
-    with opened(path) as fd, explained(path, "read"):
-        return own_checksum(os.pread(fd, 64, 0)) is not None or _STEP.fullmatch(folder.name) is not None
+    return stated_checksum(folder) is not None or STEP.fullmatch(folder.name) is not None
 
 
-def committed_steps(run: Path) -> list[int]:
-    """The steps of a run that are there, ascending; none where there is no such directory."""
+def list_steps(run_directory: str | os.PathLike[str]) -> list[int]:
+    """The steps of a run that are there, ascending; none where there is no such directory.
+
+        if zerokit.list_steps("run"):
+            extra = zerokit.load("run", optimizer)
+
+    Their files are not looked at. Raises `CheckpointError` where the directory cannot be listed.
+    """
+    return [_number(path) for path in committed(Path(run_directory))]
+
+
+def committed(run: Path) -> list[Path]:
+    """The directories of `list_steps`."""
     with explained(run, "listed"):
-        names = [path.parent.name for path in run.glob(f"step-*/{NAME}")]
-    return sorted(int(found[1]) for name in names if (found := _STEP.fullmatch(name)))
+        paths = [path.parent for path in run.glob(f"step-*/{NAME}")]
+    return sorted((path for path in paths if STEP.fullmatch(path.name)), key=_number)
+
+
+def _number(step: Path) -> int:
+    return int(step.name.removeprefix("step-"))
 
 
 def later_steps(run: Path, after: int) -> list[int]:
     """Those of a run's steps that a training which begins `after` a step would come to, ascending."""
-    return [step for step in committed_steps(run) if step > after]
+    return [step for step in list_steps(run) if step > after]
 
 
-def newest_whole(run: Path) -> Path | None:
-    """The directory of a run's newest step that holds a whole state; None where there is none."""
-    for step in reversed(committed_steps(run)):
-        try:
-            checkpoint = Checkpoint(run / step_name(step))
-        except CheckpointError:
-            continue
-        if not checkpoint.weights_only:
-            return checkpoint.path
-    return None
+def next_latest(run: Path, name: str, crc: int, *, weights_only: bool) -> Latest | None:
+    """What `latest` will say once the step `name` with that manifest is there; None where it stays as it is.
+
+    Later steps are superseded by a whole state: another training has begun before them. Weights alone begin none.
+    """
+    latest: Latest | None = None
+    with suppress(CheckpointError):  # nothing that could be read there is lost
+        latest = read_latest(run)
+    later = [path for path in committed(run) if _number(path) > _number(run / name)]
+    if not weights_only:
+        found = ((path.name, stated_checksum(path)) for path in later)
+        return Latest(name, (crc,), tuple((other, stated) for other, stated in found if stated is not None))
+    if any(not superseded(path, latest) for path in later):
+        return None
+    return Latest(name, (crc,), tuple(old for old in latest.superseded if old[0] != name) if latest else ())
 
 
-def remove_leftovers(run: Path, step: int) -> None:
-    """Remove what killed writers of this step have left; once it is committed nobody else is writing it."""
-    for folder in run.glob(f".{step_name(step)}.tmp-*"):
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def newest_manifest(run: Path, step: int) -> int | None:
-    """The CRC-32 of the manifest that `latest` leads to, if that is of this step."""
+def unreferenced(step: Path) -> bool:
+    """Whether a committed step was never named by `latest`: its writer was killed just before."""
     try:
-        found, _ = find_step(run)
-        name = step_name(step)
-        if found.parent != run or not (found.name == name or found.name.startswith(f".{name}.tmp-")):
-            return None
-        return own_checksum(read_whole(found / NAME))
+        latest = read_latest(step.parent)
     except CheckpointError:
-        return None  # nothing that could be read there is lost
+        return False
+    if latest is None:
+        return True
+    return _number(step.parent / latest.name) < _number(step) and not superseded(step, latest)
 
 
 def _require_writable(run: Path) -> None:

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
+from zerokit.checkpoint.common import Tensors
 from zerokit.checkpoint.matching import Match
 from zerokit.checkpoint.reader import Checkpoint
+from zerokit.checkpoint.state import dtype_name, host_bytes, tensor_of
 from zerokit.errors import CheckpointError
 from zerokit.runtime.build import Parts
 from zerokit.runtime.storage import Flat, FlatUnit
@@ -24,13 +26,17 @@ class Shared:
         """Dtype and shape of the kinds that are tensors."""
         self._rows: dict[str, dict[int, bytes]] = {}
         self._values: Mapping[str, Mapping[str, Any]] = extra["values"]
+        tensors = Tensors(checkpoint)
         for scalar in checkpoint.manifest.scalars:
-            dtype, shape, data = checkpoint.common_tensor(f"optimizer/{scalar.kind}")
+            name = f"optimizer/{scalar.kind}"
+            tensor = tensors.get(name, torch.empty(0))
+            dtype, shape = dtype_name(tensor), tuple(tensor.shape)
             if (dtype, shape) != (scalar.dtype, (len(scalar.parameters), *scalar.shape)):
                 raise CheckpointError(
-                    f"{checkpoint.path}: optimizer/{scalar.kind} is {dtype}{list(shape)}, not as the manifest says"
+                    f"{checkpoint.path}: {name} is {dtype}{list(shape)}, not as the manifest says"
                 )
             self.forms[scalar.kind] = dtype, scalar.shape
+            data = host_bytes(tensor)
             size = len(data) // max(len(scalar.parameters), 1)
             self._rows[scalar.kind] = {
                 place: bytes(data[row * size : (row + 1) * size])
@@ -65,7 +71,7 @@ class Shared:
                 state[kind] = value
                 continue
             dtype, shape = form
-            tensor = torch.frombuffer(bytearray(value), dtype=getattr(torch, dtype)).reshape(shape)
+            tensor = tensor_of(value, dtype, shape)
             # As torch's own load_state_dict: fused kernels want the count beside the parameter, others on the host.
             beside = kind != "step" or group.get("fused") or group.get("capturable")
             state[kind] = tensor.to(flat.tensor.device) if beside else tensor

@@ -8,15 +8,12 @@ from dataclasses import dataclass
 from zerokit.checkpoint import plan
 from zerokit.checkpoint.checksum import Piece
 from zerokit.checkpoint.copying import Conversion, Copier, OpenFile
-from zerokit.checkpoint.disk import opened
+from zerokit.checkpoint.disk import check_size, opened
 from zerokit.checkpoint.manifest import File
-from zerokit.checkpoint.plan import PieceKey, damaged, refine
-from zerokit.checkpoint.reader import Checkpoint, check_size
+from zerokit.checkpoint.plan import Key, PieceKey, damaged, refine
+from zerokit.checkpoint.reader import Checkpoint
 from zerokit.errors import CheckpointError
 from zerokit.layout import Interval
-
-Key = PieceKey | str
-"""Of a piece: a slice's part, or the name of a file that is copied whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +29,7 @@ class Source:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
-        self.places = {name: place for place, name in enumerate(checkpoint.names)}
+        self.places = checkpoint.layout.places
         self._cuts: dict[str, list[tuple[int, Interval]]] = {}
 
     @property

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from zerokit.errors import CheckpointError
 from zerokit.layout import Interval, Layout, Slice
 from zerokit.runtime.build import Parts
 from zerokit.runtime.storage import Flat, FlatUnit
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 MASTER, PARAM = "master", "param"
 
@@ -61,9 +64,12 @@ def host_bytes(tensor: Tensor) -> memoryview:
     return memoryview(array)
 
 
-def places_of(layout: Layout) -> dict[str, int]:
-    """Each parameter's position in the line."""
-    return {parameter.name: place for place, parameter in enumerate(layout.parameters)}
+def tensor_of(data: ReadableBuffer, dtype: str, shape: Sequence[int]) -> Tensor:
+    """A new tensor of these bytes: the reverse of `host_bytes`."""
+    content = bytearray(data)
+    kind = getattr(torch, dtype)
+    # frombuffer refuses a buffer of no bytes.
+    return (torch.frombuffer(content, dtype=kind) if content else torch.empty(0, dtype=kind)).reshape(shape)
 
 
 def flats(parts: Parts) -> Iterator[tuple[FlatUnit, Flat, dict[str, Any]]]:
@@ -81,7 +87,7 @@ def within(flat: Flat, tensor: Tensor, part: Slice) -> Tensor:
 
 def own_slices(parts: Parts, rank: int, *, weights_only: bool = False) -> Iterator[Held]:
     """What this rank writes: its piece of every unit, in every stream, or in those of parameters."""
-    places = places_of(parts.layout)
+    places = parts.layout.places
     for storage in parts.storages:
         unit = storage.unit
         if not unit.trainable:
@@ -126,7 +132,7 @@ def describe(parts: Parts, rank: int, *, weights_only: bool = False) -> Descript
             raise CheckpointError(f"optimizer state {held.kind!r} cannot be saved: rename it without '/'")
     if weights_only:
         return found
-    places = places_of(parts.layout)
+    places = parts.layout.places
     for storage, flat, state in flats(parts):
         for kind, value in state.items():
             if _elementwise(value, flat):

@@ -1,4 +1,4 @@
-"""What ranks tell each other while they save or load: values, and each other's errors."""
+"""What ranks say to each other while they save or load: values, and each other's errors."""
 
 from __future__ import annotations
 
@@ -7,33 +7,46 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from zerokit.errors import CheckpointError, ZerokitError
+from zerokit.errors import CheckpointError, ScheduleError, UsageError, ZerokitError
 from zerokit.runtime.collectives import Collectives
+from zerokit.runtime.watch import Watch
 
 T = TypeVar("T")
 
 
 class Together:
-    """The ranks of one optimizer, over a group of their own so that nothing meets the training's messages."""
+    """The ranks of one optimizer, over a group of their own so that nothing meets the training's messages.
 
-    def __init__(self, collectives: Collectives) -> None:
+    Waits end with the optimizer's time-out, in a `ScheduleError` that names the ranks which did not come; the group is
+    made anew then, so that a later save is not the victim of an earlier one. Made by all ranks together.
+    """
+
+    def __init__(self, collectives: Collectives, *, background: bool = False) -> None:
+        """`background`: for a thread beside the training's, which has a group and a watch of its own."""
         self.rank, self.world = collectives.rank, collectives.world
-        self._watch = collectives.watch
-        self._group = collectives.side_group() if self.world > 1 else None
+        self._collectives = collectives
+        self._purpose = "background saves" if background else "checkpoints"
+        self._group = collectives.side_group(self._purpose) if self.world > 1 else None
+        self._watch = Watch(self._group) if background and self._group else collectives.watch
 
     def exchange(self, value: T) -> list[T]:
         """Every rank's `value`, in rank order."""
         if self._group is None:
             return [value]
         gathered: list[T] = [value] * self.world
-        with self._watch.waiting("exchange of checkpoint descriptions"):
-            dist.all_gather_object(gathered, value, group=self._group)
+        try:
+            with self._watch.waiting(f"other ranks' part in {self._purpose}"):
+                dist.all_gather_object(gathered, value, group=self._group)
+        except ScheduleError:
+            self._collectives.drop_side_group(self._purpose)
+            raise
         return gathered
 
     def each(self, task: Callable[[], T]) -> T:
         """This rank's result of `task`, which every rank runs.
 
-        Raises `CheckpointError` on every rank when it failed on any: all of them say the same.
+        Raises `CheckpointError` on every rank when it failed on any: all of them say the same. (`UsageError`, if every
+        failure is one.)
         """
         cause: Exception | None = None
         result: list[T] = []
@@ -44,12 +57,15 @@ class Together:
             cause = error
             text = str(error) if isinstance(error, ZerokitError) else f"{type(error).__name__}: {error}"
         failed: dict[str, list[int]] = {}
-        for rank, said in enumerate(self.exchange((cause is not None, text))):
-            if said[0]:
-                failed.setdefault(said[1], []).append(rank)
+        misused = True
+        mine = (cause is not None, isinstance(cause, UsageError), text)
+        for rank, (fails, misuse, said) in enumerate(self.exchange(mine)):
+            if fails:
+                failed.setdefault(said, []).append(rank)
+                misused = misused and misuse
         if failed:
             lines = (f"{self._named(ranks)}{said}" for said, ranks in failed.items())
-            raise CheckpointError("; ".join(lines)) from cause
+            raise (UsageError if misused else CheckpointError)("; ".join(lines)) from cause
         return result[0]
 
     def do(self, task: Callable[[], T]) -> list[T]:

@@ -9,10 +9,11 @@ from pathlib import Path
 
 from zerokit.checkpoint.checksum import crc32
 from zerokit.checkpoint.copying import Progress
-from zerokit.checkpoint.disk import LATEST_NAME, explained, opened, read_exactly
+from zerokit.checkpoint.disk import explained, opened, read_exactly
 from zerokit.checkpoint.extents import Extent, RankFile
 from zerokit.checkpoint.manifest import NAME
-from zerokit.checkpoint.reader import Checkpoint, check_header, check_latest, find_step
+from zerokit.checkpoint.reader import Checkpoint, check_header
+from zerokit.checkpoint.run import LATEST_NAME, find_step
 from zerokit.errors import CheckpointError
 
 _BUFFER_BYTES = 4 << 20
@@ -59,23 +60,19 @@ class Report:
 
 
 def verify(path: str | os.PathLike[str], progress: Progress | None = None) -> Report:
-    """Read every byte of the checkpoint at `path`, a step's directory or a run's, whose `latest` is followed.
+    """Read every byte of the checkpoint at `path`, a step's directory, or of a run's the newest step.
 
     Damage is reported, not raised. Raises `CheckpointError` only where there is no checkpoint to look at.
     """
-    step, stated = find_step(Path(path))
+    choice = find_step(Path(path), sound=False)
+    step = choice.path
     try:
         checkpoint = Checkpoint(step)
     except CheckpointError as error:
         return Report(step, None, None, 0, 0, (_finding(NAME, error, step),))
     verification = _Verification(checkpoint, progress or (lambda done, total: None))
     findings = list(verification.run())
-    if stated:
-        latest = Path(path) / LATEST_NAME
-        try:
-            check_latest(latest, checkpoint, stated)
-        except CheckpointError as error:
-            findings.insert(0, _finding(LATEST_NAME, error, latest.parent))
+    findings[:0] = [_finding(LATEST_NAME, fault, step.parent) for fault in choice.faults]
     slices = sum(map(len, checkpoint.manifest.checksums))
     return Report(step, checkpoint.step, checkpoint.world, slices, verification.bytes_read, tuple(findings))
 
@@ -111,8 +108,6 @@ class _Verification:
         self._advance(manifest.common.size)
         try:
             checkpoint.extra()
-            if (step := checkpoint.extra_plain().get("step", manifest.step)) != manifest.step:
-                yield Finding(manifest.extra.name, f"is of step {step!r}, not {manifest.step}")
         except CheckpointError as error:
             yield _finding(manifest.extra.name, error, checkpoint.path)
         self._advance(manifest.extra.size)
@@ -158,11 +153,12 @@ class _Verification:
             left -= part.nbytes
             offset += part.nbytes
             self._advance(part.nbytes)
-        expected = dict(self._checkpoint.slice_checksums(extent.stream)[extent.parameter.name])[rank]
+        slices = self._checkpoint.slice_checksums(extent.stream)[extent.parameter.name]
+        expected = slices[rank - slices[0][0]][1]  # the ranks that hold some are neighbours
         return "" if crc == expected else f"damaged (CRC-32 {crc:08x}, expected {expected:08x})"
 
     def _common(self) -> Iterator[Finding]:
-        """The stated tensors must be there; their bytes are proven with the whole file."""
+        """The stated tensors must be there, and those of generators; their bytes are proven with the whole file."""
         checkpoint, manifest = self._checkpoint, self._checkpoint.manifest
         tensors = checkpoint.common.tensors
         for scalar in manifest.scalars:
@@ -173,6 +169,12 @@ class _Verification:
                 yield Finding(
                     manifest.common.name, f"holds {what} as {name}, expected {scalar.dtype} {list(shape)}"
                 )
+        if not manifest.weights_only:
+            try:
+                plain = checkpoint.extra_plain()
+            except CheckpointError:
+                return  # told with that file
+            checkpoint.check_generators(plain)
 
     def _advance(self, size: int, *, read: bool = True) -> None:
         self._done += size
@@ -180,7 +182,7 @@ class _Verification:
         self._progress(self._done, self._total)
 
 
-def _finding(file: str, error: CheckpointError, folder: Path) -> Finding:
+def _finding(file: str, error: CheckpointError | str, folder: Path) -> Finding:
     """An error as a finding about `file` of `folder`, which need not be named again."""
     text = str(error)
     return Finding(file, text.removeprefix(f"{folder / file}: "))

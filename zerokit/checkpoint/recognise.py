@@ -1,0 +1,92 @@
+"""Whether a directory is an output of zerokit's and nothing else, so that it may be replaced.
+
+Each function returns what the directory holds that zerokit has not written there, in words; "" if there is nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection
+from pathlib import Path
+
+from zerokit import files
+from zerokit.checkpoint.disk import opened
+from zerokit.checkpoint.manifest import COMMON_NAME, EXTRA_NAME, NAME
+from zerokit.checkpoint.reader import read_header
+from zerokit.checkpoint.run import LATEST_NAME, STEP, stated_checksum
+from zerokit.errors import CheckpointError
+
+PRODUCER = "zerokit"
+"""What the member "producer" says in the metadata of consolidated weights."""
+
+_STEP_FILE = re.compile(
+    rf"rank-\d{{5,}}-of-\d{{5,}}\.safetensors|{re.escape(COMMON_NAME)}|{re.escape(EXTRA_NAME)}"
+)
+_WEIGHTS = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors")
+_INDEX = "model.safetensors.index.json"
+
+
+def foreign_to_step(folder: Path) -> str:
+    """Beside the files of one step."""
+    if stated_checksum(folder) is None:
+        return f"no {NAME} of zerokit's"
+    for entry in _entries(folder):
+        if entry.name != NAME and not (
+            entry.is_file(follow_symlinks=False) and _STEP_FILE.fullmatch(entry.name)
+        ):
+            return _named(entry)
+    return ""
+
+
+def foreign_to_checkpoint(folder: Path) -> str:
+    """Beside a step, or a run of one step."""
+    return foreign_to_run(folder) if stated_checksum(folder) is None else foreign_to_step(folder)
+
+
+def foreign_to_run(folder: Path) -> str:
+    """Beside a run of one step, as `reshard` writes it."""
+    steps = []
+    for entry in _entries(folder):
+        if STEP.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+            steps.append(entry.name)
+            if strange := foreign_to_step(Path(entry.path)):
+                return f"{strange} in {entry.name}"
+        elif entry.name != LATEST_NAME and not files.TEMPORARY.fullmatch(entry.name):
+            return _named(entry)
+    return "" if len(steps) == 1 else f"{len(steps) or 'no'} steps, where an output of this kind has one"
+
+
+def foreign_to_weights(folder: Path, renewed: Collection[str]) -> str:
+    """Beside consolidated weights and what the new output will have as well: paths in the folder."""
+    folders = {path.split("/")[0] for path in renewed if "/" in path}
+    for entry in _entries(folder):
+        if _WEIGHTS.fullmatch(entry.name):
+            if not _consolidated(Path(entry.path)):
+                return f"{_named(entry)} of somebody else"
+        elif entry.name in folders and entry.is_dir(follow_symlinks=False):
+            for inner in _entries(Path(entry.path)):
+                if f"{entry.name}/{inner.name}" not in renewed:
+                    return f"{_named(inner)} in {entry.name}"
+        elif entry.name != _INDEX and entry.name not in renewed:
+            return _named(entry)
+    weights = any(_WEIGHTS.fullmatch(entry.name) for entry in _entries(folder))
+    return "" if weights else "no weights of zerokit's"
+
+
+def _consolidated(path: Path) -> bool:
+    try:
+        with opened(path) as fd:
+            return read_header(fd, os.fstat(fd).st_size, path).metadata.get("producer") == PRODUCER
+    except CheckpointError:
+        return False
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    with os.scandir(folder) as entries:
+        return sorted(entries, key=lambda entry: entry.name)
+
+
+def _named(entry: os.DirEntry[str]) -> str:
+    kind = "directory" if entry.is_dir(follow_symlinks=False) else "file"
+    return f"the {kind} {entry.name!r}"

@@ -1,0 +1,106 @@
+"""Which steps of a run stay when a newer one is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from zerokit import files
+from zerokit.checkpoint.disk import explained
+from zerokit.checkpoint.recognise import foreign_to_step
+from zerokit.checkpoint.run import find_step, list_steps, read_latest, step_name, superseded
+from zerokit.errors import CheckpointError, UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """Steps that stay: the newest `keep_last`, multiples of `keep_every`, and those that `keep` returns True for.
+
+    The newest step, and the newest that is whole, always do.
+    """
+
+    keep_last: int | None = None
+    keep_every: int | None = None
+    keep: Callable[[int], bool] | None = None
+
+    @property
+    def wanted(self) -> bool:
+        """Whether anything is to be removed at all."""
+        return any(limit is not None for limit in (self.keep_last, self.keep_every, self.keep))
+
+    def check(self) -> None:
+        """Raises `UsageError` for numbers below 1."""
+        for name in ("keep_last", "keep_every"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise UsageError(f"{name}={value!r}: expected an integer of at least 1")
+
+    def removed(self, steps: list[int], newest: int) -> list[int]:
+        """Those of `steps` that go, ascending; `newest` stays, and counts as the last of those up to it."""
+        line = sorted(step for step in steps if step <= newest)
+        last = set(line[-(self.keep_last or 1) :])
+        return [
+            step
+            for step in sorted(steps)
+            if step not in last
+            and not (self.keep_every and step % self.keep_every == 0)
+            and not (self.keep is not None and self.keep(step))
+        ]
+
+
+def prune(run: Path, retention: Retention) -> None:
+    """Remove the steps of a run that `retention` does not keep, after a save.
+
+    Steps in which somebody keeps files of his own stay. Raises as `superfluous` does, and `CheckpointError` where a
+    step cannot be renamed.
+    """
+    try:
+        read_latest(run)
+    except CheckpointError:
+        return  # what it superseded is not known; the next save of a whole state writes it anew
+    for step in superfluous(run, retention):
+        if not foreign_to_step(step):
+            remove_step(step)
+
+
+def superfluous(run: Path, retention: Retention) -> list[Path]:
+    """The steps of a run that `retention` does not keep, ascending.
+
+    What always stays: the newest step, the newest that is whole, the one that `latest` names, and what is later than
+    the newest but not superseded: it is damaged, or could not be read just now. Raises `UsageError` for impossible
+    numbers, `CheckpointError` where `run` has no step that could stay, or its `latest` is damaged.
+    """
+    retention.check()
+    newest = find_step(run)
+    if newest.run is None:
+        raise CheckpointError(f"{run}: is a step: give the directory of a run")
+    latest = read_latest(run)
+    stays = {newest.path.name}
+    if latest is not None:
+        stays.add(latest.name)
+    with suppress(CheckpointError):
+        stays.add(find_step(run, whole=True).path.name)
+    number = int(newest.path.name.removeprefix("step-"))
+    paths = {step: run / step_name(step) for step in list_steps(run)}
+    return [
+        paths[step]
+        for step in retention.removed(list(paths), number)
+        if paths[step].name not in stays
+        and paths[step].is_dir()  # a number may be written with more zeros: that is no name of zerokit's
+        and not paths[step].is_symlink()  # what is elsewhere is not this run's to remove
+        and (step < number or superseded(paths[step], latest))
+    ]
+
+
+def remove_step(step: Path) -> None:
+    """Rename a step, so that it is never there in part, then remove its files.
+
+    Raises `CheckpointError` where it cannot be renamed.
+    """
+    work = files.temporary(step)
+    with explained(step, "removed"):
+        files.system().rename(step, work)
+        files.system().sync_directory(step.parent)
+    files.remove_tree(work)

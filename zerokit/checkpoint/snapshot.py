@@ -1,0 +1,229 @@
+"""What one rank holds at the moment of a save, and what the ranks' parts are together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zerokit.checkpoint import rng
+from zerokit.checkpoint.common import snapshot
+from zerokit.checkpoint.extra import encode
+from zerokit.checkpoint.manifest import BUFFER_PREFIX, Scalars
+from zerokit.checkpoint.rest import GENERATOR_PREFIX
+from zerokit.checkpoint.state import Description, Held, describe, own_slices, tensor_of
+from zerokit.errors import CheckpointError
+from zerokit.layout import Layout
+from zerokit.runtime import ZeroOptimizer
+
+Slices = dict[tuple[str, str], Tensor]
+"""By stream and parameter's name, flat."""
+
+_ALIGNMENT = 64
+"""Bytes: of slices in the host copy, as wide as a vector."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a save was called with; all ranks must say the same."""
+
+    run: str
+    step: object
+    overwrite: bool
+    weights_only: bool
+    keep_last: object
+    keep_every: object
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """What one rank says of its part to the others."""
+
+    asked: Asked
+    description: Description
+    generators: dict[str, bytes]
+    options: str
+    """The groups' options and the loss scale, encoded."""
+
+
+@dataclass(slots=True)
+class Rest:
+    """What is not cut: members of `extra.json`, and tensors of `common`."""
+
+    members: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+    def add(self, key: str, value: Any, path: str) -> None:
+        """A member that is encoded: its tensors are copied. Raises `CheckpointError`, naming the place in it."""
+        self.members[key], found = encode(value, path)
+        self.tensors |= {name: snapshot(tensor) for name, tensor in found.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One rank's part of a save."""
+
+    card: Card
+    slices: Slices
+    rest: Rest
+    """Of rank 0 only."""
+    layout: Layout
+    seed: int
+    origin: rng.Origin | None
+
+
+def take(optimizer: ZeroOptimizer, asked: Asked, extra: Any, *, copied: bool) -> Part:
+    """This rank's part; its slices are the live tensors, or copies in the optimizer's `host_copy`.
+
+    Raises `CheckpointError` for a state that cannot be saved.
+    """
+    parts = optimizer.parts
+    rank = parts.collectives.rank
+    if optimizer.refusal:
+        raise CheckpointError(f"this state cannot be saved: {optimizer.refusal}")
+    held = list(own_slices(parts, rank, weights_only=asked.weights_only))
+    rest, options = Rest(), Rest()
+    if rank == 0:
+        rest.members["step"] = asked.step
+        rest.add("user", extra, "extra")
+        rest.tensors |= {
+            BUFFER_PREFIX + name: snapshot(buffer) for name, buffer in persistent_buffers(parts.model).items()
+        }
+    if not asked.weights_only:
+        options.add("groups", _groups(optimizer), "groups")
+        options.members["scaler"] = _scaler(optimizer)
+    return Part(
+        Card(
+            asked,
+            describe(parts, rank, weights_only=asked.weights_only),
+            {} if asked.weights_only else rng.capture(parts.collectives.device),
+            _text(options),
+        ),
+        _copies(optimizer, held)
+        if copied
+        else {(one.kind, one.part.parameter.name): one.tensor for one in held},
+        Rest(rest.members | options.members, rest.tensors | options.tensors) if rank == 0 else rest,
+        optimizer.layout,
+        torch.initial_seed() % 2**64,
+        rng.ORIGINS.get(optimizer),
+    )
+
+
+def _copies(optimizer: ZeroOptimizer, held: Sequence[Held]) -> Slices:
+    """Copies of the slices. The host waits until a device has made them."""
+    starts, size = [], 0
+    for one in held:
+        starts.append(size)
+        size += -(-one.tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+    devices = {one.tensor.device for one in held if one.tensor.device.type == "cuda"}
+    if optimizer.host_copy is None or optimizer.host_copy.nbytes != size:
+        optimizer.host_copy = None  # before the next is made
+        # Written to at once: pages that are not there yet would make copies into them slow.
+        optimizer.host_copy = torch.zeros(size, dtype=torch.uint8, pin_memory=bool(devices))
+    slices = {}
+    for one, start in zip(held, starts, strict=True):
+        copy = optimizer.host_copy[start : start + one.tensor.nbytes].view(one.tensor.dtype)
+        copy.copy_(one.tensor.detach(), non_blocking=True)
+        slices[one.kind, one.part.parameter.name] = copy
+    for device in devices:
+        torch.cuda.current_stream(device).synchronize()
+    return slices
+
+
+def complete(
+    part: Part, cards: Sequence[Card], scalars: Mapping[Scalars, bytes], values: Mapping[str, Any]
+) -> None:
+    """Add to rank 0's part what is known of all ranks only."""
+    rest, origin = part.rest, part.origin
+    for scalar, data in scalars.items():
+        shape = (len(scalar.parameters), *scalar.shape)
+        rest.tensors[f"optimizer/{scalar.kind}"] = tensor_of(data, scalar.dtype, shape)
+    states = [card.generators for card in cards]
+    if origin is not None and origin.digests == [rng.digest(state) for state in states]:
+        # Derived by a load, and nobody has drawn from them since: written as what they were derived from.
+        record, stacked = origin.record, origin.stacked
+    else:
+        stacked = dict(rng.stack(states))
+        record = {"world": len(states), "seed": part.seed, "step": part.card.asked.step}
+    rest.members["rng"] = record
+    rest.tensors |= {
+        GENERATOR_PREFIX + name: tensor_of(data, "uint8", shape) for name, (shape, data) in stacked.items()
+    }
+    rest.add("values", dict(values), "values")
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that checkpoints hold, each once, under its first name."""
+    transient = {
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        for name in module._non_persistent_buffers_set
+    }
+    return {name: buffer for name, buffer in model.named_buffers() if name not in transient}
+
+
+def require_agreement(cards: Sequence[Card]) -> None:
+    """Raises `CheckpointError`, naming the first that differs, unless all ranks ask for the same save.
+
+    Options of the groups must be equal as well: they are saved once, and a rank with others trains another model.
+    """
+    for key in ("step", "run", "overwrite", "weights_only", "keep_last", "keep_every"):
+        said = [repr(getattr(card.asked, key)) for card in cards]
+        _require_equal(
+            "the run directory" if key == "run" else key, said, "save() must be called alike on all"
+        )
+    if len({card.options for card in cards}) > 1:
+        found = [json.loads(card.options) for card in cards]
+        for path in sorted({path for one in found for path in one}):
+            _require_equal(
+                path,
+                [one.get(path, "absent") for one in found],
+                "set it alike on every rank, schedulers too: only one of them can be saved, and the ranks train with "
+                "different ones now",
+            )
+
+
+def _require_equal(name: str, said: Sequence[str], advice: str) -> None:
+    if len(set(said)) == 1:
+        return
+    ranks: dict[str, list[str]] = {}
+    for rank, value in enumerate(said):
+        ranks.setdefault(value, []).append(str(rank))
+    texts = (f"{value} on rank{'s' if len(who) > 1 else ''} {', '.join(who)}" for value, who in ranks.items())
+    raise CheckpointError(f"{name} differs between ranks: {'; '.join(texts)}: {advice}")
+
+
+def _text(options: Rest) -> str:
+    """Every option by its path, with the bytes of tensors: equal for equal options only."""
+    found = {}
+    for number, group in enumerate(options.members.get("groups", [])):
+        for key, value in group.items():
+            found[f"option {key!r} of parameter group {number}"] = _shown(value, options.tensors)
+    for key, value in (options.members.get("scaler") or {}).items():
+        found[f"the loss scale's {key}"] = str(value)
+    return json.dumps(found)
+
+
+def _shown(value: Any, tensors: Mapping[str, Tensor]) -> str:
+    if isinstance(value, dict) and isinstance(value.get("tensor"), str):
+        tensor = tensors[value["tensor"]]
+        return f"{tensor.dtype} {tensor.tolist()}"
+    return json.dumps(value)
+
+
+def _groups(optimizer: ZeroOptimizer) -> list[dict[str, Any]]:
+    return [
+        {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        for group in optimizer.param_groups
+    ]
+
+
+def _scaler(optimizer: ZeroOptimizer) -> dict[str, Any] | None:
+    if optimizer.scaler is None:
+        return None
+    # As text, exactly: JSON numbers are read in many ways.
+    return {"value": optimizer.scaler.value.hex(), "good_steps": optimizer.scaler.good_steps}
