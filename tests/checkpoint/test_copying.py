@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from zerokit import files
 from zerokit.checkpoint import copying
 from zerokit.checkpoint.checksum import Piece
 from zerokit.checkpoint.copying import Conversion, Copier
@@ -198,6 +199,42 @@ def test_a_signal_ends_the_work(tmp_path: Path, source: Path) -> None:
         use()
 
 
+def test_files_are_told_when_they_are_on_the_disk(tmp_path: Path, source: Path) -> None:
+    """With what was copied into each; a failure there ends the work."""
+    order: list[object] = []
+
+    class Recording(files.System):
+        def sync(self, fd: int) -> None:
+            order.append(Path(os.readlink(f"/proc/self/fd/{fd}")).name)
+
+    def synced(path: Path, size: int, pieces: Mapping[int, Piece]) -> None:
+        content = path.read_bytes()
+        parts = {0: content[:1000], 1: content[1000:]}
+        assert pieces == {key: Piece(zlib.crc32(part), len(part)) for key, part in parts.items() if part}
+        assert size == len(content)
+        order.append((path.name, sorted(pieces)))
+        if path.name == "last":
+            raise CheckpointError("no room")
+
+    with files.replaced(Recording()):
+        with Copier[int](jobs=2, synced=synced) as copier:
+            empty = copier.target(tmp_path / "empty", 0)
+            copier.release(empty)
+        copy_all(source, tmp_path / "out", synced=synced)
+        with pytest.raises(CheckpointError, match="no room"):
+            copy_all(source, tmp_path / "last", synced=synced)
+    assert order == ["empty", ("empty", []), "out", ("out", [0, 1]), "last", ("last", [0, 1])]
+
+
+def test_what_somebody_else_has_copied_counts(tmp_path: Path) -> None:
+    told: list[int] = []
+    with Copier[int](total=7, progress=lambda done, total: told.append(done)) as copier:
+        copier.take_over({5: Piece(1, 7)})
+        copier.release(copier.target(tmp_path / "out", 0))
+    assert copier.pieces == {5: Piece(1, 7)}
+    assert set(told) <= {7}
+
+
 def test_no_threads_is_wrong_use() -> None:
-    with pytest.raises(UsageError, match="jobs=0: expected at least 1"):
+    with pytest.raises(UsageError, match="jobs=0: expected 1 to 1024"):
         Copier[int](jobs=0)

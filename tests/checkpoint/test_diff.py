@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 
 from tests.cli.commands import zerokit
-from tests.support.checkpoints import Content, example_content, example_layout, write_checkpoint
+from tests.support.checkpoints import (
+    Content,
+    example_content,
+    example_extra,
+    example_layout,
+    write_checkpoint,
+)
 from zerokit.checkpoint.diff import Difference, diff
 from zerokit.errors import CheckpointError
 from zerokit.layout import Layout, Parameter, Segment, build_layout
@@ -53,18 +59,19 @@ def test_one_changed_byte_of_a_parameter_is_named(tmp_path: Path, content: Conte
 def test_steps_small_files_and_their_members_are_compared(tmp_path: Path, content: Content) -> None:
     (name, dtype, shape, data), *others = content.common
     common = ((name, dtype, shape, bytes(len(data))), *others[1:], ("buffers/new", "bool", (1,), b"\1"))
-    a = write(tmp_path / "a", replace(content, extra={"step": 100, "user": {"a": 1, "b": 2}, "rng": 1}))
-    b = write(
-        tmp_path / "b",
-        replace(content, step=101, common=common, extra={"step": 101, "user": {"b": 2, "a": 1}}),
-    )
+    extra = example_extra(user={"a": 1, "b": 2}, more=1)
+    a = write(tmp_path / "a", replace(content, extra=extra))
+    rng = {"world": 1, "seed": 9, "step": 100}
+    extra = example_extra(step=101, user={"b": 2, "a": 1}, rng=rng)
+    b = write(tmp_path / "b", replace(content, step=101, common=common, extra=extra))
     found = {(one.stream, one.name): one.change for one in diff(a, b).differences}
     assert found == {
         ("checkpoint", "step"): "changed",
         ("common", name): "changed",
         ("common", others[0][0]): "removed",
         ("common", "buffers/new"): "added",
-        ("extra", "rng"): "removed",
+        ("extra", "rng"): "changed",
+        ("extra", "more"): "removed",
     }
     assert diff(a, b).equal == len(content.values)
 
@@ -84,7 +91,11 @@ def test_parameters_and_streams_of_one_side_are_told(tmp_path: Path) -> None:
         Difference("parameter", "a", "float32 [2, 3], group 0, tied with tied", "float32 [3, 2], group 1"),
         Difference("parameter", "b", None, "float32 [], group 0"),
     )
-    rest = [(one.stream, one.name, one.change) for one in found.differences[2:] if one.stream != "common"]
+    rest = [
+        (one.stream, one.name, one.change)
+        for one in found.differences[2:]
+        if one.stream not in ("common", "extra")
+    ]
     assert rest == [
         ("master", "a", "changed"),
         ("master", "b", "added"),
@@ -120,6 +131,10 @@ def test_a_small_file_that_cannot_be_read_differs(tmp_path: Path, content: Conte
     (found,) = diff(a, b).differences
     assert found.stream == "extra"
     assert found.name.startswith("unreadable: ")
+    assert diff(a, b).unread == ("extra.json",)
+    done = zerokit(tmp_path, "diff", "a", "b")
+    assert done.returncode == 2
+    assert "unreadable" in done.stdout
 
 
 def test_what_is_no_checkpoint_is_an_error(tmp_path: Path, content: Content) -> None:
@@ -146,4 +161,6 @@ def test_the_command_answers_as_diff_does(tmp_path: Path, content: Content) -> N
     assert (done.returncode, report["same"], report["equal"]) == (1, False, 12)
     assert report["differences"][0].keys() == {"stream", "name", "a", "b", "change"}
     assert zerokit(tmp_path, "diff", "a").returncode == 2
-    assert zerokit(tmp_path, "diff", "a", "nowhere").returncode == 1
+    assert zerokit(tmp_path, "diff", "a", "nowhere").returncode == 2
+    (tmp_path / "b" / "manifest.json").write_bytes(b"{}")
+    assert zerokit(tmp_path, "diff", "a", "b").returncode == 2

@@ -5,14 +5,23 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.cli.commands import environment, zerokit
-from tests.support.checkpoints import example_content, example_layout, write_checkpoint, write_run
+from tests.support.checkpoints import (
+    example_content,
+    example_layout,
+    weights_of,
+    write_checkpoint,
+    write_run,
+)
 from zerokit.checkpoint.inspect import inspect
+from zerokit.checkpoint.run import Latest, stated_checksum, write_latest
 from zerokit.layout import Parameter, Segment, build_layout
+from zerokit.process import Process
 
 
 @pytest.fixture
@@ -105,3 +114,74 @@ def test_no_command_loads_torch(step: Path, tmp_path: Path) -> None:
             check=True,
         )
         assert done.stdout.endswith("[]\n")
+
+
+def test_a_run_tells_its_steps_and_what_is_not_finished(tmp_path: Path) -> None:
+    layout, run = example_layout(1), tmp_path / "run"
+    content = example_content(layout)
+    for number in (1, 2, 3, 4, 5):
+        one = replace(content, step=number)
+        write_checkpoint(run / f"step-{number:08d}", layout, weights_of(one) if number == 2 else one)
+    (run / "step-00000005" / "extra.json").unlink()
+    crcs = {number: stated_checksum(run / f"step-{number:08d}") or 0 for number in (1, 4)}
+    write_latest(run, Latest("step-00000001", (crcs[1],), (("step-00000004", crcs[4]),)))
+    own = Process.current()
+    begun = run / f".step-00000006.tmp-{own}.abcdef"
+    begun.mkdir()
+    (begun / "file").write_bytes(b"half")
+    wanted = {
+        "step-00000001": (False, False, ""),
+        "step-00000002": (True, False, ""),
+        "step-00000003": (False, False, ""),
+        "step-00000004": (False, True, ""),
+        "step-00000005": (None, False, "extra.json: cannot be opened: No such file or directory"),
+    }
+    found = inspect(run).run
+    assert found is not None
+    for step in found.steps:
+        weights_only, superseded, damaged = wanted[step.name]
+        assert (step.weights_only, step.superseded) == (weights_only, superseded)
+        assert step.damaged.endswith(damaged)
+        assert step.bytes == sum(path.stat().st_size for path in (run / step.name).iterdir())
+    assert inspect(run / "step-00000003").run is None
+    plain = json.loads(zerokit(tmp_path, "inspect", "run", "--json").stdout)
+    assert [step["name"] for step in plain["run"]["steps"]] == list(wanted)
+    assert plain["run"]["leftovers"] == [
+        {
+            "path": f"run/{begun.name}",
+            "target": "step-00000006",
+            "host": own.host,
+            "process": own.pid,
+            "state": "alive",
+            "bytes": 4,
+        }
+    ]
+    done = zerokit(tmp_path, "inspect", "run")
+    assert done.returncode == 0
+    shown = [line.split("── ", 1)[-1].split("  ", 1) for line in done.stdout.splitlines()]
+    told = {parts[0]: parts[1] for parts in shown if len(parts) == 2}
+    assert told["step-00000002"].endswith(" kB, weights only")
+    assert told["step-00000004"].endswith(" kB, superseded: load passes over it")
+    assert "damaged: run/step-00000005/extra.json: cannot be opened" in told["step-00000005"]
+    assert told[begun.name] == f"4 bytes, process {own.pid} on {own.host} is writing it"
+
+
+def test_another_step_than_latest_names_is_told(tmp_path: Path, step: Path) -> None:
+    """By every command that takes a run's newest step; what they print on stdout stays what it is."""
+    name_another = "step-00000100 is taken as the newest of run"
+    (step.parent / "latest").write_text("damaged")
+    for arguments, lines in (
+        (["inspect", "run", "--json"], 1),
+        (["diff", "run", "run", "--json"], 2),
+        (["reshard", "run", "--to", "2"], 1),
+        (["consolidate", "run", "-o", "out"], 1),
+    ):
+        done = zerokit(tmp_path, *arguments)
+        assert done.returncode == 0
+        told = [line for line in done.stderr.splitlines() if name_another in line]
+        assert len(told) == lines
+        assert all(line.startswith("zerokit: ") for line in told)
+        if "--json" in arguments:
+            notes = json.loads(done.stdout)["notes"]
+            assert notes[0].startswith("run/latest: damaged")
+            assert notes[1] == name_another

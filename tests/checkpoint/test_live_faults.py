@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zerokit
+from tests.support.checkpoints import with_extra
 from tests.support.distributed import run_ranks, run_ranks_expecting_errors
 from tests.support.models import CASES
 from tests.support.optimizers import OPTIMIZERS
@@ -98,10 +99,56 @@ def test_what_cannot_be_saved_is_refused_everywhere_and_leaves_nothing(
     assert not list(tmp_path.rglob("*.tmp*"))
 
 
-@pytest.mark.parametrize("step", [-1, 1.5, True, "7"])
-def test_a_step_is_a_number(step: Any) -> None:
-    with pytest.raises(zerokit.UsageError, match="step="):
-        save("nowhere", None, step=step)  # type: ignore[arg-type]
+def _wrong_steps(directory: str) -> None:
+    zero = wrap(build_seeded(CASE, 0), CASE, Run(stage=2))
+    wrong: Any
+    for wrong in (-1, 1.5, True, "7"):
+        with pytest.raises(zerokit.UsageError, match="step="):
+            save(directory, zero, step=wrong)
+        mine: Any = 3 if dist.get_rank() == 0 else wrong
+        with pytest.raises(zerokit.UsageError, match="rank 1: step="):
+            save(directory, zero, step=mine)
+    save(directory, zero, step=4)
+
+
+def test_a_step_is_a_number_on_every_rank(tmp_path: Path) -> None:
+    run_ranks(2, _wrong_steps, str(tmp_path / "run"))
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["latest", "step-00000004"]
+
+
+def _apart(directory: str) -> list[str]:
+    rank = dist.get_rank()
+    zero = wrap(build_seeded(CASE, 0), CASE, Run(stage=2))
+    said = []
+    for step, run, overwrite in ((1 + rank, "run", False), (1, f"run{rank}", False), (1, "run", rank == 1)):
+        with pytest.raises(zerokit.CheckpointError) as caught:
+            save(f"{directory}/{run}", zero, step=step, overwrite=overwrite)
+        said.append(str(caught.value))
+    zero.param_groups[0]["lr"] = 0.5 + rank  # a scheduler that one rank forgot
+    with pytest.raises(zerokit.CheckpointError) as caught:
+        save(f"{directory}/run", zero, step=1)
+    said.append(str(caught.value))
+    zero.param_groups[0]["lr"] = 0.5
+    save(f"{directory}/run", zero, step=1)
+    return said
+
+
+def test_what_ranks_ask_for_is_compared_before_anything_is_written(tmp_path: Path) -> None:
+    first, second = run_ranks(2, _apart, str(tmp_path))
+    assert first == second
+    for message, expected in zip(
+        first,
+        (
+            "step differs between ranks: 1 on rank 0; 2 on rank 1",
+            f"the run directory differs between ranks: '{tmp_path}/run0' on rank 0; '{tmp_path}/run1' on rank 1",
+            "overwrite differs between ranks: False on rank 0; True on rank 1",
+            "option 'lr' of parameter group 0 differs between ranks: 0.5 on rank 0; 1.5 on rank 1",
+        ),
+        strict=True,
+    ):
+        assert expected in message
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["latest", "step-00000001"]
 
 
 # --- what cannot be loaded ---------------------------------------------------------------------------------
@@ -149,8 +196,6 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "manifest's own checksum": (lambda s: _flip(s / "manifest.json", 12), "manifest.json"),
     "extra": (lambda s: _flip(s / "extra.json", 9), "extra.json"),
     "common": (lambda s: _flip(s / "common.safetensors", -3), "common.safetensors"),
-    "latest": (lambda s: _flip(s.parent / "latest", 16), "latest"),
-    "latest's name": (lambda s: _flip(s.parent / "latest", 10), "latest"),
     "missing file": (lambda s: (s / "rank-00001-of-00003.safetensors").unlink(), "rank-00001-of-00003"),
     "truncated file": (lambda s: _cut(s / "rank-00001-of-00003.safetensors", -64), "rank-00001-of-00003"),
     "missing manifest": (lambda s: (s / "manifest.json").unlink(), "manifest.json"),
@@ -197,6 +242,52 @@ def test_a_later_load_makes_the_optimizer_usable_again(source: Path, tmp_path: P
     _flip(copy / "step-00000002" / "rank-00001-of-00003.safetensors", DATA)
     results = run_ranks(2, _load_after_failure, str(copy), str(source))
     assert results[0][0] == results[1][0]
+
+
+# --- what is well sealed and wrong ------------------------------------------------------------------------
+
+
+def _take_hostile(directory: str, good: str) -> tuple[list[str], bool]:
+    """What `load` says of each step in a folder, and whether nothing had changed by then."""
+    zero = wrap(build_seeded(CASE, 0), CASE, Run(stage=2))
+    before = [list(group["params"]) for group in zero.parts.inner.param_groups]
+    rates = [group["lr"] for group in zero.param_groups]
+    told = []
+    for name in sorted(os.listdir(directory)):
+        with pytest.raises(zerokit.CheckpointError) as caught:
+            load(os.path.join(directory, name), zero)
+        told.append(str(caught.value))
+        assert zero.refusal == ""
+    groups = zero.parts.inner.param_groups
+    same = all(
+        a is b
+        for ours, group in zip(before, groups, strict=True)
+        for a, b in zip(ours, group["params"], strict=True)
+    )
+    same = same and rates == [group["lr"] for group in zero.param_groups]
+    load(good, zero)
+    return told, same
+
+
+def test_members_of_extra_are_refused_before_anything_changes(source: Path, tmp_path: Path) -> None:
+    options = {"lr": 9.0}
+    changes: dict[str, tuple[dict[str, Any], str]] = {
+        "1": ({"groups": [options | {"params": []}, options]}, "'groups'[0] has the member 'params'"),
+        "2": ({"groups": [options]}, "'groups' has 1 elements"),
+        "3": ({"scaler": {"value": 7}}, "'scaler': 'value' is '7'"),
+        "4": ({"values": {"exp_avg": {"tok.weight": 1}}}, "'values'['exp_avg']"),
+        "5": ({"rng": {"world": 5, "seed": 0, "step": 0}}, "expected uint8 [5, bytes]"),
+        "6": ({"step": 3}, "'step' is 3, but the manifest's is 2"),
+    }
+    for name, (change, _) in changes.items():
+        shutil.copytree(source / "step-00000002", tmp_path / "hostile" / name)
+        with_extra(tmp_path / "hostile" / name, change)
+    first, second = run_ranks(2, _take_hostile, str(tmp_path / "hostile"), str(source))
+    assert first == second
+    told, same = first
+    assert same
+    for text, (_, expected) in zip(told, changes.values(), strict=True):
+        assert expected in text
 
 
 # --- what does not fit -------------------------------------------------------------------------------------
@@ -277,7 +368,7 @@ def _bytes_read(directory: str, stage: int) -> tuple[int, int]:
         read += sum(memoryview(buffer).nbytes for buffer in buffers)
         read_exactly(fd, buffers, offset, where)
 
-    with patch("zerokit.checkpoint.load.read_exactly", counting):
+    with patch("zerokit.checkpoint.requests.read_exactly", counting):
         load(directory, zero)
     own = sum(unit.payload_within(unit.shard(dist.get_rank())) for unit in zero.layout.units)
     whole = sum(unit.payload_numel for unit in zero.layout.units)

@@ -113,8 +113,12 @@ def repeat_scalars(plain: Any) -> None:
     plain["scalars"] *= 2
 
 
+def scalar(kind: str) -> dict[str, Any]:
+    return {"kind": kind, "dtype": "float32", "shape": [], "parameters": [[0, 1]]}
+
+
 def many_scalars(plain: Any) -> None:
-    """A short text that stands for 10^10 positions."""
+    """A short text that stands for 10^7 positions."""
     count = len(plain["parameters"])
     plain["parameters"] += [
         {"name": f"p{i}", "shape": [0], "dtype": "float32", "group": 0, "trainable": True, "aliases": []}
@@ -123,7 +127,7 @@ def many_scalars(plain: Any) -> None:
     plain["units"].append({"scopes": [], "parameters": 10_000})
     plain["streams"][1]["parameters"].append([count, count + 10_000])
     stretch = {"dtype": "uint8", "shape": [], "parameters": [[0, count + 10_000]]}
-    plain["scalars"] = [stretch | {"kind": str(i)} for i in range(20_000)]
+    plain["scalars"] = [stretch | {"kind": str(i)} for i in range(1_000)]
 
 
 REFUSALS: dict[str, tuple[Callable[[Any], None], str]] = {
@@ -207,6 +211,18 @@ REFUSALS: dict[str, tuple[Callable[[Any], None], str]] = {
     ),
     "scalars twice": (repeat_scalars, "scalars of one kind are listed twice"),
     "a flood of scalars": (many_scalars, "hold more than 4194304 parameters together"),
+    "too many scalars": (
+        lambda plain: plain.update(scalars=[scalar(f"s{i}") for i in range(1025)]),
+        "1025 scalars are listed, 1024 are allowed",
+    ),
+    "too many streams": (
+        lambda plain: plain.update(streams=plain["streams"] * 1000),
+        "000 streams are listed, 1024 are allowed",
+    ),
+    "scalars that are a stream": (
+        lambda plain: plain.update(scalars=[scalar("exp_avg")]),
+        "'exp_avg' of parameter 0 is in a stream and in scalars",
+    ),
     "a file too few": (drop("files", 0), "2 files are listed, expected one for each of 3 ranks"),
     "a file outside": (
         put("files", 0, "name", value="../rank-00000-of-00003.safetensors"),

@@ -15,6 +15,7 @@ from tests.cli.commands import zerokit
 from tests.support.checkpoints import (
     Content,
     example_content,
+    example_extra,
     example_layout,
     sealed,
     write_checkpoint,
@@ -140,13 +141,14 @@ def test_small_files_that_do_not_fit_the_manifest_are_told(tmp_path: Path) -> No
     layout = example_layout(1)
     good = example_content(layout)
     kept = tuple(tensor for tensor in good.common if tensor[0] != "optimizer/step")
-    strange = Content(good.step, good.streams, good.values, good.scalars, kept, {"step": 7})
+    strange = Content(good.step, good.streams, good.values, good.scalars, kept, example_extra(step=7))
     write_checkpoint(tmp_path / "step", layout, strange)
     assert verify(tmp_path / "step").findings == (
         Finding("common.safetensors", "holds nothing as optimizer/step, expected float32 [14]"),
-        Finding("extra.json", "is of step 7, not 100"),
+        Finding("extra.json", "not valid: 'step' is 7, but the manifest's is 100"),
     )
-    strange = Content(good.step, good.streams, good.values, (), (), {"user": {"$": "torch", "tensor": "x"}})
+    extra = example_extra(user={"$": "torch", "tensor": "x"})
+    strange = Content(good.step, good.streams, good.values, (), (), extra)
     write_checkpoint(tmp_path / "other", layout, strange)
     (finding,) = verify(tmp_path / "other").findings
     assert finding.file == "extra.json"

@@ -21,6 +21,7 @@ import zerokit
 from tests.cli.commands import zerokit as command
 from tests.support.checkpoints import (
     example_content,
+    example_extra,
     example_layout,
     sealed,
     weights_of,
@@ -151,21 +152,33 @@ def test_loading_weights_as_a_whole_state_is_refused_with_the_line_to_write(tmp_
     run_ranks(2, _saved, str(tmp_path), "gpt", Run(stage=1), 1)
     step = tmp_path / "weights" / "step-00000001"
     for message in run_ranks(2, _refused, str(tmp_path), "weights"):
+        assert "step-00000001 was saved with weights_only=True" in message
+        assert f'zerokit.load("{step.parent}", optimizer, weights_only=True)' in message
+    for message in run_ranks(2, _refused, str(step.parent), step.name):
         assert message.startswith(f"{step}: was saved with weights_only=True")
         assert f'zerokit.load("{step}", optimizer, weights_only=True)' in message
 
 
-def test_beside_whole_ones_the_newest_whole_one_is_named(tmp_path: Path) -> None:
+def test_beside_whole_ones_the_newest_whole_one_is_named_and_taken(tmp_path: Path) -> None:
     run_ranks(2, _mixed, str(tmp_path / "run"))
-    for message in run_ranks(2, _refused, str(tmp_path), "run"):
+    for message in run_ranks(2, _refused, str(tmp_path / "run"), "step-00000004"):
         assert f'zerokit.load("{tmp_path / "run" / "step-00000002"}", optimizer)' in message
+    assert run_ranks(2, _newest, str(tmp_path / "run")) == [(2, 4)] * 2
+    assert zerokit.Checkpoint(tmp_path / "run").step == 4
+
+
+def _newest(directory: str) -> tuple[int, int]:
+    """The steps that a load of the whole state takes, and one of weights."""
+    case = CASES["gpt"]
+    zero = wrap(build_seeded(case, 0), case, Run(stage=3))
+    return load(directory, zero), load(directory, zero, weights_only=True)
 
 
 def _mixed(directory: str) -> None:
     case = CASES["gpt"]
     zero = wrap(build_seeded(case, 0), case, Run(stage=1))
     for step in (1, 2, 3, 4):
-        save(directory, zero, step=step, weights_only=step > 2)
+        save(directory, zero, step=step, extra=step, weights_only=step > 2)
 
 
 def _model(frozen: str, stage: int, *, value: float) -> tuple[nn.Module, zerokit.ZeroOptimizer]:
@@ -294,7 +307,7 @@ def test_inspect_verify_consolidate_and_diff(tmp_path: Path) -> None:
     values = dict(content.values)
     for key in values:
         values[key] = bytes(len(values[key]))
-    content = replace(content, values=values, extra={"step": 100, "user": {"note": 1}, "rng": {}})
+    content = replace(content, values=values, extra=example_extra(user={"note": 1}))
     slim = replace(weights_of(content), extra={"step": 100, "user": {"note": 1}})
     write_run(tmp_path / "whole", example_layout(2), content)
     write_run(tmp_path / "weights", example_layout(3), slim)

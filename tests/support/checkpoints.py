@@ -80,7 +80,21 @@ def example_content(layout: Layout, *, step: int = 100, seed: int = 0) -> Conten
         common.append(
             ("optimizer/step", "float32", (len(trainable),), generator.randbytes(4 * len(trainable)))
         )
-    return Content(step, tuple(streams), values, scalars, tuple(common), {"note": "an example"})
+    groups = 1 + max((p.group for p in line if p.trainable), default=0)
+    return Content(step, tuple(streams), values, scalars, tuple(common), example_extra(step, groups))
+
+
+def example_extra(step: int = 100, count: int = 2, **members: object) -> dict[str, object]:
+    """An `extra.json` of a whole state of `count` groups; `members` take the place of its own."""
+    return {
+        "step": step,
+        "user": {"note": "an example"},
+        "groups": [{"lr": 0.1}] * count,
+        "values": {},
+        "scaler": None,
+        "rng": {"world": 1, "seed": 0, "step": step},
+        **members,
+    }
 
 
 def weights_of(content: Content) -> Content:
@@ -159,6 +173,16 @@ def sealed(manifest: dict[str, Any] | bytes) -> bytes:
         members = {key: value for key, value in manifest.items() if key != "crc32"}
         manifest = json.dumps(members).encode()[1:]
     return b'{"crc32":"%08x",' % zlib.crc32(manifest) + manifest
+
+
+def with_extra(step: Path, change: dict[str, Any]) -> None:
+    """Change members of `extra.json`; every checksum is right afterwards, that of a run's `latest` apart."""
+    plain = json.loads((step / NAME).read_bytes())
+    extra = json.loads((step / EXTRA_NAME).read_bytes()) | change
+    content = json.dumps(extra).encode()
+    (step / EXTRA_NAME).write_bytes(content)
+    plain["extra"] |= {"bytes": len(content), "crc32": f"{zlib.crc32(content):08x}"}
+    (step / NAME).write_bytes(sealed(plain))
 
 
 def write_run(run: Path, layout: Layout, content: Content) -> Path:

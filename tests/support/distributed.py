@@ -329,6 +329,8 @@ def _answer(job: _Job, rank: int) -> dict[str, Any]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
+            # torch 2.6's SequentialLR calls its schedulers in a way that they warn of.
+            warnings.filterwarnings("ignore", "The epoch parameter in `scheduler.step", UserWarning)
             if job.process_group:
                 _join_group(job, rank)
             started = time.monotonic()

@@ -77,15 +77,16 @@ class Hosts:
         """Pull a host's plug ("down"), or put it in ("up")."""
         _ip("-n", self.namespace(host), "link", "set", "eth0", state)
 
-    def processes(self, host: str, words: str) -> list[int]:
-        """Processes of a host whose command line has these words."""
+    def processes(self, host: str, words: str, without: str | None = None) -> list[int]:
+        """Processes of a host whose command line has these words, and not those `without`."""
         listed = subprocess.run(
             ["ip", "netns", "pids", self.namespace(host)], capture_output=True, text=True, check=True
         )
         found = []
         for pid in map(int, listed.stdout.split()):
             with contextlib.suppress(OSError):
-                if words in Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode():
+                line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+                if words in line and (without is None or without not in line):
                     found.append(pid)
         return found
 

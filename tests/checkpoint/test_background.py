@@ -1,0 +1,190 @@
+"""Saves beside the training: they hold the state of the moment they were asked for, and fail on all ranks alike."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zerokit
+from tests.support.distributed import run_ranks, run_ranks_expecting_errors
+from tests.support.models import CASES
+from tests.support.training import Run, Trajectory, build_seeded, digest, one_step, whole_weights, wrap
+from zerokit import files
+from zerokit.checkpoint.background import Saving
+from zerokit.checkpoint.load import load
+from zerokit.checkpoint.save import save
+
+CASE = CASES["gpt_groups"]
+
+
+class Held(files.System):
+    """A disk that takes nothing before `open` is set."""
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+
+    def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self.open.wait()
+        return super().write(fd, buffers, offset)
+
+
+class Full(files.System):
+    def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        raise OSError(28, "No space left on device")
+
+
+def contents(step: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in step.iterdir()}
+
+
+def _trained(directory: str, stage: int, precision: str) -> None:
+    """Two saves of one state, one beside the next training steps, which must not be in it."""
+    run, rank = Run(stage=stage, precision=precision), dist.get_rank()
+    model = build_seeded(CASE, 0)
+    zero = wrap(model, CASE, run)
+    one_step(model, zero, CASE, run, 0, Trajectory())
+    extra = {"table": torch.arange(3)}
+    save(f"{directory}/blocking", zero, step=1, extra=extra)
+    assert zero.memory().host_copy == 0
+    disk = Held()
+    with files.replaced(disk):
+        saving = save(f"{directory}/background", zero, step=1, extra=extra, blocking=False)
+        extra["table"] += 1
+        zero.param_groups[0]["lr"] *= 0.5
+        for step in (1, 2):
+            one_step(model, zero, CASE, run, step, Trajectory())
+        torch.rand(1)
+        assert not saving.done()
+        with pytest.raises(TimeoutError):
+            saving.wait(timeout=0.01)
+        disk.open.set()
+        assert saving.wait() == Path(directory, "background", "step-00000001")
+        assert saving.done()
+        assert saving.exception() is None
+    assert zero.memory().host_copy >= 4 * 3 * sum(
+        unit.payload_within(unit.shard(rank)) for unit in zero.layout.units if unit.trainable
+    )
+    buffer = zero.host_copy
+    assert buffer is not None
+    # Used again, and waited for by the next save and by a load.
+    save(f"{directory}/background", zero, step=3, blocking=False)
+    save(f"{directory}/background", zero, step=4, blocking=False)
+    assert zero.host_copy is not None
+    assert zero.host_copy.data_ptr() == buffer.data_ptr()
+    load(f"{directory}/background", zero)
+    assert sorted(os.listdir(f"{directory}/background")) == [
+        "latest",
+        "step-00000001",
+        "step-00000003",
+        "step-00000004",
+    ]
+
+
+@pytest.mark.parametrize(("world", "stage", "precision"), [(1, 2, "fp32"), (2, 3, "bf16"), (3, 2, "bf16")])
+def test_it_holds_the_state_of_the_moment_byte_for_byte(
+    tmp_path: Path, world: int, stage: int, precision: str
+) -> None:
+    run_ranks(world, _trained, str(tmp_path), stage, precision)
+    one, other = (contents(tmp_path / run / "step-00000001") for run in ("blocking", "background"))
+    assert one == other
+    for step in (1, 3, 4):
+        assert zerokit.verify(tmp_path / "background" / f"step-{step:08d}").intact
+
+
+def _failing(directory: str) -> list[str]:
+    """A failure on one rank is every rank's: at `wait`, and once at the next save of those that did not wait."""
+    rank, said = dist.get_rank(), []
+    zero = wrap(build_seeded(CASE, 0), CASE, Run(stage=2))
+
+    def begin(step: Any, **more: Any) -> Saving:
+        if rank == 1:
+            with files.replaced(Full()):
+                saving = save(directory, zero, step=step, blocking=False, **more)
+                while not saving.done():
+                    time.sleep(0.01)
+                return saving
+        return save(directory, zero, step=step, blocking=False, **more)
+
+    with pytest.raises(zerokit.CheckpointError) as caught:
+        begin(1).wait()
+    said.append(str(caught.value))
+    save(directory, zero, step=2)  # the error has been raised on all ranks
+    begin(3)
+    with pytest.raises(zerokit.CheckpointError, match="background save before this one failed") as caught:
+        save(directory, zero, step=4)
+    said.append(str(caught.value))
+    failed = begin(4)
+    if rank == 0:
+        with pytest.raises(zerokit.CheckpointError):
+            failed.wait()
+    with pytest.raises(zerokit.CheckpointError, match="background save before this one failed"):
+        save(directory, zero, step=5, blocking=False).wait()
+    save(directory, zero, step=6, blocking=False).wait()
+    said.append(str(save(directory, zero, step=7 + rank, blocking=False).exception()))
+    save(directory, zero, step=9)
+    return said
+
+
+def test_a_failure_surfaces_on_every_rank(tmp_path: Path) -> None:
+    first, second = run_ranks(2, _failing, str(tmp_path / "run"))
+    assert first[:1] + first[2:] == second[:1] + second[2:]
+    assert "rank 1: " in first[0]
+    assert "No space left on device" in first[0]
+    assert "step differs between ranks: 7 on rank 0; 8 on rank 1" in first[2]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+        "latest",
+        "step-00000002",
+        "step-00000006",
+        "step-00000009",
+    ]
+
+
+def _peer_lost(directory: str, way: str) -> list[str]:
+    rank = dist.get_rank()
+    model = build_seeded(CASE, 0)
+    zero = wrap(model, CASE, Run(stage=1), timeout=datetime.timedelta(seconds=4))
+    if way != "first":
+        save(directory, zero, step=1, blocking=False).wait()
+    if rank == 1:
+        if way == "skips":
+            time.sleep(15)
+        else:
+            os.kill(os.getpid(), signal.SIGKILL)
+    said = []
+    for blocking in (False, True) if way != "skips" else (False,):
+        try:
+            if blocking:
+                save(directory, zero, step=2)
+            else:
+                save(directory, zero, step=2, blocking=False).wait()
+        except zerokit.ZerokitError as error:
+            said.append(f"{type(error).__name__}: {error}")
+    # What needs no other rank goes on.
+    said.append(digest(whole_weights(model).items()))
+    return said
+
+
+@pytest.mark.parametrize("way", ["first", "later", "skips"])
+def test_a_rank_that_is_lost_is_named_within_the_time_out(tmp_path: Path, way: str) -> None:
+    first, second = run_ranks_expecting_errors(2, _peer_lost, str(tmp_path / "run"), way)
+    if way == "skips":
+        assert not second.raised("Error"), second.describe()
+    else:
+        assert second.exitcode == -signal.SIGKILL
+    messages = first.value[:-1]
+    assert len(messages) == (1 if way == "skips" else 2), first.describe()
+    for message in messages:
+        assert message.startswith("ScheduleError"), message
+        assert "rank 1" in message or "ranks [1]" in message, message
+    if way != "first":
+        assert zerokit.verify(tmp_path / "run").intact

@@ -1,0 +1,413 @@
+"""Conversions that were killed: going on gives the bytes of one that was not, and no whole file is copied again."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import zerokit
+from tests.cli.commands import environment
+from tests.cli.commands import zerokit as command
+from tests.support.checkpoints import example_content, example_layout, write_checkpoint, write_run
+from tests.support.crashes import Observed, Unsynced, killed_at
+from zerokit import files
+from zerokit.checkpoint import journal
+from zerokit.checkpoint.checksum import Piece
+from zerokit.checkpoint.journal import Finished, Journal, Request
+from zerokit.checkpoint.plan import Key, PieceKey
+from zerokit.checkpoint.staging import leftovers, staged
+from zerokit.errors import CheckpointError, ZerokitWarning
+from zerokit.process import Process
+
+Convert = Callable[..., Path]
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of a step of three ranks, with a model's folder beside it."""
+    folder = tmp_path_factory.mktemp("source")
+    write_run(folder / "run", example_layout(3), example_content(example_layout(1)))
+    (folder / "model" / "additional_chat_templates").mkdir(parents=True)
+    for name in ("config.json", "tokenizer.json", "additional_chat_templates/tool.jinja"):
+        (folder / "model" / name).write_text(name)
+    return folder / "run"
+
+
+def reshard(source: Path, output: Path, **more: object) -> Path:
+    return zerokit.reshard(source, 5, output, jobs=1, **more)  # type: ignore[arg-type]
+
+
+def consolidate(source: Path, output: Path, **more: object) -> Path:
+    return zerokit.consolidate(
+        source,
+        output,
+        max_shard_size=6000,
+        like=source.parent / "model",
+        jobs=1,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def interrupt(convert: Convert, source: Path, output: Path, *, whole: int) -> tuple[Path, Finished]:
+    """Kill a conversion when it has finished so many files; returns what it leaves."""
+    output.parent.mkdir(exist_ok=True)
+    note, noted = Journal.note, itertools.count(1)
+
+    def noting(kept: Journal, path: Path, size: int, pieces: Mapping[Key, Piece]) -> None:
+        note(kept, path, size, pieces)
+        if next(noted) == whole:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Journal, "note", noting)
+        assert killed_at(0, partial(convert, source, output))  # by itself
+    (left,) = (left for left in leftovers(output.parent) if left.gone)
+    found = journal.finished(left.path)
+    assert found is not None
+    assert len(found.files) == whole
+    return left.path, found
+
+
+# --- killed anywhere ---------------------------------------------------------------------------------------
+
+
+class Created(Observed):
+    """Notes which files are made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def create(self, path: Path) -> int:
+        self.names.add(path.name)
+        return super().create(path)
+
+
+@pytest.mark.parametrize("convert", [reshard, consolidate])
+def test_killed_at_any_change_to_the_disk(tmp_path: Path, run: Path, convert: Convert) -> None:
+    """And while it goes on. (What a power cut leaves is tried in test_crashes.)"""
+    with files.replaced(Unsynced()):
+        convert(run, tmp_path / "wanted")
+    wanted, taken, number = tree(tmp_path / "wanted"), set(), 1
+    out = tmp_path / "d" / "out"
+    out.parent.mkdir()
+    while killed_at(number, partial(convert, run, out)):
+        if not out.exists() and number % 2 == 0:
+            killed_at(number // 2, partial(convert, run, out, resume=True))
+        if out.exists():  # killed after the rename
+            assert tree(out) == wanted
+            shutil.rmtree(out)
+        found = [journal.finished(left.path) for left in leftovers(out.parent)]
+        whole = {Path(name).name for one in found if one is not None for name in one.files}
+        with files.replaced(created := Created()):
+            convert(run, out, resume=True)
+        assert tree(out) == wanted
+        assert not created.names & whole
+        assert [path.name for path in out.parent.iterdir()] == ["out"]
+        taken.add(len(whole))
+        shutil.rmtree(out)
+        number += 3
+    assert {0, sum(name.endswith((".safetensors", "extra.json")) for name in wanted)} <= taken
+
+
+@pytest.mark.parametrize("convert", [reshard, consolidate])
+def test_progress_goes_on_where_it_was(tmp_path: Path, run: Path, convert: Convert) -> None:
+    _, found = interrupt(convert, run, tmp_path / "d" / "out", whole=2)
+    told: list[tuple[int, int]] = []
+    convert(run, tmp_path / "d" / "out", resume=True, progress=lambda *amounts: told.append(amounts))
+    assert told[0][0] >= sum(piece.size for piece in found.pieces.values()) > 0
+    assert told[-1][0] == told[-1][1]
+
+
+# --- what is not gone on with ------------------------------------------------------------------------------
+
+
+def test_without_resume_it_is_named_and_goes_with_the_next_success(tmp_path: Path, run: Path) -> None:
+    out = tmp_path / "d" / "out"
+    left, _ = interrupt(reshard, run, out, whole=1)
+    message = (
+        f"{left}: an interrupted conversion to out, {files.measured(left)[0]:,} bytes: --resume (resume=True) goes on "
+        f"with it, zerokit prune {out.parent} removes it"
+    )
+
+    def stop(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.warns(ZerokitWarning) as told, pytest.raises(KeyboardInterrupt):
+        reshard(run, out, progress=stop)
+    assert [str(one.message) for one in told] == [message]
+    with staged(out.with_name("other")):  # nor does other work beside it remove it
+        pass
+    assert sorted(path.name for path in out.parent.iterdir()) == [left.name, "other"]
+    with pytest.warns(ZerokitWarning):
+        reshard(run, out)
+    assert sorted(path.name for path in out.parent.iterdir()) == ["other", "out"]
+
+
+def test_prune_removes_it(tmp_path: Path, run: Path) -> None:
+    left, _ = interrupt(reshard, run, tmp_path / "d" / "out", whole=1)
+    assert [doomed.path for doomed in zerokit.prune(tmp_path / "d").removed] == [left]
+    assert list((tmp_path / "d").iterdir()) == []
+
+
+def test_one_that_has_finished_nothing_goes(tmp_path: Path, run: Path) -> None:
+    out = tmp_path / "out"
+    assert killed_at(13, partial(reshard, run, out))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        reshard(run, out)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (lambda run, out: zerokit.reshard(run, 4, out, resume=True), r"request \(world 5, not 4\)"),
+        (
+            lambda run, out: zerokit.reshard(run / "step-00000100", 5, out, resume=True),
+            r"request \(of a run True, not False\)",
+        ),
+        (
+            lambda run, out: zerokit.consolidate(run, out, dtype="bf16", resume=True),
+            r"request \(command reshard, not consolidate\)",
+        ),
+    ],
+)
+def test_another_request_begins_anew(
+    tmp_path: Path, run: Path, changed: Callable[[Path, Path], Path], message: str
+) -> None:
+    out = tmp_path / "d" / "out"
+    interrupt(reshard, run, out, whole=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        changed(run, tmp_path / "wanted")
+    with pytest.warns(
+        ZerokitWarning, match=f"of another {message}.*, so that it is not taken over: zerokit prune"
+    ):
+        changed(run, out)
+    assert tree(out) == tree(tmp_path / "wanted")
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
+
+
+def test_another_source_begins_anew(tmp_path: Path, run: Path) -> None:
+    """A run has a newer step meanwhile, say."""
+    copy, out = tmp_path / "run", tmp_path / "d" / "out"
+    shutil.copytree(run, copy)
+    interrupt(reshard, copy, out, whole=3)
+    content = example_content(example_layout(1), step=101, seed=1)
+    write_checkpoint(copy / "step-00000101", example_layout(3), content)
+    (copy / "latest").unlink()
+    with pytest.warns(ZerokitWarning) as told:
+        reshard(copy, out, resume=True)
+    assert any("of another source (its manifest is" in str(one.message) for one in told)
+    assert zerokit.Checkpoint(out).step == 101
+    assert zerokit.verify(out).intact
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
+
+
+def test_a_target_of_the_same_first_letters_is_another(tmp_path: Path, run: Path) -> None:
+    """Temporary names keep only so many of them."""
+    one, other = (tmp_path / "d" / ("x" * 70 + end) for end in "ab")
+    left, _ = interrupt(reshard, run, one, whole=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        reshard(run, other, resume=True)
+    assert left.exists()
+    reshard(run, one, resume=True)
+    assert sorted(path.name for path in one.parent.iterdir()) == [one.name, other.name]
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_writer_that_may_live_keeps_its_work(tmp_path: Path, run: Path, elsewhere: bool) -> None:
+    out = tmp_path / "d" / "out"
+    left, _ = interrupt(reshard, run, out, whole=1)
+    writer = Process.current()
+    if elsewhere:
+        writer = replace(writer, host="node-9", boot="00000000")
+    left = left.rename(left.with_name(f".out.tmp-{writer}.abcdef"))
+    before = tree(left)
+    told = "on node-9, which cannot be asked from here" if elsewhere else "is writing it"
+    with pytest.warns(ZerokitWarning, match=f"{told}: it is not taken over, this conversion begins anew"):
+        reshard(run, out, resume=True)
+    assert tree(left) == before
+    assert zerokit.verify(out).intact
+
+
+# --- damage ------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+@pytest.mark.parametrize("convert", [reshard, consolidate])
+def test_a_damaged_journal_gives_the_right_bytes(
+    tmp_path_factory: pytest.TempPathFactory, run: Path, convert: Convert, data: st.DataObject
+) -> None:
+    base = tmp_path_factory.getbasetemp() / f"damaged-{convert.__name__}"
+    if not base.exists():
+        base.mkdir()
+        convert(run, base / "wanted")
+        left, _ = interrupt(convert, run, base / "d" / "out", whole=3)
+    (left,) = (base / "d").iterdir()
+    folder = tmp_path_factory.mktemp("again")
+    work = Path(shutil.copytree(left, folder / left.name))
+    path = work / journal.NAME
+    content = bytearray(path.read_bytes())
+    place = data.draw(st.integers(0, len(content) - 1))
+    kind = data.draw(st.sampled_from(["flipped", "cut", "twice", "swapped", "file gone", "file cut"]))
+    if kind == "flipped":
+        content[place] ^= 1 << data.draw(st.integers(0, 7))
+    elif kind == "cut":
+        del content[place:]
+    elif kind in ("twice", "swapped"):
+        lines = bytes(content).splitlines(keepends=True)
+        other = data.draw(st.integers(0, len(lines) - 1))
+        lines = [*lines, lines[other]] if kind == "twice" else [*lines[:other], *reversed(lines[other:])]
+        content = bytearray(b"".join(lines))
+    else:
+        found = journal.finished(work)
+        assert found is not None
+        name = data.draw(st.sampled_from(sorted(found.files)))
+        if kind == "file gone":
+            (work / name).unlink()
+        else:
+            os.truncate(work / name, found.files[name] - 1)
+    path.write_bytes(content)
+    with files.replaced(Unsynced()):
+        convert(run, folder / "out", resume=True)
+    assert tree(folder / "out") == tree(base / "wanted")
+    assert [entry.name for entry in folder.iterdir()] == ["out"]
+    shutil.rmtree(folder)
+
+
+def test_a_source_that_is_damaged_meanwhile(tmp_path: Path, run: Path) -> None:
+    """What is copied yet is proven yet; the rest is proven when it is copied."""
+    copy, out = tmp_path / "run", tmp_path / "d" / "out"
+    shutil.copytree(run, copy)
+    interrupt(reshard, copy, out, whole=3)
+    kept = Path(shutil.copytree(out.parent, tmp_path / "kept"))
+    for rank, whole in ((2, False), (0, True)):
+        path = copy / "step-00000100" / f"rank-{rank:05d}-of-00003.safetensors"
+        content = bytearray(path.read_bytes())
+        content[-1 if rank else len(content) // 2] ^= 1
+        path.write_bytes(content)
+        if whole:
+            reshard(copy, kept / "out", resume=True)
+            assert tree(kept / "out") == tree(reshard(run, tmp_path / "wanted").parent)
+        else:
+            with pytest.raises(CheckpointError, match=r"rank-00002-of-00003\.safetensors: .*damaged"):
+                reshard(copy, out, resume=True)
+            assert list(out.parent.iterdir()) == []
+            content[-1] ^= 1
+            path.write_bytes(content)
+
+
+keys = st.one_of(st.text(max_size=20), st.builds(PieceKey, *(st.integers(0, 1 << 40) for _ in range(4))))
+pieces = st.dictionaries(
+    keys, st.builds(Piece, st.integers(0, 2**32 - 1), st.integers(0, 1 << 50)), max_size=30
+)
+
+
+@given(parts=st.lists(pieces, min_size=1, max_size=5), line=st.sampled_from([1, 200, 1 << 16]))
+def test_a_journal_says_again_what_was_noted(
+    tmp_path_factory: pytest.TempPathFactory, parts: list[dict[Key, Piece]], line: int
+) -> None:
+    work = tmp_path_factory.mktemp("work")
+    request = Request("öut\ud800", 12, {"a": 1, "b": None, "c": "d"})
+    expected: dict[Key, Piece] = {}
+    with pytest.MonkeyPatch.context() as patch, files.replaced(Unsynced()):
+        patch.setattr(journal, "_LINE_BYTES", line)
+        kept = Journal.begun(work, request)
+        for number, part in enumerate(parts):
+            if number == len(parts) // 2:
+                kept.close()
+                if (found := journal.finished(work)) is not None:
+                    kept = Journal(work, found.end, found.crc)
+                else:
+                    kept = Journal(work, (work / journal.NAME).stat().st_size, kept._crc)
+            (work / f"{number}").write_bytes(b"x" * number)
+            kept.note(work / f"{number}", number, part)
+            expected |= part
+        kept.close()
+    found = journal.finished(work)
+    assert found is not None
+    assert (found.request, found.pieces) == (request, expected)
+    assert found.files == {f"{number}": number for number in range(len(parts))}
+    assert journal.interrupted(work) == request
+    shutil.rmtree(work)
+
+
+# --- the commands ------------------------------------------------------------------------------------------
+
+
+def test_the_command_goes_on(tmp_path: Path, run: Path) -> None:
+    shutil.copytree(run, tmp_path / "run")
+    out = tmp_path / "run.to-5"
+    left, found = interrupt(
+        lambda _, o: reshard(tmp_path / "run", o), run, tmp_path / "d" / out.name, whole=2
+    )
+    shutil.move(left, tmp_path)
+    warned = command(tmp_path, "reshard", "run", "--to", "5", "-o", "nowhere/out")
+    assert warned.returncode == 1
+    done = command(tmp_path, "reshard", "run", "--to", "5", "--resume")
+    assert (done.returncode, done.stdout) == (0, f"{out}\n")
+    assert (
+        f" {sum(found.files.values()) / 1000:.1f} kB of it found finished, proven and synced" in done.stderr
+    )
+    assert tree(out) == tree(reshard(run, tmp_path / "wanted").parent)
+
+
+def test_the_command_names_what_it_does_not_go_on_with(tmp_path: Path, run: Path) -> None:
+    shutil.copytree(run.parent, tmp_path / "s")
+    source = tmp_path / "s" / "run"
+    left, _ = interrupt(consolidate, source, tmp_path / "d" / "out", whole=2)
+    done = command(tmp_path, "consolidate", "s/run", "-o", "d/out")
+    assert (done.returncode, done.stdout) == (0, "d/out\n")
+    assert done.stderr.startswith(f"zerokit: {left}: an interrupted conversion to out, ")
+    assert "max_shard_size 6000, not 5000000000" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert [path.name for path in (tmp_path / "d").iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_signal_removes_the_work(tmp_path: Path, run: Path, number: signal.Signals, resumed: bool) -> None:
+    shutil.copytree(run, tmp_path / "run")
+    out = tmp_path / "d" / "out"
+    out.parent.mkdir()
+    if resumed:
+        interrupt(reshard, tmp_path / "run", out, whole=2)
+    code = (
+        "import os; from tests.support.crashes import Counting\n"
+        "from zerokit import files; from zerokit.cli import main\n"
+        f"class Signalled(Counting):\n  def instead(self): os.kill(os.getpid(), {number:d})\n"
+        "with files.replaced(Signalled(25)): main()"
+    )
+    arguments = ["reshard", "run", "--to", "5", "-o", "d/out", *(["--resume"] if resumed else [])]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (128 + number, "")
+    assert done.stderr == f"zerokit: interrupted by {number.name}\n"
+    assert list(out.parent.iterdir()) == []

@@ -1,0 +1,373 @@
+"""After a crash at any moment the newest step is whole, the old or the new one, and the next save works.
+
+One run of each operation is recorded, and what a crash leaves after each of its calls is rebuilt from that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zerokit
+from tests.support.checkpoints import example_content, example_layout, write_run
+from tests.support.crashes import (
+    Crash,
+    Recording,
+    Tree,
+    Unsynced,
+    begin_journal,
+    crashes,
+    killed_at,
+    read_tree,
+    write_tree,
+)
+from tests.support.distributed import run_alone, run_ranks
+from zerokit import files
+from zerokit.checkpoint.retention import Retention, prune
+from zerokit.checkpoint.run import find_step
+from zerokit.checkpoint.save import save
+from zerokit.checkpoint.staging import finish_replacement, leftovers
+
+
+@dataclass(frozen=True)
+class Saves:
+    """Steps that are there, and the save that is recorded."""
+
+    before: tuple[int, ...]
+    step: int
+    overwrite: bool = False
+    exchanges: bool = True
+    blocking: bool = True
+    keep_last: int | None = None
+
+    def run(self, run: Path, optimizer: zerokit.ZeroOptimizer) -> None:
+        keep_last, overwrite = self.keep_last, self.overwrite
+        if self.blocking:
+            save(run, optimizer, step=self.step, overwrite=overwrite, keep_last=keep_last)
+        else:
+            saving = save(
+                run, optimizer, step=self.step, overwrite=overwrite, keep_last=keep_last, blocking=False
+            )
+            saving.wait()
+
+
+SAVES = {
+    "first": Saves((), 5),
+    "next": Saves((5,), 7),
+    "background": Saves((5,), 7, blocking=False),
+    "overwrite the newest": Saves((3, 5), 5, overwrite=True),
+    "overwrite the newest, by renames": Saves((3, 5), 5, overwrite=True, exchanges=False),
+    "overwrite an older one": Saves((3, 5), 3, overwrite=True),
+    "overwrite an older one, by renames": Saves((3, 5), 3, overwrite=True, exchanges=False),
+    "retention": Saves((1, 2, 3), 4, keep_last=2),
+    "retention in the background": Saves((1, 2, 3), 4, keep_last=1, blocking=False),
+}
+OF_THREE = ("next", "background", "overwrite the newest", "overwrite the newest, by renames", "retention")
+CASES = [*((1, name) for name in SAVES), *((3, name) for name in OF_THREE)]
+
+
+def _optimizer() -> zerokit.ZeroOptimizer:
+    """One that has trained a step."""
+    optimizer = zerokit.ZeroOptimizer(nn.Linear(20, 12), torch.optim.AdamW, stage=2, precision="fp32", lr=0.1)
+    _train(optimizer)
+    return optimizer
+
+
+def _train(optimizer: zerokit.ZeroOptimizer) -> None:
+    model = optimizer.parts.model
+    optimizer.backward(model(torch.ones(2, 20)).square().sum())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _record(folder: str, names: list[str]) -> None:
+    rank = dist.get_rank()
+    optimizer = _optimizer()
+    for number, name in enumerate(names):
+        case, root, journal = SAVES[name], Path(folder, f"root-{number}"), Path(folder, f"journal-{number}")
+        if rank == 0:
+            root.mkdir()
+        dist.barrier()
+        with files.replaced(Unsynced()):
+            for step in case.before:
+                save(root / "run", optimizer, step=step)
+                _train(optimizer)
+        if rank == 0:
+            begin_journal(root, journal)
+        dist.barrier()
+        with files.replaced(Recording(root, journal, exchanges=case.exchanges)):
+            case.run(root / "run", optimizer)
+        dist.barrier()
+
+
+@pytest.fixture(scope="module")
+def journals(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str], Path]:
+    """Of all the cases."""
+    found: dict[tuple[int, str], Path] = {}
+    for world in (1, 3):
+        folder = tmp_path_factory.mktemp(f"of-{world}")
+        names = [name for of, name in CASES if of == world]
+        run_ranks(world, _record, str(folder), names)
+        found |= {(world, name): folder / f"journal-{number}" for number, name in enumerate(names)}
+    return found
+
+
+class _Places:
+    """Fresh directories, one after the other."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._number = folder, 0
+
+    def made(self, tree: Tree) -> Path:
+        self._number += 1
+        root = self._folder / f"tree-{self._number}"
+        write_tree(tree, root)
+        return root
+
+
+def _newest(run: Path) -> tuple[int, int] | None:
+    """The step that a load would take, and its manifest's checksum; all of it is proven."""
+    try:
+        found = find_step(run)
+    except zerokit.CheckpointError as error:
+        if "no checkpoint" in str(error) or "does not exist" in str(error):
+            return None
+        raise
+    report = zerokit.verify(run)
+    assert report.intact, report
+    assert report.path == found.path
+    assert found.manifest is not None
+    return found.manifest[0].step, found.manifest[1]
+
+
+def _require_tidy(run: Path) -> None:
+    names = {path.name for path in run.iterdir()}
+    assert not [left.path.name for left in leftovers(run) if left.gone]
+    assert all(name == "latest" or name.startswith("step-") for name in names), names
+
+
+def _survives(folder: str, journal: str, name: str) -> int:
+    """The number of states that were looked at."""
+    case, places, optimizer = SAVES[name], _Places(Path(folder)), _optimizer()
+    states = list(crashes(Path(journal)))
+    old, new = (_newest(places.made(state.tree) / "run") for state in (states[0], states[-1]))
+    assert old != new
+    assert new is not None
+    for state in states:
+        try:
+            _survives_one(case, state, places, optimizer, old, new)
+        except BaseException as error:
+            error.add_note(f"{name}: {state}")
+            raise
+    return len(states)
+
+
+def _survives_one(
+    case: Saves,
+    state: Crash,
+    places: _Places,
+    optimizer: zerokit.ZeroOptimizer,
+    old: tuple[int, int] | None,
+    new: tuple[int, int],
+) -> None:
+    newest = _newest(places.made(state.tree) / "run")
+    assert newest in (old, new)
+    assert newest == new or state.calls < state.total
+    # Nobody has read the run before it is saved into: what a reader would finish, a writer has to.
+    run = places.made(state.tree) / "run"
+    save(run, optimizer, step=9)
+    _require_tidy(run)
+    found = _newest(run)
+    assert found is not None
+    assert found[0] == 9
+    assert newest is None or zerokit.verify(run / f"step-{newest[0]:08d}").intact
+    if newest != new or case.overwrite:
+        # The same save, once more, by a training that has gone on from the newest step.
+        run = places.made(state.tree) / "run"
+        case.run(run, optimizer)
+        _require_tidy(run)
+        found = _newest(run)
+        assert found is not None
+        assert found[0] == case.step
+
+
+def _survives_all(folder: str, journal: str, name: str) -> int:
+    with files.replaced(Unsynced()):
+        return _survives(folder, journal, name)
+
+
+@pytest.mark.parametrize(("world", "name"), CASES, ids=str)
+def test_a_crash_of_a_save_leaves_the_old_or_the_new_step(
+    world: int, name: str, journals: dict[tuple[int, str], Path], tmp_path: Path
+) -> None:
+    (states,) = run_ranks(1, _survives_all, str(tmp_path), str(journals[world, name]), name)
+    assert states > 20
+
+
+# --- conversions -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """Writes `root/out`, which is there before it if `force`; `root/out` is another checkpoint's then."""
+
+    run: Callable[..., object]
+    force: bool = False
+    exchanges: bool = True
+
+
+def _reshard(source: Path, output: Path, force: bool, resume: bool = False) -> None:
+    zerokit.reshard(source, 2, output, force=force, resume=resume, jobs=1)
+
+
+def _consolidate(source: Path, output: Path, force: bool, resume: bool = False) -> None:
+    zerokit.consolidate(source, output, force=force, resume=resume, max_shard_size="20KB", jobs=1)
+
+
+CONVERSIONS = {
+    "reshard": Conversion(_reshard),
+    "reshard --force": Conversion(_reshard, force=True),
+    "reshard --force, by renames": Conversion(_reshard, force=True, exchanges=False),
+    "consolidate": Conversion(_consolidate),
+    "consolidate --force": Conversion(_consolidate, force=True),
+    "consolidate --force, by renames": Conversion(_consolidate, force=True, exchanges=False),
+}
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two runs with other contents."""
+    folder = tmp_path_factory.mktemp("sources")
+    for seed in (0, 1):
+        write_run(folder / f"run-{seed}", example_layout(1), example_content(example_layout(1), seed=seed))
+    return folder / "run-0", folder / "run-1"
+
+
+def _out(root: Path) -> Tree | None:
+    """The output, once what a killed writer has begun is finished."""
+    finish_replacement(root / "out")
+    return read_tree(root / "out") if (root / "out").exists() else None
+
+
+def _prepared(root: Path, case: Conversion, sources: tuple[Path, Path]) -> Path:
+    root.mkdir()
+    if case.force:
+        case.run(sources[0], root / "out", False)
+    return root
+
+
+def _recorded(root: Path, journal: Path, case: Conversion, source: Path) -> None:
+    begin_journal(root, journal)
+    with files.replaced(Recording(root, journal, exchanges=case.exchanges)):
+        case.run(source, root / "out", case.force)
+
+
+@pytest.fixture
+def unsynced() -> Iterator[None]:
+    with files.replaced(Unsynced()):
+        yield
+
+
+@pytest.mark.filterwarnings("ignore::zerokit.errors.ZerokitWarning")  # of what is not gone on with
+@pytest.mark.parametrize("name", CONVERSIONS)
+def test_a_crash_of_a_conversion_leaves_the_old_or_the_new_output(
+    name: str, sources: tuple[Path, Path], tmp_path: Path, unsynced: None
+) -> None:
+    case, places = CONVERSIONS[name], _Places(tmp_path)
+    root = _prepared(tmp_path / "root", case, sources)
+    old = _out(root)
+    # In another process: what it has left is nobody's when the tree is looked at.
+    run_alone(_recorded, root, tmp_path / "journal", case, sources[1])
+    new = _out(root)
+    assert new != old
+    for state in crashes(tmp_path / "journal"):
+        found = _out(places.made(state.tree))
+        assert found in (old, new), str(state)
+        assert found == new or state.calls < state.total, str(state)
+        root = places.made(state.tree)
+        case.run(sources[1], root / "out", found is not None, resume=state.calls % 3 > 0)
+        assert read_tree(root / "out") == new, str(state)
+        assert [path.name for path in root.iterdir()] == ["out"], str(state)
+
+
+@pytest.mark.filterwarnings("ignore::zerokit.errors.ZerokitWarning")
+@pytest.mark.parametrize("name", ["consolidate --force", "reshard --force, by renames"])
+def test_a_kill_of_a_conversion_at_every_call(
+    name: str, sources: tuple[Path, Path], tmp_path: Path, unsynced: None
+) -> None:
+    """One kill after the other in one place, and then the next conversion."""
+    case = CONVERSIONS[name]
+    root = _prepared(tmp_path / "root", case, sources)
+    old = _out(root)
+    case.run(sources[1], tmp_path / "new", False)
+    new = read_tree(tmp_path / "new")
+    source, number = sources[1], 1
+    while killed_at(
+        number, partial(case.run, source, root / "out", (root / "out").exists()), exchanges=case.exchanges
+    ):
+        found = _out(root)
+        assert found in (old, new), number
+        # Each kill goes on from the old output, if there is one.
+        if found == new:
+            case.run(sources[0], root / "out", True)
+            old = _out(root)
+        number += 1
+    assert number > 20
+    assert _out(root) == new
+    assert [path.name for path in root.iterdir()] == ["out"]
+
+
+# --- prune -------------------------------------------------------------------------------------------------
+
+
+def _steps(run: Path) -> list[str]:
+    return sorted(path.name for path in run.glob("step-*"))
+
+
+def _three_steps(run: Path) -> Path:
+    for step in (10, 20, 30):
+        write_run(run, example_layout(1), example_content(example_layout(1), step=step))
+    return run
+
+
+def _prune_recorded(root: Path, journal: Path) -> None:
+    begin_journal(root, journal)
+    with files.replaced(Recording(root, journal)):
+        prune(root / "run", Retention(keep_last=1))
+
+
+def test_a_crash_of_prune_leaves_whole_steps(tmp_path: Path, unsynced: None) -> None:
+    places = _Places(tmp_path)
+    root = tmp_path / "root"
+    _three_steps(root / "run")
+    run_alone(_prune_recorded, root, tmp_path / "journal")
+    assert _steps(root / "run") == ["step-00000030"]
+    for state in crashes(tmp_path / "journal"):
+        run = places.made(state.tree) / "run"
+        _require_whole(run, str(state))
+        assert len(_steps(run)) == 1 or state.calls < state.total
+        prune(run, Retention(keep_last=1))
+        assert _steps(run) == ["step-00000030"], str(state)
+
+
+def test_a_kill_of_prune_at_every_call(tmp_path: Path, unsynced: None) -> None:
+    number = 1
+    while killed_at(number, partial(prune, _three_steps(tmp_path / str(number)), Retention(keep_last=1))):
+        _require_whole(tmp_path / str(number), str(number))
+        number += 1
+    assert number > 10
+
+
+def _require_whole(run: Path, when: str) -> None:
+    newest = _newest(run)
+    assert newest is not None, when
+    assert newest[0] == 30, when
+    for step in _steps(run):
+        assert zerokit.verify(run / step).intact, when

@@ -1,0 +1,224 @@
+"""A disk that fails at any call: all ranks say so, training goes on, the newest step is whole, the next save works."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zerokit
+from tests.support.checkpoints import example_content, example_layout, write_run
+from tests.support.crashes import CALLS, SPACE, Failing, Unsynced, read_tree
+from tests.support.distributed import run_ranks
+from zerokit import files
+from zerokit.checkpoint.retention import Retention, prune
+from zerokit.checkpoint.run import find_step
+from zerokit.checkpoint.save import save
+from zerokit.checkpoint.staging import finish_replacement, leftovers
+
+
+@dataclass(frozen=True)
+class Fault:
+    code: int = errno.EIO
+    lasting: tuple[str, ...] = ()
+
+
+FAULTS = {
+    "EIO once": Fault(),
+    "EIO from there on": Fault(lasting=CALLS),
+    "full from there on": Fault(errno.ENOSPC, SPACE),
+}
+
+
+@dataclass(frozen=True)
+class How:
+    """What is saved over and over again."""
+
+    overwrite: bool = False
+    exchanges: bool = True
+    blocking: bool = True
+    keep_last: int | None = None
+    anew: bool = False
+    """Each time into a directory that is not there yet."""
+
+    def save(self, run: Path, optimizer: zerokit.ZeroOptimizer, step: int) -> None:
+        keep_last, overwrite = self.keep_last, self.overwrite
+        if self.blocking:
+            save(run, optimizer, step=step, overwrite=overwrite, keep_last=keep_last)
+        else:
+            saving = save(run, optimizer, step=step, overwrite=overwrite, keep_last=keep_last, blocking=False)
+            saving.wait()
+
+
+HOWS = {
+    "first": How(anew=True),
+    "background": How(blocking=False),
+    "overwrite, by renames": How(overwrite=True, exchanges=False),
+    "retention": How(keep_last=1),
+}
+CASES = [
+    ("first", "EIO once"),
+    ("background", "full from there on"),
+    ("overwrite, by renames", "EIO once"),
+    ("retention", "EIO from there on"),
+]
+
+
+def _train(optimizer: zerokit.ZeroOptimizer) -> None:
+    optimizer.backward(optimizer.parts.model(torch.ones(2, 20)).square().sum())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _newest(run: Path) -> tuple[int, int] | None:
+    """The step that a load would take, and its manifest's checksum, after all of it was proven."""
+    try:
+        found = find_step(run)
+    except zerokit.CheckpointError:
+        assert not list(run.glob("step-*/manifest.json"))
+        return None
+    assert found.manifest is not None
+    assert zerokit.verify(run).intact
+    return found.manifest[0].step, found.manifest[1]
+
+
+def _faults(folder: str, how: How, fault: Fault) -> list[int]:
+    """One fault after the other in one training: at every call of rank 0, then of rank 1."""
+    rank, met = dist.get_rank(), []
+    optimizer = zerokit.ZeroOptimizer(nn.Linear(20, 12), torch.optim.AdamW, stage=2, precision="fp32", lr=0.1)
+    run = Path(folder, "run")
+    _train(optimizer)
+    save(run, optimizer, step=1)
+    step = 1
+    for victim in (0, 1):
+        number = 0
+        while True:
+            number += 1
+            if how.anew:
+                run = Path(folder, f"run-{victim}-{number}", "inner")
+            step += not how.overwrite
+            reached = _one_fault(run, optimizer, how, fault, step, number if rank == victim else 0)
+            step += not how.overwrite
+            if not any(reached):
+                break
+        met.append(number - 1)
+    return met
+
+
+def _one_fault(
+    run: Path, optimizer: zerokit.ZeroOptimizer, how: How, fault: Fault, step: int, number: int
+) -> list[bool]:
+    """Whether the ranks came to that call; `number` is 0 on those that meet no fault."""
+    rank = dist.get_rank()
+    _train(optimizer)
+    before = _newest(run)
+    dist.barrier()
+    disk = Failing(
+        number or 1 << 30, fault.code, lasting=fault.lasting if number else (), exchanges=how.exchanges
+    )
+    said = ""
+    with files.replaced(disk):
+        try:
+            how.save(run, optimizer, step)
+        except zerokit.CheckpointError as error:
+            said = str(error)
+    _train(optimizer)
+    reached, messages = [False] * 2, [""] * 2
+    dist.all_gather_object(reached, disk.reached and number > 0)
+    dist.all_gather_object(messages, said)
+    assert messages[0] == messages[1]
+    assert said or not any(reached) or number != 1, "the first call failed, and nobody said so"
+    if rank == 0:
+        after = _newest(run)
+        assert said or after is not None
+        assert after == before or (after is not None and after[0] == step)
+        assert said or after != before
+    dist.barrier()
+    with files.replaced(Unsynced()):
+        how.save(run, optimizer, step + (not how.overwrite))
+    found = _newest(run)
+    assert found is not None
+    assert found[0] == step + (not how.overwrite)
+    assert not [left.path.name for left in leftovers(run) if left.gone]
+    dist.barrier()
+    return reached
+
+
+@pytest.mark.parametrize(("how", "fault"), CASES)
+def test_a_fault_of_the_disk_is_everybodys_and_the_next_save_works(
+    how: str, fault: str, tmp_path: Path
+) -> None:
+    first, second = run_ranks(2, _faults, str(tmp_path), HOWS[how], FAULTS[fault])
+    assert first == second
+    assert first[0] > 20
+    assert first[1] > 3
+
+
+# --- conversions -------------------------------------------------------------------------------------------
+
+
+def _reshard(source: Path, output: Path, force: bool) -> None:
+    zerokit.reshard(source, 2, output, force=force, jobs=1)
+
+
+def _consolidate(source: Path, output: Path, force: bool) -> None:
+    zerokit.consolidate(source, output, force=force, jobs=1)
+
+
+@pytest.mark.parametrize(("convert", "exchanges"), [(_reshard, False), (_consolidate, True)])
+def test_a_conversion_that_fails_leaves_what_was_there(
+    convert: Callable[[Path, Path, bool], None], exchanges: bool, tmp_path: Path
+) -> None:
+    for seed in (0, 1):
+        write_run(tmp_path / f"run-{seed}", example_layout(1), example_content(example_layout(1), seed=seed))
+    root = tmp_path / "root"
+    root.mkdir()
+    with files.replaced(Unsynced()):
+        for seed in (0, 1):
+            convert(tmp_path / f"run-{seed}", tmp_path / f"right-{seed}", False)
+    right = [read_tree(tmp_path / f"right-{seed}") for seed in (0, 1)]
+    number = 0
+    while True:
+        number += 1
+        with files.replaced(Unsynced()):
+            convert(tmp_path / "run-0", root / "out", (root / "out").exists())
+        disk = Failing(number, exchanges=exchanges)
+        said = ""
+        with files.replaced(disk):
+            try:
+                convert(tmp_path / "run-1", root / "out", True)
+            except zerokit.CheckpointError as error:
+                said = str(error)
+        finish_replacement(root / "out")
+        found = read_tree(root / "out")
+        assert found in right
+        assert said or found == right[1]
+        if not disk.reached:
+            break
+    assert number > 10
+
+
+def test_a_prune_that_fails_leaves_whole_steps(tmp_path: Path) -> None:
+    number = 0
+    while True:
+        number += 1
+        run = tmp_path / str(number)
+        for step in (10, 20, 30):
+            write_run(run, example_layout(1), example_content(example_layout(1), step=step))
+        disk = Failing(number)
+        with files.replaced(disk), contextlib.suppress(zerokit.CheckpointError):
+            prune(run, Retention(keep_last=1))
+        for left in run.glob("step-*"):
+            assert zerokit.verify(left).intact
+        assert _newest(run) == (30, _newest(run / "step-00000030")[1])  # type: ignore[index]
+        prune(run, Retention(keep_last=1))
+        if not disk.reached:
+            break
+    assert number > 10

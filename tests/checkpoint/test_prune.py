@@ -1,0 +1,304 @@
+"""Steps that go when newer ones are there, and what killed writers have left: what stays is what somebody may need."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import zerokit
+from tests.cli.commands import environment
+from tests.cli.commands import zerokit as command
+from tests.support.checkpoints import example_content, example_layout, weights_of, write_checkpoint
+from zerokit import files
+from zerokit.checkpoint.retention import Retention
+from zerokit.checkpoint.retention import prune as prune_after_save
+from zerokit.checkpoint.run import Latest, list_steps, stated_checksum, write_latest
+from zerokit.cli.text import decimal_size
+from zerokit.errors import CheckpointError, UsageError
+from zerokit.process import Process
+
+LAYOUT = example_layout(1)
+
+
+def make_run(run: Path, *steps: int, weights: tuple[int, ...] = (), latest: int | None = None) -> Path:
+    """A run of these steps, of which some hold weights only."""
+    for step in steps:
+        content = example_content(LAYOUT, step=step)
+        write_checkpoint(
+            run / f"step-{step:08d}", LAYOUT, weights_of(content) if step in weights else content
+        )
+    name_latest(run, max(steps) if latest is None else latest)
+    return run
+
+
+def name_latest(run: Path, step: int, *superseded: int) -> None:
+    crcs = {number: stated_checksum(run / f"step-{number:08d}") or 0 for number in (step, *superseded)}
+    listed = tuple((f"step-{number:08d}", crcs[number]) for number in superseded)
+    write_latest(run, Latest(f"step-{step:08d}", (crcs[step],), listed))
+
+
+def leave(folder: Path, writer: Process | None, target: str = "out") -> Path:
+    path = folder / f".{target}.tmp-{'0123456789ab' if writer is None else f'{writer}.abcdef'}"
+    path.mkdir()
+    (path / "file").write_text("half")
+    return path
+
+
+@pytest.fixture
+def gone() -> Process:
+    """A process that has ended."""
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    return replace(Process.current(), pid=ended.pid)
+
+
+# --- which steps -------------------------------------------------------------------------------------------
+
+
+@given(
+    steps=st.sets(st.integers(0, 60), min_size=1).map(list),
+    keep_last=st.none() | st.integers(1, 20),
+    keep_every=st.none() | st.integers(1, 9),
+    kept=st.none() | st.sets(st.integers(0, 60)),
+    data=st.data(),
+)
+def test_what_goes_and_what_stays(
+    steps: list[int],
+    keep_last: int | None,
+    keep_every: int | None,
+    kept: set[int] | None,
+    data: st.DataObject,
+) -> None:
+    newest = data.draw(st.sampled_from(steps))
+    retention = Retention(keep_last, keep_every, None if kept is None else kept.__contains__)
+    gone = retention.removed(steps, newest)
+    stays = set(steps) - set(gone)
+    assert gone == sorted(set(gone))
+    assert set(gone) <= set(steps)
+    assert newest in stays
+    for step in gone:
+        assert keep_every is None or step % keep_every
+        assert kept is None or step not in kept
+        # As many as were asked for are there after it, or it is of a line that was left.
+        assert step > newest or len([s for s in stays if step < s <= newest]) >= (keep_last or 1)
+    for step in stays - {newest}:
+        later = [s for s in steps if step < s <= newest]
+        assert (
+            (step < newest and len(later) < (keep_last or 1))
+            or (keep_every is not None and step % keep_every == 0)
+            or (kept is not None and step in kept)
+        )
+    # Nothing more goes when it is asked again, or more generously.
+    assert retention.removed(sorted(stays), newest) == []
+    more = replace(retention, keep_last=(keep_last or 1) + data.draw(st.integers(0, 5)))
+    assert set(more.removed(steps, newest)) <= set(gone)
+
+
+@pytest.mark.parametrize("name", ["keep_last", "keep_every"])
+@pytest.mark.parametrize("value", [0, -1, True, 1.5])
+def test_impossible_numbers(tmp_path: Path, name: str, value: object) -> None:
+    run = make_run(tmp_path / "run", 1, 2)
+    with pytest.raises(UsageError, match=f"{name}={value}: expected an integer of at least 1"):
+        zerokit.prune(run, **{name: value})  # type: ignore[arg-type]
+    assert list_steps(run) == [1, 2]
+
+
+def test_older_steps_go(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", *range(1, 8))
+    size = files.measured(run / "step-00000001")[0]
+    found = zerokit.prune(run, keep_last=2, keep_every=3, keep=lambda step: step == 1, dry_run=True)
+    assert [doomed.path.name for doomed in found.removed] == [f"step-0000000{n}" for n in (2, 4, 5)]
+    assert found.bytes == 3 * size
+    assert list_steps(run) == list(range(1, 8))
+    assert zerokit.prune(run, keep_last=2, keep_every=3, keep=lambda step: step == 1).bytes == 3 * size
+    assert sorted(path.name for path in run.iterdir()) == [
+        "latest",
+        *(f"step-0000000{n}" for n in (1, 3, 6, 7)),
+    ]
+    assert zerokit.prune(run).removed == ()
+    assert zerokit.verify(run).intact
+
+
+def test_the_newest_whole_step_and_the_one_that_latest_names_stay(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", *range(1, 7), weights=(5, 6), latest=3)
+    zerokit.prune(run, keep_last=1)
+    assert list_steps(run) == [3, 4, 6]
+
+
+def test_superseded_steps_go_and_later_ones_that_are_damaged_stay(tmp_path: Path) -> None:
+    """They may only have been out of reach for a moment."""
+    run = make_run(tmp_path / "run", *range(1, 7))
+    name_latest(run, 3, 4, 5)
+    (run / "step-00000006" / "extra.json").unlink()
+    zerokit.prune(run, keep_last=2)
+    assert list_steps(run) == [2, 3, 6]
+    assert zerokit.Checkpoint(run).step == 3
+
+
+def test_without_latest_nobody_knows_which_steps_are_superseded(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", *range(1, 7))
+    (run / "latest").write_text("damaged")
+    with pytest.raises(CheckpointError, match="latest: damaged"):
+        zerokit.prune(run, keep_last=1)
+    prune_after_save(run, Retention(keep_last=1))  # a save that succeeded does not fail for it
+    assert list_steps(run) == list(range(1, 7))
+
+
+def test_what_is_no_step_of_zerokits_is_not_touched(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", 1, 2, 3, 4, 5)
+    elsewhere = make_run(tmp_path / "elsewhere", 9) / "step-00000009"
+    (run / "step-00000001").rename(tmp_path / "moved")
+    (run / "step-00000001").symlink_to(tmp_path / "moved")
+    (run / "step-00000002" / "mine.txt").touch()
+    elsewhere.rename(run / "step-000000003")  # a number of nine digits
+    for name in ("step-3", "best", "step-00000004.to-2", ".out.tmp-mine"):
+        (run / name).mkdir()
+    before = sorted(path.name for path in run.iterdir())
+    found = zerokit.prune(run, keep_last=1)
+    assert [doomed.path.name for doomed in found.removed] == ["step-00000003", "step-00000004"]
+    assert found.left == (
+        (run / "step-00000002", "holds the file 'mine.txt', which zerokit has not written there"),
+    )
+    assert sorted({path.name for path in run.iterdir()} | {"step-00000003", "step-00000004"}) == before
+    assert (tmp_path / "moved" / "manifest.json").exists()
+
+
+def test_a_step_is_renamed_before_its_files_go(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", 1, 2)
+
+    class Killed(files.System):
+        def unlink(self, path: Path) -> None:
+            raise KeyboardInterrupt
+
+    with files.replaced(Killed()), pytest.raises(KeyboardInterrupt):
+        zerokit.prune(run, keep_last=1)
+    assert list_steps(run) == [2]
+    assert [doomed.path for doomed in zerokit.prune(run).removed] == []  # this process lives
+
+
+# --- leftovers ---------------------------------------------------------------------------------------------
+
+
+def test_leftovers_of_writers_that_are_gone(tmp_path: Path, gone: Process) -> None:
+    own = Process.current()
+    killed = leave(tmp_path, gone)
+    living, elsewhere = leave(tmp_path, own), leave(tmp_path, replace(own, host="node-9", boot="00000000"))
+    found = zerokit.prune(tmp_path)
+    assert [(doomed.path, doomed.size) for doomed in found.removed] == [(killed, 4)]
+    assert dict(found.left) == {
+        living: f"process {own.pid} on {own.host} is writing it",
+        elsewhere: f"of process {own.pid} on node-9, which cannot be asked from here",
+    }
+    assert set(tmp_path.iterdir()) == {living, elsewhere}
+    for path in (elsewhere / "file", elsewhere):
+        os.utime(path, (0, 0))
+    assert [doomed.path for doomed in zerokit.prune(tmp_path).removed] == [elsewhere]
+
+
+def test_what_cannot_be_removed_is_told(tmp_path: Path, gone: Process) -> None:
+    leave(tmp_path, gone)
+
+    class Denied(files.System):
+        def unlink(self, path: Path) -> None:
+            raise PermissionError
+
+    with (
+        files.replaced(Denied()),
+        pytest.raises(CheckpointError, match=r"abcdef: cannot be removed: check its permissions"),
+    ):
+        zerokit.prune(tmp_path)
+
+
+# --- the command -------------------------------------------------------------------------------------------
+
+
+def test_the_command_says_what_it_does(tmp_path: Path, gone: Process) -> None:
+    run = make_run(tmp_path / "run", 1, 2, 3)
+    size = decimal_size(files.measured(run / "step-00000001")[0])
+    killed = leave(run, gone, "step-00000004")
+    living = leave(run, Process.current(), "step-00000004")
+    before = sorted(run.iterdir())
+    would = command(tmp_path, "prune", "run", "--keep-last", "2", "--dry-run")
+    assert (would.returncode, would.stderr) == (0, "")
+    assert sorted(run.iterdir()) == before
+    assert would.stdout.splitlines()[:2] == [
+        f"would remove run/{killed.name}: 4 bytes; left by process {gone.pid} on {gone.host}, which is gone",
+        f"would remove run/step-00000001: {size}",
+    ]
+    done = command(tmp_path, "prune", "run", "--keep-last", "2")
+    assert done.stdout.splitlines() == [
+        f"removed run/{killed.name}: 4 bytes; left by process {gone.pid} on {gone.host}, which is gone",
+        f"removed run/step-00000001: {size}",
+        f"left run/{living.name}: process {os.getpid()} on {gone.host} is writing it",
+        f"run: {size} freed",
+    ]
+    assert sorted(run.iterdir()) == sorted({*before} - {killed, run / "step-00000001"})
+    again = json.loads(command(tmp_path, "prune", "run", "--keep-last", "2", "--json").stdout)
+    assert again == {
+        "run": "run",
+        "dry_run": False,
+        "bytes": 0,
+        "removed": [],
+        "left": [
+            {
+                "path": f"run/{living.name}",
+                "reason": f"process {os.getpid()} on {gone.host} is writing it",
+            }
+        ],
+    }
+
+
+def test_the_command_gives_json_and_imports_neither_torch_nor_numpy(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", 1, 2)
+    code = (
+        "import sys, atexit; from zerokit.cli import main;"
+        "atexit.register(lambda: print(sorted({'torch', 'mlflow', 'numpy', 'rich'} & set(sys.modules))));"
+        "main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "prune", "run", "--keep-last", "1", "--json"],
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    told, modules = done.stdout.rsplit("\n", 2)[:2]
+    assert modules == "[]"
+    (removed,) = json.loads(told)["removed"]
+    assert (removed["path"], removed["kind"]) == ("run/step-00000001", "step")
+    assert removed["bytes"] == json.loads(told)["bytes"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["run", "--keep-last", "0"], 2, "Invalid value for '--keep-last'"),
+        (
+            ["run", "--keep-every", "2"],
+            2,
+            "--keep-every M needs --keep-last K: without it no step is removed",
+        ),
+        (["nowhere"], 1, "zerokit: nowhere: does not exist: give the directory of a run"),
+        (["run/latest"], 1, "zerokit: run/latest: is not a directory"),
+        (["run/step-00000001"], 1, "is a step: give the directory of a run"),
+        (["tmp", "--keep-last", "1"], 1, "zerokit: tmp: no checkpoint"),
+    ],
+)
+def test_the_command_refuses_in_plain_words(
+    tmp_path: Path, arguments: list[str], code: int, message: str
+) -> None:
+    run = make_run(tmp_path / "run", 1, 2)
+    done = command(tmp_path, "prune", *arguments)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list_steps(run) == [1, 2]

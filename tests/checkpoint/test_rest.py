@@ -1,0 +1,162 @@
+"""`extra.json`: every member that is missing or of another kind is refused by name, by all that read it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.commands import zerokit
+from tests.support.checkpoints import (
+    example_content,
+    example_extra,
+    example_layout,
+    weights_of,
+    write_checkpoint,
+)
+from zerokit.checkpoint.reader import Checkpoint
+from zerokit.checkpoint.verify import verify
+from zerokit.errors import CheckpointError
+
+RNG = {"world": 1, "seed": 0, "step": 100}
+SCALER = {"value": "0x1p+16", "good_steps": 3}
+
+
+def nested(depth: int) -> Any:
+    value: Any = 0
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+GOOD: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "a scaler": {"scaler": SCALER},
+    "an encoded group": {"groups": [{"$": "dict", "items": [["$", 1]]}, {"lr": 1}]},
+    "more groups than are needed": {"groups": [{}, {}, {}]},
+    "values": {"values": {"rule": {"gain": "x", "tok.weight": {"$": "tuple", "items": []}}}},
+    "another member": {"more": nested(150)},
+    "the largest seed": {"rng": RNG | {"seed": 2**64 - 1}},
+}
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "a fractional step": ({"step": 100.0}, "'step' is '100.0', expected int"),
+    "a true step": ({"step": True}, "'step' is 'True', expected int"),
+    "another step": ({"step": 99}, "'step' is 99, but the manifest's is 100"),
+    "groups of another kind": ({"groups": {}}, "'groups' is '{}', expected list"),
+    "a group too few": ({"groups": [{}]}, "'groups' has 1 elements, expected one for each of 2 groups"),
+    "a group that is a list": ({"groups": [{}, []]}, r"'groups'\[1\] is '\[\]', expected dict"),
+    "a group that is a tuple": (
+        {"groups": [{}, {"$": "tuple", "items": []}]},
+        r"'groups'\[1\] is .*, expected a mapping",
+    ),
+    "a group with an odd key": (
+        {"groups": [{}, {"$": "dict", "items": [[1, 2]]}]},
+        r"'groups'\[1\] has a key that is no text",
+    ),
+    "a group's parameters": (
+        {"groups": [{}, {"lr": 0.1, "params": []}]},
+        r"'groups'\[1\] has the member 'params', which belongs to the running program",
+    ),
+    "a group's parameters, hidden": (
+        {"groups": [{"$": "dict", "items": [["params", []]]}, {}]},
+        r"'groups'\[0\] has the member 'params'",
+    ),
+    "a group's names": ({"groups": [{"param_names": []}, {}]}, "has the member 'param_names'"),
+    "values of another kind": ({"values": []}, r"'values' is '\[\]', expected dict"),
+    "values of one kind of another": ({"values": {"rule": 1}}, r"'values'\['rule'\] is '1', expected dict"),
+    "a stranger's value": ({"values": {"rule": {"x": 1}}}, "is of 'x', which is no parameter"),
+    "a value where there is a stream": (
+        {"values": {"exp_avg": {"tok.weight": 1}}},
+        r"'values'\['exp_avg'\] is of parameter 0, of which there are tensors",
+    ),
+    "a value where there are scalars": (
+        {"values": {"step": {"tok.weight": 1}}},
+        r"'values'\['step'\] is of parameter 0, of which there are tensors",
+    ),
+    "a scaler of another kind": ({"scaler": 1.0}, "'scaler' is '1.0', expected dict"),
+    "a scaler without a value": ({"scaler": {"good_steps": 1}}, "'scaler': 'value' is missing"),
+    "a scaler that is a number": ({"scaler": SCALER | {"value": 2.0}}, "'value' is '2.0', expected str"),
+    "a scaler of no number": ({"scaler": SCALER | {"value": "much"}}, "'value' is 'much', expected a hexa"),
+    "a negative scaler": ({"scaler": SCALER | {"value": "-0x1p+1"}}, "expected a hexadecimal number over 0"),
+    "an endless scaler": ({"scaler": SCALER | {"value": "0x1p+99999"}}, "expected a hexadecimal number"),
+    "a scaler without steps": ({"scaler": {"value": "0x1p+1"}}, "'scaler': 'good_steps' is missing"),
+    "a scaler's steps": ({"scaler": SCALER | {"good_steps": "3"}}, "'good_steps' is '3', expected int"),
+    "generators of another kind": ({"rng": [1]}, r"'rng' is '\[1\]', expected dict"),
+    "no world": ({"rng": {"seed": 0, "step": 1}}, "'rng': 'world' is missing"),
+    "a world of text": ({"rng": RNG | {"world": "1"}}, "'rng': 'world' is '1', expected int"),
+    "no ranks": ({"rng": RNG | {"world": 0}}, "'rng': 'world' is 0, expected 1 to"),
+    "a seed of another kind": ({"rng": RNG | {"seed": None}}, "'rng': 'seed' is 'None', expected int"),
+    "a seed that is too large": ({"rng": RNG | {"seed": 2**64}}, "'rng': 'seed' is 18446744073709551616"),
+    "a step before the first": ({"rng": RNG | {"step": -1}}, "'rng': 'step' is -1"),
+    "too deep": ({"user": nested(250)}, "values are nested more than 64 deep"),
+}
+
+
+def write(path: Path, extra: object, *, weights_only: bool = False) -> Path:
+    content = example_content(example_layout(2))
+    content = weights_of(content) if weights_only else content
+    write_checkpoint(path, example_layout(2), replace(content, extra=extra))
+    return path
+
+
+@pytest.mark.parametrize("case", GOOD)
+def test_what_the_format_allows_is_read(tmp_path: Path, case: str) -> None:
+    step = write(tmp_path / "step", example_extra() | GOOD[case])
+    assert Checkpoint(step).extra_plain()["step"] == 100
+    assert verify(step).intact or case == "another member"
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_member_of_another_kind_is_refused_by_name(tmp_path: Path, case: str) -> None:
+    change, message = REFUSED[case]
+    step = write(tmp_path / "step", example_extra() | change)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        Checkpoint(step).extra_plain()
+    assert str(caught.value).startswith(f"{step / 'extra.json'}: not valid: ")
+    assert len(str(caught.value)) < 500
+    (finding,) = verify(step).findings
+    assert finding.file == "extra.json"
+
+
+@pytest.mark.parametrize("name", ["step", "user", "groups", "values", "scaler", "rng"])
+def test_a_missing_member_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    extra = {key: value for key, value in example_extra().items() if key != name}
+    with pytest.raises(CheckpointError, match=f"extra.json: not valid: '{name}' is missing"):
+        Checkpoint(write(tmp_path / "step", extra)).extra()
+
+
+def test_beside_weights_only_two_members_matter(tmp_path: Path) -> None:
+    assert verify(write(tmp_path / "a", {"step": 100, "user": 1, "rng": 7}, weights_only=True)).intact
+    for name in ("step", "user"):
+        extra = {key: value for key, value in {"step": 100, "user": 1}.items() if key != name}
+        with pytest.raises(CheckpointError, match=f"'{name}' is missing"):
+            Checkpoint(write(tmp_path / name, extra, weights_only=True)).extra_plain()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape"), [("uint8", (2, 4)), ("uint8", (4,)), ("int8", (1, 4)), ("uint8", (1, 2, 4))]
+)
+def test_states_of_generators_have_a_row_a_rank(tmp_path: Path, dtype: str, shape: tuple[int, ...]) -> None:
+    content = example_content(example_layout(2))
+    size = 4 if shape in ((4,), (1, 4)) else 8
+    strange = replace(content, common=(*content.common, ("rng/torch", dtype, shape, bytes(size))))
+    write_checkpoint(tmp_path / "step", example_layout(2), strange)
+    checkpoint = Checkpoint(tmp_path / "step")
+    message = r"common.safetensors: not valid: 'rng/torch' is u?int8 \[.*\], expected uint8 \[1, bytes\]"
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint.check_generators(checkpoint.extra_plain())
+    (finding,) = verify(tmp_path / "step").findings
+    assert finding.file == "common.safetensors"
+
+
+def test_the_commands_say_what_is_wrong(tmp_path: Path) -> None:
+    write(tmp_path / "good", example_extra())
+    write(tmp_path / "bad", example_extra() | {"groups": [{}, {"params": [0]}]})
+    for arguments, code in ((("verify", "bad"), 1), (("diff", "good", "bad"), 2)):
+        done = zerokit(tmp_path, *arguments)
+        assert done.returncode == code
+        assert "has the member 'params'" in done.stdout
+        assert "Traceback" not in done.stderr

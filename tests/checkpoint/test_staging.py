@@ -1,0 +1,323 @@
+"""Directories that appear whole or not at all, and what killed writers have left of them."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from zerokit import files
+from zerokit.checkpoint.disk import write_file
+from zerokit.checkpoint.run import Latest, read_latest, write_latest
+from zerokit.checkpoint.staging import finish_replacement, leftovers, require_apart, staged
+from zerokit.errors import CheckpointError
+from zerokit.process import Process
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Path:
+    """A target that exists, with one file."""
+    target = tmp_path / "out"
+    target.mkdir()
+    (target / "file").write_text("old")
+    return target
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+class WithoutExchange(files.System):
+    """A file system on which two directories cannot change places."""
+
+    def exchange(self, one: Path, other: Path) -> bool:
+        return False
+
+
+def nothing(folder: Path) -> str:
+    """Everything is zerokit's."""
+    return ""
+
+
+def test_a_staged_directory_appears_when_it_is_whole(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    with staged(target) as work:
+        assert work.parent == tmp_path
+        assert work.name.startswith(".out.tmp-")
+        write_file(work / "a", b"new")
+        assert not target.exists()
+    assert names(tmp_path) == ["out"]
+    assert (target / "a").read_bytes() == b"new"
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit, CheckpointError])
+@pytest.mark.parametrize("force", [False, True])
+def test_a_failure_leaves_everything_as_it_was(
+    tmp_path: Path, old: Path, error: type[BaseException], force: bool
+) -> None:
+    target = old if force else tmp_path / "fresh"
+
+    def fail(work: Path) -> None:
+        write_file(work / "a", b"new")
+        raise error
+
+    with pytest.raises(error), staged(target, force=force, foreign=nothing) as work:
+        fail(work)
+    assert names(tmp_path) == ["out"]
+    assert (old / "file").read_text() == "old"
+
+
+@pytest.mark.parametrize("exchange", [True, False], ids=["renameat2", "rename"])
+def test_force_replaces_the_whole_directory(tmp_path: Path, old: Path, exchange: bool) -> None:
+    system = files.System() if exchange else WithoutExchange()
+    with files.replaced(system), staged(old, force=True, foreign=nothing) as work:
+        write_file(work / "a", b"new")
+        assert (old / "file").read_text() == "old"
+    assert names(tmp_path) == ["out"]
+    assert names(old) == ["a"]
+
+
+def test_the_exchange_is_one_step_here(tmp_path: Path) -> None:
+    """Where the kernel has renameat2 there is no moment with neither directory."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "x").touch()
+    if files.System().exchange(tmp_path / "a", tmp_path / "b"):
+        assert names(tmp_path / "a") == ["x"]
+    with pytest.raises(FileNotFoundError):
+        files.System().rename_new(tmp_path / "none", tmp_path / "c")
+
+
+def test_a_system_without_renameat2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: object())
+    with staged(tmp_path / "out") as work:
+        write_file(work / "a", b"new")
+    assert names(tmp_path) == ["out"]
+
+
+def test_a_failed_replacement_by_two_renames_leaves_one_of_the_two(tmp_path: Path, old: Path) -> None:
+    class Failing(WithoutExchange):
+        def rename(self, old: Path, new: Path) -> None:
+            if new.name == "out":
+                raise OSError(errno.EIO, "Input/output error")
+            super().rename(old, new)
+
+    with (
+        files.replaced(Failing()),
+        pytest.raises(CheckpointError, match="out: cannot be put in place"),
+        staged(old, force=True, foreign=nothing),
+    ):
+        pass
+    finish_replacement(old, patience=0.0)
+    assert names(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("kind", ["file", "empty", "full"])
+@pytest.mark.parametrize("late", [False, True])
+def test_what_exists_is_not_replaced_without_force(tmp_path: Path, kind: str, late: bool) -> None:
+    target = tmp_path / "out"
+
+    def appear() -> None:
+        if kind == "file":
+            target.touch()
+        else:
+            target.mkdir()
+            if kind == "full":
+                (target / "file").touch()
+
+    if not late:
+        appear()
+    with pytest.raises(CheckpointError, match="exists"), staged(target):
+        appear()
+    assert names(tmp_path) == ["out"]
+    assert target.is_file() or names(target) == (["file"] if kind == "full" else [])
+
+
+def test_force_replaces_what_is_zerokits_only(tmp_path: Path, old: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(old)
+    (tmp_path / "home" / "documents").mkdir(parents=True)
+    for name, message in (
+        ("file", "exists and is no directory"),
+        ("link", "exists and is no directory"),
+        ("home", "holds the directory 'documents', which zerokit has not written there: it is not replaced"),
+        ("none/out", "its parent directory .*none does not exist"),
+    ):
+        with (
+            pytest.raises(CheckpointError, match=message),
+            staged(tmp_path / name, force=True, foreign=lambda _: "the directory 'documents'"),
+        ):
+            pytest.fail("the body ran")
+    assert names(tmp_path) == ["file", "home", "link", "out"]
+
+
+def test_long_names_fit(tmp_path: Path) -> None:
+    target = tmp_path / ("é" * 120)
+    with staged(target):
+        pass
+    assert target.is_dir()
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "message"),
+    [
+        ("a", "a", "the output is the source itself"),
+        ("a", "b/../a/", "the output is the source itself"),
+        ("a", "a/b", "lies in its source"),
+        ("a/b/c", "a", "contains its source"),
+        ("link", "a/b", "lies in its source"),
+        ("a", "ab", None),
+        ("a/b", "a/b.to-4", None),
+    ],
+)
+def test_source_and_target_are_apart(tmp_path: Path, source: str, target: str, message: str | None) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "link").symlink_to("a")
+    if message is None:
+        require_apart(tmp_path / source, tmp_path / target)
+        return
+    with pytest.raises(CheckpointError, match=message):
+        require_apart(tmp_path / source, tmp_path / target)
+
+
+def test_latest_is_replaced_in_one_step(tmp_path: Path) -> None:
+    write_latest(tmp_path, Latest("step-00000001", (0xAB,)))
+    write_latest(tmp_path, Latest("step-00000002", (0x1A2B3C4D,)))
+    assert (tmp_path / "latest").read_text() == "step-00000002 1a2b3c4d\n"
+
+    class Failing(files.System):
+        def rename(self, old: Path, new: Path) -> None:
+            raise OSError(errno.EIO, "Input/output error")
+
+    with files.replaced(Failing()), pytest.raises(CheckpointError, match="latest: cannot be written"):
+        write_latest(tmp_path, Latest("step-00000003", (1,)))
+    assert names(tmp_path) == ["latest"]
+    assert (tmp_path / "latest").read_text() == "step-00000002 1a2b3c4d\n"
+
+
+def test_latest_says_again_what_was_written(tmp_path: Path) -> None:
+    latest = Latest("step-00000002", (1, 2), (("step-00000007", 3), ("step-00000009", 4)))
+    write_latest(tmp_path, latest)
+    assert read_latest(tmp_path) == latest
+
+
+def _left(folder: Path, writer: Process | None, target: str = "out") -> Path:
+    token = "0123456789ab" if writer is None else f"{writer}.abcdef"
+    path = folder / f".{target}.tmp-{token}"
+    path.mkdir()
+    (path / "file").write_text("half")
+    return path
+
+
+def test_what_killed_writers_have_left_goes_with_the_next_work_beside_it(tmp_path: Path) -> None:
+    own = Process.current()
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    gone = _left(tmp_path, replace(own, pid=ended.pid))
+    again = _left(
+        tmp_path, replace(own, start=own.start + 1), "other"
+    )  # the number, given to another process
+    mine = _left(tmp_path, own)
+    elsewhere = _left(tmp_path, replace(own, host="elsewhere", boot="00000000"))
+    unknown = _left(tmp_path, None)
+    stranger = tmp_path / ".out.tmp-mine"
+    stranger.mkdir()
+    assert {left.path for left in leftovers(tmp_path) if left.gone} == {gone, again}
+    with staged(tmp_path / "new"):
+        pass
+    assert set(tmp_path.iterdir()) == {mine, elsewhere, unknown, stranger, tmp_path / "new"}
+    for path in (elsewhere, unknown, stranger, mine):
+        for entry in (path / "file", path):
+            if entry.exists():
+                os.utime(entry, (0, 0))
+    assert {left.path for left in leftovers(tmp_path) if left.gone} == {elsewhere, unknown}
+    assert {left.size for left in leftovers(tmp_path)} == {4}
+
+
+@pytest.mark.parametrize("renamed", [0, 1, 2])
+def test_a_replacement_that_was_killed_between_its_renames_is_finished(
+    tmp_path: Path, old: Path, renamed: int
+) -> None:
+    class Killed(WithoutExchange):
+        left = renamed
+
+        def rename(self, old: Path, new: Path) -> None:
+            if new.name.startswith(".out.replacing"):
+                return super().rename(old, new)
+            if self.left == 0:
+                raise KeyboardInterrupt
+            self.left -= 1
+            super().rename(old, new)
+            return None
+
+        def unlink(self, path: Path) -> None:
+            pass
+
+        def rmdir(self, path: Path) -> None:
+            pass
+
+    with (
+        files.replaced(Killed()),
+        contextlib.suppress(KeyboardInterrupt),
+        staged(old, force=True, foreign=nothing) as work,
+    ):
+        write_file(work / "a", b"new")
+    assert old.exists() == (renamed != 1)
+    finish_replacement(old, patience=0.0)
+    assert names(old) == (["file"] if renamed == 0 else ["a"])
+    assert not (tmp_path / ".out.replacing").exists()
+    finish_replacement(old)
+
+
+def test_readers_do_not_disturb_a_replacement(tmp_path: Path, old: Path) -> None:
+    """One before each rename, one after it; all are impatient."""
+
+    class Read(WithoutExchange):
+        def rename(self, old: Path, new: Path) -> None:
+            read()
+            super().rename(old, new)
+            read()
+
+    def read() -> None:
+        with files.replaced(files.System()):
+            finish_replacement(old, patience=0.0)
+        assert old.is_dir()
+
+    with files.replaced(Read()), staged(old, force=True, foreign=nothing) as work:
+        write_file(work / "a", b"new")
+    assert names(tmp_path) == ["out"]
+    assert names(old) == ["a"]
+
+
+def test_work_beside_a_replacement_that_was_killed_finishes_it(tmp_path: Path, old: Path) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    new = _left(tmp_path, replace(Process.current(), pid=ended.pid))
+    aside = old.rename(new.with_name(f"{new.name}.old"))
+    (tmp_path / ".out.replacing").write_text(f'{{"new": "{new.name}", "old": "{aside.name}"}}')
+    with staged(tmp_path / "other"):
+        pass
+    assert names(tmp_path) == ["other", "out"]
+    assert (old / "file").read_text() == "half"
+
+
+def test_a_journal_of_what_is_no_more_is_in_nobodys_way(tmp_path: Path) -> None:
+    new = f".out.tmp-{replace(Process.current(), boot='00000000')}.abcdef"
+    (tmp_path / ".out.replacing").write_text(f'{{"new": "{new}", "old": "{new}.old"}}')
+    finish_replacement(tmp_path / "out", patience=0.0)
+    assert not names(tmp_path)
+
+
+def test_a_journal_of_somebody_elses_moves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    for text in ("{", "[]", '{"new": "mine", "old": "mine"}', '{"new": 1}'):
+        (tmp_path / ".out.replacing").write_text(text)
+        with pytest.raises(CheckpointError, match="replacing: "):
+            finish_replacement(tmp_path / "out", patience=0.0)
+    assert (tmp_path / "mine").is_dir()
