@@ -8,6 +8,7 @@ import math
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 import warnings
@@ -61,16 +62,7 @@ def _numbers(pattern: str, text: str) -> list[float]:
 
 
 def test_the_line_in_its_head_runs_the_plain_loop(tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*torchrun, str(EXAMPLES / "plain_loop.py")],
-        cwd=tmp_path,
-        env=environment(tmp_path, OMP_NUM_THREADS="1"),
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    done = _torchrun(tmp_path, 2, str(EXAMPLES / "plain_loop.py"))
     assert done.returncode == 0, done.stderr
     losses = [float(loss) for loss in re.findall(r"loss (\S+),", done.stdout)]
     assert len(losses) == 4
@@ -157,6 +149,59 @@ def test_resume(tmp_path: Path) -> None:
         assert list(losses[world]) == list(range(5, 9))
         for step, loss in losses[world].items():
             assert loss == pytest.approx(losses[2][step], abs=2e-6)
+
+
+def _torchrun(folder: Path, nproc: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
+    return subprocess.run(
+        [*torchrun, *arguments],
+        cwd=folder,
+        env=environment(folder, OMP_NUM_THREADS="1", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+def _steps(printed: str) -> list[tuple[int, int, int, int, str]]:
+    """Step, ranks, first and last sample, and the loss with all its digits."""
+    pattern = r"step (\d+) on (\d+) ranks: samples (\d+) to (\d+), loss (\S+)"
+    return [(*map(int, found[:4]), found[4]) for found in re.findall(pattern, printed)]
+
+
+def test_elastic(tmp_path: Path) -> None:
+    folders = whole, killed, smaller = [tmp_path / name for name in ("whole", "killed", "smaller")]
+    for folder in folders:
+        folder.mkdir()
+    script = str(EXAMPLES / "elastic.py")
+    done = _torchrun(whole, 2, script)
+    assert done.returncode == 0, done.stderr
+    expected = _steps(done.stdout)
+    assert [step[2:4] for step in expected] == [(8 * n, 8 * n + 7) for n in range(18)]
+
+    # A killed worker: torchrun starts both anew, and after the repeated steps all is as if nothing had been.
+    done = _torchrun(killed, 2, "--max-restarts", "1", script, "--kill")
+    assert done.returncode == 0, done.stderr
+    assert _steps(done.stdout) == [*expected[:7], *expected[5:]]
+    for folder in (whole, killed):
+        zerokit.verify(folder / "runs/elastic")
+    compared = zerokit.diff(whole / "runs/elastic", killed / "runs/elastic")
+    # Generators are not drawn from here; numpy's begin anywhere in each process.
+    assert [one for one in compared.differences if not one.name.startswith("rng")] == []
+    assert compared.equal == 3 * 6
+
+    # With one rank left, the next sample follows the last one that was saved.
+    done = _torchrun(smaller, 2, "--max-restarts", "0", script, "--kill")
+    assert done.returncode != 0
+    assert _steps(done.stdout) == expected[:7]
+    shutil.copytree(smaller / "runs", tmp_path / "runs")
+    done = _torchrun(smaller, 1, script)
+    assert done.returncode == 0, done.stderr
+    rest = _steps(done.stdout)
+    assert [step[:2] for step in rest] == [(step, 1) for step in range(6, 32)]
+    assert [number for step in rest for number in range(step[2], step[3] + 1)] == list(range(40, 144))
+    assert _steps(_torchrun(tmp_path, 1, script).stdout) == rest
 
 
 def test_each_is_tested_and_tells_how_to_run_it() -> None:

@@ -320,6 +320,49 @@ def test_a_checkpoint_is_resumed_by_other_world_sizes_with_equal_losses(tmp_path
     )
 
 
+def _weights_only(directory: str) -> None:
+    """Weights that a callback and a call have saved: tested, gone on from, and no state to resume."""
+    pl = _pl()
+    from zerokit.integrations.lightning import ZeroStrategy
+
+    keep = pl.callbacks.ModelCheckpoint(directory, monitor="validated", save_top_k=1, save_weights_only=True)
+    module, trainer = _fit(pl, ZeroStrategy(stage=3), max_epochs=2, callbacks=[keep])
+    path = trainer.checkpoint_callback.best_model_path
+    trainer.save_checkpoint(f"{directory}/called", weights_only=True)
+    trainer.save_checkpoint(f"{directory}/whole")
+    for name, weights_only in ((path, True), (f"{directory}/called", True), (f"{directory}/whole", False)):
+        checkpoint = zerokit.Checkpoint(name)
+        assert checkpoint.weights_only == weights_only, name
+        assert {stream.kind for stream in checkpoint.streams} == (
+            {"master"} if weights_only else {"master", "exp_avg", "exp_avg_sq"}
+        )
+
+    # Divided still, and whole on each rank.
+    states = [
+        value.clone() for state in trainer.strategy.zero_optimizer.state.values() for value in state.values()
+    ]
+    best = float(trainer.checkpoint_callback.best_model_score)
+    for tester in (trainer, _trainer(pl, ZeroStrategy(stage=3))):
+        net = module if tester is trainer else _module(pl)
+        tester.test(net, _data(2, 24), ckpt_path=path, verbose=False)
+        assert float(tester.callback_metrics["validated"]) == pytest.approx(best, rel=1e-5)
+    now = [value for state in trainer.strategy.zero_optimizer.state.values() for value in state.values()]
+    assert all(torch.equal(one, other) for one, other in zip(states, now, strict=True))
+
+    with pytest.raises(zerokit.CheckpointError, match=r"weights only.*leave ckpt_path out.*on_fit_start"):
+        _fit(pl, ZeroStrategy(stage=2), ckpt_path=path)
+
+    def start(self: Any) -> None:
+        zerokit.load(path, self.trainer.strategy.zero_optimizer, weights_only=True)
+
+    begun, _ = _fit(pl, ZeroStrategy(stage=2), _module(pl, on_fit_start=start), max_epochs=1)
+    assert begun.validated[:2] == pytest.approx(module.validated[-2:], rel=1e-5)  # before the first step
+
+
+def test_weights_only_checkpoints_hold_weights_and_are_loaded_as_such(tmp_path: Path) -> None:
+    run_ranks(2, _weights_only, str(tmp_path / "run"))
+
+
 def _refused(directory: str) -> None:
     pl = _pl()
     from zerokit.integrations.lightning import ZeroStrategy

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import zerokit
-from zerokit.checkpoint.save import buffers
+from zerokit.checkpoint.snapshot import persistent_buffers
 from zerokit.checkpoint.together import Together
 from zerokit.errors import UsageError
 from zerokit.integrations.torch_optimizer import Recipe, hand_over
@@ -320,6 +321,18 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
             )
 
 
+class _Forms(OrderedDict[str, Any]):
+    """A state_dict of shapes and dtypes: elements of the tensors that are put into it are let go at once."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value.to("meta") if isinstance(value, Tensor) else value)
+
+
+def attend_state_dict(model: nn.Module) -> None:
+    """Take part in `model.state_dict()` for ranks that want it, and hold a unit and a tensor at a time. Collective."""
+    model.state_dict(destination=_Forms())
+
+
 def save_inside(directory: Path, zero: ZeroOptimizer, extra: Any) -> None:
     """Write a checkpoint into the run directory `directory/zerokit`, then remove the earlier ones. Collective."""
     together = Together(zero.parts.collectives)
@@ -364,8 +377,7 @@ def require_zero_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
 def _share_statistics(model: nn.Module, zero: ZeroOptimizer) -> None:
     """Let every evaluation see rank 0's running statistics, as under DDP, and as they are saved."""
     collectives = zero.parts.collectives
-    saved = {whole.name.removeprefix("buffers/") for whole in buffers(model)}
-    statistics = [buffer for name, buffer in model.named_buffers() if name in saved]
+    statistics = list(persistent_buffers(model).values())
 
     def share(module: nn.Module, inputs: Any) -> None:
         # Not where a graph is built: an earlier one may have saved the buffers.

@@ -17,19 +17,18 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from zerokit.checkpoint.arrays import to_array
-from zerokit.checkpoint.consolidate import BUFFER_PREFIX
-from zerokit.checkpoint.disk import staged
 from zerokit.checkpoint.extra import encode
 from zerokit.checkpoint.load import load, read_extra
 from zerokit.checkpoint.reader import Checkpoint
+from zerokit.checkpoint.recognise import foreign_to_step
 from zerokit.checkpoint.save import save
+from zerokit.checkpoint.staging import staged
 from zerokit.checkpoint.together import Together
 from zerokit.errors import CheckpointError, UsageError
+from zerokit.integrations.lightning_checkpoints import require_whole, weights
 from zerokit.integrations.lightning_optimizers import attach, note_steps, only_optimizer
 from zerokit.integrations.lightning_precision import PRECISIONS, ZeroPrecision, flag_of, lightning_package
 from zerokit.integrations.torch_optimizer import Recipe
@@ -56,7 +55,8 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
         trainer = lightning.Trainer(strategy=ZeroStrategy(stage=3), devices=8, precision="bf16-mixed")
 
     A checkpoint is a directory of zerokit's: `trainer.fit(…, ckpt_path=…)` continues from it at any world size and
-    stage, `zerokit consolidate` makes a folder for Hugging Face's loaders of it. Lightning's own state and what
+    stage, `zerokit consolidate` makes a folder for Hugging Face's loaders of it; `save_weights_only=True` leaves the
+    optimizer's state out, for `validate`, `test`, `predict` and `zerokit.load`. Lightning's own state and what
     `on_save_checkpoint` adds are its `extra`: JSON-like data and tensors; other objects are refused by name. After
     `fit` the module stays divided: `validate`, `test` and `predict` run as in training, another `fit` needs a module
     built anew. Without a `fit` before, they run with the whole module on every rank.
@@ -258,19 +258,28 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
         def commit() -> None:
             if target.is_symlink():
                 target.unlink()
-            with staged(target, force=True) as directory:
+            with staged(target, force=True, foreign=foreign_to_step) as directory:
                 for file in written.iterdir():
                     file.rename(directory / file.name)
 
         with ExitStack() as stack:
             run = together.on_first(begin)
-            written = save(run, zero, step=int(checkpoint["global_step"]), extra=extra)
+            written = save(
+                run,
+                zero,
+                step=int(checkpoint["global_step"]),
+                extra=extra,
+                weights_only="optimizer_states" not in checkpoint,  # so Lightning says save_weights_only
+            )
             together.on_first(commit)
 
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load weights and optimizer from a directory that any number of ranks saved; Lightning's part is returned."""
+        """Load from a directory that any number of ranks saved: all of it for `fit`, else weights and buffers.
+
+        Lightning's part is returned. Raises `CheckpointError` where `fit` is to go on from weights only.
+        """
         path = Path(checkpoint_path)
         if not path.is_dir():
             raise CheckpointError(
@@ -278,12 +287,15 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
                 "module.load_state_dict(torch.load(path)['state_dict']) before fit(), without ckpt_path"
             )
         strict = bool(self.lightning_module.strict_loading)
-        if self.zero_optimizer is not None:
-            loaded = load(path, self.zero_optimizer, strict=strict)
+        zero, fitting = self.zero_optimizer, self.lightning_module.trainer.state.fn == _FITTING
+        if zero is not None:
+            if fitting:
+                Together(zero.parts.collectives).each(lambda: require_whole(path))
+            loaded = load(path, zero, strict=strict, weights_only=not fitting)
         else:
             checkpoint = Checkpoint(path)
-            self.lightning_module.load_state_dict(_weights(checkpoint), strict=strict)
-            loaded = read_extra(checkpoint)["user"]
+            self.lightning_module.load_state_dict(weights(checkpoint), strict=strict)
+            loaded = read_extra(checkpoint, weights_only=True)["user"]
         if not isinstance(loaded, dict) or "loops" not in loaded:
             raise CheckpointError(
                 f"{path} was not saved by Lightning: take its weights with zerokit consolidate, or its whole state "
@@ -375,18 +387,3 @@ def _refuse_conflicts(module: Any, trainer: Any) -> None:
                 "callback that makes zerokit.Ema(trainer.strategy.zero_optimizer, decay) in on_fit_start and calls its "
                 "update() in on_train_batch_end"
             )
-
-
-def _weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """The weights and buffers of a checkpoint, whole, by every name."""
-    found = {}
-    for parameter in checkpoint.layout.parameters:
-        stream = "master" if parameter.trainable else "param"
-        value = torch.as_tensor(checkpoint.read(stream, parameter.name))
-        found.update(dict.fromkeys((parameter.name, *parameter.aliases), value))
-    for name in checkpoint.common_names:
-        if name.startswith(BUFFER_PREFIX):
-            dtype, shape, data = checkpoint.common_tensor(name)
-            value = torch.as_tensor(to_array(data, dtype, shape)).clone()
-            found[name.removeprefix(BUFFER_PREFIX)] = value
-    return found

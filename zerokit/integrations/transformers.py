@@ -27,7 +27,12 @@ import zerokit
 from zerokit.checkpoint import rng
 from zerokit.checkpoint.together import Together
 from zerokit.errors import CheckpointError, UnsupportedOptimizer, UsageError
-from zerokit.integrations.accelerate import ZeroAccelerator, choose_precision, require_zero_options
+from zerokit.integrations.accelerate import (
+    ZeroAccelerator,
+    attend_state_dict,
+    choose_precision,
+    require_zero_options,
+)
 from zerokit.integrations.torch_optimizer import Recipe
 from zerokit.runtime import Precision, ZeroOptimizer
 from zerokit.runtime.probe import probe
@@ -45,6 +50,8 @@ class ZeroTrainer(Trainer):
         precision: as in `ZeroOptimizer`, instead of `bf16` and `fp16`, or beside them for its other dtypes.
         zero_options: further arguments of `ZeroOptimizer`: units, bucket_mb, prefetch, init_fn, loss_scale, ….
         *more, **options: the other arguments of `Trainer`.
+
+    In `save_model` the rank that writes holds the whole model, the others a unit of it at a time.
 
     Other trainers come in by inheritance, `class MyTrainer(ZeroTrainer, Seq2SeqTrainer)`; generate with
     `synced_gpus=True` at stage 3, since all ranks must take part until the longest text ends.
@@ -136,6 +143,9 @@ class ZeroTrainer(Trainer):
             self._together().on_first(lambda: self._save_description(directory))
             return
         if self.zero_optimizer is not None and state_dict is None:
+            if not self.args.should_save:
+                attend_state_dict(self.zero_optimizer.parts.model)
+                return
             state_dict = self.accelerator.get_state_dict(self.model)
         super()._save(output_dir, state_dict)
 
@@ -311,7 +321,6 @@ def _own_checkpoints(path: Path) -> str:
 def _complete(directory: Path) -> bool:
     try:
         json.loads((directory / STATE_NAME).read_text())
-        zerokit.Checkpoint(directory)
+        return directory.name == f"{PREFIX_CHECKPOINT_DIR}-{zerokit.Checkpoint(directory).step}"
     except (OSError, ValueError, CheckpointError):
         return False
-    return True
