@@ -12,6 +12,7 @@ import zerokit
 from tests.support.distributed import run_ranks
 from zerokit.bench.checkpoints import Keeper
 from zerokit.bench.settings import Settings
+from zerokit.bench.training import Measured
 from zerokit.errors import ZerokitError
 
 
@@ -22,14 +23,20 @@ def _keeper(save: str, *, resume: bool) -> Keeper:
 
 def _resumed(folder: str, resume: bool) -> int | str:
     try:
-        return _keeper(folder, resume=resume).resume()
+        return _keeper(folder, resume=resume).resume().step
     except ZerokitError as error:
         return str(error)
 
 
+def _noted(folder: str) -> list[str]:
+    keeper = _keeper(folder, resume=True)
+    keeper.resume()
+    return keeper.done.notes
+
+
 def _saved(folder: str, step: int) -> None:
     keeper = _keeper(folder, resume=False)
-    keeper.after_step(step, last=True)
+    keeper.after_step(Measured(trained=step), last=True)
     assert [one.step for one in keeper.done.saves] == [step]
 
 
@@ -63,19 +70,21 @@ def test_places_that_cannot_be_saved_to(run: Path, tmp_path: Path) -> None:
         assert "is not a directory" in blocked
 
 
-def test_a_latest_that_was_set_back_is_no_way_round(run: Path) -> None:
-    """As when a step was found to be bad by hand, and left there."""
+def test_a_latest_that_was_set_back_is_passed_over(run: Path) -> None:
+    """The newest step is the highest that is whole; the record says so, not a warning in a rank's log."""
     latest = (run / "latest").read_bytes()
     crc = zerokit.Checkpoint(run / "step-00000003").manifest_crc
     (run / "latest").write_text(f"step-00000003 {crc:08x}\n")
     try:
-        (refused,) = run_ranks(1, _resumed, str(run), True)
+        assert run_ranks(1, _noted, str(run)) == [
+            [
+                "latest names step-00000003, whose successor was committed all the same",
+                f"step-00000005 is taken as the newest of {run}",
+            ]
+        ]
+        assert run_ranks(1, _resumed, str(run), True) == [5]
     finally:
         (run / "latest").write_bytes(latest)
-    assert refused == (
-        f"{run} holds step 5 already, and this bench begins after step 3: what is saved is never replaced: --save to "
-        "another directory"
-    )
 
 
 def test_a_new_run_begins_at_nothing(tmp_path: Path) -> None:

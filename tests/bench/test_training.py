@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.bench.clocks import Device
 from tests.bench.records import make_record
 from tests.support.distributed import run_alone, run_ranks
-from zerokit.bench.checkpoints import Keeper
+from zerokit.bench.checkpoints import Keeper, Trained
 from zerokit.bench.engines.trainer import Batch, Trainer, make
 from zerokit.bench.measure.machine import Place
 from zerokit.bench.measure.statistics import STEADY_WINDOW
@@ -149,8 +149,8 @@ class Saving(Keeper):
     def due(self, trained: int, *, last: bool) -> bool:
         return last or trained % 3 == 0
 
-    def after_step(self, trained: int, *, last: bool) -> None:
-        if self.due(trained, last=last):
+    def after_step(self, done: Trained, *, last: bool) -> None:
+        if self.due(done.trained, last=last):
             self._device.log.append("save")
             self._device.work(500.0)
 
@@ -161,9 +161,9 @@ def run_ahead(settings: Settings, path: str, saving: bool) -> tuple[Measured, li
     loaded = load(settings)
     make = loaded.batch
 
-    def noted(step: int, rank: int, micro_batch: int) -> tuple[Tensor, ...]:
+    def noted(first: int) -> tuple[Tensor, ...]:
         device.log.append("batch")
-        return make(step, rank, micro_batch)
+        return make(first)
 
     keeper = Saving(settings, device) if saving else Keeper(settings, None)
     writer = ProgressWriter(Path(path))

@@ -1,4 +1,12 @@
-"""One rank's batches on its device, step by step."""
+"""One rank's batches on its device, step by step.
+
+The job's samples are numbered through, and a step takes the next ones, whatever the number of ranks:
+
+    position          +b                +2b               +3b               position + samples_per_step
+    | rank 0, micro 0 | rank 1, micro 0 | rank 0, micro 1 | rank 1, micro 1 | the next step …
+
+So a run that goes on at another world size from a position, counted in samples, repeats none and leaves none out.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +30,10 @@ class Batches:
 
     A device whose host runs ahead must find its batches there: one that is made or copied between two steps would be
     timed with them, and images take longer to make than to train on. Where those of all steps exceed `READY_BYTES`, a
-    few are used in turn: step s has the batches of step s mod `cycle`. The cycle follows from the size of a batch
-    alone, and so is the same for every engine and stage and for a resumed run. Copies on a stream of their own would
-    only move the limit: they need every batch in pinned memory of the host.
+    few are used in turn: the data begin anew after `cycle` steps. The cycle follows from the size of a batch alone, and
+    so is the same for every engine and stage and for a resumed run. Copies on a stream of their own would only move the
+    limit: they need every batch in pinned memory of the host. An elastic run has every sample once: its steps beyond
+    the limit wait for their batches.
 
     Args:
         loaded: makes batches.
@@ -49,43 +58,52 @@ class Batches:
         self._ahead = ahead
         self._limit_bytes = limit_bytes
         self._ready: dict[int, list[Batch]] = {}
-        self._cycle: int | None = None
+        self._fitting: int | None = None
         self.repeat_after: int | None = None
         """The cycle, once a batch has been used twice for it; None while every step has had its own."""
 
-    def of(self, step: int) -> list[Batch]:
-        """This rank's micro-batches of a step, on its device."""
-        place = self._place(step)
+    def of(self, position: int) -> list[Batch]:
+        """This rank's micro-batches of the step that begins with sample `position` of the job, on its device."""
+        place = self._place(position)
         return self._ready[place] if place in self._ready else self._make(place)
 
-    def prepare(self, first: int, count: int) -> int:
-        """Lay the batches of `count` steps from `first` on ready, where that is wanted; the bytes that they take."""
+    def prepare(self, position: int, count: int) -> int:
+        """Lay the batches of `count` steps from `position` on ready, where that is wanted; the bytes that they take."""
         if self._ahead:
-            places = dict.fromkeys(self._place(step) for step in range(first, first + count))
-            self._ready = {place: self._make(place) for place in places}
+            a_step = self._settings.samples_per_step
+            if self._settings.elastic:
+                count = min(count, self._fit())
+            wanted = (self._place(position + step * a_step) for step in range(count))
+            self._ready = {place: self._make(place) for place in dict.fromkeys(wanted)}
         return sum(_size_bytes(batch) for batches in self._ready.values() for batch in batches)
 
     def drop(self) -> None:
         """Free what lies ready."""
         self._ready = {}
 
-    def _place(self, step: int) -> int:
-        """Of which step the batches are."""
-        if not self._ahead:
-            return step
-        if self._cycle is None:
-            of_a_step = _size_bytes(self._loaded.batch(0, dist.get_rank(), 0)) * self._settings.accumulate
-            self._cycle = max(1, self._limit_bytes // max(1, of_a_step))
-        if step >= self._cycle:
-            self.repeat_after = self._cycle
-        return step % self._cycle
+    def _place(self, position: int) -> int:
+        """With which sample the batches of a step begin."""
+        if not self._ahead or self._settings.elastic:
+            return position
+        cycle = self._fit() * self._settings.samples_per_step
+        if position >= cycle:
+            self.repeat_after = self._fit()
+        return position % cycle
 
-    def _make(self, step: int) -> list[Batch]:
-        rank = dist.get_rank()
-        return [
-            tuple(part.to(self._device) for part in self._loaded.batch(step, rank, micro_batch))
+    def _fit(self) -> int:
+        """How many steps' batches may lie ready; at least one's."""
+        if self._fitting is None:
+            of_a_step = _size_bytes(self._loaded.batch(0)) * self._settings.accumulate
+            self._fitting = max(1, self._limit_bytes // max(1, of_a_step))
+        return self._fitting
+
+    def _make(self, position: int) -> list[Batch]:
+        rank, world = dist.get_rank(), dist.get_world_size()
+        firsts = [
+            position + (micro_batch * world + rank) * self._settings.batch_size
             for micro_batch in range(self._settings.accumulate)
         ]
+        return [tuple(part.to(self._device) for part in self._loaded.batch(first)) for first in firsts]
 
 
 def _size_bytes(batch: Batch) -> int:

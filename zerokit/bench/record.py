@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
-import tempfile
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from zerokit import files
 from zerokit.bench.checkpoints import Checkpoints
+from zerokit.bench.checks import check_record
+from zerokit.bench.journal import Part
 from zerokit.bench.measure.devices import count_distinct
 from zerokit.bench.measure.memory import DeviceMemory
 from zerokit.bench.measure.statistics import Summary, skew, slowest
@@ -24,8 +25,13 @@ from zerokit.bench.measure.utilisation import Utilisation, utilisation
 from zerokit.bench.schema import from_plain, json_schema, to_plain
 from zerokit.bench.settings import Settings
 from zerokit.errors import ZerokitError
+from zerokit.nesting import require_shallow
 
 FORMAT = "zerokit.bench/1"
+
+
+_DEEPEST = 64
+"""Lists and objects in each other. A record of zerokit's has seven; the sizes of a model may be anything."""
 
 
 class RecordError(ZerokitError):
@@ -267,9 +273,14 @@ class Record:
         cell: `Settings.key` of what was asked, before a rank filled in what was left open.
         status: "ok", "out of memory", "unsupported", "failed" or "killed"; `reason` says more unless it is ok.
         created: when the measured steps ended, UTC, ISO 8601.
-        loss: of every step, warm-up first, the mean over ranks and micro-batches.
-        gradient_norm: of every step, before clipping; empty when nothing was clipped.
+        loss: of every step, warm-up first, the mean over ranks and micro-batches. Of an elastic bench each step of the
+            job once, as it was trained last.
+        gradient_norm: of every step as for the loss, before clipping; empty when nothing was clipped.
         skipped_steps: by fp16 overflow, warm-up included.
+        parts: of an elastic bench, what was trained between restarts, from the job's first step on; each repeats the
+            steps of the one before after the checkpoint that it began from. Everything else here that is measured or
+            counted, settings' nodes and ranks too, is of the last part alone, whose processes wrote it: no figure
+            mixes world sizes or contains a restart. Empty for a bench that is not elastic.
         ranks: in rank order.
         traffic: of zerokit; null for other engines.
         bandwidth: of single collectives, after the training.
@@ -301,11 +312,24 @@ class Record:
     results: Results | None = None
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
     batches_repeat_after: int | None = None
+    parts: list[Part] = field(default_factory=list)
     format: str = field(default=FORMAT, metadata={"schema": {"const": FORMAT}})
 
     def __post_init__(self) -> None:
         if self.status not in STATUSES:
             raise ValueError(f"status {self.status!r} is unknown: one of {STATUSES}")
+
+    @property
+    def restarts(self) -> int:
+        """How often an elastic bench began anew after ranks were lost or came."""
+        return max(0, len(self.parts) - 1)
+
+    @property
+    def untimed_steps(self) -> int:
+        """How many entries of `loss` are of steps before the first that `ranks` have times of."""
+        if not self.parts or not self.ranks:
+            return 0
+        return max(0, len(self.loss) - len(self.ranks[0].warmup_ms) - len(self.ranks[0].step_ms))
 
     def to_json(self) -> str:
         """Two-space JSON that ends with a newline; long lists of numbers stay on one line each."""
@@ -318,6 +342,9 @@ class Record:
         """Parse and check a record; raises `RecordError` naming the first field that is wrong."""
         try:
             value = json.loads(text)
+            require_shallow(value, _DEEPEST)
+            if "\\u" in text:  # an escape may be half of a surrogate pair, which cannot be written again
+                json.dumps(value, ensure_ascii=False).encode()
         except (ValueError, RecursionError) as error:
             raise RecordError(f"not a bench record: {error}") from error
         found = value.get("format") if isinstance(value, dict) else None
@@ -327,10 +354,9 @@ class Record:
             )
         try:
             record = from_plain(cls, value)
+            check_record(record)
         except (ValueError, ZerokitError) as error:
             raise RecordError(f"malformed bench record: {error}") from error
-        if len({(len(rank.warmup_ms), len(rank.step_ms)) for rank in record.ranks}) > 1:
-            raise RecordError("malformed bench record: ranks: they measured different numbers of steps")
         return record
 
 
@@ -391,24 +417,9 @@ def write_record(record: Record, path: Path) -> None:
 
 
 def write_text(text: str, path: Path) -> None:
-    """Write a file whole or not at all: a temporary one beside `path`, fsync, rename, fsync of the folder."""
+    """Write a file whole or not at all, and its folder if that is not there."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)  # mkstemp keeps others from reading
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    files.write_aside(path, text.encode())
 
 
 def read_record(path: Path) -> Record:

@@ -19,6 +19,9 @@ T = TypeVar("T")
 LARGEST = 2**63 - 1
 """Of integers: arithmetic with floats does not overflow, and other languages read them."""
 
+LARGEST_FLOAT = 1e100
+"""Of numbers with a point: sums, squares and ratios of them do not overflow."""
+
 _SCALARS = {bool: "boolean", int: "integer", float: "number", str: "string"}
 
 
@@ -83,6 +86,8 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
         value = float(value) if abs(value) <= LARGEST else math.inf
     if isinstance(value, float) and not math.isfinite(value):
         raise SchemaError(f"{path}: expected a finite number, found {value}")
+    if isinstance(value, float) and abs(value) > LARGEST_FLOAT:
+        raise SchemaError(f"{path}: expected a number of at most {LARGEST_FLOAT:g}, found {value:g}")
     if isinstance(value, int) and abs(value) > LARGEST:
         raise SchemaError(f"{path}: expected an integer of at most 64 bits")
     if hint is not Any and (not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool)):

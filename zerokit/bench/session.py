@@ -19,7 +19,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Protocol
 
+from zerokit.bench.elastic import remaining
 from zerokit.bench.engines.catalogue import ENGINES
+from zerokit.bench.journal import Journal
 from zerokit.bench.progress import Progress, ProgressReader
 from zerokit.bench.record import Record, RecordError, read_record, write_record
 from zerokit.bench.schema import to_plain
@@ -79,6 +81,7 @@ class Host:
         interruptions: the exceptions that mean "killed"; any other error means "failed".
         watch: is told of everything.
         fits: why a cell cannot fit into the memory there is, in words; None where it may.
+        max_restarts: how often an elastic bench is started again with the ranks that remain.
     """
 
     launch: Launch
@@ -86,6 +89,7 @@ class Host:
     interruptions: tuple[type[BaseException], ...]
     watch: Watch
     fits: Callable[[Settings], str | None] = lambda settings: refuse_if_too_large(settings, this_machine())
+    max_restarts: int = 0
 
 
 def record_path(output: Path | None, settings: Settings, now: datetime) -> Path:
@@ -154,25 +158,27 @@ def run_cell(
         _put(record, path)
         return record
     work = Path(tempfile.mkdtemp(prefix="zerokit-bench-"))
-    keep, kills = False, oom_kills()
+    keep, journal = False, _journal(settings)
     try:
-        record = _train(settings, work, host, sweep)
-        record = replace(record, id=identity)
-    except BaseException as error:
-        killed = isinstance(error, host.interruptions)
-        if killed:
-            status, reason = "killed", str(error) or "interrupted"
+        outcome = _train(settings, work, host, sweep)
+        if isinstance(outcome, Record):
+            record = replace(outcome, id=identity)
         else:
-            status, reason = what_happened(error, work / JOB, kills)
-        keep = status == "failed"  # the ranks' output is there
-        record = replace(failed, status=status, reason=reason[:_REASON_LENGTH], created=_now())
-        if killed or not isinstance(error, ZerokitError):
-            _put(record, path)
-            raise
+            keep = outcome.status == "failed"  # the ranks' output is there
+            record = replace(
+                failed, status=outcome.status, reason=outcome.reason[:_REASON_LENGTH], created=_now()
+            )
+            if journal is not None:
+                record = replace(record, parts=journal.story().parts)
+            if outcome.status == "killed" or not isinstance(outcome.error, ZerokitError):
+                _put(record, path)
+                raise outcome.error
     finally:
         if not keep:
             shutil.rmtree(work, ignore_errors=True)
     _put(record, path)
+    if journal is not None and record.status == "ok":
+        journal.finish()
     return record
 
 
@@ -211,9 +217,51 @@ def what_happened(error: BaseException, job: Path, oom_kills_before: int | None)
     return "failed", reason
 
 
-def _train(settings: Settings, work: Path, host: Host, sweep: str | None) -> Record:
+@dataclass(frozen=True, slots=True)
+class _Unsuccessful:
+    """What became of a cell whose ranks ended with this error."""
+
+    status: str
+    reason: str
+    error: BaseException
+
+
+def _journal(settings: Settings) -> Journal | None:
+    return Journal(Path(settings.save)) if settings.elastic and settings.save else None
+
+
+def _train(settings: Settings, work: Path, host: Host, sweep: str | None) -> Record | _Unsuccessful:
+    """Launch the ranks; those of an elastic bench that remain again, where others were killed."""
+    journal, restarts = _journal(settings), 0
+    while True:
+        folder = work / f"restart-{restarts}" if restarts else work
+        kills, part = oom_kills(), journal.count() if journal else 0
+        try:
+            return _launch(settings, folder, host, sweep)
+        except BaseException as error:
+            if isinstance(error, host.interruptions):
+                end = _Unsuccessful("killed", str(error) or "interrupted", error)
+            else:
+                end = _Unsuccessful(*what_happened(error, folder / JOB, kills), error)
+        why = end.reason.partition("\n")[0]
+        if journal is not None:
+            journal.end_part(part, why)
+        left = None
+        if end.status == "failed" and settings.elastic and isinstance(end.error, WorkerFailed):
+            left = remaining(settings, end.error)
+        if left is None or restarts >= host.max_restarts:
+            return end
+        settings, restarts = left, restarts + 1
+        many = "s" if settings.world > 1 else ""
+        host.watch.warn(
+            f"{why}\nrestart {restarts} of at most {host.max_restarts}: {settings.world} rank{many} left"
+        )
+
+
+def _launch(settings: Settings, work: Path, host: Host, sweep: str | None) -> Record:
     """Launch the ranks and read what rank 0 has written."""
     host.interrupted()
+    work.mkdir(exist_ok=True)
     written, progress, job = work / "record.json", work / "progress", work / JOB
     job.write_text(
         json.dumps(

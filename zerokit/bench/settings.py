@@ -27,8 +27,10 @@ class Settings:
     in fp32, DDP in bf16, by torch's hook. `steps` are measured, after `warmup` that are not; `warmup` None warms up
     until steps take a steady time. `clip` bounds the gradient norm, None leaves it alone (and unmeasured). `twin` also
     runs the compute-only twin that communication is measured against. `save` is a run directory for checkpoints,
-    written every `save_every` steps and at the end; `resume` goes on from its newest. `repeat` numbers equal cells of
-    a sweep.
+    written every `save_every` steps, `background` beside the steps that follow, and at the end; `resume` goes on
+    from its newest. `elastic` does so too, with as many ranks as there are; `steps` is then the step at which the
+    run ends, whatever was trained before and warm-up included, and `save_every` None saves ten times on the way.
+    `repeat` numbers equal cells of a sweep.
     """
 
     engine: str = "zerokit"
@@ -53,7 +55,9 @@ class Settings:
     twin: bool = True
     save: str | None = None
     save_every: int | None = None
+    background: bool = False
     resume: bool = False
+    elastic: bool = False
     repeat: int = 0
 
     def __post_init__(self) -> None:
@@ -66,8 +70,12 @@ class Settings:
         for name in ("batch_size", "seq_len", "steps", "accumulate", "nodes", "nproc_per_node"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if self.save is None and (self.resume or self.save_every is not None):
-            raise UsageError("save_every and resume need a run directory: give --save as well")
+        if self.save is None and (self.resume or self.save_every is not None or self.background):
+            raise UsageError("save_every, background and resume need a run directory: give --save as well")
+        if self.elastic and self.save is None:
+            raise UsageError(
+                "an elastic bench goes on from its checkpoints: give --elastic a run directory with --save"
+            )
         if self.save is not None and self.engine != "zerokit":
             raise UsageError(f"--save writes zerokit's checkpoints, which engine {self.engine!r} cannot")
         if self.save_every is not None and self.save_every < 1:
@@ -87,6 +95,13 @@ class Settings:
     def samples_per_step(self) -> int:
         """Sequences or images over all ranks and micro-batches."""
         return self.world * self.batch_size * self.accumulate
+
+    @property
+    def saves_every(self) -> int | None:
+        """After how many steps each a checkpoint is written; None for only one at the end."""
+        if self.elastic and self.save_every is None:
+            return max(1, self.steps // 10)  # a restart repeats a tenth of the run at most
+        return self.save_every
 
     @property
     def key(self) -> str:

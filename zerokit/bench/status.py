@@ -8,9 +8,10 @@ anything for want of memory meanwhile.
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
+
+from zerokit import files
 
 OUT_OF_MEMORY = "out of memory"
 UNSUPPORTED = "unsupported"
@@ -31,10 +32,8 @@ def status_path(job: Path) -> Path:
 
 def write_status(job: Path, status: Status) -> None:
     """Write it whole; of several ranks' the last stays."""
-    path = status_path(job)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps({"status": status.status, "reason": status.reason}), encoding="utf-8")
-    temporary.replace(path)
+    text = json.dumps({"status": status.status, "reason": status.reason})
+    files.write_aside(status_path(job), text.encode(), durable=False)
 
 
 def read_status(job: Path) -> Status | None:

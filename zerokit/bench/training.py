@@ -33,7 +33,7 @@ _TELL_SECONDS = 0.5
 
 @dataclass(slots=True)
 class Measured:
-    """What one rank saw of each step, warm-up first; `trained` counts steps of a resumed run as well.
+    """What one rank saw of each step, warm-up first; `trained` and `samples` count those of a resumed run as well.
 
     `window_ms` is `Clock.window_ms` of the measured steps, `batch_bytes` what lay ready for these on the device, and
     `batches_repeat_after` the number of steps after which batches came again.
@@ -41,6 +41,7 @@ class Measured:
 
     warmup: int = 0
     trained: int = 0
+    samples: int = 0
     step_ms: list[float] = field(default_factory=list)
     loss: list[float] = field(default_factory=list)
     gradient_norm: list[float] = field(default_factory=list)
@@ -81,32 +82,38 @@ class Loop:
     def run(self, writer: ProgressWriter, keeper: Keeper, begin: Callable[[], None]) -> Measured:
         """All steps, going on from a checkpoint where `keeper` finds one; `begin` is called before the measured ones.
 
+        An elastic run ends at the step that it is asked for: its measured steps are those that warm-up leaves, at least
+        one, or none where all were trained before.
+
         A step is timed from before the first forward to after the zeroing of gradients. Batches are prepared before,
         losses are read and checkpoints saved after the clock has stopped.
         """
         measured = self.measured
-        measured.trained = keeper.resume()
+        begin_at = keeper.resume()
+        measured.trained, measured.samples = begin_at.step, begin_at.samples
         agreed: list[float] = []
         while not self._warm(agreed):
             self._step()
             elapsed = self._read()
-            keeper.after_step(measured.trained, last=False)
+            keeper.after_step(measured, last=False)
             if self._settings.warmup is None:
                 agreed.append(self._slowest(elapsed))
             measured.warmup += 1
-            planned = self._settings.warmup or max(_SHORTEST_WARMUP, measured.warmup)
-            self._tell(writer, planned)
-        measured.batch_bytes = self._batches.prepare(measured.trained, self._settings.steps)
+            self._tell(writer, self._settings.warmup or max(_SHORTEST_WARMUP, measured.warmup))
+        steps = self._settings.steps
+        if self._settings.elastic:
+            steps = max(0, steps - measured.trained)
+        measured.batch_bytes = self._batches.prepare(measured.samples, steps)
         self._clock = self._make_clock()
         # All ranks begin the measured steps together. Not `barrier`: NCCL's asks for a device of its own.
         dist.all_reduce(torch.zeros(1, device=self._place.device))
         begin()
-        for number in range(self._settings.steps):
+        for number in range(steps):
             self._step()
-            last = number == self._settings.steps - 1
+            last = number == steps - 1
             if last or not self._clock.runs_ahead or keeper.due(measured.trained, last=False):
                 self._read()
-                keeper.after_step(measured.trained, last=last)
+                keeper.after_step(measured, last=last)
                 self._tell(writer, measured.warmup)
             else:
                 self._tell_ahead(writer)
@@ -116,11 +123,17 @@ class Loop:
         return measured
 
     def batches(self, step: int) -> list[Batch]:
-        """This rank's micro-batches of a step, on its device."""
-        return self._batches.of(step)
+        """This rank's micro-batches of a step, counted from the beginning of the data, on its device."""
+        return self._batches.of(step * self._settings.samples_per_step)
+
+    def next_batches(self) -> list[Batch]:
+        """Those of the next step."""
+        return self._batches.of(self.measured.samples)
 
     def _warm(self, agreed: list[float]) -> bool:
         """Ranks must agree: they look at the same times, or at none."""
+        if self._settings.elastic and self.measured.trained >= self._settings.steps - 1:
+            return True
         if self._settings.warmup is None:
             return steady(agreed)
         return self.measured.warmup >= self._settings.warmup
@@ -131,12 +144,13 @@ class Loop:
         return float(longest)
 
     def _step(self) -> None:
-        batches = self.batches(self.measured.trained)
+        batches = self.next_batches()
         self._clock.begin()
         seen = self._trainer.step(batches)
         self._clock.end()
         self._unread.append(seen)
         self.measured.trained += 1
+        self.measured.samples += self._settings.samples_per_step
 
     def _read(self) -> float:
         """Note what the steps since the last reading took and showed; milliseconds of the last one."""
@@ -151,7 +165,7 @@ class Loop:
 
     def _tell(self, writer: ProgressWriter, warmup: int) -> None:
         measured = self.measured
-        total = warmup + self._settings.steps
+        total = self._total(warmup)
         writer.write(Progress(len(measured.step_ms), total, warmup, measured.loss[-1], measured.step_ms[-1]))
 
     def _tell_ahead(self, writer: ProgressWriter) -> None:
@@ -161,7 +175,12 @@ class Loop:
             self._told = now
             warmup = self.measured.warmup
             done = len(self.measured.step_ms) + len(self._unread)
-            writer.write(Progress(done, warmup + self._settings.steps, warmup, None, None))
+            writer.write(Progress(done, self._total(warmup), warmup, None, None))
+
+    def _total(self, warmup: int) -> int:
+        """The steps that these processes make, warm-up included."""
+        done_before = self.measured.trained - len(self.measured.step_ms) - len(self._unread)
+        return self._settings.steps - done_before if self._settings.elastic else warmup + self._settings.steps
 
 
 def _mean(losses: list[Tensor]) -> float:

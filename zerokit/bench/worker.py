@@ -23,8 +23,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from zerokit.bench.checkpoints import Keeper
+from zerokit.bench.checkpoints import Keeper, mean_over_ranks
 from zerokit.bench.engines.trainer import Trainer, make
+from zerokit.bench.journal import Journal, Story
 from zerokit.bench.measure.bandwidth import measure_bandwidth
 from zerokit.bench.measure.environment import look_around
 from zerokit.bench.measure.machine import Place, choose_place, device_id, peak_host_bytes
@@ -56,7 +57,7 @@ class FromRank:
 
 
 def choose(settings: Settings, place: Place) -> Settings:
-    """The settings with what was left open: device, precision, data, image size, zerokit's bucket size."""
+    """The settings with what was left open: device, precision, data, image size, saving, zerokit's bucket size."""
     workload = describe(settings.model)
     image_size, bucket_mb = settings.image_size, settings.bucket_mb
     if image_size is None and workload.images is not None:
@@ -72,6 +73,7 @@ def choose(settings: Settings, place: Place) -> Settings:
         data=settings.data or workload.default_data,
         image_size=image_size,
         bucket_mb=bucket_mb,
+        save_every=settings.saves_every,
     )
 
 
@@ -128,16 +130,24 @@ def run(asked: Settings, record_path: Path, progress_path: Path | None, sweep: s
 
     # What follows the measured steps takes memory and sends bytes of its own: theirs are looked at first.
     rank = _rank(measured, place, build_ms, meter)
-    traffic = _traffic(trainer, settings)
     skipped_steps = trainer.skipped_steps
-    mine = FromRank(with_state(rank, trainer, loop), measured.loss, samples)
-    phases = measure_phases(trainer, loop, place, steps=settings.steps)
-    bandwidth = measure_bandwidth(trainer, loaded.model.parameters, settings, place)
+    traffic, phases, bandwidth = None, None, []
+    mine = FromRank(rank, measured.loss, samples)
+    if measured.step_ms:  # else a restart had nothing left to train, so there is nothing to look into
+        traffic = _traffic(trainer, settings)
+        mine = FromRank(with_state(rank, trainer, loop), measured.loss, samples)
+        phases = measure_phases(trainer, loop, place, steps=settings.steps)
+        bandwidth = measure_bandwidth(trainer, loaded.model.parameters, settings, place)
     gathered: list[FromRank] = [mine] * dist.get_world_size()
     dist.all_gather_object(gathered, mine)
     if dist.get_rank() == 0:
         ranks = [one.rank for one in gathered]
-        loss = [sum(losses) / len(losses) for losses in zip(*(one.loss for one in gathered), strict=True)]
+        story = Story(
+            loss=mean_over_ranks([one.loss for one in gathered]), gradient_norm=measured.gradient_norm
+        )
+        if settings.elastic and settings.save is not None:
+            story = Journal(Path(settings.save)).story()
+        loss: list[float | None] = list(story.loss)
         record = Record(
             id=uuid.uuid4().hex,
             cell=asked.key,
@@ -153,11 +163,12 @@ def run(asked: Settings, record_path: Path, progress_path: Path | None, sweep: s
             bandwidth=bandwidth,
             phases=phases,
             system=[one.samples for one in gathered if one.samples is not None],
-            loss=list(loss),
-            gradient_norm=list(measured.gradient_norm),
+            loss=loss,
+            gradient_norm=list(story.gradient_norm),
             skipped_steps=skipped_steps,
-            results=summarise(settings, loaded.model, ranks, list(loss)),
+            results=summarise(settings, loaded.model, ranks, loss) if measured.step_ms else None,
             checkpoints=keeper.done,
+            parts=story.parts,
             batches_repeat_after=measured.batches_repeat_after,
         )
         write_record(record, record_path)
@@ -206,7 +217,7 @@ def with_state(rank: Rank, trainer: Trainer, loop: Loop) -> Rank:
     zero = trainer.zero
     if zero is None:
         return rank
-    trainer.differentiate(loop.batches(loop.measured.trained))
+    trainer.differentiate(loop.next_batches())
     held, predicted = zero.memory(), zero.predicted_memory()
     trainer.update()
     return replace(

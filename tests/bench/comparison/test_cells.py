@@ -8,6 +8,7 @@ from tests.bench.records import make_cell, make_failure, make_sweep
 from zerokit.bench.comparison.cells import Cell, baselines, make_cells, short_names, side_by_side
 from zerokit.bench.comparison.conditions import conditions
 from zerokit.bench.comparison.runs import Run
+from zerokit.bench.journal import Part
 from zerokit.bench.record import Record
 
 
@@ -137,3 +138,13 @@ def test_matched_cells_stand_beside_their_baselines() -> None:
         "new: zerokit 2",
         "new: zerokit 3",
     ]
+
+
+def test_a_restarted_bench_says_so_and_counts_the_steps_of_its_last_part() -> None:
+    parts = [Part(2, 2, 1, 5, 0, 4, "rank 1 was killed"), Part(1, 1, 4, 44, 12, 2, "finished")]
+    whole, restarted = make_cell(steps=30), make_cell(steps=44, elastic=True, save="run", nodes=1)
+    assert len(restarted.ranks[0].step_ms) == 44
+    rows = dict(conditions(make_cells([run(replace(restarted, parts=parts))]))[1])
+    assert (rows["restarted"], rows["measured steps"]) == ("1×", "44")
+    assert "elastic" not in rows
+    assert "restarted" not in dict(conditions(make_cells([run(whole)]))[1])

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.bench.records import make_cell, make_failure, make_record
+from zerokit.bench.journal import Part
 from zerokit.bench.record import Record, Samples
 from zerokit.bench.settings import Settings
 from zerokit.bench.tracking.content import (
@@ -187,6 +188,27 @@ def test_raw_step_times_are_a_table() -> None:
     assert rows[1] == ["0", "warm-up", "5.5", "900.0", "900.0"]
     assert rows[2] == ["1", "measured", "", "100.0", "90.0"]
     assert len(rows) == 5
+
+
+def test_an_elastic_job_has_one_run_whose_curves_begin_with_its_first_step() -> None:
+    parts = [Part(4, 2, 1, 3, 0, 16, "rank 1 was killed"), Part(2, 2, 3, 6, 32, 8, "finished")]
+    record = make_record()
+    job = replace(
+        record,
+        parts=parts,
+        loss=[9.0, 8.0, *record.loss],
+        settings=replace(record.settings, elastic=True, save="run"),
+    )
+    assert (job.restarts, job.untimed_steps) == (1, 2)
+    assert curves(job)["loss"] == [9.0, 8.0, *record.loss]
+    assert curves(job)["step_ms"] == [None, None, *curves(record)["step_ms"]]
+    rows = step_times(job).splitlines()
+    assert [row.split(",")[:3] for row in rows[1:3]] == [["2", "warm-up", "5.5"], ["3", "measured", "5.0"]]
+    assert run_tags(job)["zerokit.restarts"] == "1"
+    assert run_tags(job)["zerokit.reason"] == ""  # a former end is none
+    # MLflow keeps a parameter as it was first: a job that may go on at another world size has none yet.
+    assert run_params(job)["world"] == "2"
+    assert run_params(replace(job, status="failed")) == {}
 
 
 def test_a_runs_name_begins_with_what_is_compared() -> None:

@@ -31,17 +31,17 @@ KINDS = [
 @pytest.mark.parametrize("settings", KINDS, ids=lambda settings: settings.model)
 def test_a_batch_depends_on_its_place_and_the_seed_alone(settings: Settings) -> None:
     source = open_source(settings)
-    batch = source.batch(1, 2, 3)
+    batch = source.batch(12)
     assert all(len(tensor) == settings.batch_size and tensor.device.type == "cpu" for tensor in batch)
-    again = open_source(settings).batch(1, 2, 3)
+    again = open_source(settings).batch(12)
     assert all(torch.equal(*pair) for pair in zip(batch, again, strict=True))
-    for other in (
-        source.batch(0, 2, 3),
-        source.batch(1, 0, 3),
-        source.batch(1, 2, 0),
-        open_source(replace(settings, seed=7)).batch(1, 2, 3),
-    ):
+    for other in (source.batch(12 + settings.batch_size), open_source(replace(settings, seed=7)).batch(12)):
         assert not torch.equal(batch[0], other[0])
+    # However many samples a batch has, and wherever it begins: each is its own.
+    for size, first in ((2, 13), (3, 12)):
+        other = open_source(replace(settings, batch_size=size)).batch(first)
+        for mine, theirs in zip(batch, other, strict=True):
+            assert torch.equal(mine[first - 12 : first - 12 + size], theirs)
 
 
 def test_the_launcher_looks_at_data_and_memory_without_torch() -> None:
@@ -64,7 +64,7 @@ def test_masked_text_asks_for_as_many_bytes_of_each_sequence(tmp_path: Path) -> 
     text = tmp_path / "text"
     text.write_bytes(bytes(range(256)) * 40)
     source = open_source(Settings(model="bert-base", seq_len=100, batch_size=64, data=str(text)))
-    tokens, targets = source.batch(0, 0, 0)
+    tokens, targets = source.batch(0)
     asked = targets != -100
     assert asked.sum(1).tolist() == [15] * 64
     # The bytes count up, so that what stood anywhere follows from what was left alone.
@@ -80,10 +80,10 @@ def test_masked_text_asks_for_as_many_bytes_of_each_sequence(tmp_path: Path) -> 
 
 
 def test_synthetic_images_are_as_many_classes_and_pixels_as_asked() -> None:
-    images, labels = open_source(Settings(model="resnet50", image_size=48, batch_size=3)).batch(0, 0, 0)
+    images, labels = open_source(Settings(model="resnet50", image_size=48, batch_size=3)).batch(0)
     assert (images.shape, images.dtype) == ((3, 3, 48, 48), torch.float32)
     assert labels.dtype is torch.int64
-    assert open_source(Settings(model="mlp-mnist")).batch(0, 0, 0)[0].shape == (4, 1, 28, 28)
+    assert open_source(Settings(model="mlp-mnist")).batch(0)[0].shape == (4, 1, 28, 28)
 
 
 @pytest.mark.parametrize("name", ["linear", "mlp-mnist"])
@@ -93,7 +93,7 @@ def test_there_is_something_to_learn(name: str) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for step in range(30):
-        loss = model(*loaded.batch(step, 0, 0))
+        loss = model(*loaded.batch(32 * step))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -142,14 +142,14 @@ def test_a_folder_of_images(tmp_path: Path) -> None:
     source = open_source(Settings(model="resnet50", image_size=32, batch_size=16, data=str(tmp_path)))
     data = source.data()
     assert (data.source, data.files, data.truncated) == (str(tmp_path), 2, False)
-    images, labels = source.batch(0, 0, 0)
+    images, labels = source.batch(0)
     assert (images.shape, images.dtype) == ((16, 3, 32, 32), torch.float32)
     assert set(labels.tolist()) == {0, 1}
     for image, label in zip(images, labels, strict=True):
         expected = torch.tensor([-1.0, 1.0, -1.0] if label == 0 else [1.0, -1.0, -1.0])
         assert torch.equal(image, expected[:, None, None].expand(3, 32, 32))
-    assert not torch.equal(labels, source.batch(1, 0, 0)[1])
-    grey = open_source(Settings(model="mlp-mnist", data=str(tmp_path))).batch(0, 0, 0)[0]
+    assert not torch.equal(labels, source.batch(16)[1])
+    grey = open_source(Settings(model="mlp-mnist", data=str(tmp_path))).batch(0)[0]
     assert grey.shape == (4, 1, 28, 28)
 
 
@@ -180,7 +180,7 @@ def test_bad_folders_and_images_are_refused(tmp_path: Path) -> None:
     (tmp_path / "bad.png").write_bytes(b"no image")
     source = open_source(Settings(model="resnet50", image_size=32, data=str(tmp_path)))
     with pytest.raises(DataError, match=r"bad.png cannot be read as an image"):
-        source.batch(0, 0, 0)
+        source.batch(0)
 
 
 def test_the_same_text_for_causal_and_masked_models() -> None:

@@ -17,7 +17,7 @@ from zerokit.bench.record import Record
 from zerokit.bench.schema import to_plain
 
 # How long was measured, what for, and how often: not what was measured.
-_ASIDE = ("repeat", "steps", "warmup", "twin", "save", "save_every", "resume")
+_ASIDE = ("repeat", "steps", "warmup", "twin", "save", "save_every", "resume", "elastic")
 
 ENGINE_TITLES = {
     "zerokit": "zerokit",

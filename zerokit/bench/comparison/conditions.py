@@ -61,8 +61,12 @@ def _rows(cell: Cell) -> dict[str, str]:
             rows["FLOPs counted as"] = model.flops_convention or ""
     if record.results is not None:
         rows["measured steps"] = ", ".join(
-            dict.fromkeys(str(one.settings.steps) for one in cell.measured_records)
+            dict.fromkeys(
+                str(one.results.step.count) for one in cell.measured_records if one.results is not None
+            )
         )
+        if any(one.restarts for one in cell.records):
+            rows["restarted"] = ", ".join(f"{one.restarts}×" for one in cell.records)
         if len(cell.measured_records) > 1:
             rows["repetitions"] = str(len(cell.measured_records))
         if (use := record.results.utilisation) is not None:

@@ -16,6 +16,10 @@ from zerokit.bench.engines.trainer import TorchTrainer, adamw, build_in_memory
 from zerokit.bench.measure.machine import Place
 from zerokit.bench.settings import Settings
 from zerokit.bench.workloads.build import Loaded
+from zerokit.errors import UsageError
+
+# It records events on streams, which torch 2.6 has not given to its stand-in for CPUs.
+TRAINS_ON_CPU = hasattr(torch.cpu.Stream, "record_event")
 
 
 class Fsdp2Trainer(TorchTrainer):
@@ -39,6 +43,10 @@ def make(loaded: Loaded, settings: Settings, place: Place) -> Fsdp2Trainer:
     At stage 3 blocks are freed after the forward and the root, as by default, is not: backward begins with it. At
     stage 2 nothing is freed before the backward has used it.
     """
+    if place.device.type == "cpu" and not TRAINS_ON_CPU:
+        raise UsageError(
+            f"FSDP2 of torch {torch.__version__} trains on GPUs only; a later torch's does on CPUs"
+        )
     mesh = init_device_mesh(place.device.type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy()
     if settings.precision == "bf16":

@@ -10,7 +10,6 @@ Nothing else is remembered: a sweep goes on where the records of its cells end.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
 
+from zerokit import files
 from zerokit.bench.record import Record, read_record, with_twin, write_text
 from zerokit.bench.schema import from_plain, to_plain
 from zerokit.bench.session import Host, Watch, put_record, require_writable, run_cell
@@ -29,9 +29,12 @@ from zerokit.bench.sweeps.twins import Twins, twin_settings
 from zerokit.bench.tracking.mirror import Live
 from zerokit.bench.tracking.store import Status
 from zerokit.errors import UsageError, ZerokitError
+from zerokit.nesting import require_shallow
 
 FORMAT = "zerokit.sweep/1"
 FILE = "sweep.json"
+# Lists and objects in each other: options are lists of words.
+_DEEPEST = 16
 # The cells that are not run again: their result is known.
 DONE = ("ok", "out of memory", "unsupported")
 
@@ -124,9 +127,10 @@ class SweepFolder:
         path = self.path / FILE
         try:
             value = json.loads(path.read_text(encoding="utf-8"))
+            require_shallow(value, _DEEPEST)
         except FileNotFoundError as error:
             raise SweepError(f"{self.path} holds no sweep: there is no {FILE} in it") from error
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise SweepError(f"cannot read the sweep {path}: {error}") from error
         found = value.get("format") if isinstance(value, dict) else None
         if found != FORMAT:
@@ -151,11 +155,9 @@ class SweepFolder:
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Keep other processes from running cells here; raises `SweepError` if one does so now."""
-        with (self.path / FILE).open("rb") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                raise SweepError(f"another zerokit bench is running the sweep in {self.path}") from error
+        with files.locked(self.path / FILE) as alone:
+            if not alone:
+                raise SweepError(f"another zerokit bench is running the sweep in {self.path}")
             yield
 
 

@@ -17,12 +17,13 @@ ENGINE = "compute-only"
 
 
 def twin_settings(settings: Settings) -> Settings | None:
-    """The twin of this cell; None for one that has none: a single rank, or a cell that communicates nothing itself.
+    """The twin of this cell; None for one that has none: a single rank, a cell that communicates nothing itself, or an
+    elastic one, whose world may change.
 
     The engines of stages 1 to 3 step a share of the optimizer on each rank, and so does their twin. What only changes
     the communication (the wire, the bucket size) and what is done between steps (checkpoints) is not the twin's.
     """
-    if not settings.twin or settings.world == 1 or settings.engine == ENGINE:
+    if not settings.twin or settings.elastic or settings.world == 1 or settings.engine == ENGINE:
         return None
     return replace(
         settings,
@@ -34,6 +35,7 @@ def twin_settings(settings: Settings) -> Settings | None:
         repeat=0,
         save=None,
         save_every=None,
+        background=False,
         resume=False,
     )
 

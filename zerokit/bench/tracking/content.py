@@ -68,7 +68,12 @@ def run_name(settings: Settings) -> str:
 
 
 def run_params(record: Record) -> dict[str, str]:
-    """The settings as they were resolved, and what was trained. Not the round: repetitions are to compare as equal."""
+    """The settings as they were resolved, and what was trained. Not the round: repetitions are to compare as equal.
+
+    MLflow's parameters cannot be changed: an elastic bench that may go on at another world size has none yet.
+    """
+    if record.settings.elastic and record.status != "ok":
+        return {}
     found = {
         name: str(value)[:_PARAM_LENGTH]
         for name, value in asdict(record.settings).items()
@@ -95,6 +100,9 @@ def run_tags(record: Record) -> dict[str, str]:
         tags[SWEEP_TAG] = record.sweep
     if record.reason:
         tags["zerokit.reason"] = record.reason[:TAG_LENGTH]
+    if record.parts:
+        # A job that went on keeps its run, and the tags of its earlier ends with it.
+        tags |= {"zerokit.restarts": str(record.restarts), "zerokit.reason": tags.get("zerokit.reason", "")}
     if (environment := record.environment) is not None:
         tags |= {
             "zerokit.version": environment.zerokit,
@@ -126,11 +134,11 @@ def run_points(record: Record) -> list[Point]:
 
 
 def curves(record: Record) -> dict[str, Sequence[float | None]]:
-    """One number a step; step 0 is the first warm-up step."""
+    """One number a step; step 0 is the first warm-up step, null where a step was not timed."""
     found: dict[str, Sequence[float | None]] = {"loss": record.loss, "gradient_norm": record.gradient_norm}
     if record.ranks:
         by_step = zip(*(rank.warmup_ms + rank.step_ms for rank in record.ranks), strict=True)
-        found["step_ms"] = [max(times) for times in by_step]
+        found["step_ms"] = [None] * record.untimed_steps + [max(times) for times in by_step]
     return found
 
 
@@ -172,9 +180,9 @@ def step_times(record: Record) -> str:
     writer.writerow(["step", "phase", "loss", *(f"rank_{rank.rank}_ms" for rank in record.ranks)])
     warmup = len(record.ranks[0].warmup_ms)
     times = zip(*(rank.warmup_ms + rank.step_ms for rank in record.ranks), strict=True)
-    for step, row in enumerate(times):
+    for step, row in enumerate(times, record.untimed_steps):
         loss = record.loss[step] if step < len(record.loss) else None
-        phase = "warm-up" if step < warmup else "measured"
+        phase = "warm-up" if step - record.untimed_steps < warmup else "measured"
         writer.writerow([step, phase, "" if loss is None else loss, *row])
     return text.getvalue()
 

@@ -32,6 +32,10 @@ from zerokit.bench.tracking.content import (
     run_tags,
 )
 from zerokit.bench.tracking.store import Status, Store, Tracking, TrackingError
+from zerokit.process import Process
+
+LAUNCHER_TAG, HOST_TAG = "zerokit.launcher", "zerokit.launcher.host"
+"""The process that launched a bench, by which a later one sees that it was killed: nobody else ends its run."""
 
 Pushed = Literal["new", "completed", "there"]
 # "Out of memory" and "unsupported" are results.
@@ -44,6 +48,28 @@ class Mirror:
     def __init__(self, store: Store) -> None:
         self.store = store
         self._parents: dict[str, str] = {}
+        self._here = Process.current()
+        self._own = {**SOURCE_TAGS, LAUNCHER_TAG: str(self._here), HOST_TAG: self._here.host}
+        """Tags of every run that this process leaves RUNNING for a while."""
+
+    def close_orphans(self) -> int:
+        """End, as KILLED, the runs that say RUNNING although this host's process that launched them is gone; how many.
+
+        Runs of other hosts, and of processes that cannot be seen from here, stay as they are.
+        """
+        closed = 0
+        for run in self.store.running({HOST_TAG: self._here.host}):
+            text, run_id = run.data.tags.get(LAUNCHER_TAG, ""), str(run.info.run_id)
+            launcher = Process.parse(text)
+            if launcher is None or launcher.lives() is not False:
+                continue
+            if self.store.tags(run_id).get(LAUNCHER_TAG) != text:
+                continue  # another bench has gone on with it meanwhile
+            reason = f"its launcher, process {launcher.pid} on {launcher.host}, was killed"
+            self.store.write(run_id, tags={STATUS_TAG: "killed", "zerokit.reason": reason})
+            self.store.status(run_id, "KILLED")
+            closed += 1
+        return closed
 
     def parent(
         self,
@@ -56,7 +82,7 @@ class Mirror:
         if sweep not in self._parents:
             found = self.store.find({SWEEP_TAG: sweep, KIND_TAG: "sweep"})
             if found is None:
-                tags = {SWEEP_TAG: sweep, KIND_TAG: "sweep", **SOURCE_TAGS}
+                tags = {SWEEP_TAG: sweep, KIND_TAG: "sweep", **self._own}
                 run_id = self.store.create(name or f"sweep {sweep[:8]}", tags, started_ms)
             else:
                 run_id = found.info.run_id
@@ -80,18 +106,27 @@ class Mirror:
     def begin(self, settings: Settings, identity: str, sweep: str | None) -> str:
         """The run of a bench that is about to start, RUNNING; its id.
 
-        In a sweep a cell keeps its run when it is run again after it failed.
+        In a sweep a cell keeps its run when it is run again after it failed, and so does an elastic bench.
         """
-        tags = {RECORD_TAG: identity, CELL_TAG: settings.key, STATUS_TAG: "running", **SOURCE_TAGS}
-        if sweep is None:
-            return self.store.create(run_name(settings), tags)
-        found = self._unfinished(sweep, settings.key)
+        tags = {RECORD_TAG: identity, CELL_TAG: settings.key, STATUS_TAG: "running", **self._own}
+        if sweep is not None:
+            found = self._unfinished(sweep, settings.key)
+        else:
+            begun = self.store.find({RECORD_TAG: identity}) if settings.elastic else None
+            found = None if begun is None else str(begun.info.run_id)
         if found is not None:
             self.store.write(found, tags=tags)
-            self.store.status(found, "RUNNING")
+            self.reopen(found)
             return found
+        if sweep is None:
+            return self.store.create(run_name(settings), tags)
         tags |= {SWEEP_TAG: sweep, PARENT_TAG: self.parent(sweep)}
         return self.store.create(run_name(settings), tags)
+
+    def reopen(self, run_id: str) -> None:
+        """Show a run as RUNNING, by this process."""
+        self.store.write(run_id, tags=self._own)
+        self.store.status(run_id, "RUNNING")
 
     def _unfinished(self, sweep: str, cell: str) -> str | None:
         """The run of a cell that was begun and did not come to a result."""
@@ -121,7 +156,7 @@ class Mirror:
             run_id = unfinished
         else:
             done = "new"
-            tags = {RECORD_TAG: record.id, STATUS_TAG: "running", **SOURCE_TAGS}
+            tags = {RECORD_TAG: record.id, STATUS_TAG: "running", **self._own}
             run_id = self.store.create(run_name(record.settings), tags, started_ms=_started_ms(record))
         tags = run_tags(record)
         if record.sweep is not None:
@@ -169,7 +204,7 @@ class Live:
 
         def work(mirror: Mirror) -> None:
             self.run_id = mirror.parent(sweep, name, options)
-            mirror.store.status(self.run_id, "RUNNING")
+            mirror.reopen(self.run_id)
 
         self._with(work)
 
@@ -183,16 +218,24 @@ class Live:
         """Write the sweep's outcome; `files` is asked only if there is a store."""
         self._with(lambda mirror: mirror.end_sweep(sweep, records, files(), status))
 
-    def during(self, settings: Settings, sweep: str | None, work: Callable[[str], Record]) -> Record:
+    def during(
+        self,
+        settings: Settings,
+        sweep: str | None,
+        work: Callable[[str], Record],
+        identity: str | None = None,
+    ) -> Record:
         """Show a bench as RUNNING while `work`, given the id of the record to be, comes to it; then fill its run.
+
+        The id is a new one, unless the record has one already.
 
         An exception of `work` ends the run as KILLED, or FAILED if it is an error, and goes on to the caller.
         """
-        identity, run_id = uuid.uuid4().hex, ""
+        known, run_id = identity or uuid.uuid4().hex, ""
 
         def begin(mirror: Mirror) -> None:
             nonlocal run_id
-            run_id = mirror.begin(settings, identity, sweep)
+            run_id = mirror.begin(settings, known, sweep)
             if sweep is None:
                 self.run_id = run_id
 
@@ -205,7 +248,7 @@ class Live:
 
         self._with(begin)
         try:
-            record = work(identity)
+            record = work(known)
         except BaseException as error:
             status: Status = "KILLED" if isinstance(error, self._interruptions) else "FAILED"
             reason = str(error) or type(error).__name__
@@ -220,6 +263,10 @@ class Live:
 
     def _reach(self, tracking: Tracking) -> None:
         self._mirror = Mirror(Store.open(tracking))
+        try:
+            self._mirror.close_orphans()
+        except TrackingError as error:  # of runs that may be another user's; nothing of this bench is lost
+            self._warn(f"runs of killed benches are still shown as RUNNING: {error}")
 
     def _with(self, work: Callable[[Mirror], object]) -> None:
         mirror = self._mirror

@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from mlflow.entities import Run
+    from mlflow.store.entities.paged_list import PagedList
     from mlflow.tracking import MlflowClient
 
 DEFAULT_URI = "sqlite:///mlflow.db"
@@ -44,6 +46,8 @@ _PARAMS_A_CALL = 100
 
 class TrackingError(ZerokitError):
     """MLflow could not be reached or refused something; the bench itself is not affected."""
+
+    several_lines = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +114,21 @@ class Store:
 
         return self._ask("was not searched", search)
 
+    def running(self, tags: Mapping[str, str]) -> list[Run]:
+        """The runs that say RUNNING and have all of these tags, of every experiment of the store."""
+        wanted = " and ".join(f"tags.`{name}` = '{value}'" for name, value in tags.items())
+
+        def search() -> list[Run]:
+            experiments = [one.experiment_id for one in _pages(self._client.search_experiments)]
+            status = "attributes.status = 'RUNNING'"
+            return list(_pages(partial(self._client.search_runs, experiments, f"{status} and {wanted}")))
+
+        return self._ask("was not searched", search)
+
+    def tags(self, run_id: str) -> dict[str, str]:
+        """Of a run, as they are now."""
+        return self._ask("was not read", lambda: dict(self._client.get_run(run_id).data.tags))
+
     def create(self, name: str, tags: Mapping[str, str], started_ms: int | None = None) -> str:
         """A new run that says RUNNING; its id."""
 
@@ -168,6 +187,17 @@ class Store:
 
     def _ask(self, what: str, question: Callable[[], T]) -> T:
         return _told(f"MLflow at {self.tracking.uri} {what}", question)
+
+
+def _pages(search: Callable[..., PagedList[T]]) -> Iterator[T]:
+    """Everything that a search of MLflow's finds."""
+    token: str | None = None
+    while True:
+        page = search(page_token=token)
+        yield from page
+        token = page.token
+        if not token:
+            return
 
 
 def _told(what: str, question: Callable[[], T]) -> T:

@@ -15,7 +15,7 @@ from zerokit.bench.settings import Settings
 from zerokit.bench.workloads.catalogue import Workload, describe
 from zerokit.bench.workloads.configs import Config, GPTConfig, LinearConfig, LlamaConfig, MLPConfig
 from zerokit.bench.workloads.flops import count_flops, text_flops
-from zerokit.bench.workloads.initialise import init_module
+from zerokit.bench.workloads.initialise import default_device, init_module
 from zerokit.bench.workloads.inputs import OwnBatches, Source, open_source
 from zerokit.bench.workloads.own import Own, resolve
 from zerokit.errors import UsageError
@@ -55,9 +55,9 @@ class Loaded:
         """
         return self._make()
 
-    def batch(self, step: int, rank: int, micro_batch: int) -> tuple[Tensor, ...]:
-        """One rank's micro-batch of one step, on the CPU; it depends on these three and the seed alone."""
-        return self._source.batch(step, rank, micro_batch)
+    def batch(self, first: int) -> tuple[Tensor, ...]:
+        """The micro-batch that begins with sample `first` of the job, on the CPU; it depends on the seed besides."""
+        return self._source.batch(first)
 
     @property
     def data(self) -> record.Data:
@@ -99,7 +99,7 @@ class Loaded:
         if self.workload.text is not None:
             return text_flops(self.workload.text, self.settings.seq_len)
         try:
-            a_sample, convention = count_flops(self.build, self.batch(0, 0, 0))
+            a_sample, convention = count_flops(self.build, self.batch(0))
         except Exception as error:
             if self.workload.config is not None:
                 raise
@@ -177,7 +177,7 @@ def _build_here(config: Config, seed: int) -> nn.Module:
 
 def _build_own(own: Own, seed: int) -> nn.Module:
     """The user's model, from random numbers that are the same on every rank and leave the others as they were."""
-    on_cuda = torch.get_default_device().type == "cuda"
+    on_cuda = default_device().type == "cuda"
     with torch.random.fork_rng(devices=[torch.cuda.current_device()] if on_cuda else []):
         torch.manual_seed(seed)
         return own.build()

@@ -93,21 +93,22 @@ def batch(
     folder: Folder,
     *,
     seed: int,
-    step: int,
-    rank: int,
-    micro_batch: int,
+    first: int,
     batch_size: int,
     size: int,
     channels: int,
 ) -> tuple[Tensor, Tensor]:
-    """One rank's micro-batch: fp32 (batch_size, channels, size, size) from −1 to 1, and labels, int64 (batch_size,).
+    """The micro-batch that begins with sample `first` of the job.
 
-    The middle of each image is cut to a square and scaled. Raises `DataError` naming a file that is no image.
+    Images are fp32 (batch_size, channels, size, size) from −1 to 1, labels int64 (batch_size,). The middle of each
+    image is cut to a square and scaled. Raises `DataError` naming a file that is no image.
     """
     import torch
 
-    drawn = random.Random(draw_seed(seed=seed, step=step, rank=rank, micro_batch=micro_batch))
-    chosen = [drawn.randrange(len(folder.paths)) for _ in range(batch_size)]
+    chosen = [
+        random.Random(draw_seed(seed=seed, sample=sample)).randrange(len(folder.paths))
+        for sample in range(first, first + batch_size)
+    ]
     pixels = bytearray().join(_pixels(folder.root / folder.paths[place], size, channels) for place in chosen)
     images = torch.frombuffer(pixels, dtype=torch.uint8).view(batch_size, size, size, channels)
     labels = torch.tensor([folder.labels[place] for place in chosen])

@@ -16,6 +16,11 @@ _STD = "_init_std"
 DEFAULT_STD = 0.02
 
 
+def default_device() -> torch.device:
+    """Where tensors are made, `torch.device` as a context included: torch 2.6's own function sees no context."""
+    return torch.empty(0).device
+
+
 def set_std(module: nn.Module, std: float) -> None:
     """Let `module`'s weight be drawn with this standard deviation."""
     setattr(module, _STD, std)

@@ -1,7 +1,8 @@
 """Where a workload's batches come from: one class a kind of data, each the same few lines around one drawing.
 
-A batch depends on (seed, step, rank, micro-batch) alone: every engine, stage and re-run sees the same one, and every
-rank another. torch is imported only where a batch is made, so that the launcher can look at the data beforehand.
+Samples are numbered through the job, over all its ranks and steps, and sample i depends on (seed, i) alone: every
+engine, stage, world size and re-run sees the same ones in the same order (`batches` says who takes which). torch is
+imported only where a batch is made, so that the launcher can look at the data beforehand.
 """
 
 from __future__ import annotations
@@ -38,17 +39,21 @@ class Source(Protocol):
         """What the record says of it."""
         ...
 
-    def batch(self, step: int, rank: int, micro_batch: int) -> tuple[Tensor, ...]:
-        """One rank's micro-batch of one step, on the CPU."""
+    def batch(self, first: int) -> tuple[Tensor, ...]:
+        """The micro-batch that begins with sample `first` of the job, on the CPU."""
         ...
 
 
-def generator(settings: Settings, step: int, rank: int, micro_batch: int) -> torch.Generator:
-    """A generator on the CPU for one micro-batch."""
+def generator(settings: Settings, sample: int) -> torch.Generator:
+    """A generator on the CPU for one sample of the job."""
     import torch
 
-    seed = draw_seed(seed=settings.seed, step=step, rank=rank, micro_batch=micro_batch)
-    return torch.Generator().manual_seed(seed % 2**63)
+    return torch.Generator().manual_seed(draw_seed(seed=settings.seed, sample=sample) % 2**63)
+
+
+def generators(settings: Settings, first: int) -> list[torch.Generator]:
+    """Those of the samples of a micro-batch."""
+    return [generator(settings, sample) for sample in range(first, first + settings.batch_size)]
 
 
 def made_up(settings: Settings) -> Data:
@@ -73,14 +78,12 @@ class Text:
         corpus = self.corpus
         return Data(corpus.source, len(corpus.content), corpus.files, corpus.truncated, corpus.digest)
 
-    def batch(self, step: int, rank: int, micro_batch: int) -> tuple[Tensor, ...]:
+    def batch(self, first: int) -> tuple[Tensor, ...]:
         """Stretches of the text, from places drawn anew each time."""
         return batch(
             self.corpus,
             seed=self.settings.seed,
-            step=step,
-            rank=rank,
-            micro_batch=micro_batch,
+            first=first,
             batch_size=self.settings.batch_size,
             length=self.settings.seq_len,
         )
@@ -106,17 +109,23 @@ class MaskedText:
         """The corpus."""
         return self.text.data()
 
-    def batch(self, step: int, rank: int, micro_batch: int) -> tuple[Tensor, ...]:
+    def batch(self, first: int) -> tuple[Tensor, ...]:
         """The same stretches as for a causal model, with places to guess drawn anew each time."""
         import torch
 
-        tokens, _ = self.text.batch(step, rank, micro_batch)
-        drawn = generator(self.text.settings, step, rank, micro_batch)
-        count = max(1, round(_GUESSED * tokens.shape[1]))
-        places = torch.rand(tokens.shape, generator=drawn).argsort(1)[:, :count]
+        tokens, _ = self.text.batch(first)
+        length = tokens.shape[1]
+        count = max(1, round(_GUESSED * length))
+        drawn = [
+            (
+                torch.rand(length, generator=one).argsort()[:count],
+                torch.rand(count, generator=one),
+                torch.randint(MASK, (count,), generator=one),
+            )
+            for one in generators(self.text.settings, first)
+        ]
+        places, chance, other = (torch.stack(parts) for parts in zip(*drawn, strict=True))
         targets = torch.full_like(tokens, -100).scatter_(1, places, tokens.gather(1, places))
-        chance = torch.rand(places.shape, generator=drawn)
-        other = torch.randint(MASK, places.shape, generator=drawn)
         shown = torch.where(chance < _KEPT, tokens.gather(1, places), torch.full_like(places, MASK))
         shown = torch.where(chance >= 1.0 - _REPLACED, other, shown)
         return tokens.scatter(1, places, shown), targets
@@ -137,14 +146,12 @@ class ImageFolder:
         folder = self.folder
         return Data(str(folder.root), folder.size_bytes, len(folder.paths), folder.truncated, folder.digest)
 
-    def batch(self, step: int, rank: int, micro_batch: int) -> tuple[Tensor, ...]:
+    def batch(self, first: int) -> tuple[Tensor, ...]:
         """Files drawn anew each time."""
         return images.batch(
             self.folder,
             seed=self.settings.seed,
-            step=step,
-            rank=rank,
-            micro_batch=micro_batch,
+            first=first,
             batch_size=self.settings.batch_size,
             size=self.settings.image_size or self.config.image_size,
             channels=self.config.channels,
@@ -165,17 +172,22 @@ class SyntheticImages:
         """Made up."""
         return made_up(self.settings)
 
-    def batch(self, step: int, rank: int, micro_batch: int) -> tuple[Tensor, ...]:
+    def batch(self, first: int) -> tuple[Tensor, ...]:
         """A pattern of 4×4 fields a channel, each of its class's sign, under noise as strong."""
         import torch
         from torch.nn.functional import interpolate
 
         size, channels = self.settings.image_size or self.config.image_size, self.config.channels
-        drawn = generator(self.settings, step, rank, micro_batch)
-        labels = torch.randint(self.config.classes, (self.settings.batch_size,), generator=drawn)
+        drawn = [
+            (
+                torch.randint(self.config.classes, (), generator=one),
+                torch.randn(channels, size, size, generator=one),
+            )
+            for one in generators(self.settings, first)
+        ]
+        labels, noise = (torch.stack(parts) for parts in zip(*drawn, strict=True))
         fixed = torch.Generator().manual_seed(self.settings.seed % 2**63)
         signs = torch.randint(2, (self.config.classes, channels, 4, 4), generator=fixed) * 2.0 - 1.0
-        noise = torch.randn(len(labels), channels, size, size, generator=drawn)
         return noise + interpolate(signs[labels], size=(size, size)), labels
 
 
@@ -190,20 +202,24 @@ class Regression:
         """Made up."""
         return made_up(self.settings)
 
-    def batch(self, step: int, rank: int, micro_batch: int) -> tuple[Tensor, ...]:
+    def batch(self, first: int) -> tuple[Tensor, ...]:
         """Normal features; the map is drawn from the seed alone."""
         import torch
 
-        drawn = generator(self.settings, step, rank, micro_batch)
-        features = torch.randn(self.settings.batch_size, self.config.features, generator=drawn)
+        drawn = [
+            (torch.randn(self.config.features, generator=one), torch.randn((), generator=one))
+            for one in generators(self.settings, first)
+        ]
+        features, noise = (torch.stack(parts) for parts in zip(*drawn, strict=True))
         fixed = torch.Generator().manual_seed(self.settings.seed % 2**63)
         weights = torch.randn(self.config.features, generator=fixed) / self.config.features**0.5
-        return features, features @ weights + 0.1 * torch.randn(len(features), generator=drawn)
+        # Not a product of matrices, whose bits may depend on how many samples there are.
+        return features, (features * weights).sum(1) + 0.1 * noise
 
 
 @dataclass(frozen=True, slots=True)
 class OwnBatches:
-    """Whatever the user's own workload makes."""
+    """Whatever the user's own workload makes of a micro-batch, whose samples may depend on each other."""
 
     settings: Settings
     own: Own
@@ -212,9 +228,9 @@ class OwnBatches:
         """Made up."""
         return made_up(self.settings)
 
-    def batch(self, step: int, rank: int, micro_batch: int) -> tuple[Tensor, ...]:
-        """From a generator for this micro-batch alone."""
-        drawn = generator(self.settings, step, rank, micro_batch)
+    def batch(self, first: int) -> tuple[Tensor, ...]:
+        """From the generator of its first sample."""
+        drawn = generator(self.settings, first)
         return tuple(self.own.batch(drawn, self.settings.batch_size))
 
 

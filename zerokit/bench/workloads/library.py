@@ -24,7 +24,7 @@ from zerokit.bench.workloads.configs import (
     ResNetConfig,
     TextConfig,
 )
-from zerokit.bench.workloads.initialise import DEFAULT_STD, init_module, name_modules, set_std
+from zerokit.bench.workloads.initialise import DEFAULT_STD, default_device, init_module, name_modules, set_std
 from zerokit.errors import UsageError
 
 # Of the auxiliary classifier's loss, as torchvision's own training script for this model weighs it.
@@ -76,7 +76,7 @@ class BatchNorm(nn.BatchNorm2d):
 
 def build_library(config: Config, *, seed: int) -> nn.Module:
     """The model of `config`, on the device that `torch.device` as a context asks for ("meta" too)."""
-    device = torch.get_default_device()
+    device = default_device()
     with torch.device("meta"):
         model = _make(config)
         _replace_norms(model)

@@ -35,7 +35,8 @@ class Own:
         build: makes the model, whose `forward(*batch)` returns the loss, a scalar; called on every rank with torch's
             random numbers seeded, so that all have the same weights.
         batch: makes a micro-batch of a number of samples on the CPU, with random numbers from the generator it is
-            given and from nowhere else: its seed is that of (seed, step, rank, micro-batch).
+            given and from nowhere else: its seed is that of the micro-batch's first sample, counted over all ranks
+            and steps of the job.
         unit: what throughput counts.
         units_per_sample: how many of these a sample has.
         init_fn: initialises one module of a model on meta in place, with the weights that `build` would give it.

@@ -1,7 +1,6 @@
 """Real text as tokens: every byte is a token, so nothing is downloaded and no tokenizer is needed.
 
-A batch depends on (seed, step, rank, micro-batch) alone: every engine, stage and re-run sees the same one,
-and every rank another.
+Sample i of a job depends on (seed, i) alone: every engine, stage, world size and re-run sees the same one.
 """
 
 from __future__ import annotations
@@ -115,38 +114,28 @@ def require_length(corpus: Corpus, length: int) -> None:
         )
 
 
-def draw_seed(*, seed: int, step: int, rank: int, micro_batch: int) -> int:
-    """The seed of everything that is drawn for one micro-batch, below 2^64."""
-    key = f"{seed}/{step}/{rank}/{micro_batch}".encode()
+def draw_seed(*, seed: int, sample: int) -> int:
+    """The seed of everything that is drawn for one sample of the job, below 2^64."""
+    key = f"{seed}/{sample}".encode()
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
 
 
-def draw_offsets(
-    size: int, *, seed: int, step: int, rank: int, micro_batch: int, batch_size: int, length: int
-) -> list[int]:
-    """Where the sequences of one micro-batch start in a text of `size` bytes."""
-    generator = random.Random(draw_seed(seed=seed, step=step, rank=rank, micro_batch=micro_batch))
-    return [generator.randrange(size - length) for _ in range(batch_size)]
+def draw_offsets(size: int, *, seed: int, first: int, batch_size: int, length: int) -> list[int]:
+    """Where the sequences of one micro-batch, whose first sample is number `first`, start in a text of `size` bytes."""
+    return [
+        random.Random(draw_seed(seed=seed, sample=sample)).randrange(size - length)
+        for sample in range(first, first + batch_size)
+    ]
 
 
-def batch(
-    corpus: Corpus, *, seed: int, step: int, rank: int, micro_batch: int, batch_size: int, length: int
-) -> tuple[Tensor, Tensor]:
-    """One rank's micro-batch of one step: tokens and next tokens, each int64 [batch_size, length] on the CPU.
+def batch(corpus: Corpus, *, seed: int, first: int, batch_size: int, length: int) -> tuple[Tensor, Tensor]:
+    """The micro-batch that begins with sample `first`: tokens and next tokens, int64 [batch_size, length] on the CPU.
 
     `corpus` must have passed `require_length(corpus, length)`.
     """
     import torch
 
-    offsets = draw_offsets(
-        len(corpus.content),
-        seed=seed,
-        step=step,
-        rank=rank,
-        micro_batch=micro_batch,
-        batch_size=batch_size,
-        length=length,
-    )
+    offsets = draw_offsets(len(corpus.content), seed=seed, first=first, batch_size=batch_size, length=length)
     joined = bytearray().join(corpus.content[offset : offset + length + 1] for offset in offsets)
     rows = torch.frombuffer(joined, dtype=torch.uint8).view(batch_size, length + 1).long()
     return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()

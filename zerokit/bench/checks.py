@@ -1,0 +1,42 @@
+"""What a record's types cannot say: counts below zero, lists that do not fit together. Figures are computed from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zerokit.bench.record import Record
+
+_ANYTHING = ("settings", "config")
+"""Fields that are checked by themselves, or may hold what a model calls its sizes."""
+
+
+def check_record(record: Record) -> None:
+    """Raises `ValueError`, naming the field, for what is of the right type and cannot be."""
+    _check_counts(record, "")
+    if len({(len(rank.warmup_ms), len(rank.step_ms)) for rank in record.ranks}) > 1:
+        raise ValueError("ranks: they measured different numbers of steps")
+    if any(rank.window_ms is not None and not rank.step_ms for rank in record.ranks):
+        raise ValueError("ranks: there is a window_ms and no step")
+    for place, samples in enumerate(record.system):
+        for name, series in samples.series.items():
+            if len(series) != len(samples.seconds):
+                raise ValueError(
+                    f"system[{place}].series.{name}: has {len(series)} values at {len(samples.seconds)} moments"
+                )
+
+
+def _check_counts(value: Any, path: str) -> None:
+    """What a bench counts is never less than none."""
+    if type(value) is int and value < 0:
+        raise ValueError(f"{path}: expected an integer of at least 0, found {value}")
+    if is_dataclass(value):
+        value = {one.name: getattr(value, one.name) for one in fields(value) if one.name not in _ANYTHING}
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            _check_counts(item, f"{path}.{name}" if path else str(name))
+    elif isinstance(value, list) and value and not isinstance(value[0], float):
+        for place, item in enumerate(value):
+            _check_counts(item, f"{path}[{place}]")

@@ -1,0 +1,224 @@
+"""What an elastic job has done so far, beside its checkpoints, where whoever goes on with it finds it.
+
+    RUN/elastic/job.json          the identity of the record to be, and where it goes
+    RUN/elastic/part-0000.jsonl   one file a part: its beginning, its steps, the losses up to each save, its end
+    RUN/elastic/part-0001.jsonl   after a restart: it begins where a checkpoint was, and repeats the steps since then
+    RUN/elastic-0f3a9c12/         a job that is finished; the next one in RUN begins anew
+
+A part is as long as its processes live: each restart begins one, at its own world size. Rank 0 of a part is the only
+one that writes steps into its file, so that a process which lives longer than it should disturbs no later part; whoever
+started the ranks adds how they ended. Losses are on the disk before the checkpoint that follows them is committed: from
+whichever checkpoint the job goes on, those of all steps before it are here. Standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from zerokit.errors import UsageError
+
+FINISHED = "finished"
+UNKNOWN = "its processes ended without a word: killed, or their machine is gone"
+_FOLDER = "elastic"
+_JOB = "job.json"
+_PART = re.compile(r"part-(\d{4,})\.jsonl")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What was trained between two restarts.
+
+    Attributes:
+        world: ranks.
+        nodes: on how many.
+        first_step: the first step that it trained, counted from 1 through the whole run as checkpoints are.
+        last_step: the last one that it is known to have trained; smaller than `first_step` if it came to none. The next
+            part repeats those after the checkpoint it began from.
+        first_sample: the number of its first sample, counted from 0 through the whole run.
+        samples_per_step: over all its ranks.
+        ended: why, in words; "finished" for the last.
+    """
+
+    world: int
+    nodes: int
+    first_step: int
+    last_step: int
+    first_sample: int
+    samples_per_step: int
+    ended: str
+
+
+@dataclass(slots=True)
+class Story:
+    """A job from its first step on: its parts, and of each step what it saw when it was trained last."""
+
+    parts: list[Part] = field(default_factory=list)
+    loss: list[float] = field(default_factory=list)
+    gradient_norm: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """`identity` is that of the job's record and MLflow run, `record` the file that the record goes to."""
+
+    identity: str
+    record: Path
+
+
+class PartWriter:
+    """Rank 0's pen for one part."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def trained(self, step: int) -> None:
+        """The run has come to this step."""
+        self._write({"trained": step})
+
+    def seen(self, first_step: int, loss: list[float], gradient_norm: list[float]) -> None:
+        """What the steps from `first_step` on have shown; it is on the disk when this returns."""
+        self._write({"first": first_step, "loss": loss, "gradient_norm": gradient_norm}, sync=True)
+
+    def _write(self, line: dict[str, Any], *, sync: bool = False) -> None:
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+            if sync:
+                os.fsync(file.fileno())
+
+
+class Journal:
+    """The journal of the unfinished job in a run's directory."""
+
+    def __init__(self, run: Path) -> None:
+        self._folder = run / _FOLDER
+
+    def open_job(self, record: Path | None, default: Callable[[], Path]) -> Job:
+        """The unfinished job of the run, or a new one.
+
+        Args:
+            record: where the user wants the record; a job's own place counts only without it.
+            default: names where it goes if nobody has said so yet.
+
+        Raises `UsageError` where the directory cannot be written to.
+        """
+        path = self._folder / _JOB
+        try:
+            told = json.loads(path.read_text(encoding="utf-8"))
+            job = Job(told["id"], record or Path(told["record"]))
+        except FileNotFoundError:
+            job = Job(uuid.uuid4().hex, record or default())
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UsageError(
+                f"{path} cannot be read ({error}): move {self._folder} away to begin a new job"
+            ) from error
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            temporary = path.with_suffix(f".{os.getpid()}")
+            temporary.write_text(json.dumps({"id": job.identity, "record": str(job.record.absolute())}))
+            temporary.replace(path)
+        except OSError as error:
+            raise UsageError(f"--save: {self._folder} cannot be written: {error.strerror}") from error
+        return job
+
+    def count(self) -> int:
+        """How many parts have begun."""
+        return len(self._files())
+
+    def begin_part(
+        self, *, world: int, nodes: int, step: int, samples: int, samples_per_step: int
+    ) -> PartWriter:
+        """Begin a part after `step` steps and `samples` samples of the run."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        header = {
+            "world": world,
+            "nodes": nodes,
+            "step": step,
+            "samples": samples,
+            "samples_per_step": samples_per_step,
+        }
+        number = self.count()
+        while True:
+            path = self._folder / f"part-{number:04d}.jsonl"
+            try:
+                with path.open("x", encoding="utf-8") as file:
+                    file.write(json.dumps(header) + "\n")
+                return PartWriter(path)
+            except FileExistsError:
+                number += 1
+
+    def end_part(self, number: int, why: str) -> None:
+        """Say why the part `number`, counted from 0, ended; nothing if it never began, or if that is known."""
+        files = self._files()
+        if number < len(files) and not any("ended" in line for line in _lines(files[number])):
+            with files[number].open("a", encoding="utf-8") as file:
+                # Its writer may have been killed within a line.
+                file.write("\n" + json.dumps({"ended": why}) + "\n")
+
+    def story(self) -> Story:
+        """The job up to now; its newest part counts as finished where nobody says otherwise."""
+        story, first = Story(), 0
+        files = self._files()
+        for number, file in enumerate(files):
+            lines = list(_lines(file))
+            if not lines or "world" not in lines[0]:
+                continue  # killed before its first line was whole
+            begun, rest = lines[0], lines[1:]
+            step = begun["step"]
+            if not story.parts or step < first or step > first + len(story.loss):
+                # Other benches have trained between, or somebody has taken checkpoints away: another story.
+                story, first = Story(), step
+            del story.loss[step - first :], story.gradient_norm[step - first :]
+            last = step
+            for line in rest:
+                last = max(last, line.get("trained", 0))
+                if line.get("first") == first + len(story.loss) + 1:
+                    story.loss += line["loss"]
+                    story.gradient_norm += line["gradient_norm"]
+                    last = max(last, first + len(story.loss))
+            why = next((line["ended"] for line in rest if "ended" in line), None)
+            story.parts.append(
+                Part(
+                    world=begun["world"],
+                    nodes=begun["nodes"],
+                    first_step=step + 1,
+                    last_step=last,
+                    first_sample=begun["samples"],
+                    samples_per_step=begun["samples_per_step"],
+                    ended=why or (FINISHED if number == len(files) - 1 else UNKNOWN),
+                )
+            )
+        return story
+
+    def finish(self) -> None:
+        """The job is done and its record written: the next one begins anew."""
+        try:
+            identity = json.loads((self._folder / _JOB).read_text(encoding="utf-8"))["id"]
+        except FileNotFoundError:
+            identity = uuid.uuid4().hex  # nobody has opened it: a bench that is not the command's
+        if self._folder.exists():
+            self._folder.rename(self._folder.with_name(f"{_FOLDER}-{identity[:8]}"))
+
+    def _files(self) -> list[Path]:
+        found = [
+            (int(name[1]), path) for path in self._folder.glob("*") if (name := _PART.fullmatch(path.name))
+        ]
+        return [path for _, path in sorted(found)]
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The whole lines of a part's file."""
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            content = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(content, dict):
+            yield content
