@@ -77,7 +77,8 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str], seco
     deadline = time.monotonic() + seconds
     while not condition():
         if process.poll() is not None:
-            raise AssertionError(f"ended with {process.returncode}: {process.communicate()[1]}")
+            said, errors = process.communicate()
+            raise AssertionError(f"ended with {process.returncode}: {errors or said}")
         if time.monotonic() > deadline:
             process.send_signal(signal.SIGTERM)
             raise AssertionError(f"waited in vain: {process.communicate()[1]}")

@@ -13,7 +13,8 @@ import pytest
 from tests.cli.commands import environment
 from tests.support.checkpoints import example_content, example_layout, write_checkpoint
 from zerokit.cli.bar import byte_bar
-from zerokit.cli.text import decimal_size, printable
+from zerokit.cli.text import decimal_size
+from zerokit.text import printable
 
 
 def test_a_bar_is_drawn_on_a_terminal_and_stdout_stays_data(tmp_path: Path) -> None:

@@ -236,11 +236,15 @@ def test_a_bench_resumes_with_the_same_bits_and_at_another_world_size_and_stage(
     half = run("half", "2", *save, "--save-every", "1", "--resume")
     assert said[-1].count("\n") == 1
     assert said[-1].startswith("zerokit: --resume: run holds no checkpoint yet: the bench began at step 0")
-    rest = run("rest", "2", *save, "--resume")
+    (tmp_path / "run" / "latest").write_text("damaged")
+    rest = run("rest", "2", *save, "--resume", "--save-every", "1", "--background")
     assert half.loss + rest.loss == whole.loss
     assert [entry.step for entry in half.checkpoints.saves] == [1, 2]
     assert rest.checkpoints.resumed_from == 2
-    assert said[-1] == ""
+    assert [entry.step for entry in rest.checkpoints.saves] == [3, 4]
+    assert [f"zerokit: {note}" for note in rest.checkpoints.notes] == said[-1].splitlines()
+    assert said[-1].startswith("zerokit: run/latest: damaged: expected ")
+    assert "zerokit: step-00000002 is taken as the newest of run" in said[-1]
     # A run that was cut for other ranks is a run like any other.
     cut = zerokit(tmp_path, "reshard", "run", "--to", "3", "-o", "cut")
     assert cut.returncode == 0, cut.stderr

@@ -123,6 +123,10 @@ def test_ranks_that_were_started_are_joined_unless_told_otherwise() -> None:
     alone = TORCHRUN | {"WORLD_SIZE": "1"}
     assert choose_launcher(OPTIONS, alone).name == "local"
     assert choose_launcher(OPTIONS | {"launcher": "env"}, alone).name == "env"
+    # But the last rank that is left of an elastic job, or its first one, is torchrun's.
+    elastic = alone | {"TORCHELASTIC_RUN_ID": "none"}
+    assert choose_launcher(OPTIONS, elastic, elastic=True).name == "env"
+    assert choose_launcher(OPTIONS, elastic).name == "local"
 
 
 def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:

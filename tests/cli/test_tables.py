@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console, Group, RenderableType
 
 from tests.bench.records import make_cell, make_failure, make_sweep
+from zerokit.bench.journal import Part
 from zerokit.bench.record import Record, summarise
 from zerokit.bench.sweeps.sweep import Cell, Sweep
 from zerokit.cli.bench_tables import result_tables
@@ -118,6 +119,20 @@ def test_a_bf16_wire_is_told() -> None:
     assert "fp32, bf16 wire, 2 ranks" in drawn(result_tables(make_cell(wire="bf16"), 160), 160)
     assert "fp32, bf16 wire, 2 ranks" in table([make_cell(stage=stage, wire="bf16") for stage in (1, 2)], 160)
     assert "wire" not in drawn(result_tables(make_cell(), 160), 160)
+
+
+def test_a_job_that_was_restarted_tells_its_parts() -> None:
+    parts = [Part(4, 2, 1, 23, 0, 16, "rank 1 was killed\nlogs: x"), Part(2, 1, 21, 41, 320, 8, "finished")]
+    record = replace(make_cell(), parts=parts)
+    shown = drawn(result_tables(record, 160), 160)
+    assert "1×  all figures but the losses are of the last part" in shown
+    assert "steps 1–23  4 ranks; rank 1 was killed\n" in re.sub(" +\n", "\n", shown)
+    assert "steps 21–41  2 ranks; finished" in shown
+    for rank in record.ranks:
+        rank.step_ms.clear()
+    without = drawn(result_tables(replace(record, results=None), 160), 160)
+    assert "a restart found all steps trained" in without
+    assert "steps 21–41  2 ranks; finished" in without
 
 
 def test_on_cuda_clocks_and_memory_are_beside_each_other_and_a_shared_device_counts_once() -> None:

@@ -1,20 +1,23 @@
 """The command line: one thin module a command, imported when that command is called.
 
 Exit codes: 0 ok, 1 failure, 2 usage, 3 regression, 4 nothing could run, 5 doctor found a fault; a
-command that a signal ended leaves with 128 + its number, as shells do.
+command that a signal ended leaves with 128 + its number, as shells do. diff: 1 different, 2 cannot be read.
 """
 
 from __future__ import annotations
 
 import sys
+import warnings
 from importlib import import_module
+from typing import TextIO
 
 import click
 
 from zerokit import __version__
-from zerokit.errors import ZerokitError
+from zerokit.errors import ZerokitError, ZerokitWarning
 from zerokit.launch.init import leave_process_one
 from zerokit.launch.interrupts import Interrupted
+from zerokit.text import printable, printable_lines
 
 # Name, and the line that `zerokit --help` shows without importing the command.
 COMMANDS = {
@@ -26,6 +29,7 @@ COMMANDS = {
     "inspect": "Show what a checkpoint holds: parameters, streams, files.",
     "verify": "Read every byte of a checkpoint, and say what is damaged.",
     "doctor": "Find what would make training fail, hang or crawl: software, network, disks, tracking.",
+    "prune": "Remove a run's older steps, and what killed writers have left.",
     "diff": "Compare two checkpoints of any world sizes, without reading their data.",
 }
 
@@ -62,13 +66,36 @@ def cli() -> None:
     """ZeRO training for PyTorch: benches beside its peers, and checkpoints for any number of ranks."""
 
 
+_show_others = warnings.showwarning
+
+
+def _show(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """zerokit's own warnings in plain words, as its errors are; others with the line that they come from."""
+    if not issubclass(category, ZerokitWarning):
+        _show_others(message, category, filename, lineno, file, line)
+        return
+    from zerokit.cli.text import note
+
+    note([str(message)])
+
+
 def main() -> None:
     """The program `zerokit`: errors raised on purpose are told in plain words, without a traceback."""
     leave_process_one()
+    warnings.simplefilter("always", ZerokitWarning)
+    warnings.showwarning = _show
     try:
         cli(prog_name="zerokit")
     except ZerokitError as error:
-        click.echo(f"zerokit: {error}", err=True)
+        text = printable_lines(str(error)) if error.several_lines else printable(str(error))
+        click.echo(f"zerokit: {text}", err=True)
         sys.exit(1)
     except Interrupted as error:
         click.echo(f"zerokit: {error}", err=True)

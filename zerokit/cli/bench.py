@@ -26,10 +26,12 @@ from zerokit.cli.launchers import (
     take_options,
 )
 from zerokit.errors import UsageError
+from zerokit.text import printable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from zerokit.bench.journal import Job
     from zerokit.bench.record import Record
     from zerokit.bench.session import Host
     from zerokit.bench.sweeps.sweep import Sweep
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
     from zerokit.launch.joined import Leader
 
 # Of one bench alone: cells that write the same checkpoints would continue each other's.
-_CHECKPOINTS = ("save", "save_every", "resume")
+_CHECKPOINTS = ("save", "save_every", "background", "resume", "elastic")
 
 _EPILOG = """\b
 Several values after commas make a sweep of all combinations:
@@ -67,6 +69,7 @@ def command(
     no_mlflow: bool,
     clip: float,
     repeats: int,
+    max_restarts: int,
     **options: Any,
 ) -> None:
     """Train models for some steps, measure them, write records and MLflow runs.
@@ -79,7 +82,12 @@ def command(
     if continued is not None:
         _require_alone(context)
     try:
-        chosen = choose_launcher(take_options(options), os.environ)
+        elastic = bool(options["elastic"])
+        chosen = choose_launcher(take_options(options), os.environ, elastic=elastic)
+        if not (elastic and chosen.name == "local") and _from_command_line(context, "max_restarts"):
+            raise UsageError(
+                "--max-restarts is for --elastic with ranks that are started here; torchrun has its own"
+            )
         dimensions = {name: _listed(options.pop(name)) for name in DIMENSIONS}
         for name in ("nodes", "nproc_per_node"):
             if not dimensions[name] and (number := getattr(chosen, name)) is not None:
@@ -93,16 +101,18 @@ def command(
             for cell in cells:
                 chosen.member.require_world(cell.nodes, cell.nproc_per_node)
         if len(cells) > 1 and any(options[name] for name in _CHECKPOINTS):
-            raise UsageError("checkpoints belong to one bench: give --save and --resume without a sweep")
+            raise UsageError(
+                "checkpoints belong to one bench: give --save, --resume and --elastic without a sweep"
+            )
         if len(cells) > 1 and output is not None and output.suffix == ".json":
             raise UsageError(f"a sweep writes a folder: --output {output} names a file")
     except UsageError as error:
-        raise click.UsageError(str(error)) from error
+        raise click.UsageError(printable(str(error))) from error
     given = _given(context, "tracking_uri", "experiment", "no_mlflow")
 
     def run(leader: Leader | None) -> int:
         tracking = None if no_mlflow else Tracking(resolve_uri(tracking_uri), experiment)
-        start = Start(chosen, leader)
+        start = Start(chosen, leader, max_restarts)
         if continued is None and len(cells) == 1:
             return _single(cells[0], output, tracking, start, as_json=as_json, given=given)
         asked = None
@@ -192,7 +202,10 @@ def _single(
     host = start.host(Interrupts(), display)
     refused = refusal(settings, host)
     require_data(settings, host)
-    path = record_path(output, settings, datetime.now())
+    job = None
+    if settings.elastic:
+        job = _open_job(settings, output)
+    path = job.record if job is not None else record_path(output, settings, datetime.now())
     if refused is not None:
         display.warn(refused[1])  # the answer, before MLflow takes its seconds
     push = f"zerokit push {shlex.quote(str(path))}{given}"
@@ -213,18 +226,40 @@ def _single(
             lambda identity: complete(
                 run_cell(settings, path, host, identity=identity), settings, path, twins
             ),
+            None if job is None else job.identity,
         )
     if record.status != "ok" and refused is None:
         memory = record.status == "out of memory"
         display.warn(f"{record.status}: {record.reason}" if memory else record.reason or record.status)
     if record.status == "ok" and settings.resume and record.checkpoints.resumed_from is None:
         display.warn(f"--resume: {settings.save} holds no checkpoint yet: the bench began at step 0")
+    for note in record.checkpoints.notes:
+        display.warn(printable(note))
     if as_json:
         click.echo(record.to_json(), nl=False)
     elif record.status == "ok":
         display.results(record)
     display.places({"record": str(path)}, live, push, to_stderr=as_json or record.status != "ok")
     return exit_code([record])
+
+
+def _open_job(settings: Settings, output: Path | None) -> Job:
+    """The job that goes on in the run's directory, or a new one; its record can be written."""
+    from zerokit.bench.journal import Journal
+    from zerokit.bench.session import record_path, require_writable
+
+    assert settings.save is not None
+    run = Path(settings.save)
+    try:
+        from zerokit.checkpoint.run import check_run
+
+        check_run(run, overwrite=True)
+    except ModuleNotFoundError:
+        pass  # zlib-ng is missing: the ranks say so
+    asked = output if output is not None and output.suffix == ".json" else None
+    job = Journal(run).open_job(asked, lambda: record_path(output, settings, datetime.now()))
+    require_writable(job.record.parent)
+    return job
 
 
 def _sweep(
@@ -261,7 +296,7 @@ def _sweep(
     try:
         sweep = prepare(folder, sweep)
     except UsageError as error:
-        raise click.UsageError(str(error)) from error
+        raise click.UsageError(printable(str(error))) from error
     display = Display(cells=len(sweep.cells))
     where = shlex.quote(str(folder.path))
     push = f"zerokit push {where}{given}"
@@ -327,6 +362,7 @@ class Start:
 
     chosen: Chosen
     leader: Leader | None
+    max_restarts: int = 0
 
     def host(self, interrupts: Interrupts, display: Display) -> Host:
         """Where cells run."""
@@ -337,6 +373,7 @@ class Start:
             interrupted=interrupts.check,
             interruptions=_interruptions(),
             watch=display,
+            max_restarts=self.max_restarts if self.chosen.name == "local" else 0,
         )
         # What other machines have is not known here.
         return host if self.chosen.here else replace(host, fits=lambda settings: None)

@@ -166,7 +166,27 @@ _OPTIONS = (
     ),
     click.option("--save-every", type=_COUNT, metavar="K", help="Also save after every K-th step."),
     click.option(
+        "--background",
+        is_flag=True,
+        help="Write those beside the steps that follow, which are timed with it.",
+    ),
+    click.option(
         "--resume", is_flag=True, help="Go on from the newest checkpoint in --save, where there is one."
+    ),
+    click.option(
+        "--elastic",
+        is_flag=True,
+        help="Go on from --save with the ranks that remain when others are killed, and with more when nodes come: by "
+        "itself here, elsewhere as torchrun restarts the ranks. --steps is the step at which the run ends, and "
+        "--save-every a tenth of it by default. One record tells of all parts. No twin.",
+    ),
+    click.option(
+        "--max-restarts",
+        type=click.IntRange(min=0),
+        metavar="N",
+        default=3,
+        show_default=True,
+        help="For --elastic with ranks that are started here: how often.",
     ),
     click.option(
         "--output",

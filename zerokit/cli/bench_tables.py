@@ -14,6 +14,7 @@ from zerokit.bench.record import Rank, Record
 from zerokit.cli.columns import Column, annotate, fitting, make_table
 from zerokit.cli.numbers import count, loss, mib, ms, rate
 from zerokit.cli.text import counted
+from zerokit.text import printable
 
 # More ranks than this are shown as those with the least and the most memory only.
 RANKS_SHOWN = 16
@@ -27,7 +28,12 @@ def result_tables(record: Record, width: int) -> list[RenderableType]:
         record: the bench.
         width: of the terminal, in characters.
     """
-    rows = [((Text(name, "bold"), Text(value)), Text(note, "dim")) for name, value, note in _rows(record)]
+    rows = [
+        ((Text(printable(name), "bold"), Text(printable(value))), Text(printable(note), "dim"))
+        for name, value, note in _rows(record)
+    ]
+    if record.results is None:
+        return [headline(record), annotate(rows, width, right=1)]
     note = "state: parameters, gradients, optimizer, buckets; part of the peak"
     has_state = any(rank.memory_bytes for rank in record.ranks)
     return [
@@ -44,7 +50,7 @@ def headline(record: Record) -> Text:
     settings = record.settings
     parameters = f" ({count(record.model.parameters)} parameters)" if record.model else ""
     wire = "" if settings.wire == "own" else f", {settings.wire} wire"
-    backend = f", {record.environment.backend}" if record.environment else ""
+    backend = f", {printable(record.environment.backend)}" if record.environment else ""
     return Text.assemble(
         (settings.model, "bold"),
         f"{parameters}, {settings.engine} stage {settings.stage}, {settings.precision}{wire}, "
@@ -55,6 +61,9 @@ def headline(record: Record) -> Text:
 def _rows(record: Record) -> Iterator[Row]:
     settings, results, model = record.settings, record.results, record.model
     if results is None or model is None:
+        yield "figures", "none", "a restart found all steps trained, and had none to measure"
+        yield from _part_rows(record)
+        yield from _checkpoint_rows(record)
         return
     step = results.step
     yield (
@@ -62,6 +71,7 @@ def _rows(record: Record) -> Iterator[Row]:
         f"{loss(results.loss_first)} → {loss(results.loss_last)}",
         f"first and last of {len(record.loss)} steps, {settings.warmup} of them warm-up",
     )
+    yield from _part_rows(record)
     yield (
         "step p50",
         ms(step.p50),
@@ -131,6 +141,18 @@ def _device_rows(record: Record) -> Iterator[Row]:
 def _error(record: Record, name: str) -> str:
     measured = measure(METRICS[name], [record])
     return "unknown" if measured is None or measured.error is None else ms(measured.error)
+
+
+def _part_rows(record: Record) -> Iterator[Row]:
+    """Of an elastic bench that was restarted: what each part trained and why it ended."""
+    if not record.restarts:
+        return
+    yield "restarted", f"{record.restarts}×", "all figures but the losses are of the last part"
+    for part in record.parts:
+        steps = (
+            f"steps {part.first_step}–{part.last_step}" if part.last_step >= part.first_step else "no step"
+        )
+        yield "", steps, f"{counted(part.world, 'rank')}; {part.ended.partition(chr(10))[0]}"
 
 
 def _checkpoint_rows(record: Record) -> Iterator[Row]:

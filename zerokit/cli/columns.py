@@ -10,6 +10,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from zerokit.text import printable_lines
+
 # Between two columns.
 _GAP = 2
 # Text beside other columns wants at least so many characters.
@@ -56,7 +58,9 @@ def make_table(columns: Sequence[Column], dim: Sequence[bool] = ()) -> Table:
     for column in columns:
         table.add_column(column.heading, justify="left" if column.left else "right", no_wrap=True)
     for place, row in enumerate(zip(*(column.values for column in columns), strict=True)):
-        table.add_row(*row, style="dim" if dim and dim[place] else None)
+        table.add_row(
+            *(Text(printable_lines(text)) for text in row), style="dim" if dim and dim[place] else None
+        )
     return table
 
 

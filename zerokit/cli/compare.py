@@ -10,6 +10,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from zerokit.errors import UsageError, ZerokitError
+from zerokit.text import printable
 
 if TYPE_CHECKING:
     from zerokit.bench.comparison.runs import Run
@@ -84,14 +85,13 @@ def command(
     from zerokit.bench.comparison.cells import baselines, make_cells, side_by_side
     from zerokit.bench.comparison.differences import Rule, known_metric, regressions
     from zerokit.cli.compare_tables import as_json_text, show
-    from zerokit.cli.text import printable
 
     try:
         parsed = [Rule.parse(rule) for rule in rules]
         shown = [known_metric(name) for name in metrics]
         runs = _runs(names, experiments, baseline, tracking_uri)
     except UsageError as error:
-        raise click.UsageError(str(error)) from error
+        raise click.UsageError(printable(str(error))) from error
     cells = make_cells(runs)
     partners = baselines(cells, runs)
     cells = side_by_side(cells, partners)
@@ -131,7 +131,8 @@ def _runs(
         if fresh:
             kept.append(Run(run.name, fresh))
         else:
-            click.echo(f"zerokit: {run.name} is left out: each of its records is in an earlier RUN", err=True)
+            name = printable(run.name)
+            click.echo(f"zerokit: {name} is left out: each of its records is in an earlier RUN", err=True)
     return kept
 
 

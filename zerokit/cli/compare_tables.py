@@ -17,7 +17,7 @@ from zerokit.bench.comparison.differences import Difference, Regression, differe
 from zerokit.bench.comparison.figures import Scale, percent, scale_of
 from zerokit.bench.metrics import METRICS, UNITS
 from zerokit.bench.schema import to_plain
-from zerokit.cli.text import printable
+from zerokit.text import printable
 
 # Up to this many cells have a column each; more have a row each.
 _COLUMNS = 4
@@ -50,7 +50,7 @@ def show(cells: Sequence[Cell], partners: Mapping[int, Cell | None], metrics: Se
                 Text(f"{printable(cell.label)}: {cell.status}: {_line(cell.first.reason)}"), soft_wrap=True
             )
     for name in missing:
-        console.print(Text(f"{name}: no cell has it", style="dim"))
+        console.print(Text(f"{printable(name)}: no cell has it", style="dim"))
     _show_conditions(console, cells)
     if any(partner is not None for partner in partners.values()):
         against = list(dict.fromkeys(partner.label for partner in partners.values() if partner is not None))
@@ -76,7 +76,7 @@ def as_json_text(
             for one in broken
         ],
     }
-    return json.dumps(to_plain(content), indent=2, allow_nan=False, ensure_ascii=False)
+    return json.dumps(to_plain(content), indent=2, allow_nan=False)
 
 
 def _plain(cell: Cell, partner: Cell | None) -> dict[str, object]:
@@ -218,7 +218,7 @@ def _show_conditions(console: Console, cells: Sequence[Cell]) -> None:
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
     for name, values in differing:
-        table.add_row(Text(name), Text(_line(" · ".join(dict.fromkeys(values)))))
+        table.add_row(Text(printable(name)), Text(_line(" · ".join(dict.fromkeys(values)))))
     console.print(Text("what differs", style="bold dim"))
     console.print(table)
     console.print()

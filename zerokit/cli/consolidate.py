@@ -37,6 +37,9 @@ import click
 )
 @click.option("--jobs", type=click.IntRange(min=1), help="Threads that copy.  [default: up to 4]")
 @click.option("--force", is_flag=True, help="Replace an existing output.")
+@click.option(
+    "--resume", is_flag=True, help="Take over what an interrupted one to the same output has finished."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the result on stdout as JSON.")
 def command(
     checkpoint: Path,
@@ -47,6 +50,7 @@ def command(
     like: Path | None,
     jobs: int | None,
     force: bool,
+    resume: bool,
     as_json: bool,
 ) -> None:
     """Write the weights of CKPT, a step or a run's newest, for Hugging Face's loaders.
@@ -71,6 +75,7 @@ def command(
             max_shard_size=limit,
             like=like,
             force=force,
+            resume=resume,
             jobs=jobs,
             progress=progress,
         )

@@ -16,7 +16,7 @@ _SHOWN = 20
 
 
 @click.command(
-    epilog="Exit code 0: the same state, whatever the world sizes. 1: different, or no checkpoint."
+    epilog="Exit code 0: the same state, whatever the world sizes. 1: different. 2: one side cannot be read."
 )
 @click.argument("a", type=click.Path(path_type=Path))
 @click.argument("b", type=click.Path(path_type=Path))
@@ -30,18 +30,29 @@ def command(context: click.Context, a: Path, b: Path, as_json: bool) -> None:
     Streams are compared by the checksums in the manifests, across world sizes, without reading them.
     """
     from zerokit.checkpoint.diff import diff
+    from zerokit.cli.text import note
+    from zerokit.errors import CheckpointError
+    from zerokit.text import printable
 
-    found = diff(a, b)
+    try:
+        found = diff(a, b)
+    except CheckpointError as error:
+        click.echo(f"zerokit: {printable(str(error))}", err=True)
+        context.exit(2)
+    note(found.notes)
     if as_json:
         click.echo(json.dumps(found.plain(), indent=2))
     else:
         _print(found)
+    if found.unread:
+        context.exit(2)
     if not found.same:
         context.exit(1)
 
 
 def _print(found: Comparison) -> None:
-    from zerokit.cli.text import counted, printable
+    from zerokit.cli.text import counted
+    from zerokit.text import printable
 
     by_stream: dict[str, list[Difference]] = {}
     for difference in found.differences:
@@ -51,7 +62,9 @@ def _print(found: Comparison) -> None:
             sides = " → ".join(_short(side) for side in (one.a, one.b) if side is not None)
             click.echo(printable(f"{one.change:7}  {stream}/{one.name}  {sides}"))
         if len(differences) > _SHOWN:
-            click.echo(f"         and {len(differences) - _SHOWN} more of {stream} (--json lists all)")
+            click.echo(
+                f"         and {len(differences) - _SHOWN} more of {printable(stream)} (--json lists all)"
+            )
     for line in found.layout:
         click.echo(f"layout   {line} (no difference of the state)")
     differ = counted(len(found.differences), "difference") if found.differences else "no difference"

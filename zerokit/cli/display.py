@@ -20,6 +20,7 @@ from zerokit.bench.tracking.mirror import Live
 from zerokit.cli.bench_tables import result_tables
 from zerokit.cli.numbers import mib, ms, rate
 from zerokit.cli.sweep_table import sweep_table
+from zerokit.text import printable, printable_lines
 
 # Narrower than this, bars are short and notes are left out.
 _NARROW = 70
@@ -101,7 +102,7 @@ class Display:
                 f"{ms(results.step.p50)}  {rate(results.throughput)} {record.model.unit}/s  {mib(peak)}"
             )
         else:
-            reason = (record.reason or "").partition("\n")[0]
+            reason = printable((record.reason or "").partition("\n")[0])
             line.append(
                 record.status, style="yellow" if record.status in ("out of memory", "unsupported") else "red"
             )
@@ -112,7 +113,7 @@ class Display:
 
     def warn(self, text: str) -> None:
         """A line on stderr, above the bars."""
-        self._errors.print(Text(f"zerokit: {text}"), soft_wrap=True)
+        self._errors.print(Text(f"zerokit: {printable_lines(text)}"), soft_wrap=True)
 
     def results(self, record: Record) -> None:
         """The tables of one bench."""

@@ -19,6 +19,7 @@ from zerokit.cli.launchers import (
     take_options,
 )
 from zerokit.errors import UsageError
+from zerokit.text import printable
 
 if TYPE_CHECKING:
     from zerokit.doctor.examine import Plan, Report
@@ -96,7 +97,7 @@ def command(
     try:
         chosen = choose_launcher(take_options(options), {} if quick else os.environ)
     except UsageError as error:
-        raise click.UsageError(str(error)) from error
+        raise click.UsageError(printable(str(error))) from error
     if chosen.submits:
         raise click.UsageError(
             "the doctor looks at nodes that are there: start it inside an allocation (salloc, sbatch) or a pod"
@@ -117,7 +118,7 @@ def command(
         if chosen.member is not None:
             chosen.member.require_world(plan.nodes, plan.nproc_per_node)
     except UsageError as error:
-        raise click.UsageError(str(error)) from error
+        raise click.UsageError(printable(str(error))) from error
 
     def run(leader: Leader | None) -> int:
         report = _examined(plan, chosen, leader, quick)

@@ -10,9 +10,10 @@ from rich.table import Table
 from rich.text import Text
 
 from zerokit.cli.columns import annotate
-from zerokit.cli.text import counted, printable
+from zerokit.cli.text import counted
 from zerokit.doctor.examine import Report
 from zerokit.doctor.findings import Finding, Severity
+from zerokit.text import printable
 
 _STYLES = {
     Severity.OK: "green",

@@ -15,10 +15,13 @@ if TYPE_CHECKING:
     from rich.text import Text
     from rich.tree import Tree
 
-    from zerokit.checkpoint.inspect import ParameterSummary, Summary
+    from zerokit.checkpoint.inspect import ParameterSummary, RunSummary, Summary
 
 _DEPTH = 16
 """Levels of modules shown as a tree; what a hostile name has beyond them stays in one line."""
+
+_MOST = 2000
+"""Lines of a list that are shown: a small file can name more than anybody reads, and drawing a line is slow."""
 
 
 @dataclass
@@ -42,11 +45,14 @@ class _Node:
 def command(checkpoint: Path, as_json: bool) -> None:
     """Show what CKPT, a step or a run, holds: step, world size, parameters, streams, files.
 
+    Of a run the newest step is shown so, beside a list of all steps and of what writers have begun and not finished.
     Layers that are alike are shown once. Nothing is proven: that is what verify does.
     """
     from zerokit.checkpoint.inspect import inspect
+    from zerokit.cli.text import note
 
     summary = inspect(checkpoint)
+    note(summary.notes)
     if as_json:
         click.echo(json.dumps(summary.plain(), indent=2))
     else:
@@ -58,7 +64,8 @@ def _print(summary: Summary) -> None:
     from rich.text import Text
     from rich.tree import Tree
 
-    from zerokit.cli.text import counted, decimal_size, printable
+    from zerokit.cli.text import counted, decimal_size
+    from zerokit.text import printable
 
     def text(label: str, detail: str = "") -> Text:
         return Text.assemble((printable(label), "bold"), (f"  {printable(detail)}" if detail else "", "dim"))
@@ -70,6 +77,8 @@ def _print(summary: Summary) -> None:
             f"step {summary.step}, {counted(summary.world, 'rank')}{weights}, {decimal_size(summary.bytes)}",
         )
     )
+    if summary.run is not None:
+        _add_run(root, summary.run, text)
     streams = root.add(text("streams", f"of {counted(summary.units, 'unit')}"))
     for stream in summary.streams:
         amount = f"{counted(stream.parameters, 'parameter')}, {counted(stream.numel, 'element')}"
@@ -77,18 +86,38 @@ def _print(summary: Summary) -> None:
     parameters = root.add(
         text("parameters", f"{summary.trainable_numel:,} trainable elements, {summary.frozen_numel:,} frozen")
     )
-    _grow(parameters, _modules(summary.parameters), text)
+    _grow(parameters, _modules(summary.parameters), text, _MOST)
     if summary.common:
         common = root.add(text("stored whole", "common.safetensors"))
-        for tensor in summary.common:
+        for tensor in summary.common[:_MOST]:
             common.add(text(tensor.name, f"{tensor.dtype} {list(tensor.shape)}"))
+        _rest(common, len(summary.common), text)
     files = root.add(text("files"))
-    for file in summary.files:
+    for file in summary.files[:_MOST]:
         files.add(text(file.name, decimal_size(file.bytes)))
+    _rest(files, len(summary.files), text)
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 1000  # no line of a pipe is folded
     console.print(root)
+
+
+def _add_run(tree: Tree, run: RunSummary, text: Callable[[str, str], Text]) -> None:
+    from zerokit.cli.text import decimal_size
+
+    steps = tree.add(text("steps", f"of {run.path}"))
+    for step in run.steps:
+        said = (
+            decimal_size(step.bytes),
+            "weights only" if step.weights_only else "",
+            "superseded: load passes over it" if step.superseded else "",
+            f"damaged: {step.damaged}" if step.damaged else "",
+        )
+        steps.add(text(step.name, ", ".join(filter(None, said))))
+    if run.leftovers:
+        begun = tree.add(text("not finished", "zerokit prune removes those whose writer is gone"))
+        for left in run.leftovers:
+            begun.add(text(left.path.name, f"{decimal_size(left.size)}, {left.told()}"))
 
 
 def _modules(parameters: Iterable[ParameterSummary]) -> _Node:
@@ -101,9 +130,20 @@ def _modules(parameters: Iterable[ParameterSummary]) -> _Node:
     return root
 
 
-def _grow(tree: Tree, node: _Node, text: Callable[[str, str], Text]) -> None:
+def _rest(tree: Tree, number: int, text: Callable[[str, str], Text]) -> None:
+    if number > _MOST:
+        tree.add(text("…", f"and {number - _MOST:,} more (--json lists all)"))
+
+
+def _grow(tree: Tree, node: _Node, text: Callable[[str, str], Text], room: int) -> int:
+    """Add lines for what the node holds, at most `room`; returns how many more may follow."""
     for label, child in _alike(node):
-        _grow(tree.add(text(label, _details(child.parameter) if child.parameter else "")), child, text)
+        if not room:
+            tree.add(text("…", "and more (--json lists all)"))
+            break
+        line = tree.add(text(label, _details(child.parameter) if child.parameter else ""))
+        room = _grow(line, child, text, room - 1)
+    return room
 
 
 def _alike(node: _Node) -> Iterator[tuple[str, _Node]]:

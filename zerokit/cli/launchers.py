@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from zerokit.errors import UsageError
+from zerokit.text import printable
 
 if TYPE_CHECKING:
     from zerokit.bench.session import Launch
@@ -287,8 +288,13 @@ def read_variables(given: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def choose_launcher(options: Mapping[str, Any], environment: Mapping[str, str]) -> Chosen:
-    """What the options and the environment say; raises `UsageError` where they do not fit together."""
+def choose_launcher(
+    options: Mapping[str, Any], environment: Mapping[str, str], *, elastic: bool = False
+) -> Chosen:
+    """What the options and the environment say; raises `UsageError` where they do not fit together.
+
+    An `elastic` bench joins torchrun's one rank, too: the others may have been lost, or come later.
+    """
     from zerokit.launch.membership import find_membership
 
     name = options["launcher"]
@@ -298,7 +304,8 @@ def choose_launcher(options: Mapping[str, Any], environment: Mapping[str, str]) 
             "--launcher env joins ranks that somebody has started, but there are no variables of torchrun, srun, "
             "mpirun or a TrainJob here: start zerokit by one of these, or use another launcher"
         )
-    if name is None and member is not None and member.count == 1:
+    one_of_many = elastic and "TORCHELASTIC_RUN_ID" in environment
+    if name is None and member is not None and member.count == 1 and not one_of_many:
         member = None  # a shell inside srun, say: nothing has been started that could be joined
     name = name or ("env" if member is not None else "local")
     for option, launchers in _OF.items():
@@ -308,6 +315,10 @@ def choose_launcher(options: Mapping[str, Any], environment: Mapping[str, str]) 
                 f"for {name}"
             )
     read_variables(options["variables"])
+    if elastic and name not in ("local", "env"):
+        raise UsageError(
+            f"--elastic is for ranks that are started here, or by torchrun, which restarts them; not for {name}"
+        )
     if member is not None:
         return Chosen(
             name, options, member.nodes, member.nproc_per_node, here=member.nodes == 1, member=member
@@ -372,7 +383,7 @@ def join(chosen: Chosen, asked: Sequence[str], run: Callable[[Leader | None], in
             raise
         except UsageError as error:
             code = 2
-            raise click.UsageError(str(error)) from error
+            raise click.UsageError(printable(str(error))) from error
         except Interrupted as error:
             code = 128 + error.signal_number
             raise

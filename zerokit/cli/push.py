@@ -11,6 +11,7 @@ from pathlib import Path
 import click
 
 from zerokit.errors import UsageError
+from zerokit.text import printable
 
 
 @click.command(
@@ -42,15 +43,14 @@ def command(paths: tuple[Path, ...], tracking_uri: str | None, experiment: str, 
     try:
         found = find_records(paths)
     except UsageError as error:
-        raise click.UsageError(str(error)) from error
+        raise click.UsageError(printable(str(error))) from error
     tracking = Tracking(resolve_uri(tracking_uri), experiment)
     results: list[Done] = []
 
     def show(done: Done) -> None:
         results.append(done)
-        click.echo(
-            f"{_WORDS[done.outcome]:<14}{done.path}" + (f": {done.reason}" if done.reason else ""), err=True
-        )
+        reason = f": {done.reason}" if done.reason else ""
+        click.echo(printable(f"{_WORDS[done.outcome]:<14}{done.path}{reason}"), err=True)
 
     with Interrupts() as interrupts:
         push(found, tracking, interrupted=interrupts.check, show=show)

@@ -18,9 +18,18 @@ import click
 )
 @click.option("--jobs", type=click.IntRange(min=1), help="Threads that copy.  [default: up to 4]")
 @click.option("--force", is_flag=True, help="Replace an existing output.")
+@click.option(
+    "--resume", is_flag=True, help="Take over what an interrupted one to the same output has finished."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the result on stdout as JSON.")
 def command(
-    checkpoint: Path, world: int, output: Path | None, jobs: int | None, force: bool, as_json: bool
+    checkpoint: Path,
+    world: int,
+    output: Path | None,
+    jobs: int | None,
+    force: bool,
+    resume: bool,
+    as_json: bool,
 ) -> None:
     """Cut CKPT, a step or a run's newest, for another number of ranks.
 
@@ -28,15 +37,18 @@ def command(
     reads files rank by rank needs it: zerokit.load and bench --resume take a checkpoint of any number of ranks.
     """
     from zerokit.checkpoint.reshard import cut
-    from zerokit.cli.text import counted, decimal_size, printable
+    from zerokit.cli.text import counted, decimal_size
     from zerokit.cli.work import told, working
+    from zerokit.text import printable
 
     with working("resharding") as progress:
-        done = cut(checkpoint, world, output, jobs=jobs, force=force, progress=progress)
+        done = cut(checkpoint, world, output, jobs=jobs, force=force, resume=resume, progress=progress)
     told(done.output, as_json, world=world, step=str(done.path))
     size = sum(file.stat().st_size for file in done.path.iterdir())
+    taken = f", {decimal_size(done.taken_bytes)} of it found finished" if done.taken_bytes else ""
     line = (
         f"{done.output}: step {done.step} of {counted(done.world_before, 'rank')} cut for {world:,}, "
-        f"{decimal_size(size)}, proven and synced; zerokit.load and bench --resume read any number of ranks, without it"
+        f"{decimal_size(size)}{taken}, proven and synced; zerokit.load and bench --resume read any number of ranks, "
+        "without it"
     )
     click.echo(printable(line), err=True)

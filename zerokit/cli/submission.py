@@ -12,6 +12,7 @@ import click
 
 from zerokit.cli.launchers import Chosen, given_arguments, read_variables
 from zerokit.errors import UsageError
+from zerokit.text import printable
 
 if TYPE_CHECKING:
     from zerokit.bench.settings import Settings
@@ -117,7 +118,7 @@ def _submit_to_slurm(
             container=Container(image, options["container_runtime"]) if image else None,
         )
     except UsageError as error:
-        raise click.UsageError(str(error)) from error
+        raise click.UsageError(printable(str(error))) from error
     single = len(cells) == 1
     parent = (output.parent if output is not None and output.suffix == ".json" else output) or DEFAULT_FOLDER
     folder = (parent / f"{datetime.now():%Y%m%d-%H%M%S}-slurm").absolute()

@@ -19,6 +19,7 @@ from zerokit.bench.sweeps.sweep import Sweep
 from zerokit.cli.columns import Column, fitting, make_table
 from zerokit.cli.numbers import MIB, mib, rate
 from zerokit.cli.text import counted
+from zerokit.text import printable
 
 _HEADINGS = {
     "seq_len": "seq",
@@ -190,7 +191,7 @@ def _common(rows: list[Row], dimensions: Sequence[str]) -> Text:
         if name not in dimensions and (name != "accumulate" or settings.accumulate > 1):
             parts.append(value_in_words(name, getattr(settings, name)))
     if resolved is not None and resolved.environment is not None:
-        parts.append(resolved.environment.backend)
+        parts.append(printable(resolved.environment.backend))
     repeats = max(len(row.records) for row in rows)
     if repeats > 1:
         parts.append(f"medians of {repeats} rounds")
@@ -231,7 +232,7 @@ def _reason(record: Record) -> str:
     stages = ENGINES[record.settings.engine].stages
     if record.status == "unsupported" and record.settings.stage not in stages:
         return f"it has stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
-    return (record.reason or "").partition("\n")[0]
+    return printable((record.reason or "").partition("\n")[0])
 
 
 def _where(settings: Settings, dimensions: Sequence[str]) -> str:

@@ -15,22 +15,24 @@ import click
 def command(context: click.Context, checkpoint: Path, as_json: bool) -> None:
     """Read every byte of CKPT, a step or a run, and say which file, parameter and range is bad."""
     from zerokit.checkpoint.verify import verify
-    from zerokit.cli.text import counted, decimal_size, printable
+    from zerokit.cli.text import counted, decimal_size
     from zerokit.cli.work import working
+    from zerokit.text import printable
 
     with working("verifying") as progress:
         report = verify(checkpoint, progress)
     if as_json:
         click.echo(json.dumps(report.plain(), indent=2))
     else:
+        path = printable(str(report.path))
         for finding in report.findings:
             click.echo(printable(str(finding)))
         if report.intact:
             click.echo(
-                f"{report.path}: intact: step {report.step} of {counted(report.world or 0, 'rank')}, "
+                f"{path}: intact: step {report.step} of {counted(report.world or 0, 'rank')}, "
                 f"{counted(report.slices, 'slice')}, {decimal_size(report.bytes_read)} read"
             )
         else:
-            click.echo(f"{report.path}: damaged: {counted(len(report.findings), 'finding')}")
+            click.echo(f"{path}: damaged: {counted(len(report.findings), 'finding')}")
     if not report.intact:
         context.exit(1)

@@ -10,12 +10,17 @@ from pathlib import Path
 import click
 
 from zerokit.cli.bar import byte_bar
+from zerokit.errors import UsageError
 from zerokit.launch.interrupts import Interrupts
+from zerokit.text import printable
 
 
 @contextmanager
 def working(task: str) -> Iterator[Callable[[int, int], None]]:
-    """What to call often, with the bytes done and the bytes in all; it raises `Interrupted` after a signal."""
+    """What to call often, with the bytes done and the bytes in all; it raises `Interrupted` after a signal.
+
+    A `UsageError` of the work is told as one of the options that led to it, with exit code 2.
+    """
     with Interrupts() as interrupts, byte_bar(task) as show:
 
         def progress(done: int, total: int) -> None:
@@ -23,7 +28,10 @@ def working(task: str) -> Iterator[Callable[[int, int], None]]:
             if show is not None:
                 show(done, total)
 
-        yield progress
+        try:
+            yield progress
+        except UsageError as error:
+            raise click.UsageError(printable(str(error))) from error
 
 
 def told(output: Path, as_json: bool, **more: object) -> None:
