@@ -93,7 +93,17 @@ def make_checkpoint(path: Path, size_gb: float, world: int) -> int:
                 crcs[extent.stream, extent.parameter.name, rank] = crc32(data)
                 out.write(data)
         files.append(File(file.name, file.size, len(file.header), crc32(file.header)))
-    common, extra = encode_header({"__metadata__": {"format": "zerokit"}}), b'{"step":1}'
+    common = encode_header({"__metadata__": {"format": "zerokit"}})
+    generators = {"world": 1, "seed": 0, "step": 1}
+    rest: dict[str, object] = {
+        "step": 1,
+        "user": None,
+        "groups": [{}],
+        "values": {},
+        "scaler": None,
+        "rng": generators,
+    }
+    extra = json.dumps(rest).encode()
     for name, content in ((COMMON_NAME, common), (EXTRA_NAME, extra)):
         (path / name).write_bytes(content)
     manifest = Manifest(
