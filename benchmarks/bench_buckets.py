@@ -7,8 +7,8 @@ import torch.distributed as dist
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from benchmarks.units import take_over
+from zerokit.bench.catalogue.workloads import describe
 from zerokit.bench.workloads.build import build
-from zerokit.bench.workloads.catalogue import describe
 
 MODEL = "gpt-34m"
 GROUP = f"bucket fill, {MODEL}"

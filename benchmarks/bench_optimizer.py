@@ -10,8 +10,8 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 
 from benchmarks.units import take_over
+from zerokit.bench.catalogue.workloads import describe
 from zerokit.bench.workloads.build import build
-from zerokit.bench.workloads.catalogue import describe
 
 MODEL = "gpt-34m"
 GROUP = f"AdamW step, {MODEL}"

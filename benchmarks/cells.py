@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from zerokit.bench.measure.statistics import slowest
+from zerokit.bench.record.statistics import slowest
 from zerokit.launch.interrupts import Interrupts
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -28,8 +28,8 @@ if str(ROOT) not in sys.path:  # run as a file from a checkout that is not insta
 
 from benchmarks.cells import CellFailed, CellResult, CellSpec, run_cell  # noqa: E402
 from benchmarks.tables import print_table  # noqa: E402
-from zerokit.bench.measure.machine import cores, processor_name  # noqa: E402
-from zerokit.bench.workloads.catalogue import WORKLOADS  # noqa: E402
+from zerokit.bench.catalogue.workloads import WORKLOADS  # noqa: E402
+from zerokit.bench.machine.place import cores, processor_name  # noqa: E402
 from zerokit.launch.interrupts import Interrupted  # noqa: E402
 
 FLOOR = "compute-only"

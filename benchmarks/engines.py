@@ -11,8 +11,8 @@ from torch import Tensor
 
 from benchmarks.cells import CellSpec
 from zerokit.bench.engines.trainer import make
-from zerokit.bench.measure.machine import Place
-from zerokit.bench.settings import Settings
+from zerokit.bench.machine.place import Place
+from zerokit.bench.record.settings import Settings
 from zerokit.bench.workloads.build import load
 
 Step = Callable[[Tensor, Tensor], Tensor]

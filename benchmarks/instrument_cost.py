@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from zerokit.bench.engines.trainer import Trainer
-    from zerokit.bench.training import Loop
+    from zerokit.bench.worker.training import Loop
 
 ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:  # run as a file from a checkout that is not installed
@@ -58,9 +58,9 @@ def measure(rank: int, world: int, folder: str, options: argparse.Namespace) -> 
     from torch._C._distributed_c10d import FileStore
 
     from zerokit.bench.engines.trainer import make
-    from zerokit.bench.measure.machine import Place
-    from zerokit.bench.settings import Settings
-    from zerokit.bench.training import Loop
+    from zerokit.bench.machine.place import Place
+    from zerokit.bench.record.settings import Settings
+    from zerokit.bench.worker.training import Loop
     from zerokit.bench.workloads.build import load
 
     torch.set_num_threads(1)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from benchmarks.cells import CellSpec, RankResult
 from benchmarks.engines import make_step
-from zerokit.bench.measure.machine import Place, peak_host_bytes
-from zerokit.bench.workloads.catalogue import describe
+from zerokit.bench.catalogue.workloads import describe
+from zerokit.bench.machine.place import Place, peak_host_bytes
 
 
 def main(directory: Path, rank: int) -> None:

@@ -188,8 +188,9 @@ _STEPS = (
 )
 _CUDA = "tests/runtime/test_cuda.py"
 _BENCH = (
-    "tests/bench/test_worker.py",
-    *(f"tests/bench/measure/test_{name}.py" for name in ("clock", "memory", "devices", "nvml")),
+    "tests/bench/worker/test_worker.py",
+    *(f"tests/bench/measure/test_{name}.py" for name in ("clock", "memory")),
+    *(f"tests/bench/machine/test_{name}.py" for name in ("devices", "nvml")),
 )
 PARTS: dict[str, Part] = {
     "late": Tests(("tests/runtime/test_device_way.py",)),

@@ -1,4 +1,4 @@
-"""Made-up ranks: what a launcher of `zerokit.bench.session` looks like, without processes."""
+"""Made-up ranks: what a launcher of `zerokit.bench.run.session` looks like, without processes."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tests.bench.records import make_record
-from zerokit.bench.progress import Progress
 from zerokit.bench.record import Record, write_record
-from zerokit.bench.schema import from_plain
-from zerokit.bench.session import Host
-from zerokit.bench.settings import Settings
+from zerokit.bench.record.progress import Progress
+from zerokit.bench.record.schema import from_plain
+from zerokit.bench.record.settings import Settings
+from zerokit.bench.run.session import Host
 from zerokit.bench.sweeps.sweep import Cell
 
 

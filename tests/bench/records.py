@@ -5,11 +5,10 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from zerokit.bench.measure.memory import DeviceMemory
-from zerokit.bench.measure.statistics import Summary
 from zerokit.bench.record import (
     Bandwidth,
     Data,
+    DeviceMemory,
     Environment,
     Model,
     Phases,
@@ -21,7 +20,8 @@ from zerokit.bench.record import (
     summarise,
     with_twin,
 )
-from zerokit.bench.settings import Settings
+from zerokit.bench.record.settings import Settings
+from zerokit.bench.record.statistics import Summary
 
 MIB = 2**20
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import zerokit
 from tests.cli.commands import processes_of, wait_for
-from zerokit.bench.journal import Part
+from zerokit.bench.record.journal import Part
 from zerokit.bench.workloads.text import draw_seed
 
 MINE = '''

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.cli.commands import TINY, processes_of, rank_pid, start, training, wait_for, zerokit
+from zerokit.bench.catalogue.workloads import describe
 from zerokit.bench.record import Record, read_record
-from zerokit.bench.workloads.catalogue import describe
 
 if TYPE_CHECKING:
     from mlflow.entities import Run

@@ -11,8 +11,8 @@ from click.testing import CliRunner
 
 import zerokit as package
 from tests.cli.commands import environment, zerokit
-from zerokit.bench.measure.devices import Gpu
-from zerokit.bench.settings import Settings
+from zerokit.bench.machine.devices import Gpu
+from zerokit.bench.record.settings import Settings
 from zerokit.cli import COMMANDS, cli
 
 

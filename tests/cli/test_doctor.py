@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.commands import environment, start, wait_for, zerokit
-from zerokit.bench.schema import from_plain
+from zerokit.bench.record.schema import from_plain
 from zerokit.doctor.facts import GroupFacts, RankFacts
 from zerokit.doctor.findings import CHECKS, Severity
 

@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console, Group, RenderableType
 
 from tests.bench.records import make_cell, make_failure, make_sweep
-from zerokit.bench.journal import Part
 from zerokit.bench.record import Record, summarise
+from zerokit.bench.record.journal import Part
 from zerokit.bench.sweeps.sweep import Cell, Sweep
 from zerokit.cli.bench_tables import result_tables
 from zerokit.cli.numbers import count, mib, ms, rate

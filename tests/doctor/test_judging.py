@@ -20,7 +20,7 @@ from tests.doctor.healthy import (
     rank_facts,
     world,
 )
-from zerokit.bench.schema import from_plain, to_plain
+from zerokit.bench.record.schema import from_plain, to_plain
 from zerokit.doctor.clock import Offset
 from zerokit.doctor.devices import Device, Devices, judge_devices
 from zerokit.doctor.examine import judge

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from zerokit.bench.measure.devices import visible_devices
-from zerokit.bench.settings import Settings
+from zerokit.bench.machine.devices import visible_devices
+from zerokit.bench.record.settings import Settings
 from zerokit.bench.sweeps.cells import DIMENSIONS, product
 from zerokit.cli.bench_options import bench_options
 from zerokit.cli.launchers import (
@@ -31,9 +31,9 @@ from zerokit.text import printable
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from zerokit.bench.journal import Job
     from zerokit.bench.record import Record
-    from zerokit.bench.session import Host
+    from zerokit.bench.record.journal import Job
+    from zerokit.bench.run.session import Host
     from zerokit.bench.sweeps.sweep import Sweep
     from zerokit.bench.tracking.mirror import Live
     from zerokit.bench.tracking.store import Tracking
@@ -192,7 +192,7 @@ def _single(
     """One bench: its record, its tables; the exit code."""
     import tempfile
 
-    from zerokit.bench.session import record_path, refusal, require_data, run_cell
+    from zerokit.bench.run.session import record_path, refusal, require_data, run_cell
     from zerokit.bench.sweeps.sweep import complete, exit_code
     from zerokit.bench.sweeps.twins import Twins
     from zerokit.cli.display import Display
@@ -245,8 +245,8 @@ def _single(
 
 def _open_job(settings: Settings, output: Path | None) -> Job:
     """The job that goes on in the run's directory, or a new one; its record can be written."""
-    from zerokit.bench.journal import Journal
-    from zerokit.bench.session import record_path, require_writable
+    from zerokit.bench.record.journal import Journal
+    from zerokit.bench.run.session import record_path, require_writable
 
     assert settings.save is not None
     run = Path(settings.save)
@@ -274,8 +274,8 @@ def _sweep(
     """All cells of `asked`, or those that a folder's sweep still misses; the exit code."""
     import json
 
-    from zerokit.bench.schema import to_plain
-    from zerokit.bench.session import DEFAULT_FOLDER, require_data
+    from zerokit.bench.record.schema import to_plain
+    from zerokit.bench.run.session import DEFAULT_FOLDER, require_data
     from zerokit.bench.sweeps.sweep import (
         SweepFolder,
         exit_code,
@@ -366,7 +366,7 @@ class Start:
 
     def host(self, interrupts: Interrupts, display: Display) -> Host:
         """Where cells run."""
-        from zerokit.bench.session import Host
+        from zerokit.bench.run.session import Host
 
         host = Host(
             launch=self.chosen.launch(interrupts, self.leader),

@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 
 import click
 
-from zerokit.bench.engines.catalogue import ENGINES
-from zerokit.bench.settings import DEVICES, PRECISIONS, WIRES, Settings
-from zerokit.bench.workloads.catalogue import WORKLOADS
+from zerokit.bench.catalogue.engines import ENGINES
+from zerokit.bench.catalogue.workloads import WORKLOADS
+from zerokit.bench.record.settings import DEVICES, PRECISIONS, WIRES, Settings
 from zerokit.cli.lists import CommaList, Name, Range
 
 _F = TypeVar("_F", bound=Callable[..., Any])

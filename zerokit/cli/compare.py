@@ -25,7 +25,7 @@ class _Metric(click.ParamType[str]):
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
         """The names that begin so."""
-        from zerokit.bench.metrics import METRICS
+        from zerokit.bench.record.metrics import METRICS
 
         return [CompletionItem(name) for name in METRICS if name.startswith(incomplete)]
 

@@ -15,8 +15,8 @@ from zerokit.bench.comparison.charts import memory_metric
 from zerokit.bench.comparison.conditions import conditions
 from zerokit.bench.comparison.differences import Difference, Regression, difference
 from zerokit.bench.comparison.figures import Scale, percent, scale_of
-from zerokit.bench.metrics import METRICS, UNITS
-from zerokit.bench.schema import to_plain
+from zerokit.bench.record.metrics import METRICS, UNITS
+from zerokit.bench.record.schema import to_plain
 from zerokit.text import printable
 
 # Up to this many cells have a column each; more have a row each.

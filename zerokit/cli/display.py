@@ -13,8 +13,8 @@ from rich.console import Console, Group
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from zerokit.bench.progress import Progress as BenchProgress
 from zerokit.bench.record import Record
+from zerokit.bench.record.progress import Progress as BenchProgress
 from zerokit.bench.sweeps.sweep import Cell, Sweep
 from zerokit.bench.tracking.mirror import Live
 from zerokit.cli.bench_tables import result_tables

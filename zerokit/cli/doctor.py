@@ -88,7 +88,7 @@ def command(
     asks the tracking store. RUN_DIRECTORY is where runs would write; by default the working directory. A file is
     written there and removed.
     """
-    from zerokit.bench.measure.devices import visible_devices
+    from zerokit.bench.machine.devices import visible_devices
     from zerokit.bench.tracking.store import resolve_uri
     from zerokit.doctor.examine import Plan
 

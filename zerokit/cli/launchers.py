@@ -17,7 +17,7 @@ from zerokit.errors import UsageError
 from zerokit.text import printable
 
 if TYPE_CHECKING:
-    from zerokit.bench.session import Launch
+    from zerokit.bench.run.session import Launch
     from zerokit.launch.interrupts import Interrupts
     from zerokit.launch.joined import Leader
     from zerokit.launch.membership import Membership

@@ -15,7 +15,7 @@ from zerokit.errors import UsageError
 from zerokit.text import printable
 
 if TYPE_CHECKING:
-    from zerokit.bench.settings import Settings
+    from zerokit.bench.record.settings import Settings
     from zerokit.cli.display import Display
 
 # Of the submission alone: inside the job they are settled.
@@ -49,7 +49,7 @@ def _submit_to_kubernetes(
     context: click.Context, chosen: Chosen, cells: Sequence[Settings], output: Path | None, *, as_json: bool
 ) -> int:
     from zerokit.bench.record import Record, write_record
-    from zerokit.bench.session import record_path
+    from zerokit.bench.run.session import record_path
     from zerokit.cli.display import Display
     from zerokit.launch.interrupts import Interrupts
     from zerokit.launch.kubernetes import Pods, apply, find_json, follow, render, to_yaml
@@ -95,7 +95,7 @@ def _submit_to_kubernetes(
 def _submit_to_slurm(
     context: click.Context, chosen: Chosen, cells: Sequence[Settings], output: Path | None, *, as_json: bool
 ) -> int:
-    from zerokit.bench.session import DEFAULT_FOLDER, require_writable
+    from zerokit.bench.run.session import DEFAULT_FOLDER, require_writable
     from zerokit.cli.display import Display
     from zerokit.launch.interrupts import Interrupts
     from zerokit.launch.slurm import Container, Request, follow, render_script

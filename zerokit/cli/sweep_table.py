@@ -10,10 +10,10 @@ from rich.console import RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from zerokit.bench.engines.catalogue import ENGINES
-from zerokit.bench.metrics import METRICS, UNITS, Measured, measure
+from zerokit.bench.catalogue.engines import ENGINES
 from zerokit.bench.record import Record
-from zerokit.bench.settings import Settings
+from zerokit.bench.record.metrics import METRICS, UNITS, Measured, measure
+from zerokit.bench.record.settings import Settings
 from zerokit.bench.sweeps.cells import value_in_words, varying
 from zerokit.bench.sweeps.sweep import Sweep
 from zerokit.cli.columns import Column, fitting, make_table

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zerokit import __version__
-from zerokit.bench.schema import SchemaError, from_plain, to_plain
+from zerokit.bench.record.schema import SchemaError, from_plain, to_plain
 from zerokit.doctor.clock import judge_clocks
 from zerokit.doctor.devices import judge_devices
 from zerokit.doctor.directory import judge_directories
@@ -44,7 +44,7 @@ from zerokit.errors import ZerokitError
 from zerokit.launch.failures import Failure, WorkerFailed
 
 if TYPE_CHECKING:
-    from zerokit.bench.session import Launch
+    from zerokit.bench.run.session import Launch
 
 FORMAT = "zerokit.doctor/1"
 WORKER = "zerokit.doctor.worker"

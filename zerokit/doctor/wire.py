@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-    from zerokit.bench.measure.machine import Place
+    from zerokit.bench.machine.place import Place
 
 SMALL_BYTES, LARGE_BYTES = 2**20, 2**24
 FAST_S = 0.05

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from zerokit import files
-from zerokit.bench.schema import from_plain, to_plain
+from zerokit.bench.record.schema import from_plain, to_plain
 from zerokit.doctor.clock import measure_offset
 from zerokit.doctor.devices import Device
 from zerokit.doctor.directory import TRIAL_BYTES, sees, show, take_away
@@ -89,7 +89,7 @@ def main(job_file: Path, look: Look = look_around, now: Callable[[], float] = ti
     import torch
     import torch.distributed as dist
 
-    from zerokit.bench.measure.machine import Place, choose_place, device_id
+    from zerokit.bench.machine.place import Place, choose_place, device_id
 
     place, device = choose_place(None), None
     if place.device.type == "cuda":

@@ -14,8 +14,8 @@ from zerokit.bench.comparison.cells import Cell, baselines, make_cells
 from zerokit.bench.comparison.differences import Difference, Rule, difference, known_metric, regressions
 from zerokit.bench.comparison.figures import Scale, percent, scale_of
 from zerokit.bench.comparison.runs import Run
-from zerokit.bench.metrics import METRICS, Measured
 from zerokit.bench.record import Record
+from zerokit.bench.record.metrics import METRICS, Measured
 from zerokit.errors import UsageError, ZerokitError
 
 STEP, THROUGHPUT = METRICS["step/p50_ms"], METRICS["throughput/tokens_per_s"]

@@ -16,17 +16,17 @@ import torch
 import torch.distributed as dist
 
 from tests.support.distributed import run_ranks
-from zerokit.bench.batches import Batches
-from zerokit.bench.engines.catalogue import ENGINES
+from zerokit.bench.catalogue import workloads as catalogue
+from zerokit.bench.catalogue.engines import ENGINES
+from zerokit.bench.catalogue.sizes import BertConfig, Config, GPTConfig, ResNetConfig
+from zerokit.bench.catalogue.workloads import Workload
 from zerokit.bench.engines.compute_only import ComputeOnlyTrainer
 from zerokit.bench.engines.fsdp2 import TRAINS_ON_CPU
 from zerokit.bench.engines.trainer import Batch, Trainer, make
-from zerokit.bench.measure.machine import Place
-from zerokit.bench.settings import WIRES, Settings
-from zerokit.bench.workloads import catalogue
+from zerokit.bench.machine.place import Place
+from zerokit.bench.record.settings import WIRES, Settings
+from zerokit.bench.worker.batches import Batches
 from zerokit.bench.workloads.build import Loaded, load
-from zerokit.bench.workloads.catalogue import Workload
-from zerokit.bench.workloads.configs import BertConfig, Config, GPTConfig, ResNetConfig
 from zerokit.errors import UsageError
 
 ROOT = Path(__file__).parents[3]

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.bench.clocks import Device
+from zerokit.bench.machine.place import Place
 from zerokit.bench.measure.clock import DeviceClock, HostClock, clock_of
-from zerokit.bench.measure.machine import Place
 
 
 def test_a_device_is_waited_for_before_the_first_step_and_after_the_last() -> None:

@@ -9,8 +9,8 @@ import torch
 
 import zerokit
 from tests.support.distributed import run_ranks
+from zerokit.bench.machine.place import Place
 from zerokit.bench.measure.environment import git_commit, look_around, measured_variables, versions
-from zerokit.bench.measure.machine import Place
 from zerokit.bench.record import Environment
 
 

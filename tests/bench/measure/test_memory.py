@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from zerokit.bench.measure.memory import DeviceMemory, MemoryMeter, Peaks
+from zerokit.bench.measure.memory import MemoryMeter, Peaks
+from zerokit.bench.record import DeviceMemory
 
 
 @dataclass

@@ -18,7 +18,7 @@ from torch._C._autograd import DeviceType
 
 from tests.support.distributed import run_ranks
 from zerokit.bench.engines.trainer import Batch, Trainer, make
-from zerokit.bench.measure.machine import Place
+from zerokit.bench.machine.place import Place
 from zerokit.bench.measure.phases import (
     STEPS,
     Parts,
@@ -30,8 +30,8 @@ from zerokit.bench.measure.phases import (
     on_device,
 )
 from zerokit.bench.record import Phases
-from zerokit.bench.settings import Settings
-from zerokit.bench.training import Loop
+from zerokit.bench.record.settings import Settings
+from zerokit.bench.worker.training import Loop
 from zerokit.bench.workloads.build import load
 
 SPANS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=12)

@@ -13,7 +13,7 @@ import pytest
 from zerokit.bench.measure import sampler
 from zerokit.bench.measure.sampler import Sampler, parse_memory, parse_network, parse_stat
 from zerokit.bench.record import Samples
-from zerokit.bench.schema import from_plain, to_plain
+from zerokit.bench.record.schema import from_plain, to_plain
 
 # user nice system idle iowait irq softirq steal guest guest_nice
 STAT = "cpu  100 5 50 800 40 1 2 2 70 0\ncpu0 1 1 1 1 1 1 1 1 0 0\n"

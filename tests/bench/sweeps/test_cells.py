@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zerokit.bench.settings import Settings
+from zerokit.bench.record.settings import Settings
 from zerokit.bench.sweeps.cells import label, product, slug, varying
 from zerokit.errors import UsageError
 

@@ -11,8 +11,8 @@ import pytest
 
 from tests.bench.ranks import Ranks, Stopped, Watcher, host
 from zerokit.bench.record import Record, RecordError, read_record, write_record
-from zerokit.bench.settings import Settings
-from zerokit.bench.status import OUT_OF_MEMORY, Status, write_status
+from zerokit.bench.record.settings import Settings
+from zerokit.bench.record.status import OUT_OF_MEMORY, Status, write_status
 from zerokit.bench.sweeps.cells import product
 from zerokit.bench.sweeps.sweep import (
     Sweep,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.cli.commands import environment
-from zerokit.bench.settings import Settings
+from zerokit.bench.record.settings import Settings
 from zerokit.bench.tracking.content import STATUS_TAG
 from zerokit.bench.tracking.mirror import HOST_TAG, LAUNCHER_TAG, Live, Mirror
 from zerokit.bench.tracking.store import Store, Tracking, TrackingError
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 SWEEP = "5" * 32
 BENCH = f"""
 import time
-from zerokit.bench.settings import Settings
+from zerokit.bench.record.settings import Settings
 from zerokit.bench.tracking.mirror import Live
 from zerokit.bench.tracking.store import Tracking
 

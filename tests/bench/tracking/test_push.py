@@ -14,7 +14,7 @@ import pytest
 from tests.bench.ranks import Ranks, Stopped, Watcher, host, record_of
 from tests.bench.records import make_failure
 from zerokit.bench.record import Record, write_record
-from zerokit.bench.settings import Settings
+from zerokit.bench.record.settings import Settings
 from zerokit.bench.sweeps.cells import product
 from zerokit.bench.sweeps.sweep import Sweep, SweepFolder, prepare, run_sweep, sweep_status
 from zerokit.bench.tracking import mirror, push

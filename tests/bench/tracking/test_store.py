@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.bench.records import make_cell, make_failure, make_record
-from zerokit.bench.journal import Part
 from zerokit.bench.record import Record, Samples
-from zerokit.bench.settings import Settings
+from zerokit.bench.record.journal import Part
+from zerokit.bench.record.settings import Settings
 from zerokit.bench.tracking.content import (
     MOST_KEYS,
     Point,

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
+from zerokit.bench.catalogue.sizes import GPTConfig, LlamaConfig
 from zerokit.bench.workloads.build import build
-from zerokit.bench.workloads.configs import GPTConfig, LlamaConfig
 from zerokit.bench.workloads.gpt import GPT
 from zerokit.bench.workloads.initialise import init_module
 from zerokit.bench.workloads.llama import Llama, rotary_angles, rotate

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zerokit.bench.measure.utilisation import utilisation
+from zerokit.bench.catalogue.workloads import describe
+from zerokit.bench.record.utilisation import utilisation
 from zerokit.bench.workloads.build import build
-from zerokit.bench.workloads.catalogue import describe
 from zerokit.bench.workloads.flops import count_flops, text_flops, transformer_flops
 
 H100 = "NVIDIA H100 80GB HBM3"

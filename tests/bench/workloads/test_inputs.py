@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from zerokit.bench.settings import Settings
+from zerokit.bench.record.settings import Settings
 from zerokit.bench.workloads.build import build, init_function, load
 from zerokit.bench.workloads.images import open_folder
 from zerokit.bench.workloads.inputs import MASK, check_inputs, open_source
@@ -47,8 +47,8 @@ def test_a_batch_depends_on_its_place_and_the_seed_alone(settings: Settings) -> 
 def test_the_launcher_looks_at_data_and_memory_without_torch() -> None:
     code = """
 import sys
-from zerokit.bench.settings import Settings
-from zerokit.bench.workloads.fit import refuse_if_too_large, this_machine
+from zerokit.bench.record.settings import Settings
+from zerokit.bench.run.fit import refuse_if_too_large, this_machine
 from zerokit.bench.workloads.inputs import check_inputs
 for model in ("gpt-tiny", "bert-base", "resnet50", "mlp-mnist", "linear"):
     settings = Settings(model=model, seq_len=16)

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.distributed import run_ranks
-from zerokit.bench.workloads.catalogue import WORKLOADS, describe
-from zerokit.bench.workloads.configs import (
+from zerokit.bench.catalogue.sizes import (
     BertConfig,
     Config,
     GPTConfig,
@@ -21,6 +20,7 @@ from zerokit.bench.workloads.configs import (
     LlamaConfig,
     ResNetConfig,
 )
+from zerokit.bench.catalogue.workloads import WORKLOADS, describe
 from zerokit.bench.workloads.library import BatchNorm, build_library, init_library
 from zerokit.errors import UsageError
 

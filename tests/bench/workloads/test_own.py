@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from zerokit.bench.settings import Settings
+from zerokit.bench.record.settings import Settings
 from zerokit.bench.workloads.build import load
 from zerokit.bench.workloads.inputs import check_inputs
 from zerokit.bench.workloads.own import find, resolve

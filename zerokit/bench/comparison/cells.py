@@ -10,11 +10,11 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
+from zerokit.bench.catalogue.engines import ENGINES
 from zerokit.bench.comparison.runs import Run
-from zerokit.bench.engines.catalogue import ENGINES
-from zerokit.bench.metrics import METRICS, Measured, measure, values_of
 from zerokit.bench.record import Record
-from zerokit.bench.schema import to_plain
+from zerokit.bench.record.metrics import METRICS, Measured, measure, values_of
+from zerokit.bench.record.schema import to_plain
 
 # How long was measured, what for, and how often: not what was measured.
 _ASIDE = ("repeat", "steps", "warmup", "twin", "save", "save_every", "resume", "elastic")

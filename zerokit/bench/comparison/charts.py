@@ -11,8 +11,8 @@ from zerokit.bench.comparison.differences import difference
 from zerokit.bench.comparison.drawing import COLOURS, Drawing
 from zerokit.bench.comparison.figures import Scale, percent
 from zerokit.bench.comparison.plots import Part, Point, Row, Series, Strip, bars, lines, scatter, strips
-from zerokit.bench.measure.statistics import quantile, slowest
-from zerokit.bench.metrics import MIB, UNITS
+from zerokit.bench.record.metrics import MIB, UNITS
+from zerokit.bench.record.statistics import quantile, slowest
 
 # Dots of a strip: more than these cannot be told apart, and make a page heavy.
 DOTS = 300

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from zerokit.bench.comparison.cells import Cell
-from zerokit.bench.metrics import METRICS, Measured, Metric
+from zerokit.bench.record.metrics import METRICS, Measured, Metric
 from zerokit.errors import UsageError, ZerokitError
 
 Verdict = Literal["better", "worse", "within noise", "noise unknown"]

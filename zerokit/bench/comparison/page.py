@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from zerokit.bench.catalogue.engines import ENGINES
 from zerokit.bench.comparison.cells import ENGINE_TITLES, Cell, short_names, unsupported, varying
 from zerokit.bench.comparison.charts import memory_metric
 from zerokit.bench.comparison.conditions import conditions, title_of
@@ -12,9 +13,8 @@ from zerokit.bench.comparison.differences import Difference, comparable, differe
 from zerokit.bench.comparison.figures import count, percent, scale_of
 from zerokit.bench.comparison.runs import Run
 from zerokit.bench.comparison.tables import Table, figures_table, results_table, shortened
-from zerokit.bench.engines.catalogue import ENGINES
-from zerokit.bench.metrics import METRICS, UNITS
 from zerokit.bench.record import FORMAT
+from zerokit.bench.record.metrics import METRICS, UNITS
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from zerokit.bench.comparison.cells import Cell
 from zerokit.bench.comparison.charts import memory_metric, roles_of
 from zerokit.bench.comparison.differences import Difference, difference
 from zerokit.bench.comparison.figures import percent, scale_of
-from zerokit.bench.metrics import METRICS, UNITS
+from zerokit.bench.record.metrics import METRICS, UNITS
 
 _REASON = 400
 """Letters of a failure's reason that the table shows; the record has it whole."""

@@ -1,4 +1,4 @@
-"""Engines of the bench: `catalogue` names them, `trainer` is what all are to the worker, each other module is one.
+"""The engines that `catalogue.engines` names: `trainer` is what all are to the worker, each other module is one.
 
 An engine's module is named as the engine, with underscores, and has `make(loaded, settings, place) -> Trainer`. It is
 tuned as its users would, imports what it needs when it is used (nobody's memory includes another's modules), and

@@ -9,8 +9,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from zerokit.bench.engines.trainer import TorchTrainer, adamw, autocast, build_in_memory
-from zerokit.bench.measure.machine import Place
-from zerokit.bench.settings import Settings
+from zerokit.bench.machine.place import Place
+from zerokit.bench.record.settings import Settings
 from zerokit.bench.workloads.build import Loaded
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from zerokit.bench.engines.trainer import Batch, Trainer, adamw, build_in_memory
-from zerokit.bench.measure.machine import Place
-from zerokit.bench.settings import Settings
+from zerokit.bench.machine.place import Place
+from zerokit.bench.record.settings import Settings
 from zerokit.bench.workloads.build import Loaded
 
 # DeepSpeed's own default, in elements: more than most models have, and it allocates a bucket whole.

@@ -13,8 +13,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 
 from zerokit.bench.engines.trainer import TorchTrainer, adamw, build_in_memory
-from zerokit.bench.measure.machine import Place
-from zerokit.bench.settings import Settings
+from zerokit.bench.machine.place import Place
+from zerokit.bench.record.settings import Settings
 from zerokit.bench.workloads.build import Loaded
 from zerokit.errors import UsageError
 

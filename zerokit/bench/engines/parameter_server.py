@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zerokit.bench.engines.trainer import TorchTrainer, adamw, autocast, build_in_memory
-from zerokit.bench.measure.machine import Place
-from zerokit.bench.settings import Settings
+from zerokit.bench.machine.place import Place
+from zerokit.bench.record.settings import Settings
 from zerokit.bench.workloads.build import Loaded
 
 SERVER = 0

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zerokit.bench.engines.catalogue import ENGINES
-from zerokit.bench.measure.machine import Place
-from zerokit.bench.settings import Settings
+from zerokit.bench.catalogue.check import unsupported
+from zerokit.bench.catalogue.engines import ENGINES
+from zerokit.bench.machine.place import Place
+from zerokit.bench.record.settings import Settings
 from zerokit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -137,7 +138,7 @@ def make(loaded: Loaded, settings: Settings, place: Place) -> Trainer:
 
     Raises `UsageError` for what the engine cannot do, and for an engine that is not installed, with how to get it.
     """
-    reason = settings.unsupported or ENGINES[settings.engine].missing
+    reason = unsupported(settings) or ENGINES[settings.engine].missing
     if reason is not None:
         raise UsageError(reason)
     module = importlib.import_module(f"zerokit.bench.engines.{settings.engine.replace('-', '_')}")

@@ -7,8 +7,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from zerokit.bench.engines.ddp import DdpTrainer, wrap
 from zerokit.bench.engines.trainer import autocast
-from zerokit.bench.measure.machine import Place
-from zerokit.bench.settings import Settings
+from zerokit.bench.machine.place import Place
+from zerokit.bench.record.settings import Settings
 from zerokit.bench.workloads.build import Loaded
 
 

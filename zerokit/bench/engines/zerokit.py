@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from zerokit.bench.engines.trainer import Batch, Trainer, build_in_memory
-from zerokit.bench.measure.machine import Place
-from zerokit.bench.settings import Settings
+from zerokit.bench.machine.place import Place
+from zerokit.bench.record.settings import Settings
 from zerokit.bench.workloads.build import Loaded
 from zerokit.runtime import Precision, ZeroOptimizer
 

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     import torch
 
     from zerokit.bench.engines.trainer import Trainer
-    from zerokit.bench.measure.machine import Place
-    from zerokit.bench.settings import Settings
+    from zerokit.bench.machine.place import Place
+    from zerokit.bench.record.settings import Settings
     from zerokit.runtime import ZeroOptimizer
 
 WARMUP = 2

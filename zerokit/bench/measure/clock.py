@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from zerokit.bench.measure.machine import Place
+    from zerokit.bench.machine.place import Place
 
 
 class Event(Protocol):

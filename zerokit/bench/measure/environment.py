@@ -10,7 +10,7 @@ import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from zerokit.bench.measure.machine import Place, cores, memory_bytes, processor_name
+from zerokit.bench.machine.place import Place, cores, memory_bytes, processor_name
 from zerokit.bench.record import Environment
 
 # Packages that can take part in a step, beside torch; named in the record where a rank has imported them.

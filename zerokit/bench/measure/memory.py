@@ -5,26 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-
-@dataclass(frozen=True, slots=True)
-class DeviceMemory:
-    """One rank's CUDA device, beside torch's peaks of the measured steps.
-
-    Attributes:
-        setup_allocated_bytes: the peak of torch's allocator before the measured steps: construction and warm-up, and
-            the batches that then lie ready.
-        setup_reserved_bytes: what that allocator had then taken from the device, at its peak.
-        batch_bytes: of these batches; they are part of the measured steps' peak too.
-        used_bytes: of the device after the measured steps, by whomever: torch's allocators of all its ranks, CUDA
-            itself, and NCCL's buffers, which torch's numbers leave out.
-        total_bytes: of the device.
-    """
-
-    setup_allocated_bytes: int
-    setup_reserved_bytes: int
-    batch_bytes: int
-    used_bytes: int
-    total_bytes: int
+from zerokit.bench.record import DeviceMemory
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from zerokit.bench.record import Phases
 
 if TYPE_CHECKING:
     from zerokit.bench.engines.trainer import Batch, Trainer
-    from zerokit.bench.measure.machine import Place
+    from zerokit.bench.machine.place import Place
 
 STEPS = 5
 TRACED_STEPS = 3

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from zerokit.bench.measure.nvml import Devices
+from zerokit.bench.machine.nvml import Devices
 from zerokit.bench.record import Samples
 
 INTERVAL_S = 1.0

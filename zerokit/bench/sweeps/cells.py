@@ -8,10 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from zerokit.bench.engines.catalogue import ENGINES
-from zerokit.bench.settings import Settings
-from zerokit.bench.workloads.catalogue import WORKLOADS
-from zerokit.bench.workloads.configs import TextConfig
+from zerokit.bench.catalogue.check import require_known
+from zerokit.bench.catalogue.engines import ENGINES
+from zerokit.bench.catalogue.sizes import TextConfig
+from zerokit.bench.catalogue.workloads import WORKLOADS
+from zerokit.bench.record.settings import Settings
 
 _DEFAULTS = Settings()
 # What may take several values, the slowest to change first: the engines and stages of one workload run after each
@@ -75,7 +76,7 @@ def product(
         given = {**fixed, **chosen}
         if "seq_len" not in given and (text := _text_of(given.get("model", _DEFAULTS.model))) is not None:
             given["seq_len"] = min(_DEFAULTS.seq_len, text.positions)
-        once.append(Settings(**given))
+        once.append(require_known(Settings(**given)))
     once = list(dict.fromkeys(once))
     rounds = []
     for number in range(repeats):

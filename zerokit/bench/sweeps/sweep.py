@@ -21,9 +21,9 @@ from typing import Any, Protocol
 
 from zerokit import files
 from zerokit.bench.record import Record, read_record, with_twin, write_text
-from zerokit.bench.schema import from_plain, to_plain
-from zerokit.bench.session import Host, Watch, put_record, require_writable, run_cell
-from zerokit.bench.settings import Settings
+from zerokit.bench.record.schema import from_plain, to_plain
+from zerokit.bench.record.settings import Settings
+from zerokit.bench.run.session import Host, Watch, put_record, require_writable, run_cell
 from zerokit.bench.sweeps.cells import label, slug, varying
 from zerokit.bench.sweeps.twins import Twins, twin_settings
 from zerokit.bench.tracking.mirror import Live

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from zerokit.bench.measure.statistics import Summary, slowest
 from zerokit.bench.record import Record, RecordError, Twin, read_record
-from zerokit.bench.settings import Settings
+from zerokit.bench.record.settings import Settings
+from zerokit.bench.record.statistics import Summary, slowest
 
 ENGINE = "compute-only"
 

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 
-from zerokit.bench.metrics import metrics_of
 from zerokit.bench.record import Record
-from zerokit.bench.schema import to_plain
-from zerokit.bench.settings import Settings
+from zerokit.bench.record.metrics import metrics_of
+from zerokit.bench.record.schema import to_plain
+from zerokit.bench.record.settings import Settings
 from zerokit.bench.sweeps.cells import value_in_words
 
 # Metrics of a run. MLflow's pages draw every key, and more of them hide the ones that matter.

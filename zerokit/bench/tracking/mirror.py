@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from zerokit.bench.record import Record
-from zerokit.bench.settings import Settings
+from zerokit.bench.record.settings import Settings
 from zerokit.bench.tracking.content import (
     CELL_TAG,
     COMPLETE_TAG,

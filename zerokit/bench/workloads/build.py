@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from zerokit.bench import record
-from zerokit.bench.settings import Settings
-from zerokit.bench.workloads.catalogue import Workload, describe
-from zerokit.bench.workloads.configs import Config, GPTConfig, LinearConfig, LlamaConfig, MLPConfig
+from zerokit.bench.catalogue.sizes import Config, GPTConfig, LinearConfig, LlamaConfig, MLPConfig
+from zerokit.bench.catalogue.workloads import Workload, describe
+from zerokit.bench.record.settings import Settings
 from zerokit.bench.workloads.flops import count_flops, text_flops
 from zerokit.bench.workloads.initialise import default_device, init_module
 from zerokit.bench.workloads.inputs import OwnBatches, Source, open_source

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from zerokit.bench.workloads.configs import TextConfig
+from zerokit.bench.catalogue.sizes import TextConfig
 
 
 def transformer_flops(multiplied: int, *, layers: int, width: int, length: int) -> float:

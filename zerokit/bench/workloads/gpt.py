@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zerokit.bench.workloads.configs import GPTConfig
+from zerokit.bench.catalogue.sizes import GPTConfig
 from zerokit.bench.workloads.initialise import (
     DEFAULT_STD,
     init_model,

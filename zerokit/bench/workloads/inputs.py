@@ -11,9 +11,9 @@ import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from zerokit.bench.catalogue.sizes import BertConfig, ImageConfig, LinearConfig
+from zerokit.bench.catalogue.workloads import describe
 from zerokit.bench.workloads import images
-from zerokit.bench.workloads.catalogue import describe
-from zerokit.bench.workloads.configs import BertConfig, ImageConfig, LinearConfig
 from zerokit.bench.workloads.own import Own, find
 from zerokit.bench.workloads.text import (
     SYNTHETIC,
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from zerokit.bench.record import Data
-    from zerokit.bench.settings import Settings
+    from zerokit.bench.record.settings import Settings
 
 
 class Source(Protocol):

@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zerokit.bench.workloads.catalogue import INSTALL
-from zerokit.bench.workloads.configs import (
+from zerokit.bench.catalogue.sizes import (
     BertConfig,
     Config,
     GPTConfig,
@@ -24,6 +23,7 @@ from zerokit.bench.workloads.configs import (
     ResNetConfig,
     TextConfig,
 )
+from zerokit.bench.catalogue.workloads import INSTALL
 from zerokit.bench.workloads.initialise import DEFAULT_STD, default_device, init_module, name_modules, set_std
 from zerokit.errors import UsageError
 

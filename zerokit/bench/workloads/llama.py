@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zerokit.bench.workloads.configs import LlamaConfig
+from zerokit.bench.catalogue.sizes import LlamaConfig
 from zerokit.bench.workloads.initialise import (
     DEFAULT_STD,
     init_model,

@@ -7,7 +7,7 @@ import math
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zerokit.bench.workloads.configs import LinearConfig, MLPConfig
+from zerokit.bench.catalogue.sizes import LinearConfig, MLPConfig
 from zerokit.bench.workloads.initialise import init_model, name_modules, set_std
 
 

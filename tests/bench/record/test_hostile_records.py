@@ -1,0 +1,181 @@
+"""Records that are damaged or made up: an error with the file's name, or figures; never a traceback."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.bench.records import make_cell, make_record
+from tests.cli.commands import zerokit
+from tests.support.mutations import mutated
+from zerokit.bench.comparison.report import write_comparison
+from zerokit.bench.comparison.runs import Run
+from zerokit.bench.record import Checkpoints, Record, RecordError, Save, read_record, write_record
+from zerokit.bench.tracking.content import run_files, run_name, run_params, run_points, run_tags
+from zerokit.cli.compare import command
+
+EVIL = "\x1b]0;title\x07\x1b[2J\u202e\u2028\x9b31m[/]\r\nzerokit: all is well"
+FULL = replace(make_cell(device="cuda"), checkpoints=Checkpoints(3, 5.0, [Save(3, 4.0, 100)]))
+PLAIN: dict[str, Any] = json.loads(FULL.to_json())
+
+
+def put(*path: str | int, value: Any) -> Callable[[Any], None]:
+    def change(plain: Any) -> None:
+        for key in path[:-1]:
+            plain = plain[key]
+        plain[path[-1]] = value
+
+    return change
+
+
+def nested(depth: int) -> str:
+    return "[" * depth + "]" * depth
+
+
+REFUSED: dict[str, tuple[Callable[[Any], None], str]] = {
+    "a count below zero": (
+        put("results", "step", "count", value=-1),
+        "results.step.count: expected an integ",
+    ),
+    "memory below zero": (
+        put("ranks", 0, "memory_bytes", "total", value=-5),
+        r"ranks\[0\].memory_bytes.total: expected an integer of at least 0, found -5",
+    ),
+    "a rank below zero": (put("ranks", 1, "rank", value=-1), r"ranks\[1\].rank: expected an integer of at"),
+    "a huge time": (
+        put("ranks", 0, "step_ms", 0, value=1e308),
+        r"step_ms\[0\]: expected a number of at most",
+    ),
+    "a huge integer": (put("results", "throughput", value=10**400), "throughput: expected a finite number"),
+    "a huge count": (put("skipped_steps", value=2**64), "skipped_steps: expected an integer of at most 64"),
+    "no moments": (put("system", 0, "seconds", value=[]), r"system\[0\].series.cpu_.*: has 23 values at 0"),
+    "a window without steps": (
+        lambda plain: plain.update(ranks=[rank | {"step_ms": []} for rank in plain["ranks"]]),
+        "ranks: there is a window_ms and no step",
+    ),
+    "half a surrogate pair": (put("reason", value="\ud800"), "not a bench record: .*surrogates not allowed"),
+    "text for a list": (put("loss", value="none"), "loss: expected a list, found str"),
+    "a list for an object": (put("settings", value=[]), "settings: expected an object, found list"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_is_refused_with_the_files_name(tmp_path: Path, case: str) -> None:
+    change, message = REFUSED[case]
+    plain = copy.deepcopy(PLAIN)
+    change(plain)
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps(plain))
+    with pytest.raises(RecordError, match=message) as caught:
+        read_record(path)
+    assert str(caught.value).startswith(f"{path}: ")
+
+
+@pytest.mark.parametrize("depth", [70, 300, 900, 960, 10_000])
+def test_deep_nesting_is_refused_at_any_depth(tmp_path: Path, depth: int) -> None:
+    path = tmp_path / "record.json"
+    path.write_text(FULL.to_json().replace('"config": {', f'"config": {{"deep": {nested(depth)}, ', 1))
+    with pytest.raises(
+        RecordError, match=r"not a bench record: (values are nested more than 64|maximum recursion)"
+    ):
+        read_record(path)
+    (tmp_path / "sweep.json").write_text(nested(depth))
+    for name in ("compare", "push"):
+        done = zerokit(tmp_path, name, "record.json", "--tracking-uri", "sqlite:///none.db")
+        assert done.returncode == 1
+        assert "record.json: not a bench record" in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_a_sweep_of_any_depth_is_refused(tmp_path: Path) -> None:
+    write_record(make_record(), tmp_path / "sweep" / "cells" / "000.json")
+    for text in (nested(10_000), nested(900), '{"format": "zerokit.sweep/1", "options": ' + nested(30) + "}"):
+        (tmp_path / "sweep" / "sweep.json").write_text(text)
+        done = zerokit(tmp_path, "push", "sweep", "--tracking-uri", "sqlite:///mlflow.db")
+        assert done.returncode == 1
+        assert "sweep.json" in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(st.data())
+def test_a_changed_record_is_refused_by_name_or_gives_figures(tmp_path: Path, data: st.DataObject) -> None:
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps(mutated(PLAIN, data)))
+    try:
+        record = read_record(path)
+    except RecordError as error:
+        told = str(error)
+    else:
+        _use(record, path, tmp_path)
+        told = f"{path}: "
+    assert told.startswith(f"{path}: ")
+
+
+def test_an_untouched_record_gives_figures(tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    write_record(FULL, path)
+    _use(read_record(path), path, tmp_path)
+
+
+def _use(record: Record, path: Path, folder: Path) -> None:
+    """Everything that `compare` and `push` make of a record."""
+    assert run_name(record.settings)
+    run_params(record), run_tags(record), run_points(record), run_files(record)
+    other = folder / "other.json"
+    write_record(make_record(), other)
+    for arguments in ([], ["--json"]):
+        done = CliRunner().invoke(command, [str(path), str(other), *arguments], catch_exceptions=False)
+        assert done.exit_code == 0
+    json.loads(done.stdout)
+    write_comparison([Run("a", (record,)), Run("b", (make_record(),))], folder / "page.html")
+
+
+def test_names_of_records_cannot_steer_a_terminal(tmp_path: Path) -> None:
+    """In tables, in reasons, in errors; JSON is plain ASCII."""
+    environment = FULL.environment
+    assert environment is not None
+    evil = replace(
+        FULL,
+        id="e" * 32,
+        settings=replace(FULL.settings, data=EVIL, save=EVIL),
+        environment=replace(environment, processor=EVIL, packages={EVIL: EVIL}, git_commit=EVIL),
+    )
+    write_record(evil, tmp_path / "evil.json")
+    write_record(FULL, tmp_path / "good.json")
+    failed = replace(
+        FULL,
+        status="failed",
+        reason=EVIL,
+        results=None,
+        id="f" * 32,
+        settings=replace(FULL.settings, stage=1),
+    )
+    write_record(failed, tmp_path / "failed.json")
+    plain = copy.deepcopy(PLAIN)
+    plain[EVIL] = 1
+    (tmp_path / "bad.json").write_text(json.dumps(plain))
+    for arguments, code in (
+        (["compare", "evil.json", "good.json"], 0),
+        (["compare", "good.json", "failed.json"], 0),
+        (["compare", "bad.json"], 1),
+        (["push", "bad.json", "--tracking-uri", "sqlite:///mlflow.db"], 1),
+    ):
+        done = zerokit(tmp_path, *arguments)
+        assert done.returncode == code, done.stderr
+        told = done.stdout + done.stderr
+        assert r"\x1b]0;title\x07\x1b[2J\u202e" in told
+        assert all(letter == "\n" or letter.isprintable() for letter in told)
+        assert "\nzerokit: all is well" not in told
+    done = zerokit(tmp_path, "compare", "evil.json", "good.json", "--json")
+    assert done.stdout.isascii()
+    assert json.loads(done.stdout)["cells"][0]["settings"]["data"] == EVIL

@@ -1,0 +1,121 @@
+"""The journal of an elastic job: its parts are joined to one story, whatever their writers came to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from zerokit.bench.record.journal import FINISHED, UNKNOWN, Journal, Part, PartWriter
+from zerokit.errors import UsageError
+
+
+def begin(journal: Journal, world: int, step: int, samples: int) -> PartWriter:
+    return journal.begin_part(world=world, nodes=1, step=step, samples=samples, samples_per_step=2 * world)
+
+
+def losses(first: int, last: int, part: int = 0) -> list[float]:
+    """Of steps, which differ from part to part where they are repeated."""
+    return [step + part / 10 for step in range(first, last + 1)]
+
+
+def test_repeated_steps_are_cut(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    pen = begin(journal, 2, 0, 0)
+    pen.trained(3)
+    pen.seen(1, losses(1, 3), losses(1, 3))
+    pen.trained(5)
+    journal.end_part(0, "rank 1 was killed")
+    pen = begin(journal, 1, 3, 12)
+    pen.trained(6)
+    pen.seen(4, losses(4, 6, part=1), losses(4, 6, part=1))
+    story = journal.story()
+    assert story.loss == story.gradient_norm == [1.0, 2.0, 3.0, 4.1, 5.1, 6.1]
+    assert story.parts == [
+        Part(2, 1, 1, 5, 0, 4, "rank 1 was killed"),
+        Part(1, 1, 4, 6, 12, 2, FINISHED),
+    ]
+
+
+def test_what_was_noted_for_a_checkpoint_that_was_not_committed_is_cut_too(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    pen = begin(journal, 2, 0, 0)
+    pen.seen(1, losses(1, 3), [])
+    pen.seen(4, losses(4, 6), [])  # killed while the checkpoint of step 6 was written
+    begin(journal, 1, 3, 12).seen(4, losses(4, 6, part=1), [])
+    story = journal.story()
+    assert story.loss == [1.0, 2.0, 3.0, 4.1, 5.1, 6.1]
+    assert [(part.first_step, part.last_step, part.ended) for part in story.parts] == [
+        (1, 6, UNKNOWN),
+        (4, 6, FINISHED),
+    ]
+
+
+def test_a_part_that_was_killed_before_its_first_save_is_repeated_whole(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    begin(journal, 2, 0, 0).trained(2)
+    begin(journal, 1, 0, 0).seen(1, losses(1, 3, part=1), [])
+    story = journal.story()
+    assert story.loss == losses(1, 3, part=1)
+    assert [(part.first_step, part.last_step) for part in story.parts] == [(1, 2), (1, 3)]
+
+
+def test_a_job_that_begins_with_a_checkpoint(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    begin(journal, 2, 10, 40).seen(11, losses(11, 12), [])
+    begin(journal, 1, 12, 48).seen(13, losses(13, 14), [])
+    assert journal.story().loss == losses(11, 14)
+
+
+def test_steps_that_others_trained_between_begin_another_story(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    begin(journal, 2, 0, 0).seen(1, losses(1, 3), [])
+    begin(journal, 2, 7, 28).seen(8, losses(8, 9), [])
+    story = journal.story()
+    assert story.loss == losses(8, 9)
+    assert [part.first_step for part in story.parts] == [8]
+
+
+def test_a_writer_killed_within_a_line_or_before_its_first(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    begin(journal, 2, 0, 0).trained(1)
+    with (tmp_path / "elastic" / "part-0000.jsonl").open("a") as file:
+        file.write('{"first": 1, "loss": [1.0, 2')
+    journal.end_part(0, "killed")
+    (tmp_path / "elastic" / "part-0001.jsonl").write_text('{"wor')
+    begin(journal, 1, 0, 0).trained(2)
+    assert [(part.last_step, part.ended) for part in journal.story().parts] == [(1, "killed"), (2, FINISHED)]
+
+
+def test_the_first_word_about_an_end_stays(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.end_part(0, "nothing has begun")
+    begin(journal, 2, 0, 0)
+    journal.end_part(0, "one")
+    journal.end_part(0, "another")
+    journal.end_part(1, "nothing has begun")
+    assert [part.ended for part in journal.story().parts] == ["one"]
+
+
+def test_a_job_keeps_its_name_until_it_is_finished(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "run")
+    first = journal.open_job(None, lambda: tmp_path / "a.json")
+    assert first.record == tmp_path / "a.json"
+    begin(journal, 2, 0, 0)
+    assert journal.open_job(None, lambda: tmp_path / "b.json") == first
+    moved = journal.open_job(tmp_path / "c.json", lambda: tmp_path / "b.json")
+    assert (moved.identity, moved.record) == (first.identity, tmp_path / "c.json")
+    journal.finish()
+    assert journal.count() == 0
+    assert journal.open_job(None, lambda: tmp_path / "d.json").identity != first.identity
+    assert len(list((tmp_path / "run").glob(f"elastic-{first.identity[:8]}/part-0000.jsonl"))) == 1
+
+
+def test_a_job_that_cannot_be_read_or_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=r"cannot be (written|read)"):
+        Journal(tmp_path / "file").open_job(None, lambda: tmp_path)
+    (tmp_path / "elastic").mkdir()
+    (tmp_path / "elastic" / "job.json").write_text("{}")
+    with pytest.raises(UsageError, match=r"move .*elastic away"):
+        Journal(tmp_path).open_job(None, lambda: tmp_path)

@@ -1,0 +1,176 @@
+"""Figures by name: their values, their names, and the noise that is told with them."""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from dataclasses import replace
+from statistics import fmean, median
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.bench.records import MIB, make_cell, make_failure, make_record, make_sweep
+from zerokit.bench.record import Bandwidth, Record, Utilisation
+from zerokit.bench.record.metrics import METRICS, bootstrap, measure, metrics_of
+
+P50 = METRICS["step/p50_ms"]
+
+
+def test_figures_of_a_known_record() -> None:
+    assert metrics_of(make_record()) == pytest.approx(
+        {
+            "step/p50_ms": 200.0,
+            "step/p10_ms": 120.0,
+            "step/p90_ms": 280.0,
+            "step/p99_ms": 298.0,
+            "step/mean_ms": 200.0,
+            "step/spread": 0.8,
+            "step/drift": 1.0,
+            "step/skew_p50_ms": 0.0,
+            "step/skew_p90_ms": 8.0,
+            "throughput/tokens_per_s": 640.0,
+            "throughput/tokens_per_s_per_rank": 320.0,
+            "memory/peak_host_mib": 301.0,
+            "memory/peak_host_minimum_mib": 300.0,
+            "memory/state_mib": 9.0,
+            "memory/state_predicted_mib": 9.0,
+            "traffic/mib_per_step": 4.0,
+            "traffic/predicted_mib_per_step": 4.0,
+            "traffic/elements_per_step": 1000.0,
+            "loss_first": 5.5,
+            "loss_last": 3.5,
+            "skipped_steps": 0.0,
+            "build_ms": 50.0,
+        }
+    )
+
+
+def test_a_full_record_has_fewer_than_sixty_names_that_mlflow_takes() -> None:
+    cell = make_cell(device="cuda", precision="bf16")
+    assert cell.results is not None
+    assert cell.results.utilisation is not None
+    found = metrics_of(cell)
+    assert {"mfu", "comm/cost_ms", "comm/exposed_ms", "phase/forward_ms", "bus/all_gather_gb_per_s"} <= set(
+        found
+    )
+    assert {"memory/peak_allocated_mib", "memory/peak_reserved_mib"} <= set(found)
+    assert {"step/wall_mean_ms", "memory/setup_allocated_mib", "memory/device_used_mib"} <= set(found)
+    assert found["step/wall_mean_ms"] == pytest.approx(1.001 * found["step/mean_ms"], rel=0.02)
+    assert found["throughput/tokens_per_s_per_device"] == found["throughput/tokens_per_s_per_rank"]
+    assert found["memory/device_used_mib"] > found["memory/peak_reserved_mib"]
+    assert len(found) < len(METRICS) < 60
+    assert all(re.fullmatch(r"[A-Za-z0-9_\-./: ]+", name) for name in METRICS)
+    assert all(math.isfinite(value) for value in found.values())
+
+
+@pytest.mark.parametrize("status", ["out of memory", "unsupported", "failed", "killed"])
+def test_what_came_to_nothing_has_no_figures(status: str) -> None:
+    assert metrics_of(make_failure(status, "why")) == {}
+
+
+def test_a_loss_that_diverged_is_no_figure() -> None:
+    assert "loss_last" not in metrics_of(make_record(loss=[5.5, 5.0, math.nan, None]))
+
+
+def test_communication_is_the_step_minus_its_twin() -> None:
+    cell = make_cell()
+    found = metrics_of(cell)
+    assert found["comm/cost_ms"] == pytest.approx(found["step/p50_ms"] - found["comm/twin_p50_ms"])
+    assert "comm/cost_ms" not in metrics_of(make_cell(twin=False))
+
+
+def test_throughput_is_named_by_its_unit() -> None:
+    cell = make_cell()
+    assert cell.model is not None
+    images = metrics_of(replace(cell, model=replace(cell.model, unit="images")))
+    assert "throughput/images_per_s" in images
+    assert "throughput/tokens_per_s" not in images
+
+
+def test_a_collective_is_told_by_the_engine_s_own_at_its_largest_size() -> None:
+    sizes = [("torch", 64 * MIB, 9.0), ("zerokit", MIB, 1.0), ("zerokit", 8 * MIB, 2.0)]
+    record = replace(
+        make_record(), bandwidth=[Bandwidth("all_gather", by, size, 1.0, 1.0, bus) for by, size, bus in sizes]
+    )
+    assert metrics_of(record)["bus/all_gather_gb_per_s"] == 2.0
+
+
+def with_steps(step_ms: list[float]) -> Record:
+    cell = make_cell(twin=False, steps=len(step_ms))
+    assert cell.model is not None
+    ranks = [replace(rank, step_ms=step_ms) for rank in cell.ranks]
+    from zerokit.bench.record import summarise
+
+    return replace(cell, ranks=ranks, results=summarise(cell.settings, cell.model, ranks, cell.loss))
+
+
+def test_the_noise_of_the_median_is_that_of_its_interval_and_throughput_s_is_equal() -> None:
+    record = with_steps([float(ms) for ms in range(100, 131)])
+    step, throughput = measure(P50, [record]), measure(METRICS["throughput/tokens_per_s"], [record])
+    assert step is not None
+    assert throughput is not None
+    assert (step.value, step.error) == (115.0, 6.0)  # the 10th smallest and largest of 31: 109 to 121
+    assert step.noise == pytest.approx(throughput.noise)
+
+
+def test_the_bootstrap_agrees_with_the_normal_distribution() -> None:
+    draw = random.Random(7)
+    values = [draw.gauss(100, 5) for _ in range(2000)]
+    found = bootstrap(values, fmean)
+    assert found == pytest.approx(1.96 * 5 / math.sqrt(2000), rel=0.15)
+    assert bootstrap(values, fmean) == found
+    assert bootstrap(values[:1], fmean) is None
+
+
+@settings(max_examples=15)
+@given(st.lists(st.floats(1, 1000), min_size=2, max_size=20))
+def test_the_bootstrap_stays_within_the_values(values: list[float]) -> None:
+    found = bootstrap(values, median)
+    assert found is not None
+    assert 0 <= found <= (max(values) - min(values)) / 2 + 1e-9
+
+
+def test_repetitions_tell_their_own_noise() -> None:
+    runs = [with_steps([base] * 30) for base in (100.0, 110.0, 120.0)]
+    measured = measure(P50, runs)
+    assert measured is not None
+    assert (measured.value, measured.error) == (110.0, 10.0)
+    memory = measure(METRICS["memory/peak_host_mib"], [make_cell(host_mib=900), make_cell(host_mib=910)])
+    assert memory is not None
+    assert (memory.value, memory.error) == (905.0, 5.0)
+
+
+def test_repetitions_that_happen_to_agree_keep_a_run_s_own_noise() -> None:
+    record = with_steps([float(ms) for ms in range(100, 131)])
+    measured = measure(P50, [record] * 4)
+    assert measured is not None
+    assert measured.error == pytest.approx(6.0 / 2)
+
+
+def test_what_one_run_cannot_tell_is_unknown_and_what_is_counted_exact() -> None:
+    memory, state = (
+        measure(METRICS[name], [make_cell()]) for name in ("memory/peak_host_mib", "memory/state_mib")
+    )
+    assert memory is not None
+    assert state is not None
+    assert memory.noise is None
+    assert state.noise == 0.0
+
+
+def test_every_metric_of_every_cell_can_be_measured() -> None:
+    for record in make_sweep():
+        for name, metric in METRICS.items():
+            measured = measure(metric, [record])
+            assert (measured is not None) == (name in metrics_of(record))
+            assert measured is None or measured.error is None or measured.error >= 0
+
+
+def test_utilisation_is_told_with_its_flops() -> None:
+    cell = make_cell(device="cuda", precision="bf16")
+    assert cell.results is not None
+    use = Utilisation(0.4, 395.6e12, 989.0e12, "H100", "bf16")
+    found = metrics_of(replace(cell, results=replace(cell.results, utilisation=use)))
+    assert (found["mfu"], found["model_tflops_per_s_per_device"]) == pytest.approx((0.4, 395.6))

@@ -1,0 +1,107 @@
+"""Statistics of known numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zerokit.bench.record.statistics import (
+    STEADY_LIMIT,
+    Summary,
+    drift,
+    median_interval,
+    quantile,
+    skew,
+    slowest,
+    steady,
+)
+
+
+def test_summary_of_a_hundred_and_one_numbers_is_known() -> None:
+    summary = Summary.of([float(number) for number in range(100, -1, -1)])
+    assert summary == Summary(
+        count=101,
+        mean=50,
+        minimum=0,
+        p10=10,
+        p50=50,
+        p90=90,
+        p99=99,
+        maximum=100,
+        median_low=40,
+        median_high=60,
+        spread=1.6,
+        drift=-2.0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("count", "place"), [(5, 0), (6, 0), (8, 0), (9, 1), (12, 2), (17, 4), (25, 7), (30, 9), (100, 39)]
+)
+def test_the_interval_of_the_median_has_the_tabulated_ranks(count: int, place: int) -> None:
+    """Two-sided 95 % sign-test intervals: Conover, Practical Nonparametric Statistics, table of the binomial."""
+    low, high = median_interval([float(number) for number in range(count)])
+    assert (low, high) == (place, count - 1 - place)
+
+
+@pytest.mark.parametrize("draw", ["normal", "lognormal", "exponential"])
+def test_the_interval_covers_the_median_of_known_distributions(draw: str) -> None:
+    generator = np.random.default_rng(0)
+    true = {"normal": 0.0, "lognormal": 1.0, "exponential": float(np.log(2))}[draw]
+    covered = 0
+    for _ in range(2000):
+        low, high = median_interval(getattr(generator, draw)(size=30).tolist())
+        covered += low <= true <= high
+    assert 0.94 <= covered / 2000 <= 0.99  # 95.7 % with 30 values, give or take 0.5
+
+
+@given(st.lists(st.floats(1, 1e6), min_size=1, max_size=60))
+def test_the_interval_holds_the_sample_median(values: list[float]) -> None:
+    low, high = median_interval(values)
+    assert min(values) <= low <= quantile(values, 0.5) <= high <= max(values)
+
+
+def test_drift_is_the_rise_as_a_share_of_the_median() -> None:
+    assert drift([100.0 + step for step in range(21)]) == pytest.approx(20 / 110)
+    assert drift([5.0]) == 0.0
+    outliers = [100.0] * 30
+    outliers[3] = outliers[20] = 900.0
+    assert drift(outliers) == 0.0
+
+
+def test_warm_up_ends_when_the_medians_of_two_windows_agree() -> None:
+    falling = [1000.0, 400.0, 300.0, 200.0, 150.0, 120.0, 110.0, 105.0, 100.0, 101.0, 99.0]
+    assert not any(steady(falling[:count]) for count in range(len(falling) + 1))
+    assert steady([*falling, 100.0, 102.0, 100.0, 99.0])
+    assert steady([2.0**step for step in range(STEADY_LIMIT)])
+
+
+def test_quantiles_lie_between_neighbours() -> None:
+    assert quantile([4.0, 1.0], 0.25) == 1.75
+    assert quantile([7.0], 0.9) == 7.0
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1), st.floats(0, 1))
+def test_quantiles_are_numpys(values: list[float], fraction: float) -> None:
+    assert quantile(values, fraction) == pytest.approx(
+        float(np.quantile(values, fraction)), rel=1e-9, abs=1e-6
+    )
+
+
+@pytest.mark.parametrize(("values", "fraction"), [([], 0.5), ([1.0], 1.5), ([1.0], -0.1)])
+def test_quantiles_of_nothing_or_outside_are_refused(values: list[float], fraction: float) -> None:
+    with pytest.raises(ValueError, match="a quantile needs values"):
+        quantile(values, fraction)
+
+
+def test_a_step_takes_as_long_as_its_slowest_rank() -> None:
+    by_rank = [[1.0, 5.0, 3.0], [2.0, 4.0, 3.0]]
+    assert slowest(by_rank) == [2.0, 5.0, 3.0]
+    assert skew(by_rank) == [1.0, 1.0, 0.0]
+
+
+def test_ranks_with_different_numbers_of_steps_are_refused() -> None:
+    with pytest.raises(ValueError, match="shorter"):
+        slowest([[1.0, 2.0], [1.0]])

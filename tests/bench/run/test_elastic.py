@@ -1,0 +1,173 @@
+"""Which launches are repeated with the ranks that remain, with made-up ranks."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.bench.ranks import Ranks, Stopped, Watcher, host
+from zerokit.bench.record import Record, read_record
+from zerokit.bench.record.journal import Journal
+from zerokit.bench.record.settings import Settings
+from zerokit.bench.record.status import OUT_OF_MEMORY, Status, write_status
+from zerokit.bench.run import session
+from zerokit.bench.run.elastic import remaining
+from zerokit.bench.run.session import run_cell
+from zerokit.bench.sweeps.twins import twin_settings
+from zerokit.errors import UsageError
+from zerokit.launch.failures import Failure, LaunchError, WorkerFailed
+
+
+def ended(*ranks: tuple[int, int, int], lost: tuple[int, ...] = ()) -> WorkerFailed:
+    """By (rank, node, exit code)."""
+    failures = [Failure(rank, node, 77, code, "", False, 0.0, None) for rank, node, code in ranks]
+    return WorkerFailed(failures[0].describe() if failures else "node lost", failures, lost)
+
+
+KILL, TERM, ABRT, SEGV = (
+    -int(number) for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGABRT, signal.SIGSEGV)
+)
+
+
+@pytest.mark.parametrize(
+    ("shape", "error", "left"),
+    [
+        ((2, 1), ended((1, 1, KILL), (0, 0, 1)), (1, 1)),
+        ((1, 3), ended((1, 0, KILL)), (1, 2)),
+        ((1, 3), ended((1, 0, SEGV), (2, 0, KILL), (0, 0, TERM)), (1, 1)),
+        ((2, 2), ended(lost=(1,)), (1, 2)),
+        ((3, 2), ended((0, 0, 1), lost=(0, 2)), (1, 2)),
+        # A node that lost a rank: without it there are more ranks than with fewer on each, and the other way round.
+        ((4, 2), ended((5, 2, KILL)), (3, 2)),
+        ((2, 4), ended((5, 1, KILL)), (2, 3)),
+        ((2, 2), ended((0, 0, KILL), (1, 0, KILL)), (1, 2)),
+        # Whatever happens one rank is left.
+        ((1, 1), ended((0, 0, KILL)), (1, 1)),
+        ((2, 1), ended((0, 0, KILL), (1, 1, KILL)), (1, 1)),
+        # A rank that has lost its peer may abort; one by itself may have, too.
+        ((1, 2), ended((1, 0, KILL), (0, 0, ABRT)), (1, 1)),
+        ((1, 3), ended((1, 0, ABRT), (0, 0, ABRT)), (1, 2)),
+        # Errors of the program, and ranks that their agents have ended.
+        ((1, 2), ended((1, 0, 1), (0, 0, TERM)), None),
+        ((1, 2), ended((1, 0, 7)), None),
+        ((1, 2), ended(), None),
+    ],
+)
+def test_what_remains(shape: tuple[int, int], error: WorkerFailed, left: tuple[int, int] | None) -> None:
+    settings = Settings(nodes=shape[0], nproc_per_node=shape[1], elastic=True, save="run")
+    found = remaining(settings, error)
+    assert (None if found is None else (found.nodes, found.nproc_per_node)) == left
+    assert found is None or replace(found, nodes=shape[0], nproc_per_node=shape[1]) == settings
+
+
+@pytest.fixture
+def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(session, "oom_kills", lambda: 0)
+    return Settings(
+        model="gpt-tiny",
+        seq_len=16,
+        data="synthetic",
+        nodes=3,
+        elastic=True,
+        save=str(tmp_path / "run"),
+    )
+
+
+def run(
+    settings: Settings, folder: Path, errors: Iterator[BaseException | None], max_restarts: int = 3
+) -> tuple[Record, list[int], list[str]]:
+    """The record, the world of each launch, what was told; each launch begins a part and ends as `errors` say."""
+
+    def act(settings: Settings, job: Path) -> None:
+        assert settings.save is not None
+        Journal(Path(settings.save)).begin_part(
+            world=settings.world, nodes=settings.nodes, step=0, samples=0, samples_per_step=1
+        )
+        if (error := next(errors)) is not None:
+            if isinstance(error, MemoryError):
+                write_status(job, Status(OUT_OF_MEMORY, "too little"))
+                error = ended((1, 1, KILL))
+            raise error
+
+    ranks, watcher = Ranks(act), Watcher()
+    here = replace(host(ranks, watcher), max_restarts=max_restarts)
+    record = run_cell(settings, folder / "r.json", here, identity="i")
+    return record, [asked.world for asked in ranks.asked], watcher.warnings
+
+
+def test_a_killed_rank_leads_to_a_restart_without_it(tmp_path: Path, settings: Settings) -> None:
+    record, worlds, told = run(settings, tmp_path, iter([ended((1, 1, KILL)), ended((0, 0, KILL)), None]))
+    assert (record.id, record.status, worlds) == ("i", "ok", [3, 2, 1])
+    assert (record.settings.nodes, read_record(tmp_path / "r.json")) == (1, record)
+    assert [line.splitlines()[-1] for line in told] == [
+        "restart 1 of at most 3: 2 ranks left",
+        "restart 2 of at most 3: 1 rank left",
+    ]
+    (done,) = (tmp_path / "run").glob("elastic-*")  # finished: another job begins anew
+    assert len(list(done.glob("part-*"))) == 3
+    assert list(tmp_path.glob("zerokit-*")) == []
+
+
+def test_restarts_are_bounded_and_the_job_can_go_on(tmp_path: Path, settings: Settings) -> None:
+    kills = iter([ended((2, 2, KILL)), ended((1, 1, KILL)), None])
+    record, worlds, _ = run(settings, tmp_path, kills, max_restarts=1)
+    assert (record.status, worlds) == ("failed", [3, 2])
+    assert [(part.world, part.ended.partition(" (if")[0]) for part in record.parts] == [
+        (3, "rank 2 (node 2, pid 77) was killed by SIGKILL"),
+        (2, "rank 1 (node 1, pid 77) was killed by SIGKILL"),
+    ]
+    assert record.restarts == 1
+    run(settings, tmp_path, iter([None]))
+    assert read_record(tmp_path / "r.json").status == "ok"
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ended((1, 1, 1), (0, 0, TERM)), "failed"),
+        (LaunchError("no port"), "failed"),
+        (MemoryError(), "out of memory"),
+    ],
+)
+def test_other_ends_are_not_restarted(
+    tmp_path: Path, settings: Settings, error: BaseException, status: str
+) -> None:
+    record, worlds, _ = run(settings, tmp_path, iter([error]))
+    assert (record.status, worlds) == (status, [3])
+
+
+def test_ranks_that_the_kernel_killed_for_want_of_memory_are_not_restarted(
+    tmp_path: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = iter((3, 4))
+    monkeypatch.setattr(session, "oom_kills", lambda: next(counts))
+    record, worlds, _ = run(settings, tmp_path, iter([ended((1, 1, KILL))]))
+    assert (record.status, worlds) == ("out of memory", [3])
+
+
+def test_an_interruption_ends_the_part_and_leaves_the_job(tmp_path: Path, settings: Settings) -> None:
+    with pytest.raises(Stopped):
+        run(settings, tmp_path, iter([Stopped("enough")]))
+    assert [part.ended for part in Journal(tmp_path / "run").story().parts] == ["enough"]
+    assert read_record(tmp_path / "r.json").status == "killed"
+
+
+def test_what_is_not_elastic_is_not_restarted(tmp_path: Path, settings: Settings) -> None:
+    record, worlds, _ = run(replace(settings, elastic=False), tmp_path, iter([ended((1, 1, KILL))]))
+    assert (record.status, worlds, record.parts) == ("failed", [3], [])
+
+
+def test_settings_of_an_elastic_bench() -> None:
+    with pytest.raises(UsageError, match="give --elastic a run directory with --save"):
+        Settings(elastic=True)
+    assert Settings(elastic=True, save="run", steps=100).saves_every == 10
+    assert Settings(elastic=True, save="run", steps=5).saves_every == 1
+    assert Settings(elastic=True, save="run", save_every=7).saves_every == 7
+    assert Settings(save="run").saves_every is None
+    assert twin_settings(Settings(nodes=2)) is not None
+    assert twin_settings(Settings(nodes=2, elastic=True, save="run")) is None

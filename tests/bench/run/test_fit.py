@@ -1,0 +1,111 @@
+"""What cannot fit is refused before anything starts, and nothing that could have run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zerokit.bench.catalogue.engines import ENGINES
+from zerokit.bench.catalogue.workloads import describe
+from zerokit.bench.record.settings import Settings
+from zerokit.bench.run.fit import GIB, Machine, refuse_if_too_large, state_of, this_machine
+from zerokit.formulas import ElementBytes, predict_memory
+from zerokit.layout import Layout, Parameter, Segment, build_layout
+
+CELLS = st.one_of(
+    [
+        st.tuples(st.just(name), st.sampled_from(engine.stages), st.sampled_from(["fp32", "bf16"]))
+        for name, engine in ENGINES.items()
+    ]
+)
+
+
+def test_the_papers_table() -> None:
+    """ZeRO, figure 1: 7.5 billion parameters on 64 ranks; gradients in half precision, as DeepSpeed keeps them."""
+    found = [
+        state_of("deepspeed", stage, "bf16").bytes_of(0, parameters=7_500_000_000, world=64) / 1e9
+        for stage in (0, 2, 3)
+    ]
+    assert found == pytest.approx([120.0, 16.6, 1.88], rel=3e-3)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_it_is_what_the_runtime_predicts_without_padding(stage: int, precision: str) -> None:
+    sizes = ElementBytes(4, 4, 0, 8) if precision == "fp32" else ElementBytes(2, 4, 4, 8)
+    layout = made_layout(world=4)
+    predicted = predict_memory(layout, rank=0, stage=stage, sizes=sizes)
+    kept = predicted.parameters + predicted.gradients + predicted.optimizer
+    bound = state_of("zerokit", stage, precision).bytes_of(0, parameters=layout.trainable_numel, world=4)
+    assert kept == pytest.approx(bound, rel=1e-3)
+
+
+def made_layout(world: int) -> Layout:
+    segments = [Segment(f"block{number}", (Parameter(f"weight{number}", (256, 256)),)) for number in range(4)]
+    return build_layout(segments, world=world, bucket_bytes=2**19)
+
+
+@given(CELLS, st.integers(1, 10**12), st.integers(1, 64))
+def test_ranks_together_keep_at_least_one_copy_and_at_most_one_each(
+    cell: tuple[str, int, str], parameters: int, world: int
+) -> None:
+    state = state_of(*cell)
+    each = [state.bytes_of(rank, parameters=parameters, world=world) for rank in range(world)]
+    assert 14 * parameters - world <= sum(each) <= 18 * parameters * world
+    assert max(each) == each[0]
+
+
+def test_175_billion_on_a_laptop_are_refused_in_plain_words() -> None:
+    told = refuse_if_too_large(Settings(model="gpt3-175b", nodes=2), Machine(int(16 * GIB), ()))
+    assert told is not None
+    assert told.startswith(
+        "gpt3-175b is too large: zerokit at stage 2 in fp32 keeps at least 4Ψ + 12Ψ/N bytes"
+    )
+    assert "3,252.3 GiB for 2 ranks on this machine, which has 16.0 GiB; take a smaller model" in told
+
+
+def test_a_higher_stage_is_advised_where_it_helps() -> None:
+    told = refuse_if_too_large(Settings(model="gpt2-xl", nodes=2, stage=0), Machine(int(30 * GIB), ()))
+    assert told is not None
+    assert told.endswith("--stage 3 needs at least 23.2 GiB")
+
+
+def test_what_fits_or_is_not_known_is_not_refused() -> None:
+    small = Machine(int(8 * GIB), ())
+    assert refuse_if_too_large(Settings(), small) is None
+    assert refuse_if_too_large(Settings(model="mine:huge"), small) is None
+    huge = Settings(model="gpt3-175b")
+    assert refuse_if_too_large(huge, Machine(None, ())) is None
+    assert (
+        refuse_if_too_large(Settings(model="gpt3-175b", device="cuda"), small) is None
+    )  # its devices are not known
+
+
+def test_ranks_share_the_devices_there_are() -> None:
+    settings = Settings(
+        model="llama-7b", nproc_per_node=4, engine="ddp", stage=0
+    )  # 16 × 6.7 = 100.4 GiB a rank
+    assert refuse_if_too_large(settings, Machine(0, (int(101 * GIB),) * 4)) is None
+    shared = refuse_if_too_large(settings, Machine(0, (int(101 * GIB),) * 3))
+    assert shared is not None
+    assert "200.8 GiB for 2 ranks on CUDA device 0, which has 101.0 GiB" in shared
+    on_host = Settings(model="llama-7b", nproc_per_node=4, engine="ddp", stage=0, device="cpu")
+    told = refuse_if_too_large(on_host, Machine(0, (int(101 * GIB),) * 4))
+    assert told is not None
+    assert "for 4 ranks on this machine" in told
+
+
+def test_only_the_server_of_parameters_keeps_optimizer_state() -> None:
+    settings = Settings(model="gpt2", engine="parameter-server", stage=0, nproc_per_node=3)
+    needed = (16 + 8 + 8) * (describe("gpt2").parameters or 0)
+    assert refuse_if_too_large(settings, Machine(needed, ())) is None
+    assert refuse_if_too_large(settings, Machine(needed - 1, ())) is not None
+
+
+def test_this_machine_has_some_memory() -> None:
+    here = this_machine()
+    assert here.host_bytes is None or 0 < here.host_bytes < 2**50
+    if not torch.cuda.is_available():
+        assert here.device_bytes == ()

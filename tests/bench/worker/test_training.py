@@ -1,0 +1,293 @@
+"""The timed loop: warm-up that all ranks end together, steps that are told, errors that say what they are."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import HashStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.bench.clocks import Device
+from tests.bench.records import make_record
+from tests.support.distributed import run_alone, run_ranks
+from zerokit.bench.engines.trainer import Batch, Trainer, make
+from zerokit.bench.machine.place import Place
+from zerokit.bench.record import Rank
+from zerokit.bench.record.progress import Progress, ProgressReader, ProgressWriter
+from zerokit.bench.record.schema import to_plain
+from zerokit.bench.record.settings import Settings
+from zerokit.bench.record.statistics import STEADY_WINDOW
+from zerokit.bench.record.status import Status, oom_kills, read_status, write_status
+from zerokit.bench.worker.checkpoints import Keeper, Trained
+from zerokit.bench.worker.rank import choose, with_state
+from zerokit.bench.worker.training import Loop, Measured
+from zerokit.bench.workloads.build import load
+
+HERE = Place(torch.device("cpu"), "gloo")
+TINY = Settings(model="mlp-mnist", engine="compute-only", stage=0, steps=3, nproc_per_node=2)
+ALONE = replace(TINY, steps=4, nproc_per_node=1)
+
+
+@dataclass
+class Settling(Trainer):
+    """Its first steps take long on the second rank alone: only together do the ranks know when to begin."""
+
+    slow_steps: int
+    seen: list[list[Batch]] = field(default_factory=list)
+
+    def forward(self, batch: Batch) -> Tensor:
+        return torch.ones(())
+
+    def backward(self, loss: Tensor) -> None:
+        pass
+
+    def update(self) -> None:
+        pass
+
+    def step(self, batches: object) -> tuple[list[Tensor], Tensor | None]:
+        assert isinstance(batches, list)
+        self.seen.append(batches)
+        slow = dist.get_rank() == 1 and len(self.seen) <= self.slow_steps
+        time.sleep(0.2 if slow else 0.03)
+        return [torch.tensor(float(len(self.seen))), torch.tensor(float(len(self.seen) + 2))], torch.tensor(
+            7.0
+        )
+
+
+def run(settings: Settings, slow_steps: int, path: str) -> tuple[Measured, int, int]:
+    """On a rank: the loop; also when the measured steps began, and how many different batches there were."""
+    trainer = Settling(slow_steps)
+    loop = Loop(trainer, load(settings), settings, HERE)
+    began: list[int] = []
+    writer = ProgressWriter(Path(path) if dist.get_rank() == 0 else None)
+    measured = loop.run(writer, Keeper(settings, None), begin=lambda: began.append(len(trainer.seen)))
+    writer.close()
+    (begin,) = began
+    different = {tuple(batch[0].flatten().tolist()) for batches in trainer.seen for batch in batches}
+    return measured, begin, len(different)
+
+
+def test_warm_up_ends_on_all_ranks_when_the_slowest_is_steady(tmp_path: Path) -> None:
+    slow_steps = STEADY_WINDOW + 2
+    settings = replace(TINY, accumulate=2)
+    found = run_ranks(2, run, settings, slow_steps, str(tmp_path / "progress"))
+    for measured, began, batches in found:
+        assert measured.warmup == found[0][0].warmup == began
+        # The shortest warm-up is not enough while the last window but one still holds slow steps.
+        assert measured.warmup >= slow_steps + STEADY_WINDOW
+        assert len(measured.step_ms) == len(measured.loss) == measured.warmup + 3 == measured.trained
+        assert measured.loss[:2] == [2.0, 3.0]  # the mean over micro-batches
+        assert set(measured.gradient_norm) == {7.0}
+        assert batches == 2 * measured.trained
+        assert min(measured.step_ms) >= 30.0
+    lines = (tmp_path / "progress").read_text().splitlines()
+    last = ProgressReader(tmp_path / "progress").latest()
+    assert len(lines) == found[0][0].trained
+    warmup = found[0][0].warmup
+    assert last is not None
+    assert (last.done, last.total, last.warmup) == (warmup + 3, warmup + 3, warmup)
+    # Meanwhile the least is expected.
+    assert Progress(*json.loads(lines[0])).total == 2 * STEADY_WINDOW + 1 + 3
+
+
+def test_a_given_warm_up_is_kept(tmp_path: Path) -> None:
+    for warmup in (0, 2):
+        found = run_ranks(2, run, replace(TINY, warmup=warmup), 100, str(tmp_path / f"progress-{warmup}"))
+        assert [(measured.warmup, began, measured.trained) for measured, began, _ in found] == [
+            (warmup, warmup, warmup + 3)
+        ] * 2
+
+
+@dataclass
+class Ahead(Trainer):
+    """Each step is 10 ms of a made-up device's work, and everything that happens is noted in the device's log."""
+
+    device: Device
+
+    def forward(self, batch: Batch) -> Tensor:
+        return batch[0].sum() * 0.0 + self.device.asked_ms
+
+    def backward(self, loss: Tensor) -> None:
+        self.device.log.append("step")
+        self.device.work(10.0)
+
+    def update(self) -> Tensor:
+        return torch.tensor(self.device.asked_ms)
+
+
+class Noting(TorchDispatchMode):
+    """Notes numbers that the host reads from tensors: on CUDA it waits for each."""
+
+    def __init__(self, log: list[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._log = log
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self._log.append("read")
+        return func(*args, **(kwargs or {}))
+
+
+class Saving(Keeper):
+    """Would save; `after_step` does whatever the device is at."""
+
+    def __init__(self, settings: Settings, device: Device) -> None:
+        super().__init__(settings, None)
+        self._device = device
+
+    def due(self, trained: int, *, last: bool) -> bool:
+        return last or trained % 3 == 0
+
+    def after_step(self, done: Trained, *, last: bool) -> None:
+        if self.due(done.trained, last=last):
+            self._device.log.append("save")
+            self._device.work(500.0)
+
+
+def run_ahead(settings: Settings, path: str, saving: bool) -> tuple[Measured, list[str], list[str]]:
+    """On a rank: what was measured, what happened from the measured steps' beginning on, and before."""
+    device = Device()
+    loaded = load(settings)
+    make = loaded.batch
+
+    def noted(first: int) -> tuple[Tensor, ...]:
+        device.log.append("batch")
+        return make(first)
+
+    keeper = Saving(settings, device) if saving else Keeper(settings, None)
+    writer = ProgressWriter(Path(path))
+    rarely = patch("zerokit.bench.worker.training._TELL_SECONDS", 3600.0)
+    with Noting(device.log), patch.object(loaded, "batch", noted), rarely:
+        loop = Loop(Ahead(device), loaded, settings, HERE, device.clock)
+        measured = loop.run(writer, keeper, begin=lambda: device.log.append("begin"))
+    writer.close()
+    begun = device.log.index("begin")
+    return measured, device.log[begun + 1 :], device.log[:begun]
+
+
+def test_on_a_device_nothing_is_made_read_or_waited_for_between_measured_steps(tmp_path: Path) -> None:
+    path = tmp_path / "progress"
+    ((measured, log, before),) = run_ranks(1, run_ahead, replace(ALONE, warmup=2), str(path), False)
+    assert log == [
+        *("synchronize", "record"),
+        *["step", "record"] * 4,
+        "synchronize",
+        *["read", "read"] * 4,  # a loss and a norm each
+    ]
+    # Warm-up looks at every step; then the batches of the measured ones are made.
+    looked_at = ["synchronize", "record", "step", "record", "synchronize", "read", "read"]
+    assert [what for what in before if what != "batch"] == looked_at * 2
+    assert before[-4:] == ["batch"] * 4
+    assert measured.step_ms == [10.0] * 6
+    assert measured.window_ms is not None
+    # Losses and norms are each step's own, although they were read after the last one.
+    assert measured.loss == [0.0, 10.0, 20.0, 30.0, 40.0, 50.0]
+    assert measured.gradient_norm == [10.0, 20.0, 30.0, 40.0, 50.0, 60.0]
+    assert (measured.warmup, measured.trained, measured.batches_repeat_after) == (2, 6, None)
+    assert measured.batch_bytes == 4 * ALONE.batch_size * (28 * 28 * 4 + 8)
+    told = [Progress(*json.loads(line)) for line in path.read_text().splitlines()]
+    assert told[-1] == Progress(6, 6, 2, 50.0, 10.0)
+    # Of the measured steps before it, the first alone: more cost time, and none knows its loss yet.
+    assert [one for one in told if 2 < one.done < 6] == [Progress(3, 6, 2, None, None)]
+
+
+def test_a_device_has_done_its_steps_before_they_are_saved_and_saving_is_not_timed(tmp_path: Path) -> None:
+    ((measured, log, _),) = run_ranks(1, run_ahead, replace(ALONE, warmup=0), str(tmp_path / "p"), True)
+    window = ["synchronize", "record"], ["synchronize"]
+    assert log == [
+        *(*window[0], *["step", "record"] * 3, *window[1], *["read", "read"] * 3, "save"),
+        *(*window[0], *["step", "record"] * 1, *window[1], *["read", "read"] * 1, "save"),
+    ]
+    assert measured.step_ms == [10.0] * 4
+
+
+def test_a_rank_fills_in_what_was_left_open() -> None:
+    asked = Settings(model="gpt-tiny", seq_len=16)
+    chosen = choose(asked, HERE)
+    assert (chosen.device, chosen.precision, chosen.data) == ("cpu", "fp32", "standard-library")
+    assert (chosen.bucket_mb, chosen.image_size, chosen.warmup) == (16.0, None, None)
+    on_cuda = choose(replace(asked, engine="fsdp2", stage=3), Place(torch.device("cuda"), "nccl"))
+    assert (on_cuda.device, on_cuda.precision, on_cuda.bucket_mb) == ("cuda", "bf16", None)
+    images = choose(replace(asked, model="mlp-mnist", precision="bf16"), HERE)
+    assert (images.image_size, images.precision, images.data) == (28, "bf16", "synthetic")
+
+
+def test_a_status_is_read_as_it_was_written(tmp_path: Path) -> None:
+    job = tmp_path / "job.json"
+    assert read_status(job) is None
+    for reason in ("one rank", "another"):
+        write_status(job, Status("out of memory", reason))
+    assert read_status(job) == Status("out of memory", "another")
+    assert [path.name for path in tmp_path.iterdir()] == ["job.json.status"]
+
+
+def test_the_kernels_count_of_killed_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "read_text", lambda self: "nr_free_pages 5\noom_kill 3\n")
+    assert oom_kills() == 3
+    monkeypatch.setattr(Path, "read_text", lambda self: "nr_free_pages 5\n")
+    assert oom_kills() is None
+
+
+def run_out_of_memory(job: str) -> str:
+    """In a process of its own, with far less address space than the model takes."""
+    from zerokit.bench.worker import rank as worker
+
+    os.environ.update(
+        RANK="0",
+        WORLD_SIZE="1",
+        LOCAL_RANK="0",
+        LOCAL_WORLD_SIZE="1",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="0",
+    )
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    dist.init_process_group = lambda *arguments, **options: None
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + 2**28, used + 2**28))
+    with pytest.raises(worker.OutOfMemory) as caught:
+        worker.main(Path(job))
+    return str(caught.value)
+
+
+def test_running_out_of_memory_is_told_beside_the_job(tmp_path: Path) -> None:
+    job = tmp_path / "job.json"
+    settings = Settings(
+        engine="compute-only", stage=0, model="gpt2-124m", seq_len=16, batch_size=1, data="synthetic"
+    )
+    record = tmp_path / "record.json"
+    job.write_text(json.dumps({"settings": to_plain(settings), "record": str(record), "progress": None}))
+    message = run_alone(run_out_of_memory, str(job))
+    told = read_status(job)
+    assert told is not None
+    assert told == Status("out of memory", message)
+    assert "gpt2-124m (124.4 M parameters), compute-only stage 0, 1 ranks" in message
+    assert "higher --stage" in message
+    assert not record.exists()
+
+
+def _state(settings: Settings) -> Rank:
+    loaded = load(settings)
+    trainer = make(loaded, settings, HERE)
+    loop = Loop(trainer, loaded, settings, HERE)
+    loop.run(ProgressWriter(None), Keeper(settings, None), begin=lambda: None)
+    return with_state(make_record().ranks[dist.get_rank()], trainer, loop)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_state_is_counted_while_gradients_are_there(stage: int) -> None:
+    """At stages 0 and 1 a unit of one parameter keeps autograd's own gradient, which zeroing drops."""
+    settings = Settings(model="gpt-tiny", seq_len=16, stage=stage, bucket_mb=1e-6, steps=1, nproc_per_node=2)
+    for rank in run_ranks(2, _state, replace(settings, warmup=1, precision="fp32")):
+        assert rank.memory_bytes == rank.predicted_memory_bytes
+        assert rank.memory_bytes["gradients"] > 0

@@ -1,0 +1,191 @@
+"""The worker as a process of its own, in the environment that torchrun gives it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.cli.commands import ROOT, environment
+from zerokit.bench.record import read_record
+from zerokit.bench.record.schema import to_plain
+from zerokit.bench.record.settings import Settings
+from zerokit.bench.worker.rank import require_ranks
+from zerokit.errors import UsageError
+from zerokit.launch.network import free_port
+
+TINY = Settings(model="gpt-tiny", seq_len=16, batch_size=2, steps=2, warmup=1, data="synthetic")
+WITHOUT_ZLIB_NG = "import sys; sys.modules['zlib_ng'] = None"
+
+
+def work(
+    folder: Path, settings: Settings, before: str = "", **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run the only rank of a job; `before` is Python that runs first. The record goes to `folder`/record.json."""
+    job = folder / "job.json"
+    job.write_text(json.dumps({"settings": to_plain(settings), "record": str(folder / "record.json")}))
+    code = f"{before}\nfrom pathlib import Path\nfrom zerokit.bench.worker.rank import main\nmain(Path({str(job)!r}))"
+    torchrun = {
+        **dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK"), "0"),
+        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1"),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "OMP_NUM_THREADS": "1",
+        **({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}),
+    }
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=folder,
+        env=environment(folder, **torchrun | variables),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+def test_ranks_that_were_not_asked_for_are_refused_before_anything_is_built(tmp_path: Path) -> None:
+    """Rank 1 of 2, whose peer never comes: it does not wait for it, and no data or model is looked at."""
+    settings = replace(TINY, data="nowhere", nodes=3)
+    done = work(tmp_path, settings, RANK="1", LOCAL_RANK="1", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert "UsageError: the launcher started 2 ranks in all (WORLD_SIZE is 2)" in last
+    assert (
+        "settings ask for 3 (3 nodes × 1 ranks); start it with torchrun --nnodes 3 --nproc-per-node 1" in last
+    )
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, None),
+        (
+            {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "2"},
+            r"started 8 ranks in all .* ask for 4 \(2 nodes × 2 ranks\)",
+        ),
+        ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}, r"started 4 ranks on this node .* ask for 2"),
+        ({"LOCAL_WORLD_SIZE": "2"}, r"an unknown number of ranks in all \(WORLD_SIZE is not set\)"),
+    ],
+)
+def test_the_launchers_world_is_that_of_the_settings(variables: dict[str, str], message: str | None) -> None:
+    settings = replace(TINY, nodes=2, nproc_per_node=2)
+    if message is None:
+        require_ranks(settings, variables)
+        return
+    with pytest.raises(UsageError, match=message):
+        require_ranks(settings, variables)
+
+
+def test_without_checkpoints_zlib_ng_is_not_needed(tmp_path: Path) -> None:
+    done = work(tmp_path, TINY, WITHOUT_ZLIB_NG)
+    assert done.returncode == 0, done.stderr
+    assert read_record(tmp_path / "record.json").status == "ok"
+
+
+def test_with_checkpoints_it_is_missed_before_a_step_is_trained(tmp_path: Path) -> None:
+    done = work(tmp_path, replace(TINY, save="run"), WITHOUT_ZLIB_NG)
+    assert done.returncode == 1
+    assert "UsageError: --save needs zlib-ng, which is not installed here: pip install zlib-ng" in done.stderr
+    assert not (tmp_path / "record.json").exists()
+
+
+def test_the_whole_command_runs_without_zlib_ng(tmp_path: Path) -> None:
+    """In the launcher, the agent and the rank: Python imports `sitecustomize` at every start."""
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_ZLIB_NG)
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    asked = [
+        "--model",
+        "gpt-tiny",
+        "--seq-len",
+        "16",
+        "--steps",
+        "2",
+        "--warmup",
+        "1",
+        "--no-twin",
+        "--no-mlflow",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "zerokit.cli", "bench", "--device", "cpu", *asked, "--output", "r.json"],
+        cwd=tmp_path,
+        env=environment(tmp_path) | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    blocked = "import sys; sys.exit(sys.modules['zlib_ng'] is not None)"
+    checked = subprocess.run(
+        [sys.executable, "-c", blocked], env={**os.environ, "PYTHONPATH": path}, check=False
+    )
+    assert checked.returncode == 0, "the test blocks nothing"
+
+
+# Any wait of the host for the device between two measured steps is an error.
+NO_WAITING = """
+import torch
+from zerokit.bench.measure.clock import DeviceClock
+begin, read = DeviceClock.begin, DeviceClock.read
+def strict_begin(self):
+    begin(self)
+    torch.cuda.set_sync_debug_mode("error")
+def strict_read(self):
+    torch.cuda.set_sync_debug_mode("default")
+    return read(self)
+DeviceClock.begin, DeviceClock.read = strict_begin, strict_read
+"""
+
+
+@pytest.mark.gpu
+def test_on_cuda_the_host_does_not_wait_and_the_clocks_agree(tmp_path: Path) -> None:
+    """The twin, since it is the floor; an engine may have waits of its own."""
+    settings = replace(
+        TINY,
+        model="gpt-34m",
+        seq_len=128,
+        batch_size=4,
+        engine="compute-only",
+        stage=0,
+        steps=20,
+        device="cuda",
+    )
+    done = work(tmp_path, settings, NO_WAITING)
+    assert done.returncode == 0, done.stderr
+    record = read_record(tmp_path / "record.json")
+    (rank,) = record.ranks
+    assert rank.window_ms == pytest.approx(sum(rank.step_ms), rel=0.1)
+    assert len(record.loss) == len(record.gradient_norm) == 21
+    assert rank.device_memory is not None
+    assert rank.device_memory.batch_bytes == 20 * 2 * 4 * 128 * 8
+    assert rank.peak_reserved_bytes is not None
+    assert rank.device_memory.total_bytes > rank.device_memory.used_bytes >= rank.peak_reserved_bytes
+    assert rank.device_id is not None
+    assert rank.device_id.startswith(("GPU-", "MIG-"))
+    assert record.results is not None
+    assert record.results.devices == 1
+    assert record.results.throughput_per_device == record.results.throughput
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stage", [0, 3])
+def test_on_cuda_zerokits_losses_do_not_depend_on_when_they_are_read(tmp_path: Path, stage: int) -> None:
+    """A loss or a norm that a later step wrote over would be that step's."""
+    by_step = "from zerokit.bench.measure.clock import DeviceClock; DeviceClock.runs_ahead = False"
+    found = []
+    for name, before in (("ahead", ""), ("by-step", by_step)):
+        (tmp_path / name).mkdir()
+        settings = replace(TINY, stage=stage, steps=6, device="cuda", precision="fp32")
+        done = work(tmp_path / name, settings, before, CUBLAS_WORKSPACE_CONFIG=":4096:8")
+        assert done.returncode == 0, done.stderr
+        record = read_record(tmp_path / name / "record.json")
+        found.append((record.loss, record.gradient_norm))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)
+    assert found[0][1] == pytest.approx(found[1][1], rel=1e-4)
+    assert len(set(found[0][0])) == 7

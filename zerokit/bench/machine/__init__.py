@@ -1,0 +1,1 @@
+"""This machine: its devices, processors and memory, and which of them a rank uses."""

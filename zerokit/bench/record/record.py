@@ -1,0 +1,181 @@
+"""The record of a bench, `zerokit.bench/1`: what was asked, where it ran, and every number that was measured.
+
+It is written before anything else is told about the run, and everything told later (tables, MLflow) is
+computed from it. Units are in the names: `_ms`, `_bytes`. A number that was not finite (a diverged loss) is
+null.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from zerokit import files
+from zerokit.bench.record.checks import check_record
+from zerokit.bench.record.journal import Part
+from zerokit.bench.record.measured import (
+    Bandwidth,
+    Checkpoints,
+    Data,
+    Environment,
+    Model,
+    Phases,
+    Rank,
+    Results,
+    Samples,
+    Traffic,
+    Twin,
+)
+from zerokit.bench.record.schema import from_plain, json_schema, to_plain
+from zerokit.bench.record.settings import Settings
+from zerokit.errors import ZerokitError
+from zerokit.nesting import require_shallow
+
+FORMAT = "zerokit.bench/1"
+
+
+_DEEPEST = 64
+"""Lists and objects in each other. A record of zerokit's has seven; the sizes of a model may be anything."""
+
+
+class RecordError(ZerokitError):
+    """A file is not a bench record, or one of a format that this version does not read."""
+
+
+STATUSES = ("ok", "out of memory", "unsupported", "failed", "killed")
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One bench. What an unsuccessful one did not come to is null or empty.
+
+    Attributes:
+        id: of this run, 32 hexadecimal digits; a repetition gets another.
+        sweep: the id that all cells of a sweep share; null for a single bench.
+        cell: `Settings.key` of what was asked, before a rank filled in what was left open.
+        status: "ok", "out of memory", "unsupported", "failed" or "killed"; `reason` says more unless it is ok.
+        created: when the measured steps ended, UTC, ISO 8601.
+        loss: of every step, warm-up first, the mean over ranks and micro-batches. Of an elastic bench each step of the
+            job once, as it was trained last.
+        gradient_norm: of every step as for the loss, before clipping; empty when nothing was clipped.
+        skipped_steps: by fp16 overflow, warm-up included.
+        parts: of an elastic bench, what was trained between restarts, from the job's first step on; each repeats the
+            steps of the one before after the checkpoint that it began from. Everything else here that is measured or
+            counted, settings' nodes and ranks too, is of the last part alone, whose processes wrote it: no figure
+            mixes world sizes or contains a restart. Empty for a bench that is not elastic.
+        ranks: in rank order.
+        traffic: of zerokit; null for other engines.
+        bandwidth: of single collectives, after the training.
+        system: one a node.
+        checkpoints: what was saved and resumed, between the steps.
+        batches_repeat_after: steps after which batches came again, since not all lay ready on a CUDA device; null where
+            every step had its own.
+    """
+
+    id: str
+    cell: str
+    status: str = field(metadata={"schema": {"enum": list(STATUSES)}})
+    created: str
+    settings: Settings
+    reason: str | None = None
+    sweep: str | None = None
+    model: Model | None = None
+    data: Data | None = None
+    environment: Environment | None = None
+    ranks: list[Rank] = field(default_factory=list)
+    traffic: Traffic | None = None
+    bandwidth: list[Bandwidth] = field(default_factory=list)
+    phases: Phases | None = None
+    twin: Twin | None = None
+    system: list[Samples] = field(default_factory=list)
+    loss: list[float | None] = field(default_factory=list)
+    gradient_norm: list[float | None] = field(default_factory=list)
+    skipped_steps: int = 0
+    results: Results | None = None
+    checkpoints: Checkpoints = field(default_factory=Checkpoints)
+    batches_repeat_after: int | None = None
+    parts: list[Part] = field(default_factory=list)
+    format: str = field(default=FORMAT, metadata={"schema": {"const": FORMAT}})
+
+    def __post_init__(self) -> None:
+        if self.status not in STATUSES:
+            raise ValueError(f"status {self.status!r} is unknown: one of {STATUSES}")
+
+    @property
+    def restarts(self) -> int:
+        """How often an elastic bench began anew after ranks were lost or came."""
+        return max(0, len(self.parts) - 1)
+
+    @property
+    def untimed_steps(self) -> int:
+        """How many entries of `loss` are of steps before the first that `ranks` have times of."""
+        if not self.parts or not self.ranks:
+            return 0
+        return max(0, len(self.loss) - len(self.ranks[0].warmup_ms) - len(self.ranks[0].step_ms))
+
+    def to_json(self) -> str:
+        """Two-space JSON that ends with a newline; long lists of numbers stay on one line each."""
+        return (
+            _compact_lists(json.dumps(to_plain(self), indent=2, allow_nan=False, ensure_ascii=False)) + "\n"
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Record:
+        """Parse and check a record; raises `RecordError` naming the first field that is wrong."""
+        try:
+            value = json.loads(text)
+            require_shallow(value, _DEEPEST)
+            if "\\u" in text:  # an escape may be half of a surrogate pair, which cannot be written again
+                json.dumps(value, ensure_ascii=False).encode()
+        except (ValueError, RecursionError) as error:
+            raise RecordError(f"not a bench record: {error}") from error
+        found = value.get("format") if isinstance(value, dict) else None
+        if found != FORMAT:
+            raise RecordError(
+                f"not a bench record that this version reads: format {found!r}, expected {FORMAT!r}"
+            )
+        try:
+            record = from_plain(cls, value)
+            check_record(record)
+        except (ValueError, ZerokitError) as error:
+            raise RecordError(f"malformed bench record: {error}") from error
+        return record
+
+
+def record_schema() -> str:
+    """The JSON Schema of a record, as `record.schema.json` beside this module has it."""
+    return json.dumps(json_schema(Record, FORMAT), indent=2, ensure_ascii=False) + "\n"
+
+
+def write_record(record: Record, path: Path) -> None:
+    """Write it whole or not at all."""
+    write_text(record.to_json(), path)
+
+
+def write_text(text: str, path: Path) -> None:
+    """Write a file whole or not at all, and its folder if that is not there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    files.write_aside(path, text.encode())
+
+
+def read_record(path: Path) -> Record:
+    """The record in a file; raises `RecordError`."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecordError(f"cannot read the bench record {path}: {error}") from error
+    try:
+        return Record.from_json(text)
+    except RecordError as error:
+        raise RecordError(f"{path}: {error}") from error
+
+
+# A JSON string holds no raw line break, so this matches lists only.
+_NUMBERS = re.compile(r"\[\n\s+((?:(?:-?\d[\d.eE+-]*|null),?\s+)+)\]")
+
+
+def _compact_lists(text: str) -> str:
+    """Join the lines of lists that hold only numbers and nulls."""
+    return _NUMBERS.sub(lambda match: "[" + " ".join(match[1].split()) + "]", text)

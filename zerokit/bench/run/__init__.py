@@ -1,0 +1,1 @@
+"""One bench from start to end, as its launcher sees it."""

@@ -1,0 +1,1 @@
+"""What a rank does: `torchrun … -m zerokit.bench.worker JOB.json`."""

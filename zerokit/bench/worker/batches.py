@@ -1,0 +1,110 @@
+"""One rank's batches on its device, step by step.
+
+The job's samples are numbered through, and a step takes the next ones, whatever the number of ranks:
+
+    position          +b                +2b               +3b               position + samples_per_step
+    | rank 0, micro 0 | rank 1, micro 0 | rank 0, micro 1 | rank 1, micro 1 | the next step …
+
+So a run that goes on at another world size from a position, counted in samples, repeats none and leaves none out.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    import torch
+
+    from zerokit.bench.engines.trainer import Batch
+    from zerokit.bench.record.settings import Settings
+    from zerokit.bench.workloads.build import Loaded
+
+READY_BYTES = 512 * 2**20
+"""Most that may lie ready on a device."""
+
+
+class Batches:
+    """Gives the micro-batches of a step; with `ahead`, those of the measured steps before the first of these begins.
+
+    A device whose host runs ahead must find its batches there: one that is made or copied between two steps would be
+    timed with them, and images take longer to make than to train on. Where those of all steps exceed `READY_BYTES`, a
+    few are used in turn: the data begin anew after `cycle` steps. The cycle follows from the size of a batch alone, and
+    so is the same for every engine and stage and for a resumed run. Copies on a stream of their own would only move the
+    limit: they need every batch in pinned memory of the host. An elastic run has every sample once: its steps beyond
+    the limit wait for their batches.
+
+    Args:
+        loaded: makes batches.
+        settings: of the bench.
+        device: of this rank.
+        ahead: whether the host runs ahead of the device; else every step's batches are made when they are asked for.
+        limit_bytes: `READY_BYTES`, but for tests.
+    """
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        settings: Settings,
+        device: torch.device,
+        *,
+        ahead: bool,
+        limit_bytes: int = READY_BYTES,
+    ) -> None:
+        self._loaded = loaded
+        self._settings = settings
+        self._device = device
+        self._ahead = ahead
+        self._limit_bytes = limit_bytes
+        self._ready: dict[int, list[Batch]] = {}
+        self._fitting: int | None = None
+        self.repeat_after: int | None = None
+        """The cycle, once a batch has been used twice for it; None while every step has had its own."""
+
+    def of(self, position: int) -> list[Batch]:
+        """This rank's micro-batches of the step that begins with sample `position` of the job, on its device."""
+        place = self._place(position)
+        return self._ready[place] if place in self._ready else self._make(place)
+
+    def prepare(self, position: int, count: int) -> int:
+        """Lay the batches of `count` steps from `position` on ready, where that is wanted; the bytes that they take."""
+        if self._ahead:
+            a_step = self._settings.samples_per_step
+            if self._settings.elastic:
+                count = min(count, self._fit())
+            wanted = (self._place(position + step * a_step) for step in range(count))
+            self._ready = {place: self._make(place) for place in dict.fromkeys(wanted)}
+        return sum(_size_bytes(batch) for batches in self._ready.values() for batch in batches)
+
+    def drop(self) -> None:
+        """Free what lies ready."""
+        self._ready = {}
+
+    def _place(self, position: int) -> int:
+        """With which sample the batches of a step begin."""
+        if not self._ahead or self._settings.elastic:
+            return position
+        cycle = self._fit() * self._settings.samples_per_step
+        if position >= cycle:
+            self.repeat_after = self._fit()
+        return position % cycle
+
+    def _fit(self) -> int:
+        """How many steps' batches may lie ready; at least one's."""
+        if self._fitting is None:
+            of_a_step = _size_bytes(self._loaded.batch(0)) * self._settings.accumulate
+            self._fitting = max(1, self._limit_bytes // max(1, of_a_step))
+        return self._fitting
+
+    def _make(self, position: int) -> list[Batch]:
+        rank, world = dist.get_rank(), dist.get_world_size()
+        firsts = [
+            position + (micro_batch * world + rank) * self._settings.batch_size
+            for micro_batch in range(self._settings.accumulate)
+        ]
+        return [tuple(part.to(self._device) for part in self._loaded.batch(first)) for first in firsts]
+
+
+def _size_bytes(batch: Batch) -> int:
+    return sum(part.numel() * part.element_size() for part in batch)

@@ -1,0 +1,278 @@
+"""One rank of a bench: train, measure, hand the numbers to rank 0, which writes the record.
+
+    torchrun ... -m zerokit.bench.worker JOB.json
+
+The job is `{"settings": {…}, "record": PATH, "progress": PATH or null, "sweep": ID or null}`, with paths relative to
+its own folder, which may be a copy of the launcher's. The rank knows the torchrun environment and nothing of who
+started it. A rank that runs out of memory says so beside the job (`status`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from zerokit.bench.catalogue.workloads import describe
+from zerokit.bench.engines.trainer import Trainer, make
+from zerokit.bench.machine.place import Place, choose_place, device_id, peak_host_bytes
+from zerokit.bench.measure.bandwidth import measure_bandwidth
+from zerokit.bench.measure.environment import look_around
+from zerokit.bench.measure.memory import MemoryMeter
+from zerokit.bench.measure.phases import measure_phases
+from zerokit.bench.measure.sampler import Sampler
+from zerokit.bench.record import Rank, Record, Samples, Traffic, summarise, write_record
+from zerokit.bench.record.journal import Journal, Story
+from zerokit.bench.record.progress import ProgressWriter
+from zerokit.bench.record.schema import from_plain, to_plain
+from zerokit.bench.record.settings import Settings
+from zerokit.bench.record.status import OUT_OF_MEMORY, Status, write_status
+from zerokit.bench.worker.checkpoints import Keeper, mean_over_ranks
+from zerokit.bench.worker.training import Loop, Measured
+from zerokit.bench.workloads.build import load
+from zerokit.errors import UsageError, ZerokitError
+
+
+class OutOfMemory(ZerokitError):
+    """A rank's device or host memory did not suffice."""
+
+
+@dataclass(frozen=True, slots=True)
+class FromRank:
+    """What each rank hands to rank 0."""
+
+    rank: Rank
+    loss: list[float]
+    samples: Samples | None
+
+
+def choose(settings: Settings, place: Place) -> Settings:
+    """The settings with what was left open: device, precision, data, image size, saving, zerokit's bucket size."""
+    workload = describe(settings.model)
+    image_size, bucket_mb = settings.image_size, settings.bucket_mb
+    if image_size is None and workload.images is not None:
+        image_size = workload.images.image_size
+    if bucket_mb is None and settings.engine == "zerokit":
+        from zerokit.runtime.optimizer import DEFAULT_BUCKET_MB
+
+        bucket_mb = DEFAULT_BUCKET_MB
+    return replace(
+        settings,
+        device=place.device.type,
+        precision=settings.precision or ("bf16" if place.device.type == "cuda" else "fp32"),
+        data=settings.data or workload.default_data,
+        image_size=image_size,
+        bucket_mb=bucket_mb,
+        save_every=settings.saves_every,
+    )
+
+
+def require_ranks(settings: Settings, environment: Mapping[str, str]) -> None:
+    """Raises `UsageError` unless the launcher's ranks, as torchrun's variables tell, are those of the settings.
+
+    Every rank looks, so that none waits for others, and none measures another world than its record tells of.
+    """
+    for name, expected, what in (
+        ("WORLD_SIZE", settings.world, "ranks in all"),
+        ("LOCAL_WORLD_SIZE", settings.nproc_per_node, "ranks on this node"),
+    ):
+        found = environment.get(name)
+        if found != str(expected):
+            raise UsageError(
+                f"the launcher started {found or 'an unknown number of'} {what} ({name} is "
+                f"{found or 'not set'}), but the job's settings ask for {expected} ({settings.nodes} nodes × "
+                f"{settings.nproc_per_node} ranks); start it with torchrun --nnodes {settings.nodes} "
+                f"--nproc-per-node {settings.nproc_per_node}, or change nodes and nproc_per_node in the job"
+            )
+
+
+def run(asked: Settings, record_path: Path, progress_path: Path | None, sweep: str | None) -> None:
+    """Bench on this rank, inside the process group of all ranks."""
+    require_ranks(asked, os.environ)
+    place = choose_place(asked.device)
+    settings = choose(asked, place)
+    if place.device.type == "cuda":
+        torch.cuda.set_device(place.device)
+    loaded = load(settings)
+    dist.init_process_group(place.backend)
+    sampler = node_sampler(place)
+    writer = ProgressWriter(progress_path if dist.get_rank() == 0 else None)
+
+    started = time.perf_counter()
+    trainer = make(loaded, settings, place)
+    place.synchronize()
+    build_ms = (time.perf_counter() - started) * 1000.0
+    loop = Loop(trainer, loaded, settings, place)
+    keeper = Keeper(settings, trainer.zero)
+    meter = MemoryMeter(place.device, torch.cuda) if place.device.type == "cuda" else None
+
+    def begin() -> None:
+        if meter is not None:
+            meter.begin()
+        if sampler is not None:
+            sampler.start()
+
+    measured = loop.run(writer, keeper, begin)
+    ended = datetime.now(UTC)
+    samples = None if sampler is None else sampler.stop()
+    writer.close()
+    settings = replace(settings, warmup=measured.warmup)
+
+    # What follows the measured steps takes memory and sends bytes of its own: theirs are looked at first.
+    rank = _rank(measured, place, build_ms, meter)
+    skipped_steps = trainer.skipped_steps
+    traffic, phases, bandwidth = None, None, []
+    mine = FromRank(rank, measured.loss, samples)
+    if measured.step_ms:  # else a restart had nothing left to train, so there is nothing to look into
+        traffic = _traffic(trainer, settings)
+        mine = FromRank(with_state(rank, trainer, loop), measured.loss, samples)
+        phases = measure_phases(trainer, loop, place, steps=settings.steps)
+        bandwidth = measure_bandwidth(trainer, loaded.model.parameters, settings, place)
+    gathered: list[FromRank] = [mine] * dist.get_world_size()
+    dist.all_gather_object(gathered, mine)
+    if dist.get_rank() == 0:
+        ranks = [one.rank for one in gathered]
+        story = Story(
+            loss=mean_over_ranks([one.loss for one in gathered]), gradient_norm=measured.gradient_norm
+        )
+        if settings.elastic and settings.save is not None:
+            story = Journal(Path(settings.save)).story()
+        loss: list[float | None] = list(story.loss)
+        record = Record(
+            id=uuid.uuid4().hex,
+            cell=asked.key,
+            status="ok",
+            sweep=sweep,
+            created=ended.isoformat(timespec="seconds"),
+            settings=settings,
+            model=loaded.model,
+            data=loaded.data,
+            environment=look_around(place),
+            ranks=ranks,
+            traffic=traffic,
+            bandwidth=bandwidth,
+            phases=phases,
+            system=[one.samples for one in gathered if one.samples is not None],
+            loss=loss,
+            gradient_norm=list(story.gradient_norm),
+            skipped_steps=skipped_steps,
+            results=summarise(settings, loaded.model, ranks, loss) if measured.step_ms else None,
+            checkpoints=keeper.done,
+            parts=story.parts,
+            batches_repeat_after=measured.batches_repeat_after,
+        )
+        write_record(record, record_path)
+    dist.destroy_process_group()
+
+
+def node_sampler(place: Place) -> Sampler | None:
+    """On one rank of each node, a sampler that looks at the devices of all its ranks. All ranks call it."""
+    mine = (_node(), device_id(place))
+    gathered = [mine] * dist.get_world_size()
+    dist.all_gather_object(gathered, mine)
+    if os.environ["LOCAL_RANK"] != "0":
+        return None
+    used = [device for node, device in gathered if node == mine[0] and device is not None]
+    return Sampler(devices=list(dict.fromkeys(used)))
+
+
+def _node() -> int:
+    return int(os.environ.get("GROUP_RANK", "0"))
+
+
+def _rank(measured: Measured, place: Place, build_ms: float, meter: MemoryMeter | None) -> Rank:
+    peaks = None if meter is None else meter.peaks()
+    return Rank(
+        rank=dist.get_rank(),
+        node=_node(),
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        device="cpu" if meter is None else torch.cuda.get_device_name(place.device),
+        step_ms=measured.step_ms[measured.warmup :],
+        warmup_ms=measured.step_ms[: measured.warmup],
+        build_ms=build_ms,
+        peak_host_bytes=peak_host_bytes(),
+        peak_allocated_bytes=None if peaks is None else peaks.allocated_bytes,
+        peak_reserved_bytes=None if peaks is None else peaks.reserved_bytes,
+        memory_bytes=None,
+        predicted_memory_bytes=None,
+        device_id=device_id(place),
+        device_memory=None if meter is None else meter.account(measured.batch_bytes),
+        window_ms=measured.window_ms,
+    )
+
+
+def with_state(rank: Rank, trainer: Trainer, loop: Loop) -> Rank:
+    """The rank with zerokit's account of its state, taken at the end of the backward pass of one more step."""
+    zero = trainer.zero
+    if zero is None:
+        return rank
+    trainer.differentiate(loop.next_batches())
+    held, predicted = zero.memory(), zero.predicted_memory()
+    trainer.update()
+    return replace(
+        rank,
+        memory_bytes={**held.as_dict(), "total": held.total},
+        predicted_memory_bytes={**predicted.as_dict(), "total": predicted.total},
+    )
+
+
+def _traffic(trainer: Trainer, settings: Settings) -> Traffic | None:
+    if trainer.zero is None:
+        return None
+    measured = trainer.zero.traffic()
+    predicted = trainer.zero.predicted_traffic(micro_batches=settings.accumulate)
+    # Reduced once a step; stage 3 gathers parameters for the forward and the backward of each micro-batch,
+    # less the units that it keeps.
+    volume = 2 if settings.stage < 3 else 2 * settings.accumulate + 1
+    return Traffic(
+        elements=measured.elements,
+        bytes=measured.bytes,
+        control_bytes=measured.control_bytes,
+        predicted_elements=predicted.elements,
+        predicted_bytes=predicted.bytes,
+        formula=f"{'at most ' if settings.stage == 3 else ''}(N−1)·{volume}Ψ elements",
+        by_operation=to_plain(measured.by_operation),
+        route=trainer.zero.parts.collectives.route if settings.world > 1 else None,
+    )
+
+
+def main(job: Path) -> None:
+    """Run the job; an out-of-memory error becomes an `OutOfMemory` that says what may help."""
+    asked = json.loads(job.read_text())
+    settings = from_plain(Settings, asked["settings"])
+    progress = asked.get("progress")
+    try:
+        written = job.parent / asked["record"]
+        run(settings, written, job.parent / progress if progress else None, asked.get("sweep"))
+    except (MemoryError, RuntimeError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        reason = _out_of_memory(settings, str(error))
+        write_status(job, Status(OUT_OF_MEMORY, reason))
+        raise OutOfMemory(reason) from error
+
+
+def _is_out_of_memory(error: MemoryError | RuntimeError) -> bool:
+    """Whether Python, torch's CUDA allocator (a RuntimeError of its own) or its CPU allocator had no more to give."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+
+
+def _out_of_memory(settings: Settings, message: str) -> str:
+    reason = message.strip().splitlines()[0][:300] if message.strip() else "no detail given"
+    parameters = describe(settings.model).parameters
+    size = "" if parameters is None else f" ({parameters / 1e6:.1f} M parameters)"
+    return (
+        f"out of memory: {settings.model}{size}, {settings.engine} stage {settings.stage}, {settings.world} ranks, "
+        f"batch {settings.batch_size}. A higher --stage or more ranks shard more of the state; a smaller --batch-size "
+        f"or --seq-len needs less for activations. ({reason})"
+    )

@@ -1,0 +1,187 @@
+"""The timed loop of one rank: warm-up until steps are steady, then the steps that are measured.
+
+On a host every step is timed, looked at and told by itself. On CUDA the measured steps follow each other without a wait
+(`DeviceClock`): their batches lie on the device, losses stay there until the last step, or one that is saved, is over.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zerokit.bench.engines.trainer import Batch, Trainer
+from zerokit.bench.machine.place import Place
+from zerokit.bench.measure.clock import Clock, clock_of
+from zerokit.bench.record.progress import Progress, ProgressWriter
+from zerokit.bench.record.settings import Settings
+from zerokit.bench.record.statistics import STEADY_WINDOW, steady
+from zerokit.bench.worker.batches import Batches
+from zerokit.bench.worker.checkpoints import Keeper
+from zerokit.bench.workloads.build import Loaded
+
+# With an open end of warm-up, a progress bar expects the shortest there is.
+_SHORTEST_WARMUP = 2 * STEADY_WINDOW + 1
+# Where the host runs ahead, a line of progress costs the steps some 50 µs if the host is what they wait for.
+_TELL_SECONDS = 0.5
+
+
+@dataclass(slots=True)
+class Measured:
+    """What one rank saw of each step, warm-up first; `trained` and `samples` count those of a resumed run as well.
+
+    `window_ms` is `Clock.window_ms` of the measured steps, `batch_bytes` what lay ready for these on the device, and
+    `batches_repeat_after` the number of steps after which batches came again.
+    """
+
+    warmup: int = 0
+    trained: int = 0
+    samples: int = 0
+    step_ms: list[float] = field(default_factory=list)
+    loss: list[float] = field(default_factory=list)
+    gradient_norm: list[float] = field(default_factory=list)
+    window_ms: float | None = None
+    batch_bytes: int = 0
+    batches_repeat_after: int | None = None
+
+
+class Loop:
+    """Trains `trainer` on `loaded`'s batches, on this rank.
+
+    Args:
+        trainer: the engine.
+        loaded: the workload.
+        settings: of the bench.
+        place: where this rank computes.
+        make_clock: makes the clock of warm-up, and that of the measured steps; by default as the place needs it.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        loaded: Loaded,
+        settings: Settings,
+        place: Place,
+        make_clock: Callable[[], Clock] | None = None,
+    ) -> None:
+        self._trainer = trainer
+        self._settings = settings
+        self._place = place
+        self._make_clock = make_clock or (lambda: clock_of(place))
+        self._clock = self._make_clock()
+        self._batches = Batches(loaded, settings, place.device, ahead=self._clock.runs_ahead)
+        self._unread: list[tuple[list[Tensor], Tensor | None]] = []
+        self._told = -math.inf
+        self.measured = Measured()
+
+    def run(self, writer: ProgressWriter, keeper: Keeper, begin: Callable[[], None]) -> Measured:
+        """All steps, going on from a checkpoint where `keeper` finds one; `begin` is called before the measured ones.
+
+        An elastic run ends at the step that it is asked for: its measured steps are those that warm-up leaves, at least
+        one, or none where all were trained before.
+
+        A step is timed from before the first forward to after the zeroing of gradients. Batches are prepared before,
+        losses are read and checkpoints saved after the clock has stopped.
+        """
+        measured = self.measured
+        begin_at = keeper.resume()
+        measured.trained, measured.samples = begin_at.step, begin_at.samples
+        agreed: list[float] = []
+        while not self._warm(agreed):
+            self._step()
+            elapsed = self._read()
+            keeper.after_step(measured, last=False)
+            if self._settings.warmup is None:
+                agreed.append(self._slowest(elapsed))
+            measured.warmup += 1
+            self._tell(writer, self._settings.warmup or max(_SHORTEST_WARMUP, measured.warmup))
+        steps = self._settings.steps
+        if self._settings.elastic:
+            steps = max(0, steps - measured.trained)
+        measured.batch_bytes = self._batches.prepare(measured.samples, steps)
+        self._clock = self._make_clock()
+        # All ranks begin the measured steps together. Not `barrier`: NCCL's asks for a device of its own.
+        dist.all_reduce(torch.zeros(1, device=self._place.device))
+        begin()
+        for number in range(steps):
+            self._step()
+            last = number == steps - 1
+            if last or not self._clock.runs_ahead or keeper.due(measured.trained, last=False):
+                self._read()
+                keeper.after_step(measured, last=last)
+                self._tell(writer, measured.warmup)
+            else:
+                self._tell_ahead(writer)
+        measured.window_ms = self._clock.window_ms
+        measured.batches_repeat_after = self._batches.repeat_after
+        self._batches.drop()
+        return measured
+
+    def batches(self, step: int) -> list[Batch]:
+        """This rank's micro-batches of a step, counted from the beginning of the data, on its device."""
+        return self._batches.of(step * self._settings.samples_per_step)
+
+    def next_batches(self) -> list[Batch]:
+        """Those of the next step."""
+        return self._batches.of(self.measured.samples)
+
+    def _warm(self, agreed: list[float]) -> bool:
+        """Ranks must agree: they look at the same times, or at none."""
+        if self._settings.elastic and self.measured.trained >= self._settings.steps - 1:
+            return True
+        if self._settings.warmup is None:
+            return steady(agreed)
+        return self.measured.warmup >= self._settings.warmup
+
+    def _slowest(self, elapsed: float) -> float:
+        longest = torch.tensor([elapsed], dtype=torch.float64, device=self._place.device)
+        dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+        return float(longest)
+
+    def _step(self) -> None:
+        batches = self.next_batches()
+        self._clock.begin()
+        seen = self._trainer.step(batches)
+        self._clock.end()
+        self._unread.append(seen)
+        self.measured.trained += 1
+        self.measured.samples += self._settings.samples_per_step
+
+    def _read(self) -> float:
+        """Note what the steps since the last reading took and showed; milliseconds of the last one."""
+        measured = self.measured
+        measured.step_ms += self._clock.read()
+        for losses, norm in self._unread:
+            measured.loss.append(_mean(losses))
+            if norm is not None:
+                measured.gradient_norm.append(float(norm))
+        self._unread.clear()
+        return measured.step_ms[-1]
+
+    def _tell(self, writer: ProgressWriter, warmup: int) -> None:
+        measured = self.measured
+        total = self._total(warmup)
+        writer.write(Progress(len(measured.step_ms), total, warmup, measured.loss[-1], measured.step_ms[-1]))
+
+    def _tell_ahead(self, writer: ProgressWriter) -> None:
+        """Of steps that were asked for, now and then; what they took and showed is not known yet."""
+        now = time.monotonic()
+        if now - self._told >= _TELL_SECONDS:
+            self._told = now
+            warmup = self.measured.warmup
+            done = len(self.measured.step_ms) + len(self._unread)
+            writer.write(Progress(done, self._total(warmup), warmup, None, None))
+
+    def _total(self, warmup: int) -> int:
+        """The steps that these processes make, warm-up included."""
+        done_before = self.measured.trained - len(self.measured.step_ms) - len(self._unread)
+        return self._settings.steps - done_before if self._settings.elastic else warmup + self._settings.steps
+
+
+def _mean(losses: list[Tensor]) -> float:
+    return sum(float(loss) for loss in losses) / len(losses)
