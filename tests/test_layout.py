@@ -24,6 +24,7 @@ from zerokit.layout import (
     Unit,
     align,
     build_layout,
+    default_bucket_bytes,
 )
 
 SHAPES = st.one_of(
@@ -258,6 +259,16 @@ def _variants() -> dict[str, Layout]:
         "frozen": layout(trainable=False),
         "alias": layout(aliases=("c",)),
     }
+
+
+@pytest.mark.parametrize(
+    ("elements", "mib"), [(0, 1), (4_000_000, 1), (4_900_000, 2), (33_700_000, 16), (10**9, 16)]
+)
+def test_default_buckets_are_an_eighth_of_small_models(elements: int, mib: int) -> None:
+    halves = [
+        Segment(f"s{i}", (Parameter(f"p{i}", (elements // 2,), "float32", 0, True, ()),)) for i in (0, 1)
+    ]
+    assert default_bucket_bytes(halves) == mib * 2**20
 
 
 def test_the_digest_tells_every_difference_and_nothing_else() -> None:

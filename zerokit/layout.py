@@ -305,6 +305,15 @@ class Layout:
         return hashlib.sha256(json.dumps(self.describe(), sort_keys=True).encode()).digest()
 
 
+def default_bucket_bytes(segments: Iterable[Segment]) -> int:
+    """A power of two of MiB, from 1 to 16: of small models at most an eighth, so that buckets in flight stay small
+    beside the state that a stage divides.
+    """
+    whole = LAYOUT_BYTES * sum(parameter.numel for segment in segments for parameter in segment.parameters)
+    mib = next((mib for mib in (16, 8, 4, 2) if mib * 2**20 <= whole // 8), 1)
+    return mib * 2**20
+
+
 def build_layout(segments: Iterable[Segment], *, world: int, bucket_bytes: int) -> Layout:
     """Join segments to units and cut each for `world` ranks.
 

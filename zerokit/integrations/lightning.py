@@ -35,7 +35,6 @@ from zerokit.integrations.torch_optimizer import Recipe
 from zerokit.runtime import LossScale, Precision, ZeroOptimizer
 from zerokit.runtime.guard import ticket_of
 from zerokit.runtime.modules import UnitRule
-from zerokit.runtime.optimizer import DEFAULT_BUCKET_MB
 from zerokit.stages import Stage
 
 _NAME = lightning_package()
@@ -80,7 +79,7 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
         *,
         precision: str | Precision | None = None,
         units: UnitRule | None = None,
-        bucket_mb: float = DEFAULT_BUCKET_MB,
+        bucket_mb: float | None = None,
         prefetch: int = 1,
         init_fn: Callable[[nn.Module], None] | None = None,
         loss_scale: LossScale | None = None,

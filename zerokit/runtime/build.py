@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zerokit.errors import UsageError
-from zerokit.layout import Layout, build_layout, pooled_units
+from zerokit.layout import Layout, build_layout, default_bucket_bytes, pooled_units
 from zerokit.runtime.agreement import require_agreement
 from zerokit.runtime.collectives import Collectives, make_collectives
 from zerokit.runtime.control import StepControl
@@ -68,7 +68,7 @@ def build(
     precision: Precision,
     params: Iterable[Any] | None,
     rule: UnitRule | None,
-    bucket_mb: float,
+    bucket_mb: float | None,
     prefetch: int,
     process_group: dist.ProcessGroup | None,
     timeout: datetime.timedelta | None,
@@ -87,7 +87,8 @@ def build(
     options = choose_kernel(optimizer_class, options, device, precision.master)
     states = probe(optimizer_class, options, precision.master)
     anatomy = take_apart(model, rule, {p: number for number, g in enumerate(groups) for p in g["params"]})
-    layout = build_layout(anatomy.segments, world=group.size(), bucket_bytes=int(bucket_mb * 2**20))
+    bucket_bytes = default_bucket_bytes(anatomy.segments) if bucket_mb is None else int(bucket_mb * 2**20)
+    layout = build_layout(anatomy.segments, world=group.size(), bucket_bytes=bucket_bytes)
     collectives = make_collectives(group, device, timeout, units=len(layout.units))
     settings = {
         "stage": str(int(stage)),
@@ -196,13 +197,13 @@ def _describe(value: Any) -> str:
     return repr(value) if plain else type(value).__qualname__
 
 
-def _check_arguments(model: nn.Module, bucket_mb: float, prefetch: int) -> None:
+def _check_arguments(model: nn.Module, bucket_mb: float | None, prefetch: int) -> None:
     if not isinstance(model, nn.Module):
         raise UsageError(
             f"the first argument is a {type(model).__name__}: pass the model itself, ZeroOptimizer(model, "
             "torch.optim.AdamW, ...), and groups of its parameters, if any, as params="
         )
-    if not bucket_mb > 0:
+    if bucket_mb is not None and not bucket_mb > 0:
         raise UsageError(f"bucket_mb={bucket_mb}: expected a positive number of MiB")
     if type(prefetch) is not int or prefetch < 0:
         raise UsageError(f"prefetch={prefetch!r}: expected the number of units to gather ahead, 0 or more")

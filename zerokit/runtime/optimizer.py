@@ -32,9 +32,6 @@ from zerokit.stages import Stage
 if TYPE_CHECKING:
     from zerokit.runtime.ema import Ema
 
-DEFAULT_BUCKET_MB = 16.0
-"""MiB, counted in fp32: large enough to hide a collective's latency, small enough for two in flight."""
-
 EMA = "ema"
 """The name of an average of the weights among the states of a flat tensor, and of its stream in a checkpoint."""
 
@@ -51,7 +48,7 @@ class ZeroOptimizer(Optimizer):
         params: the model's parameters to train, in groups as any torch optimizer takes them; by default all of them.
         units: which modules are communicated as one: a class, several, or a function of a module. By default the
             children of every `ModuleList` and `Sequential`.
-        bucket_mb: neighbouring units join up to this many MiB, counted in fp32.
+        bucket_mb: neighbouring units join up to this many MiB, counted in fp32; by default 16, of small models less.
         prefetch: units that stage 3 gathers ahead of the one that computes; each holds its memory.
         process_group: the ranks to divide among; by default all.
         timeout: of collectives; by default the process group's.
@@ -74,7 +71,7 @@ class ZeroOptimizer(Optimizer):
         precision: str | Precision = "bf16",
         params: Iterable[Any] | None = None,
         units: UnitRule | None = None,
-        bucket_mb: float = DEFAULT_BUCKET_MB,
+        bucket_mb: float | None = None,
         prefetch: int = 1,
         process_group: dist.ProcessGroup | None = None,
         timeout: datetime.timedelta | None = None,

@@ -56,22 +56,17 @@ class FromRank:
 
 
 def choose(settings: Settings, place: Place) -> Settings:
-    """The settings with what was left open: device, precision, data, image size, saving, zerokit's bucket size."""
+    """The settings with what was left open: device, precision, data, image size, saving."""
     workload = describe(settings.model)
-    image_size, bucket_mb = settings.image_size, settings.bucket_mb
+    image_size = settings.image_size
     if image_size is None and workload.images is not None:
         image_size = workload.images.image_size
-    if bucket_mb is None and settings.engine == "zerokit":
-        from zerokit.runtime.optimizer import DEFAULT_BUCKET_MB
-
-        bucket_mb = DEFAULT_BUCKET_MB
     return replace(
         settings,
         device=place.device.type,
         precision=settings.precision or ("bf16" if place.device.type == "cuda" else "fp32"),
         data=settings.data or workload.default_data,
         image_size=image_size,
-        bucket_mb=bucket_mb,
         save_every=settings.saves_every,
     )
 
@@ -109,6 +104,8 @@ def run(asked: Settings, record_path: Path, progress_path: Path | None, sweep: s
 
     started = time.perf_counter()
     trainer = make(loaded, settings, place)
+    if trainer.zero is not None:  # by default its buckets follow the size of the model
+        settings = replace(settings, bucket_mb=trainer.zero.layout.bucket_bytes / 2**20)
     place.synchronize()
     build_ms = (time.perf_counter() - started) * 1000.0
     loop = Loop(trainer, loaded, settings, place)
