@@ -15,7 +15,7 @@ import click
 from zerokit.bench.machine.devices import visible_devices
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.sweeps.cells import DIMENSIONS, product
-from zerokit.cli.bench_options import bench_options
+from zerokit.cli.bench_options import DEFAULT_REPEATS, STEPS_A_ROUND, bench_options
 from zerokit.cli.launchers import (
     Chosen,
     FromFile,
@@ -31,7 +31,6 @@ from zerokit.text import printable
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from zerokit.bench.record import Record
     from zerokit.bench.record.journal import Job
     from zerokit.bench.run.session import Host
     from zerokit.bench.sweeps.sweep import Sweep
@@ -68,7 +67,7 @@ def command(
     experiment: str,
     no_mlflow: bool,
     clip: float,
-    repeats: int,
+    repeats: int | None,
     max_restarts: int,
     **options: Any,
 ) -> None:
@@ -96,7 +95,12 @@ def command(
         devices = len(visible_devices()) if left_open else 0
         if left_open and not chosen.here:  # each node has as many as this machine
             devices *= max(dimensions["nodes"] or (1,))
-        cells = product(dimensions, {**options, "clip": clip or None}, repeats, devices=devices)
+        steps = options.pop("steps")
+        fixed = {**options, "clip": clip or None}
+        once = product(dimensions, fixed, devices=devices)
+        repeats = repeats or (DEFAULT_REPEATS if len(once) > 1 else 1)
+        fixed["steps"] = steps or (STEPS_A_ROUND if repeats > 1 else Settings().steps)
+        cells = product(dimensions, fixed, repeats, devices=devices)
         if chosen.member is not None and continued is None:
             for cell in cells:
                 chosen.member.require_world(cell.nodes, cell.nproc_per_node)
@@ -190,11 +194,8 @@ def _single(
     given: str,
 ) -> int:
     """One bench: its record, its tables; the exit code."""
-    import tempfile
-
     from zerokit.bench.run.session import record_path, refusal, require_data, run_cell
-    from zerokit.bench.sweeps.sweep import complete, exit_code
-    from zerokit.bench.sweeps.twins import Twins
+    from zerokit.bench.sweeps.sweep import exit_code
     from zerokit.cli.display import Display
     from zerokit.launch.interrupts import Interrupts
 
@@ -209,23 +210,15 @@ def _single(
     if refused is not None:
         display.warn(refused[1])  # the answer, before MLflow takes its seconds
     push = f"zerokit push {shlex.quote(str(path))}{given}"
-    with Interrupts() as interrupts, tempfile.TemporaryDirectory(prefix="zerokit-twin-") as scratch, display:
+    with Interrupts() as interrupts, display:
         host = start.host(interrupts, display)
-
-        def run_twin(asked: Settings, place: Path) -> Record:
-            display.phase("the compute-only twin")
-            return run_cell(asked, place, host)
-
-        twins = Twins(Path(scratch), run_twin, display.warn)
         if tracking is not None:
             display.phase("opening the MLflow run")
         live = _live(tracking, display, push)
         record = live.during(
             settings,
             None,
-            lambda identity: complete(
-                run_cell(settings, path, host, identity=identity), settings, path, twins
-            ),
+            lambda identity: run_cell(settings, path, host, identity=identity),
             None if job is None else job.identity,
         )
     if record.status != "ok" and refused is None:
@@ -321,7 +314,7 @@ def _sweep(
         content = {"sweep": to_plain(sweep), "records": [to_plain(record) for record in records]}
         click.echo(json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False))
     else:
-        display.table(sweep, records)
+        display.table(records)
     places = {"records": str(folder.path / "cells")}
     if report:
         places["report"] = str(folder.report)

@@ -16,6 +16,8 @@ from zerokit.cli.lists import CommaList, Name, Range
 _F = TypeVar("_F", bound=Callable[..., Any])
 _COUNT = click.IntRange(min=1)
 _DEFAULTS = Settings()
+DEFAULT_REPEATS = 3
+STEPS_A_ROUND = 12
 
 _OPTIONS = (
     click.option(
@@ -109,9 +111,7 @@ _OPTIONS = (
         "--steps",
         type=_COUNT,
         metavar="N",
-        default=_DEFAULTS.steps,
-        show_default=True,
-        help="Measured steps.",
+        help=f"Measured steps.  [default: {_DEFAULTS.steps}; {STEPS_A_ROUND} in each of several rounds]",
     ),
     click.option(
         "--warmup",
@@ -123,15 +123,15 @@ _OPTIONS = (
         "--repeats",
         type=_COUNT,
         metavar="N",
-        default=1,
-        show_default=True,
-        help="Rounds through all cells, every second one backwards.",
+        help="Rounds through all cells, every second one backwards: what the noise between runs is known from.  "
+        f"[default: {DEFAULT_REPEATS} for several cells, else 1]",
     ),
     click.option(
         "--twin/--no-twin",
         default=True,
         show_default=True,
-        help="Also run each cell's compute-only twin: what a step takes longer is communication.",
+        help="Also train each cell's compute-only twin, in turn with the cell: what a step takes longer is "
+        "communication, and the twin tells the machine's pace.",
     ),
     click.option(
         "--lr",

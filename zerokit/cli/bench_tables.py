@@ -8,6 +8,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from zerokit.bench.comparison.figures import within_noise
 from zerokit.bench.record import Rank, Record
 from zerokit.bench.record.metrics import METRICS, measure
 from zerokit.bench.record.statistics import quantile
@@ -90,11 +91,14 @@ def _rows(record: Record) -> Iterator[Row]:
     if (utilisation := results.utilisation) is not None:
         peak = utilisation.peak_flops_per_s / 1e12
         yield "MFU", f"{utilisation.mfu:.1%}", f"of {peak:,.0f} TFLOP/s, dense {utilisation.precision}"
-    if record.twin is not None and results.communication_ms is not None:
+    if record.twin is not None and (cost := measure(METRICS["comm/cost_ms"], [record])) is not None:
+        known = not within_noise("comm/cost_ms", cost)
+        error = "" if cost.error is None else f"± {ms(cost.error)}: "
+        beside = f"longer than the {ms(record.twin.step.p50)} of compute-only steps beside it"
         yield (
             "communication",
-            ms(results.communication_ms),
-            f"± {_error(record, 'comm/cost_ms')}: the step less its compute-only twin's {ms(record.twin.step.p50)}",
+            ms(cost.value) if known else "within noise",
+            f"{error}a step is {'' if known else 'not measurably '}{beside}",
         )
     if (phases := record.phases) is not None:
         parts = f"forward {ms(phases.forward_ms)}, backward {ms(phases.backward_ms)}"
@@ -136,11 +140,6 @@ def _device_rows(record: Record) -> Iterator[Row]:
             f"torch's peak in these steps, {mib(memory.setup_allocated_bytes)} before; "
             f"of the device {mib(memory.used_bytes)} of {mib(memory.total_bytes)} are used",
         )
-
-
-def _error(record: Record, name: str) -> str:
-    measured = measure(METRICS[name], [record])
-    return "unknown" if measured is None or measured.error is None else ms(measured.error)
 
 
 def _part_rows(record: Record) -> Iterator[Row]:

@@ -30,9 +30,17 @@ class _Metric(click.ParamType[str]):
         return [CompletionItem(name) for name in METRICS if name.startswith(incomplete)]
 
 
-@click.command(
-    epilog="RUN: a record, a folder of records (a sweep), the id of an MLflow run, or the name of an MLflow experiment."
-)
+_EPILOG = """\b
+RUN: a record, a folder of records (a sweep), the id of an MLflow run, or the
+name of an MLflow experiment.
+\b
+Exit codes: 0 ok, 1 an error, 2 wrong use, 3 worse than --fail-on allows, or
+losses that do not agree, 4 not known: the noise between runs is too large, or
+not known, as with a single run of each.
+"""
+
+
+@click.command(epilog=_EPILOG)
 @click.argument("names", metavar="RUN…", nargs=-1)
 @click.option(
     "--experiment", "experiments", multiple=True, metavar="NAME", help="Also this experiment of MLflow."
@@ -55,7 +63,15 @@ class _Metric(click.ParamType[str]):
     multiple=True,
     type=_Metric(),
     metavar="METRIC:PERCENT",
-    help="Exit 3 if it is worse than the baseline's by more than this and by more than the noise: step/p50_ms:3%.",
+    help="Exit 3 if it is worse than the baseline's by more than this and by more than the noise between runs, and 4 "
+    "if that cannot be known: step/p50_ms:3%.",
+)
+@click.option(
+    "--losses-agree",
+    "tolerance",
+    type=click.FloatRange(min=0),
+    metavar="X",
+    help="Exit 3 if losses of cells that train the same differ by more than this share in any step: 1e-5.",
 )
 @click.option(
     "--html", type=click.Path(dir_okay=False, path_type=Path), help="Write the page with pictures here."
@@ -73,6 +89,7 @@ def command(
     baseline: str | None,
     metrics: tuple[str, ...],
     rules: tuple[str, ...],
+    tolerance: float | None,
     html: Path | None,
     as_json: bool,
     tracking_uri: str | None,
@@ -84,6 +101,7 @@ def command(
     """
     from zerokit.bench.comparison.cells import baselines, make_cells, side_by_side
     from zerokit.bench.comparison.differences import Rule, known_metric, regressions
+    from zerokit.bench.comparison.losses import disagreements
     from zerokit.cli.compare_tables import as_json_text, show
 
     try:
@@ -96,16 +114,21 @@ def command(
     partners = baselines(cells, runs)
     cells = side_by_side(cells, partners)
     broken = regressions(parsed, cells, partners)
+    differing = [] if tolerance is None else disagreements(cells, tolerance)
     if html is not None:
         _write(html, runs)
     if as_json:
-        click.echo(as_json_text(cells, partners, broken))
+        click.echo(as_json_text(cells, partners, broken, differing))
     else:
-        show(cells, partners, shown)
-    for regression in broken:
-        click.echo(f"zerokit: {printable(regression.message)}", err=True)
-    if broken:
+        from rich.console import Console
+
+        show(Console(highlight=False), cells, partners, shown)
+    for message in [*(one.message for one in broken), *differing]:
+        click.echo(f"zerokit: {printable(message)}", err=True)
+    if differing or any(one.known for one in broken):
         sys.exit(3)
+    if broken:
+        sys.exit(4)
 
 
 def _runs(

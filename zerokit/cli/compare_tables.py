@@ -1,4 +1,4 @@
-"""What `zerokit compare` shows: tables for a terminal, JSON for a program."""
+"""The table that a sweep ends with and that `zerokit compare` prints, and the same as JSON for a program."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from zerokit.bench.comparison.cells import Cell, unsupported
+from zerokit.bench.comparison.cells import Cell, unsupported, varying
 from zerokit.bench.comparison.charts import memory_metric
-from zerokit.bench.comparison.conditions import conditions
+from zerokit.bench.comparison.conditions import conditions, drift_notes
 from zerokit.bench.comparison.differences import Difference, Regression, difference
-from zerokit.bench.comparison.figures import Scale, percent, scale_of
+from zerokit.bench.comparison.figures import Scale, count, percent, scale_of, within_noise
 from zerokit.bench.record.metrics import METRICS, UNITS
 from zerokit.bench.record.schema import to_plain
+from zerokit.cli.text import counted
 from zerokit.text import printable
 
 # Up to this many cells have a column each; more have a row each.
@@ -25,9 +26,13 @@ _ANY_WIDTH = 1000
 _STYLES = {"better": "green", "worse": "red"}
 
 
-def show(cells: Sequence[Cell], partners: Mapping[int, Cell | None], metrics: Sequence[str]) -> None:
-    """The table on stdout, then what differs, and what the marks mean; without `metrics`, those that matter most."""
-    console = Console(highlight=False)
+def show(
+    console: Console, cells: Sequence[Cell], partners: Mapping[int, Cell | None], metrics: Sequence[str] = ()
+) -> None:
+    """What all cells have in common, the table, what differs, and what the marks mean.
+
+    Without `metrics`, those that matter most.
+    """
     if not console.is_terminal:
         console.width = _ANY_WIDTH  # no line of a pipe is folded
     names = [name for name in metrics or _usual(cells) if any(cell.value(name) is not None for cell in cells)]
@@ -36,45 +41,109 @@ def show(cells: Sequence[Cell], partners: Mapping[int, Cell | None], metrics: Se
         name: scale_of(name, METRICS[name].unit, [cell.value(name) for cell in cells]) for name in names
     }
     run = [cell for cell in cells if cell.status != "unsupported"]
+    console.print(Text(printable(_common(cells)), style="bold"), soft_wrap=True)
+    for note in drift_notes(cells):
+        console.print(Text(note, style="yellow"))
     build = _columns if len(run) <= _COLUMNS else _rows
     table = build(run, partners, scales)
     fits = (
         Measurement.get(console, console.options.update(max_width=_ANY_WIDTH), table).minimum <= console.width
     )
     console.print(table if fits else _list(run, partners, scales))
-    for labels, reason in unsupported(cells):
-        console.print(Text(f"{printable(labels)}: unsupported: {_line(reason)}"), soft_wrap=True)
-    for cell in cells:
-        if cell.status not in ("ok", "unsupported"):
-            console.print(
-                Text(f"{printable(cell.label)}: {cell.status}: {_line(cell.first.reason)}"), soft_wrap=True
-            )
-    for name in missing:
-        console.print(Text(f"{printable(name)}: no cell has it", style="dim"))
+    for text in [*_failures(cells), *(f"{name}: no cell has it" for name in missing)]:
+        console.print(Text(printable(text)), soft_wrap=True)
     _show_conditions(console, cells)
-    if any(partner is not None for partner in partners.values()):
-        against = list(dict.fromkeys(partner.label for partner in partners.values() if partner is not None))
-        whose = printable(against[0]) if len(against) == 1 else "the same cell of the first run"
-        console.print(
-            Text(
-                f"changes are against {whose}; ≈ within the noise, ? noise unknown; ± half of the 95 % interval",
-                style="dim",
-            ),
-            soft_wrap=True,
+    console.print(Text(_marks(cells, partners, names), style="dim"))
+
+
+def _common(cells: Sequence[Cell]) -> str:
+    """What does not vary, in one line."""
+    names, first = (
+        varying(cell.first for cell in cells),
+        next((c for c in cells if c.status == "ok"), cells[0]),
+    )
+    record, settings = first.first, first.first.settings
+    words = []
+    if "model" not in names:
+        size = f" ({count(record.model.parameters)} parameters)" if record.model else ""
+        words.append(settings.model + size)
+    if "precision" not in names and settings.precision:
+        words.append(settings.precision)
+    if not {"nodes", "nproc_per_node"} & set(names):
+        words.append(f"{counted(settings.world, 'rank')} on {counted(settings.nodes, 'node')}")
+    if "batch_size" not in names:
+        words.append(f"batch {settings.batch_size}")
+    if record.environment is not None:
+        words.append(record.environment.backend)
+    rounds = sorted({len(cell.measured_records) for cell in cells if cell.measured_records})
+    if rounds and rounds != [1]:
+        words.append(f"medians of {' or '.join(map(str, rounds))} rounds")
+    return ", ".join(words)
+
+
+def _failures(cells: Sequence[Cell]) -> list[str]:
+    """Why cells, or some of their rounds, have no figures."""
+    lines = [f"{labels}: unsupported: {_line(reason)}" for labels, reason in unsupported(cells)]
+    for cell in cells:
+        failed = [record for record in cell.records if record.status not in ("ok", "unsupported")]
+        told = dict.fromkeys((record.status, _line(record.reason)) for record in failed)
+        some = (
+            f" ({len(failed)} of {len(cell.records)} rounds)" if 0 < len(failed) < len(cell.records) else ""
         )
+        lines += [f"{cell.label}{some}: {status}: {reason}" for status, reason in told]
+    return lines
+
+
+def _marks(cells: Sequence[Cell], partners: Mapping[int, Cell | None], names: Sequence[str]) -> str:
+    """What a reader has to know of the signs above."""
+    against = list(dict.fromkeys(partner.label for partner in partners.values() if partner is not None))
+    several = any(len(cell.measured_records) > 1 for cell in cells)
+    said = []
+    if against:
+        whose = printable(against[0]) if len(against) == 1 else "the same cell of the first run"
+        said.append(f"Changes are against {whose}.")
+        if several:
+            said.append("≈ is within the noise between runs.")
+        if any(
+            partner and min(len(partner.measured_records), len(cell.measured_records)) < 2
+            for cell in cells
+            if (partner := partners[id(cell)])
+        ):
+            said.append(
+                "? is not known: a single run does not tell the noise between runs (--repeats 3 does)."
+            )
+        if any(record.twin and record.twin.pace_ms for cell in cells for record in cell.measured_records):
+            said.append("Changes of speed allow for the machine's pace beside each cell.")
+    if several:
+        said.append("± is half of the 95 % interval over rounds.")
+    if "comm/cost_ms" in names:
+        said.append("Communication is what a step takes longer than a compute-only one beside it.")
+    return " ".join(said)
 
 
 def as_json_text(
-    cells: Sequence[Cell], partners: Mapping[int, Cell | None], broken: Sequence[Regression]
+    cells: Sequence[Cell],
+    partners: Mapping[int, Cell | None],
+    broken: Sequence[Regression],
+    differing: Sequence[str] = (),
 ) -> str:
     """Every figure of every cell, its error, and its difference from the baseline; shares, not percent."""
+    rules: dict[bool, list[dict[str, object]]] = {True: [], False: []}
+    for one in broken:
+        said = {
+            "cell": one.cell,
+            "metric": one.rule.metric,
+            "percent": one.rule.percent,
+            "message": one.message,
+        }
+        rules[one.known].append(said)
     content = {
         "cells": [_plain(cell, partners[id(cell)]) for cell in cells],
         "differing": dict(conditions(cells)[0]),
-        "regressions": [
-            {"cell": one.cell, "metric": one.rule.metric, "percent": one.rule.percent, "message": one.message}
-            for one in broken
-        ],
+        "drift": drift_notes(cells),
+        "regressions": rules[True],
+        "not_known": rules[False],
+        "losses_differ": list(differing),
     }
     return json.dumps(to_plain(content), indent=2, allow_nan=False)
 
@@ -193,6 +262,8 @@ def _figure(cell: Cell, name: str, scale: Scale) -> Text:
     measured = cell.measure(name)
     if measured is None:
         return Text("" if cell.status != "ok" else "–", style="dim")
+    if within_noise(name, measured):
+        return Text("within noise", style="dim")
     error = f" ±{scale.text(measured.error)}" if measured.error and not name.startswith("throughput") else ""
     return Text.assemble(scale.text(measured.value), (error, "dim"))
 

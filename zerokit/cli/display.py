@@ -15,11 +15,10 @@ from rich.text import Text
 
 from zerokit.bench.record import Record
 from zerokit.bench.record.progress import Progress as BenchProgress
-from zerokit.bench.sweeps.sweep import Cell, Sweep
+from zerokit.bench.sweeps.sweep import Cell
 from zerokit.bench.tracking.mirror import Live
 from zerokit.cli.bench_tables import result_tables
 from zerokit.cli.numbers import mib, ms, rate
-from zerokit.cli.sweep_table import sweep_table
 from zerokit.text import printable, printable_lines
 
 # Narrower than this, bars are short and notes are left out.
@@ -119,9 +118,15 @@ class Display:
         """The tables of one bench."""
         self._out.print(Group(*result_tables(record, self._out.width)))
 
-    def table(self, sweep: Sweep, records: Sequence[Record]) -> None:
+    def table(self, records: Sequence[Record]) -> None:
         """The table of a sweep."""
-        self._out.print(Group(*sweep_table(sweep, records, self._out.width)))
+        from zerokit.bench.comparison.cells import baselines, make_cells
+        from zerokit.bench.comparison.runs import Run
+        from zerokit.cli.compare_tables import show
+
+        runs = [Run("", tuple(records))]
+        cells = make_cells(runs)
+        show(self._out, cells, baselines(cells, runs))
 
     def places(self, files: Mapping[str, str], live: Live, push: str, *, to_stderr: bool) -> None:
         """Where everything is, and how to open the MLflow run, or to make up for one that failed."""

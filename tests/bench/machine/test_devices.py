@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.cli.commands import ROOT
+from zerokit.bench.catalogue import fit
 from zerokit.bench.machine import devices
 from zerokit.bench.machine.devices import (
     Gpu,
@@ -19,7 +20,6 @@ from zerokit.bench.machine.devices import (
     visible_devices,
     visible_names,
 )
-from zerokit.bench.run import fit
 
 FOUR = [Gpu(f"GPU-{letter}1-{letter}2", 80 * 2**30) for letter in "abcd"]
 

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zerokit.bench.catalogue.engines import ENGINES
+from zerokit.bench.catalogue.fit import GIB, Machine, refuse_if_too_large, state_of, this_machine
 from zerokit.bench.catalogue.workloads import describe
 from zerokit.bench.record.settings import Settings
-from zerokit.bench.run.fit import GIB, Machine, refuse_if_too_large, state_of, this_machine
 from zerokit.formulas import ElementBytes, predict_memory
 from zerokit.layout import Layout, Parameter, Segment, build_layout
 

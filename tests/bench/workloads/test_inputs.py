@@ -48,7 +48,7 @@ def test_the_launcher_looks_at_data_and_memory_without_torch() -> None:
     code = """
 import sys
 from zerokit.bench.record.settings import Settings
-from zerokit.bench.run.fit import refuse_if_too_large, this_machine
+from zerokit.bench.catalogue.fit import refuse_if_too_large, this_machine
 from zerokit.bench.workloads.inputs import check_inputs
 for model in ("gpt-tiny", "bert-base", "resnet50", "mlp-mnist", "linear"):
     settings = Settings(model=model, seq_len=16)

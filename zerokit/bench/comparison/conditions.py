@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import median
 
 from zerokit.bench.comparison.cells import Cell, environment_rows
+from zerokit.bench.comparison.differences import PACE
 from zerokit.bench.comparison.figures import count
+from zerokit.bench.record.metrics import METRICS, values_of
+
+DRIFT = 0.1
+"""Of the machine's pace: more is told above all figures."""
 
 # Names that read better than those of the fields.
 _NAMES = {
@@ -37,6 +43,38 @@ def conditions(cells: Sequence[Cell]) -> tuple[list[tuple[str, list[str]]], list
         elif known:
             equal.append((title_of(name), known.pop()))
     return differing, equal
+
+
+def drift_notes(cells: Sequence[Cell]) -> list[str]:
+    """What to say first where the machine's pace changed by more than `DRIFT`: between runs, or in the course of one.
+
+    The pace is that of the compute-only twins, else that of equal cells in several rounds.
+    """
+    found = []
+    paces: dict[tuple[object, ...], list[float]] = {}
+    for cell in cells:
+        work = tuple(cell.settings[name] for name in PACE)
+        for record in cell.measured_records:
+            if record.twin is not None and record.twin.pace_ms:
+                paces.setdefault(work, []).append(median(record.twin.pace_ms))
+            else:
+                paces.setdefault((id(cell), *work), []).extend(values_of(METRICS["step/p50_ms"], [record]))
+    if (
+        change := max((max(one) / min(one) - 1 for one in paces.values() if min(one) > 0), default=0)
+    ) > DRIFT:
+        found.append(
+            f"The machine's pace changed between runs: the same work took up to {change:.0%} longer."
+        )
+    drifts = [
+        record.results.step.drift for cell in cells for record in cell.measured_records if record.results
+    ]
+    if not found and (most := max(map(abs, drifts), default=0.0)) > DRIFT:
+        found.append(
+            f"The machine's pace changed in the course of a run: steps took up to {most:.0%} more or less."
+        )
+    if found and any(len(cell.measured_records) == 1 for cell in cells):
+        found.append("Take several rounds (--repeats 3) and compare no single runs.")
+    return [note.replace("%", " %") for note in found]
 
 
 def title_of(name: str) -> str:

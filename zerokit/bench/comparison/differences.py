@@ -1,4 +1,12 @@
-"""The difference of two measurements, beside the noise of both; and the gate that only what exceeds both can fail."""
+"""The difference of two cells beside the noise between their rounds; and the gate that only a known one decides.
+
+The noise within a run is not the noise between runs: a machine that is 30 % slower for ten minutes is so for a whole
+run. So one repetition tells of no difference whether it is one, and with several, each counts as one value.
+
+    step of a cell      120 ms    168 ms    121 ms      each round, and its compute-only twin beside it:
+    its twin's pace     100 ms    141 ms    100 ms      when the machine is slower, both are
+    their ratio           1.20      1.19      1.21      what is compared between cells
+"""
 
 from __future__ import annotations
 
@@ -7,14 +15,20 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Literal
 
 from zerokit.bench.comparison.cells import Cell
-from zerokit.bench.record.metrics import METRICS, Measured, Metric
+from zerokit.bench.record import Record
+from zerokit.bench.record.metrics import METRICS, Measured, Metric, values_of
+from zerokit.bench.record.statistics import difference_interval, mean_interval, repeats_for
 from zerokit.errors import UsageError, ZerokitError
 
 Verdict = Literal["better", "worse", "within noise", "noise unknown"]
 
+DEFAULT_REPEATS = 3
+# Of a ratio: its exponential is still a float.
+_LARGEST_LOG = 700.0
 _RULE = re.compile(r"(?P<metric>.+):(?P<percent>\d+(?:\.\d+)?)\s*%?")
 
 
@@ -24,8 +38,7 @@ class Difference:
 
     Attributes:
         relative: (value − baseline) ÷ |baseline|; infinite if only the baseline is 0.
-        noise: half of the 95 % interval of that difference: the root of the sum of the squares of both relative errors;
-            None where neither side's error is known. What only one side knows is taken for both.
+        noise: half of the 95 % interval of that difference; None where it is not known, as with one repetition.
         worsening: `relative` if a higher value is worse, else −`relative`.
         verdict: what may be said of it: nothing, where it does not exceed the noise. Ratios are measured by their
             logarithm, so that a time and the rate that is its inverse get the same verdict.
@@ -38,20 +51,23 @@ class Difference:
 
     @classmethod
     def of(cls, metric: Metric, baseline: Measured, measured: Measured) -> Difference:
+        """Of two figures whose rounds are not at hand."""
         before, after = baseline.value, measured.value
         relative = _share(after - before, before)
+        errors = [one.error if one.rounds > 1 or not one.error else None for one in (baseline, measured)]
+        known = [error for error in errors if error is not None]
+        noise = abs(_share(math.hypot(*known), before)) if len(known) == 2 else None
+        return cls.judge(metric, relative, noise, _logarithm(before, after))
+
+    @classmethod
+    def judge(
+        cls, metric: Metric, relative: float, noise: float | None, logarithm: float | None
+    ) -> Difference:
+        """With the verdict; `logarithm` is that of the ratio, where it has one."""
         worsening = relative if metric.better == "lower" else -relative
-        one, other = baseline.error, measured.error
-        one, other = (other if one is None else one), (one if other is None else other)
-        if one is None or other is None:
+        if noise is None:
             return cls(relative, None, worsening, "noise unknown" if relative else "within noise")
-        if one < before and other < after:
-            noise = math.hypot(one / before, other / after)
-            exceeds = abs(math.log(after / before)) > noise
-        else:  # a difference of two times may be about 0, or below it
-            spread = math.hypot(one, other)
-            noise = abs(_share(spread, before))
-            exceeds = abs(after - before) > spread
+        exceeds = abs(relative if logarithm is None else logarithm) > noise
         verdict: Verdict = ("worse" if worsening > 0 else "better") if exceeds else "within noise"
         return cls(relative, noise, worsening, verdict)
 
@@ -62,9 +78,15 @@ def _share(change: float, whole: float) -> float:
     return change / abs(whole) if whole else math.copysign(math.inf, change)
 
 
+def _logarithm(before: float, after: float) -> float | None:
+    return math.log(after / before) if before > 0 < after else None
+
+
 # What a step of another batch, or of another model, is not compared by. Memory and rates a second always are.
 _OF_A_STEP = ("step/", "comm/", "phase/", "traffic/", "loss")
 _WORK = ("model", "batch_size", "accumulate", "seq_len", "image_size")
+PACE = (*_WORK, "precision", "device", "nodes", "nproc_per_node")
+"""The settings that decide what forward and backward of a compute-only twin take."""
 
 
 def comparable(cell: Cell, baseline: Cell, name: str) -> bool:
@@ -84,8 +106,100 @@ def difference(cell: Cell, baseline: Cell | None, name: str) -> Difference | Non
     """Of one metric; None without a baseline, for other work, or where one side does not have the metric."""
     if baseline is None or not comparable(cell, baseline, name):
         return None
-    before, after = baseline.measure(name), cell.measure(name)
-    return None if before is None or after is None else Difference.of(METRICS[name], before, after)
+    found = Rounds.of(baseline, cell, name)
+    return None if found is None else found.difference(METRICS[name])
+
+
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """A metric's values in the rounds of two cells, `before` being the baseline's.
+
+    Attributes:
+        logarithmic: whether the values are logarithms: of all that is above 0.
+        paired: whether values at the same position are of the same round, and so of nearly the same time.
+        counted: whether a value is known exactly, and not measured.
+    """
+
+    before: list[float]
+    after: list[float]
+    logarithmic: bool
+    paired: bool
+    counted: bool = False
+
+    @classmethod
+    def of(cls, baseline: Cell, cell: Cell, name: str) -> Rounds | None:
+        """None where a cell does not have the metric.
+
+        What follows from a step's time is taken relative to the machine's pace, where every round of both cells knows
+        it: that is closer in time than another cell of the same round.
+        """
+        metric, records = METRICS[name], (baseline.measured_records, cell.measured_records)
+        if name == "step/p50_ms" or name.startswith(("throughput/", "mfu", "model_tflops")):
+            paces = [[_pace(record) for record in one] for one in records]
+            known = [[pace for pace in one if pace is not None] for one in paces]
+            if paces == known and all(known) and _same_work(baseline, cell) and cell.value(name) is not None:
+                sign = 1.0 if metric.better == "lower" else -1.0
+                first, second = ([sign * pace for pace in one] for one in known)
+                return cls(first, second, logarithmic=True, paired=False)
+        before, after = (values_of(metric, one) for one in records)
+        if not before or not after:
+            return None
+        logarithmic = min(*before, *after) > 0
+        counted = any(metric.error(record) == 0.0 for one in records for record in one)
+        if counted and len({*before}) == len({*after}) == 1:
+            before, after = before[:1], after[:1]
+        turns = [[(record.sweep, record.settings.repeat) for record in one] for one in records]
+        paired = sorted(turns[0]) == sorted(turns[1]) and len(before) == len(after) == len(turns[0])
+        if paired:
+            before, after = (
+                [value for _, value in sorted(zip(turn, values, strict=True))]
+                for turn, values in zip(turns, (before, after), strict=True)
+            )
+        if logarithmic:
+            before, after = ([math.log(value) for value in values] for values in (before, after))
+        return cls(before, after, logarithmic, paired, counted)
+
+    def difference(self, metric: Metric) -> Difference:
+        """With its noise, by Student's t of the rounds; a single one has none."""
+        change = fmean(self.after) - fmean(self.before)
+        noise: float | None = None
+        if min(len(self.before), len(self.after)) > 1:
+            noise = (
+                mean_interval([b - a for a, b in zip(self.before, self.after, strict=True)])[1]
+                if self.paired
+                else difference_interval(self.before, self.after)[1]
+            )
+        elif self.counted:
+            noise = 0.0
+        relative = (
+            math.expm1(min(change, _LARGEST_LOG)) if self.logarithmic else _share(change, fmean(self.before))
+        )
+        if not self.logarithmic and noise is not None:
+            noise = abs(_share(noise, fmean(self.before)))
+        return Difference.judge(metric, relative, noise, change if self.logarithmic else None)
+
+    def repeats_for(self, percent: float) -> int | None:
+        """As many repetitions as would tell a difference of so much; None for more than are reasonable."""
+        if min(len(self.before), len(self.after)) < 2 or not self.logarithmic:
+            return DEFAULT_REPEATS
+        return repeats_for(self.before, self.after, math.log1p(percent / 100))
+
+
+def _pace(record: Record) -> float | None:
+    """By how much the steps of this cell were longer than forward and backward of its twin, step by step."""
+    twin = record.twin
+    pairs = [] if twin is None else list(zip(twin.own_ms, twin.pace_ms, strict=False))
+    if not pairs or min(map(min, pairs)) <= 0:
+        return None
+    return fmean(math.log(own / pace) for own, pace in pairs)
+
+
+def _same_work(one: Cell, other: Cell) -> bool:
+    """Whether both twins do the same on an equal machine."""
+    places = [cell.first.environment for cell in (one, other)]
+    return all(one.settings[name] == other.settings[name] for name in PACE) and (
+        places[0] is not None and places[1] is not None and places[0].digest == places[1].digest
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,17 +228,19 @@ def known_metric(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Regression:
-    """A rule that a cell broke, in words."""
+    """A rule that a cell broke, in words; or, not `known`, one of which the noise does not let one say."""
 
     cell: str
     rule: Rule
     message: str
+    known: bool = True
 
 
 def regressions(
     rules: Sequence[Rule], cells: Sequence[Cell], partners: Mapping[int, Cell | None]
 ) -> list[Regression]:
-    """Every broken rule. A cell that came to nothing although its baseline went well breaks all of them.
+    """Every rule that is broken, or of which it is not known. A cell that came to nothing although its baseline went
+    well breaks all of them.
 
     Raises `ZerokitError` where a rule cannot be checked: nothing to compare, or a metric that a side does not have.
     """
@@ -133,7 +249,6 @@ def regressions(
         raise ZerokitError("nothing to check: no cell has a baseline that went well")
     found = []
     for rule in rules:
-        metric = METRICS[rule.metric]
         for cell, partner in pairs:
             # What an engine never had is no loss beside another cell of the same run.
             if partner.status != "ok" or (cell.status == "unsupported" and cell.run == partner.run):
@@ -141,24 +256,50 @@ def regressions(
             if cell.status != "ok":
                 message = f"{cell.label}: {cell.status}, and {partner.label} was ok"
                 found.append(Regression(cell.label, rule, message))
-                continue
-            if not comparable(cell, partner, rule.metric):
-                raise ZerokitError(
-                    f"{rule.metric} cannot be checked: {cell.label} and {partner.label} did not do the same work "
-                    "(model, batch, number of steps)"
-                )
-            if (change := difference(cell, partner, rule.metric)) is None:
-                lacking = " and ".join(
-                    one.label for one in (partner, cell) if one.measure(rule.metric) is None
-                )
-                raise ZerokitError(f"{rule.metric} cannot be checked: {lacking} has no such figure")
-            if change.worsening > rule.percent / 100 and change.verdict != "within noise":
-                before, after = partner.value(rule.metric), cell.value(rule.metric)
-                known = "unknown" if change.noise is None else f"{change.noise:.1%}"
-                message = (
-                    f"{cell.label}: {rule.metric} {after:,.6g} {metric.unit}".rstrip()
-                    + f" is {change.worsening:.1%} worse than {before:,.6g} of {partner.label} "
-                    f"(allowed {rule.percent:g}%, noise {known})"
-                )
-                found.append(Regression(cell.label, rule, message))
+            elif (broken := _check(rule, cell, partner)) is not None:
+                found.append(broken)
     return found
+
+
+def _check(rule: Rule, cell: Cell, partner: Cell) -> Regression | None:
+    if not comparable(cell, partner, rule.metric):
+        raise ZerokitError(
+            f"{rule.metric} cannot be checked: {cell.label} and {partner.label} did not do the same work "
+            "(model, batch, number of steps)"
+        )
+    values = Rounds.of(partner, cell, rule.metric)
+    if values is None:
+        lacking = " and ".join(one.label for one in (partner, cell) if one.measure(rule.metric) is None)
+        raise ZerokitError(f"{rule.metric} cannot be checked: {lacking} has no such figure")
+    change, allowed = values.difference(METRICS[rule.metric]), rule.percent / 100
+    said = f"{cell.label}: {rule.metric}"
+    if change.noise is None:
+        return Regression(
+            cell.label,
+            rule,
+            f"{said} is not known to differ from that of {partner.label}: a single run does not tell the noise between "
+            f"runs; bench both with --repeats {values.repeats_for(rule.percent)}",
+            known=False,
+        )
+    if change.worsening > allowed and change.verdict != "within noise":
+        return Regression(
+            cell.label,
+            rule,
+            f"{said} is {change.worsening:.1%} worse than that of {partner.label} "
+            f"(allowed {rule.percent:g}%, noise {change.noise:.1%})",
+        )
+    if change.noise <= allowed or change.worsening + change.noise <= allowed:
+        return None
+    repeats = values.repeats_for(rule.percent)
+    advice = (
+        "no reasonable number of repeats would do"
+        if repeats is None
+        else f"bench both with --repeats {repeats}"
+    )
+    return Regression(
+        cell.label,
+        rule,
+        f"{said} is not known within {rule.percent:g}% of that of {partner.label}: the noise between runs is "
+        f"{change.noise:.1%}; {advice}",
+        known=False,
+    )

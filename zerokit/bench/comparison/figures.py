@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from zerokit.bench.comparison.differences import Difference
+from zerokit.bench.record.metrics import Measured
 
 GIB_FROM = 10 * 1024.0
 """MiB from which GiB read better."""
@@ -69,6 +70,11 @@ def percent(difference: Difference) -> str:
     digits = 0 if abs(share) >= 0.0995 else 1
     text = f"{share * 100:+.{digits}f} %".replace("-", "−")
     return "0.0 %" if text[1:] == "0.0 %" else text
+
+
+def within_noise(name: str, measured: Measured) -> bool:
+    """Whether a cost is below its error: nobody's communication makes a step shorter."""
+    return name == "comm/cost_ms" and measured.value <= (measured.error or 0.0)
 
 
 def count(number: float) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from zerokit.bench.comparison.cells import Cell
 from zerokit.bench.comparison.charts import memory_metric, roles_of
 from zerokit.bench.comparison.differences import Difference, difference
-from zerokit.bench.comparison.figures import percent, scale_of
+from zerokit.bench.comparison.figures import percent, scale_of, within_noise
 from zerokit.bench.record.metrics import METRICS, UNITS
 
 _REASON = 400
@@ -89,9 +89,11 @@ def _table(
         heads.append(Head(metric.title, scale.unit, 1 + with_error + with_change))
         for cell, items in zip(cells, by_cell, strict=True):
             measured = cell.measure(name)
-            items.append(Item(scale.text(measured.value if measured else None), "value"))
+            noise = measured is not None and within_noise(name, measured)
+            text = "within noise" if noise else scale.text(measured.value if measured else None)
+            items.append(Item(text, "value"))
             if with_error:
-                known = measured is not None and measured.error
+                known = measured is not None and measured.error and not noise
                 items.append(Item(f"±{scale.text(measured.error)}" if measured and known else "", "error"))
             if with_change:
                 items.append(_change(difference(cell, partners[id(cell)], name)))
@@ -112,7 +114,7 @@ def _change(change: Difference | None) -> Item:
     if change.verdict == "within noise":
         return Item(f"≈ {text}" if change.relative else text, "change")
     if change.verdict == "noise unknown":
-        return Item(text, "change")
+        return Item(f"{text} ?", "change")
     return Item(text, f"change {change.verdict}")
 
 

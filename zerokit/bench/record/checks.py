@@ -20,6 +20,10 @@ def check_record(record: Record) -> None:
         raise ValueError("ranks: they measured different numbers of steps")
     if any(rank.window_ms is not None and not rank.step_ms for rank in record.ranks):
         raise ValueError("ranks: there is a window_ms and no step")
+    if record.twin is not None:
+        for name in ("own_ms", "pace_ms"):
+            if len(getattr(record.twin, name)) not in (0, len(record.twin.step_ms)):
+                raise ValueError(f"twin.{name}: has another number of steps than step_ms")
     for place, samples in enumerate(record.system):
         for name, series in samples.series.items():
             if len(series) != len(samples.seconds):

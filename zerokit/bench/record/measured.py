@@ -230,14 +230,24 @@ class Bandwidth:
 
 @dataclass(frozen=True, slots=True)
 class Twin:
-    """The compute-only twin: the same processes, model and batches, nothing communicated in a step.
+    """The compute-only twin: the same model and batches, nothing communicated in a step.
 
     `stage` 0 stepped the whole optimizer on every rank, 1 a 1/N share. `step_ms` is of each step's slowest rank.
+    The cell made its own steps in turn with them, in the same processes: `own_ms`, in the same order. `pace_ms` is the
+    forward and backward part of `step_ms`, the same work for every engine and stage. In older records the twin ran by
+    itself, and both are empty.
     """
 
     stage: int
     step_ms: list[float]
     step: Summary
+    own_ms: list[float] = field(default_factory=list)
+    pace_ms: list[float] = field(default_factory=list)
+
+    @property
+    def costs_ms(self) -> list[float]:
+        """What each step of the cell took longer than the twin's beside it; empty in older records."""
+        return [own - alone for own, alone in zip(self.own_ms, self.step_ms, strict=False)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,11 +273,12 @@ class Results:
     """What is computed from the ranks' numbers; a step's time is that of its slowest rank.
 
     `step` and `skew` (slowest minus fastest rank) are in milliseconds. `throughput` counts the model's unit a second at
-    the median step. `communication_ms` is the median step minus the twin's: what communication costs, and null without
-    a twin; it may be negative within the noise. `devices` counts the CUDA devices in use, which several ranks may
-    share; `throughput_per_device` and `utilisation` are of one of them. They are null on a CPU; devices of several
-    kinds have no utilisation; in records from before devices were noted it is of one rank. `loss_first` is the first
-    warm-up step's loss, before any update. Memory is the largest and the smallest over ranks.
+    the median step. `communication_ms` is what communication costs: the median of what the cell's steps took longer
+    than the twin's beside them (in older records the median step minus the twin's). Null without a twin, and negative
+    at times where the noise is larger. `devices` counts the CUDA devices in use, which several ranks may share;
+    `throughput_per_device` and `utilisation` are of one of them. They are null on a CPU; devices of several kinds have
+    no utilisation; in records from before devices were noted it is of one rank. `loss_first` is the first warm-up
+    step's loss, before any update. Memory is the largest and the smallest over ranks.
     """
 
     step: Summary

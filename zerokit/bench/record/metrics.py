@@ -7,7 +7,6 @@ cell that failed) it has no value, never a zero. Standard library only.
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -15,23 +14,11 @@ from types import MappingProxyType
 from typing import Literal
 
 from zerokit.bench.record import Bandwidth, Record, Results
-from zerokit.bench.record.statistics import (
-    CONFIDENCE,
-    Summary,
-    drift,
-    median_interval,
-    quantile,
-    skew,
-    slowest,
-)
+from zerokit.bench.record.statistics import mean_interval, median_interval
 
 MIB = 2.0**20
 UNITS = ("tokens", "images", "samples")
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
-
-# Resamples of a bootstrap; fewer for very long runs, whose intervals need no such care, so that a table stays instant.
-_RESAMPLES = 400
-_DRAWS = 2_000_000
 
 Better = Literal["lower", "higher"]
 Read = Callable[[Record], float | None]
@@ -47,8 +34,8 @@ class Metric:
         unit: "ms", "MiB", "tokens/s"; empty for counts and ratios.
         better: which direction is an improvement.
         value: in that unit; None where the record does not have it.
-        error: half of the 95 % interval of the value, in the same unit, as far as one run can tell: 0 for what is
-            counted and comes out equal every time, None where only repetitions could tell.
+        error: half of the 95 % interval of the value, in the same unit, where one run can tell: 0 for what is
+            counted and comes out equal every time; None where only repetitions can tell.
     """
 
     name: str
@@ -61,10 +48,11 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A metric's value, and half of its 95 % interval (None: not known) in the same unit."""
+    """A metric's value, and half of its 95 % interval (None: not known) in the same unit; of how many repetitions."""
 
     value: float
     error: float | None
+    rounds: int = 1
 
     @property
     def noise(self) -> float | None:
@@ -87,41 +75,23 @@ def metrics_of(record: Record) -> dict[str, float]:
 def measure(metric: Metric, records: Sequence[Record]) -> Measured | None:
     """One figure of a cell from its repetitions (at least one): their median. None where no record has it.
 
-    With several, its error is at least their own spread (half of the 95 % interval of their median, which below six is
-    half of their range), and at least what one run's error shrinks to; with one, the error that this run tells.
+    With several, its error is that of their mean by Student's t, however exact each run by itself seems: the noise
+    within a run is not the noise between runs. With one, it is the error that a run can tell, if any.
     """
     values = values_of(metric, records)
     if not values:
         return None
-    errors = [metric.error(record) for record in records if metric.value(record) is not None]
-    within = [error for error in errors if error is not None and math.isfinite(error)]
-    inner = median(within) / math.sqrt(len(values)) if within else None
     if len(values) == 1:
-        return Measured(values[0], inner)
-    low, high = median_interval(values)
-    return Measured(median(values), max((high - low) / 2, inner or 0.0))
+        return Measured(
+            values[0], next((metric.error(one) for one in records if metric.value(one) is not None), None)
+        )
+    return Measured(median(values), mean_interval(values)[1], len(values))
 
 
 def values_of(metric: Metric, records: Sequence[Record]) -> list[float]:
     """The finite values of the records that have it."""
     found = (metric.value(record) for record in records)
     return [float(value) for value in found if value is not None and math.isfinite(value)]
-
-
-def bootstrap(
-    values: Sequence[float], statistic: Callable[[Sequence[float]], float], seed: int = 0
-) -> float | None:
-    """Half of the 95 % interval of a statistic: the percentiles of its values over resamples, the same at every call.
-
-    None for fewer than two values, which say nothing of their spread.
-    """
-    if len(values) < 2:
-        return None
-    draw = random.Random(seed)
-    rounds = min(_RESAMPLES, max(40, _DRAWS // len(values)))
-    found = [statistic(draw.choices(values, k=len(values))) for _ in range(rounds)]
-    tail = (1.0 - CONFIDENCE) / 2
-    return (quantile(found, 1.0 - tail) - quantile(found, tail)) / 2
 
 
 def _nothing(record: Record) -> float | None:
@@ -172,33 +142,19 @@ def _tera(record: Record) -> float | None:
 
 
 def _communication_error(record: Record) -> float | None:
-    if record.results is None or record.twin is None:
+    """Of the pairs of blocks in this run; a twin that ran by itself, as in older records, cannot tell."""
+    if record.twin is None or not record.twin.costs_ms:
         return None
-    return math.hypot(_half(record.results.step), _half(record.twin.step))
+    low, high = median_interval(record.twin.costs_ms)
+    return (high - low) / 2
 
 
 def _twin(record: Record) -> float | None:
     return None if record.twin is None else record.twin.step.p50
 
 
-def _twin_error(record: Record) -> float | None:
-    return None if record.twin is None else _half(record.twin.step)
-
-
-def _phase(name: str) -> tuple[Read, Read]:
-    """A phase, and its error: its few steps are taken to be as noisy as the measured ones, so √(their ratio) wider."""
-
-    def value(record: Record) -> float | None:
-        return None if record.phases is None else getattr(record.phases, name)
-
-    def error(record: Record) -> float | None:
-        found = value(record)
-        if found is None or record.phases is None or record.results is None or record.results.step.p50 == 0.0:
-            return None
-        step = record.results.step
-        return abs(found) * _half(step) / step.p50 * math.sqrt(step.count / max(record.phases.steps, 1))
-
-    return value, error
+def _phase(name: str) -> Read:
+    return lambda record: None if record.phases is None else getattr(record.phases, name)
 
 
 def _state(name: str) -> Read:
@@ -260,92 +216,34 @@ def _mib(size_bytes: float | None) -> float | None:
     return None if size_bytes is None else size_bytes / MIB
 
 
-def _half(summary: Summary) -> float:
-    """Half of the 95 % interval of the median."""
-    return (summary.median_high - summary.median_low) / 2
-
-
-def _scaled(value: Read) -> Read:
-    """The error of what is proportional, or inversely so, to the median step."""
-
-    def error(record: Record) -> float | None:
-        found = value(record)
-        if found is None or record.results is None or record.results.step.p50 == 0.0:
-            return None
-        return abs(found) * _half(record.results.step) / record.results.step.p50
-
-    return error
-
-
-def _resampled(statistic: Callable[[Sequence[float]], float]) -> Read:
-    """The error of a statistic of the step times, by bootstrap of the raw ones."""
-    return lambda record: bootstrap(slowest([rank.step_ms for rank in record.ranks]), statistic)
-
-
-def _resampled_skew(statistic: Callable[[Sequence[float]], float]) -> Read:
-    return lambda record: bootstrap(skew([rank.step_ms for rank in record.ranks]), statistic)
-
-
-def _quantile(fraction: float) -> Callable[[Sequence[float]], float]:
-    return lambda values: quantile(values, fraction)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
-
-
-def _spread(values: Sequence[float]) -> float:
-    middle = quantile(values, 0.5)
-    return (quantile(values, 0.9) - quantile(values, 0.1)) / middle if middle else 0.0
-
-
-def _drift_error(record: Record) -> float | None:
-    """Of steps in random order: their drift is 0, so its spread over shuffles is the noise of the one that was seen."""
-    values = slowest([rank.step_ms for rank in record.ranks])[:200]
-    if len(values) < 2:
-        return None
-    shuffle = random.Random(0)
-    found = [drift(shuffle.sample(values, len(values))) for _ in range(40)]
-    return (quantile(found, 0.975) - quantile(found, 0.025)) / 2
-
-
 def _table() -> list[Metric]:
     rows: list[tuple[str, str, str, Read, Read]] = [
-        ("step/p50_ms", "step p50", "ms", _step("p50"), _of_results(lambda results: _half(results.step))),
-        ("step/p10_ms", "step p10", "ms", _step("p10"), _resampled(_quantile(0.10))),
-        ("step/p90_ms", "step p90", "ms", _step("p90"), _resampled(_quantile(0.90))),
-        ("step/p99_ms", "step p99", "ms", _step("p99"), _resampled(_quantile(0.99))),
-        ("step/mean_ms", "step mean", "ms", _step("mean"), _resampled(_mean)),
-        ("step/wall_mean_ms", "step mean, wall", "ms", _wall, _nothing),
-        ("step/spread", "step spread", "", _step("spread"), _resampled(_spread)),
-        ("step/drift", "step drift", "", _step("drift"), _drift_error),
-        (
-            "step/skew_p50_ms",
-            "skew p50",
-            "ms",
-            _skew("p50"),
-            _of_results(lambda results: _half(results.skew)),
+        *(
+            (f"step/{name}_ms", f"step {name}", "ms", _step(name), _nothing)
+            for name in ("p50", "p10", "p90", "p99", "mean")
         ),
-        ("step/skew_p90_ms", "skew p90", "ms", _skew("p90"), _resampled_skew(_quantile(0.90))),
+        ("step/wall_mean_ms", "step mean, wall", "ms", _wall, _nothing),
+        ("step/spread", "step spread", "", _step("spread"), _nothing),
+        ("step/drift", "step drift", "", _step("drift"), _nothing),
+        ("step/skew_p50_ms", "skew p50", "ms", _skew("p50"), _nothing),
+        ("step/skew_p90_ms", "skew p90", "ms", _skew("p90"), _nothing),
     ]
     for unit in UNITS:
-        total, rank, device = (
-            _throughput(unit, name) for name in ("throughput", "throughput_per_rank", "throughput_per_device")
-        )
+        of, per = f"throughput/{unit}_per_s", f"{unit}/s"
         rows += [
-            (f"throughput/{unit}_per_s", "throughput", f"{unit}/s", total, _scaled(total)),
-            (f"throughput/{unit}_per_s_per_rank", "throughput a rank", f"{unit}/s", rank, _scaled(rank)),
+            (of, "throughput", per, _throughput(unit, "throughput"), _nothing),
+            (f"{of}_per_rank", "throughput a rank", per, _throughput(unit, "throughput_per_rank"), _nothing),
             (
-                f"throughput/{unit}_per_s_per_device",
+                f"{of}_per_device",
                 "throughput a device",
-                f"{unit}/s",
-                device,
-                _scaled(device),
+                per,
+                _throughput(unit, "throughput_per_device"),
+                _nothing,
             ),
         ]
     rows += [
-        ("mfu", "MFU", "", _mfu, _scaled(_mfu)),
-        ("model_tflops_per_s_per_device", "model FLOPs a device", "TFLOP/s", _tera, _scaled(_tera)),
+        ("mfu", "MFU", "", _mfu, _nothing),
+        ("model_tflops_per_s_per_device", "model FLOPs a device", "TFLOP/s", _tera, _nothing),
         ("memory/peak_host_mib", "peak host", "MiB", _peak("peak_host_bytes"), _nothing),
         (
             "memory/peak_host_minimum_mib",
@@ -374,11 +272,11 @@ def _table() -> list[Metric]:
             _of_results(lambda results: results.communication_ms),
             _communication_error,
         ),
-        ("comm/twin_p50_ms", "compute only", "ms", _twin, _twin_error),
-        ("comm/exposed_ms", "exposed", "ms", *_phase("exposed_communication_ms")),
-        ("phase/forward_ms", "forward", "ms", *_phase("forward_ms")),
-        ("phase/backward_ms", "backward", "ms", *_phase("backward_ms")),
-        ("phase/optimizer_ms", "optimizer", "ms", *_phase("optimizer_ms")),
+        ("comm/twin_p50_ms", "compute only", "ms", _twin, _nothing),
+        ("comm/exposed_ms", "exposed", "ms", _phase("exposed_communication_ms"), _nothing),
+        ("phase/forward_ms", "forward", "ms", _phase("forward_ms"), _nothing),
+        ("phase/backward_ms", "backward", "ms", _phase("backward_ms"), _nothing),
+        ("phase/optimizer_ms", "optimizer", "ms", _phase("optimizer_ms"), _nothing),
         ("traffic/mib_per_step", "moved a step", "MiB", _traffic("bytes", MIB), _counted),
         (
             "traffic/predicted_mib_per_step",

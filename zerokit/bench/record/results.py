@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from statistics import median
 
 from zerokit.bench.record.measured import Model, Rank, Results, Twin
 from zerokit.bench.record.record import Record
@@ -36,7 +37,7 @@ def summarise(
         skew=Summary.of(skew([rank.step_ms for rank in ranks])),
         throughput=throughput,
         throughput_per_rank=per_rank,
-        communication_ms=None if twin is None else step.p50 - twin.step.p50,
+        communication_ms=None if twin is None else median(twin.costs_ms or [step.p50 - twin.step.p50]),
         utilisation=use if one_kind else None,
         loss_first=loss[0],
         loss_last=loss[-1],

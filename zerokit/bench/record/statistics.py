@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median, stdev, variance
 
 CONFIDENCE = 0.95
 # Warm-up is over when the medians of the last two windows of this many steps agree within the tolerance.
@@ -49,6 +49,37 @@ def median_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> 
         tail, below = grown, below + 1
     place = max(below - 1, 0)
     return ordered[place], ordered[count - 1 - place]
+
+
+def mean_interval(values: Sequence[float]) -> tuple[float, float]:
+    """The mean of independent values, and half of its 95 % interval by Student's t; at least two."""
+    return fmean(values), _student(len(values) - 1) * stdev(values) / math.sqrt(len(values))
+
+
+def difference_interval(before: Sequence[float], after: Sequence[float]) -> tuple[float, float]:
+    """How much larger the mean of `after` is, and half of its 95 % interval by Welch's t; at least two values each."""
+    parts = [variance(values) / len(values) for values in (before, after)]
+    if not (whole := sum(parts)):
+        return fmean(after) - fmean(before), 0.0
+    # Welch and Satterthwaite's degrees of freedom.
+    freedom = whole**2 / sum(
+        part**2 / (len(values) - 1) for part, values in zip(parts, (before, after), strict=True)
+    )
+    return fmean(after) - fmean(before), _student(freedom) * math.sqrt(whole)
+
+
+def repeats_for(before: Sequence[float], after: Sequence[float], half_width: float) -> int | None:
+    """As many values on each side as make the interval of `difference_interval` so narrow; None for more than 50."""
+    spread = math.sqrt(variance(before) + variance(after))
+    enough = (n for n in range(2, 51) if _student(2 * n - 2) * spread / math.sqrt(n) <= half_width)
+    return next(enough, None)
+
+
+def _student(freedom: float) -> float:
+    """The quantile of Student's t that 2.5 % exceed."""
+    from scipy.special import stdtrit  # not at import: SciPy takes longer than all else of a command
+
+    return float(stdtrit(freedom, (1.0 + CONFIDENCE) / 2))
 
 
 def drift(values: Sequence[float]) -> float:

@@ -21,6 +21,7 @@ from typing import Protocol
 
 from zerokit.bench.catalogue.check import unsupported
 from zerokit.bench.catalogue.engines import ENGINES
+from zerokit.bench.catalogue.fit import refuse_if_too_large, this_machine
 from zerokit.bench.catalogue.workloads import describe
 from zerokit.bench.record import Record, RecordError, read_record, write_record
 from zerokit.bench.record.journal import Journal
@@ -29,7 +30,6 @@ from zerokit.bench.record.schema import to_plain
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.record.status import oom_kills, read_status
 from zerokit.bench.run.elastic import remaining
-from zerokit.bench.run.fit import refuse_if_too_large, this_machine
 from zerokit.bench.workloads.inputs import check_inputs
 from zerokit.errors import ZerokitError
 from zerokit.launch.failures import WorkerFailed
@@ -281,14 +281,21 @@ def _launch(settings: Settings, work: Path, host: Host, sweep: str | None) -> Re
             host.watch.show(latest)
 
     host.watch.phase(f"starting {settings.world} rank{'s' if settings.world > 1 else ''}")
-    host.launch(
-        "zerokit.bench.worker",
-        [str(job)],
-        nodes=settings.nodes,
-        nproc_per_node=settings.nproc_per_node,
-        log_dir=work,
-        poll=poll,
-    )
+    try:
+        host.launch(
+            "zerokit.bench.worker",
+            [str(job)],
+            nodes=settings.nodes,
+            nproc_per_node=settings.nproc_per_node,
+            log_dir=work,
+            poll=poll,
+        )
+    except WorkerFailed as error:
+        if settings.elastic or not written.exists():
+            raise
+        # All but the twin had been measured and written.
+        why = str(error).partition("\n")[0]
+        host.watch.warn(f"what communication costs is not known: the compute-only twin failed: {why}")
     return read_record(written)
 
 

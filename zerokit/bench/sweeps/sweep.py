@@ -2,7 +2,6 @@
 
     DIR/sweep.json                 what was asked, and the cells in the order in which they run
     DIR/cells/000-LABEL.json       a record a cell, whatever became of it
-    DIR/twins/KEY.json             the records of compute-only twins
     DIR/report.html                all of it as a page
 
 Nothing else is remembered: a sweep goes on where the records of its cells end.
@@ -20,12 +19,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from zerokit import files
-from zerokit.bench.record import Record, read_record, with_twin, write_text
+from zerokit.bench.record import Record, read_record, write_text
 from zerokit.bench.record.schema import from_plain, to_plain
 from zerokit.bench.record.settings import Settings
-from zerokit.bench.run.session import Host, Watch, put_record, require_writable, run_cell
+from zerokit.bench.run.session import Host, Watch, require_writable, run_cell
 from zerokit.bench.sweeps.cells import label, slug, varying
-from zerokit.bench.sweeps.twins import Twins, twin_settings
 from zerokit.bench.tracking.mirror import Live
 from zerokit.bench.tracking.store import Status
 from zerokit.errors import UsageError, ZerokitError
@@ -100,11 +98,6 @@ class SweepFolder:
     def report(self) -> Path:
         """The page."""
         return self.path / "report.html"
-
-    @property
-    def twins(self) -> Path:
-        """The folder of the twins' records."""
-        return self.path / "twins"
 
     def record(self, cell: Cell) -> Path:
         """The file of a cell's record."""
@@ -193,12 +186,6 @@ def run_sweep(sweep: Sweep, folder: SweepFolder, host: Host, watch: SweepWatch, 
 
     A cell that fails, or does not fit, does not end the sweep. Raises what `run_cell` raises.
     """
-
-    def run_twin(settings: Settings, path: Path) -> Record:
-        watch.phase("the compute-only twin")
-        return run_cell(settings, path, host, sweep=sweep.id)
-
-    twins = Twins(folder.twins, run_twin, watch.warn)
     live.open_sweep(sweep.id, sweep.title, sweep.options)
     records = []
     for cell in sweep.cells:
@@ -210,35 +197,15 @@ def run_sweep(sweep: Sweep, folder: SweepFolder, host: Host, watch: SweepWatch, 
             record = live.during(
                 cell.settings,
                 sweep.id,
-                lambda identity, cell=cell: complete(  # type: ignore[misc]
-                    run_cell(cell.settings, folder.record(cell), host, sweep=sweep.id, identity=identity),
-                    cell.settings,
-                    folder.record(cell),
-                    twins,
+                lambda identity, cell=cell: run_cell(  # type: ignore[misc]
+                    cell.settings, folder.record(cell), host, sweep=sweep.id, identity=identity
                 ),
             )
         else:
-            if lacks_twin(record, cell.settings):
-                watch.began(cell)
-                record = complete(record, cell.settings, folder.record(cell), twins)
             live.ensure(record)
         watch.ended(cell, record, before=done)
         records.append(record)
     return records
-
-
-def lacks_twin(record: Record, asked: Settings) -> bool:
-    """Whether a cell succeeded and was interrupted before its twin ran."""
-    return record.status == "ok" and record.twin is None and twin_settings(asked) is not None
-
-
-def complete(record: Record, asked: Settings, path: Path, twins: Twins) -> Record:
-    """The record with its cell's twin, if it is to have one and that came to numbers; its file is written again."""
-    if not lacks_twin(record, asked) or (twin := twins.of(asked)) is None:
-        return record
-    record = with_twin(record, twin)
-    put_record(record, path)
-    return record
 
 
 def exit_code(records: Sequence[Record]) -> int:

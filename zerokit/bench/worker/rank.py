@@ -30,7 +30,7 @@ from zerokit.bench.measure.environment import look_around
 from zerokit.bench.measure.memory import MemoryMeter
 from zerokit.bench.measure.phases import measure_phases
 from zerokit.bench.measure.sampler import Sampler
-from zerokit.bench.record import Rank, Record, Samples, Traffic, summarise, write_record
+from zerokit.bench.record import Rank, Record, Samples, Traffic, summarise, with_twin, write_record
 from zerokit.bench.record.journal import Journal, Story
 from zerokit.bench.record.progress import ProgressWriter
 from zerokit.bench.record.schema import from_plain, to_plain
@@ -38,6 +38,7 @@ from zerokit.bench.record.settings import Settings
 from zerokit.bench.record.status import OUT_OF_MEMORY, Status, write_status
 from zerokit.bench.worker.checkpoints import Keeper, mean_over_ranks
 from zerokit.bench.worker.training import Loop, Measured
+from zerokit.bench.worker.twin import measure_twin
 from zerokit.bench.workloads.build import load
 from zerokit.errors import UsageError, ZerokitError
 
@@ -168,6 +169,9 @@ def run(asked: Settings, record_path: Path, progress_path: Path | None, sweep: s
             batches_repeat_after=measured.batches_repeat_after,
         )
         write_record(record, record_path)
+    twin = measure_twin(trainer, loop, loaded, settings, place)
+    if dist.get_rank() == 0 and twin is not None:
+        write_record(with_twin(record, twin), record_path)
     dist.destroy_process_group()
 
 

@@ -114,10 +114,10 @@ def refuse_if_too_large(settings: Settings, machine: Machine, *, ranks_here: int
 
 def this_machine() -> Machine:
     """What there is now, without starting torch."""
-    return Machine(_available_bytes(), _device_bytes())
+    return Machine(available_bytes(), _device_bytes())
 
 
-def _available_bytes() -> int | None:
+def available_bytes() -> int | None:
     """Main memory that can be had without swapping, within this process's control group."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
