@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import shutil
@@ -22,7 +23,7 @@ import zerokit
 from tests.cli.commands import environment
 from tests.cli.commands import zerokit as command
 from tests.support.checkpoints import example_content, example_layout, write_checkpoint, write_run
-from tests.support.crashes import Observed, Unsynced, killed_at
+from tests.support.crashes import Failing, Observed, Unsynced, killed_at
 from zerokit import files
 from zerokit.checkpoint import journal
 from zerokit.checkpoint.checksum import Piece
@@ -387,16 +388,18 @@ def test_the_command_names_what_it_does_not_go_on_with(tmp_path: Path, run: Path
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("resumed", [False, True])
-def test_a_signal_removes_the_work(tmp_path: Path, run: Path, number: signal.Signals, resumed: bool) -> None:
+def test_a_signal_removes_the_work_but_not_what_was_taken_over(
+    tmp_path: Path, run: Path, number: signal.Signals, resumed: bool
+) -> None:
     shutil.copytree(run, tmp_path / "run")
     out = tmp_path / "d" / "out"
     out.parent.mkdir()
-    if resumed:
-        interrupt(reshard, tmp_path / "run", out, whole=2)
+    kept = [interrupt(reshard, tmp_path / "run", out, whole=2)[0]] if resumed else []
     code = (
-        "import os; from tests.support.crashes import Counting\n"
+        "import os, signal; from tests.support.crashes import Counting\n"
         "from zerokit import files; from zerokit.cli import main\n"
         f"class Signalled(Counting):\n  def instead(self): os.kill(os.getpid(), {number:d})\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it\n"
         "with files.replaced(Signalled(25)): main()"
     )
     arguments = ["reshard", "run", "--to", "5", "-o", "d/out", *(["--resume"] if resumed else [])]
@@ -410,4 +413,19 @@ def test_a_signal_removes_the_work(tmp_path: Path, run: Path, number: signal.Sig
     )
     assert (done.returncode, done.stdout) == (128 + number, "")
     assert done.stderr == f"zerokit: interrupted by {number.name}\n"
-    assert list(out.parent.iterdir()) == []
+    assert list(out.parent.iterdir()) == kept
+    for left in kept:
+        assert len((journal.finished(left) or pytest.fail("nothing is kept")).files) >= 2
+
+
+def test_a_full_disk_keeps_what_was_taken_over(tmp_path: Path, run: Path) -> None:
+    out = tmp_path / "d" / "out"
+    left, found = interrupt(reshard, run, out, whole=2)
+    with files.replaced(Failing(8, errno.ENOSPC)), pytest.raises(CheckpointError, match="No space left"):
+        reshard(run, out, resume=True)
+    kept = journal.finished(left)
+    assert kept is not None
+    assert found.files.items() <= kept.files.items()
+    reshard(run, out, resume=True)
+    assert tree(out) == tree(reshard(run, tmp_path / "wanted").parent)
+    assert [path.name for path in out.parent.iterdir()] == ["out"]

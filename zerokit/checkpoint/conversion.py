@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -58,15 +58,22 @@ def converting(
 
     `resume`: what an interrupted conversion of the same request has finished is taken over. Without it, and where one
     is not taken over, a `ZerokitWarning` says so; it goes when this conversion has succeeded. If the body fails, its
-    work is removed, what was taken over too. Raises as `Staging` does.
+    work is removed, unless it had taken something over and was only interrupted. Raises as `Staging` does.
     """
     staging = Staging(target, force=force, foreign=foreign)
     try:
-        work = _begun(staging, request, resume=resume)
+        origin = _taken_over(staging, request, resume=resume)
         try:
-            yield work
-        finally:
-            work.journal.close()
+            work = _begun(staging.work, request, taken=origin is not None)
+            try:
+                yield work
+            finally:
+                work.journal.close()
+        except BaseException as error:
+            if origin is not None and not _of_contents(error):
+                with suppress(OSError):  # with what has come to it since
+                    files.system().rename(staging.work, origin)
+            raise
         with explained(work.path / journal.NAME, "removed"):
             files.system().unlink(work.path / journal.NAME)
         staging.commit()
@@ -77,20 +84,28 @@ def converting(
             remove(left)
 
 
-def _begun(staging: Staging, request: Request, *, resume: bool) -> Work:
+def _taken_over(staging: Staging, request: Request, *, resume: bool) -> Path | None:
+    """Where the work was that is `staging`'s now; None where there is none to go on with."""
     for left in _usable(staging.target, request, resume=resume):
-        try:
-            # Over the empty directory that is there. Whoever else wanted to take it comes too late, or has it.
+        # Over the empty directory that is there. Whoever else wanted to take it comes too late, or has it.
+        with suppress(OSError):
             files.system().rename(left.path, staging.work)
-        except OSError:
-            continue
-        if (found := journal.finished(staging.work)) is not None:
-            done = Journal(staging.work, found.end, found.crc)
-            _keep_only(staging.work, staging.work, found)
-            return Work(staging.work, done, found.files, found.pieces)
-        _keep_only(staging.work, staging.work, None)
-        break
-    return Work(staging.work, Journal.begun(staging.work, request))
+            return left.path
+    return None
+
+
+def _begun(work: Path, request: Request, *, taken: bool) -> Work:
+    found = journal.finished(work) if taken else None
+    if taken:
+        _keep_only(work, work, found)
+    if found is None:
+        return Work(work, Journal.begun(work, request))
+    return Work(work, Journal(work, found.end, found.crc), found.files, found.pieces)
+
+
+def _of_contents(error: BaseException) -> bool:
+    """Whether what was read was wrong, and no disk or signal: noted once, it would be wrong again and again."""
+    return isinstance(error, CheckpointError) and not isinstance(error.__cause__, OSError)
 
 
 def _usable(target: Path, request: Request, *, resume: bool) -> list[Leftover]:
