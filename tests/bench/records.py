@@ -205,7 +205,8 @@ def make_cell(
     if not twin:
         return record
     floor = [605.0 * draw.lognormvariate(0.0, jitter) for _ in range(settings.steps)]
-    return with_twin(record, Twin(0 if stage == 0 else 1, floor, Summary.of(floor)))
+    pace = [0.9 * ms for ms in floor]
+    return with_twin(record, Twin(0 if stage == 0 else 1, floor, Summary.of(floor), common, pace))
 
 
 def make_failure(

@@ -8,12 +8,12 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from zerokit.bench.comparison.figures import within_noise
+from zerokit.bench.comparison.figures import count, within_noise
 from zerokit.bench.record import Rank, Record
 from zerokit.bench.record.metrics import METRICS, measure
 from zerokit.bench.record.statistics import quantile
 from zerokit.cli.columns import Column, annotate, fitting, make_table
-from zerokit.cli.numbers import count, loss, mib, ms, rate
+from zerokit.cli.numbers import loss, mib, ms, rate
 from zerokit.cli.text import counted
 from zerokit.text import printable
 

@@ -104,11 +104,8 @@ def _marks(cells: Sequence[Cell], partners: Mapping[int, Cell | None], names: Se
         said.append(f"Changes are against {whose}.")
         if several:
             said.append("≈ is within the noise between runs.")
-        if any(
-            partner and min(len(partner.measured_records), len(cell.measured_records)) < 2
-            for cell in cells
-            if (partner := partners[id(cell)])
-        ):
+        pairs = [(cell, partner) for cell in cells if (partner := partners[id(cell)]) is not None]
+        if any(len(one.measured_records) == 1 for pair in pairs for one in pair):
             said.append(
                 "? is not known: a single run does not tell the noise between runs (--repeats 3 does)."
             )

@@ -17,14 +17,6 @@ def mib(size_bytes: float) -> str:
     return f"{size_bytes / MIB:,.1f} MiB"
 
 
-def count(number: float) -> str:
-    """Rounded, with the usual letter: 34.9 K, 124.4 M, 8.0 B."""
-    for letter, size in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
-        if number >= size:
-            return f"{number / size:.1f} {letter}"
-    return str(number)
-
-
 def rate(value: float) -> str:
     """Whole from a hundred on, else three digits."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

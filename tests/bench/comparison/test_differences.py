@@ -8,79 +8,117 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy import stats
 
 from tests.bench.records import make_cell, make_failure
 from zerokit.bench.comparison.cells import Cell, baselines, make_cells
-from zerokit.bench.comparison.differences import Difference, Rule, difference, known_metric, regressions
+from zerokit.bench.comparison.differences import (
+    Difference,
+    Regression,
+    Rounds,
+    Rule,
+    difference,
+    known_metric,
+    regressions,
+)
 from zerokit.bench.comparison.figures import Scale, percent, scale_of
 from zerokit.bench.comparison.runs import Run
 from zerokit.bench.record import Record
 from zerokit.bench.record.metrics import METRICS, Measured
 from zerokit.errors import UsageError, ZerokitError
 
-STEP, THROUGHPUT = METRICS["step/p50_ms"], METRICS["throughput/tokens_per_s"]
+STEP, THROUGHPUT, COST = (
+    METRICS[name] for name in ("step/p50_ms", "throughput/tokens_per_s", "comm/cost_ms")
+)
 
 
-def test_noise_is_the_root_of_the_sum_of_squares() -> None:
-    found = Difference.of(STEP, Measured(100.0, 3.0), Measured(110.0, 4.0))
-    assert (found.relative, found.worsening) == pytest.approx((0.1, 0.1))
-    assert found.noise == pytest.approx(math.hypot(3 / 100, 4 / 110))
+def over(*values: float) -> list[float]:
+    return [math.log(value) for value in values]
+
+
+def apart(before: list[float], after: list[float], paired: bool = False) -> Rounds:
+    return Rounds(over(*before), over(*after), logarithmic=True, paired=paired)
+
+
+def test_the_interval_is_welch_s() -> None:
+    before, after = over(100, 104, 97), over(118, 121, 112)
+    interval = stats.ttest_ind(after, before, equal_var=False).confidence_interval()
+    found = Rounds(before, after, logarithmic=True, paired=False).difference(STEP)
+    assert found.noise == pytest.approx((interval.high - interval.low) / 2)
+    assert math.log1p(found.relative) == pytest.approx((interval.high + interval.low) / 2)
+    assert (found.verdict, found.worsening) == ("worse", found.relative)
+
+
+def test_rounds_of_one_sweep_are_compared_pair_by_pair() -> None:
+    """The machine's pace doubles, and a tenth is found all the same."""
+    before, after = [100.0, 150.0, 200.0], [110.0, 166.0, 219.0]
+    interval = stats.ttest_rel(over(*after), over(*before)).confidence_interval()
+    found = apart(before, after, paired=True).difference(STEP)
+    assert found.noise == pytest.approx((interval.high - interval.low) / 2)
     assert found.verdict == "worse"
-    assert Difference.of(STEP, Measured(100.0, 3.0), Measured(104.0, 4.0)).verdict == "within noise"
-    assert Difference.of(STEP, Measured(100.0, 3.0), Measured(90.0, 4.0)).verdict == "better"
+    assert apart(before, after).difference(STEP).verdict == "within noise"
 
 
 def test_more_throughput_is_better_and_more_time_worse() -> None:
-    assert Difference.of(THROUGHPUT, Measured(100.0, 1.0), Measured(110.0, 1.0)).verdict == "better"
-    assert Difference.of(THROUGHPUT, Measured(100.0, 1.0), Measured(90.0, 1.0)).worsening == pytest.approx(
-        0.1
-    )
+    before, after = [100.0, 101.0, 99.0], [110.0, 111.0, 109.0]
+    assert apart(before, after).difference(THROUGHPUT).verdict == "better"
+    slower = apart(after, before).difference(THROUGHPUT)
+    assert (slower.verdict, slower.worsening) == ("worse", pytest.approx(0.0909, rel=1e-2))
 
 
-def test_an_error_that_only_one_side_knows_is_taken_for_both() -> None:
-    memory = METRICS["memory/peak_host_mib"]
-    assert Difference.of(memory, Measured(1000.0, None), Measured(1013.0, 10.0)).verdict == "within noise"
-    assert Difference.of(memory, Measured(1000.0, 10.0), Measured(1020.0, None)).verdict == "worse"
-
-
-def test_an_unknown_noise_is_said_and_a_zero_baseline_survived() -> None:
-    assert Difference.of(STEP, Measured(100.0, None), Measured(110.0, None)).verdict == "noise unknown"
+def test_one_round_is_not_known_unless_it_is_counted() -> None:
+    assert apart([100.0], [110.0, 111.0]).difference(STEP).verdict == "noise unknown"
+    assert apart([100.0], [100.0]).difference(STEP).verdict == "within noise"
+    counted = Rounds(over(100), over(110), logarithmic=True, paired=False, counted=True)
+    assert counted.difference(STEP).verdict == "worse"
+    assert Difference.of(STEP, Measured(100.0, 3.0), Measured(110.0, 3.0)).verdict == "noise unknown"
+    assert Difference.of(STEP, Measured(100.0, 3.0, 3), Measured(110.0, 3.0, 3)).verdict == "worse"
     assert Difference.of(STEP, Measured(0.0, 0.0), Measured(1.0, 0.0)).relative == math.inf
-    assert Difference.of(STEP, Measured(0.0, 0.0), Measured(0.0, 0.0)).verdict == "within noise"
 
 
-@given(st.floats(1, 1e6), st.floats(1, 1e6), st.floats(0, 1e3), st.floats(0, 1e3))
-def test_a_verdict_never_contradicts_its_numbers(
-    before: float, after: float, one: float, other: float
-) -> None:
-    found = Difference.of(STEP, Measured(before, one), Measured(after, other))
+ROUNDS = st.lists(st.floats(1, 1e6), min_size=2, max_size=5)
+
+
+@given(ROUNDS, ROUNDS)
+def test_a_verdict_never_contradicts_its_numbers(before: list[float], after: list[float]) -> None:
+    found = apart(before, after).difference(STEP)
     assert found.noise is not None
     if found.verdict == "worse":
-        assert after > before
         assert found.relative > found.noise  # the logarithm is the stricter for a rise
     elif found.verdict == "better":
-        assert after < before
-    if one == other == 0.0:
-        assert (found.verdict == "within noise") == (before == after)
-
-
-@given(st.floats(1, 1e6), st.floats(1, 1e6), st.floats(0, 0.9), st.floats(0, 0.9))
-def test_a_time_and_its_rate_get_the_same_verdict(
-    before: float, after: float, one: float, other: float
-) -> None:
-    time = Difference.of(STEP, Measured(before, before * one), Measured(after, after * other))
-    rates = (1e6 / before, 1e6 / after)
-    rate = Difference.of(THROUGHPUT, Measured(rates[0], rates[0] * one), Measured(rates[1], rates[1] * other))
-    # But for rounding at the very edge of the noise.
-    assert time.verdict == rate.verdict or abs(math.log(after / before)) == pytest.approx(
-        math.hypot(one, other)
-    )
+        assert found.relative < 0
+    rates = apart([1 / one for one in before], [1 / one for one in after]).difference(THROUGHPUT)
+    assert rates.verdict == found.verdict or math.log1p(found.relative) == pytest.approx(found.noise)
 
 
 def test_costs_around_zero_are_compared_by_their_distance() -> None:
-    cost = METRICS["comm/cost_ms"]
-    assert Difference.of(cost, Measured(2.0, 5.0), Measured(-3.0, 5.0)).verdict == "within noise"
-    assert Difference.of(cost, Measured(2.0, 5.0), Measured(30.0, 5.0)).verdict == "worse"
+    def of(*after: float) -> Difference:
+        return Rounds([2.0, 4.0, 0.0], list(after), logarithmic=False, paired=False).difference(COST)
+
+    assert of(-3.0, 2.0, 5.0).verdict == "within noise"
+    assert of(30.0, 32.0, 29.0).verdict == "worse"
+
+
+def paced(pace: float, step: float, repeat: int, **options: object) -> Record:
+    """A run on a machine of this pace: the steps of the cell and its twin's are `pace` times as long."""
+    record = make_cell(step_ms=step * pace, repeat=repeat, jitter=0.0, **options)  # type: ignore[arg-type]
+    assert record.twin is not None
+    twin = replace(record.twin, pace_ms=[500.0 * pace * (1 + 0.01 * repeat)] * len(record.twin.own_ms))
+    return replace(record, twin=twin)
+
+
+def test_the_pace_of_the_machine_cancels() -> None:
+    """Yesterday's runs were on a machine that was a third faster: a tenth is found, nothing is not."""
+    base = [paced(1.0, 700.0, repeat) for repeat in range(3)]
+    assert judged("step/p50_ms:6%", base, [paced(1.33, 700.0, n, seed=1) for n in range(3)]) == []
+    (message,) = judged("step/p50_ms:6%", base, [paced(1.33, 770.0, n, seed=1) for n in range(3)])
+    assert "is 10.0% worse than" in message
+    assert judged("throughput/tokens_per_s:6%", base, [paced(1.33, 700.0, n, seed=1) for n in range(3)]) == []
+    # Another batch is other work, whose pace is another.
+    (message,) = judged(
+        "throughput/tokens_per_s:6%", base, [paced(2.5, 700.0, n, batch_size=4) for n in range(3)]
+    )
+    assert "worse than" in message
 
 
 @pytest.mark.parametrize("text", ["step/p50_ms:3%", "step/p50_ms:3", " step/p50_ms:3 % "])
@@ -105,21 +143,55 @@ def test_a_wrong_rule_is_refused_with_advice(text: str, message: str) -> None:
         known_metric("throughput")
 
 
-def judged(rule: str, *runs: list[Record]) -> list[str]:
+def found(rule: str, *runs: list[Record]) -> list[Regression]:
     named = [Run(str(place), tuple(records)) for place, records in enumerate(runs)]
     cells = make_cells(named)
-    return [one.message for one in regressions([Rule.parse(rule)], cells, baselines(cells, named))]
+    return regressions([Rule.parse(rule)], cells, baselines(cells, named))
+
+
+def judged(rule: str, *runs: list[Record]) -> list[str]:
+    """What is known to break the rule."""
+    return [one.message for one in found(rule, *runs) if one.known]
+
+
+def rounds(step_ms: float, spread: float = 0.005, **options: object) -> list[Record]:
+    """Three without a twin, so that nothing but their own spread tells the noise."""
+    values = [step_ms * (1 + spread * (place - 1)) for place in range(3)]
+    return [
+        make_cell(step_ms=value, repeat=repeat, twin=False, jitter=0.0, **options)  # type: ignore[arg-type]
+        for repeat, value in enumerate(values)
+    ]
 
 
 def test_the_gate_needs_both_the_threshold_and_the_noise() -> None:
-    base = [make_cell(step_ms=700.0)]
-    slower, noisy = [make_cell(step_ms=780.0, seed=1)], [make_cell(step_ms=735.0, jitter=0.35, seed=1)]
+    base, slower = rounds(700.0), rounds(780.0, seed=1)
     (message,) = judged("step/p50_ms:3%", base, slower)
-    assert "worse than" in message
+    assert "is 11.4% worse than" in message
     assert "allowed 3%, noise" in message
-    assert judged("step/p50_ms:30%", base, slower) == []
-    assert judged("step/p50_ms:3%", base, noisy) == []
-    assert judged("step/p50_ms:3%", slower, base) == []
+    assert found("step/p50_ms:30%", base, slower) == []
+    assert found("step/p50_ms:3%", slower, base) == []
+    assert found("step/p50_ms:3%", base, rounds(710.0, seed=1)) == []
+
+
+def test_what_the_noise_hides_is_neither_passed_nor_failed() -> None:
+    base, noisy = rounds(700.0), rounds(735.0, spread=0.1, seed=1)
+    (undecided,) = found("step/p50_ms:8%", base, noisy)
+    assert not undecided.known
+    assert "is not known within 8%" in undecided.message
+    assert "bench both with --repeats 8" in undecided.message
+    (hopeless,) = found("step/p50_ms:1%", base, noisy)
+    assert "no reasonable number of repeats would do" in hopeless.message
+    # What is much better passes, however noisy.
+    assert found("step/p50_ms:8%", noisy, rounds(350.0, seed=2)) == []
+
+
+def test_single_runs_decide_nothing_that_is_measured() -> None:
+    base, slower = [make_cell(step_ms=700.0)], [make_cell(step_ms=930.0, stage=2, seed=1)]
+    (undecided,) = found("step/p50_ms:3%", base, slower)
+    assert not undecided.known
+    assert "bench both with --repeats 3" in undecided.message
+    assert [one.known for one in found("memory/peak_host_mib:3%", base, slower)] == [False]
+    assert found("memory/state_mib:3%", base, slower) == []  # counted, not measured
 
 
 def test_a_cell_that_no_longer_runs_breaks_every_rule() -> None:
@@ -141,16 +213,6 @@ def test_a_rule_that_cannot_be_checked_is_an_error() -> None:
         judged("step/p50_ms:3%", [make_cell()])
     with pytest.raises(ZerokitError, match="nothing to check"):
         judged("step/p50_ms:3%", [make_failure("failed", "why")], [make_cell(seed=1)])
-
-
-def test_repetitions_widen_the_noise_of_a_gate() -> None:
-    steady = [make_cell(step_ms=700.0, repeat=repeat) for repeat in range(3)]
-    jumping = [
-        make_cell(step_ms=step_ms, seed=1, repeat=repeat)
-        for repeat, step_ms in enumerate((650.0, 760.0, 900.0))
-    ]
-    assert judged("step/p50_ms:3%", steady, [replace(jumping[1])]) != []
-    assert judged("step/p50_ms:3%", steady, jumping) == []
 
 
 @pytest.mark.parametrize(

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-import random
 import re
 from dataclasses import replace
-from statistics import fmean, median
+from statistics import median
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.bench.records import MIB, make_cell, make_failure, make_record, make_sweep
-from zerokit.bench.record import Bandwidth, Record, Utilisation
-from zerokit.bench.record.metrics import METRICS, bootstrap, measure, metrics_of
+from zerokit.bench.record import Bandwidth, Record
+from zerokit.bench.record.metrics import METRICS, measure, metrics_of
+from zerokit.bench.record.utilisation import Utilisation
 
 P50 = METRICS["step/p50_ms"]
 
@@ -75,10 +73,11 @@ def test_a_loss_that_diverged_is_no_figure() -> None:
     assert "loss_last" not in metrics_of(make_record(loss=[5.5, 5.0, math.nan, None]))
 
 
-def test_communication_is_the_step_minus_its_twin() -> None:
+def test_communication_is_the_step_minus_the_twin_s_beside_it() -> None:
     cell = make_cell()
-    found = metrics_of(cell)
-    assert found["comm/cost_ms"] == pytest.approx(found["step/p50_ms"] - found["comm/twin_p50_ms"])
+    assert cell.twin is not None
+    pairs = zip(cell.twin.own_ms, cell.twin.step_ms, strict=True)
+    assert metrics_of(cell)["comm/cost_ms"] == pytest.approx(median(own - alone for own, alone in pairs))
     assert "comm/cost_ms" not in metrics_of(make_cell(twin=False))
 
 
@@ -107,47 +106,30 @@ def with_steps(step_ms: list[float]) -> Record:
     return replace(cell, ranks=ranks, results=summarise(cell.settings, cell.model, ranks, cell.loss))
 
 
-def test_the_noise_of_the_median_is_that_of_its_interval_and_throughput_s_is_equal() -> None:
-    record = with_steps([float(ms) for ms in range(100, 131)])
-    step, throughput = measure(P50, [record]), measure(METRICS["throughput/tokens_per_s"], [record])
-    assert step is not None
-    assert throughput is not None
-    assert (step.value, step.error) == (115.0, 6.0)  # the 10th smallest and largest of 31: 109 to 121
-    assert step.noise == pytest.approx(throughput.noise)
-
-
-def test_the_bootstrap_agrees_with_the_normal_distribution() -> None:
-    draw = random.Random(7)
-    values = [draw.gauss(100, 5) for _ in range(2000)]
-    found = bootstrap(values, fmean)
-    assert found == pytest.approx(1.96 * 5 / math.sqrt(2000), rel=0.15)
-    assert bootstrap(values, fmean) == found
-    assert bootstrap(values[:1], fmean) is None
-
-
-@settings(max_examples=15)
-@given(st.lists(st.floats(1, 1000), min_size=2, max_size=20))
-def test_the_bootstrap_stays_within_the_values(values: list[float]) -> None:
-    found = bootstrap(values, median)
-    assert found is not None
-    assert 0 <= found <= (max(values) - min(values)) / 2 + 1e-9
-
-
-def test_repetitions_tell_their_own_noise() -> None:
+def test_the_noise_of_rounds_is_student_s_and_throughput_s_is_equal() -> None:
     runs = [with_steps([base] * 30) for base in (100.0, 110.0, 120.0)]
     measured = measure(P50, runs)
     assert measured is not None
-    assert (measured.value, measured.error) == (110.0, 10.0)
-    memory = measure(METRICS["memory/peak_host_mib"], [make_cell(host_mib=900), make_cell(host_mib=910)])
-    assert memory is not None
-    assert (memory.value, memory.error) == (905.0, 5.0)
+    assert (measured.value, measured.rounds) == (110.0, 3)
+    assert measured.error == pytest.approx(4.3027 * 10 / math.sqrt(3), rel=1e-4)  # t of 2 degrees of freedom
 
 
-def test_repetitions_that_happen_to_agree_keep_a_run_s_own_noise() -> None:
-    record = with_steps([float(ms) for ms in range(100, 131)])
-    measured = measure(P50, [record] * 4)
+def test_the_noise_within_a_run_is_not_taken_for_that_between_runs() -> None:
+    measured = measure(P50, [with_steps([float(ms) for ms in range(100, 131)])])
     assert measured is not None
-    assert measured.error == pytest.approx(6.0 / 2)
+    assert (measured.value, measured.error) == (115.0, None)
+
+
+def test_communication_has_the_noise_of_its_pairs_in_one_run() -> None:
+    cell = make_cell()
+    assert cell.twin is not None
+    measured = measure(METRICS["comm/cost_ms"], [cell])
+    assert measured is not None
+    costs = sorted(cell.twin.costs_ms)
+    assert measured.value == pytest.approx(median(costs))
+    assert measured.error == pytest.approx((costs[20] - costs[9]) / 2)  # the 10th smallest and largest of 30
+    older = replace(cell, twin=replace(cell.twin, own_ms=[], pace_ms=[]))
+    assert measure(METRICS["comm/cost_ms"], [older]) == replace(measured, error=None)
 
 
 def test_what_one_run_cannot_tell_is_unknown_and_what_is_counted_exact() -> None:

@@ -17,7 +17,7 @@ from zerokit.bench.record.status import OUT_OF_MEMORY, Status, write_status
 from zerokit.bench.run import session
 from zerokit.bench.run.elastic import remaining
 from zerokit.bench.run.session import run_cell
-from zerokit.bench.sweeps.twins import twin_settings
+from zerokit.bench.worker.twin import twin_settings
 from zerokit.errors import UsageError
 from zerokit.launch.failures import Failure, LaunchError, WorkerFailed
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.ranks import Ranks, Stopped, Watcher, host
+from tests.bench.ranks import Ranks, Stopped, Watcher, host, record_of
 from zerokit.bench.record import Record, RecordError, read_record, write_record
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.record.status import OUT_OF_MEMORY, Status, write_status
@@ -23,8 +23,8 @@ from zerokit.bench.sweeps.sweep import (
     run_sweep,
     sweep_status,
 )
-from zerokit.bench.sweeps.twins import twin_settings
 from zerokit.bench.tracking.mirror import Live
+from zerokit.bench.worker.twin import twin_settings
 from zerokit.errors import UsageError
 from zerokit.launch.failures import WorkerFailed
 
@@ -110,9 +110,9 @@ def test_going_on_runs_only_what_has_no_result(folder: SweepFolder) -> None:
 
 @pytest.mark.parametrize("at", range(4))
 def test_an_interruption_anywhere_is_made_up_for(folder: SweepFolder, at: int) -> None:
-    """Cells and twins alike: the launch that is interrupted runs again, and no other does."""
-    sweep = prepare(folder, make(twin=True, stage=(1, 2), engine=("zerokit", "ddp"), accumulate=(1, 2)))
-    wanted = [("zerokit", 1), ("compute-only", 1), ("zerokit", 2)] * 2
+    """The launch that is interrupted runs again, and no other does."""
+    sweep = prepare(folder, make(stage=(1, 2), engine=("zerokit", "ddp"), accumulate=(1, 2)))
+    wanted = [("zerokit", 1), ("zerokit", 2)] * 2
 
     def act(settings: Settings, job: Path) -> None:
         if len(ranks.asked) == at + 1:
@@ -127,10 +127,7 @@ def test_an_interruption_anywhere_is_made_up_for(folder: SweepFolder, at: int) -
     rest = Ranks()
     records = run(folder.read(), folder, rest)
     assert rest.engines == wanted[at:]
-    assert all(
-        (record.status, record.twin is not None) in (("ok", True), ("unsupported", False))
-        for record in records
-    )
+    assert {record.status for record in records} == {"ok", "unsupported"}
 
 
 def test_an_interruption_between_cells_is_heeded(folder: SweepFolder) -> None:
@@ -146,36 +143,18 @@ def test_an_interruption_between_cells_is_heeded(folder: SweepFolder) -> None:
     assert len(folder.records(sweep)) == 1
 
 
-def test_cells_that_compute_the_same_share_a_twin(folder: SweepFolder) -> None:
-    ranks = Ranks()
-    sweep = prepare(folder, make(twin=True, stage=(0, 1, 2, 3), bucket_mb=(1.0, 2.0), repeats=2))
-    records = run(sweep, folder, ranks)
-    assert [(engine, stage) for engine, stage in ranks.engines if engine == "compute-only"] == [
-        ("compute-only", 0),
-        ("compute-only", 1),
-    ]
-    assert [record.twin.stage for record in records if record.twin] == [
-        min(r.settings.stage, 1) for r in records
-    ]
-    # The made-up steps are all alike.
-    assert all(record.results and record.results.communication_ms == 0.0 for record in records)
-    assert folder.records(sweep) == records
-    assert len(list(folder.twins.iterdir())) == 2
-
-
-def test_a_twin_that_fails_is_told_once_and_costs_no_cell(folder: SweepFolder) -> None:
+def test_a_twin_that_fails_is_told_and_costs_no_cell(folder: SweepFolder) -> None:
     def act(settings: Settings, job: Path) -> None:
-        if settings.engine == "compute-only":
-            raise WorkerFailed("rank 0 failed: no twin\nlong story")
+        if settings.stage == 2:  # after rank 0 has written what was measured
+            write_record(record_of(settings, None), job.parent / "record.json")
+        raise WorkerFailed("rank 0 failed: no twin\nlong story")
 
-    watcher, ranks = Watcher(), Ranks(act)
-    records = run(prepare(folder, make(twin=True, stage=(1, 2, 3))), folder, ranks, watcher)
-    assert [record.status for record in records] == ["ok"] * 3
-    assert all(record.twin is None for record in records)
+    watcher = Watcher()
+    records = run(prepare(folder, make(stage=(1, 2))), folder, Ranks(act), watcher)
+    assert [record.status for record in records] == ["failed", "ok"]
     assert watcher.warnings == [
-        "without its compute-only twin, a cell's communication is not known: failed: rank 0 failed: no twin"
+        "what communication costs is not known: the compute-only twin failed: rank 0 failed: no twin"
     ]
-    assert len(ranks.asked) == 4
 
 
 @pytest.mark.parametrize(
