@@ -20,6 +20,7 @@ from tests.support.distributed import run_ranks, run_ranks_expecting_errors
 from tests.support.models import CASES
 from tests.support.training import Run, Trajectory, build_seeded, digest, one_step, whole_weights, wrap
 from zerokit import files
+from zerokit.checkpoint import background
 from zerokit.checkpoint.background import Saving
 from zerokit.checkpoint.load import load
 from zerokit.checkpoint.save import save
@@ -31,9 +32,10 @@ class Held(files.System):
     """A disk that takes nothing before `open` is set."""
 
     def __init__(self) -> None:
-        self.open = threading.Event()
+        self.open, self.asked = threading.Event(), threading.Event()
 
     def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self.asked.set()
         self.open.wait()
         return super().write(fd, buffers, offset)
 
@@ -81,7 +83,10 @@ def _trained(directory: str, stage: int, precision: str) -> None:
     save(f"{directory}/background", zero, step=4, blocking=False)
     assert zero.host_copy is not None
     assert zero.host_copy.data_ptr() == buffer.data_ptr()
+    # Weights alone need less: the buffer stays.
+    save(f"{directory}/weights", zero, step=4, weights_only=True, blocking=False)
     load(f"{directory}/background", zero)
+    assert zero.host_copy.data_ptr() == buffer.data_ptr()
     assert sorted(os.listdir(f"{directory}/background")) == [
         "latest",
         "step-00000001",
@@ -127,9 +132,10 @@ def _failing(directory: str) -> list[str]:
     if rank == 0:
         with pytest.raises(zerokit.CheckpointError):
             failed.wait()
+    # By the call itself: whoever looks at no `Saving` would lose every later step, too.
     with pytest.raises(zerokit.CheckpointError, match="background save before this one failed"):
-        save(directory, zero, step=5, blocking=False).wait()
-    save(directory, zero, step=6, blocking=False).wait()
+        save(directory, zero, step=5, blocking=False)
+    save(directory, zero, step=6, blocking=False)
     said.append(str(save(directory, zero, step=7 + rank, blocking=False).exception()))
     save(directory, zero, step=9)
     return said
@@ -147,6 +153,70 @@ def test_a_failure_surfaces_on_every_rank(tmp_path: Path) -> None:
         "step-00000006",
         "step-00000009",
     ]
+
+
+def _interrupted(directory: str) -> None:
+    """Control-C while a save waits for the one before it; then the program saves all the same."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    zero = wrap(build_seeded(CASE, 0), CASE, Run(stage=2))
+    disk = Held()
+    with files.replaced(disk):
+        first = save(directory, zero, step=1, blocking=False)
+        signal.signal(signal.SIGALRM, interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(KeyboardInterrupt):
+            save(directory, zero, step=2, blocking=False)
+        assert not first.done()
+        threading.Timer(0.1, disk.open.set).start()
+        save(directory, zero, step=3, blocking=False).wait()
+        assert first.done()
+        first.wait()
+
+
+def test_an_interrupt_does_not_let_two_saves_write_at_once(tmp_path: Path) -> None:
+    run_ranks(1, _interrupted, str(tmp_path))
+    for step in (1, 3):
+        assert zerokit.verify(tmp_path / f"step-{step:08d}").intact
+
+
+def _nobody_asks(directory: str) -> None:
+    zero = wrap(build_seeded(CASE, 0), CASE, Run(stage=2))
+    with files.replaced(Full()):
+        saving = save(directory, zero, step=1, blocking=False)
+        while not saving.done():
+            time.sleep(0.01)
+    with pytest.warns(zerokit.ZerokitWarning, match=r"nobody has asked: .*No space left on device"):
+        background.tell_failures()
+    with pytest.raises(zerokit.CheckpointError):
+        saving.wait()
+    background.tell_failures()
+
+
+def test_a_failure_that_nobody_asked_for_is_told_at_the_end(tmp_path: Path) -> None:
+    run_ranks(1, _nobody_asks, str(tmp_path))
+
+
+def _of_two_optimizers(directory: str) -> None:
+    """Into one run: neither takes the other's unfinished files for leftovers."""
+    one, other = (wrap(build_seeded(CASE, 0), CASE, Run(stage=2)) for _ in range(2))
+    disk = Held()
+    with files.replaced(disk):
+        saving = save(directory, one, step=1, blocking=False)
+        disk.asked.wait()  # it has its directory, and writes nothing yet
+        with files.replaced(files.System()):
+            save(directory, other, step=1)
+        disk.open.set()
+        with pytest.raises(zerokit.CheckpointError, match="step-00000001: exists"):
+            saving.wait()
+
+
+def test_two_optimizers_are_saved_at_once(tmp_path: Path) -> None:
+    run_ranks(1, _of_two_optimizers, str(tmp_path))
+    assert zerokit.verify(tmp_path).intact
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step-00000001"]
 
 
 def _peer_lost(directory: str, way: str) -> list[str]:

@@ -209,6 +209,21 @@ def test_a_directory_that_is_not_shared_is_told_on_every_rank(tmp_path: Path, wh
         assert "the run directory is not shared between the nodes" in message
 
 
+def _no_directory(folder: str) -> list[str]:
+    rank, optimizer, said = dist.get_rank(), _optimizer(), []
+    run: Any = None if rank == 1 else folder
+    for blocking in (True, False):
+        said.append(_attempt(run, optimizer, 1, blocking))
+    return said
+
+
+def test_an_argument_that_is_none_is_told_on_every_rank(tmp_path: Path) -> None:
+    first, second = run_ranks(2, _no_directory, str(tmp_path))
+    assert first == second
+    assert all(message.startswith("CheckpointError: rank 1: TypeError: ") for message in first)
+    assert not list(tmp_path.iterdir())
+
+
 # --- ranks that do not come --------------------------------------------------------------------------------
 
 

@@ -238,6 +238,9 @@ def test_places_that_cannot_be_a_run(tmp_path: Path, run: Path) -> None:
 def test_another_programs_manifest_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text('{"name": "a web page"}')
     zerokit.check_run(tmp_path / "run")
+    # And in a run's own directory it does not hide the steps.
+    write_run(tmp_path, example_layout(1), example_content(example_layout(1), step=3))
+    assert zerokit.Checkpoint(tmp_path).step == 3
 
 
 @contextlib.contextmanager

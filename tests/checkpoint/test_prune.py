@@ -8,19 +8,24 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 import zerokit
 from tests.cli.commands import environment
 from tests.cli.commands import zerokit as command
 from tests.support.checkpoints import example_content, example_layout, weights_of, write_checkpoint
+from tests.support.distributed import run_ranks
 from zerokit import files
+from zerokit.checkpoint.recognise import foreign_to_step
 from zerokit.checkpoint.retention import Retention
 from zerokit.checkpoint.retention import prune as prune_after_save
-from zerokit.checkpoint.run import Latest, list_steps, stated_checksum, write_latest
+from zerokit.checkpoint.run import Latest, list_steps, next_latest, stated_checksum, write_latest
 from zerokit.cli.text import decimal_size
 from zerokit.errors import CheckpointError, UsageError
 from zerokit.process import Process
@@ -68,6 +73,7 @@ def gone() -> Process:
     keep_last=st.none() | st.integers(1, 20),
     keep_every=st.none() | st.integers(1, 9),
     kept=st.none() | st.sets(st.integers(0, 60)),
+    damaged=st.sets(st.integers(0, 60)),
     data=st.data(),
 )
 def test_what_goes_and_what_stays(
@@ -75,31 +81,37 @@ def test_what_goes_and_what_stays(
     keep_last: int | None,
     keep_every: int | None,
     kept: set[int] | None,
+    damaged: set[int],
     data: st.DataObject,
 ) -> None:
     newest = data.draw(st.sampled_from(steps))
+    damaged.discard(newest)
+
+    def gone_of(steps: list[int], retention: Retention) -> list[int]:
+        return retention.removed(steps, newest, lambda step: step not in damaged)
+
     retention = Retention(keep_last, keep_every, None if kept is None else kept.__contains__)
-    gone = retention.removed(steps, newest)
+    gone = gone_of(steps, retention)
     stays = set(steps) - set(gone)
     assert gone == sorted(set(gone))
     assert set(gone) <= set(steps)
-    assert newest in stays
+
+    def enough_after(step: int) -> bool:
+        """Whether as many intact ones as were asked for come after it."""
+        after = [s for s in steps if step < s <= newest and s not in damaged]
+        return len(after) >= (keep_last or 1)
+
     for step in gone:
         assert keep_every is None or step % keep_every
         assert kept is None or step not in kept
-        # As many as were asked for are there after it, or it is of a line that was left.
-        assert step > newest or len([s for s in stays if step < s <= newest]) >= (keep_last or 1)
-    for step in stays - {newest}:
-        later = [s for s in steps if step < s <= newest]
-        assert (
-            (step < newest and len(later) < (keep_last or 1))
-            or (keep_every is not None and step % keep_every == 0)
-            or (kept is not None and step in kept)
-        )
+        assert enough_after(step)
+    for step in stays:
+        spared = (keep_every is not None and step % keep_every == 0) or (kept is not None and step in kept)
+        assert spared or not enough_after(step)
     # Nothing more goes when it is asked again, or more generously.
-    assert retention.removed(sorted(stays), newest) == []
+    assert gone_of(sorted(stays), retention) == []
     more = replace(retention, keep_last=(keep_last or 1) + data.draw(st.integers(0, 5)))
-    assert set(more.removed(steps, newest)) <= set(gone)
+    assert set(gone_of(steps, more)) <= set(gone)
 
 
 @pytest.mark.parametrize("name", ["keep_last", "keep_every"])
@@ -133,6 +145,17 @@ def test_the_newest_whole_step_and_the_one_that_latest_names_stay(tmp_path: Path
     assert list_steps(run) == [3, 4, 6]
 
 
+def test_damaged_steps_do_not_count(tmp_path: Path) -> None:
+    """Else a run whose last ones are damaged would lose those that are not."""
+    run = make_run(tmp_path / "run", *range(1, 8))
+    for step in (3, 5, 6):
+        (run / f"step-0000000{step}" / "extra.json").unlink()
+    zerokit.prune(run, keep_last=3)
+    assert list_steps(run) == [2, 3, 4, 5, 6, 7]
+    zerokit.prune(run, keep_last=2)
+    assert list_steps(run) == [4, 5, 6, 7]
+
+
 def test_superseded_steps_go_and_later_ones_that_are_damaged_stay(tmp_path: Path) -> None:
     """They may only have been out of reach for a moment."""
     run = make_run(tmp_path / "run", *range(1, 7))
@@ -141,6 +164,67 @@ def test_superseded_steps_go_and_later_ones_that_are_damaged_stay(tmp_path: Path
     zerokit.prune(run, keep_last=2)
     assert list_steps(run) == [2, 3, 6]
     assert zerokit.Checkpoint(run).step == 3
+
+
+def test_a_save_leaves_superseded_steps_until_it_has_passed_them(tmp_path: Path) -> None:
+    """Who forgot to go on from a run has not lost it with the first save."""
+    run = make_run(tmp_path / "run", *range(1, 7))
+    name_latest(run, 3, 4, 5, 6)
+    prune_after_save(run, Retention(keep_last=1))
+    assert list_steps(run) == [3, 4, 5, 6]
+    make_run(run, 8)
+    for step in (7, 9):
+        write_checkpoint(run / f"step-0000000{step}", LAYOUT, example_content(LAYOUT, step=step))
+    crc = stated_checksum(run / "step-00000007") or 0
+    latest = next_latest(run, "step-00000007", crc, weights_only=False)
+    assert latest is not None
+    assert [name for name, _ in latest.superseded] == ["step-00000008", "step-00000009"]
+    name_latest(run, 3, 4, 5, 6)
+    latest = next_latest(run, "step-00000007", crc, weights_only=False)
+    assert latest is not None
+    assert [name for name, _ in latest.superseded] == [f"step-0000000{n}" for n in (4, 5, 6, 8, 9)]
+    write_latest(run, latest)
+    prune_after_save(run, Retention(keep_last=2))
+    assert list_steps(run) == [3, 7, 8, 9]
+
+
+def test_a_prune_beside_this_one(tmp_path: Path) -> None:
+    """What one has removed, the other need not."""
+    run = make_run(tmp_path / "run", 1, 2, 3)
+
+    class Beside(files.System):
+        def rename(self, old: Path, new: Path) -> None:
+            files.remove_tree(old)
+            super().rename(old, new)
+
+    with files.replaced(Beside()):
+        prune_after_save(run, Retention(keep_last=1))
+    assert list_steps(run) == [3]
+    assert foreign_to_step(run / "step-00000001") == "no manifest.json of zerokit's"
+    with patch("zerokit.checkpoint.recognise.stated_checksum", return_value=1):  # it goes just then
+        assert foreign_to_step(run / "step-00000001") == ""
+
+
+def _keeps_what_cannot_go(directory: str) -> None:
+    optimizer = zerokit.ZeroOptimizer(nn.Linear(4, 4), torch.optim.AdamW, stage=2, precision="fp32")
+
+    class Denied(files.System):
+        def rename(self, old: Path, new: Path) -> None:
+            if old.name == "step-00000001":
+                raise PermissionError(1, "Operation not permitted")
+            super().rename(old, new)
+
+    with files.replaced(Denied()):
+        zerokit.save(directory, optimizer, step=1, keep_last=1)
+        with pytest.warns(
+            zerokit.ZerokitWarning, match="step-00000002 is saved, but older steps stay: .*removed"
+        ):
+            zerokit.save(directory, optimizer, step=2, keep_last=1)
+    assert zerokit.list_steps(directory) == [1, 2]
+
+
+def test_a_step_that_cannot_be_removed_fails_no_save(tmp_path: Path) -> None:
+    run_ranks(1, _keeps_what_cannot_go, str(tmp_path))
 
 
 def test_without_latest_nobody_knows_which_steps_are_superseded(tmp_path: Path) -> None:

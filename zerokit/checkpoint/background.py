@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
-from zerokit.errors import CheckpointError
+from zerokit.errors import CheckpointError, ZerokitWarning
 from zerokit.runtime import ZeroOptimizer
+
+_UNTOLD: dict[threading.Event, str] = {}
+"""Errors of saves that this rank has not been given, by their ends."""
+
+
+@atexit.register
+def tell_failures() -> None:
+    """Those that nobody has asked for, when the program ends; by then all saves have."""
+    for text in _UNTOLD.values():
+        warnings.warn(f"a background save failed, and nobody has asked: {text}", ZerokitWarning, stacklevel=1)
 
 
 class Saving:
@@ -20,9 +32,10 @@ class Saving:
         self._error: Exception | None = None
         self.seen = False
         """Whether this rank has been given the error."""
+        # Not the thread's own end: where Control-C meets a wait for that, Python takes it for ended.
+        self._ended = threading.Event()
         # No daemon: a program that ends lets it finish.
-        self._thread = threading.Thread(target=self._run, name="zerokit-save")
-        self._thread.start()
+        threading.Thread(target=self._run, name="zerokit-save").start()
 
     def wait(self, timeout: float | None = None) -> Path:
         """The step's directory, once it is committed.
@@ -38,22 +51,25 @@ class Saving:
 
     def exception(self, timeout: float | None = None) -> Exception | None:
         """Waits, and returns what `wait` would raise; None after a success. Raises `TimeoutError`."""
-        self._thread.join(timeout)
-        if self._thread.is_alive():
+        if not self._ended.wait(timeout):
             raise TimeoutError(f"the save has not ended after {timeout:g} s")
         self.seen = True
+        _UNTOLD.pop(self._ended, None)
         return self._error
 
     def done(self) -> bool:
         """Whether it has ended, well or not."""
-        return not self._thread.is_alive()
+        return self._ended.is_set()
 
     def _run(self) -> None:
         try:
             self._path = self._work()
         except Exception as error:
             self._error = error
-        del self._work
+            _UNTOLD[self._ended] = str(error)
+        finally:
+            del self._work
+            self._ended.set()
 
 
 _SAVINGS: WeakKeyDictionary[ZeroOptimizer, Saving] = WeakKeyDictionary()
@@ -67,9 +83,10 @@ def start(optimizer: ZeroOptimizer, work: Callable[[], Path]) -> Saving:
 
 def finished(optimizer: ZeroOptimizer) -> Callable[[], None]:
     """Wait for the optimizer's last save; what is returned raises its error, unless this rank has been given it."""
-    saving = _SAVINGS.pop(optimizer, None)
+    saving = _SAVINGS.get(optimizer)
     seen = saving is None or saving.seen
     error = None if saving is None else saving.exception()
+    _SAVINGS.pop(optimizer, None)  # not before: the wait may be interrupted, and a save made all the same
 
     def surface() -> None:
         if error is not None and not seen:

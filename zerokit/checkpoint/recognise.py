@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 
 from zerokit import files
@@ -83,8 +84,10 @@ def _consolidated(path: Path) -> bool:
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
-    with os.scandir(folder) as entries:
+    """None of a directory that somebody removes meanwhile."""
+    with suppress(FileNotFoundError), os.scandir(folder) as entries:
         return sorted(entries, key=lambda entry: entry.name)
+    return []
 
 
 def _named(entry: os.DirEntry[str]) -> str:

@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from zerokit import files
 from zerokit.checkpoint.disk import explained
 from zerokit.checkpoint.recognise import foreign_to_step
-from zerokit.checkpoint.run import find_step, list_steps, read_latest, step_name, superseded
+from zerokit.checkpoint.run import find_step, list_steps, read_latest, read_sound, step_name, superseded
 from zerokit.errors import CheckpointError, UsageError
 
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Steps that stay: the newest `keep_last`, multiples of `keep_every`, and those that `keep` returns True for.
+    """Steps that stay: the newest `keep_last` intact ones, multiples of `keep_every`, and what `keep` returns True for.
 
     The newest step, and the newest that is whole, always do.
     """
@@ -37,36 +38,42 @@ class Retention:
             if value is not None and (type(value) is not int or value < 1):
                 raise UsageError(f"{name}={value!r}: expected an integer of at least 1")
 
-    def removed(self, steps: list[int], newest: int) -> list[int]:
-        """Those of `steps` that go, ascending; `newest` stays, and counts as the last of those up to it."""
-        line = sorted(step for step in steps if step <= newest)
-        last = set(line[-(self.keep_last or 1) :])
-        return [
-            step
-            for step in sorted(steps)
-            if step not in last
-            and not (self.keep_every and step % self.keep_every == 0)
-            and not (self.keep is not None and self.keep(step))
-        ]
+    def removed(self, steps: list[int], newest: int, intact: Callable[[int], bool]) -> list[int]:
+        """Those of `steps` that go, ascending: all before the last `keep_last` that are `intact`, `newest` included.
+
+        Nothing goes while there are fewer. What is damaged counts for nobody, and stays as long as what is beside it.
+        """
+        line = (step for step in sorted(steps, reverse=True) if step <= newest)
+        last = list(islice((step for step in line if step == newest or intact(step)), self.keep_last or 1))
+        if len(last) < (self.keep_last or 1):
+            return []
+        return [step for step in sorted(steps) if step < last[-1] and not self.spares(step)]
+
+    def spares(self, step: int) -> bool:
+        """Whether the step stays however old it is."""
+        return bool(
+            (self.keep_every and step % self.keep_every == 0) or (self.keep is not None and self.keep(step))
+        )
 
 
 def prune(run: Path, retention: Retention) -> None:
     """Remove the steps of a run that `retention` does not keep, after a save.
 
-    Steps in which somebody keeps files of his own stay. Raises as `superfluous` does, and `CheckpointError` where a
-    step cannot be renamed.
+    Steps in which somebody keeps files of his own stay. So do superseded ones that the training has not come to: who
+    forgot to go on from them still can. Raises as `superfluous` does, and `CheckpointError` where a step cannot be
+    renamed.
     """
     try:
         read_latest(run)
     except CheckpointError:
         return  # what it superseded is not known; the next save of a whole state writes it anew
-    for step in superfluous(run, retention):
+    for step in superfluous(run, retention, later=False):
         if not foreign_to_step(step):
             remove_step(step)
 
 
-def superfluous(run: Path, retention: Retention) -> list[Path]:
-    """The steps of a run that `retention` does not keep, ascending.
+def superfluous(run: Path, retention: Retention, *, later: bool = True) -> list[Path]:
+    """The steps of a run that `retention` does not keep, ascending; superseded ones, if `later` all of them.
 
     What always stays: the newest step, the newest that is whole, the one that `latest` names, and what is later than
     the newest but not superseded: it is damaged, or could not be read just now. Raises `UsageError` for impossible
@@ -84,23 +91,38 @@ def superfluous(run: Path, retention: Retention) -> list[Path]:
         stays.add(find_step(run, whole=True).path.name)
     number = int(newest.path.name.removeprefix("step-"))
     paths = {step: run / step_name(step) for step in list_steps(run)}
+    others = {step for step, path in paths.items() if superseded(path, latest)}
+    gone = retention.removed(
+        [step for step in paths if step not in others], number, lambda step: _sound(paths[step])
+    )
+    gone += [step for step in others if (later or step < number) and not retention.spares(step)]
     return [
         paths[step]
-        for step in retention.removed(list(paths), number)
+        for step in sorted(gone)
         if paths[step].name not in stays
         and paths[step].is_dir()  # a number may be written with more zeros: that is no name of zerokit's
         and not paths[step].is_symlink()  # what is elsewhere is not this run's to remove
-        and (step < number or superseded(paths[step], latest))
     ]
 
 
+def _sound(step: Path) -> bool:
+    try:
+        read_sound(step)
+    except CheckpointError:
+        return False
+    return True
+
+
 def remove_step(step: Path) -> None:
-    """Rename a step, so that it is never there in part, then remove its files.
+    """Rename a step, so that it is never there in part, then remove its files; nothing where somebody has done so.
 
     Raises `CheckpointError` where it cannot be renamed.
     """
     work = files.temporary(step)
     with explained(step, "removed"):
-        files.system().rename(step, work)
+        try:
+            files.system().rename(step, work)
+        except FileNotFoundError:
+            return  # by a prune beside this one
         files.system().sync_directory(step.parent)
     files.remove_tree(work)

@@ -102,7 +102,8 @@ def find_step(path: Path, *, whole: bool = False, sound: bool = True) -> Choice:
         if not path.is_dir():
             what = "is not a directory" if path.exists() else "does not exist"
             raise CheckpointError(f"{path}: {what}: give the directory of a step, or of a run")
-        if (path / NAME).exists():
+        # A run may hold another program's file of that name.
+        if (path / NAME).exists() and (stated_checksum(path) is not None or not committed(path)):
             return Choice(path, manifest=read_manifest(path) if sound else None)
         with suppress(PermissionError):
             finish_replacements(path)
@@ -284,18 +285,18 @@ def later_steps(run: Path, after: int) -> list[int]:
 def next_latest(run: Path, name: str, crc: int, *, weights_only: bool) -> Latest | None:
     """What `latest` will say once the step `name` with that manifest is there; None where it stays as it is.
 
-    Later steps are superseded by a whole state: another training has begun before them. Weights alone begin none.
+    Later steps are superseded by a whole state: another training has begun before them. Weights alone begin none. They
+    stay so when the training has passed them, as long as they are there.
     """
     latest: Latest | None = None
     with suppress(CheckpointError):  # nothing that could be read there is lost
         latest = read_latest(run)
     later = [path for path in committed(run) if _number(path) > _number(run / name)]
-    if not weights_only:
-        found = ((path.name, stated_checksum(path)) for path in later)
-        return Latest(name, (crc,), tuple((other, stated) for other, stated in found if stated is not None))
-    if any(not superseded(path, latest) for path in later):
+    if weights_only and any(not superseded(path, latest) for path in later):
         return None
-    return Latest(name, (crc,), tuple(old for old in latest.superseded if old[0] != name) if latest else ())
+    passed = [path for path in committed(run) if path not in later and superseded(path, latest)]
+    others = ((path.name, stated_checksum(path)) for path in passed + later if path.name != name)
+    return Latest(name, (crc,), tuple((other, stated) for other, stated in others if stated is not None))
 
 
 def unreferenced(step: Path) -> bool:

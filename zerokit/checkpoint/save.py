@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -37,7 +38,7 @@ from zerokit.checkpoint.snapshot import Asked, Part, Rest, Slices, complete, req
 from zerokit.checkpoint.staging import Staging, remove_gone
 from zerokit.checkpoint.state import merge
 from zerokit.checkpoint.together import Together
-from zerokit.errors import CheckpointError, UsageError
+from zerokit.errors import CheckpointError, UsageError, ZerokitWarning
 from zerokit.layout import Layout
 from zerokit.runtime import ZeroOptimizer
 
@@ -70,13 +71,13 @@ def save(
     optimizer: ZeroOptimizer,
     *,
     step: int,
-    extra: Any = None,
-    overwrite: bool = False,
-    weights_only: bool = False,
-    blocking: Literal[True] = True,
-    keep_last: int | None = None,
-    keep_every: int | None = None,
-    keep: Callable[[int], bool] | None = None,
+    extra: Any = ...,
+    overwrite: bool = ...,
+    weights_only: bool = ...,
+    blocking: Literal[True] = ...,
+    keep_last: int | None = ...,
+    keep_every: int | None = ...,
+    keep: Callable[[int], bool] | None = ...,
 ) -> Path: ...
 
 
@@ -86,13 +87,13 @@ def save(
     optimizer: ZeroOptimizer,
     *,
     step: int,
-    extra: Any = None,
-    overwrite: bool = False,
-    weights_only: bool = False,
+    extra: Any = ...,
+    overwrite: bool = ...,
+    weights_only: bool = ...,
     blocking: Literal[False],
-    keep_last: int | None = None,
-    keep_every: int | None = None,
-    keep: Callable[[int], bool] | None = None,
+    keep_last: int | None = ...,
+    keep_every: int | None = ...,
+    keep: Callable[[int], bool] | None = ...,
 ) -> Saving: ...
 
 
@@ -129,26 +130,29 @@ def save(
         blocking: False returns as soon as this rank's state is copied into a buffer in host memory, which the
             optimizer keeps (a line of `memory()`), and writes it beside the training. One such save at a time: the
             next one waits for it. `wait()` for the last one before the process group is destroyed.
-        keep_last: once this step is committed, remove others but for the newest so many.
+        keep_last: once this step is committed, remove others but for the newest so many that are intact. Later ones, of
+            another training, stay until this one has passed them. A step that cannot be removed is a warning.
         keep_every: spares steps whose number is a multiple of it.
         keep: spares steps for which it returns True; asked on rank 0. Where `keep_last` is not given, the newest step
             and what these two spare stay.
 
-    Returns the step's directory, or a `Saving`. Raises `CheckpointError` on every rank if any of them fails, or an
-    earlier background save did; then there is what was there before (and the new step, where only removing others
-    failed). Ranks that ask for different things, or whose options of the optimizer differ, are named. A rank that does
-    not come raises `ScheduleError` on the others after the optimizer's time-out.
+    Returns the step's directory, or a `Saving`. Raises `CheckpointError` on every rank if any of them fails, or the
+    background save before this one did and some rank has not been told; then there is what was there before. Ranks that
+    ask for different things, or whose options of the optimizer differ, are named. A rank that does not come raises
+    `ScheduleError` on the others after the optimizer's time-out.
     """
     parts = optimizer.parts
     parts.control.finish()
     parts.walk.absorb_changes()  # weights that were clamped, say, since the last step: masters are what is written
-    together = Together(parts.collectives, background=not blocking)
     before = background.finished(optimizer)
+    together = Together(parts.collectives, background=not blocking)
+    together.each(before)  # here, where it cannot be overlooked: a failed save ends no later one
     retention = Retention(keep_last, keep_every, keep)
-    asked = Asked(os.path.abspath(run_directory), step, overwrite, weights_only, keep_last, keep_every)
     part: list[Part] = []
     cause: list[Exception] = []
     try:
+        run = os.path.abspath(run_directory)
+        asked = Asked(run, step, overwrite, weights_only, keep_last, keep_every)
         part.append(take(optimizer, asked, extra, copied=not blocking))
     except Exception as error:  # raised on every rank, below
         cause.append(error)
@@ -162,7 +166,6 @@ def save(
         return part[0]
 
     def work() -> Path:
-        together.each(before)
         _commit(together, own, retention)
         return Path(run_directory) / step_name(step)
 
@@ -199,7 +202,12 @@ def _commit(together: Together, own: Callable[[], Part], retention: Retention) -
             contents = Contents(step, layout, streams, tuple(scalars), written, asked.weights_only)
             _publish(staging[0], _finish(work, contents, part.rest), weights_only=asked.weights_only)
             if retention.wanted:
-                prune(target.parent, retention)
+                try:
+                    prune(target.parent, retention)
+                except CheckpointError as error:
+                    warnings.warn(
+                        f"{target} is saved, but older steps stay: {error}", ZerokitWarning, stacklevel=2
+                    )
 
         together.on_first(finish)
 

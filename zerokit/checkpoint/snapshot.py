@@ -120,7 +120,7 @@ def _copies(optimizer: ZeroOptimizer, held: Sequence[Held]) -> Slices:
         starts.append(size)
         size += -(-one.tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
     devices = {one.tensor.device for one in held if one.tensor.device.type == "cuda"}
-    if optimizer.host_copy is None or optimizer.host_copy.nbytes != size:
+    if optimizer.host_copy is None or optimizer.host_copy.nbytes < size:  # weights alone need less
         optimizer.host_copy = None  # before the next is made
         # Written to at once: pages that are not there yet would make copies into them slow.
         optimizer.host_copy = torch.zeros(size, dtype=torch.uint8, pin_memory=bool(devices))

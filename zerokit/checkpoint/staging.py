@@ -252,10 +252,12 @@ def leftovers(folder: Path) -> list[Leftover]:
 def remove_gone(folder: Path, *names: str) -> None:
     """Remove what writers have left that nobody will finish: an interrupted conversion may be gone on with.
 
-    What was to have one of `names` goes whoever began it: it is there now, and nobody else writes it.
+    What was to have one of `names` goes even where its writer cannot be asked: it is there now.
     """
     targets = {files.stem(name) for name in names}
     for left in leftovers(folder):
+        if left.alive:
+            continue  # two optimizers, say, that are saved into one run
         if left.target in targets or (left.gone and interrupted(left.path) is None):
             remove(left)
 
