@@ -33,6 +33,9 @@ MAX_DEPTH = 64
 _EXACT = 1 << 53
 """Readers that keep numbers as doubles are exact below it."""
 
+_MOST_ALIKE = 1 << 10
+"""Keys of one hash. Integers that differ by a multiple of 2^61 - 1 have one, and nobody uses such by chance."""
+
 _MAPPINGS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "Counter": Counter, "OrderedDict": OrderedDict}
 _SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset}
 _LEAVES = {
@@ -205,6 +208,8 @@ class _Decoder:
             decoded = self._items(items, where, depth)
             if kind in _MAPPINGS and not all(isinstance(item, list) and len(item) == 2 for item in decoded):
                 raise ValueError("expected [key, value] pairs")
+            if kind != "tuple":
+                _require_spread(item[0] if kind in _MAPPINGS else item for item in decoded)
             result = _mapping(kind, decoded) if kind in _MAPPINGS else _SEQUENCES[kind](decoded)
             if len(result) != len(decoded):
                 raise ValueError("the same key or member twice")
@@ -236,6 +241,13 @@ class _Decoder:
         if kind != "torch" and type(value).__module__ == "torch":
             value = value.numpy()
         return value[()] if kind == "scalar" else value
+
+
+def _require_spread(keys: Iterable[Any]) -> None:
+    """Raises `ValueError` where many have one hash: each would be compared with all others, for minutes."""
+    most = max(Counter(map(hash, keys)).values(), default=0)
+    if most > _MOST_ALIKE:
+        raise ValueError(f"{most} keys or members have one hash, {_MOST_ALIKE} may")
 
 
 def _mapping(kind: str, items: list[list[Any]]) -> dict[Any, Any]:
