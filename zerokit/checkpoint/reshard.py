@@ -78,12 +78,12 @@ class Cut:
 def cut(
     source: str | os.PathLike[str],
     world: int,
-    output: str | os.PathLike[str] | None = None,
+    output: str | os.PathLike[str] | None,
     *,
-    jobs: int | None = None,
-    force: bool = False,
-    resume: bool = False,
-    progress: Progress | None = None,
+    jobs: int | None,
+    force: bool,
+    resume: bool,
+    progress: Progress | None,
 ) -> Cut:
     """`reshard`, and what there is to tell of it."""
     if not 1 <= world <= MAX_WORLD:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from tests.support.crashes import Recording, begin_journal, crashes
+from zerokit import files
 from zerokit.bench.record.journal import FINISHED, UNKNOWN, Journal, Part, PartWriter
 from zerokit.errors import UsageError
 
@@ -17,6 +20,18 @@ def begin(journal: Journal, world: int, step: int, samples: int) -> PartWriter:
 def losses(first: int, last: int, part: int = 0) -> list[float]:
     """Of steps, which differ from part to part where they are repeated."""
     return [step + part / 10 for step in range(first, last + 1)]
+
+
+def test_a_power_cut_leaves_no_torn_job(tmp_path: Path) -> None:
+    """One would keep everybody from going on."""
+    root, calls = tmp_path / "root", tmp_path / "calls"
+    root.mkdir()
+    begin_journal(root, calls)
+    with files.replaced(Recording(root, calls)):
+        job = Journal(root / "run").open_job(None, lambda: Path("/record.json"))
+    found = {crash.tree.get("run/elastic/job.json") for crash in crashes(calls)}
+    whole = json.dumps({"id": job.identity, "record": "/record.json"}).encode()
+    assert found == {None, whole}
 
 
 def test_repeated_steps_are_cut(tmp_path: Path) -> None:

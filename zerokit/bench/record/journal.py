@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from zerokit.errors import UsageError
+from zerokit.files import make_directories, system, write_aside
 
 FINISHED = "finished"
 UNKNOWN = "its processes ended without a word: killed, or their machine is gone"
@@ -120,10 +121,8 @@ class Journal:
                 f"{path} cannot be read ({error}): move {self._folder} away to begin a new job"
             ) from error
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_suffix(f".{os.getpid()}")
-            temporary.write_text(json.dumps({"id": job.identity, "record": str(job.record.absolute())}))
-            temporary.replace(path)
+            make_directories(self._folder)
+            write_aside(path, json.dumps({"id": job.identity, "record": str(job.record.absolute())}).encode())
         except OSError as error:
             raise UsageError(f"--save: {self._folder} cannot be written: {error.strerror}") from error
         return job
@@ -136,7 +135,7 @@ class Journal:
         self, *, world: int, nodes: int, step: int, samples: int, samples_per_step: int
     ) -> PartWriter:
         """Begin a part after `step` steps and `samples` samples of the run."""
-        self._folder.mkdir(parents=True, exist_ok=True)
+        make_directories(self._folder)
         header = {
             "world": world,
             "nodes": nodes,
@@ -150,6 +149,7 @@ class Journal:
             try:
                 with path.open("x", encoding="utf-8") as file:
                     file.write(json.dumps(header) + "\n")
+                system().sync_directory(self._folder)  # losses that are synced need the file's name
                 return PartWriter(path)
             except FileExistsError:
                 number += 1
