@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +17,6 @@ from rich.console import Console
 from tests.bench.records import make_cell, make_failure, make_sweep
 from tests.cli.commands import zerokit
 from zerokit.bench.record import write_record
-from zerokit.cli import compare_tables
 from zerokit.cli.compare import command
 from zerokit.errors import ZerokitError
 
@@ -27,6 +27,10 @@ def folder(tmp_path: Path) -> Path:
         write_record(record, tmp_path / "sweep" / f"{place:03}.json")
     write_record(make_cell(step_ms=700.0, bucket_mb=25.0), tmp_path / "old.json")
     write_record(make_cell(step_ms=790.0, bucket_mb=50.0), tmp_path / "new.json")
+    for name, step_ms in (("before", 700.0), ("after", 790.0)):
+        for repeat in range(3):
+            record = make_cell(step_ms=step_ms + repeat, bucket_mb=25.0, repeat=repeat, twin=False)
+            write_record(replace(record, id=f"{name}-{repeat}"), tmp_path / name / f"{repeat}.json")
     return tmp_path
 
 
@@ -47,7 +51,7 @@ def test_a_sweep_as_a_table(folder: Path) -> None:
 def test_two_records_in_columns_and_what_differs(folder: Path) -> None:
     done = compare(folder / "old.json", folder / "new.json")
     assert done.exit_code == 0
-    assert "bucket 25 MiB" in done.stdout.splitlines()[0]
+    assert "bucket 25 MiB" in done.stdout.splitlines()[1]
     assert "bucket, MiB  25 · 50" in done.stdout
     only = compare(folder / "old.json", folder / "new.json", "--metric", "step/p99_ms", "--metric", "mfu")
     assert "step p99" in only.stdout
@@ -62,7 +66,7 @@ def test_no_figure_is_cut_on_a_terminal(
 ) -> None:
     terminal = partial(Console, width=width, force_terminal=True, color_system=None)
     wide = compare(*(folder / name for name in names)).stdout
-    monkeypatch.setattr(compare_tables, "Console", terminal)
+    monkeypatch.setattr("rich.console.Console", terminal)
     done = compare(*(folder / name for name in names))
     assert "…" not in done.stdout
     figures = re.findall(r"[\d.,]+ ±[\d.,]+", wide)
@@ -80,26 +84,49 @@ def test_the_baseline_can_be_chosen(folder: Path) -> None:
 
 
 def test_json_holds_values_errors_and_verdicts(folder: Path) -> None:
-    done = compare(folder / "old.json", folder / "new.json", "--json", "--fail-on", "step/p50_ms:3%")
+    done = compare(folder / "before", folder / "after", "--json", "--fail-on", "step/p50_ms:3%")
     assert done.exit_code == 3
     content = json.loads(done.stdout)
     step = content["cells"][1]["metrics"]["step/p50_ms"]
     assert step["verdict"] == "worse"
     assert step["relative"] > step["noise"] > 0
     assert content["regressions"][0]["metric"] == "step/p50_ms"
-    assert content["differing"] == {"bucket, MiB": ["25", "50"]}
+    assert (content["not_known"], content["losses_differ"]) == ([], [])
+    other = json.loads(compare(folder / "old.json", folder / "new.json", "--json").stdout)
+    assert other["differing"] == {"bucket, MiB": ["25", "50"]}
 
 
 def test_the_gate(folder: Path) -> None:
-    worse = compare(folder / "old.json", folder / "new.json", "--fail-on", "step/p50_ms:3%")
+    worse = compare(folder / "before", folder / "after", "--fail-on", "step/p50_ms:3%")
     assert worse.exit_code == 3
     assert "worse than" in worse.stderr
-    assert compare(folder / "new.json", folder / "old.json", "--fail-on", "step/p50_ms:3%").exit_code == 0
-    assert compare(folder / "old.json", folder / "new.json", "--fail-on", "step/p50_ms:40").exit_code == 0
+    assert compare(folder / "after", folder / "before", "--fail-on", "step/p50_ms:3%").exit_code == 0
+    assert compare(folder / "before", folder / "after", "--fail-on", "step/p50_ms:40").exit_code == 0
+    for pair in (("old", "new"), ("new", "old")):  # single runs
+        unknown = compare(*(folder / f"{name}.json" for name in pair), "--fail-on", "step/p50_ms:3%")
+        assert unknown.exit_code == 4
+        assert "bench both with --repeats 3" in unknown.stderr
     write_record(make_failure("killed", "signal 9", bucket_mb=5.0), folder / "killed.json")
     gone = compare(folder / "old.json", folder / "killed.json", "--fail-on", "memory/peak_host_mib:10")
     assert gone.exit_code == 3
     assert "killed" in gone.stderr
+
+
+def test_losses_that_should_agree(folder: Path) -> None:
+    losses: list[float | None] = [5.5, 5.0, 4.5]
+    for engine, stage, factor in (("zerokit", 1, 1.0), ("zerokit", 3, 1.0), ("fsdp2", 3, 1.00001)):
+        record = replace(make_cell(engine, stage), loss=[loss and loss * factor for loss in losses])
+        write_record(record, folder / "losses" / f"{engine}-{stage}.json")
+    assert compare(folder / "losses", "--losses-agree", "1e-4").exit_code == 0
+    differ = compare(folder / "losses", "--losses-agree", "1e-6")
+    assert differ.exit_code == 3
+    assert "of step 1 differs from that of" in differ.stderr
+    single = compare(folder / "old.json", "--losses-agree", "1e-6")
+    assert isinstance(single.exception, ZerokitError)
+    write_record(replace(make_cell("ddp", 0), loss=[5.5, None, 4.5]), folder / "losses" / "diverged.json")
+    diverged = compare(folder / "losses", "--losses-agree", "1e-4")
+    assert diverged.exit_code == 3
+    assert "step 2 differs" in diverged.stderr
 
 
 @pytest.mark.parametrize(
@@ -144,7 +171,7 @@ def test_torch_and_mlflow_are_not_imported_for_files(folder: Path) -> None:
     program = (
         "import sys\nfrom zerokit.cli.compare import command\n"
         f"command([{str(folder / 'sweep')!r}], standalone_mode=False)\n"
-        "sys.exit(', '.join({'torch', 'mlflow', 'numpy', 'matplotlib'} & set(sys.modules)) or None)"
+        "sys.exit(', '.join({'torch', 'mlflow', 'scipy.stats', 'matplotlib'} & set(sys.modules)) or None)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

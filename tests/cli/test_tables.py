@@ -10,12 +10,14 @@ import pytest
 from rich.console import Console, Group, RenderableType
 
 from tests.bench.records import make_cell, make_failure, make_sweep
+from zerokit.bench.comparison.cells import baselines, make_cells
+from zerokit.bench.comparison.figures import count
+from zerokit.bench.comparison.runs import Run
 from zerokit.bench.record import Record, summarise
 from zerokit.bench.record.journal import Part
-from zerokit.bench.sweeps.sweep import Cell, Sweep
 from zerokit.cli.bench_tables import result_tables
-from zerokit.cli.numbers import count, mib, ms, rate
-from zerokit.cli.sweep_table import sweep_table
+from zerokit.cli.compare_tables import show
+from zerokit.cli.numbers import mib, ms, rate
 
 WIDTHS = (40, 60, 80, 100, 160)
 
@@ -28,75 +30,71 @@ def drawn(parts: Sequence[RenderableType], width: int) -> str:
 
 
 def table(records: Sequence[Record], width: int) -> str:
-    """As asked for: precision and bucket were left open."""
-    cells = [
-        Cell(number, "", record.cell, replace(record.settings, precision=None, bucket_mb=None))
-        for number, record in enumerate(records)
-    ]
-    return drawn(sweep_table(Sweep("s" * 32, "2030-01-01", {}, cells), records, width), width)
+    """On a terminal."""
+    runs = [Run("", tuple(records))]
+    cells = make_cells(runs)
+    console = Console(width=width, highlight=False, force_terminal=True, color_system=None)
+    with console.capture() as capture:
+        show(console, cells, baselines(cells, runs))
+    return capture.get()
 
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_every_cell_is_told_at_any_width(width: int) -> None:
     shown = table(make_sweep(), width)
-    assert all(len(line) <= width for line in shown.splitlines())
+    headline, *lines = shown[: shown.index(": unsupported: ")].splitlines()[:-1]
+    assert all(len(line) <= width for line in lines)
+    assert headline.endswith("gloo")
     assert "…" not in shown
     words = " ".join(shown.split())
     for record in make_sweep():
         if record.results is not None:
-            assert f"{record.results.step.p50:,.1f} ±" in words
-            assert mib(record.results.peak_host_bytes) in words
+            assert f"{record.results.step.p50:,.0f}" in words
     for told in ("unsupported", "out of memory", "failed", "ValueError: not today", "7.5 GiB are available"):
         assert told in words
 
 
-def test_a_wide_table_compares_with_the_first_row() -> None:
-    records = make_sweep()
-    shown = table(records, 160)
-    assert re.search(r"engine +stage +step p50, ms +tokens/s +peak host +comm\., ms +exposed, ms", shown)
-    first, other = records[0].results, records[3].results
-    assert first is not None
-    assert other is not None
-    (row,) = re.findall(r"^zerokit +3 .*", shown, re.MULTILINE)
-    assert f"{other.throughput / first.throughput:.2f}×" in row
-    assert f"{other.peak_host_bytes / first.peak_host_bytes:.2f}×" in row
-    assert f"{other.communication_ms:,.1f}" in row
-    (row,) = re.findall(r"^zerokit +0 .*", shown, re.MULTILINE)
-    assert "×" not in row
-    assert shown.startswith("gpt-34m, fp32, 2 ranks on 2 nodes, batch 2, seq 128, gloo\n")
+def test_a_sweep_of_single_runs_says_that_nothing_is_known() -> None:
+    shown = table(make_sweep(), 200)
+    assert shown.startswith("gpt-34m (33.7 M parameters), fp32, 2 ranks on 2 nodes, batch 2, gloo\n")
+    (row,) = re.findall(r"^zerokit 3 .*", shown, re.MULTILINE)
+    assert "% ?" in row
+    assert "? is not known: a single run does not tell" in shown
+    assert "±" not in row.split("%")[0]
 
 
-def test_repetitions_are_one_row() -> None:
-    once, thrice = table(make_sweep(), 120), table(make_sweep(3), 120)
-    assert len(re.findall(r"^(?:zerokit|ddp|fsdp2) ", thrice, re.MULTILINE)) == len(
-        re.findall(r"^(?:zerokit|ddp|fsdp2) ", once, re.MULTILINE)
-    )
-    assert "medians of 3 rounds" in thrice
-    partly = [make_cell("ddp", 0), replace(make_failure("failed", "boom"), sweep=None)]
-    partly[1] = replace(partly[1], cell="other")
-    settings = replace(partly[0].settings, precision=None, bucket_mb=None)
-    cells = [Cell(0, "", partly[0].cell, settings), Cell(1, "", "other", replace(settings, repeat=1))]
-    shown = drawn(sweep_table(Sweep("s" * 32, "2030-01-01", {}, cells), partly, 100), 100)
-    assert len(re.findall(r"^ddp +0 +\d", shown, re.MULTILINE)) == 1
-    assert "ddp stage 0: failed: boom" in shown
+def test_rounds_are_one_row_with_their_error() -> None:
+    shown = table(make_sweep(3), 200)
+    (row,) = re.findall(r"^zerokit 3 .*", shown, re.MULTILINE)
+    assert re.search(r"zerokit 3 +9\d\d ±\d+ +\+2\d %", row)
+    assert "medians of 3 rounds" in shown
+    assert " ? " not in shown
+    partly = [make_cell("ddp", 0), replace(make_failure("failed", "boom", "ddp", 0, repeat=1), sweep=None)]
+    assert "DDP (1 of 2 rounds): failed: boom" in table(partly, 100)
+
+
+def test_a_cost_below_its_error_is_within_noise() -> None:
+    noisy = [make_cell(stage=stage, step_ms=500.0) for stage in (1, 2)]
+    assert re.search(r"communication +ms +within noise", table(noisy, 160))
+    assert re.search(r"communication +within noise +±", drawn(result_tables(noisy[0], 160), 160))
+
+
+def test_drift_is_said_first() -> None:
+    def at(pace: float, repeat: int) -> Record:
+        record = make_cell(step_ms=700 * pace, repeat=repeat)
+        assert record.twin is not None
+        return replace(record, twin=replace(record.twin, pace_ms=[500 * pace] * len(record.twin.own_ms)))
+
+    lines = table([at(1.0, 0), at(1.33, 1), at(1.1, 2)], 160).splitlines()
+    assert lines[1] == "The machine's pace changed between runs: the same work took up to 33 % longer."
+    assert "pace changed" not in table([at(1.0, 0), at(1.05, 1)], 160)
 
 
 def test_stages_that_an_engine_does_not_have_share_a_reason() -> None:
-    records = [make_failure("unsupported", f"ddp has no stage {stage}", "ddp", stage) for stage in (1, 2)]
-    assert "ddp stage 1; ddp stage 2: unsupported: it has stage 0\n" in table(records, 100)
-
-
-def test_what_varies_has_a_column() -> None:
-    shown = table([make_cell(batch_size=batch, precision=None) for batch in (2, 4)], 120)
-    assert re.search(r"engine +stage +batch +step", shown)
-    assert "batch 2" not in shown
-
-
-def test_a_sweep_without_numbers_is_a_table_of_reasons() -> None:
-    shown = table([make_failure("out of memory", "too much", "zerokit", stage) for stage in (0, 1)], 100)
-    assert re.search(r"zerokit +1 +out of memory", shown)
-    assert "zerokit stage 0; zerokit stage 1: out of memory: too much" in shown
-    assert "×" not in shown
+    records = [
+        make_failure("unsupported", f"ddp has no stage {stage}: it has 0", "ddp", stage) for stage in (1, 2)
+    ]
+    assert "DDP 1, DDP 2: unsupported: it has 0\n" in table(records, 100)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -117,7 +115,6 @@ def test_one_bench_fits(width: int, device: str) -> None:
 
 def test_a_bf16_wire_is_told() -> None:
     assert "fp32, bf16 wire, 2 ranks" in drawn(result_tables(make_cell(wire="bf16"), 160), 160)
-    assert "fp32, bf16 wire, 2 ranks" in table([make_cell(stage=stage, wire="bf16") for stage in (1, 2)], 160)
     assert "wire" not in drawn(result_tables(make_cell(), 160), 160)
 
 

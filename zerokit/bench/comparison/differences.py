@@ -186,12 +186,15 @@ class Rounds:
 
 
 def _pace(record: Record) -> float | None:
-    """By how much the steps of this cell were longer than forward and backward of its twin, step by step."""
+    """By how much the steps of this cell were longer than forward and backward of its twin: the mean of the middle
+    half of the logarithms, pair by pair."""
     twin = record.twin
     pairs = [] if twin is None else list(zip(twin.own_ms, twin.pace_ms, strict=False))
     if not pairs or min(map(min, pairs)) <= 0:
         return None
-    return fmean(math.log(own / pace) for own, pace in pairs)
+    ratios = sorted(math.log(own / pace) for own, pace in pairs)
+    aside = len(ratios) // 4
+    return fmean(ratios[aside : len(ratios) - aside])
 
 
 def _same_work(one: Cell, other: Cell) -> bool:
