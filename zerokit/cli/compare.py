@@ -160,7 +160,7 @@ def _runs(
 
 
 def _write(path: Path, runs: list[Run]) -> None:
-    from zerokit.bench.comparison.report import write_comparison
+    from zerokit.bench.report.render import write_comparison
 
     try:
         write_comparison(runs, path)

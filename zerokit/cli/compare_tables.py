@@ -11,10 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from zerokit.bench.comparison.cells import Cell, unsupported, varying
-from zerokit.bench.comparison.charts import memory_metric
 from zerokit.bench.comparison.conditions import conditions, drift_notes
 from zerokit.bench.comparison.differences import Difference, Regression, difference
 from zerokit.bench.comparison.figures import Scale, count, percent, scale_of, within_noise
+from zerokit.bench.comparison.roles import memory_metric
 from zerokit.bench.record.metrics import METRICS, UNITS
 from zerokit.bench.record.schema import to_plain
 from zerokit.cli.text import counted

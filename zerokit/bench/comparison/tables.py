@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from zerokit.bench.comparison.cells import Cell
-from zerokit.bench.comparison.charts import memory_metric, roles_of
 from zerokit.bench.comparison.differences import Difference, difference
 from zerokit.bench.comparison.figures import percent, scale_of, within_noise
+from zerokit.bench.comparison.roles import memory_metric, roles_of
 from zerokit.bench.record.metrics import METRICS, UNITS
 
 _REASON = 400

@@ -241,10 +241,11 @@ def sweep_json(sweep: Sweep) -> str:
 
 def write_report(records: Sequence[Record], path: Path, warn: Callable[[str], None]) -> bool:
     """The page of a sweep; False, with a warning, where it cannot be made."""
-    from zerokit.bench.comparison.report import write_report as write
+    from zerokit.bench.comparison.runs import Run
+    from zerokit.bench.report.render import write_comparison
 
     try:
-        write(list(records), path)
+        write_comparison([Run("", tuple(records))], path)
     except Exception as error:  # a page is no reason to end a sweep whose records are whole
         warn(f"the report was not written: {type(error).__name__}: {error}")
         return False

@@ -1,0 +1,167 @@
+"""What a reader of a comparison wants to know first: who is best at what, or what changed against the baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from zerokit.bench.comparison.cells import Cell
+from zerokit.bench.comparison.differences import Difference, comparable, difference
+from zerokit.bench.comparison.figures import percent, scale_of
+from zerokit.bench.comparison.roles import memory_metric
+from zerokit.bench.record.metrics import METRICS, UNITS
+
+
+@dataclass(frozen=True, slots=True)
+class Headline:
+    """One thing that a reader wants to know first."""
+
+    title: str
+    who: str
+    what: str
+    also: str = ""
+
+
+def listed(words: Sequence[str]) -> str:
+    """As in a sentence: "a", "a and b", "a, b and c"."""
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def _best(cells: Sequence[Cell], name: str) -> Cell | None:
+    found = [cell for cell in cells if cell.value(name) is not None]
+    sign = 1.0 if METRICS[name].better == "lower" else -1.0
+    return min(found, key=lambda cell: sign * (cell.value(name) or 0.0), default=None)
+
+
+def _figure(cell: Cell, name: str) -> str:
+    """A value with its unit."""
+    scale = scale_of(name, METRICS[name].unit, [cell.value(name)])
+    return f"{scale.text(cell.value(name))} {scale.unit}".rstrip()
+
+
+def best_headlines(cells: Sequence[Cell]) -> list[Headline]:
+    """Who is best at what. Nobody is where different models, or units, were measured."""
+    units = [
+        unit for unit in UNITS if any(cell.value(f"throughput/{unit}_per_s") is not None for cell in cells)
+    ]
+    if len(units) != 1 or len({cell.settings["model"] for cell in cells}) > 1:
+        return []
+    speed, (memory, memory_words) = f"throughput/{units[0]}_per_s", memory_metric(cells)
+    fastest, smallest = _best(cells, speed), _best(cells, memory)
+    if fastest is None:
+        return []
+    several = sum(cell.value(speed) is not None for cell in cells) > 1
+    found = [
+        Headline(
+            "Fastest" if several else "Throughput",
+            fastest.label,
+            f"{_figure(fastest, speed)}, {_figure(fastest, 'step/p50_ms')} a step",
+            _equals(cells, fastest, speed),
+        )
+    ]
+    if smallest is not None:
+        found.append(
+            Headline(
+                "Least memory" if several else "Memory",
+                smallest.label,
+                f"{_figure(smallest, memory)} a rank ({memory_words.removesuffix(' memory')})",
+                _trade(smallest, fastest, memory, speed),
+            )
+        )
+    if (
+        cheapest := min((cell for cell in cells if cell.measure("comm/cost_ms")), key=_share, default=None)
+    ) is not None:
+        cost = cheapest.measure("comm/cost_ms")
+        what = f"{_figure(cheapest, 'comm/cost_ms')} a step, {_share(cheapest):.0%} of it".replace("%", " %")
+        if cost is not None and cost.value <= (cost.error or 0.0):
+            what = "costs nothing beyond the noise"
+        found.append(
+            Headline(
+                "Cheapest communication" if several else "Communication",
+                cheapest.label,
+                what,
+                _equals(cells, cheapest, "comm/cost_ms"),
+            )
+        )
+    if (busiest := _best(cells, "mfu")) is not None and busiest.first.results is not None:
+        use = busiest.first.results.utilisation
+        peak = f"of {use.peak_flops_per_s / 1e12:g} TFLOP/s" if use is not None else ""
+        found.append(
+            Headline("Model FLOPs utilisation", busiest.label, f"{_figure(busiest, 'mfu')} {peak}".rstrip())
+        )
+    return found
+
+
+def _share(cell: Cell) -> float:
+    """Of communication in the step."""
+    return (cell.value("comm/cost_ms") or 0.0) / (cell.value("step/p50_ms") or 1.0)
+
+
+def _equals(cells: Sequence[Cell], best: Cell, name: str) -> str:
+    """Who cannot be told from the best."""
+    measured = best.measure(name)
+    labels = [
+        cell.label
+        for cell in cells
+        if cell is not best
+        and measured is not None
+        and (other := cell.measure(name)) is not None
+        and comparable(cell, best, name)
+        and Difference.of(METRICS[name], measured, other).verdict == "within noise"
+    ]
+    return f"within the noise of it: {listed(labels)}" if labels else ""
+
+
+def _trade(smallest: Cell, fastest: Cell, memory: str, speed: str) -> str:
+    if smallest is fastest:
+        return ""
+    less = 1.0 - (smallest.value(memory) or 0.0) / (fastest.value(memory) or 1.0)
+    share = (smallest.value(speed) or 0.0) / (fastest.value(speed) or 1.0)
+    if less <= 0.0 or share == 0.0:
+        return ""
+    return f"{less:.0%} less than {fastest.label}, at {share:.0%} of its throughput".replace("%", " %")
+
+
+def change_headlines(cells: Sequence[Cell], partners: Mapping[int, Cell | None]) -> list[Headline]:
+    """How many cells changed against the first run, and the largest change."""
+    found = []
+    for title, name in (
+        ("Step time", "step/p50_ms"),
+        ("Memory", memory_metric(cells)[0]),
+        ("Communication", "comm/cost_ms"),
+    ):
+        changes = [
+            (change, cell)
+            for cell in cells
+            if (change := difference(cell, partners[id(cell)], name)) is not None
+        ]
+        if not changes:
+            continue
+        worse = sum(change.worsening > 0 and change.verdict != "within noise" for change, _ in changes)
+        better = sum(change.worsening < 0 and change.verdict != "within noise" for change, _ in changes)
+        same = len(changes) - worse - better
+        words = [
+            f"{number} {word}"
+            for number, word in ((worse, "worse"), (better, "better"), (same, "within the noise"))
+            if number
+        ]
+        change, cell = max(changes, key=lambda item: abs(item[0].relative))
+        noise = "" if change.noise is None else f", noise ±{change.noise:.1%}".replace("%", " %")
+        most = f"{'most: ' if len(changes) > 1 else ''}{percent(change)}{noise}"
+        found.append(
+            Headline(
+                f"{title} against the baseline",
+                ", ".join(words),
+                most,
+                cell.label if len(changes) > 1 else "",
+            )
+        )
+    return found
+
+
+def pareto(points: Sequence[tuple[float, float]]) -> list[bool]:
+    """Which (cost, gain) no other beats: none has less cost at no less gain, or more gain at no more cost."""
+    return [
+        not any((x <= cost and y > gain) or (x < cost and y >= gain) for x, y in points)
+        for cost, gain in points
+    ]

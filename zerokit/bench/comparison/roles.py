@@ -1,0 +1,28 @@
+"""What tables and pictures take from cells alike: each one's colour by name, and the metric that stands for memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zerokit.bench.comparison.cells import ENGINE_TITLES, Cell
+
+_RUNS = ("first", "second", "third", "fourth")
+
+
+def roles_of(cells: Sequence[Cell]) -> dict[int, str]:
+    """A colour a cell: its engine's, or its run's where the engine is the same everywhere. By `id(cell)`."""
+    runs = list(dict.fromkeys(cell.run for cell in cells))
+    engines = {cell.first.settings.engine for cell in cells}
+    if len(engines) == 1 and len(runs) > 1:
+        return {id(cell): _RUNS[runs.index(cell.run) % len(_RUNS)] for cell in cells}
+    return {
+        id(cell): engine if (engine := cell.first.settings.engine) in ENGINE_TITLES else "compute-only"
+        for cell in cells
+    }
+
+
+def memory_metric(cells: Sequence[Cell]) -> tuple[str, str]:
+    """The name of the metric that limits a model's size here, and what it is called."""
+    if any(cell.value("memory/peak_allocated_mib") is not None for cell in cells):
+        return "memory/peak_allocated_mib", "peak CUDA memory"
+    return "memory/peak_host_mib", "peak host memory"

@@ -1,0 +1,29 @@
+"""How pictures look, as `theme.json` beside this module has it: colours for light and dark, letters and lines.
+
+A specification names a colour by its role, as `var(--ddp)`: a page's style says what that is in light and in dark, and
+one drawing follows the reader's setting. Hues are after Okabe and Ito, which colour-blind people tell apart.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+_THEME = json.loads(Path(__file__).with_name("theme.json").read_text(encoding="utf-8"))
+COLOURS: Mapping[str, list[str]] = MappingProxyType(_THEME["colours"])
+CONFIG: dict[str, Any] = _THEME["config"]
+"""Of every picture, for Vega-Lite."""
+
+
+def colour(role: str) -> str:
+    """A role as specifications name it."""
+    return f"var(--{role})"
+
+
+def in_light(text: str) -> str:
+    """The same text with every role's colour for light, where no page's style says what a role is."""
+    return re.sub(r"var\(--([a-z0-9-]+)\)", lambda found: COLOURS[found[1]][0], text)
