@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -107,8 +108,12 @@ def test_push_says_what_it_did_and_fails_in_plain_words(tmp_path: Path, serve: S
     assert "records/c.json: records/c.json: not a bench record" in done.stderr
     assert done.stdout.splitlines() == [
         "1 not a record, 2 pushed: experiment mine at sqlite:///mlflow.db",
-        "open    mlflow ui --backend-store-uri sqlite:///mlflow.db",
+        "serve   mlflow ui --backend-store-uri sqlite:///mlflow.db",
+        done.stdout.splitlines()[-1],
     ]
+    assert re.fullmatch(
+        r"open    http://127\.0\.0\.1:5000/#/experiments/1/runs/[0-9a-f]{32}", done.stdout.splitlines()[-1]
+    )
 
 
 @pytest.mark.parametrize(

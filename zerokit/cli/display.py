@@ -134,11 +134,15 @@ class Display:
         if live.lost:
             lines.append(f"MLflow  not complete; later: {push}")
         elif live.tracking is not None and live.run_id is not None:
-            uri = live.tracking.uri
-            served = uri.startswith("http")
             lines.append(f"MLflow  run {live.run_id}")
-            lines.append(f"open    {uri if served else f'mlflow ui --backend-store-uri {shlex.quote(uri)}'}")
+            lines += open_lines(live.tracking.uri, live.page)
         (self._errors if to_stderr else self._out).print(Text("\n".join(lines)), soft_wrap=True)
+
+
+def open_lines(uri: str, page: str | None) -> list[str]:
+    """How to see the runs: the server of a store that has none, and the page."""
+    serve = [] if uri.startswith("http") else [f"serve   mlflow ui --backend-store-uri {shlex.quote(uri)}"]
+    return [*serve, f"open    {page or uri}"]
 
 
 def _part(progress: BenchProgress) -> str:

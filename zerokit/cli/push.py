@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
@@ -38,6 +37,7 @@ def command(paths: tuple[Path, ...], tracking_uri: str | None, experiment: str, 
     """
     from zerokit.bench.tracking.push import Done, find_records, push
     from zerokit.bench.tracking.store import Tracking, resolve_uri
+    from zerokit.cli.display import open_lines
     from zerokit.launch.interrupts import Interrupts
 
     try:
@@ -63,10 +63,16 @@ def command(paths: tuple[Path, ...], tracking_uri: str | None, experiment: str, 
     else:
         told = ", ".join(f"{count} {_WORDS[outcome]}" for outcome, count in counts.items())
         click.echo(f"{told}: experiment {experiment} at {tracking.uri}")
-        if not tracking.uri.startswith("http"):
-            click.echo(f"open    mlflow ui --backend-store-uri {shlex.quote(tracking.uri)}")
+        page = next((done.page for done in reversed(results) if done.page), None)
+        click.echo("\n".join(open_lines(tracking.uri, page)))
     if counts["failed"]:
         raise SystemExit(1)
 
 
-_WORDS = {"new": "pushed", "completed": "completed", "there": "already there", "failed": "not a record"}
+_WORDS = {
+    "new": "pushed",
+    "completed": "completed",
+    "there": "already there",
+    "left out": "unsupported",
+    "failed": "not a record",
+}

@@ -10,9 +10,8 @@ from statistics import median
 import pytest
 
 from tests.bench.records import MIB, make_cell, make_failure, make_record, make_sweep
-from zerokit.bench.record import Bandwidth, Record
+from zerokit.bench.record import Bandwidth, Record, Utilisation
 from zerokit.bench.record.metrics import METRICS, measure, metrics_of
-from zerokit.bench.record.utilisation import Utilisation
 
 P50 = METRICS["step/p50_ms"]
 

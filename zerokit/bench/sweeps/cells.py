@@ -13,6 +13,7 @@ from zerokit.bench.catalogue.engines import ENGINES
 from zerokit.bench.catalogue.sizes import TextConfig
 from zerokit.bench.catalogue.workloads import WORKLOADS
 from zerokit.bench.record.settings import Settings
+from zerokit.bench.record.words import value_in_words
 
 _DEFAULTS = Settings()
 # What may take several values, the slowest to change first: the engines and stages of one workload run after each
@@ -30,20 +31,6 @@ DIMENSIONS = (
     "wire",
     "bucket_mb",
 )
-# How a label says a value of a dimension.
-_WORDS: Mapping[str, str] = {
-    "model": "{}",
-    "precision": "{}",
-    "seq_len": "seq {}",
-    "nodes": "nodes {}",
-    "nproc_per_node": "ranks {} a node",
-    "accumulate": "accumulate {}",
-    "batch_size": "batch {}",
-    "engine": "{}",
-    "stage": "stage {}",
-    "wire": "{} wire",
-    "bucket_mb": "bucket {:g} MiB",
-}
 
 
 def product(
@@ -105,11 +92,6 @@ def label(cell: Settings, dimensions: Iterable[str] = ()) -> str:
     if cell.repeat:
         parts.append(f"round {cell.repeat + 1}")
     return ", ".join(parts)
-
-
-def value_in_words(dimension: str, value: Any) -> str:
-    """A value as it stands in a label: "batch 4"; one that was left open says so."""
-    return f"default {dimension}" if value is None else _WORDS[dimension].format(value)
 
 
 def slug(text: str) -> str:

@@ -13,11 +13,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 
+from zerokit.bench.catalogue.engines import ENGINES
 from zerokit.bench.record import Record
-from zerokit.bench.record.metrics import metrics_of
+from zerokit.bench.record.metrics import METRICS, UNITS, metrics_of
 from zerokit.bench.record.schema import to_plain
 from zerokit.bench.record.settings import Settings
-from zerokit.bench.sweeps.cells import value_in_words
+from zerokit.bench.record.words import value_in_words
 
 # Metrics of a run. MLflow's pages draw every key, and more of them hide the ones that matter.
 MOST_KEYS = 60
@@ -36,6 +37,8 @@ KIND_TAG = "zerokit.kind"
 COMPLETE_TAG = "zerokit.complete"
 PARENT_TAG = "mlflow.parentRunId"
 # What MLflow shows as a run's source.
+NOTE_TAG = "mlflow.note.content"
+"""The description on a run's page."""
 SOURCE_TAGS = {"mlflow.source.name": "zerokit bench", "mlflow.source.type": "LOCAL"}
 
 
@@ -49,22 +52,80 @@ class Point:
     step: int
 
 
-def run_name(settings: Settings) -> str:
-    """What the run is called: first what differs in most comparisons."""
-    parts = [f"{settings.engine} stage {settings.stage}", settings.model]
-    parts += [
-        value_in_words(name, getattr(settings, name))
-        for name in ("batch_size", "precision", "bucket_mb")
-        if getattr(settings, name) is not None
+def run_name(settings: Settings, varying: Sequence[str] = ()) -> str:
+    """What the run is called. MLflow's tables cut names after some 16 letters: first stands what differs.
+
+    Args:
+        settings: of the bench.
+        varying: the settings that differ within its sweep.
+    """
+    usual = ["model", "batch_size", "precision", "bucket_mb"]
+    usual += ["wire"] if settings.wire != "own" else []
+    usual += ["accumulate"] if settings.accumulate > 1 else []
+    parts = [cell_name(settings, varying), *_said(settings, [name for name in usual if name not in varying])]
+    return ", ".join([*parts, f"world {settings.world}"])
+
+
+def cell_name(settings: Settings, varying: Sequence[str] = ()) -> str:
+    """Engine and stage, the round, and what else differs within the sweep."""
+    engine = ENGINES.get(settings.engine)
+    only = engine is not None and engine.stages == (settings.stage,)
+    parts = [settings.engine if only else f"{settings.engine} {settings.stage}"]
+    parts += [f"round {settings.repeat + 1}"] if settings.repeat else []
+    return ", ".join(
+        [*parts, *_said(settings, [name for name in varying if name not in ("engine", "stage")])]
+    )
+
+
+def _said(settings: Settings, names: Sequence[str]) -> list[str]:
+    values = ((name, getattr(settings, name, None)) for name in names)
+    return [value_in_words(name, value) for name, value in values if value is not None]
+
+
+def note(record: Record) -> str:
+    """The description of a run, in Markdown: its results, which MLflow's page would list below system metrics."""
+    if record.status != "ok":
+        return f"**{record.status}**: {record.reason or ''}"[:TAG_LENGTH]
+    figures = metrics_of(record)
+    rows = [
+        f"| {METRICS[name].title} | {figures[name]:,.4g} {METRICS[name].unit} |"
+        for name in columns([record])
+        if name in figures
     ]
-    if settings.wire != "own":
-        parts.append(value_in_words("wire", settings.wire))
-    if settings.accumulate > 1:
-        parts.append(value_in_words("accumulate", settings.accumulate))
-    parts.append(f"world {settings.world}")
-    if settings.repeat:
-        parts.append(f"round {settings.repeat + 1}")
-    return ", ".join(parts)
+    return "\n".join(["| | |", "|---|---|", *rows])
+
+
+def sweep_note(title: str, records: Sequence[Record], varying: Sequence[str] = ()) -> str:
+    """The description of a sweep's run, in Markdown: a row a cell and round."""
+    names = columns(records)
+    heads = [
+        f"{METRICS[name].title}{f', {METRICS[name].unit}' if METRICS[name].unit else ''}" for name in names
+    ]
+    lines = [title, "", f"| cell | {' | '.join(heads)} |", f"|---|{'---:|' * len(names)}"]
+    for record in records:
+        cell = cell_name(record.settings, varying)
+        if record.status == "ok":
+            figures = metrics_of(record)
+            cells = [f"{figures[name]:,.4g}" if name in figures else "" for name in names]
+        else:
+            cells = [record.status, *[""] * (len(names) - 1)]
+        lines.append(f"| {cell} | {' | '.join(cells)} |")
+    return "\n".join(lines)[:TAG_LENGTH]
+
+
+def columns(records: Sequence[Record]) -> list[str]:
+    """The metrics that most readers want, in the order in which they want them."""
+    units = {record.model.unit for record in records if record.model is not None}
+    return [
+        "step/p50_ms",
+        *(f"throughput/{unit}_per_s" for unit in UNITS if unit in units),
+        "memory/state_mib",
+        "memory/peak_host_mib",
+        *(["memory/peak_allocated_mib"] if any(r.settings.device == "cuda" for r in records) else []),
+        "comm/cost_ms",
+        "mfu",
+        "loss_last",
+    ]
 
 
 def run_params(record: Record) -> dict[str, str]:
@@ -75,9 +136,10 @@ def run_params(record: Record) -> dict[str, str]:
     if record.settings.elastic and record.status != "ok":
         return {}
     found = {
-        name: str(value)[:_PARAM_LENGTH]
+        name: "" if value is None else str(value)[:_PARAM_LENGTH]
         for name, value in asdict(record.settings).items()
-        if value is not None and name != "repeat"
+        # What a cell left open stands as empty, for every engine; one that is run again may yet choose it.
+        if name != "repeat" and (value is not None or record.status == "ok")
     }
     found["world"] = str(record.settings.world)
     if record.model is not None:
@@ -94,6 +156,7 @@ def run_tags(record: Record) -> dict[str, str]:
         CELL_TAG: record.cell,
         STATUS_TAG: record.status,
         "zerokit.record": record.format,
+        NOTE_TAG: note(record),
         **SOURCE_TAGS,
     }
     if record.sweep is not None:

@@ -6,6 +6,7 @@ running bench: a store that fails is told of once and then left alone until `zer
 
 from __future__ import annotations
 
+import getpass
 import hashlib
 import uuid
 from collections import Counter
@@ -18,18 +19,21 @@ from zerokit.bench.tracking.content import (
     CELL_TAG,
     COMPLETE_TAG,
     KIND_TAG,
+    NOTE_TAG,
     PARENT_TAG,
     RECORD_TAG,
     SOURCE_TAGS,
     STATUS_TAG,
     SWEEP_TAG,
     TAG_LENGTH,
+    columns,
     moment_ms,
     run_files,
     run_name,
     run_params,
     run_points,
     run_tags,
+    sweep_note,
 )
 from zerokit.bench.tracking.store import Status, Store, Tracking, TrackingError
 from zerokit.process import Process
@@ -37,7 +41,7 @@ from zerokit.process import Process
 LAUNCHER_TAG, HOST_TAG = "zerokit.launcher", "zerokit.launcher.host"
 """The process that launched a bench, by which a later one sees that it was killed: nobody else ends its run."""
 
-Pushed = Literal["new", "completed", "there"]
+Pushed = Literal["new", "completed", "there", "left out"]
 # "Out of memory" and "unsupported" are results.
 _STATUSES: Mapping[str, Status] = {"failed": "FAILED", "killed": "KILLED"}
 
@@ -48,8 +52,10 @@ class Mirror:
     def __init__(self, store: Store) -> None:
         self.store = store
         self._parents: dict[str, str] = {}
+        self._varying: dict[str, list[str]] = {}
+        """By sweep, the settings of which it has several values."""
         self._here = Process.current()
-        self._own = {**SOURCE_TAGS, LAUNCHER_TAG: str(self._here), HOST_TAG: self._here.host}
+        self._own = {**SOURCE_TAGS, **_user(), LAUNCHER_TAG: str(self._here), HOST_TAG: self._here.host}
         """Tags of every run that this process leaves RUNNING for a while."""
 
     def close_orphans(self) -> int:
@@ -88,6 +94,8 @@ class Mirror:
                 run_id = found.info.run_id
             self._parents[sweep] = run_id
         if options:
+            several = (key for key, value in options.items() if isinstance(value, list) and len(value) > 1)
+            self._varying[sweep] = [key.replace("-", "_") for key in several]
             params = {key: _words(value) for key, value in options.items()}
             self.store.write(self._parents[sweep], params=params)
         return self._parents[sweep]
@@ -95,12 +103,24 @@ class Mirror:
     def end_sweep(
         self, sweep: str, records: Sequence[Record], files: Mapping[str, str | bytes], status: Status
     ) -> str:
-        """Write a sweep's outcome to its run: how many cells came to what, and files. The run's id."""
+        """Write a sweep's outcome to its run: how many cells ended how, their results, and files. The run's id.
+
+        The same once more changes nothing.
+        """
         run_id = self.parent(sweep)
+        known = self.store.tags(run_id)
+        digest = _digest("".join([status, *(record.to_json() for record in records)]))
+        if known.get(COMPLETE_TAG) == digest or (not records and known.get(COMPLETE_TAG)):
+            return run_id
         counts = Counter(record.status for record in records)
         tags = {f"zerokit.cells.{name.replace(' ', '_')}": str(count) for name, count in counts.items()}
+        if records:
+            title = f"{len(records)} cells: {', '.join(f'{count} {name}' for name, count in counts.items())}"
+            tags[NOTE_TAG] = sweep_note(title, records, self._varying.get(sweep, ()))
+            self.store.show_columns(sweep, columns(records), {SWEEP_TAG: sweep, RECORD_TAG: None})
         self.store.write(run_id, tags=tags, files=files)
-        self.store.status(run_id, status)
+        self.store.status(run_id, status, max(map(moment_ms, records), default=None))
+        self.store.write(run_id, tags={COMPLETE_TAG: digest})
         return run_id
 
     def begin(self, settings: Settings, identity: str, sweep: str | None) -> str:
@@ -119,13 +139,16 @@ class Mirror:
             self.reopen(found)
             return found
         if sweep is None:
-            return self.store.create(run_name(settings), tags)
+            return self.store.create(self._name(settings, None), tags)
         tags |= {SWEEP_TAG: sweep, PARENT_TAG: self.parent(sweep)}
-        return self.store.create(run_name(settings), tags)
+        return self.store.create(self._name(settings, sweep), tags)
+
+    def _name(self, settings: Settings, sweep: str | None) -> str:
+        return run_name(settings, self._varying.get(sweep or "", ()))
 
     def reopen(self, run_id: str) -> None:
         """Show a run as RUNNING, by this process."""
-        self.store.write(run_id, tags=self._own)
+        self.store.write(run_id, tags={**self._own, COMPLETE_TAG: ""})
         self.store.status(run_id, "RUNNING")
 
     def _unfinished(self, sweep: str, cell: str) -> str | None:
@@ -142,8 +165,14 @@ class Mirror:
             record: any, whatever its status.
             pictures: makes plots by file name; asked only when they are needed.
         """
-        digest = hashlib.blake2b(record.to_json().encode(), digest_size=8).hexdigest()
+        digest = _digest(record.to_json())
         found = self.store.find({RECORD_TAG: record.id})
+        if record.status == "unsupported" and record.sweep is not None:
+            # It never began, and has no status of MLflow's that says so: the sweep's own run tells of it.
+            for begun in [found.info.run_id] if found else [self._unfinished(record.sweep, record.cell)]:
+                if begun is not None:
+                    self.store.delete(begun)
+            return "left out", ""
         done: Pushed = "completed"
         if found is not None:
             run_id = str(found.info.run_id)
@@ -157,14 +186,16 @@ class Mirror:
         else:
             done = "new"
             tags = {RECORD_TAG: record.id, STATUS_TAG: "running", **self._own}
-            run_id = self.store.create(run_name(record.settings), tags, started_ms=_started_ms(record))
+            run_id = self.store.create(self._name(record.settings, record.sweep), tags, _started_ms(record))
         tags = run_tags(record)
         if record.sweep is not None:
             tags[PARENT_TAG] = self.parent(record.sweep)
         files: dict[str, str | bytes] = {**run_files(record)}
         files |= {f"plots/{name}": content for name, content in pictures(record).items()}
         self.store.write(run_id, params=run_params(record), tags=tags, points=run_points(record), files=files)
-        self.store.status(run_id, _STATUSES.get(record.status, "FINISHED"), ended_ms=moment_ms(record))
+        started = 0 if found is None else found.info.start_time
+        ended = max(moment_ms(record), started)  # of a cell that was refused the record is older than the run
+        self.store.status(run_id, _STATUSES.get(record.status, "FINISHED"), ended)
         self.store.write(run_id, tags={COMPLETE_TAG: digest})
         return done, run_id
 
@@ -191,6 +222,8 @@ class Live:
         self.tracking = tracking
         self.lost = False
         self.run_id: str | None = None
+        self.page: str | None = None
+        """Of MLflow, with this bench's run or its sweep's cells."""
         self._warn = warn
         self._later = later
         self._interruptions = interruptions
@@ -205,6 +238,7 @@ class Live:
         def work(mirror: Mirror) -> None:
             self.run_id = mirror.parent(sweep, name, options)
             mirror.reopen(self.run_id)
+            self.page = mirror.store.link(view=sweep)
 
         self._with(work)
 
@@ -237,7 +271,7 @@ class Live:
             nonlocal run_id
             run_id = mirror.begin(settings, known, sweep)
             if sweep is None:
-                self.run_id = run_id
+                self.run_id, self.page = run_id, mirror.store.link(run_id=run_id)
 
         def abandon(mirror: Mirror) -> None:
             if run_id:
@@ -289,6 +323,18 @@ def _started_ms(record: Record) -> int | None:
         return moment_ms(record) or None
     rank = record.ranks[0]
     return max(0, moment_ms(record) - round(sum(rank.warmup_ms + rank.step_ms)))
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _user() -> dict[str, str]:
+    """What MLflow shows as a run's creator; nothing where the user has no name, as in some containers."""
+    try:
+        return {"mlflow.user": getpass.getuser()}
+    except (OSError, KeyError):
+        return {}
 
 
 def _words(value: Any) -> str:

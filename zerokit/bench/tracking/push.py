@@ -19,12 +19,15 @@ from zerokit.errors import UsageError, ZerokitError
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What became of one record: "new", "completed", "there", or "failed" with the reason."""
+    """What became of one record: "new", "completed", "there", "left out" (unsupported: its sweep's run says so), or
+    "failed" with the reason. `page` of MLflow shows its run, or the cells of its sweep.
+    """
 
     path: Path
     outcome: Pushed | str
     run_id: str | None
     reason: str | None = None
+    page: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +118,8 @@ def push(
     for path, record in found.records:
         interrupted()
         outcome, run_id = mirror.push(record, lambda one: pictures([one]))
-        results.append(Done(path, outcome, run_id))
+        shown = {"view": record.sweep} if record.sweep in found.sweeps else {"run_id": run_id}
+        results.append(Done(path, outcome, run_id or None, page=mirror.store.link(**shown)))
         show(results[-1])
     for sweep, folder in found.sweeps.values():
         records = folder.records(sweep)

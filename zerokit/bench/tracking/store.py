@@ -6,10 +6,11 @@ steps nothing. Every failure is a `TrackingError`: losing MLflow loses no measur
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -39,6 +40,8 @@ _ENVIRONMENT = {
     # Bars of uploads would be drawn over ours.
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
 }
+# MLflow shows experiments of this kind with its pages for training, others with those for language models' traces.
+_TRAINING = {"mlflow.experimentKind": "custom_model_development"}
 # A server refuses a batch with more than these.
 _METRICS_A_CALL = 1000
 _PARAMS_A_CALL = 100
@@ -98,7 +101,9 @@ class Store:
                 raise ValueError(
                     f"experiment {tracking.experiment!r} is deleted: restore it, or name another"
                 )
-            return client, known.experiment_id if known else client.create_experiment(tracking.experiment)
+            return client, known.experiment_id if known else client.create_experiment(
+                tracking.experiment, tags=_TRAINING
+            )
 
         return cls(*_told(f"MLflow at {tracking.uri} cannot be used", reach), tracking)
 
@@ -173,6 +178,44 @@ class Store:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(content.encode() if isinstance(content, str) else content)
             self._client.log_artifacts(run_id, folder)
+
+    def delete(self, run_id: str) -> None:
+        """Move a run to MLflow's bin."""
+        self._ask(f"left run {run_id} as it was", lambda: self._client.delete_run(run_id))
+
+    def show_columns(self, view: str, metrics: Sequence[str], tags: Mapping[str, str | None]) -> None:
+        """Make the view that `link` opens: runs that have these tags (None: with any value), beside these metrics.
+
+        MLflow keeps a view that somebody shares as a tag of the experiment, in this form.
+        """
+        wanted = [
+            f"tags.`{name}` {'LIKE' if value is None else '='} '{value or '%'}'"
+            for name, value in tags.items()
+        ]
+        state = {
+            "searchFilter": " and ".join(wanted),
+            "orderByKey": f"metrics.`{metrics[0]}`",  # by time, MLflow would hide them behind their parent
+            "orderByAsc": True,
+            "startTime": "ALL",
+            "lifecycleFilter": "Active",
+            "datasetsFilter": [],
+            "selectedColumns": [f"metrics.`{name}`" for name in metrics],
+            "columnOrder": [f"metrics.`{name}`" for name in metrics],
+        }
+
+        def share() -> None:
+            self._client.set_experiment_tag(
+                self._experiment_id, f"mlflow.sharedViewState.{view}", json.dumps(state)
+            )
+
+        self._ask("takes no view", share)
+
+    def link(self, *, run_id: str | None = None, view: str | None = None) -> str:
+        """The page of a run, or of the runs of a view; of a store without a server, as `mlflow ui` would serve it."""
+        uri = self.tracking.uri
+        root = uri.rstrip("/") if uri.startswith("http") else "http://127.0.0.1:5000"
+        page = f"{root}/#/experiments/{self._experiment_id}/runs"
+        return f"{page}?viewStateShareKey={view}" if run_id is None else f"{page}/{run_id}"
 
     def status(self, run_id: str, status: Status, ended_ms: int | None = None) -> None:
         """End the run, or open it again with RUNNING."""
