@@ -20,7 +20,8 @@ from tests.cli.commands import environment
 from tests.support.checkpoints import example_content, example_layout, sealed, write_checkpoint
 from tests.support.mutations import mutated
 from zerokit.checkpoint.extents import ELEMENT_BYTES, file_name, rank_file
-from zerokit.checkpoint.manifest import MAX_WORLD, Manifest, own_checksum, parse_manifest
+from zerokit.checkpoint.manifest import MAX_WORLD, Manifest, own_checksum
+from zerokit.checkpoint.parsing import parse_manifest
 from zerokit.checkpoint.strict import MAX_NUMEL
 from zerokit.errors import CheckpointError
 
@@ -282,7 +283,7 @@ def test_a_malformed_text_is_refused_although_its_checksum_is_right(body: bytes,
 def test_refusing_takes_little_time_and_memory(plain: dict[str, Any], tmp_path: Path) -> None:
     """A small hostile file must not cost more than a large honest one."""
     code = (
-        "import resource, sys; from pathlib import Path; from zerokit.checkpoint.manifest import parse_manifest;"
+        "import resource, sys; from pathlib import Path; from zerokit.checkpoint.parsing import parse_manifest;"
         "resource.setrlimit(resource.RLIMIT_AS, (1 << 29, 1 << 29)); resource.setrlimit(resource.RLIMIT_CPU, (10, 10));"
         "parse_manifest(Path(sys.argv[1]).read_bytes(), 'here')"
     )

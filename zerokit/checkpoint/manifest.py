@@ -9,14 +9,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise, product
-from typing import Any
 
 from zerokit.checkpoint.checksum import crc32
-from zerokit.checkpoint.extents import ELEMENT_BYTES, Stream, file_name, names_of, slice_count
-from zerokit.checkpoint.strict import bounded, member, members, parse_json, shape_of, typed
-from zerokit.errors import CheckpointError
-from zerokit.layout import ALIGNMENT, Layout, Parameter, Unit
+from zerokit.checkpoint.extents import Stream, names_of
+from zerokit.layout import ALIGNMENT, Layout
 
 NAME = "manifest.json"
 COMMON_NAME = "common.safetensors"
@@ -37,11 +33,8 @@ WEIGHT_KINDS = ("master", "param")
 """Streams of parameters: of trained ones, and of frozen ones. All others are the optimizer's."""
 
 _PREFIX = '{"crc32":"%08x",'
-_PREFIX_BYTES = len(_PREFIX % 0)
+PREFIX_BYTES = len(_PREFIX % 0)
 MAX_WORLD = 1 << 20
-_MAX_PLACES = 1 << 22
-MAX_KINDS = 1 << 10
-"""Streams, and scalars. Optimizers have a few, and a hundred thousand would cost every rank's file a look at each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,207 +153,12 @@ def own_checksum(content: bytes) -> int | None:
     """The CRC-32 that a manifest's first member states; None where there is no such member."""
     head, crc, tail = (
         content[:10],
-        content[10 : _PREFIX_BYTES - 2],
-        content[_PREFIX_BYTES - 2 : _PREFIX_BYTES],
+        content[10 : PREFIX_BYTES - 2],
+        content[PREFIX_BYTES - 2 : PREFIX_BYTES],
     )
     if head != b'{"crc32":"' or tail != b'",' or not all(digit in b"0123456789abcdef" for digit in crc):
         return None
     return int(crc, 16)
-
-
-def parse_manifest(content: bytes, where: str) -> Manifest:
-    """Raises `CheckpointError`, naming `where`, unless `content` is an undamaged manifest of a known version."""
-    stated = own_checksum(content)
-    if stated is None:
-        raise CheckpointError(f"{where}: not a zerokit manifest (it begins with {content[:24]!r})")
-    if crc32(content[_PREFIX_BYTES:]) != stated:
-        raise CheckpointError(f"{where}: damaged, its contents do not match its checksum {stated:08x}")
-    try:
-        return _manifest(parse_json(content))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{where}: not valid: {error}") from None
-
-
-def _manifest(plain: Any) -> Manifest:
-    top = typed(plain, dict, "the manifest")
-    if top.get("format") != FORMAT:
-        raise ValueError(f"format is {str(top.get('format'))[:60]!r}, expected {FORMAT!r}")
-    version = members(top, "version", int)
-    if len(version) != 2 or version[0] != VERSION[0]:
-        raise ValueError(
-            f"version is {'.'.join(map(str, version[:3]))}, this zerokit reads {VERSION[0]}.x: use a newer one"
-        )
-    alignment = member(top, "alignment", int)
-    if alignment != ALIGNMENT:
-        raise ValueError(f"alignment is {alignment}, expected {ALIGNMENT}")
-    world = bounded(top, "world", 1, MAX_WORLD)
-    layout = _layout(top, world)
-    budget = _Budget(sum(len(unit.parameters) for unit in layout.units))
-    streams, checksums = [], []
-    for entry in _few(top, "streams"):
-        stream = Stream(member(entry, "kind", str), _dtype(entry), budget.places(entry))
-        streams.append(stream)
-        checksums.append(_checksums(entry, slice_count(layout, stream)))
-    _check_streams(layout, streams)
-    scalars = tuple(
-        Scalars(member(entry, "kind", str), _dtype(entry), shape_of(entry), budget.places(entry))
-        for entry in _few(top, "scalars")
-    )
-    _check_scalars(streams, scalars)
-    weights_only = "content" in top
-    if weights_only:
-        _check_weights_only(top, streams, scalars)
-    return Manifest(
-        bounded(top, "step", 0),
-        layout,
-        tuple(streams),
-        scalars,
-        tuple(checksums),
-        _files(top, world),
-        _file(top, "common", COMMON_NAME),
-        _file(top, "extra", EXTRA_NAME),
-        weights_only,
-    )
-
-
-def _files(top: dict[str, Any], world: int) -> tuple[File, ...]:
-    entries = members(top, "files", dict)
-    if len(entries) != world:
-        raise ValueError(f"{len(entries)} files are listed, expected one for each of {world} ranks")
-    files = tuple(
-        File(
-            member(entry, "name", str),
-            bounded(entry, "bytes", 8),
-            bounded(entry, "header_bytes", 8),
-            _crc(entry, "header_crc32"),
-        )
-        for entry in entries
-    )
-    for rank, file in enumerate(files):
-        if file.name != file_name(rank, world):
-            raise ValueError(
-                f"rank {rank}'s file is called {file.name[:60]!r}, expected {file_name(rank, world)!r}"
-            )
-    return files
-
-
-def _layout(top: dict[str, Any], world: int) -> Layout:
-    parameters = []
-    names: set[str] = set()
-    for entry in members(top, "parameters", dict):
-        parameter = Parameter(
-            name=member(entry, "name", str),
-            shape=shape_of(entry),
-            dtype=_dtype(entry),
-            group=bounded(entry, "group", 0),
-            trainable=member(entry, "trainable", bool),
-            aliases=tuple(members(entry, "aliases", str)),
-        )
-        for name in (parameter.name, *parameter.aliases):
-            if name in names:
-                raise ValueError(f"two parameters are called {name[:200]!r}")
-            names.add(name)
-        parameters.append(parameter)
-    units: list[Unit] = []
-    start = 0
-    for entry in members(top, "units", dict):
-        stop = start + bounded(entry, "parameters", 1)
-        held = tuple(parameters[start:stop])
-        if stop > len(parameters):
-            raise ValueError(f"units hold {stop} parameters or more, but {len(parameters)} are listed")
-        if len({p.trainable for p in held}) > 1 or [p.group for p in held] != sorted(p.group for p in held):
-            raise ValueError(
-                f"unit {len(units)} mixes frozen and trainable parameters, or groups out of order"
-            )
-        units.append(Unit(len(units), tuple(members(entry, "scopes", str)), held, world))
-        start = stop
-    if start != len(parameters):
-        raise ValueError(f"units hold {start} parameters, but {len(parameters)} are listed")
-    return Layout(world, bounded(top, "bucket_bytes", 0), tuple(units))
-
-
-def _check_streams(layout: Layout, streams: list[Stream]) -> None:
-    if any(a.order >= b.order for a, b in pairwise(streams)):
-        raise ValueError(
-            "streams are not in order: wide elements first, then master, then by name, each once"
-        )
-    trainable = [parameter.trainable for parameter in layout.parameters]
-    seen: set[tuple[str, int]] = set()
-    for stream in streams:
-        if not stream.kind or "/" in stream.kind:
-            raise ValueError(f"a stream cannot be called {stream.kind[:200]!r}")
-        for place in stream.parameters:
-            if trainable[place] == (stream.kind == "param"):
-                raise ValueError(
-                    f"stream {stream.kind[:200]!r} holds parameter {place}, which is "
-                    f"{'trainable' if trainable[place] else 'frozen'}"
-                )
-            if (stream.kind, place) in seen:
-                raise ValueError(f"parameter {place} is in two streams of kind {stream.kind[:200]!r}")
-            seen.add((stream.kind, place))
-    for place, trains in enumerate(trainable):
-        if ("master" if trains else "param", place) not in seen:
-            raise ValueError(f"parameter {place} is in no {'master' if trains else 'param'} stream")
-
-
-def _few(top: dict[str, Any], key: str) -> list[dict[str, Any]]:
-    entries = members(top, key, dict)
-    if len(entries) > MAX_KINDS:
-        raise ValueError(f"{len(entries)} {key} are listed, {MAX_KINDS} are allowed")
-    return entries
-
-
-def _check_scalars(streams: list[Stream], scalars: tuple[Scalars, ...]) -> None:
-    if len({scalar.kind for scalar in scalars}) != len(scalars):
-        raise ValueError("scalars of one kind are listed twice")
-    for scalar, stream in product(scalars, streams):
-        if scalar.kind == stream.kind and (both := set(stream.parameters).intersection(scalar.parameters)):
-            raise ValueError(
-                f"{scalar.kind[:200]!r} of parameter {min(both)} is in a stream and in scalars: one of the two is wrong"
-            )
-
-
-def _check_weights_only(top: dict[str, Any], streams: list[Stream], scalars: tuple[Scalars, ...]) -> None:
-    content = member(top, "content", str)
-    if content != WEIGHTS:
-        raise ValueError(f"content is {content[:60]!r}, this zerokit knows {WEIGHTS!r}: use a newer one")
-    kinds = [stream.kind for stream in streams if stream.kind not in WEIGHT_KINDS]
-    kinds += [scalar.kind for scalar in scalars]
-    if kinds:
-        raise ValueError(f"content is {WEIGHTS!r}, but there is optimizer state: {kinds[0][:200]!r}")
-
-
-def _dtype(entry: dict[str, Any]) -> str:
-    dtype = member(entry, "dtype", str)
-    if dtype not in ELEMENT_BYTES:
-        raise ValueError(f"dtype {dtype[:60]!r} is unknown")
-    return dtype
-
-
-class _Budget:
-    """Positions of parameters, written as [start, stop) ranges. A few bytes may stand for millions of them."""
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-        self._left = _MAX_PLACES
-
-    def places(self, entry: dict[str, Any]) -> tuple[int, ...]:
-        places: list[int] = []
-        end = 0
-        for stretch in members(entry, "parameters", list):
-            if len(stretch) != 2 or not all(type(bound) is int for bound in stretch):
-                raise ValueError(f"{str(stretch)[:60]} is no [start, stop] of parameters")
-            start, stop = stretch
-            if not end <= start < stop <= self._count:
-                raise ValueError(
-                    f"{stretch} does not lie in the {self._count} parameters, in ascending order"
-                )
-            self._left -= stop - start
-            if self._left < 0:
-                raise ValueError(f"streams and scalars hold more than {_MAX_PLACES} parameters together")
-            places.extend(range(start, stop))
-            end = stop
-        return tuple(places)
 
 
 def _ranges(places: Iterable[int]) -> Iterator[list[int]]:
@@ -373,34 +171,6 @@ def _ranges(places: Iterable[int]) -> Iterator[list[int]]:
         stop = place + 1
     if stop >= 0:
         yield [start, stop]
-
-
-def _checksums(entry: dict[str, Any], count: int) -> tuple[int, ...]:
-    text = member(entry, "crc32", str)
-    if len(text) != 8 * count:
-        raise ValueError(
-            f"stream {str(entry.get('kind'))[:200]!r} has {len(text) / 8:g} checksums, expected one for each of "
-            f"{count} slices"
-        )
-    return tuple(_hex(text[start : start + 8]) for start in range(0, len(text), 8))
-
-
-def _crc(entry: dict[str, Any], key: str) -> int:
-    return _hex(member(entry, key, str))
-
-
-def _hex(text: str) -> int:
-    if len(text) != 8 or not set(text) <= set("0123456789abcdef"):
-        raise ValueError(f"{text[:60]!r} is no CRC-32 of eight hexadecimal digits")
-    return int(text, 16)
-
-
-def _file(top: dict[str, Any], key: str, name: str) -> File:
-    entry = member(top, key, dict)
-    found = member(entry, "name", str)
-    if found != name:
-        raise ValueError(f"{key!r} is called {found[:60]!r}, expected {name!r}")
-    return File(name, bounded(entry, "bytes", 0), 0, _crc(entry, "crc32"))
 
 
 def _whole_file(file: File) -> dict[str, object]:
