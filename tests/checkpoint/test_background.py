@@ -222,16 +222,13 @@ def test_two_optimizers_are_saved_at_once(tmp_path: Path) -> None:
 def _peer_lost(directory: str, way: str) -> list[str]:
     rank = dist.get_rank()
     model = build_seeded(CASE, 0)
-    zero = wrap(model, CASE, Run(stage=1), timeout=datetime.timedelta(seconds=4))
+    zero = wrap(model, CASE, Run(stage=1), timeout=datetime.timedelta(seconds=3))
     if way != "first":
         save(directory, zero, step=1, blocking=False).wait()
     if rank == 1:
-        if way == "skips":
-            time.sleep(15)
-        else:
-            os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
     said = []
-    for blocking in (False, True) if way != "skips" else (False,):
+    for blocking in (False, True):
         try:
             if blocking:
                 save(directory, zero, step=2)
@@ -244,15 +241,12 @@ def _peer_lost(directory: str, way: str) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("way", ["first", "later", "skips"])
+@pytest.mark.parametrize("way", ["first", "later"])
 def test_a_rank_that_is_lost_is_named_within_the_time_out(tmp_path: Path, way: str) -> None:
     first, second = run_ranks_expecting_errors(2, _peer_lost, str(tmp_path / "run"), way)
-    if way == "skips":
-        assert not second.raised("Error"), second.describe()
-    else:
-        assert second.exitcode == -signal.SIGKILL
+    assert second.exitcode == -signal.SIGKILL
     messages = first.value[:-1]
-    assert len(messages) == (1 if way == "skips" else 2), first.describe()
+    assert len(messages) == 2, first.describe()
     for message in messages:
         assert message.startswith("ScheduleError"), message
         assert "rank 1" in message or "ranks [1]" in message, message

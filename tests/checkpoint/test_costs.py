@@ -36,7 +36,7 @@ from zerokit.cli import cli
 from zerokit.errors import CheckpointError
 from zerokit.layout import Layout, Parameter, Unit
 
-FEW = 1000
+FEW = 300
 
 
 def _replace_common(step: Path, content: bytes) -> None:

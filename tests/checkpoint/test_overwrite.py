@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +19,6 @@ from torch import nn
 import zerokit
 from tests.support.checkpoints import example_content, example_layout, write_checkpoint, write_run
 from tests.support.distributed import run_ranks, run_ranks_expecting_errors
-from zerokit import files
 from zerokit.checkpoint.save import save
 
 NAME = "weight"
@@ -103,83 +100,6 @@ def test_a_rank_that_is_killed_leaves_the_old_one(tmp_path: Path) -> None:
     assert second.exitcode == -signal.SIGKILL
     assert _value(tmp_path / "run") == 5.0
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["latest", "step-00000007"]
-
-
-EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "ctypes.dlopen", "shutil.rmtree")
-
-
-def _killed_at(moment: int, directory: str, value: float, exchange: bool) -> int:
-    """Save in a forked process that kills itself at a file-system event; the exit code of that process."""
-    child = os.fork()
-    if child == 0:
-        try:
-            seen = 0
-
-            def die(event: str = "", arguments: object = None) -> None:
-                nonlocal seen
-                if event in EVENTS:
-                    seen += 1
-                    if seen == moment:
-                        os.kill(os.getpid(), signal.SIGKILL)
-
-            optimizer = _optimizer(value)
-            fsync = os.fsync
-
-            def synced(fd: int) -> None:
-                die("open")
-                fsync(fd)
-
-            without: Any = patch.object(files.System, "exchange", lambda *_: False)
-            with patch.object(os, "fsync", synced):
-                sys.addaudithook(die)
-                if exchange:
-                    save(directory, optimizer, step=7, overwrite=True)
-                else:
-                    with without:
-                        save(directory, optimizer, step=7, overwrite=True)
-            seen = -1_000_000
-        except BaseException:
-            os._exit(1)
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    return os.waitstatus_to_exitcode(status)
-
-
-def _killed_everywhere(directory: str, exchange: bool) -> dict[str, int]:
-    """At every event in turn, one kill after the other in one run; how often the old or the new one was there."""
-    run = Path(directory)
-    save(directory, _optimizer(0.0), step=7)
-    held, told = 0.0, {"old": 0, "new": 0, "moments": 0, "vacant": 0}
-    for moment in range(1, 1000):
-        code = _killed_at(moment, directory, float(moment), exchange)
-        assert code in (0, -signal.SIGKILL), code
-        told["vacant"] += not (run / "step-00000007").exists()
-        found = _value(run)
-        assert found in (held, float(moment)), (moment, found, held)
-        assert zerokit.verify(run).intact, moment
-        if code == 0:
-            assert found == float(moment)
-            assert (run / "latest").read_text().count("\n") == 1
-            assert not list(run.glob(".step-*"))  # what the kills have left is gone
-            told["moments"] = moment
-            return told
-        told["new" if found != held else "old"] += 1
-        held = found
-        for litter in run.glob(".*.tmp-*"):
-            # Each of the first moments leaves some; later ones would only walk over more and more of it.
-            if moment > 5 and litter != zerokit.Checkpoint(run).path:
-                shutil.rmtree(litter) if litter.is_dir() else litter.unlink()
-    raise AssertionError("the save never ended")
-
-
-@pytest.mark.parametrize("exchange", [True, False], ids=["renameat2", "rename"])
-def test_a_kill_at_any_moment_leaves_one_whole_checkpoint(tmp_path: Path, exchange: bool) -> None:
-    (told,) = run_ranks(1, _killed_everywhere, str(tmp_path / "run"), exchange)
-    assert told["moments"] > 20  # files, syncs, renames, removals
-    assert told["old"] > 5
-    assert told["new"] > 3
-    if not exchange:
-        assert told["vacant"] > 0  # the moment between the two renames was among them
 
 
 # --- what is refused before training -----------------------------------------------------------------------
