@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,7 +21,9 @@ from torch import nn
 import zerokit
 from tests.support.checkpoints import example_content, example_layout, write_checkpoint, write_run
 from tests.support.distributed import run_ranks, run_ranks_expecting_errors
+from zerokit import files
 from zerokit.checkpoint.save import save
+from zerokit.process import Process
 
 NAME = "weight"
 
@@ -100,6 +104,23 @@ def test_a_rank_that_is_killed_leaves_the_old_one(tmp_path: Path) -> None:
     assert second.exitcode == -signal.SIGKILL
     assert _value(tmp_path / "run") == 5.0
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["latest", "step-00000007"]
+
+
+def test_a_read_only_run_is_read_although_a_replacement_was_killed_in_it(tmp_path: Path) -> None:
+    """A snapshot, say: what its writer has left cannot be tidied there."""
+    write_run(tmp_path, example_layout(1), example_content(example_layout(1), step=3))
+    new = f".step-00000003.tmp-{replace(Process.current(), boot='00000000')}.abcdef"
+    journal = tmp_path / ".step-00000003.replacing"
+    journal.write_text(f'{{"new": "{new}", "old": "{new}.old"}}')
+
+    class ReadOnly(files.System):
+        def unlink(self, path: Path) -> None:
+            raise OSError(errno.EROFS, "Read-only file system")
+
+    with files.replaced(ReadOnly()):
+        for path in (tmp_path, tmp_path / "step-00000003"):
+            assert zerokit.verify(path).intact
+    assert journal.exists()
 
 
 # --- what is refused before training -----------------------------------------------------------------------

@@ -6,9 +6,11 @@ and naming it. Steps that `latest` lists as superseded, of a training that was b
 
 from __future__ import annotations
 
+import errno
 import os
 import re
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -98,7 +100,7 @@ def find_step(path: Path, *, whole: bool = False, sound: bool = True) -> Choice:
     missing or truncated files. Raises `CheckpointError` if there is no such step.
     """
     with explained(path, "opened"):
-        with suppress(PermissionError):
+        with _where_allowed():
             finish_replacement(path)
         if not path.is_dir():
             what = "is not a directory" if path.exists() else "does not exist"
@@ -106,9 +108,19 @@ def find_step(path: Path, *, whole: bool = False, sound: bool = True) -> Choice:
         # A run may hold another program's file of that name.
         if (path / NAME).exists() and (stated_checksum(path) is not None or not committed(path)):
             return Choice(path, manifest=read_manifest(path) if sound else None)
-        with suppress(PermissionError):
+        with _where_allowed():
             finish_replacements(path)
         return _newest(path, whole=whole, sound=sound)
+
+
+@contextmanager
+def _where_allowed() -> Iterator[None]:
+    """What a killed writer has begun is finished by a reader only if it may write."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
 
 
 def _newest(run: Path, *, whole: bool, sound: bool) -> Choice:

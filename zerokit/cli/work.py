@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,7 +38,8 @@ def working(task: str) -> Iterator[Callable[[int, int], None]]:
 def told(output: Path, as_json: bool, **more: object) -> None:
     """Say what a command has written, on stdout: its path, or JSON with its files."""
     if not as_json:
-        click.echo(output)
+        # As it is for who reads it, but not for a terminal.
+        click.echo(printable(str(output)) if sys.stdout.isatty() else output)
         return
     files = {
         str(path.relative_to(output)): path.stat().st_size
