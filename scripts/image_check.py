@@ -437,7 +437,8 @@ class Runs:
         """What was cut away is not missed."""
         wanted = (
             "torch, torch.distributed.run, torch._dynamo, numpy.testing, scipy.stats, scipy.optimize, pandas, "
-            "sklearn.linear_model, matplotlib.pyplot, pyarrow.parquet, mlflow.server, sympy, networkx"
+            "sklearn.linear_model, matplotlib.pyplot, altair, vl_convert, pyarrow.parquet, mlflow.server, sympy, "
+            "networkx"
         )
         self.whole(["-c", f"import {wanted}"], entrypoint=["python"])
         return f"{len(wanted.split(', '))} modules are imported"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from tests.bench.records import make_cell, make_record
 from tests.cli.commands import zerokit
 from tests.support.mutations import mutated
-from zerokit.bench.comparison.report import write_comparison
 from zerokit.bench.comparison.runs import Run
 from zerokit.bench.record import Checkpoints, Record, RecordError, Save, read_record, write_record
+from zerokit.bench.report import render
 from zerokit.bench.tracking.content import run_files, run_name, run_params, run_points, run_tags
 from zerokit.cli.compare import command
 
@@ -127,6 +127,14 @@ def test_an_untouched_record_gives_figures(tmp_path: Path) -> None:
     _use(read_record(path), path, tmp_path)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def undrawn() -> Iterator[None]:
+    """Pages with their specifications, but without drawings of these, which take long."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(render, "svg", lambda picture, width: "")
+        yield
+
+
 def _use(record: Record, path: Path, folder: Path) -> None:
     """Everything that `compare` and `push` make of a record."""
     assert run_name(record.settings)
@@ -137,7 +145,7 @@ def _use(record: Record, path: Path, folder: Path) -> None:
         done = CliRunner().invoke(command, [str(path), str(other), *arguments], catch_exceptions=False)
         assert done.exit_code == 0
     json.loads(done.stdout)
-    write_comparison([Run("a", (record,)), Run("b", (make_record(),))], folder / "page.html")
+    render.write_comparison([Run("a", (record,)), Run("b", (make_record(),))], folder / "page.html")
 
 
 def test_names_of_records_cannot_steer_a_terminal(tmp_path: Path) -> None:

@@ -1,0 +1,193 @@
+"""The page: complete, self-contained, and harmless whatever a record says; its pictures as files."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from tests.bench.records import make_cell, make_failure, make_record, make_sweep
+from zerokit.bench.comparison.runs import Run
+from zerokit.bench.report import render as drawing
+from zerokit.bench.report.render import bundle, plots, render, write_comparison
+
+VOID = {"meta", "br", "link", "img", "hr", "input"}
+
+
+class Elements(HTMLParser):
+    """Collects tags, and complains of any that are not closed in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[tuple[str, dict[str, str | None]]] = []
+        self.text: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def parsed(page: str) -> Elements:
+    elements = Elements()
+    elements.feed(page)
+    elements.close()
+    assert elements.open == []
+    return elements
+
+
+@pytest.fixture(scope="module")
+def page() -> str:
+    return render([Run("", tuple(make_sweep()))])
+
+
+def test_the_page_says_who_won_and_what_failed(page: str) -> None:
+    text = " ".join("".join(parsed(page).text).split())
+    assert "gpt-34m on 2 ranks: zerokit 0–3, DDP, ZeroRedundancy, FSDP2 3, parameter server" in text
+    assert re.search(r"Least memory ?zerokit 3 ?810 MiB a rank", text)
+    assert "out of memory: needs about 41.2 GiB a rank, 7.5 GiB are available" in text
+    assert "not run: DeepSpeed 2 (deepspeed is not installed here; pip install deepspeed)" in text
+
+
+def test_nothing_is_loaded_from_outside_and_only_the_drawing_runs(page: str) -> None:
+    elements = parsed(page)
+    assert not {"link", "iframe", "object", "img"} & {tag for tag, _ in elements.seen}
+    for _, attributes in elements.seen:
+        assert not {"src", "href", "xlink:href", "onload", "onclick"} & set(attributes)
+    own = page.replace(bundle(), "")
+    assert set(re.findall(r"https?:[^\"' ]+", own)) <= {
+        "http://www.w3.org/2000/svg",
+        "http://www.w3.org/1999/xlink",
+        "https://vega.github.io/schema/vega-lite/v6.4.1.json",  # a name: nothing is asked for there
+    }
+    assert set(re.findall(r"url\((.)", own)) <= {"#"}
+    assert [attributes for tag, attributes in elements.seen if tag == "script"] == [
+        {"type": "application/json", "id": "specifications"},
+        {},
+    ]
+    digest = base64.b64encode(hashlib.sha256(bundle().encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    assert policy in [attributes.get("content") for tag, attributes in elements.seen if tag == "meta"]
+
+
+def test_every_picture_has_words_and_stands_still_without_scripts(page: str) -> None:
+    elements = parsed(page)
+    places = [attributes for _, attributes in elements.seen if attributes.get("class") == "plot"]
+    assert len(places) == 8
+    for attributes in places:
+        assert attributes["role"] == "img"
+        assert len(attributes["aria-label"] or "") > 20
+    widths = [int(str(attributes["width"])) for tag, attributes in elements.seen if tag == "svg"]
+    assert [round(width, -1) for width in widths] == 8 * [560, 350]
+    assert 'fill="var(--zerokit)"' in page  # a colour that the page's style knows for light and for dark
+    ids = re.findall(r'\bid="([^"]+)"', page.replace(bundle(), ""))
+    assert len(ids) == len(set(ids))
+    data = "".join(elements.text)
+    pictures = json.loads(data[data.index('{"config"') : data.index("\n", data.index('{"config"'))])[
+        "pictures"
+    ]
+    assert len(pictures) == 8
+    assert {(picture["width"], picture["autosize"]["type"]) for picture in pictures.values()} == {
+        ("container", "fit-x")
+    }
+
+
+def test_every_heading_of_a_table_has_a_scope(page: str) -> None:
+    headings = [attributes for tag, attributes in parsed(page).seen if tag == "th"]
+    assert headings
+    assert {attributes.get("scope") for attributes in headings} == {"col", "row"}
+
+
+def test_every_row_has_the_table_s_width(page: str) -> None:
+    for table in re.findall(r"<table>.*?</table>", page, re.DOTALL):
+        widths = {
+            sum(
+                int(match or 1)
+                for match in re.findall(r'<t[dh](?:(?! colspan)[^>])*(?: colspan="(\d+)")?[^>]*>', row)
+            )
+            for row in re.findall(r"<tr>.*?</tr>", table, re.DOTALL)
+        }
+        assert len(widths) == 1
+
+
+EVIL = "</title><script>alert(1)</script><b onclick='x'>{{ 7*7 }} $\\frac{1}{0$ \N{RIGHT-TO-LEFT OVERRIDE}"
+
+
+def test_hostile_text_is_text() -> None:
+    cell = make_cell()
+    assert cell.model is not None
+    assert cell.environment is not None
+    hostile = replace(
+        cell,
+        id=EVIL,
+        sweep=EVIL,
+        created=EVIL,
+        settings=replace(cell.settings, data=EVIL),
+        model=replace(cell.model, name=EVIL, unit="tokens", flops_convention=EVIL),
+        environment=replace(cell.environment, processor=EVIL, packages={EVIL: EVIL}, git_commit=EVIL),
+        ranks=[replace(rank, host=EVIL, device=EVIL) for rank in cell.ranks],
+    )
+    page = render([Run(EVIL, (hostile, make_failure("failed", EVIL))), Run("other", (make_cell("ddp", 0),))])
+    elements = parsed(page)
+    assert [tag for tag, _ in elements.seen].count("script") == 2
+    assert not any("onclick" in attributes for _, attributes in elements.seen)
+    assert "49" not in re.findall(r"onclick=.{0,40}", page)
+    assert plots([hostile])["loss.png"]
+
+
+def test_a_page_of_one_plain_record_and_of_failures_only(tmp_path: Path) -> None:
+    write_comparison([Run("", (make_record(),))], tmp_path / "one.html")
+    parsed((tmp_path / "one.html").read_text(encoding="utf-8"))
+    failures = make_failure("failed", "why"), make_failure("killed", "signal 9", stage=1)
+    write_comparison([Run("", failures)], tmp_path / "none.html")
+    text = (tmp_path / "none.html").read_text(encoding="utf-8")
+    assert "script" not in {tag for tag, _ in parsed(text).seen}
+    assert "signal 9" in text
+    assert "Pictures" not in text
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["none.html", "one.html"]
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages whose words alone are looked at."""
+    monkeypatch.setattr(drawing, "svg", lambda picture, width: "")
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_two_runs_are_told_by_what_changed() -> None:
+    old, new = (
+        Run(name, tuple(make_cell("zerokit", stage, step_ms, seed=seed) for stage in (0, 1)))
+        for name, step_ms, seed in (("old", 700.0, 0), ("new", 800.0, 1))
+    )
+    text = " ".join("".join(parsed(render([old, new])).text).split())
+    assert "Step time against the baseline" in text
+    assert "2 worse" in text
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_records_of_different_models_have_no_winner() -> None:
+    other = make_cell("ddp", 0)
+    other = replace(other, settings=replace(other.settings, model="gpt-5m"))
+    assert "Fastest" not in render([Run("", (make_cell(), other))])
+
+
+def test_pictures_for_mlflow_are_png() -> None:
+    found = plots([make_cell()])
+    assert set(found) == {"steps.png", "communication.png", "phases.png", "state.png", "loss.png"}
+    assert all(content.startswith(b"\x89PNG\r\n\x1a\n") for content in found.values())
