@@ -171,7 +171,7 @@ def test_torch_and_mlflow_are_not_imported_for_files(folder: Path) -> None:
     program = (
         "import sys\nfrom zerokit.cli.compare import command\n"
         f"command([{str(folder / 'sweep')!r}], standalone_mode=False)\n"
-        "sys.exit(', '.join({'torch', 'mlflow', 'scipy.stats', 'matplotlib'} & set(sys.modules)) or None)"
+        "sys.exit(', '.join({'torch', 'mlflow', 'scipy.stats', 'altair', 'vl_convert'} & set(sys.modules)) or None)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
