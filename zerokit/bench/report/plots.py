@@ -15,10 +15,8 @@ import altair as alt
 from zerokit.bench.record.statistics import quantile
 from zerokit.bench.report.theme import colour
 
-HOVER = "hover"
-"""The name of a layer that is there to be pointed at: a picture without scripts leaves it out."""
-NARROW = 350
-"""Pixels: the narrowest column that a picture has to fit, that of a telephone."""
+HOVER = "hover"  # the layer that is there to be pointed at: a picture without scripts leaves it out
+NARROW = 350  # pixels: the narrowest column that a picture has to fit, that of a telephone
 DOTS = 300
 """Of a strip, and points of a curve: more cannot be told apart, and make a page heavy."""
 _HEIGHT = 270.0
@@ -245,9 +243,11 @@ def curves(
     line = each.mark_line(clip=True, strokeWidth=2 if ticks else 1.5)
     names = _placed(ends, [(8, dy, "left") for dy in lanes], (xs, ys, NARROW - 48.0 - room, room))
     told = [*_told("cell", x=x_title), alt.Tooltip("y:Q", title=y_title, format=form)]
-    near = alt.selection_point(nearest=True, on="pointerover", clear="pointerout", empty=False, name="near")
-    seen = alt.value(1) if ticks else alt.condition(near, alt.value(1), alt.value(0))
-    dots = each.mark_circle(size=45).encode(x=x, y=y, color=fill, opacity=seen, tooltip=told)
+    near = alt.selection_point(on="pointerover", clear="pointerout", empty=False, name="near")
+    seen = alt.value(1) if ticks else alt.condition(near, alt.value(0.4), alt.value(0))
+    dots = each.encode(x=x, y=y, color=fill, opacity=seen, tooltip=told).mark_circle(
+        size=45 if ticks else 250
+    )
     if not ticks:
         wheel = "wheel![event.ctrlKey || event.metaKey]"  # the wheel alone moves the page
         zoom = alt.selection_interval(bind="scales", zoom=wheel, name="zoom")
