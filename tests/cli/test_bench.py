@@ -9,6 +9,7 @@ import signal
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING
 
 import pytest
@@ -82,13 +83,16 @@ def test_the_record_holds_every_ranks_every_step(finished: Finished) -> None:
     assert record.results.throughput > 0
 
 
-def test_communication_is_the_step_less_its_twins(finished: Finished) -> None:
+def test_communication_is_the_step_less_its_twin_s_beside_it(finished: Finished) -> None:
     record = finished.record
     assert record.twin is not None
     assert record.results is not None
-    assert (record.twin.stage, record.twin.step.count) == (1, 4)
-    assert record.results.communication_ms == pytest.approx(record.results.step.p50 - record.twin.step.p50)
-    assert re.search(r"communication +-?[\d.]+ ms +± ", finished.process.stdout)
+    count = record.twin.step.count
+    assert record.twin.stage == 1
+    assert 6 <= count <= 160  # pairs, until their mean is exact enough
+    assert len(record.twin.own_ms) == len(record.twin.pace_ms) == count
+    assert all(pace < step for pace, step in zip(record.twin.pace_ms, record.twin.step_ms, strict=True))
+    assert record.results.communication_ms == pytest.approx(median(record.twin.costs_ms))
 
 
 def test_the_loss_falls(finished: Finished) -> None:

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from zerokit.bench.comparison.cells import Cell, unsupported, varying
 from zerokit.bench.comparison.conditions import conditions, drift_notes
-from zerokit.bench.comparison.differences import Difference, Regression, difference
+from zerokit.bench.comparison.differences import Difference, Regression, difference, steps_of
 from zerokit.bench.comparison.figures import Scale, count, percent, scale_of, within_noise
 from zerokit.bench.comparison.roles import memory_metric
 from zerokit.bench.record.metrics import METRICS, UNITS
@@ -107,10 +107,12 @@ def _marks(cells: Sequence[Cell], partners: Mapping[int, Cell | None], names: Se
         pairs = [(cell, partner) for cell in cells if (partner := partners[id(cell)]) is not None]
         if any(len(one.measured_records) == 1 for pair in pairs for one in pair):
             said.append(
-                "? is not known: a single run does not tell the noise between runs (--repeats 3 does)."
+                "? is not known: a single run does not tell the noise between runs; --repeats 3 does."
             )
         if any(record.twin and record.twin.pace_ms for cell in cells for record in cell.measured_records):
-            said.append("Changes of speed allow for the machine's pace beside each cell.")
+            said.append(
+                "Speed is compared by the step against compute-only steps beside it: the machine's pace cancels."
+            )
     if several:
         said.append("± is half of the 95 % interval over rounds.")
     if "comm/cost_ms" in names:
@@ -176,7 +178,8 @@ def _usual(cells: Sequence[Cell]) -> list[str]:
         *(["memory/state_mib"] if few else []),
         "comm/cost_ms",
         *(["comm/exposed_ms", "phase/forward_ms", "phase/backward_ms", "phase/optimizer_ms"] if few else []),
-        *(["traffic/mib_per_step", "loss_last"] if few else []),
+        *(["traffic/mib_per_step"] if few else []),
+        *(["loss_last"] if few and len(steps_of(cells)) == 1 else []),
     ]
 
 

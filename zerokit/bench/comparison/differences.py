@@ -97,9 +97,14 @@ def comparable(cell: Cell, baseline: Cell, name: str) -> bool:
     own, other = cell.settings, baseline.settings
     if own["model"] != other["model"]:
         return not name.startswith((*_OF_A_STEP, "throughput/"))
-    if name == "loss_last" and len(cell.first.loss) != len(baseline.first.loss):
+    if name == "loss_last" and len(steps_of([cell, baseline])) > 1:
         return False
     return not name.startswith(_OF_A_STEP) or all(own[work] == other[work] for work in _WORK)
+
+
+def steps_of(cells: Sequence[Cell]) -> set[int]:
+    """How many steps their runs trained, warm-up included: losses after other numbers of steps are not alike."""
+    return {len(record.loss) for cell in cells for record in cell.measured_records}
 
 
 def difference(cell: Cell, baseline: Cell | None, name: str) -> Difference | None:
@@ -135,7 +140,7 @@ class Rounds:
         """
         metric, records = METRICS[name], (baseline.measured_records, cell.measured_records)
         if name == "step/p50_ms" or name.startswith(("throughput/", "mfu", "model_tflops")):
-            paces = [[_pace(record) for record in one] for one in records]
+            paces = [[pace_ratio(record) for record in one] for one in records]
             known = [[pace for pace in one if pace is not None] for one in paces]
             if paces == known and all(known) and _same_work(baseline, cell) and cell.value(name) is not None:
                 sign = 1.0 if metric.better == "lower" else -1.0
@@ -185,7 +190,7 @@ class Rounds:
         return repeats_for(self.before, self.after, math.log1p(percent / 100))
 
 
-def _pace(record: Record) -> float | None:
+def pace_ratio(record: Record) -> float | None:
     """By how much the steps of this cell were longer than forward and backward of its twin: the mean of the middle
     half of the logarithms, pair by pair."""
     twin = record.twin

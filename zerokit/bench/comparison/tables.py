@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from zerokit.bench.comparison.cells import Cell
-from zerokit.bench.comparison.differences import Difference, difference
+from zerokit.bench.comparison.differences import Difference, difference, steps_of
 from zerokit.bench.comparison.figures import percent, scale_of, within_noise
 from zerokit.bench.comparison.roles import memory_metric, roles_of
 from zerokit.bench.record.metrics import METRICS, UNITS
@@ -69,7 +69,7 @@ def results_table(cells: Sequence[Cell], partners: Mapping[int, Cell | None]) ->
         ("mfu", False, False),
         ("traffic/mib_per_step", False, False),
     ]
-    if len({len(cell.first.loss) for cell in cells if cell.status == "ok"}) == 1:
+    if len(steps_of(cells)) == 1:
         columns.append(("loss_last", False, False))
     return _table(cells, partners, columns)
 

@@ -68,7 +68,8 @@ def product(
     rounds = []
     for number in range(repeats):
         cells = once if number % 2 == 0 else once[::-1]
-        rounds += [replace(cell, repeat=number) for cell in cells]
+        # What cannot run is told once.
+        rounds += [replace(cell, repeat=number) for cell in cells if number == 0 or cell.unsupported is None]
     return rounds
 
 
