@@ -32,19 +32,20 @@ from zerokit.launch.interrupts import Interrupted, Interrupts
 from zerokit.launch.local import launch
 
 SHARE = "ZEROKIT_VERDICTS_SHARE"
+SECONDS = 20.0  # that a load comes or goes for, on average
 
 
-def come_and_go(seed: int, seconds: float) -> None:
+def come_and_go(seed: int) -> None:
     """Take a core for some seconds, leave it for some, again and again."""
     draw = random.Random(seed)
     while True:
-        until = time.monotonic() + draw.expovariate(1 / seconds)
+        until = time.monotonic() + draw.expovariate(1 / SECONDS)
         while time.monotonic() < until:
             sum(range(10_000))
-        time.sleep(draw.expovariate(1 / seconds))
+        time.sleep(draw.expovariate(1 / SECONDS))
 
 
-def slow_rank(job: Path, share: float) -> None:
+def slow_rank(job: Path, share: float) -> int:
     """A rank of the slowed cell: after each half of a step it works on for a share of the time that this took."""
     from zerokit.bench import worker
     from zerokit.bench.engines.zerokit import ZerokitTrainer
@@ -52,8 +53,7 @@ def slow_rank(job: Path, share: float) -> None:
     def slowed(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
             started = time.perf_counter()
-            result = function(*arguments)
-            until = time.perf_counter() + share * (time.perf_counter() - started)
+            result, until = function(*arguments), (1 + share) * time.perf_counter() - share * started
             while time.perf_counter() < until:
                 pass
             return result
@@ -63,6 +63,7 @@ def slow_rank(job: Path, share: float) -> None:
     for name in ("differentiate", "update"):
         setattr(ZerokitTrainer, name, slowed(getattr(ZerokitTrainer, name)))
     worker.main(job)
+    return 0
 
 
 def compare(settings: Settings, rounds: int, share: float, interrupts: Interrupts) -> Difference | None:
@@ -87,18 +88,17 @@ def compare(settings: Settings, rounds: int, share: float, interrupts: Interrupt
 
 
 def main() -> int:
-    """Run all; returns the exit code: 1 where equal code was told apart too often, or slower code found too seldom."""
+    """Run all; 1 where equal code was told apart too often, or slower code found too seldom."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--comparisons", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=12, help="measured ones of a round")
     parser.add_argument("--share", type=float, default=0.1, help="by which slowed steps take longer")
-    parser.add_argument("--loads", type=int, default=2, help="processes that come and go")
-    parser.add_argument("--seconds", type=float, default=20.0, help="that each comes or goes for, on average")
+    parser.add_argument("--loads", type=int, default=2)
     options = parser.parse_args()
     settings = Settings(nodes=2, batch_size=1, seq_len=64, steps=options.steps, warmup=3)
     spawn = multiprocessing.get_context("spawn").Process
-    loads = [spawn(target=come_and_go, args=(n, options.seconds), daemon=True) for n in range(options.loads)]
+    loads = [spawn(target=come_and_go, args=(n,), daemon=True) for n in range(options.loads)]
     found: Counter[tuple[bool, str]] = Counter()
     with Interrupts() as interrupts:
         for load in loads:
@@ -108,16 +108,13 @@ def main() -> int:
             change = compare(settings, options.rounds, share, interrupts)
             verdict = "failed" if change is None else change.verdict
             found[share > 0, verdict] += 1
-            told = "" if change is None else f"measured {change.relative:+6.1%} ± {change.noise or 0:5.1%}"
-            print(f"{number + 1:3d}  slowed by {share:4.0%}  {told}  {verdict}", flush=True)
-    for slow, verdict in sorted(found):
-        print(f"{'slower' if slow else 'equal'} code {verdict}: {found[slow, verdict]}")
+            told = "" if change is None else f"measured {change.relative:+6.1%} ± {change.noise or 0:5.1%}  "
+            print(f"{number + 1:3d}  slowed by {share:4.0%}  {told}{verdict}", flush=True)
+    for (slow, told), count in sorted(found.items()):
+        print(f"{'slower' if slow else 'equal'} code: {told} {count}")
     equal, slower = (sum(n for (slow, _), n in found.items() if slow == which) for which in (False, True))
     return int(found[False, "within noise"] < 0.95 * equal or found[True, "worse"] < 0.9 * slower)
 
 
 if __name__ == "__main__":
-    if SHARE in os.environ:
-        slow_rank(Path(sys.argv[-1]), float(os.environ[SHARE]))
-    else:
-        sys.exit(main())
+    sys.exit(slow_rank(Path(sys.argv[-1]), float(os.environ[SHARE])) if SHARE in os.environ else main())

@@ -36,6 +36,7 @@ from zerokit.launch.failures import WorkerFailed
 
 DEFAULT_FOLDER = Path("zerokit-bench")
 JOB = "job.json"
+_NO_TWIN = "what communication costs is not known: the compute-only twin"
 # A reason holds the end of a rank's stderr; a record is no place for more of it.
 _REASON_LENGTH = 8000
 
@@ -295,8 +296,13 @@ def _launch(settings: Settings, work: Path, host: Host, sweep: str | None) -> Re
             raise
         # All but the twin had been measured and written.
         why = str(error).partition("\n")[0]
-        host.watch.warn(f"what communication costs is not known: the compute-only twin failed: {why}")
-    return read_record(written)
+        host.watch.warn(f"{_NO_TWIN} failed: {why}")
+        return read_record(written)
+    record = read_record(written)
+    has_twin = settings.world > 1 and not settings.elastic and settings.engine != "compute-only"
+    if settings.twin and has_twin and record.twin is None:
+        host.watch.warn(f"{_NO_TWIN} found no room in memory beside the cell")
+    return record
 
 
 def put_record(record: Record, path: Path) -> None:

@@ -8,6 +8,7 @@ the same work for every engine and stage, and so tell the machine's pace beside 
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -128,7 +129,8 @@ def _fits(asked: Settings, parameters: int, place: Place) -> bool:
         room: float = torch.cuda.mem_get_info(place.device)[0]
     else:
         found = available_bytes()
-        room = float("inf") if found is None else found / asked.world  # simulated nodes share a machine
+        ranks_here = asked.nproc_per_node * int(os.environ.get("ZEROKIT_NODES_ON_MACHINE", "1"))
+        room = math.inf if found is None else found / ranks_here
     return not _any_rank(needed > _MOST * room, place)
 
 
