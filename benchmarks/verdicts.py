@@ -47,8 +47,8 @@ def come_and_go(seed: int) -> None:
 
 def slow_rank(job: Path, share: float) -> int:
     """A rank of the slowed cell: after each half of a step it works on for a share of the time that this took."""
-    from zerokit.bench import worker
     from zerokit.bench.engines.zerokit import ZerokitTrainer
+    from zerokit.bench.worker import rank as worker
 
     def slowed(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from zerokit.bench.catalogue.check import require_known
+from zerokit.bench.catalogue.check import require_known, unsupported
 from zerokit.bench.catalogue.engines import ENGINES
 from zerokit.bench.catalogue.sizes import TextConfig
 from zerokit.bench.catalogue.workloads import WORKLOADS
@@ -69,7 +69,7 @@ def product(
     for number in range(repeats):
         cells = once if number % 2 == 0 else once[::-1]
         # What cannot run is told once.
-        rounds += [replace(cell, repeat=number) for cell in cells if number == 0 or cell.unsupported is None]
+        rounds += [replace(cell, repeat=number) for cell in cells if number == 0 or unsupported(cell) is None]
     return rounds
 
 
