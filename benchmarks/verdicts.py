@@ -24,7 +24,7 @@ from typing import Any
 
 from zerokit.bench.comparison.cells import make_cells
 from zerokit.bench.comparison.differences import Difference, difference
-from zerokit.bench.comparison.runs import Run
+from zerokit.bench.record.runs import Run
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.run.session import Host, run_cell
 from zerokit.cli.display import Display

@@ -12,8 +12,8 @@ from zerokit.bench.record import Record, write_record
 from zerokit.bench.record.progress import Progress
 from zerokit.bench.record.schema import from_plain
 from zerokit.bench.record.settings import Settings
+from zerokit.bench.record.sweep import Cell
 from zerokit.bench.run.session import Host
-from zerokit.bench.sweeps.sweep import Cell
 
 
 class Stopped(Exception):

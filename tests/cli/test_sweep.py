@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from tests.cli.commands import TINY, processes_of, rank_pid, start, training, wait_for, zerokit
 from zerokit.bench.record import Record, read_record
-from zerokit.bench.sweeps.sweep import SweepFolder
+from zerokit.bench.record.sweep import SweepFolder
 from zerokit.cli import cli
 
 # MLflow and what it imports warn of their own deprecations.

@@ -12,9 +12,9 @@ from rich.console import Console, Group, RenderableType
 from tests.bench.records import make_cell, make_failure, make_sweep
 from zerokit.bench.comparison.cells import baselines, make_cells
 from zerokit.bench.comparison.figures import count
-from zerokit.bench.comparison.runs import Run
 from zerokit.bench.record import Record, summarise
 from zerokit.bench.record.journal import Part
+from zerokit.bench.record.runs import Run
 from zerokit.cli.bench_tables import result_tables
 from zerokit.cli.compare_tables import show
 from zerokit.cli.numbers import mib, ms, rate

@@ -14,7 +14,8 @@ import click
 
 from zerokit.bench.machine.devices import visible_devices
 from zerokit.bench.record.settings import Settings
-from zerokit.bench.sweeps.cells import DIMENSIONS, product
+from zerokit.bench.record.words import DIMENSIONS
+from zerokit.bench.sweeps.cells import product
 from zerokit.cli.bench_options import DEFAULT_REPEATS, STEPS_A_ROUND, bench_options
 from zerokit.cli.launchers import (
     Chosen,
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from zerokit.bench.record.journal import Job
+    from zerokit.bench.record.sweep import Sweep
     from zerokit.bench.run.session import Host
-    from zerokit.bench.sweeps.sweep import Sweep
     from zerokit.bench.tracking.mirror import Live
     from zerokit.bench.tracking.store import Tracking
     from zerokit.cli.display import Display
@@ -121,7 +122,7 @@ def command(
             return _single(cells[0], output, tracking, start, as_json=as_json, given=given)
         asked = None
         if continued is None:
-            from zerokit.bench.sweeps.sweep import Sweep
+            from zerokit.bench.record.sweep import Sweep
 
             asked = Sweep.of(cells, _asked(context, dimensions))
         return _sweep(asked, continued or output, tracking, start, as_json=as_json, given=given)
@@ -238,8 +239,9 @@ def _single(
 
 def _open_job(settings: Settings, output: Path | None) -> Job:
     """The job that goes on in the run's directory, or a new one; its record can be written."""
+    from zerokit.bench.record import require_writable
     from zerokit.bench.record.journal import Journal
-    from zerokit.bench.run.session import record_path, require_writable
+    from zerokit.bench.run.session import record_path
 
     assert settings.save is not None
     run = Path(settings.save)
@@ -268,18 +270,12 @@ def _sweep(
     import json
 
     from zerokit.bench.record.schema import to_plain
+    from zerokit.bench.record.sweep import SweepFolder
     from zerokit.bench.run.session import DEFAULT_FOLDER, require_data
-    from zerokit.bench.sweeps.sweep import (
-        SweepFolder,
-        exit_code,
-        prepare,
-        run_sweep,
-        sweep_files,
-        sweep_status,
-        write_report,
-    )
-    from zerokit.bench.tracking.pictures import pictures
+    from zerokit.bench.sweeps.sweep import exit_code, prepare, run_sweep
+    from zerokit.bench.tracking.content import sweep_files, sweep_status
     from zerokit.cli.display import Display
+    from zerokit.cli.pictures import pictures, write_report
     from zerokit.launch.interrupts import Interrupts
 
     folder = SweepFolder(place or _new_folder(DEFAULT_FOLDER))
@@ -337,7 +333,7 @@ def _new_folder(parent: Path) -> Path:
 def _live(tracking: Tracking | None, display: Display, later: str) -> Live:
     """MLflow beside the cells."""
     from zerokit.bench.tracking.mirror import Live
-    from zerokit.bench.tracking.pictures import pictures
+    from zerokit.cli.pictures import pictures
 
     return Live(tracking, display.warn, later, _interruptions(), lambda record: pictures([record]))
 

@@ -13,7 +13,7 @@ from zerokit.errors import UsageError, ZerokitError
 from zerokit.text import printable
 
 if TYPE_CHECKING:
-    from zerokit.bench.comparison.runs import Run
+    from zerokit.bench.record.runs import Run
 
 
 class _Metric(click.ParamType[str]):
@@ -135,7 +135,8 @@ def _runs(
     names: tuple[str, ...], experiments: tuple[str, ...], baseline: str | None, tracking_uri: str | None
 ) -> list[Run]:
     """The baseline first, each record once."""
-    from zerokit.bench.comparison.runs import Run, load_experiment, load_run
+    from zerokit.bench.record.runs import Run
+    from zerokit.bench.tracking.runs import load_experiment, load_run
 
     if not names and not experiments:
         raise UsageError(

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from zerokit.bench.record import Record
 from zerokit.bench.record.progress import Progress as BenchProgress
-from zerokit.bench.sweeps.sweep import Cell
+from zerokit.bench.record.sweep import Cell
 from zerokit.bench.tracking.mirror import Live
 from zerokit.cli.bench_tables import result_tables
 from zerokit.cli.numbers import mib, ms, rate
@@ -121,7 +121,7 @@ class Display:
     def table(self, records: Sequence[Record]) -> None:
         """The table of a sweep."""
         from zerokit.bench.comparison.cells import baselines, make_cells
-        from zerokit.bench.comparison.runs import Run
+        from zerokit.bench.record.runs import Run
         from zerokit.cli.compare_tables import show
 
         runs = [Run("", tuple(records))]

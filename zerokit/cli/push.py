@@ -38,6 +38,7 @@ def command(paths: tuple[Path, ...], tracking_uri: str | None, experiment: str, 
     from zerokit.bench.tracking.push import Done, find_records, push
     from zerokit.bench.tracking.store import Tracking, resolve_uri
     from zerokit.cli.display import open_lines
+    from zerokit.cli.pictures import pictures
     from zerokit.launch.interrupts import Interrupts
 
     try:
@@ -53,7 +54,7 @@ def command(paths: tuple[Path, ...], tracking_uri: str | None, experiment: str, 
         click.echo(printable(f"{_WORDS[done.outcome]:<14}{done.path}{reason}"), err=True)
 
     with Interrupts() as interrupts:
-        push(found, tracking, interrupted=interrupts.check, show=show)
+        push(found, tracking, pictures, interrupted=interrupts.check, show=show)
     counts = Counter(done.outcome for done in results)
     if as_json:
         content = [{**asdict(done), "path": str(done.path)} for done in results]

@@ -95,7 +95,8 @@ def _submit_to_kubernetes(
 def _submit_to_slurm(
     context: click.Context, chosen: Chosen, cells: Sequence[Settings], output: Path | None, *, as_json: bool
 ) -> int:
-    from zerokit.bench.run.session import DEFAULT_FOLDER, require_writable
+    from zerokit.bench.record import require_writable
+    from zerokit.bench.run.session import DEFAULT_FOLDER
     from zerokit.cli.display import Display
     from zerokit.launch.interrupts import Interrupts
     from zerokit.launch.slurm import Container, Request, follow, render_script

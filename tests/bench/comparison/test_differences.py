@@ -22,9 +22,9 @@ from zerokit.bench.comparison.differences import (
     regressions,
 )
 from zerokit.bench.comparison.figures import Scale, percent, scale_of
-from zerokit.bench.comparison.runs import Run
 from zerokit.bench.record import Record
 from zerokit.bench.record.metrics import METRICS, Measured
+from zerokit.bench.record.runs import Run
 from zerokit.errors import UsageError, ZerokitError
 
 STEP, THROUGHPUT, COST = (

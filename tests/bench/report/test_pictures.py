@@ -10,8 +10,8 @@ import pytest
 from tests.bench.records import MIB, make_cell, make_failure, make_sweep
 from zerokit.bench.comparison.cells import baselines, make_cells
 from zerokit.bench.comparison.headlines import pareto
-from zerokit.bench.comparison.runs import Run
 from zerokit.bench.record import Record, Samples
+from zerokit.bench.record.runs import Run
 from zerokit.bench.record.statistics import slowest
 from zerokit.bench.report.pictures import Picture, make_pictures
 from zerokit.bench.report.plots import Curve, Point, Row, Strip, bars, curves, scatter, strips, text_width

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from zerokit.bench.record.settings import Settings
-from zerokit.bench.sweeps.cells import label, product, slug, varying
+from zerokit.bench.record.words import label, slug, varying
+from zerokit.bench.sweeps.cells import product
 from zerokit.errors import UsageError
 
 TINY = {"model": "gpt-tiny", "seq_len": 16}

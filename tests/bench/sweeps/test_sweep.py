@@ -13,16 +13,10 @@ from tests.bench.ranks import Ranks, Stopped, Watcher, host, record_of
 from zerokit.bench.record import Record, RecordError, read_record, write_record
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.record.status import OUT_OF_MEMORY, Status, write_status
+from zerokit.bench.record.sweep import Sweep, SweepError, SweepFolder
 from zerokit.bench.sweeps.cells import product
-from zerokit.bench.sweeps.sweep import (
-    Sweep,
-    SweepError,
-    SweepFolder,
-    exit_code,
-    prepare,
-    run_sweep,
-    sweep_status,
-)
+from zerokit.bench.sweeps.sweep import exit_code, prepare, run_sweep
+from zerokit.bench.tracking.content import sweep_status
 from zerokit.bench.tracking.mirror import Live
 from zerokit.bench.worker.twin import twin_settings
 from zerokit.errors import UsageError

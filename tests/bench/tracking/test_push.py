@@ -15,11 +15,14 @@ from tests.bench.ranks import Ranks, Stopped, Watcher, host, record_of
 from tests.bench.records import make_failure
 from zerokit.bench.record import Record, write_record
 from zerokit.bench.record.settings import Settings
+from zerokit.bench.record.sweep import Sweep, SweepFolder
 from zerokit.bench.sweeps.cells import product
-from zerokit.bench.sweeps.sweep import Sweep, SweepFolder, prepare, run_sweep, sweep_status
+from zerokit.bench.sweeps.sweep import prepare, run_sweep
 from zerokit.bench.tracking import mirror, push
+from zerokit.bench.tracking.content import sweep_status
 from zerokit.bench.tracking.mirror import Live, Mirror
 from zerokit.bench.tracking.store import Store, Tracking, TrackingError
+from zerokit.cli.pictures import pictures
 from zerokit.errors import UsageError
 from zerokit.launch.failures import WorkerFailed
 
@@ -80,7 +83,7 @@ def run(
 
 
 def pushed(tracking: Tracking, *paths: Path) -> Counter[str]:
-    return Counter(done.outcome for done in push.push(push.find_records(paths), tracking))
+    return Counter(done.outcome for done in push.push(push.find_records(paths), tracking, pictures))
 
 
 def runs(client: MlflowClient, tracking: Tracking) -> tuple[list[Run], list[Run]]:
@@ -317,7 +320,7 @@ def test_what_is_no_record_is_told_and_the_rest_is_pushed(
 ) -> None:
     write_record(make_failure("failed", "no"), tmp_path / "a.json")
     (tmp_path / "b.json").write_text("{}")
-    results = push.push(push.find_records([tmp_path]), tracking)
+    results = push.push(push.find_records([tmp_path]), tracking, pictures)
     assert [(done.path.name, done.outcome) for done in results] == [("b.json", "failed"), ("a.json", "new")]
     assert "not a bench record" in (results[0].reason or "")
 

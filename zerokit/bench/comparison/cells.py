@@ -11,9 +11,9 @@ from statistics import median
 from typing import Any
 
 from zerokit.bench.catalogue.engines import ENGINES
-from zerokit.bench.comparison.runs import Run
 from zerokit.bench.record import Record
 from zerokit.bench.record.metrics import METRICS, Measured, measure, values_of
+from zerokit.bench.record.runs import Run
 from zerokit.bench.record.schema import to_plain
 
 # How long was measured, what for, and how often: not what was measured.

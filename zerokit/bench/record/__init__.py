@@ -26,6 +26,7 @@ from zerokit.bench.record.record import (
     RecordError,
     read_record,
     record_schema,
+    require_writable,
     write_record,
     write_text,
 )
@@ -53,6 +54,7 @@ __all__ = [
     "count_distinct",
     "read_record",
     "record_schema",
+    "require_writable",
     "summarise",
     "with_twin",
     "write_record",

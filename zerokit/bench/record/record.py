@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -147,6 +148,18 @@ class Record:
 def record_schema() -> str:
     """The JSON Schema of a record, as `record.schema.json` beside this module has it."""
     return json.dumps(json_schema(Record, FORMAT), indent=2, ensure_ascii=False) + "\n"
+
+
+def require_writable(folder: Path) -> None:
+    """Make the folder if there is none; raises `RecordError` if that, or a file in it, is impossible."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise RecordError(
+            f"the record cannot be written to {folder}: {error.strerror}; choose another --output"
+        ) from error
 
 
 def write_record(record: Record, path: Path) -> None:

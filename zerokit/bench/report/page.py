@@ -9,10 +9,10 @@ from zerokit.bench.comparison.cells import ENGINE_TITLES, Cell, name_of, short_n
 from zerokit.bench.comparison.conditions import conditions, title_of
 from zerokit.bench.comparison.figures import count
 from zerokit.bench.comparison.headlines import best_headlines, change_headlines, listed
-from zerokit.bench.comparison.runs import Run
 from zerokit.bench.comparison.tables import figures_table, results_table, shortened
 from zerokit.bench.record import FORMAT
 from zerokit.bench.record.metrics import METRICS
+from zerokit.bench.record.runs import Run
 from zerokit.bench.report.pictures import Partners, having
 
 

@@ -21,8 +21,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from zerokit.bench.comparison.cells import baselines, make_cells, side_by_side
-from zerokit.bench.comparison.runs import Run
 from zerokit.bench.record import Record, write_text
+from zerokit.bench.record.runs import Run
 from zerokit.bench.report.page import page_content
 from zerokit.bench.report.pictures import Picture, make_pictures
 from zerokit.bench.report.plots import HOVER, NARROW

@@ -23,7 +23,7 @@ from zerokit.bench.catalogue.check import unsupported
 from zerokit.bench.catalogue.engines import ENGINES
 from zerokit.bench.catalogue.fit import refuse_if_too_large, this_machine
 from zerokit.bench.catalogue.workloads import describe
-from zerokit.bench.record import Record, RecordError, read_record, write_record
+from zerokit.bench.record import Record, RecordError, read_record, require_writable, write_record
 from zerokit.bench.record.journal import Journal
 from zerokit.bench.record.progress import Progress, ProgressReader
 from zerokit.bench.record.schema import to_plain
@@ -113,18 +113,6 @@ def record_path(output: Path | None, settings: Settings, now: datetime) -> Path:
     if path.is_dir():
         raise RecordError(f"the record cannot be written to {path}: Is a directory; choose another --output")
     return path
-
-
-def require_writable(folder: Path) -> None:
-    """Make the folder if there is none; raises `RecordError` if that, or a file in it, is impossible."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise RecordError(
-            f"the record cannot be written to {folder}: {error.strerror}; choose another --output"
-        ) from error
 
 
 def require_data(settings: Settings, host: Host) -> None:

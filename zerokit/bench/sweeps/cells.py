@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,24 +12,9 @@ from zerokit.bench.catalogue.engines import ENGINES
 from zerokit.bench.catalogue.sizes import TextConfig
 from zerokit.bench.catalogue.workloads import WORKLOADS
 from zerokit.bench.record.settings import Settings
-from zerokit.bench.record.words import value_in_words
+from zerokit.bench.record.words import DIMENSIONS
 
 _DEFAULTS = Settings()
-# What may take several values, the slowest to change first: the engines and stages of one workload run after each
-# other, so that a machine that changes its pace in the course of an hour spoils no comparison between them.
-DIMENSIONS = (
-    "model",
-    "precision",
-    "seq_len",
-    "nodes",
-    "nproc_per_node",
-    "accumulate",
-    "batch_size",
-    "engine",
-    "stage",
-    "wire",
-    "bucket_mb",
-)
 
 
 def product(
@@ -76,25 +60,3 @@ def product(
 def _text_of(model: str) -> TextConfig | None:
     workload = WORKLOADS.get(model)
     return None if workload is None else workload.text
-
-
-def varying(cells: Iterable[Settings]) -> tuple[str, ...]:
-    """The dimensions in which these cells differ."""
-    found = list(cells)
-    return tuple(name for name in DIMENSIONS if len({getattr(cell, name) for cell in found}) > 1)
-
-
-def label(cell: Settings, dimensions: Iterable[str] = ()) -> str:
-    """Engine and stage, then what else tells this cell from its neighbours: "fsdp2 stage 3, batch 4, round 2"."""
-    parts = [f"{cell.engine} stage {cell.stage}"]
-    for name in dimensions:
-        if name not in ("engine", "stage"):
-            parts.append(value_in_words(name, getattr(cell, name)))
-    if cell.repeat:
-        parts.append(f"round {cell.repeat + 1}")
-    return ", ".join(parts)
-
-
-def slug(text: str) -> str:
-    """A label as part of a file's name: letters, digits, dots and dashes."""
-    return re.sub(r"[^A-Za-z0-9.]+", "-", text).strip("-.")[:80].lower()

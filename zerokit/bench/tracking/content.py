@@ -9,17 +9,20 @@ import csv
 import io
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from typing import Literal
 
 from zerokit.bench.catalogue.engines import ENGINES
 from zerokit.bench.record import Record
 from zerokit.bench.record.metrics import METRICS, UNITS, metrics_of
 from zerokit.bench.record.schema import to_plain
 from zerokit.bench.record.settings import Settings
+from zerokit.bench.record.sweep import FILE, Sweep, SweepFolder, sweep_json
 from zerokit.bench.record.words import value_in_words
 
+Status = Literal["RUNNING", "FINISHED", "FAILED", "KILLED"]
 # Metrics of a run. MLflow's pages draw every key, and more of them hide the ones that matter.
 MOST_KEYS = 60
 # MLflow cuts longer values silently.
@@ -265,3 +268,21 @@ def milliseconds(moment: str) -> int | None:
 
 def _json(value: object) -> str:
     return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+
+
+def sweep_status(sweep: Sweep, records: Sequence[Record]) -> Status:
+    """Of the sweep's MLflow run: KILLED while cells are missing, FAILED if one failed."""
+    statuses = [record.status for record in records]
+    if len(records) < len(sweep.cells) or "killed" in statuses:
+        return "KILLED"
+    return "FAILED" if "failed" in statuses else "FINISHED"
+
+
+def sweep_files(
+    sweep: Sweep, folder: SweepFolder, pictures: Callable[[], Mapping[str, bytes]]
+) -> dict[str, str | bytes]:
+    """What the sweep's MLflow run keeps: what was asked, the page if there is one, plots of all cells together."""
+    files: dict[str, str | bytes] = {FILE: sweep_json(sweep)}
+    if folder.report.exists():
+        files[folder.report.name] = folder.report.read_bytes()
+    return files | {f"plots/{name}": content for name, content in pictures().items()}

@@ -26,6 +26,7 @@ from zerokit.bench.tracking.content import (
     STATUS_TAG,
     SWEEP_TAG,
     TAG_LENGTH,
+    Status,
     columns,
     moment_ms,
     run_files,
@@ -35,7 +36,7 @@ from zerokit.bench.tracking.content import (
     run_tags,
     sweep_note,
 )
-from zerokit.bench.tracking.store import Status, Store, Tracking, TrackingError
+from zerokit.bench.tracking.store import Store, Tracking, TrackingError
 from zerokit.process import Process
 
 LAUNCHER_TAG, HOST_TAG = "zerokit.launcher", "zerokit.launcher.host"

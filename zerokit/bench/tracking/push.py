@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from zerokit.bench.record import Record, read_record
-from zerokit.bench.sweeps.sweep import FILE, Sweep, SweepFolder, sweep_files, sweep_status
-from zerokit.bench.tracking.content import milliseconds
+from zerokit.bench.record.sweep import FILE, Sweep, SweepFolder
+from zerokit.bench.tracking.content import milliseconds, sweep_files, sweep_status
 from zerokit.bench.tracking.mirror import Mirror, Pushed
-from zerokit.bench.tracking.pictures import pictures
 from zerokit.bench.tracking.store import Store, Tracking
 from zerokit.errors import UsageError, ZerokitError
 
@@ -95,6 +94,7 @@ def _remember_sweep(path: Path, found: Found) -> None:
 def push(
     found: Found,
     tracking: Tracking,
+    pictures: Callable[[Sequence[Record]], Mapping[str, bytes]],
     *,
     interrupted: Callable[[], None] = lambda: None,
     show: Callable[[Done], None] = lambda done: None,
@@ -104,6 +104,7 @@ def push(
     Args:
         found: by `find_records`.
         tracking: where to.
+        pictures: makes plots of records by file name.
         interrupted: raises if the user wants no more; called between the records.
         show: told of every record that is done.
 

@@ -14,9 +14,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from zerokit.bench.tracking.content import Point
+from zerokit.bench.tracking.content import Point, Status
 from zerokit.errors import ZerokitError
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 DEFAULT_URI = "sqlite:///mlflow.db"
 DEFAULT_EXPERIMENT = "zerokit-bench"
-Status = Literal["RUNNING", "FINISHED", "FAILED", "KILLED"]
 T = TypeVar("T")
 
 # A server that is down must be noticed in seconds: MLflow's own defaults retry for minutes.

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.bench.records import make_cell, make_record, make_sweep
-from zerokit.bench.comparison.runs import load_experiment, load_run
 from zerokit.bench.record import Record, RecordError, write_record
+from zerokit.bench.tracking.runs import load_experiment, load_run
 from zerokit.bench.tracking.store import TrackingError, connect
 from zerokit.errors import UsageError
 

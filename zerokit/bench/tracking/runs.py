@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import re
 import tempfile
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zerokit.bench.record import FORMAT, Record, RecordError, read_record
-from zerokit.bench.tracking.store import TrackingError, resolve_uri
+from zerokit.bench.record.runs import Run, in_folder, is_record, unique
+from zerokit.bench.tracking.store import TrackingError, connect, resolve_uri
 from zerokit.errors import UsageError
 
 if TYPE_CHECKING:
     from mlflow.entities import Run as MlflowRun
     from mlflow.tracking import MlflowClient
 
-_FAMILY = FORMAT.partition("/")[0] + "/"
 _RUN_ID = re.compile(r"[0-9a-f]{32}")
 # Artifacts lie at most this many folders deep; a run of something else may hold thousands of files.
 _DEPTH = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Records that were named together, in the order of their cells; `name` is what the user called them."""
-
-    name: str
-    records: tuple[Record, ...]
 
 
 def load_run(name: str, tracking_uri: str | None = None) -> Run:
@@ -40,7 +30,7 @@ def load_run(name: str, tracking_uri: str | None = None) -> Run:
     """
     path = Path(name)
     if path.is_dir():
-        records = list(_in_folder(path))
+        records = list(in_folder(path))
     elif path.exists():
         records = [read_record(path)]
     elif path.suffix == ".json" or "/" in name:
@@ -49,7 +39,7 @@ def load_run(name: str, tracking_uri: str | None = None) -> Run:
         records = _in_mlflow(name, tracking_uri)
     if not records:
         raise RecordError(f"{name} holds no bench record ({FORMAT})")
-    return Run(name, tuple(_unique(records)))
+    return Run(name, tuple(unique(records)))
 
 
 def load_experiment(name: str, tracking_uri: str | None = None) -> Run:
@@ -60,32 +50,7 @@ def load_experiment(name: str, tracking_uri: str | None = None) -> Run:
         raise UsageError(f"MLflow has no experiment {name!r} at {resolve_uri(tracking_uri)}")
     if not records:
         raise RecordError(f"experiment {name!r} holds no bench record ({FORMAT})")
-    return Run(name, tuple(_unique(records)))
-
-
-def _unique(records: Iterable[Record]) -> list[Record]:
-    """A record may lie in several places: a sweep's folder and a copy, a run and its parent."""
-    return list({record.id: record for record in records}.values())
-
-
-def _in_folder(folder: Path) -> Iterator[Record]:
-    """Every record below, by path; a sweep's twins are in the records of their cells already."""
-    for path in sorted(folder.rglob("*.json")):
-        if any(part.startswith(".") for part in path.relative_to(folder).parts):
-            continue
-        if path.parent.name == "twins" and (path.parent.parent / "sweep.json").exists():
-            continue
-        if path.is_file() and _is_record(path):
-            yield read_record(path)
-
-
-def _is_record(path: Path) -> bool:
-    """Whether it says that it is one, of any version; raises `RecordError` if that cannot be told."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise RecordError(f"{path}: not a bench record: {error}") from error
-    return isinstance(content, dict) and str(content.get("format", "")).startswith(_FAMILY)
+    return Run(name, tuple(unique(records)))
 
 
 def _client(name: str, tracking_uri: str | None) -> MlflowClient:
@@ -96,8 +61,6 @@ def _client(name: str, tracking_uri: str | None) -> MlflowClient:
             f"{name!r} is no file or folder here, and no MLflow run either: there is no {file}; "
             "give a record, a folder of records, or --tracking-uri"
         )
-    from zerokit.bench.tracking.store import connect
-
     return connect(uri)
 
 
@@ -160,7 +123,7 @@ def _of_run(client: MlflowClient, run_id: str) -> list[Record]:
         with tempfile.TemporaryDirectory(prefix="zerokit-compare-") as folder:
             for path in _json_artifacts(client, run_id, None, _DEPTH):
                 local = Path(client.download_artifacts(run_id, path, folder))
-                if _is_record(local):
+                if is_record(local):
                     found.append(read_record(local))
     except (MlflowException, OSError) as error:
         raise TrackingError(f"the artifacts of MLflow run {run_id} cannot be read: {error}") from error

@@ -1,0 +1,45 @@
+"""Records that a user named together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from zerokit.bench.record.record import FORMAT, Record, RecordError, read_record
+
+_FAMILY = FORMAT.partition("/")[0] + "/"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Records that were named together, in the order of their cells; `name` is what the user called them."""
+
+    name: str
+    records: tuple[Record, ...]
+
+
+def unique(records: Iterable[Record]) -> list[Record]:
+    """A record may lie in several places: a sweep's folder and a copy, a run and its parent."""
+    return list({record.id: record for record in records}.values())
+
+
+def in_folder(folder: Path) -> Iterator[Record]:
+    """Every record below, by path; a sweep's twins are in the records of their cells already."""
+    for path in sorted(folder.rglob("*.json")):
+        if any(part.startswith(".") for part in path.relative_to(folder).parts):
+            continue
+        if path.parent.name == "twins" and (path.parent.parent / "sweep.json").exists():
+            continue
+        if path.is_file() and is_record(path):
+            yield read_record(path)
+
+
+def is_record(path: Path) -> bool:
+    """Whether it says that it is one, of any version; raises `RecordError` if that cannot be told."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise RecordError(f"{path}: not a bench record: {error}") from error
+    return isinstance(content, dict) and str(content.get("format", "")).startswith(_FAMILY)

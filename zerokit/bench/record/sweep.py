@@ -1,0 +1,152 @@
+"""A sweep on disk.
+
+DIR/sweep.json                 what was asked, and the cells in the order in which they run
+DIR/cells/000-LABEL.json       a record a cell, whatever became of it
+DIR/report.html                all of it as a page
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from zerokit import files
+from zerokit.bench.record.record import Record, read_record, require_writable, write_text
+from zerokit.bench.record.schema import from_plain, to_plain
+from zerokit.bench.record.settings import Settings
+from zerokit.bench.record.words import label, slug, varying
+from zerokit.errors import ZerokitError
+from zerokit.nesting import require_shallow
+
+FORMAT = "zerokit.sweep/1"
+FILE = "sweep.json"
+# Lists and objects in each other: options are lists of words.
+_DEEPEST = 16
+
+
+class SweepError(ZerokitError):
+    """A folder holds no sweep, or a damaged one, or another process works in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One of a sweep; `number` counts from 0 in the order of running, `label` tells it from the others."""
+
+    number: int
+    label: str
+    key: str
+    settings: Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """What a sweep was asked to do: `options` in the command line's words, and the `cells` that follow from them."""
+
+    id: str
+    created: str
+    options: dict[str, Any]
+    cells: list[Cell]
+    format: str = field(default=FORMAT)
+
+    @classmethod
+    def of(cls, cells: Sequence[Settings], options: dict[str, Any]) -> Sweep:
+        """A new one."""
+        dimensions = varying(cells)
+        made = [
+            Cell(number, label(settings, dimensions), settings.key, settings)
+            for number, settings in enumerate(cells)
+        ]
+        return cls(uuid.uuid4().hex, datetime.now(UTC).isoformat(timespec="seconds"), options, made)
+
+    @property
+    def title(self) -> str:
+        """The options that have several values."""
+        several = [
+            f"{name} {','.join(map(str, value))}"
+            for name, value in self.options.items()
+            if isinstance(value, list) and len(value) > 1
+        ]
+        return "sweep of " + (" × ".join(several) or f"{len(self.cells)} cells")
+
+    def same_cells(self, other: Sweep) -> bool:
+        """Whether the other asks for the same, in the same order."""
+        return [asdict(cell.settings) for cell in self.cells] == [
+            asdict(cell.settings) for cell in other.cells
+        ]
+
+
+class SweepFolder:
+    """The places of a sweep."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def report(self) -> Path:
+        """The page."""
+        return self.path / "report.html"
+
+    def record(self, cell: Cell) -> Path:
+        """The file of a cell's record."""
+        return self.path / "cells" / f"{cell.number:03d}-{slug(cell.label)}.json"
+
+    def exists(self) -> bool:
+        """Whether there is a sweep."""
+        return (self.path / FILE).exists()
+
+    def write(self, sweep: Sweep) -> None:
+        """Begin a sweep here; raises `RecordError` where nothing can be written."""
+        require_writable(self.path)
+        try:
+            write_text(sweep_json(sweep), self.path / FILE)
+        except OSError as error:
+            raise SweepError(f"{self.path / FILE} cannot be written: {error.strerror}") from error
+
+    def read(self) -> Sweep:
+        """The sweep that was begun here; raises `SweepError`."""
+        path = self.path / FILE
+        try:
+            value = json.loads(path.read_text(encoding="utf-8"))
+            require_shallow(value, _DEEPEST)
+        except FileNotFoundError as error:
+            raise SweepError(f"{self.path} holds no sweep: there is no {FILE} in it") from error
+        except (OSError, ValueError, RecursionError) as error:
+            raise SweepError(f"cannot read the sweep {path}: {error}") from error
+        found = value.get("format") if isinstance(value, dict) else None
+        if found != FORMAT:
+            raise SweepError(f"{path}: format {found!r}, expected {FORMAT!r}")
+        try:
+            sweep = from_plain(Sweep, value)
+        except (ValueError, ZerokitError) as error:
+            raise SweepError(f"{path}: malformed sweep: {error}") from error
+        if [cell.number for cell in sweep.cells] != list(range(len(sweep.cells))) or not sweep.cells:
+            raise SweepError(f"{path}: malformed sweep: its cells are not numbered from 0")
+        return sweep
+
+    def records(self, sweep: Sweep) -> list[Record]:
+        """The records that are there, in the order of the cells; raises `RecordError` for a damaged one."""
+        return [record for cell in sweep.cells if (record := self.existing(cell)) is not None]
+
+    def existing(self, cell: Cell) -> Record | None:
+        """The record of a cell, if it has one; raises `RecordError` if that cannot be read."""
+        path = self.record(cell)
+        return read_record(path) if path.exists() else None
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keep other processes from running cells here; raises `SweepError` if one does so now."""
+        with files.locked(self.path / FILE) as alone:
+            if not alone:
+                raise SweepError(f"another zerokit bench is running the sweep in {self.path}")
+            yield
+
+
+def sweep_json(sweep: Sweep) -> str:
+    """The content of sweep.json."""
+    return json.dumps(to_plain(sweep), indent=1, ensure_ascii=False) + "\n"

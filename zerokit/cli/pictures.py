@@ -1,0 +1,35 @@
+"""Plots for MLflow's pages, and the page of a sweep. One that cannot be drawn is no reason to lose a run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from zerokit.bench.record import Record
+
+
+def pictures(records: Sequence[Record]) -> Mapping[str, bytes]:
+    """PNG files by name, of one bench or of several beside each other; none where no bench came to numbers."""
+    from zerokit.bench.report.render import plots
+
+    if not any(record.status == "ok" for record in records):
+        return {}
+    try:
+        return plots(records)
+    except Exception as error:
+        logging.getLogger(__name__).warning("no plots: %s: %s", type(error).__name__, error)
+        return {}
+
+
+def write_report(records: Sequence[Record], path: Path, warn: Callable[[str], None]) -> bool:
+    """The page of a sweep; False, with a warning, where it cannot be made."""
+    from zerokit.bench.record.runs import Run
+    from zerokit.bench.report.render import write_comparison
+
+    try:
+        write_comparison([Run("", tuple(records))], path)
+    except Exception as error:  # a page is no reason to end a sweep whose records are whole
+        warn(f"the report was not written: {type(error).__name__}: {error}")
+        return False
+    return True
