@@ -272,14 +272,14 @@ def _sweep(
     from zerokit.bench.record.schema import to_plain
     from zerokit.bench.record.sweep import SweepFolder
     from zerokit.bench.run.session import DEFAULT_FOLDER, require_data
-    from zerokit.bench.sweeps.sweep import exit_code, prepare, run_sweep
+    from zerokit.bench.sweeps.sweep import exit_code, prepare, read_sweep, run_sweep
     from zerokit.bench.tracking.content import sweep_files, sweep_status
     from zerokit.cli.display import Display
     from zerokit.cli.pictures import pictures, write_report
     from zerokit.launch.interrupts import Interrupts
 
     folder = SweepFolder(place or _new_folder(DEFAULT_FOLDER))
-    sweep = folder.read() if asked is None else asked
+    sweep = read_sweep(folder) if asked is None else asked
     for settings in dict.fromkeys(replace(cell.settings, repeat=0) for cell in sweep.cells):
         require_data(settings, start.host(Interrupts(), Display()))
     try:

@@ -70,7 +70,7 @@ def test_bars_are_the_records_figures_in_the_title_s_unit(sweep: dict[str, Pictu
     assert all((bar["start"], bar["stop"]) == (0.0, bar["value"]) for bar in bars_)
     encoding = picture.plot["layer"][0]["encoding"]
     assert (encoding["x"]["field"], encoding["x2"]["field"]) == ("start", "stop")
-    assert [told["title"] for told in encoding["tooltip"][-2:]] == ["tokens/s", "±"]
+    assert encoding["tooltip"][-1]["title"] == "tokens/s"  # one run tells no noise between runs
     # What came to nothing has its row too, with the reason in its place.
     assert {row["text"] for row in rows_of(picture.plot, 1)} > {"failed", "out of memory"}
     peaks = [max(rank.peak_host_bytes for rank in record.ranks) / MIB for record in WELL]

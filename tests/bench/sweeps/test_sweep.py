@@ -15,7 +15,7 @@ from zerokit.bench.record.settings import Settings
 from zerokit.bench.record.status import OUT_OF_MEMORY, Status, write_status
 from zerokit.bench.record.sweep import Sweep, SweepError, SweepFolder
 from zerokit.bench.sweeps.cells import product
-from zerokit.bench.sweeps.sweep import exit_code, prepare, run_sweep
+from zerokit.bench.sweeps.sweep import exit_code, prepare, read_sweep, run_sweep
 from zerokit.bench.tracking.content import sweep_status
 from zerokit.bench.tracking.mirror import Live
 from zerokit.bench.worker.twin import twin_settings
@@ -203,7 +203,7 @@ def test_settings_in_a_sweep_are_checked(folder: SweepFolder) -> None:
     path = folder.path / "sweep.json"
     path.write_text(path.read_text().replace('"gpt-tiny"', '"gpt-vast"'))
     with pytest.raises(SweepError, match=r"malformed sweep: .*model 'gpt-vast' is unknown"):
-        folder.read()
+        read_sweep(folder)
 
 
 def test_a_damaged_record_is_not_taken_for_a_missing_one(folder: SweepFolder) -> None:

@@ -22,7 +22,6 @@ from zerokit.bench.tracking import mirror, push
 from zerokit.bench.tracking.content import sweep_status
 from zerokit.bench.tracking.mirror import Live, Mirror
 from zerokit.bench.tracking.store import Store, Tracking, TrackingError
-from zerokit.cli.pictures import pictures
 from zerokit.errors import UsageError
 from zerokit.launch.failures import WorkerFailed
 
@@ -34,12 +33,15 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
+def pictures(records: Sequence[Record]) -> dict[str, bytes]:
+    return {"p.png": b"picture"}
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("mlflow")
         patch.chdir(folder)  # MLflow puts artifacts in the working directory
-        patch.setattr(push, "pictures", lambda records: {"p.png": b"picture"})
         yield folder
 
 
@@ -133,7 +135,7 @@ def test_ten_cells_pushed_twice_are_ten_runs_and_one_parent(
     assert runs(client, tracking)[0][0].to_dictionary() == before.to_dictionary()
     assert_mirrored(client, tracking, records)
     (parent,), _ = runs(client, tracking)
-    assert parent.info.run_name == "sweep of engine zerokit,ddp × stage 0,1 × batch_size 1,2,3"
+    assert parent.info.run_name == "gpt-5m sweep of engine zerokit,ddp × stage 0,1 × batch_size 1,2,3"
     assert parent.data.params == {"engine": "zerokit,ddp", "stage": "0,1", "batch_size": "1,2,3"}
     assert parent.data.tags["zerokit.cells.ok"] == "8"
     assert parent.data.tags["zerokit.cells.unsupported"] == "2"

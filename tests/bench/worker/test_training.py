@@ -216,7 +216,7 @@ def test_a_rank_fills_in_what_was_left_open() -> None:
     asked = Settings(model="gpt-tiny", seq_len=16)
     chosen = choose(asked, HERE)
     assert (chosen.device, chosen.precision, chosen.data) == ("cpu", "fp32", "standard-library")
-    assert (chosen.bucket_mb, chosen.image_size, chosen.warmup) == (16.0, None, None)
+    assert (chosen.bucket_mb, chosen.image_size, chosen.warmup) == (None, None, None)
     on_cuda = choose(replace(asked, engine="fsdp2", stage=3), Place(torch.device("cuda"), "nccl"))
     assert (on_cuda.device, on_cuda.precision, on_cuda.bucket_mb) == ("cuda", "bf16", None)
     images = choose(replace(asked, model="mlp-mnist", precision="bf16"), HERE)

@@ -66,13 +66,14 @@ class Sweep:
 
     @property
     def title(self) -> str:
-        """The options that have several values."""
+        """The model, and the options that have several values; MLflow's tables cut it after some 16 letters."""
         several = [
             f"{name} {','.join(map(str, value))}"
             for name, value in self.options.items()
             if isinstance(value, list) and len(value) > 1
         ]
-        return "sweep of " + (" × ".join(several) or f"{len(self.cells)} cells")
+        models = ",".join(dict.fromkeys(cell.settings.model for cell in self.cells))
+        return f"{models} sweep of {' × '.join(several) or f'{len(self.cells)} cells'}"
 
     def same_cells(self, other: Sweep) -> bool:
         """Whether the other asks for the same, in the same order."""

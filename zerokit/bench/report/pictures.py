@@ -204,23 +204,22 @@ def _steps(cells: Sequence[Cell], roles: Mapping[int, str]) -> Picture | None:
 
 
 def _communication(cells: Sequence[Cell], roles: Mapping[int, str]) -> Picture | None:
-    shown = having(cells, "comm/cost_ms", "step/p50_ms", "comm/twin_p50_ms")
+    shown = having(cells, "comm/cost_ms", "step/p50_ms")
     if not shown:
         return None
     scale = Scale.of("ms", [cell.value("step/p50_ms") for cell in shown])
     rows = []
     for cell in shown:
-        step, twin, cost = (
-            cell.value(name) or 0.0 for name in ("step/p50_ms", "comm/twin_p50_ms", "comm/cost_ms")
-        )
+        step, cost = (cell.value(name) or 0.0 for name in ("step/p50_ms", "comm/cost_ms"))
+        rest = step - min(max(cost, 0.0), step)
         measured = cell.measure("comm/cost_ms")
         error = (measured.error if measured is not None else None) or 0.0
         text, extra = scale.text(step), "faster than its twin" if -cost > error else "within the noise"
         if cost > error and step > 0:
-            text = f"{scale.text(twin)} + {scale.text(cost)}"
+            text = f"{scale.text(rest)} + {scale.text(cost)}"
             extra = f"{cost / step:.0%} of the step".replace("%", " %")
         parts = [
-            Part("compute only", min(twin, step) * scale.factor, "soft"),
+            Part("all else", rest * scale.factor, "soft"),
             Part("communication", max(cost, 0.0) * scale.factor, roles[id(cell)], error * scale.factor),
         ]
         rows.append(Row(cell.label, parts, text, extra, error=error * scale.factor))

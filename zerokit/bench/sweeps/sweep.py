@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from zerokit.bench.catalogue.check import require_known
 from zerokit.bench.record import Record
 from zerokit.bench.record.settings import Settings
-from zerokit.bench.record.sweep import Cell, Sweep, SweepFolder
+from zerokit.bench.record.sweep import Cell, Sweep, SweepError, SweepFolder
 from zerokit.bench.run.session import Host, Watch, run_cell
 from zerokit.errors import UsageError
 
@@ -41,6 +42,17 @@ class Tracker(Protocol):
         """Told of a record that was there already."""
 
 
+def read_sweep(folder: SweepFolder) -> Sweep:
+    """The sweep that was begun there; raises `SweepError`, also for engines and models that do not exist."""
+    sweep = folder.read()
+    try:
+        for cell in sweep.cells:
+            require_known(cell.settings)
+    except UsageError as error:
+        raise SweepError(f"{folder.path}: malformed sweep: {error}") from error
+    return sweep
+
+
 def prepare(folder: SweepFolder, asked: Sweep) -> Sweep:
     """The sweep to run in a folder: the one that was begun there, if it has the same cells, else a new one.
 
@@ -49,7 +61,7 @@ def prepare(folder: SweepFolder, asked: Sweep) -> Sweep:
     if not folder.exists():
         folder.write(asked)
         return asked
-    found = folder.read()
+    found = read_sweep(folder)
     if not found.same_cells(asked):
         raise UsageError(
             f"{folder.path} holds a sweep of other cells: go on with it by --continue {folder.path} alone, "
