@@ -135,7 +135,7 @@ def test_ten_cells_pushed_twice_are_ten_runs_and_one_parent(
     assert runs(client, tracking)[0][0].to_dictionary() == before.to_dictionary()
     assert_mirrored(client, tracking, records)
     (parent,), _ = runs(client, tracking)
-    assert parent.info.run_name == "gpt-5m sweep of engine zerokit,ddp × stage 0,1 × batch_size 1,2,3"
+    assert parent.info.run_name == "gpt-tiny sweep of engine zerokit,ddp × stage 0,1 × batch_size 1,2,3"
     assert parent.data.params == {"engine": "zerokit,ddp", "stage": "0,1", "batch_size": "1,2,3"}
     assert parent.data.tags["zerokit.cells.ok"] == "8"
     assert parent.data.tags["zerokit.cells.unsupported"] == "2"
