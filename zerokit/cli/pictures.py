@@ -10,7 +10,7 @@ from zerokit.bench.record import Record
 
 
 def pictures(records: Sequence[Record]) -> Mapping[str, bytes]:
-    """PNG files by name, of one bench or of several beside each other; none where no bench came to numbers."""
+    """PNG files by name, of one bench or of several beside each other; none where no bench succeeded."""
     from zerokit.bench.report.render import plots
 
     if not any(record.status == "ok" for record in records):

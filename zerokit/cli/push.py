@@ -27,7 +27,7 @@ from zerokit.text import printable
     "as_json",
     envvar="ZEROKIT_PUSH_JSON",
     is_flag=True,
-    help="Print what became of each record on stdout, as JSON.",
+    help="Print the outcome of each record on stdout, as JSON.",
 )
 def command(paths: tuple[Path, ...], tracking_uri: str | None, experiment: str, as_json: bool) -> None:
     """Bring MLflow to where records on disk are: a run a record, a parent run a sweep.

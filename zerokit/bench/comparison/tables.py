@@ -26,7 +26,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """What stands in one place of a table; `look` is its class."""
+    """One cell of a table as text; `look` is its class."""
 
     text: str
     look: str

@@ -1,8 +1,8 @@
 """One cell from beginning to end, as the process that launches the ranks sees it.
 
-    can it run at all? -- launch the ranks -- rank 0 writes a record -- put it in its place, with what became of it
+    can it run at all? -- launch the ranks -- rank 0 writes a record -- write it, with the status of the cell
 
-A cell that does not come to numbers has a record all the same, which says why. How ranks are started is the caller's:
+A cell that fails has a record as well, which says why. How ranks are started is the caller's:
 `Launch` is all that is asked of a launcher.
 """
 
@@ -61,7 +61,7 @@ class Launch(Protocol):
 
 
 class Watch(Protocol):
-    """Who looks on."""
+    """Receives the progress of a bench."""
 
     def phase(self, text: str) -> None:
         """Told what is going on while no steps are made."""
@@ -131,7 +131,7 @@ def run_cell(
     Args:
         settings: what to do.
         path: of the record.
-        host: where, and who looks on.
+        host: where, and what receives the progress.
         sweep: the id of the sweep that the cell belongs to.
         identity: of the record; a new one by default.
 

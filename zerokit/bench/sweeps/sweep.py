@@ -20,26 +20,26 @@ DONE = ("ok", "out of memory", "unsupported")
 
 
 class SweepWatch(Watch, Protocol):
-    """Who looks on at a sweep."""
+    """Receives the progress of a sweep."""
 
     def began(self, cell: Cell) -> None:
-        """Told that a cell runs now."""
+        """A cell runs now."""
 
     def ended(self, cell: Cell, record: Record, *, before: bool) -> None:
-        """Told of a cell's record; `before`: it was there already."""
+        """A cell has its record; `before`: it was there already."""
 
 
 class Tracker(Protocol):
-    """Who keeps records elsewhere while they are made: MLflow's `Live`."""
+    """Keeps records elsewhere while they are made: MLflow's `Live`."""
 
     def open_sweep(self, sweep: str, name: str, options: Mapping[str, Any]) -> None:
-        """Told that a sweep begins."""
+        """A sweep begins."""
 
     def during(self, settings: Settings, sweep: str | None, work: Callable[[str], Record]) -> Record:
-        """Does the work of a cell, with the id that its record is to have."""
+        """Do the work of a cell, with the id that its record is to have."""
 
     def ensure(self, record: Record) -> None:
-        """Told of a record that was there already."""
+        """The record was there already."""
 
 
 def read_sweep(folder: SweepFolder) -> Sweep:

@@ -153,7 +153,7 @@ class Mirror:
         self.store.status(run_id, "RUNNING")
 
     def _unfinished(self, sweep: str, cell: str) -> str | None:
-        """The run of a cell that was begun and did not come to a result."""
+        """The run of a cell that was begun and has no result."""
         for status in ("running", "failed", "killed"):
             if (found := self.store.find({SWEEP_TAG: sweep, CELL_TAG: cell, STATUS_TAG: status})) is not None:
                 return str(found.info.run_id)
