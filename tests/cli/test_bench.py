@@ -129,7 +129,8 @@ def test_the_table_tells_what_was_asked_for(finished: Finished) -> None:
     assert "(N−1)·2Ψ elements, through sockets" in shown  # nodes on one machine are nodes
     assert finished.record.traffic.route == "sockets"
     assert f"record  {finished.record_path.relative_to(finished.folder)}" in shown
-    assert "open    mlflow ui --backend-store-uri sqlite:///mlflow.db" in shown
+    assert "serve   mlflow ui --backend-store-uri sqlite:///mlflow.db" in shown
+    assert "open    http://127.0.0.1:5000/#/experiments/" in shown
     assert finished.process.stderr == ""
 
 
