@@ -81,15 +81,20 @@ def start(optimizer: ZeroOptimizer, work: Callable[[], Path]) -> Saving:
     return saving
 
 
-def finished(optimizer: ZeroOptimizer) -> Callable[[], None]:
-    """Wait for the optimizer's last save; what is returned raises its error, unless this rank has been given it."""
+def failure(optimizer: ZeroOptimizer) -> Callable[[], None] | None:
+    """Wait for the optimizer's last save; None after a success, on all ranks then.
+
+    After a failure, what every rank is to run: it raises the error, unless this rank has been given it.
+    """
     saving = _SAVINGS.get(optimizer)
     seen = saving is None or saving.seen
     error = None if saving is None else saving.exception()
     _SAVINGS.pop(optimizer, None)  # not before: the wait may be interrupted, and a save made all the same
+    if error is None:
+        return None
 
     def surface() -> None:
-        if error is not None and not seen:
+        if not seen:
             raise CheckpointError(f"the background save before this one failed: {error}") from error
 
     return surface

@@ -78,8 +78,10 @@ def load(
     """
     optimizer.require_own_weights("load()")
     parts = optimizer.parts
+    failed = background.failure(optimizer)
     together = Together(parts.collectives)
-    together.each(background.finished(optimizer))
+    if failed is not None:
+        together.each(failed)
     checkpoint = together.each(lambda: Checkpoint(Path(path), whole=not weights_only))
     seen = together.exchange((checkpoint.path.name, checkpoint.manifest_crc))
     if len(set(seen)) > 1:

@@ -144,9 +144,10 @@ def save(
     parts = optimizer.parts
     parts.control.finish()
     parts.walk.absorb_changes()  # weights that were clamped, say, since the last step: masters are what is written
-    before = background.finished(optimizer)
+    failed = background.failure(optimizer)
     together = Together(parts.collectives, background=not blocking)
-    together.each(before)  # here, where it cannot be overlooked: a failed save ends no later one
+    if failed is not None:  # raised here, where it cannot be overlooked: a failed save ends no later one
+        together.each(failed)
     retention = Retention(keep_last, keep_every, keep)
     part: list[Part] = []
     cause: list[Exception] = []
