@@ -81,20 +81,14 @@ def start(optimizer: ZeroOptimizer, work: Callable[[], Path]) -> Saving:
     return saving
 
 
-def failure(optimizer: ZeroOptimizer) -> Callable[[], None] | None:
-    """Wait for the optimizer's last save; None after a success, on all ranks then.
-
-    After a failure, what every rank is to run: it raises the error, unless this rank has been given it.
-    """
+def failure(optimizer: ZeroOptimizer) -> CheckpointError | None:
+    """Wait for the optimizer's last save; its error, unless there was none or this rank has been given it."""
     saving = _SAVINGS.get(optimizer)
     seen = saving is None or saving.seen
     error = None if saving is None else saving.exception()
     _SAVINGS.pop(optimizer, None)  # not before: the wait may be interrupted, and a save made all the same
-    if error is None:
+    if error is None or seen:
         return None
-
-    def surface() -> None:
-        if not seen:
-            raise CheckpointError(f"the background save before this one failed: {error}") from error
-
-    return surface
+    found = CheckpointError(f"the background save before this one failed: {error}")
+    found.__cause__ = error
+    return found

@@ -80,8 +80,7 @@ def load(
     parts = optimizer.parts
     failed = background.failure(optimizer)
     together = Together(parts.collectives)
-    if failed is not None:
-        together.each(failed)
+    together.raise_any(failed)
     checkpoint = together.each(lambda: Checkpoint(Path(path), whole=not weights_only))
     seen = together.exchange((checkpoint.path.name, checkpoint.manifest_crc))
     if len(set(seen)) > 1:

