@@ -102,7 +102,8 @@ def command(
     from zerokit.bench.comparison.cells import baselines, make_cells, side_by_side
     from zerokit.bench.comparison.differences import Rule, known_metric, regressions
     from zerokit.bench.comparison.losses import disagreements
-    from zerokit.cli.compare_tables import as_json_text, show
+    from zerokit.bench.comparison.plain import comparison_json
+    from zerokit.cli.tables import show
 
     try:
         parsed = [Rule.parse(rule) for rule in rules]
@@ -118,7 +119,7 @@ def command(
     if html is not None:
         _write(html, runs)
     if as_json:
-        click.echo(as_json_text(cells, partners, broken, differing))
+        click.echo(comparison_json(cells, partners, broken, differing))
     else:
         from rich.console import Console
 

@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 
-from rich.console import Console, Group
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
@@ -17,7 +17,6 @@ from zerokit.bench.record import Record
 from zerokit.bench.record.progress import Progress as BenchProgress
 from zerokit.bench.record.sweep import Cell
 from zerokit.bench.tracking.mirror import Live
-from zerokit.cli.bench_tables import result_tables
 from zerokit.cli.numbers import mib, ms, rate
 from zerokit.text import printable, printable_lines
 
@@ -26,7 +25,7 @@ _NARROW = 70
 
 
 class Display:
-    """Progress while it is entered; `results`, `table` and `places` after that.
+    """Progress while it is entered; `table` and `files` after that.
 
     Args:
         cells: of the sweep; 1 for a single bench.
@@ -114,21 +113,17 @@ class Display:
         """A line on stderr, above the bars."""
         self._errors.print(Text(f"zerokit: {printable_lines(text)}"), soft_wrap=True)
 
-    def results(self, record: Record) -> None:
-        """The tables of one bench."""
-        self._out.print(Group(*result_tables(record, self._out.width)))
-
     def table(self, records: Sequence[Record]) -> None:
-        """The table of a sweep."""
+        """The table of a bench or a sweep."""
         from zerokit.bench.comparison.cells import baselines, make_cells
         from zerokit.bench.record.runs import Run
-        from zerokit.cli.compare_tables import show
+        from zerokit.cli.tables import show
 
         runs = [Run("", tuple(records))]
         cells = make_cells(runs)
         show(self._out, cells, baselines(cells, runs))
 
-    def places(self, files: Mapping[str, str], live: Live, push: str, *, to_stderr: bool) -> None:
+    def files(self, files: Mapping[str, str], live: Live, push: str, *, to_stderr: bool) -> None:
         """Where everything is, and how to open the MLflow run, or to make up for one that failed."""
         lines = ["", *(f"{name:<8}{path}" for name, path in files.items())]
         if live.lost:

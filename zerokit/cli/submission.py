@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from zerokit.cli.launchers import Chosen, given_arguments, read_variables
+from zerokit.cli.launchers import given_arguments, read_variables
 from zerokit.errors import UsageError
 from zerokit.text import printable
 
 if TYPE_CHECKING:
-    from zerokit.bench.record.settings import Settings
+    from zerokit.cli.bench_request import Request
     from zerokit.cli.display import Display
 
 # Of the submission alone: inside the job they are settled.
@@ -33,28 +32,23 @@ _OUTSIDE = [
     *("submit", "namespace", "form", "as_json"),
 ]
 _OF_PODS = ("nodes", "nproc_per_node", "container_image", "variables")
-"""What the pods are told otherwise."""
+"""What pods get otherwise."""
 
 
-def submit(
-    context: click.Context, chosen: Chosen, cells: Sequence[Settings], output: Path | None, *, as_json: bool
-) -> int:
+def submit(context: click.Context, request: Request) -> int:
     """Queue the bench and wait for its end, or print what would be queued; the exit code."""
-    if chosen.name == "kubernetes":
-        return _submit_to_kubernetes(context, chosen, cells, output, as_json=as_json)
-    return _submit_to_slurm(context, chosen, cells, output, as_json=as_json)
+    kubernetes = request.chosen.name == "kubernetes"
+    return (_submit_to_kubernetes if kubernetes else _submit_to_slurm)(context, request)
 
 
-def _submit_to_kubernetes(
-    context: click.Context, chosen: Chosen, cells: Sequence[Settings], output: Path | None, *, as_json: bool
-) -> int:
+def _submit_to_kubernetes(context: click.Context, request: Request) -> int:
     from zerokit.bench.record import Record, write_record
     from zerokit.bench.run.session import record_path
     from zerokit.cli.display import Display
     from zerokit.launch.interrupts import Interrupts
     from zerokit.launch.kubernetes import Pods, apply, find_json, follow, render, to_yaml
 
-    options = chosen.options
+    options, cells = request.chosen.options, request.cells
     if options["container_image"] is None:
         raise click.UsageError(
             "--launcher kubernetes needs --container-image: an image with zerokit (docker/Dockerfile)"
@@ -80,7 +74,7 @@ def _submit_to_kubernetes(
     if not options["submit"]:
         click.echo(to_yaml(objects), nl=False)
         return 0
-    path = record_path(output, cells[0], datetime.now())
+    path = record_path(request.output, cells[0], datetime.now())
     apply(objects)
     display = Display()
     display.warn(f"submitted as {options['form']} {pods.name} in namespace {pods.namespace}")
@@ -88,28 +82,27 @@ def _submit_to_kubernetes(
         log = follow(pods, options["form"], interrupts, display.warn)
     record = Record.from_json(find_json(log))
     write_record(record, path)
-    _show(path, display, as_json=as_json, single=True, log=None)
+    _show(path, display, as_json=request.as_json, single=True, log=None)
     return 0 if record.status == "ok" else 1
 
 
-def _submit_to_slurm(
-    context: click.Context, chosen: Chosen, cells: Sequence[Settings], output: Path | None, *, as_json: bool
-) -> int:
+def _submit_to_slurm(context: click.Context, request: Request) -> int:
     from zerokit.bench.record import require_writable
     from zerokit.bench.run.session import DEFAULT_FOLDER
     from zerokit.cli.display import Display
     from zerokit.launch.interrupts import Interrupts
-    from zerokit.launch.slurm import Container, Request, follow, render_script
+    from zerokit.launch.slurm import Container, follow, render_script
+    from zerokit.launch.slurm import Request as Allocation
     from zerokit.launch.slurm import submit as sbatch
 
-    options = chosen.options
-    if context.params["continued"] is not None:
+    options, cells, output = request.chosen.options, request.cells, request.output
+    if request.continued is not None:
         raise click.UsageError(
             "--continue is for nodes that are there: run it with --launcher slurm inside an allocation (salloc)"
         )
     try:
         image = options["container_image"]
-        request = Request(
+        allocation = Allocation(
             nodes=max(cell.nodes for cell in cells),
             gpus_per_node=options["gpus_per_node"],
             partition=options["partition"],
@@ -127,7 +120,7 @@ def _submit_to_slurm(
     target = target or (folder / ("record.json" if single else "sweep"))
     arguments = [*given_arguments(context, _OUTSIDE), "--launcher", "slurm", "--output", str(target)]
     file = folder / "arguments.json"
-    script = render_script(request, file, folder)
+    script = render_script(allocation, file, folder)
     if options["dry_run"]:
         click.echo(script, nl=False)
         return 0
@@ -139,7 +132,7 @@ def _submit_to_slurm(
     display.warn(f"submitted as Slurm's job {job}; its log is {folder / 'slurm.log'}")
     with Interrupts() as interrupts, display:
         code = follow(job, folder, interrupts, display.warn)
-    _show(target, display, as_json=as_json, single=single, log=folder / "slurm.log")
+    _show(target, display, as_json=request.as_json, single=single, log=folder / "slurm.log")
     return code
 
 
@@ -152,7 +145,7 @@ def _show(target: Path, display: Display, *, as_json: bool, single: bool, log: P
         if as_json:
             click.echo(record.to_json(), nl=False)
         elif record.status == "ok":
-            display.results(record)
+            display.table([record])
         else:
             display.warn(f"{record.status}: {record.reason}")
     lines = [f"\n{'record' if single else 'records'}  {target}", *([] if log is None else [f"log     {log}"])]

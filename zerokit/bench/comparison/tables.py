@@ -1,4 +1,4 @@
-"""Tables of cells: the figures that most readers want, and all of them."""
+"""Tables of cells as text, drawn by the command line and by the page: the usual figures, or all of them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,87 @@ from zerokit.bench.comparison.figures import percent, scale_of, within_noise
 from zerokit.bench.comparison.roles import memory_metric, roles_of
 from zerokit.bench.record.metrics import METRICS, UNITS
 
+WITHIN_NOISE = "within noise"
+FEW = 4
+"""Up to so many cells are compared in detail."""
 _REASON = 400
 """Letters of a failure's reason that the table shows; the record has it whole."""
+_DETAILS = (
+    "step/p90_ms",
+    "step/skew_p50_ms",
+    "memory/state_mib",
+    "comm/exposed_ms",
+    *("phase/forward_ms", "phase/backward_ms", "phase/optimizer_ms", "traffic/mib_per_step", "loss_last"),
+)
+_OF_A_PAGE = ("step/p90_ms", "memory/state_mib", "traffic/mib_per_step", "loss_last")
+
+
+def usual_metrics(cells: Sequence[Cell], details: Sequence[str] | None = None) -> list[str]:
+    """What most readers want to know; and `details`, by default of few cells more than of many."""
+    if details is None:
+        details = _DETAILS if len(cells) <= FEW else ()
+    wanted = {"step/p50_ms", "mfu", memory_metric(cells)[0], "comm/cost_ms", *details}
+    wanted |= {f"throughput/{unit}_per_s" for unit in UNITS}
+    if len(steps_of(cells)) > 1:
+        wanted.discard("loss_last")
+    return [name for name in METRICS if name in wanted]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A metric of a cell: the value, "±" and its error, and the difference from the baseline; "" for what is not known.
+
+    `verdict`: "better" or "worse" where the difference exceeds the noise, else "".
+    """
+
+    value: str
+    error: str = ""
+    change: str = ""
+    verdict: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A metric with its unit and an entry a cell."""
+
+    metric: str
+    title: str
+    unit: str
+    entries: tuple[Entry, ...]
+
+
+def columns_of(
+    cells: Sequence[Cell], partners: Mapping[int, Cell | None], names: Sequence[str]
+) -> list[Column]:
+    """A column for each of these metrics that any cell has; values of a column have one unit and equal decimals."""
+    columns = []
+    for name in names:
+        values = [cell.value(name) for cell in cells]
+        if any(value is not None for value in values):
+            scale = scale_of(name, METRICS[name].unit, values)
+            entries = []
+            for cell in cells:
+                measured, change = cell.measure(name), difference(cell, partners[id(cell)], name)
+                known = measured.error if measured else None
+                if measured is not None and within_noise(name, measured):
+                    value, known = WITHIN_NOISE, None
+                else:
+                    value = scale.text(measured.value if measured else None)
+                error = f"±{scale.text(known)}" if known and not name.startswith("throughput") else ""
+                entries.append(Entry(value, error, *_change(change)))
+            columns.append(Column(name, METRICS[name].title, scale.unit, tuple(entries)))
+    return columns
+
+
+def _change(change: Difference | None) -> tuple[str, str]:
+    if change is None:
+        return "", ""
+    text = percent(change)
+    if change.verdict == "within noise":
+        return f"≈ {text}" if change.relative else text, ""
+    if change.verdict == "noise unknown":
+        return f"{text} ?", ""
+    return text, change.verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +113,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A row: its places, or what is said instead of them."""
+    """A row: its items, or instead of them what became of the cell, and why."""
 
     label: str
     role: str
@@ -57,46 +136,19 @@ class Table:
 
 
 def results_table(cells: Sequence[Cell], partners: Mapping[int, Cell | None]) -> Table:
-    """The figures that most readers want, with noise and difference where they help."""
-    compared = any(partner is not None for partner in partners.values())
-    columns = [
-        ("step/p50_ms", True, compared),
-        ("step/p90_ms", False, False),
-        *((f"throughput/{unit}_per_s", False, compared) for unit in UNITS),
-        (memory_metric(cells)[0], False, compared),
-        ("memory/state_mib", False, False),
-        ("comm/cost_ms", True, False),
-        ("mfu", False, False),
-        ("traffic/mib_per_step", False, False),
-    ]
-    if len(steps_of(cells)) == 1:
-        columns.append(("loss_last", False, False))
-    return _table(cells, partners, columns)
-
-
-def _table(
-    cells: Sequence[Cell], partners: Mapping[int, Cell | None], columns: Sequence[tuple[str, bool, bool]]
-) -> Table:
-    roles = roles_of(cells)
-    heads: list[Head] = []
+    """A row a cell, a column a metric; errors and differences have columns of their own where any cell has them."""
+    roles, heads = roles_of(cells), []
     by_cell: list[list[Item]] = [[] for _ in cells]
-    for name, with_error, with_change in columns:
-        values = [cell.value(name) for cell in cells]
-        if all(value is None for value in values):
-            continue
-        metric = METRICS[name]
-        scale = scale_of(name, metric.unit, values)
-        heads.append(Head(metric.title, scale.unit, 1 + with_error + with_change))
-        for cell, items in zip(cells, by_cell, strict=True):
-            measured = cell.measure(name)
-            noise = measured is not None and within_noise(name, measured)
-            text = "within noise" if noise else scale.text(measured.value if measured else None)
-            items.append(Item(text, "value"))
-            if with_error:
-                known = measured is not None and measured.error and not noise
-                items.append(Item(f"±{scale.text(measured.error)}" if measured and known else "", "error"))
-            if with_change:
-                items.append(_change(difference(cell, partners[id(cell)], name)))
+    for column in columns_of(cells, partners, usual_metrics(cells, _OF_A_PAGE)):
+        looks = [
+            look for look in ("error", "change") if any(getattr(entry, look) for entry in column.entries)
+        ]
+        heads.append(Head(column.title, column.unit, 1 + len(looks)))
+        for items, entry in zip(by_cell, column.entries, strict=True):
+            items.append(Item(entry.value, "value"))
+            for look in looks:
+                verdict = f" {entry.verdict}" if look == "change" and entry.verdict else ""
+                items.append(Item(getattr(entry, look), look + verdict))
     rows = [
         Line(cell.label, roles[id(cell)], tuple(items))
         if cell.status == "ok"
@@ -105,17 +157,6 @@ def _table(
         if cell.status != "unsupported"
     ]
     return Table("cell", tuple(heads), tuple(rows))
-
-
-def _change(change: Difference | None) -> Item:
-    if change is None:
-        return Item("", "change")
-    text = percent(change)
-    if change.verdict == "within noise":
-        return Item(f"≈ {text}" if change.relative else text, "change")
-    if change.verdict == "noise unknown":
-        return Item(f"{text} ?", "change")
-    return Item(text, f"change {change.verdict}")
 
 
 def shortened(reason: str | None) -> str:
@@ -128,12 +169,7 @@ def figures_table(cells: Sequence[Cell]) -> Table:
     """Every metric that any cell has: a row a metric, a column a cell."""
     well = [cell for cell in cells if cell.status == "ok"]
     rows = []
-    for name, metric in METRICS.items():
-        values = [cell.value(name) for cell in well]
-        if all(value is None for value in values):
-            continue
-        scale = scale_of(name, metric.unit, values)
-        items = [Item(scale.text(value), "value") for value in values]
-        label = f"{name} ({metric.title}, {scale.unit})" if scale.unit else f"{name} ({metric.title})"
-        rows.append(Line(label, "", tuple(items)))
+    for column in columns_of(well, {id(cell): None for cell in well}, list(METRICS)):
+        label = f"{column.metric} ({', '.join(filter(None, (column.title, column.unit)))})"
+        rows.append(Line(label, "", tuple(Item(entry.value, "value") for entry in column.entries)))
     return Table("metric", tuple(Head(cell.label, "") for cell in well), tuple(rows))

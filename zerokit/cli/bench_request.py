@@ -1,0 +1,165 @@
+"""What a command line of `zerokit bench` asks for: checked options as one value."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import click
+
+from zerokit.bench.machine.devices import visible_devices
+from zerokit.bench.record.settings import Settings
+from zerokit.bench.record.words import DIMENSIONS
+from zerokit.bench.sweeps.cells import product
+from zerokit.bench.tracking.store import Tracking, resolve_uri
+from zerokit.cli.bench_options import DEFAULT_REPEATS, STEPS_A_ROUND
+from zerokit.cli.launchers import Chosen, choose_launcher, take_options
+from zerokit.errors import UsageError
+from zerokit.text import printable
+
+_CHECKPOINTS = ("save", "save_every", "background", "resume", "elastic")
+"""Of one bench alone: cells that write the same checkpoints would continue each other's."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to run, and where its results go.
+
+    Attributes:
+        chosen: who starts the ranks.
+        cells: in the order of running; those of a sweep that goes on are in its folder.
+        options: what the user chose, by the options' names.
+        output: for the record or the sweep.
+        continued: the folder of the sweep to go on with.
+        tracking: MLflow; None without it.
+        as_json: whether stdout is for a program.
+        max_restarts: of an elastic bench whose ranks are started here.
+        given: options of MLflow as they stood on the command line, for advice that repeats it.
+    """
+
+    chosen: Chosen
+    cells: Sequence[Settings]
+    options: dict[str, Any]
+    output: Path | None
+    continued: Path | None
+    tracking: Tracking | None
+    as_json: bool
+    max_restarts: int
+    given: str
+
+    @property
+    def single(self) -> bool:
+        """Whether one cell is to run, once, without a folder for a sweep."""
+        return self.continued is None and len(self.cells) == 1
+
+    def push(self, path: Path) -> str:
+        """The command that brings what is in `path` to MLflow later."""
+        return f"zerokit push {shlex.quote(str(path))}{self.given}"
+
+
+def parse(context: click.Context, options: dict[str, Any]) -> Request:
+    """The request in the options of a command line; raises `click.UsageError` where they contradict each other."""
+    output, continued, tracking_uri, experiment, no_mlflow, as_json, max_restarts = (
+        options.pop(name)
+        for name in (
+            *("output", "continued", "tracking_uri", "experiment", "no_mlflow", "as_json", "max_restarts"),
+        )
+    )
+    if continued is not None:
+        _require_alone(context)
+    try:
+        elastic = bool(options["elastic"])
+        chosen = choose_launcher(take_options(options), os.environ, elastic=elastic)
+        if not (elastic and chosen.name == "local") and _from_command_line(context, "max_restarts"):
+            raise UsageError(
+                "--max-restarts is for --elastic with ranks that are started here; torchrun has its own"
+            )
+        dimensions = {name: tuple(options.pop(name) or ()) for name in DIMENSIONS}
+        cells = _cells(dimensions, options, chosen, continued=continued is not None)
+        if len(cells) > 1 and any(options[name] for name in _CHECKPOINTS):
+            raise UsageError(
+                "checkpoints belong to one bench: give --save, --resume and --elastic without a sweep"
+            )
+        if len(cells) > 1 and output is not None and output.suffix == ".json":
+            raise UsageError(f"a sweep writes a folder: --output {output} names a file")
+    except UsageError as error:
+        raise click.UsageError(printable(str(error))) from error
+    return Request(
+        chosen=chosen,
+        cells=cells,
+        options=_asked(context, dimensions),
+        output=output,
+        continued=continued,
+        tracking=None if no_mlflow else Tracking(resolve_uri(tracking_uri), experiment),
+        as_json=as_json,
+        max_restarts=max_restarts if chosen.name == "local" else 0,
+        given=_given(context, "tracking_uri", "experiment", "no_mlflow"),
+    )
+
+
+def _cells(
+    dimensions: dict[str, tuple[Any, ...]], options: Mapping[str, Any], chosen: Chosen, *, continued: bool
+) -> list[Settings]:
+    """The product of the dimensions, in rounds; `options` are the rest of the settings."""
+    for name in ("nodes", "nproc_per_node"):
+        if not dimensions[name] and (number := getattr(chosen, name)) is not None:
+            dimensions[name] = (number,)
+    left_open = not continued and not dimensions["nproc_per_node"] and options["device"] != "cpu"
+    devices = len(visible_devices()) if left_open else 0
+    if left_open and not chosen.here:  # each node has as many as this machine
+        devices *= max(dimensions["nodes"] or (1,))
+    fixed = {name: value for name, value in options.items() if name != "repeats"}
+    fixed["clip"] = fixed["clip"] or None
+    if fixed["steps"] is None:
+        del fixed["steps"]
+    once = product(dimensions, fixed, devices=devices)
+    repeats = options["repeats"] or (DEFAULT_REPEATS if len(once) > 1 else 1)
+    if repeats > 1:
+        fixed.setdefault("steps", STEPS_A_ROUND)
+    cells = product(dimensions, fixed, repeats, devices=devices)
+    if chosen.member is not None and not continued:
+        for cell in cells:
+            chosen.member.require_world(cell.nodes, cell.nproc_per_node)
+    return cells
+
+
+def _require_alone(context: click.Context) -> None:
+    """Refuse options of cells beside --continue, which has them from the sweep."""
+    about_cells = {field.name for field in fields(Settings)} | {"repeats", "output"}
+    for parameter in context.command.params:
+        if parameter.name in about_cells and _from_command_line(context, parameter.name):
+            raise click.UsageError(
+                f"{parameter.opts[0]} cannot be given with --continue, which runs the cells of the sweep as they are"
+            )
+
+
+def _from_command_line(context: click.Context, name: str) -> bool:
+    return context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+
+
+def _given(context: click.Context, *names: str) -> str:
+    """These options as they stood on the command line, each after a space, to be repeated in advice."""
+    found = ""
+    for parameter in context.command.params:
+        if parameter.name in names and _from_command_line(context, parameter.name):
+            value = context.params[parameter.name]
+            found += f" {parameter.opts[0]}" + ("" if value is True else f" {shlex.quote(str(value))}")
+    return found
+
+
+def _asked(context: click.Context, dimensions: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+    """What the user chose, by the options' names; what was left at its default is in the cells."""
+    found: dict[str, Any] = {}
+    left_out = {"output", "continued", "as_json", "tracking_uri", "experiment", "no_mlflow"}
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        source = context.get_parameter_source(name)
+        if name in left_out or source in (None, click.core.ParameterSource.DEFAULT):
+            continue
+        values = dimensions.get(name)
+        found[parameter.opts[0].lstrip("-")] = list(values) if values else context.params[name]
+    return found

@@ -1,0 +1,146 @@
+"""What a single run shows beside its figures: what each means, its ranks, and what is no figure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from zerokit.bench.comparison.cells import Cell
+from zerokit.bench.comparison.figures import within_noise
+from zerokit.bench.comparison.tables import usual_metrics
+from zerokit.bench.record import Rank, Record
+from zerokit.bench.record.metrics import METRICS, OPERATIONS, measure
+from zerokit.bench.record.statistics import quantile
+from zerokit.cli.numbers import loss, mib, ms, rate
+from zerokit.cli.text import counted
+
+RANKS_SHOWN = 16
+"""Of more ranks, those with the least and the most memory are shown only."""
+_MORE = ("step/wall_mean_ms", *(f"bus/{name}_gb_per_s" for name in OPERATIONS))
+
+
+def detailed_metrics(cells: Sequence[Cell]) -> list[str]:
+    """Those of a single run."""
+    skipped = ["skipped_steps"] if cells[0].first.skipped_steps else []
+    names = {*usual_metrics(cells), *_MORE, *skipped} - {"step/skew_p50_ms"}
+    return [name for name in METRICS if name in names]
+
+
+def notes(record: Record) -> dict[str, str]:
+    """What figures mean, by their names; `record` is of a bench that succeeded."""
+    settings, results, model = record.settings, record.results, record.model
+    if results is None or model is None:
+        return {}
+    step = results.step
+    each = f"{rate(results.throughput_per_rank)} a rank"
+    if results.throughput_per_device is not None and results.devices != len(record.ranks):
+        each = f"{rate(results.throughput_per_device)} a device ({counted(results.devices or 0, 'device')})"
+    said = {
+        "step/p50_ms": f"of {step.count} steps, slowest rank of each; "
+        f"95 % between {ms(step.median_low)} and {ms(step.median_high)}",
+        "step/p90_ms": f"p10 {ms(step.p10)}, p99 {ms(step.p99)}",
+        f"throughput/{model.unit}_per_s": f"{each}; "
+        f"{settings.samples_per_step * model.units_per_sample:,} {model.unit} a step",
+        "memory/peak_host_mib": "of the largest process, construction included",
+        "comm/exposed_ms": "a step waits for communication alone",
+        "phase/forward_ms": "phases are waited for one by one",
+        "skipped_steps": "gradients overflowed in fp16",
+        "loss_last": f"from {loss(results.loss_first)}; {len(record.loss)} steps, {settings.warmup} of them warm-up",
+    }
+    if (use := results.utilisation) is not None:
+        said["mfu"] = f"of {use.peak_flops_per_s / 1e12:,.0f} TFLOP/s, dense {use.precision}"
+    if (twin := record.twin) is not None and (cost := measure(METRICS["comm/cost_ms"], [record])) is not None:
+        noise = within_noise("comm/cost_ms", cost)
+        error = f"±{ms(cost.error)}: " if noise and cost.error is not None else ""
+        said["comm/cost_ms"] = (
+            f"{error}a step is {'not measurably ' if noise else ''}longer than the {ms(twin.step.p50)} of "
+            "compute-only steps beside it"
+        )
+    if (traffic := record.traffic) is not None:
+        route = f", through {traffic.route}" if traffic.route else ""
+        said["traffic/mib_per_step"] = f"predicted {mib(traffic.predicted_bytes)}: {traffic.formula}{route}"
+    if any(rank.predicted_memory_bytes for rank in record.ranks):
+        most = max((rank.predicted_memory_bytes or {}).get("total", 0) for rank in record.ranks)
+        said["memory/state_mib"] = f"parameters, gradients, optimizer, buckets; predicted {mib(most)}"
+    for one in record.bandwidth:
+        said[f"bus/{one.operation}_gb_per_s"] = f"{one.by}'s, {mib(one.size_bytes)} in {ms(one.ms)}"
+    return said | _device_notes(record)
+
+
+def _device_notes(record: Record) -> dict[str, str]:
+    """On CUDA: two clocks beside each other, and memory that torch's peak of the steps leaves out."""
+    said, rank = {}, max(record.ranks, key=lambda rank: rank.window_ms or 0.0)
+    if rank.window_ms is not None:
+        said["step/wall_mean_ms"] = (
+            f"{ms(rank.window_ms)} for all steps on rank {rank.rank}; its events add up to {ms(sum(rank.step_ms))}"
+        )
+    most = max(record.ranks, key=lambda rank: rank.peak_allocated_bytes or 0)
+    if (memory := most.device_memory) is not None:
+        said["memory/peak_allocated_mib"] = (
+            f"torch's peak in these steps, {mib(memory.setup_allocated_bytes)} before; "
+            f"of the device {mib(memory.used_bytes)} of {mib(memory.total_bytes)} are used"
+        )
+    return said
+
+
+def record_rows(record: Record) -> Iterator[tuple[str, str, str]]:
+    """What is no figure, as a name, a value and a note: the parts of an elastic bench, and its checkpoints."""
+    if record.results is None:
+        yield "figures", "none", "a restart found all steps trained, and had none to measure"
+    if record.restarts:
+        yield "restarted", f"{record.restarts}×", "all figures but the losses are of the last part"
+        for part in record.parts:
+            trained = part.last_step >= part.first_step
+            steps = f"steps {part.first_step}–{part.last_step}" if trained else "no step"
+            yield "", steps, f"{counted(part.world, 'rank')}; {part.ended.partition(chr(10))[0]}"
+    done, run = record.checkpoints, record.settings.save
+    if done.resumed_from is not None:
+        yield "resumed", f"step {done.resumed_from}", f"from {run}, {ms(done.load_ms or 0.0)}"
+    if done.saves:
+        last = done.saves[-1]
+        yield (
+            "saved",
+            f"step {last.step}",
+            f"{counted(len(done.saves), 'checkpoint')} in {run}; the last {mib(last.size_bytes)}, {ms(last.ms)}",
+        )
+
+
+def rank_table(console: Console, ranks: Sequence[Rank]) -> RenderableType:
+    """A row a rank: its steps, its peak memory, its state as counted and as predicted.
+
+    Where the terminal is too narrow, what matters least is left out.
+    """
+    shown = ranks if len(ranks) <= RANKS_SHOWN else [min(ranks, key=_peak), max(ranks, key=_peak)]
+
+    def total(memory: dict[str, int] | None) -> str:
+        return "" if memory is None else mib(memory["total"])
+
+    columns = {
+        "rank": [str(rank.rank) for rank in shown],
+        "step p50": [ms(quantile(rank.step_ms, 0.5)) if rank.step_ms else "" for rank in shown],
+        "peak host": [mib(rank.peak_host_bytes) for rank in shown],
+        "peak CUDA": [mib(rank.peak_allocated_bytes) if rank.peak_allocated_bytes else "" for rank in shown],
+        "node": [str(rank.node) for rank in shown],
+        "state": [total(rank.memory_bytes) for rank in shown],
+        "predicted": [total(rank.predicted_memory_bytes) for rank in shown],
+    }
+    columns = {title: values for title, values in columns.items() if any(values)}
+    while sum(max(map(len, [title, *values])) + 2 for title, values in columns.items()) > console.width + 2:
+        columns.popitem()
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
+    for title in columns:
+        table.add_column(title, justify="right", no_wrap=True)
+    for row in zip(*columns.values(), strict=True):
+        table.add_row(*row)
+    if "state" not in columns:
+        return table
+    return Group(
+        table, Text("state: parameters, gradients, optimizer, buckets; part of the peak", style="dim")
+    )
+
+
+def _peak(rank: Rank) -> int:
+    return rank.peak_allocated_bytes or rank.peak_host_bytes

@@ -1,0 +1,244 @@
+"""The table that a bench ends with and that `zerokit compare` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console, Group, RenderableType
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+from zerokit.bench.comparison.cells import Cell, unsupported, varying
+from zerokit.bench.comparison.conditions import conditions, drift_notes
+from zerokit.bench.comparison.figures import count
+from zerokit.bench.comparison.tables import FEW, WITHIN_NOISE, Column, columns_of, usual_metrics
+from zerokit.cli.columns import annotate
+from zerokit.cli.details import detailed_metrics, notes, rank_table, record_rows
+from zerokit.cli.text import counted
+from zerokit.text import printable
+
+_ANY_WIDTH = 1000
+_STYLES = {"better": "green", "worse": "red", "": "dim"}
+
+
+def show(
+    console: Console, cells: Sequence[Cell], partners: Mapping[int, Cell | None], metrics: Sequence[str] = ()
+) -> None:
+    """What all cells have in common, the table, what differs, and what the marks mean.
+
+    A single run is shown with its ranks and what each figure means. Without `metrics`, those that matter most.
+    """
+    if not console.is_terminal:
+        console.width = _ANY_WIDTH  # no line of a pipe is folded
+    ran = [cell for cell in cells if cell.status != "unsupported"]
+    single = len(cells) == 1 and len(cells[0].records) == 1 and cells[0].status == "ok"
+    usual = detailed_metrics(cells) if single else usual_metrics(cells)
+    columns = columns_of(ran, partners, metrics or usual)
+    console.print(Text(printable(_common(cells)), style="bold"))
+    for note in drift_notes(cells):
+        console.print(Text(note, style="yellow"))
+    if single:
+        console.print(_annotated(cells[0], columns, console.width))
+        if not metrics:
+            console.print(Text(), rank_table(console, cells[0].first.ranks), sep="\n")
+    elif columns:
+        table = (_by_metric if len(ran) <= FEW else _by_cell)(ran, columns)
+        wide = Measurement.get(console, console.options.update(max_width=_ANY_WIDTH), table).minimum
+        console.print(table if wide <= console.width else _list(ran, columns))
+    shown = {column.metric for column in columns}
+    for text in [*_failures(cells), *(f"{name}: no cell has it" for name in metrics if name not in shown)]:
+        console.print(Text(printable(text)), soft_wrap=True)
+    _show_conditions(console, cells)
+    if marks := _marks(cells, partners, shown):
+        console.print(Text(marks, style="dim"))
+
+
+def _common(cells: Sequence[Cell]) -> str:
+    """What does not vary, in one line."""
+    names = varying(cell.first for cell in cells)
+    first = next((cell.first for cell in cells if cell.status == "ok"), cells[0].first)
+    settings, words = first.settings, []
+    if "model" not in names:
+        size = f" ({count(first.model.parameters)} parameters)" if first.model else ""
+        words.append(settings.model + size)
+    if len(cells) == 1:
+        words.append(f"{settings.engine} stage {settings.stage}")
+    if "precision" not in names and settings.precision:
+        words.append(settings.precision)
+    if "wire" not in names and settings.wire != "own":
+        words.append(f"{settings.wire} wire")
+    if not {"nodes", "nproc_per_node"} & set(names):
+        words.append(f"{counted(settings.world, 'rank')} on {counted(settings.nodes, 'node')}")
+    if "batch_size" not in names:
+        words.append(f"batch {settings.batch_size}")
+    if first.environment is not None:
+        words.append(first.environment.backend)
+    rounds = sorted({len(cell.measured_records) for cell in cells if cell.measured_records})
+    if rounds and rounds != [1]:
+        words.append(f"medians of {' or '.join(map(str, rounds))} rounds")
+    return ", ".join(words)
+
+
+def _failures(cells: Sequence[Cell]) -> list[str]:
+    """Why cells, or some of their rounds, have no figures."""
+    lines = [f"{labels}: unsupported: {_line(reason)}" for labels, reason in unsupported(cells)]
+    for cell in cells:
+        failed = [record for record in cell.records if record.status not in ("ok", "unsupported")]
+        reasons = dict.fromkeys((record.status, _line(record.reason)) for record in failed)
+        some = (
+            f" ({len(failed)} of {len(cell.records)} rounds)" if 0 < len(failed) < len(cell.records) else ""
+        )
+        lines += [f"{cell.label}{some}: {status}: {reason}" for status, reason in reasons]
+    return lines
+
+
+def _marks(cells: Sequence[Cell], partners: Mapping[int, Cell | None], shown: set[str]) -> str:
+    """What a reader has to know of the signs above."""
+    pairs = [(cell, partner) for cell in cells if (partner := partners[id(cell)]) is not None]
+    rounds = {len(cell.measured_records) for cell in cells}
+    marks = []
+    if pairs:
+        against = list(dict.fromkeys(partner.label for _, partner in pairs))
+        whose = printable(against[0]) if len(against) == 1 else "the same cell of the first run"
+        marks.append(f"Changes are against {whose}.")
+        if max(rounds) > 1:
+            marks.append("≈ is within the noise between runs.")
+        if any(len(one.measured_records) == 1 for pair in pairs for one in pair):
+            marks.append(
+                "? is not known: a single run does not tell the noise between runs; --repeats 3 does."
+            )
+        if any(record.twin and record.twin.pace_ms for cell in cells for record in cell.measured_records):
+            marks.append(
+                "Speed is compared by the step against compute-only steps beside it: the machine's pace cancels."
+            )
+    if max(rounds) > 1:
+        marks.append("± is half of the 95 % interval over rounds.")
+    if "comm/cost_ms" in shown and len(cells) > 1:
+        marks.append("Communication is what a step takes longer than a compute-only one beside it.")
+    return " ".join(marks)
+
+
+def _annotated(cell: Cell, columns: Sequence[Column], width: int) -> RenderableType:
+    """A single run: each figure with what it means, then what is no figure."""
+    meaning = notes(cell.first)
+    rows = [(column.title, _with_unit(column), meaning.get(column.metric, "")) for column in columns]
+    return annotate(
+        [
+            ((Text(printable(name), "bold"), Text(printable(value))), Text(printable(note), "dim"))
+            for name, value, note in [*rows, *record_rows(cell.first)]
+        ],
+        width,
+        right=1,
+    )
+
+
+def _with_unit(column: Column) -> str:
+    said = column.entries[0].value == WITHIN_NOISE
+    return WITHIN_NOISE if said else f"{_figure(column, 0)} {column.unit}".rstrip()
+
+
+def _by_metric(cells: Sequence[Cell], columns: Sequence[Column]) -> Table:
+    """A row a metric, a column a cell: some runs in detail."""
+    table = _table()
+    table.add_column("", no_wrap=True)
+    table.add_column("", no_wrap=True, style="dim")
+    changed = [any(column.entries[position].change for column in columns) for position in range(len(cells))]
+    for position, cell in enumerate(cells):
+        # A label may wrap, a figure may not.
+        figures = max(_figure(column, position).cell_len for column in columns)
+        table.add_column(Text(printable(cell.label)), justify="right", min_width=figures)
+        if changed[position]:
+            table.add_column("", no_wrap=True)
+    for column in columns:
+        row = [Text(column.title), Text(column.unit)]
+        for position, change in enumerate(changed):
+            row += [_figure(column, position), *([_change(column, position)] if change else [])]
+        table.add_row(*row)
+    return _unbroken(table)
+
+
+def _by_cell(cells: Sequence[Cell], columns: Sequence[Column]) -> Table:
+    """A row a cell, a column a metric: a sweep at a glance."""
+    table = _table()
+    table.add_column("cell", no_wrap=True)
+    changed = [
+        column.metric != "comm/cost_ms" and any(entry.change for entry in column.entries)
+        for column in columns
+    ]
+    for column, change in zip(columns, changed, strict=True):
+        table.add_column(f"{column.title}\n{column.unit}", justify="right", no_wrap=True)
+        if change:
+            table.add_column("", no_wrap=True)
+    for position, cell in enumerate(cells):
+        row = [Text(printable(cell.label))]
+        for column, change in zip(columns, changed, strict=True):
+            well = cell.status == "ok"
+            figure = (
+                _figure(column, position) if well else Text("" if len(row) > 1 else cell.status, "yellow")
+            )
+            row += [figure, *([_change(column, position)] if change else [])]
+        table.add_row(*row)
+    return _unbroken(table)
+
+
+def _list(cells: Sequence[Cell], columns: Sequence[Column]) -> Group:
+    """Cell after cell, a line a metric: what fits where no table does."""
+    parts: list[RenderableType] = []
+    for position, cell in enumerate(cells):
+        lines = _table(show_header=False, pad_edge=False)
+        for justify in ("left", "right", "left"):
+            lines.add_column(justify=justify, overflow="fold")
+        for column in columns:
+            if column.entries[position].value != "–":
+                figure = Text.assemble(_figure(column, position), " ", (column.unit, "dim"))
+                lines.add_row(Text(column.title), figure, _change(column, position))
+        parts.append(Text(printable(cell.label), "bold", overflow="fold"))
+        parts.append(lines if cell.status == "ok" else Text(cell.status, style="yellow"))
+    return Group(*parts)
+
+
+def _table(*, show_header: bool = True, pad_edge: bool = True) -> Table:
+    return Table(
+        box=None, padding=(0, 2, 0, 0), header_style="bold", show_header=show_header, pad_edge=pad_edge
+    )
+
+
+def _unbroken(table: Table) -> Table:
+    """Columns that may not wrap get the width of their contents, which rich would cut where there is too little."""
+    for column in table.columns:
+        if column.no_wrap:
+            cells = [column.header, *column.cells]
+            texts = [Text(cell) if isinstance(cell, str) else cell for cell in cells]
+            lines = [line for text in texts if isinstance(text, Text) for line in text.split("\n")]
+            column.min_width = max((line.cell_len for line in lines), default=0)
+    return table
+
+
+def _figure(column: Column, position: int) -> Text:
+    """A value, with its error where one is known."""
+    entry = column.entries[position]
+    style = "dim" if entry.value in ("–", WITHIN_NOISE) else ""
+    return Text.assemble((entry.value, style), (f" {entry.error}" if entry.error else "", "dim"))
+
+
+def _change(column: Column, position: int) -> Text:
+    entry = column.entries[position]
+    return Text(entry.change, style="" if entry.change.endswith("?") else _STYLES[entry.verdict])
+
+
+def _show_conditions(console: Console, cells: Sequence[Cell]) -> None:
+    """What differs: a line each, each value once."""
+    differing, _ = conditions(cells)
+    if not differing:
+        return
+    table = _table(show_header=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    for name, values in differing:
+        table.add_row(Text(printable(name)), Text(_line(" · ".join(dict.fromkeys(values)))))
+    console.print(Text(), Text("what differs", style="bold dim"), table, Text(), sep="\n")
+
+
+def _line(text: str | None) -> str:
+    return printable(" ".join((text or "").split()))
