@@ -5,7 +5,7 @@ A cell's label says what tells it from the others beside it, and no more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
@@ -15,35 +15,10 @@ from zerokit.bench.record import Record
 from zerokit.bench.record.metrics import METRICS, Measured, measure, values_of
 from zerokit.bench.record.runs import Run
 from zerokit.bench.record.schema import to_plain
+from zerokit.bench.record.words import ENGINE_TITLES, value_in_words
 
 # How long was measured, what for, and how often: not what was measured.
 _ASIDE = ("repeat", "steps", "warmup", "twin", "save", "save_every", "resume", "elastic")
-
-ENGINE_TITLES = {
-    "zerokit": "zerokit",
-    "ddp": "DDP",
-    "zero-redundancy-optimizer": "ZeroRedundancy",
-    "fsdp2": "FSDP2",
-    "deepspeed": "DeepSpeed",
-    "parameter-server": "parameter server",
-    "compute-only": "compute only",
-}
-
-_WORDS: Mapping[str, Callable[[Any], str]] = {
-    "model": str,
-    "precision": str,
-    "device": str,
-    "batch_size": lambda value: f"batch {value}",
-    "seq_len": lambda value: f"{value} positions",
-    "image_size": lambda value: f"{value} pixels",
-    "accumulate": lambda value: f"{value} micro-batches",
-    "wire": lambda value: f"{value} wire",
-    "bucket_mb": lambda value: f"bucket {value:g} MiB",
-    "nodes": lambda value: f"{value} node{'s' if value != 1 else ''}",
-    "nproc_per_node": lambda value: f"{value} rank{'s' if value != 1 else ''} a node",
-    "clip": lambda value: f"clip {value:g}",
-    "lr": lambda value: f"lr {value:g}",
-}
 
 
 @dataclass(slots=True)
@@ -147,7 +122,7 @@ def name_of(record: Record, names: Iterable[str]) -> str:
     for name in names:
         value = getattr(settings, name)
         if name not in ("engine", "stage") and value is not None:
-            words.append(_WORDS[name](value) if name in _WORDS else f"{name} {value}")
+            words.append(value_in_words(name, value))
     return " · ".join(words)
 
 

@@ -9,25 +9,10 @@ from zerokit.bench.comparison.cells import Cell, environment_rows
 from zerokit.bench.comparison.differences import PACE
 from zerokit.bench.comparison.figures import count
 from zerokit.bench.record.metrics import METRICS, values_of
+from zerokit.bench.record.words import title_of
 
 DRIFT = 0.1
 """Of the machine's pace: more is told above all figures."""
-
-# Names that read better than those of the fields.
-_NAMES = {
-    "batch_size": "batch, samples a rank and micro-batch",
-    "seq_len": "tokens a sequence",
-    "image_size": "image size, pixels",
-    "accumulate": "micro-batches a step",
-    "bucket_mb": "bucket, MiB",
-    "nproc_per_node": "ranks a node",
-    "lr": "learning rate",
-    "clip": "largest gradient norm",
-    "cores": "processor cores",
-    "memory_bytes": "memory",
-    "threads": "threads a rank",
-    "git_commit": "git commit",
-}
 
 
 def conditions(cells: Sequence[Cell]) -> tuple[list[tuple[str, list[str]]], list[tuple[str, str]]]:
@@ -75,14 +60,6 @@ def drift_notes(cells: Sequence[Cell]) -> list[str]:
     if found and any(len(cell.measured_records) == 1 for cell in cells):
         found.append("Take several rounds (--repeats 3) and compare no single runs.")
     return [note.replace("%", " %") for note in found]
-
-
-def title_of(name: str) -> str:
-    """Of a setting or a property of the machine, in words."""
-    kind, dot, rest = name.partition(".")
-    if dot:
-        return rest if kind == "variables" else f"{kind.removesuffix('s')} {rest}"
-    return _NAMES.get(name, name.replace("_", " "))
 
 
 def _rows(cell: Cell) -> dict[str, str]:

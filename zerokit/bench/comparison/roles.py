@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zerokit.bench.comparison.cells import ENGINE_TITLES, Cell
+from zerokit.bench.comparison.cells import Cell
+from zerokit.bench.record.words import ENGINE_TITLES
 
 _RUNS = ("first", "second", "third", "fourth")
 

@@ -7,13 +7,13 @@ cell that failed) it has no value, never a zero. Standard library only.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
-from zerokit.bench.record import Bandwidth, Record, Results
+from zerokit.bench.record import Record
 from zerokit.bench.record.statistics import mean_interval, median_interval
 
 MIB = 2.0**20
@@ -94,92 +94,48 @@ def values_of(metric: Metric, records: Sequence[Record]) -> list[float]:
     return [float(value) for value in found if value is not None and math.isfinite(value)]
 
 
-def _nothing(record: Record) -> float | None:
-    return None
+def _read(path: str, factor: float = 1.0) -> Read:
+    """A number by its path in the record, "results.step.p50", times `factor`."""
 
-
-def _counted(record: Record) -> float | None:
-    return 0.0
-
-
-def _of_results(read: Callable[[Results], float | None]) -> Read:
-    return lambda record: None if record.results is None else read(record.results)
-
-
-def _step(name: str) -> Read:
-    """A number of the summary of the steps."""
-    return _of_results(lambda results: float(getattr(results.step, name)))
-
-
-def _skew(name: str) -> Read:
-    return _of_results(lambda results: float(getattr(results.skew, name)))
-
-
-def _peak(name: str) -> Read:
-    return _of_results(lambda results: _mib(getattr(results, name)))
-
-
-def _throughput(unit: str, name: str) -> Read:
     def value(record: Record) -> float | None:
-        if record.results is None or record.model is None or record.model.unit != unit:
-            return None
-        found = getattr(record.results, name)
-        return None if found is None else float(found)
+        part: Any = record
+        for name in path.split("."):
+            if part is not None:
+                part = getattr(part, name)
+        return None if part is None else float(part) * factor
 
     return value
 
 
-def _mfu(record: Record) -> float | None:
-    if record.results is None or record.results.utilisation is None:
-        return None
-    return record.results.utilisation.mfu
-
-
-def _tera(record: Record) -> float | None:
-    if record.results is None or record.results.utilisation is None:
-        return None
-    return record.results.utilisation.model_flops_per_s / 1e12
-
-
-def _communication_error(record: Record) -> float | None:
-    """Of the pairs of blocks in this run; a twin that ran by itself, as in older records, cannot tell."""
-    if record.twin is None or not record.twin.costs_ms:
-        return None
-    low, high = median_interval(record.twin.costs_ms)
-    return (high - low) / 2
-
-
-def _twin(record: Record) -> float | None:
-    return None if record.twin is None else record.twin.step.p50
-
-
-def _phase(name: str) -> Read:
-    return lambda record: None if record.phases is None else getattr(record.phases, name)
+def _throughput(unit: str, name: str) -> Read:
+    value = _read(f"results.{name}")
+    return lambda record: value(record) if record.model and record.model.unit == unit else None
 
 
 def _state(name: str) -> Read:
     """The total of the rank that holds most."""
-
-    def value(record: Record) -> float | None:
-        lines = [getattr(rank, name) or {} for rank in record.ranks]
-        return _mib(max((line["total"] for line in lines if "total" in line), default=None))
-
-    return value
+    return lambda record: _largest((getattr(rank, name) or {}).get("total") for rank in record.ranks)
 
 
-def _traffic(name: str, divisor: float) -> Read:
-    return lambda record: None if record.traffic is None else getattr(record.traffic, name) / divisor
+def _device(name: str) -> Read:
+    """A figure of a rank's device, where it is largest."""
+    return lambda record: _largest(
+        getattr(rank.device_memory, name) for rank in record.ranks if rank.device_memory is not None
+    )
+
+
+def _largest(sizes: Iterable[int | None]) -> float | None:
+    """In MiB; None where nothing is known."""
+    return max((size / MIB for size in sizes if size is not None), default=None)
 
 
 def _bandwidth(operation: str) -> Read:
     """Of the engine's own collective where it has one, at the largest size."""
 
-    def rank(one: Bandwidth) -> tuple[bool, int]:
-        return one.by == "zerokit", one.size_bytes
-
     def value(record: Record) -> float | None:
-        found = [one for one in record.bandwidth if one.operation == operation]
-        return max(found, key=rank).bus_gb_per_s if found else None
+        measured = [one for one in record.bandwidth if one.operation == operation]
+        best = max(measured, key=lambda one: (one.by == "zerokit", one.size_bytes), default=None)
+        return None if best is None else best.bus_gb_per_s
 
     return value
 
@@ -188,16 +144,6 @@ def _wall(record: Record) -> float | None:
     """A step's share of the host's clock over all measured ones; None where each was timed by it."""
     windows = [rank.window_ms for rank in record.ranks if rank.window_ms is not None]
     return max(windows) / len(record.ranks[0].step_ms) if windows else None
-
-
-def _device(name: str) -> Read:
-    """A figure of a rank's device, where it is largest."""
-
-    def value(record: Record) -> float | None:
-        found = [rank.device_memory for rank in record.ranks if rank.device_memory is not None]
-        return _mib(max((getattr(memory, name) for memory in found), default=None))
-
-    return value
 
 
 def _skipped(record: Record) -> float | None:
@@ -212,96 +158,88 @@ def _save(record: Record) -> float | None:
     return median([one.ms for one in record.checkpoints.saves]) if record.checkpoints.saves else None
 
 
-def _mib(size_bytes: float | None) -> float | None:
-    return None if size_bytes is None else size_bytes / MIB
+def _error_of_cost(record: Record) -> float | None:
+    """Of the pairs of steps in this run; a twin that ran by itself, as in older records, cannot tell."""
+    if record.twin is None or not record.twin.costs_ms:
+        return None
+    low, high = median_interval(record.twin.costs_ms)
+    return (high - low) / 2
 
 
-def _table() -> list[Metric]:
-    rows: list[tuple[str, str, str, Read, Read]] = [
-        *(
-            (f"step/{name}_ms", f"step {name}", "ms", _step(name), _nothing)
-            for name in ("p50", "p10", "p90", "p99", "mean")
-        ),
-        ("step/wall_mean_ms", "step mean, wall", "ms", _wall, _nothing),
-        ("step/spread", "step spread", "", _step("spread"), _nothing),
-        ("step/drift", "step drift", "", _step("drift"), _nothing),
-        ("step/skew_p50_ms", "skew p50", "ms", _skew("p50"), _nothing),
-        ("step/skew_p90_ms", "skew p90", "ms", _skew("p90"), _nothing),
-    ]
+def _table() -> Iterator[tuple[str, str, str, Read]]:
+    """Name, title, unit and value of each."""
+    for name in ("p50", "p10", "p90", "p99", "mean"):
+        yield f"step/{name}_ms", f"step {name}", "ms", _read(f"results.step.{name}")
+    yield "step/wall_mean_ms", "step mean, wall", "ms", _wall
+    for name in ("spread", "drift"):
+        yield f"step/{name}", f"step {name}", "", _read(f"results.step.{name}")
+    for name in ("p50", "p90"):
+        yield f"step/skew_{name}_ms", f"skew {name}", "ms", _read(f"results.skew.{name}")
     for unit in UNITS:
-        of, per = f"throughput/{unit}_per_s", f"{unit}/s"
-        rows += [
-            (of, "throughput", per, _throughput(unit, "throughput"), _nothing),
-            (f"{of}_per_rank", "throughput a rank", per, _throughput(unit, "throughput_per_rank"), _nothing),
-            (
-                f"{of}_per_device",
-                "throughput a device",
-                per,
-                _throughput(unit, "throughput_per_device"),
-                _nothing,
-            ),
-        ]
-    rows += [
-        ("mfu", "MFU", "", _mfu, _nothing),
-        ("model_tflops_per_s_per_device", "model FLOPs a device", "TFLOP/s", _tera, _nothing),
-        ("memory/peak_host_mib", "peak host", "MiB", _peak("peak_host_bytes"), _nothing),
+        for end, title in (("", ""), ("_per_rank", " a rank"), ("_per_device", " a device")):
+            name = f"throughput/{unit}_per_s{end}"
+            yield name, f"throughput{title}", f"{unit}/s", _throughput(unit, f"throughput{end}")
+    yield "mfu", "MFU", "", _read("results.utilisation.mfu")
+    flops = _read("results.utilisation.model_flops_per_s", 1e-12)
+    yield "model_tflops_per_s_per_device", "model FLOPs a device", "TFLOP/s", flops
+    for name, title, value in (
+        ("peak_host", "peak host", _read("results.peak_host_bytes", 1 / MIB)),
+        ("peak_host_minimum", "peak host, least", _read("results.peak_host_bytes_minimum", 1 / MIB)),
+        ("peak_allocated", "peak CUDA", _read("results.peak_allocated_bytes", 1 / MIB)),
         (
-            "memory/peak_host_minimum_mib",
-            "peak host, least",
-            "MiB",
-            _peak("peak_host_bytes_minimum"),
-            _nothing,
-        ),
-        ("memory/peak_allocated_mib", "peak CUDA", "MiB", _peak("peak_allocated_bytes"), _nothing),
-        (
-            "memory/peak_allocated_minimum_mib",
+            "peak_allocated_minimum",
             "peak CUDA, least",
-            "MiB",
-            _peak("peak_allocated_bytes_minimum"),
-            _nothing,
+            _read("results.peak_allocated_bytes_minimum", 1 / MIB),
         ),
-        ("memory/peak_reserved_mib", "peak CUDA reserved", "MiB", _peak("peak_reserved_bytes"), _nothing),
-        ("memory/setup_allocated_mib", "peak CUDA, setup", "MiB", _device("setup_allocated_bytes"), _nothing),
-        ("memory/device_used_mib", "device used", "MiB", _device("used_bytes"), _nothing),
-        ("memory/state_mib", "state", "MiB", _state("memory_bytes"), _counted),
-        ("memory/state_predicted_mib", "state, formula", "MiB", _state("predicted_memory_bytes"), _counted),
-        (
-            "comm/cost_ms",
-            "communication",
-            "ms",
-            _of_results(lambda results: results.communication_ms),
-            _communication_error,
-        ),
-        ("comm/twin_p50_ms", "compute only", "ms", _twin, _nothing),
-        ("comm/exposed_ms", "exposed", "ms", _phase("exposed_communication_ms"), _nothing),
-        ("phase/forward_ms", "forward", "ms", _phase("forward_ms"), _nothing),
-        ("phase/backward_ms", "backward", "ms", _phase("backward_ms"), _nothing),
-        ("phase/optimizer_ms", "optimizer", "ms", _phase("optimizer_ms"), _nothing),
-        ("traffic/mib_per_step", "moved a step", "MiB", _traffic("bytes", MIB), _counted),
-        (
-            "traffic/predicted_mib_per_step",
-            "moved, formula",
-            "MiB",
-            _traffic("predicted_bytes", MIB),
-            _counted,
-        ),
-        ("traffic/elements_per_step", "elements moved a step", "", _traffic("elements", 1.0), _counted),
-    ]
-    for operation in OPERATIONS:
-        title = f"bus, {operation.replace('_', '-')}"
-        rows.append((f"bus/{operation}_gb_per_s", title, "GB/s", _bandwidth(operation), _nothing))
-    rows += [
-        ("loss_first", "first loss", "", _of_results(lambda results: results.loss_first), _counted),
-        ("loss_last", "last loss", "", _of_results(lambda results: results.loss_last), _counted),
-        ("skipped_steps", "skipped steps", "", _skipped, _counted),
-        ("build_ms", "build", "ms", _build, _nothing),
-        ("checkpoint/save_ms", "save", "ms", _save, _nothing),
-        ("checkpoint/load_ms", "load", "ms", lambda record: record.checkpoints.load_ms, _nothing),
-    ]
-    return [
-        Metric(name, title, unit, "higher" if unit.endswith("/s") or name == "mfu" else "lower", value, error)
-        for name, title, unit, value, error in rows
-    ]
+        ("peak_reserved", "peak CUDA reserved", _read("results.peak_reserved_bytes", 1 / MIB)),
+        ("setup_allocated", "peak CUDA, setup", _device("setup_allocated_bytes")),
+        ("device_used", "device used", _device("used_bytes")),
+        ("state", "state", _state("memory_bytes")),
+        ("state_predicted", "state, formula", _state("predicted_memory_bytes")),
+    ):
+        yield f"memory/{name}_mib", title, "MiB", value
+    yield "comm/cost_ms", "communication", "ms", _read("results.communication_ms")
+    yield "comm/twin_p50_ms", "compute only", "ms", _read("twin.step.p50")
+    yield "comm/exposed_ms", "exposed", "ms", _read("phases.exposed_communication_ms")
+    for name in ("forward", "backward", "optimizer"):
+        yield f"phase/{name}_ms", name, "ms", _read(f"phases.{name}_ms")
+    yield "traffic/mib_per_step", "moved a step", "MiB", _read("traffic.bytes", 1 / MIB)
+    yield (
+        "traffic/predicted_mib_per_step",
+        "moved, formula",
+        "MiB",
+        _read("traffic.predicted_bytes", 1 / MIB),
+    )
+    yield "traffic/elements_per_step", "elements moved a step", "", _read("traffic.elements")
+    for name in OPERATIONS:
+        yield f"bus/{name}_gb_per_s", f"bus, {name.replace('_', '-')}", "GB/s", _bandwidth(name)
+    yield "loss_first", "first loss", "", _read("results.loss_first")
+    yield "loss_last", "last loss", "", _read("results.loss_last")
+    yield "skipped_steps", "skipped steps", "", _skipped
+    yield "build_ms", "build", "ms", _build
+    yield "checkpoint/save_ms", "save", "ms", _save
+    yield "checkpoint/load_ms", "load", "ms", _read("checkpoints.load_ms")
 
 
-METRICS: Mapping[str, Metric] = MappingProxyType({metric.name: metric for metric in _table()})
+_COUNTED = ("memory/state", "traffic/", "loss_", "skipped_steps")
+"""Known exactly."""
+
+
+def _error_of(name: str) -> Read:
+    if name == "comm/cost_ms":
+        return _error_of_cost
+    error = 0.0 if name.startswith(_COUNTED) else None
+    return lambda record: error
+
+
+METRICS: Mapping[str, Metric] = MappingProxyType(
+    {
+        name: Metric(
+            *(name, title, unit),
+            better="higher" if unit.endswith("/s") or name == "mfu" else "lower",
+            value=value,
+            error=_error_of(name),
+        )
+        for name, title, unit, value in _table()
+    }
+)

@@ -1,9 +1,10 @@
-"""How settings are said in labels and names."""
+"""How settings and engines are named in labels, tables and pages."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from zerokit.bench.record.settings import Settings
@@ -24,31 +25,61 @@ DIMENSIONS = (
     "bucket_mb",
 )
 
-# How a label says a value of a dimension.
-_WORDS: Mapping[str, str] = {
-    "model": "{}",
-    "precision": "{}",
-    "seq_len": "seq {}",
-    "nodes": "nodes {}",
-    "nproc_per_node": "ranks {} a node",
-    "accumulate": "accumulate {}",
-    "batch_size": "batch {}",
-    "engine": "{}",
-    "stage": "stage {}",
-    "wire": "{} wire",
-    "bucket_mb": "bucket {:g} MiB",
+ENGINE_TITLES: Mapping[str, str] = MappingProxyType(
+    {
+        "zerokit": "zerokit",
+        "ddp": "DDP",
+        "zero-redundancy-optimizer": "ZeroRedundancy",
+        "fsdp2": "FSDP2",
+        "deepspeed": "DeepSpeed",
+        "parameter-server": "parameter server",
+        "compute-only": "compute only",
+    }
+)
+
+# Of a setting, or of a property of the machine: its title in a list, and a value within a sentence.
+_WORDS: Mapping[str, tuple[str, str]] = {
+    "model": ("model", "{}"),
+    "precision": ("precision", "{}"),
+    "device": ("device", "{}"),
+    "engine": ("engine", "{}"),
+    "batch_size": ("batch, samples a rank and micro-batch", "batch {}"),
+    "seq_len": ("tokens a sequence", "{} positions"),
+    "image_size": ("image size, pixels", "{} pixels"),
+    "accumulate": ("micro-batches a step", "{} micro-batches"),
+    "bucket_mb": ("bucket, MiB", "bucket {:g} MiB"),
+    "wire": ("wire", "{} wire"),
+    "nodes": ("nodes", "{} nodes"),
+    "nproc_per_node": ("ranks a node", "{} ranks a node"),
+    "lr": ("learning rate", "lr {:g}"),
+    "clip": ("largest gradient norm", "clip {:g}"),
+    "cores": ("processor cores", "{} cores"),
+    "memory_bytes": ("memory", "{}"),
+    "threads": ("threads a rank", "{} threads a rank"),
+    "git_commit": ("git commit", "{}"),
 }
 
 
-def value_in_words(dimension: str, value: Any) -> str:
-    """A value as it stands in a label: "batch 4"; one that was left open says so."""
-    return f"default {dimension}" if value is None else _WORDS[dimension].format(value)
+def title_of(name: str) -> str:
+    """Of a setting or a property of the machine: "tokens a sequence", "package transformers"."""
+    kind, dot, rest = name.partition(".")
+    if dot:
+        return rest if kind == "variables" else f"{kind.removesuffix('s')} {rest}"
+    return _WORDS[name][0] if name in _WORDS else name.replace("_", " ")
+
+
+def value_in_words(name: str, value: Any) -> str:
+    """A value as it stands in a label: "batch 4", "1 node"; one that was left open says so."""
+    if value is None:
+        return f"default {name}"
+    text = _WORDS[name][1].format(value) if name in _WORDS else f"{title_of(name)} {value}"
+    return re.sub(r"^1 (\S+?)(?:(?<=ch)e)?s\b", r"1 \1", text)
 
 
 def varying(cells: Iterable[Settings]) -> tuple[str, ...]:
     """The dimensions in which these cells differ."""
-    found = list(cells)
-    return tuple(name for name in DIMENSIONS if len({getattr(cell, name) for cell in found}) > 1)
+    rows = list(cells)
+    return tuple(name for name in DIMENSIONS if len({getattr(row, name) for row in rows}) > 1)
 
 
 def label(cell: Settings, dimensions: Iterable[str] = ()) -> str:

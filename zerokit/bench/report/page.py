@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from zerokit.bench.comparison.cells import ENGINE_TITLES, Cell, name_of, short_names, unsupported, varying
-from zerokit.bench.comparison.conditions import conditions, title_of
+from zerokit.bench.comparison.cells import Cell, name_of, short_names, unsupported, varying
+from zerokit.bench.comparison.conditions import conditions
 from zerokit.bench.comparison.figures import count
 from zerokit.bench.comparison.headlines import best_headlines, change_headlines, listed
 from zerokit.bench.comparison.tables import figures_table, results_table, shortened
 from zerokit.bench.record import FORMAT
 from zerokit.bench.record.metrics import METRICS
 from zerokit.bench.record.runs import Run
+from zerokit.bench.record.words import ENGINE_TITLES, title_of
 from zerokit.bench.report.pictures import Partners, having
 
 
