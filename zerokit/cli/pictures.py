@@ -11,11 +11,11 @@ from zerokit.bench.record import Record
 
 def pictures(records: Sequence[Record]) -> Mapping[str, bytes]:
     """PNG files by name, of one bench or of several beside each other; none where no bench succeeded."""
-    from zerokit.bench.report.render import plots
-
     if not any(record.status == "ok" for record in records):
         return {}
     try:
+        from zerokit.bench.report.render import plots
+
         return plots(records)
     except Exception as error:
         logging.getLogger(__name__).warning("no plots: %s: %s", type(error).__name__, error)
@@ -25,9 +25,10 @@ def pictures(records: Sequence[Record]) -> Mapping[str, bytes]:
 def write_report(records: Sequence[Record], path: Path, warn: Callable[[str], None]) -> bool:
     """The page of a sweep; False, with a warning, where it cannot be made."""
     from zerokit.bench.record.runs import Run
-    from zerokit.bench.report.render import write_comparison
 
     try:
+        from zerokit.bench.report.render import write_comparison  # a bare GPU machine has no altair
+
         write_comparison([Run("", tuple(records))], path)
     except Exception as error:  # a page is no reason to end a sweep whose records are whole
         warn(f"the report was not written: {type(error).__name__}: {error}")
