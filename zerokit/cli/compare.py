@@ -71,7 +71,8 @@ not known, as with a single run of each.
     "tolerance",
     type=click.FloatRange(min=0),
     metavar="X",
-    help="Exit 3 if losses of cells that train the same differ by more than this share in any step: 1e-5.",
+    help="Exit 3 if losses of cells that train the same differ by more than this share in any step: 1e-5. In half "
+    "precision engines round differently: cells of different ones are compared by 1e-2 and more.",
 )
 @click.option(
     "--html", type=click.Path(dir_okay=False, path_type=Path), help="Write the page with pictures here."

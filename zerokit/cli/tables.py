@@ -12,6 +12,7 @@ from rich.text import Text
 from zerokit.bench.comparison.cells import Cell, unsupported, varying
 from zerokit.bench.comparison.conditions import conditions, drift_notes
 from zerokit.bench.comparison.figures import count
+from zerokit.bench.comparison.losses import loss_note
 from zerokit.bench.comparison.tables import FEW, WITHIN_NOISE, Column, columns_of, usual_metrics
 from zerokit.cli.columns import annotate
 from zerokit.cli.details import detailed_metrics, notes, rank_table, record_rows
@@ -50,6 +51,8 @@ def show(
     for text in [*_failures(cells), *(f"{name}: no cell has it" for name in metrics if name not in shown)]:
         console.print(Text(printable(text)), soft_wrap=True)
     _show_conditions(console, cells)
+    if note := loss_note(cells):
+        console.print(Text(printable(note)))
     if marks := _marks(cells, partners, shown):
         console.print(Text(marks, style="dim"))
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from zerokit.bench.comparison.cells import Cell
+from zerokit.bench.record.settings import Settings
 from zerokit.errors import ZerokitError
 
 # What decides which losses come out, in exact arithmetic. How a step is divided among ranks does not.
@@ -15,29 +16,23 @@ _DECISIVE = (
 )
 
 
+ROUNDING = 1e-2
+"""A tolerance from which on engines are compared in half precision as well, where each rounds at other points."""
+
+_Losses = tuple[str, Sequence[float | None]]
+
+
 def disagreements(cells: Sequence[Cell], tolerance: float) -> list[str]:
     """A sentence on every cell whose losses differ by more than this share from those of the first like it.
 
-    Engines round differently in half precision: there only cells of one engine are to agree. The steps that both have
-    are compared, warm-up included. Raises `ZerokitError` where no two runs train the same.
+    In half precision engines round differently: a tolerance below `ROUNDING` is for the cells of one engine there. The
+    steps that both have are compared, warm-up included. Raises `ZerokitError` where no two runs train the same.
     """
-    groups: dict[tuple[object, ...], list[tuple[str, Sequence[float | None]]]] = {}
-    for cell in cells:
-        for record in cell.measured_records:
-            settings = record.settings
-            if (
-                settings.engine == "compute-only"
-                or settings.elastic
-                or record.checkpoints.resumed_from is not None
-            ):
-                continue
-            key = tuple(getattr(settings, name) for name in _DECISIVE)
-            engine = None if settings.precision == "fp32" and settings.wire == "own" else settings.engine
-            groups.setdefault((*key, engine), []).append((cell.label, record.loss))
-    if not any(len(group) > 1 for group in groups.values()):
+    groups = _alike(cells, lambda settings: tolerance < ROUNDING and _rounds(settings))
+    if not groups:
         raise ZerokitError("no losses to compare: no two runs train the same model on the same batches")
     found = []
-    for (first, known), *others in groups.values():
+    for (first, known), *others in groups:
         for label, losses in others:
             step, share = _largest([*zip(known, losses, strict=False)])
             if share > tolerance:
@@ -45,6 +40,41 @@ def disagreements(cells: Sequence[Cell], tolerance: float) -> list[str]:
                     f"{label}: the loss of step {step + 1} differs from that of {first} by {share:.2g} of it"
                 )
     return list(dict.fromkeys(found))
+
+
+def loss_note(cells: Sequence[Cell]) -> str:
+    """How far the losses of different cells that train the same are apart, and those of one engine; "" for no such."""
+
+    def say(by_engine: bool) -> str | None:
+        groups = [g for g in _alike(cells, lambda _: by_engine) if len({label for label, _ in g}) > 1]
+        shares = [_largest([*zip(g[0][1], losses, strict=False)])[1] for g in groups for _, losses in g[1:]]
+        if not shares:
+            return None
+        return f"differ by at most {max(shares):.1e} of them" if max(shares) else "are equal bits"
+
+    among_all, of_one = say(False), say(True)
+    if among_all is None:
+        return ""
+    within = "" if of_one in (None, among_all) else f"; those of one engine {of_one}"
+    return f"Losses of cells that train the same {among_all}{within}."
+
+
+def _alike(cells: Sequence[Cell], apart: Callable[[Settings], bool]) -> list[list[_Losses]]:
+    """Labels and losses of runs that train the same, together; `apart`: only with others of the same engine."""
+    groups: dict[tuple[object, ...], list[_Losses]] = {}
+    for cell in cells:
+        for record in cell.measured_records:
+            settings = record.settings
+            resumed = settings.elastic or record.checkpoints.resumed_from is not None
+            if settings.engine != "compute-only" and not resumed:
+                key = tuple(getattr(settings, name) for name in _DECISIVE)
+                engine = settings.engine if apart(settings) else None
+                groups.setdefault((*key, engine), []).append((cell.label, record.loss))
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def _rounds(settings: Settings) -> bool:
+    return settings.precision != "fp32" or settings.wire != "own"
 
 
 def _largest(pairs: Sequence[tuple[float | None, float | None]]) -> tuple[int, float]:
