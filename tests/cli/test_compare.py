@@ -81,6 +81,10 @@ def test_the_baseline_can_be_chosen(folder: Path) -> None:
     assert "against zerokit 2 · bucket 50 MiB" in done.stdout
     within = compare(folder / "sweep", "--baseline", folder / "sweep" / "004.json")
     assert "against DDP" in within.stdout
+    by_name = compare(folder / "sweep", "--baseline", "FSDP2 3")
+    assert "against FSDP2 3" in by_name.stdout
+    (row,) = (line for line in by_name.stdout.splitlines() if line.startswith("FSDP2 3"))
+    assert "%" not in row
 
 
 def test_json_holds_values_errors_and_verdicts(folder: Path) -> None:

@@ -47,8 +47,9 @@ not known, as with a single run of each.
 )
 @click.option(
     "--baseline",
-    metavar="RUN",
-    help="What the others are compared with.  [default: the first; in one sweep its first cell]",
+    metavar="RUN|CELL",
+    help="What the others are compared with: a run, or a cell by its name in the table, such as 'FSDP2 3'.  [default: "
+    "the first; in one sweep its first cell]",
 )
 @click.option(
     "--metric",
@@ -109,11 +110,15 @@ def command(
     try:
         parsed = [Rule.parse(rule) for rule in rules]
         shown = [known_metric(name) for name in metrics]
-        runs = _runs(names, experiments, baseline, tracking_uri)
+        runs = _runs(names, experiments, tracking_uri)
+        by_label = baseline not in names and any(cell.label == baseline for cell in make_cells(runs))
+        if baseline is not None and not by_label:
+            runs = _begin_with(baseline, runs, tracking_uri)
+        runs = _once(runs)
     except UsageError as error:
         raise click.UsageError(printable(str(error))) from error
     cells = make_cells(runs)
-    partners = baselines(cells, runs)
+    partners = baselines(cells, runs, baseline if by_label else None)
     cells = side_by_side(cells, partners)
     broken = regressions(parsed, cells, partners)
     differing = [] if tolerance is None else disagreements(cells, tolerance)
@@ -133,11 +138,7 @@ def command(
         sys.exit(4)
 
 
-def _runs(
-    names: tuple[str, ...], experiments: tuple[str, ...], baseline: str | None, tracking_uri: str | None
-) -> list[Run]:
-    """The baseline first, each record once."""
-    from zerokit.bench.record.runs import Run
+def _runs(names: tuple[str, ...], experiments: tuple[str, ...], tracking_uri: str | None) -> list[Run]:
     from zerokit.bench.tracking.runs import load_experiment, load_run
 
     if not names and not experiments:
@@ -145,10 +146,20 @@ def _runs(
             "name at least one RUN: a record, a folder of records, or an MLflow run or experiment"
         )
     runs = [load_run(name, tracking_uri) for name in dict.fromkeys(names)]
-    runs += [load_experiment(name, tracking_uri) for name in dict.fromkeys(experiments)]
-    if baseline is not None:
-        first = next((run for run in runs if run.name == baseline), None) or load_run(baseline, tracking_uri)
-        runs = [first, *(run for run in runs if run is not first)]
+    return runs + [load_experiment(name, tracking_uri) for name in dict.fromkeys(experiments)]
+
+
+def _begin_with(baseline: str, runs: list[Run], tracking_uri: str | None) -> list[Run]:
+    from zerokit.bench.tracking.runs import load_run
+
+    first = next((run for run in runs if run.name == baseline), None) or load_run(baseline, tracking_uri)
+    return [first, *(run for run in runs if run is not first)]
+
+
+def _once(runs: list[Run]) -> list[Run]:
+    """Each record in the first run that has it."""
+    from zerokit.bench.record.runs import Run
+
     seen: set[str] = set()
     kept = []
     for run in runs:

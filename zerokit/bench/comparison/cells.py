@@ -188,15 +188,18 @@ def short_names(names: Sequence[str]) -> dict[str, str]:
     return short if len(set(short.values())) == len(short) else {name: name for name in names}
 
 
-def baselines(cells: Sequence[Cell], runs: Sequence[Run]) -> dict[int, Cell | None]:
+def baselines(cells: Sequence[Cell], runs: Sequence[Run], label: str | None = None) -> dict[int, Cell | None]:
     """Which cell each is compared with, by `id(cell)`; None where it has no partner, and for the baseline itself.
 
-    The first run is the baseline. If it is one cell (or the only run: then its first that went well), everything is
-    compared with that. Otherwise cells are matched by the settings that vary within any run.
+    A cell of that `label` is the baseline of everything, else the first run is. If that is one cell (or the only run:
+    then its first that went well), everything is compared with it. Otherwise cells are matched by the settings that
+    vary within any run.
     """
     own = [cell for cell in cells if cell.run == runs[0].name]
-    if len(runs) == 1 or len(own) == 1:
+    chosen = next((cell for cell in cells if cell.label == label), None)
+    if chosen is None and (len(runs) == 1 or len(own) == 1):
         chosen = next((cell for cell in own if cell.status == "ok"), own[0])
+    if chosen is not None:
         return {id(cell): None if cell is chosen else chosen for cell in cells}
     names = {name for run in runs for name in varying(cell.first for cell in cells if cell.run == run.name)}
     found: dict[int, Cell | None] = {}
