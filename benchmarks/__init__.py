@@ -1,1 +1,1 @@
-"""Speed and memory: `bench_*.py` time the small pieces, `compare_engines.py` whole training steps."""
+"""Speed and memory beside `zerokit bench`: `bench_*.py` time the small pieces, the scripts one question each."""

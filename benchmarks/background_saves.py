@@ -14,20 +14,17 @@ python benchmarks/background_saves.py DIRECTORY --size-mb 500 --rounds 25 --json
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import shutil
-import statistics
-import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 
-ROOT = Path(__file__).resolve().parent.parent
-if str(ROOT) not in sys.path:  # run as a file from a checkout that is not installed
-    sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file
+
+from benchmarks.measuring import make_parser, write_json
+from benchmarks.ranks import run_ranks
 
 WORLD, WIDTH = 2, 1024
 STATE_BYTES = 12
@@ -35,36 +32,22 @@ STATE_BYTES = 12
 HELD_BAR = 1.3
 
 
-@dataclass
-class Round:
-    """Seconds on one rank. `steps` were made during the write."""
-
-    copy: float
-    held: float
-    step: float
-    steps: int
-    during: float
-    alone_wall: float
-    alone_cpu: float
+def busy_seconds() -> float:
+    """Of all processors since the boot: this process alone leaves out what the kernel writes back for it."""
+    user, nice, system, _idle, _waiting, interrupts, soft = map(
+        int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:8]
+    )
+    return (user + nice + system + interrupts + soft) / os.sysconf("SC_CLK_TCK")
 
 
-def train(directory: Path, size_mb: float, rounds: int, rank: int) -> None:
-    """One rank: writes its rounds as `rank-RANK.json`."""
+def train(directory: str, size_mb: float, rounds: int) -> list[dict[str, float]]:
+    """The rounds of this rank, in seconds; `steps` were made during the write."""
     import torch
     import torch.distributed as dist
     from torch import nn
 
     import zerokit
 
-    def busy_seconds() -> float:
-        """Of all processors since the boot: this process alone leaves out what the kernel writes back for it."""
-        user, nice, system, _idle, _waiting, interrupts, soft = map(
-            int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:8]
-        )
-        return (user + nice + system + interrupts + soft) / os.sysconf("SC_CLK_TCK")
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=WORLD)
     torch.manual_seed(0)
     count = max(1, round(size_mb * 1e6 * WORLD / STATE_BYTES / (WIDTH * WIDTH + WIDTH)))
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(count)))
@@ -91,7 +74,7 @@ def train(directory: Path, size_mb: float, rounds: int, rank: int) -> None:
         if tensor.dim()
     ]
     buffer = torch.zeros(sum(tensor.numel() for tensor in state))
-    run, found = directory / "run", []
+    run, found = Path(directory, "run"), []
     before = timed_steps(3)
     for number in range(rounds + 1):
         dist.barrier()
@@ -125,63 +108,50 @@ def train(directory: Path, size_mb: float, rounds: int, rank: int) -> None:
         dist.barrier()
         wall, cpu = time.perf_counter() - wall, (busy_seconds() - cpu) / WORLD
         if number:  # the first has made the buffer
-            found.append(Round(copy, held, (before + after) / 2, steps, during, wall, cpu - copy))
+            found.append(
+                {
+                    "copy": copy,
+                    "held": held,
+                    "step": (before + after) / 2,
+                    "steps": steps,
+                    "during": during,
+                    "alone_wall": wall,
+                    "alone_cpu": cpu - copy,
+                }
+            )
         before = timed_steps(3)
-    (directory / f"rank-{rank}.json").write_text(json.dumps([asdict(one) for one in found]))
-    dist.barrier()
-    dist.destroy_process_group()
+    return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def main() -> int:
+    """Run both ranks; returns 1 when a save held the training for longer than the bar."""
+    parser = make_parser(__doc__)
     parser.add_argument(
         "directory", type=Path, help="where to save: what its disk can do is part of the figures"
     )
     parser.add_argument("--size-mb", type=float, default=200.0, help="state of a rank, in 10^6 bytes")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", type=Path, help="write the rounds there")
-    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.rank is not None:
-        train(options.directory, options.size_mb, options.rounds, options.rank)
-        return
-    work = options.directory / "background-saves"
+    work = options.directory.resolve() / "background-saves"
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
-    sizes = ["--size-mb", str(options.size_mb), "--rounds", str(options.rounds)]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(work), "--rank", str(rank), *sizes],
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(WORLD)
-    ]
-    if any(rank.wait() for rank in ranks):
-        sys.exit("a rank failed")
-    found = [
-        Round(**one) for rank in range(WORLD) for one in json.loads((work / f"rank-{rank}.json").read_text())
-    ]
+    by_rank = run_ranks(train, str(work), options.size_mb, options.rounds, world=WORLD)
     shutil.rmtree(work)
-    held = statistics.median(one.held / one.copy for one in found)
-    slower = statistics.median((one.during - one.step) * one.steps / one.alone_cpu for one in found)
-    ms = {
-        name: f"{1e3 * statistics.median(getattr(one, name) for one in found):8.1f} ms"
-        for name in asdict(found[0])
-    }
-    steps = statistics.median(one.steps for one in found)
+    found = [one for rounds in by_rank for one in rounds]
+    held = median(one["held"] / one["copy"] for one in found)
+    slower = median((one["during"] - one["step"]) * one["steps"] / one["alone_cpu"] for one in found)
+    middle = {name: median(one[name] for one in found) for name in found[0]}
+    ms = {name: f"{1e3 * value:8.1f} ms" for name, value in middle.items()}
     print(f"one copy of {options.size_mb:<15g}{ms['copy']}")
     print(f"held by a background save  {ms['held']}   {held:.2f} of the copy (bar {HELD_BAR})")
     print(f"a step                     {ms['step']}")
-    print(f"a step during the write    {ms['during']}   {steps:g} steps")
+    print(f"a step during the write    {ms['during']}   {middle['steps']:g} steps")
     print(f"a save while nobody trains {ms['alone_wall']}  {ms['alone_cpu']} of processor")
     print(f"steps took longer by {slower:.2f} of that processor time (bar 1)")
-    if options.json:
-        rounds = [asdict(one) for one in found]
-        options.json.write_text(json.dumps({"held": held, "slower": slower, "rounds": rounds}, indent=1))
-    sys.exit(held > HELD_BAR)
+    write_json(options.json, {"held": held, "slower": slower, "rounds": found})
+    return int(held > HELD_BAR)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from pytest_benchmark.fixture import BenchmarkFixture
+from torch.optim import AdamW
 
-from benchmarks.units import take_over
+from zerokit import ZeroOptimizer
 from zerokit.bench.catalogue.workloads import describe
 from zerokit.bench.workloads.build import build
 
@@ -17,8 +18,7 @@ GROUP = f"bucket fill, {MODEL}"
 def bench_fill(benchmark: BenchmarkFixture, fake_world: dist.ProcessGroup) -> None:
     """`UnitGradients.fill` for every parameter: a copy that also divides by the world size."""
     benchmark.group = GROUP
-    model = build(MODEL)
-    built = take_over(model, fake_world)
+    built = ZeroOptimizer(build(MODEL), AdamW, stage=1, precision="fp32", lr=1e-3, bucket_mb=16.0).parts
     units = list(built.gradients.units.values())
     arrived = [[torch.ones_like(parameter) for parameter in unit.storage.parameters] for unit in units]
     for unit in units:

@@ -9,7 +9,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
-from benchmarks.units import take_over
+from zerokit import ZeroOptimizer
 from zerokit.bench.catalogue.workloads import describe
 from zerokit.bench.workloads.build import build
 
@@ -35,8 +35,7 @@ def bench_parameters(benchmark: BenchmarkFixture, kernel: str) -> None:
 
 def bench_flat_shards(benchmark: BenchmarkFixture, fake_world: dist.ProcessGroup) -> None:
     """One flat tensor a unit, fused: what each of two ranks does at stages 1 to 3."""
-    model = build(MODEL)
-    built = take_over(model, fake_world)
+    built = ZeroOptimizer(build(MODEL), AdamW, stage=1, precision="fp32", lr=1e-3, bucket_mb=16.0).parts
     for storage in built.storages:
         storage.unguard_flats()  # as the step does, which gives them their gradients
     _time_step(benchmark, built.inner)

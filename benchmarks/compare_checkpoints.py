@@ -10,12 +10,9 @@ moods fall on all alike: trust the ratios of medians.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
-import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -23,17 +20,27 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 
-ROOT = Path(__file__).resolve().parent.parent
-if str(ROOT) not in sys.path:  # run as a file from a checkout that is not installed
-    sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file
 
-from benchmarks.compare_engines import machine  # noqa: E402
-from benchmarks.tables import print_table  # noqa: E402
-from zerokit.checkpoint.checksum import crc32  # noqa: E402
-from zerokit.checkpoint.extents import Stream, encode_header, rank_file  # noqa: E402
-from zerokit.checkpoint.manifest import COMMON_NAME, EXTRA_NAME, NAME, File, Manifest  # noqa: E402
-from zerokit.layout import Layout, Parameter, Segment, build_layout  # noqa: E402
+from benchmarks.live_checkpoint import measure, remove
+from benchmarks.measuring import (
+    ROOT,
+    in_rounds,
+    machine,
+    make_parser,
+    print_table,
+    spread,
+    write_json,
+)
+from benchmarks.ranks import run_ranks
+from tests.support.checkpoints import common_file, example_extra
+from zerokit.bench.machine.place import cores
+from zerokit.checkpoint.checksum import crc32
+from zerokit.checkpoint.extents import Stream, rank_file
+from zerokit.checkpoint.manifest import COMMON_NAME, EXTRA_NAME, NAME, File, Manifest
+from zerokit.layout import Parameter, Segment, build_layout
 
 _KINDS = ("master", "exp_avg", "exp_avg_sq")
 _WIDTH = 1024
@@ -58,13 +65,9 @@ class Figures:
     seconds: list[float]
     peak_bytes: list[int]
 
-    @property
-    def median(self) -> float:
-        return statistics.median(self.seconds)
 
-
-def make_checkpoint(path: Path, size_gb: float, world: int) -> int:
-    """Write a synthetic one of a transformer's shapes and AdamW's streams; returns the bytes of its weights."""
+def make_checkpoint(path: Path, size_gb: float, world: int) -> None:
+    """Write a synthetic one of a transformer's shapes and AdamW's streams."""
     numel = size_gb * 1e9 / 4 / len(_KINDS)
     width = _WIDTH if numel > 8 * 11 * _WIDTH**2 else _SMALL_WIDTH
     shapes = ((3 * width, width), (3 * width,), (4 * width, width), (width, 4 * width), (width,))
@@ -93,17 +96,7 @@ def make_checkpoint(path: Path, size_gb: float, world: int) -> int:
                 crcs[extent.stream, extent.parameter.name, rank] = crc32(data)
                 out.write(data)
         files.append(File(file.name, file.size, len(file.header), crc32(file.header)))
-    common = encode_header({"__metadata__": {"format": "zerokit"}})
-    generators = {"world": 1, "seed": 0, "step": 1}
-    rest: dict[str, object] = {
-        "step": 1,
-        "user": None,
-        "groups": [{}],
-        "values": {},
-        "scaler": None,
-        "rng": generators,
-    }
-    extra = json.dumps(rest).encode()
+    common, extra = common_file(()), json.dumps(example_extra(1, 1, user=None)).encode()
     for name, content in ((COMMON_NAME, common), (EXTRA_NAME, extra)):
         (path / name).write_bytes(content)
     manifest = Manifest(
@@ -120,11 +113,6 @@ def make_checkpoint(path: Path, size_gb: float, world: int) -> int:
         extra=File(EXTRA_NAME, len(extra), 0, crc32(extra)),
     )
     (path / NAME).write_bytes(manifest.to_bytes())
-    return 4 * _numel(layout)
-
-
-def _numel(layout: Layout) -> int:
-    return sum(parameter.numel for parameter in layout.parameters)
 
 
 # A process of its own: a child's peak memory begins with that of the process that it was forked from.
@@ -153,26 +141,20 @@ def run(command: Sequence[str]) -> tuple[float, int]:
     return seconds, peak
 
 
-def remove(path: Path) -> None:
-    """Remove a file or a directory, if it is there."""
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def run_rounds(tasks: Sequence[Task], repeats: int) -> dict[str, Figures]:
+def run_tasks(tasks: Sequence[Task], repeats: int) -> dict[str, Figures]:
     """All tasks `repeats` times, after one round that only fills the page cache."""
-    found = {task.name: Figures([], []) for task in tasks}
-    for number in range(repeats + 1):
-        for task in tasks if number % 2 else reversed(tasks):
-            print(f"round {number}/{repeats}: {task.name}", file=sys.stderr, flush=True)
-            seconds, peak = run(task.command)
-            remove(task.output)
-            if number:
-                found[task.name].seconds.append(seconds)
-                found[task.name].peak_bytes.append(peak)
-    return found
+    by_name = {task.name: task for task in tasks}
+
+    def once(name: str) -> tuple[float, int]:
+        result = run(by_name[name].command)
+        remove(by_name[name].output)
+        return result
+
+    results = in_rounds(list(by_name), repeats + 1, once)
+    return {
+        name: Figures(*([one[place] for one in runs[1:]] for place in (0, 1)))  # type: ignore[arg-type]
+        for name, runs in results.items()
+    }
 
 
 def offline_tasks(directory: Path, step: Path, world: int) -> list[Task]:
@@ -186,28 +168,18 @@ def offline_tasks(directory: Path, step: Path, world: int) -> list[Task]:
     def copy(source: Path) -> list[str]:
         return ["sh", "-c", 'cp -r "$0" "$1" && sync', str(source), str(out)]
 
+    def zerokit(name: str, floor: str, *options: str) -> Task:
+        command = name.split()[1].strip(",")
+        return Task(name, [*program, command, str(step), "-o", str(out), *options], out, floor)
+
+    whole, plain, rounded = "cp + sync (checkpoint)", "cp + sync (weights)", "cp + sync (bf16 weights)"
     return [
-        Task("cp + sync (checkpoint)", copy(step), out),
-        Task(
-            f"zerokit reshard --to {world}",
-            [*program, "reshard", str(step), "--to", str(world), "-o", str(out)],
-            out,
-            "cp + sync (checkpoint)",
-        ),
-        Task("cp + sync (weights)", copy(weights), out),
-        Task(
-            "zerokit consolidate",
-            [*program, "consolidate", str(step), "-o", str(out)],
-            out,
-            "cp + sync (weights)",
-        ),
-        Task("cp + sync (bf16 weights)", copy(half), out),
-        Task(
-            "zerokit consolidate, bf16",
-            [*program, "consolidate", str(step), "-o", str(out), "--dtype", "bf16"],
-            out,
-            "cp + sync (bf16 weights)",
-        ),
+        Task(whole, copy(step), out),
+        zerokit(f"zerokit reshard --to {world}", whole, "--to", str(world)),
+        Task(plain, copy(weights), out),
+        zerokit("zerokit consolidate", plain),
+        Task(rounded, copy(half), out),
+        zerokit("zerokit consolidate, bf16", rounded, "--dtype", "bf16"),
     ]
 
 
@@ -243,16 +215,8 @@ def peer_tasks(directory: Path) -> list[Task]:
 def live(directory: Path, size_gb: float, repeats: int) -> dict[str, Figures]:
     """Times of save and load calls."""
     print(f"save and load, {repeats} rounds", file=sys.stderr, flush=True)
-    command = [sys.executable, "-m", "benchmarks.live_checkpoint", str(directory)]
-    done = subprocess.run(
-        [*command, "--size-gb", str(size_gb), "--repeats", str(repeats)],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        check=True,
-        text=True,
-    )
-    return {name: Figures(times, []) for name, times in json.loads(done.stdout)["seconds"].items()}
+    (seconds,) = run_ranks(measure, str(directory), size_gb, repeats, world=1, threads=cores())
+    return {name: Figures(times, []) for name, times in seconds.items()}
 
 
 def show(figures: Mapping[str, Figures], floors: Mapping[str, str], title: str) -> None:
@@ -260,24 +224,15 @@ def show(figures: Mapping[str, Figures], floors: Mapping[str, str], title: str) 
     rows = []
     for name, found in figures.items():
         floor = figures.get(floors.get(name, ""))
-        rows.append(
-            [
-                name,
-                f"{found.median:.2f} ({min(found.seconds):.2f}–{max(found.seconds):.2f})",
-                f"{found.median / floor.median:.2f}" if floor else "",
-                f"{max(found.peak_bytes) / 2**20:.0f}" if found.peak_bytes else "",
-            ]
-        )
+        beside = f"{median(found.seconds) / median(floor.seconds):.2f}" if floor else ""
+        peak = f"{max(found.peak_bytes) / 2**20:.0f}" if found.peak_bytes else ""
+        rows.append([name, spread(found.seconds, 2), beside, peak])
     print_table(title, ["", "seconds (min–max)", "÷ floor", "peak RSS MiB"], rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the comparison; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="compare_checkpoints.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--size-gb", type=float, default=2.0, help="of the checkpoint, in 10^9 bytes")
     parser.add_argument("--repeats", type=int, default=5, help="rounds over all")
     parser.add_argument("--world", type=int, default=4, help="ranks of the checkpoint")
@@ -300,19 +255,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tasks = offline_tasks(directory, step, options.to)
         if not options.skip_live:
             tasks += peer_tasks(directory)
-        figures = run_rounds(tasks, options.repeats) | calls
+        figures = run_tasks(tasks, options.repeats) | calls
     floors = {task.name: task.floor for task in tasks} | dict.fromkeys(calls, "write and sync")
     floors["zerokit.load"] = "dcp.load"
-    if options.json is not None:
-        record = {
-            "format": "zerokit.compare-checkpoints/1",
-            "machine": machine(),
-            "settings": {key: str(value) for key, value in vars(options).items()},
-            "figures": {name: asdict(found) for name, found in figures.items()},
-            "floors": floors,
-        }
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
+    record = {
+        "format": "zerokit.compare-checkpoints/1",
+        "machine": machine(),
+        "settings": {key: str(value) for key, value in vars(options).items()},
+        "figures": {name: asdict(found) for name, found in figures.items()},
+        "floors": floors,
+    }
+    write_json(options.json, record)
     show(figures, floors, f"{options.size_gb:g} GB, {options.world} ranks, median of {options.repeats}")
     return 0
 

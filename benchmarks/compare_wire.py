@@ -12,21 +12,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-if str(ROOT) not in sys.path:  # run as a file from a checkout that is not installed
-    sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file
 
-from benchmarks.tables import print_table  # noqa: E402
-from tests.support.namespaces import Hosts, hosts_refusal, two_hosts  # noqa: E402
+from benchmarks.measuring import ROOT, bar_holds, in_rounds, make_parser, print_table, write_json
+from tests.support.namespaces import Hosts, hosts_refusal, two_hosts
 
 WIRE_GBITS = 1.0
 WITHIN = 0.05
@@ -127,12 +125,6 @@ def run_cell(cell: Cell, hosts: Hosts, arguments: argparse.Namespace) -> dict[st
     return record
 
 
-def step_ms(record: dict[str, Any]) -> float:
-    """The median step of the slowest rank."""
-    value: float = record["results"]["step"]["p50"]
-    return value
-
-
 def bus_gbits(record: dict[str, Any]) -> dict[str, float]:
     """Bus bandwidth by collective, in Gbit/s, of the largest message measured."""
     largest: dict[str, tuple[float, float]] = {}
@@ -145,9 +137,7 @@ def bus_gbits(record: dict[str, Any]) -> dict[str, float]:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run all cells; returns 1 when a bar is missed, 4 where there can be no hosts."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--model", default="gpt-34m")
@@ -156,49 +146,39 @@ def main(words: Sequence[str] | None = None) -> int:
     if (why := hosts_refusal()) is not None:
         print(f"compare_wire: {why}", file=sys.stderr)
         return 4
-    records: dict[str, list[dict[str, Any]]] = {cell.name: [] for cell in CELLS}
+    cells = {cell.name: cell for cell in CELLS}
     with two_hosts() as hosts:
         limit(hosts, WIRE_GBITS)
         wire = max(carried_gbits(hosts) for _ in range(3))
-        for number in range(arguments.rounds):
-            for cell in CELLS if number % 2 == 0 else reversed(CELLS):
-                print(f"round {number + 1}/{arguments.rounds}: {cell.name}", file=sys.stderr, flush=True)
-                records[cell.name].append(run_cell(cell, hosts, arguments))
-                if arguments.json:
-                    arguments.json.write_text(json.dumps(records, indent=1) + "\n")
+        records = in_rounds(
+            list(cells),
+            arguments.rounds,
+            lambda name: run_cell(cells[name], hosts, arguments),
+            lambda results: write_json(arguments.json, results),
+        )
     return show(records, wire)
 
 
 def show(records: dict[str, list[dict[str, Any]]], wire: float) -> int:
     """The table and the bars; `wire` is what the link carries, in Gbit/s. 1 when a bar is missed."""
-    medians = {name: statistics.median(map(step_ms, found)) for name, found in records.items()}
-    rows = []
+    medians = {
+        name: median(record["results"]["step"]["p50"] for record in found) for name, found in records.items()
+    }
+    rows, held = [], []
     for cell in CELLS:
-        ratio = "" if cell.base is None else f"{medians[cell.name] / medians[cell.base]:.2f} of {cell.base}"
         moved = (records[cell.name][0].get("traffic") or {}).get("bytes")
+        beside = "" if cell.base is None else f"{medians[cell.name] / medians[cell.base]:.2f} of {cell.base}"
         received = "" if moved is None else f"{moved / 1e6:.0f}"
-        rows.append([cell.name, f"{medians[cell.name]:.0f}", ratio, received])
+        rows.append([cell.name, f"{medians[cell.name]:.0f}", beside, received])
     print_table(f"Over {WIRE_GBITS:g} Gbit/s", ["engine", "step ms", "", "MB a step"], rows)
-    missed = 0
     for cell in CELLS:
         if cell.bar is not None and cell.base is not None:
-            measured = medians[cell.name] / medians[cell.base]
-            missed += measured > cell.bar
-            print(
-                f"{cell.name}: {measured:.3f} of {cell.base}, at most {cell.bar:.2f}: {_verdict(measured <= cell.bar)}"
-            )
+            share = medians[cell.name] / medians[cell.base]
+            held.append(bar_holds(f"{cell.name} of {cell.base}", share, cell.bar))
     for operation, gbits in sorted(bus_gbits(records["stage 2"][0]).items()):
-        near = abs(gbits - wire) <= WITHIN * wire
-        missed += not near
-        print(
-            f"bus bandwidth of {operation}: {gbits:.3f} Gbit/s, within {WITHIN:.0%} of the {wire:.3f} that sockets "
-            f"carry: {_verdict(near)}"
-        )
-    return 1 if missed else 0
-
-
-def _verdict(holds: bool) -> str:
-    return "holds" if holds else "MISSED"
+        carried = f"{operation}: {gbits:.3f} Gbit/s of bus bandwidth, {wire:.3f} through sockets; apart"
+        held.append(bar_holds(carried, abs(gbits - wire) / wire, WITHIN))
+    return 0 if all(held) else 1
 
 
 if __name__ == "__main__":

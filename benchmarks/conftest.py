@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.pair import Pair
+from benchmarks.pair import Pair, start_pair
 
 
 @pytest.fixture(autouse=True)
@@ -35,5 +35,5 @@ def fake_world() -> Iterator[dist.ProcessGroup]:
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Pair]:
     """Rank 0 here and rank 1 in another process, over gloo."""
-    with Pair.start() as started:
+    with start_pair() as started:
         yield started

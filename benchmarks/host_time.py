@@ -11,24 +11,22 @@ python benchmarks/host_time.py --rounds 25 --json host_time.json
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
 import os
-import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file
+
+from benchmarks.measuring import bar_holds, beside, in_rounds, make_parser, print_table, ratio, write_json
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-ROOT = Path(__file__).resolve().parent.parent
-if str(ROOT) not in sys.path:  # run as a file from a checkout that is not installed
-    sys.path.insert(0, str(ROOT))
 
 WORLD, BLOCKS, WIDTH, BATCH = 64, 100, 64, 2
 BUCKET_MB = 0.07
@@ -39,8 +37,8 @@ ENGINES = ("torch", "stage 0", "stage 1", "stage 2", "stage 3", "fsdp2")
 BARS = {("stage 3", "fsdp2"): 0.25, ("stage 2", "torch"): 1.10}
 
 
-def serve(engine: str) -> None:
-    """Train as many steps as each line of the standard input says, and print what `take_steps` returns."""
+def serve(pipe: Connection, engine: str) -> None:
+    """Train as many steps as the pipe says, and answer with what `take_steps` returns."""
     import torch
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -48,8 +46,8 @@ def serve(engine: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
     forward, rest = make_step(engine)
-    for line in sys.stdin:
-        print(*take_steps(forward, rest, int(line)), flush=True)
+    while True:
+        pipe.send(take_steps(forward, rest, pipe.recv()))
 
 
 def take_steps(
@@ -64,7 +62,7 @@ def take_steps(
         rest(loss)
         times.append(time.process_time() - started)
         forwards.append(after_forward - started)
-    return statistics.median(times) * 1e3, statistics.median(forwards) * 1e3
+    return median(times) * 1e3, median(forwards) * 1e3
 
 
 def make_step(engine: str) -> tuple[Callable[[], Tensor], Callable[[Tensor], None]]:
@@ -129,94 +127,44 @@ def make_step(engine: str) -> tuple[Callable[[], Tensor], Callable[[Tensor], Non
 
 
 def main() -> int:
-    """Measure each engine in processes of its own; returns 1 when a bar is missed."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """Measure each engine in a process of its own; returns 1 when a bar is missed."""
+    parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES), metavar="ENGINE")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here")
-    parser.add_argument("--serve", choices=ENGINES, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.serve:
-        serve(arguments.serve)
-        return 0
+    os.environ["OMP_NUM_THREADS"] = "1"
     with contextlib.ExitStack() as stack:
-        turns = take_turns(
-            {engine: stack.enter_context(Engine(engine)) for engine in arguments.engines}, arguments.rounds
-        )
+        pipes = {name: stack.enter_context(beside(serve, name)) for name in arguments.engines}
 
-    from benchmarks.tables import print_table
+        def take(name: str, steps: int = STEPS) -> tuple[float, float]:
+            pipes[name].send(steps)
+            answer: tuple[float, float] = pipes[name].recv()
+            return answer
 
-    def ratio(engine: str, to: str) -> float:
-        pairs = zip(turns[engine], turns[to], strict=True)
-        return statistics.median(step / other for (step, _), (other, _) in pairs)
+        for name in pipes:
+            take(name, WARM_UP)
+        turns = in_rounds(list(pipes), arguments.rounds, take, tell=False)
+    steps, forwards = ({name: [one[part] for one in turns[name]] for name in turns} for part in (0, 1))
 
     def say(engine: str, to: str) -> str:
-        return f"{ratio(engine, to):.2f}" if to in turns else ""
+        return f"{ratio(steps[engine], steps[to]):.2f}" if to in turns else ""
 
     rows = [
         [
-            engine,
-            f"{statistics.median(step for step, _ in values):.1f}",
-            say(engine, "torch"),
-            say(engine, "fsdp2"),
-            f"{statistics.median(forward for _, forward in values):.1f}",
+            name,
+            f"{median(steps[name]):.1f}",
+            say(name, "torch"),
+            say(name, "fsdp2"),
+            f"{median(forwards[name]):.1f}",
         ]
-        for engine, values in turns.items()
+        for name in turns
     ]
     print_table("Processor time of a step", ["engine", "ms", "/ torch", "/ FSDP2", "forward ms"], rows)
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"step_ms, forward_ms": turns}, indent=1) + "\n")
-    missed = 0
-    for (engine, to), bar in BARS.items():
-        if engine in turns and to in turns:
-            measured = ratio(engine, to)
-            missed += measured > bar
-            verdict = "holds" if measured <= bar else "MISSED"
-            print(f"{engine} at most {bar:.2f} x {to}: {measured:.3f}, {verdict}")
-    return 1 if missed else 0
-
-
-class Engine:
-    """An engine in a process of its own, which trains when asked."""
-
-    def __init__(self, name: str) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, "--serve", name],
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def take_steps(self, steps: int) -> tuple[float, float]:
-        """See `take_steps`; raises `ChildProcessError` if the process has ended."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        print(steps, file=self._process.stdin, flush=True)
-        answer = self._process.stdout.readline().split()
-        if len(answer) != 2:
-            raise ChildProcessError(f"{self._process.args!r} ended with {self._process.wait()}")
-        return float(answer[0]), float(answer[1])
-
-    def __enter__(self) -> Engine:
-        return self
-
-    def __exit__(self, *failure: object) -> None:
-        self._process.kill()
-        self._process.communicate()
-
-
-def take_turns(engines: dict[str, Engine], rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """By engine: what its steps took in each round."""
-    for engine in engines.values():
-        engine.take_steps(WARM_UP)
-    turns: dict[str, list[tuple[float, float]]] = {name: [] for name in engines}
-    for number in range(rounds):
-        for name in engines if number % 2 == 0 else reversed(engines):
-            turns[name].append(engines[name].take_steps(STEPS))
-    return turns
+    write_json(arguments.json, {"step_ms, forward_ms": turns})
+    known = [pair for pair in BARS if set(pair) <= set(turns)]
+    held = [bar_holds(f"{one} of {to}", ratio(steps[one], steps[to]), BARS[one, to]) for one, to in known]
+    return 0 if all(held) else 1
 
 
 if __name__ == "__main__":

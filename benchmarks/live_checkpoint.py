@@ -1,30 +1,22 @@
-"""Saving and loading from one training process, beside torch's DCP and the plain file system; prints JSON.
+"""Saving and loading from one training process, beside torch's DCP and the plain file system.
 
-    python -m benchmarks.live_checkpoint DIRECTORY --size-gb 2 --repeats 5
-
-Leaves DIRECTORY/run (zerokit), DIRECTORY/dcp (torch.save items) and DIRECTORY/dcp-hf (safetensors shards of the
-weights alone). Times are of the calls, not of the process: both need torch imported and a model built.
+Times are of the calls, not of the process: both need torch imported and a model built.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import shutil
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from benchmarks.measuring import in_rounds
 
-import zerokit
+if TYPE_CHECKING:
+    import torch
 
 _STATE_BYTES = 12
 """A parameter's: master and two moments of AdamW, in fp32."""
@@ -32,24 +24,12 @@ _STATE_BYTES = 12
 _WIDTH = 1024
 
 
-class _Layers(nn.Module):
-    """Square layers, each a unit."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(_WIDTH, _WIDTH) for _ in range(count))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = x + layer(x)
-        return x
-
-
-def _timed(task: Callable[[], object]) -> float:
-    os.sync()
-    started = time.perf_counter()
-    task()
-    return time.perf_counter() - started
+def remove(path: Path) -> None:
+    """Remove a file or a directory, if it is there."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _plain(path: Path, state: dict[str, torch.Tensor]) -> None:
@@ -63,10 +43,26 @@ def _plain(path: Path, state: dict[str, torch.Tensor]) -> None:
         os.fsync(file.fileno())
 
 
-def measure(directory: Path, size_gb: float, repeats: int) -> dict[str, Any]:
-    """Seconds of each call by name, and the bytes of the state."""
+def measure(directory: str, size_gb: float, repeats: int) -> dict[str, list[float]]:
+    """Seconds of each call by name, on a single rank.
+
+    Leaves run (zerokit), dcp (torch.save items) and dcp-hf (safetensors shards of the weights alone) in `directory`.
+    """
+    import torch
+    from torch import nn
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+    from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+    import zerokit
+
     torch.manual_seed(0)
-    model = _Layers(max(1, round(size_gb * 1e9 / _STATE_BYTES / (_WIDTH * _WIDTH + _WIDTH))))
+    count = max(1, round(size_gb * 1e9 / _STATE_BYTES / (_WIDTH * _WIDTH + _WIDTH)))
+    model = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(count)))
+    for layer in model:
+        nn.init.normal_(
+            layer.weight, std=_WIDTH**-0.5
+        )  # no layer makes numbers smaller: all states are dense
     optimizer = zerokit.ZeroOptimizer(model, torch.optim.AdamW, stage=2, precision="fp32", lr=1e-3)
     optimizer.backward(model(torch.randn(2, _WIDTH)).square().mean())
     optimizer.step()
@@ -78,51 +74,37 @@ def measure(directory: Path, size_gb: float, repeats: int) -> dict[str, Any]:
         for kind in ("weight", "exp_avg", "exp_avg_sq")
         for name, tensor in weights.items()
     }
-    run, other, plain = directory / "run", directory / "dcp", directory / "plain"
+    run, other, plain = (Path(directory, name) for name in ("run", "dcp", "plain"))
 
     def save_and_sync() -> None:
         dcp_save(state, checkpoint_id=str(other))
         os.sync()
 
-    tasks: dict[str, Callable[[], object]] = {
-        "write and sync": lambda: _plain(plain, state),
-        "zerokit.save": lambda: zerokit.save(run, optimizer, step=1),
-        "dcp.save": save_and_sync,
-        "zerokit.load": lambda: zerokit.load(run, optimizer),
-        "dcp.load": lambda: dcp_load(state, checkpoint_id=str(other)),
+    saves: dict[str, tuple[Path, Callable[[], object]]] = {
+        "write and sync": (plain, partial(_plain, plain, state)),
+        "zerokit.save": (run, partial(zerokit.save, run, optimizer, step=1)),
+        "dcp.save": (other, save_and_sync),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in tasks}
-    for number in range(repeats):
-        for leftover in (run, other):
-            shutil.rmtree(leftover, ignore_errors=True)
-        plain.unlink(missing_ok=True)
-        names = list(tasks)
-        saves, loads = names[:3], names[3:]
-        for name in [*saves[:: 1 - 2 * (number % 2)], *loads[:: 1 - 2 * (number % 2)]]:
-            seconds[name].append(_timed(tasks[name]))
-    plain.unlink()
-    shards = HuggingFaceStorageWriter(str(directory / "dcp-hf"), save_distributed=True)
+    loads: dict[str, Callable[[], object]] = {
+        "zerokit.load": partial(zerokit.load, run, optimizer),
+        "dcp.load": partial(dcp_load, state, checkpoint_id=str(other)),
+    }
+
+    def save(name: str) -> float:
+        path, task = saves[name]
+        remove(path)
+        return _timed(task)
+
+    seconds = in_rounds(list(saves), repeats, save)
+    seconds |= in_rounds(list(loads), repeats, lambda name: _timed(loads[name]))
+    remove(plain)
+    shards = HuggingFaceStorageWriter(str(Path(directory, "dcp-hf")), save_distributed=True)
     dcp_save(weights, storage_writer=shards)
-    return {"bytes": sum(tensor.nbytes for tensor in state.values()), "seconds": seconds}
+    return seconds
 
 
-def main() -> None:
-    """Measure, and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("--size-gb", type=float, required=True)
-    parser.add_argument("--repeats", type=int, required=True)
-    options = parser.parse_args()
-    store = f"file://{options.directory.resolve()}/store"
-    dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
-    try:
-        found = measure(options.directory, options.size_gb, options.repeats)
-    finally:
-        dist.destroy_process_group()
-    print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
+def _timed(task: Callable[[], object]) -> float:
+    os.sync()
+    started = time.perf_counter()
+    task()
+    return time.perf_counter() - started

@@ -5,7 +5,6 @@ Both call the same function the same number of times. The follower learns them b
 
 from __future__ import annotations
 
-import multiprocessing
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.measuring import beside
 from zerokit.runtime.collectives import Collectives, make_collectives
 
 Operation = Callable[[Collectives, Tensor], None]
@@ -29,32 +29,21 @@ class Pair:
         self.collectives = collectives
         self._pipe = pipe
 
-    @classmethod
-    @contextmanager
-    def start(cls) -> Iterator[Pair]:
-        """Start the follower; both ranks are gone when the context ends."""
-        context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
-        with tempfile.TemporaryDirectory(prefix="zerokit-pair-") as directory:
-            follower = context.Process(
-                target=_follow, args=(f"file://{directory}/store", theirs), daemon=True
-            )
-            follower.start()
-            try:
-                collectives = _join(f"file://{directory}/store", 0)
-                yield cls(collectives, ours)
-                ours.send(None)
-                follower.join(timeout=30)
-                dist.destroy_process_group()
-            finally:
-                follower.kill()
-                follower.join()
-
     def prepare(self, operation: Operation, numel: int, calls: int) -> Callable[[], None]:
         """A function that runs `operation` on `numel` fp32 elements; the follower joins in `calls` times."""
         self._pipe.send((operation, numel, calls))
         tensor = torch.ones(numel)
         return lambda: operation(self.collectives, tensor)
+
+
+@contextmanager
+def start_pair() -> Iterator[Pair]:
+    """Both ranks are gone when the context ends."""
+    with tempfile.TemporaryDirectory(prefix="zerokit-pair-") as directory:
+        store = f"file://{directory}/store"
+        with beside(_follow, store) as pipe:
+            yield Pair(_join(store, 0), pipe)
+            dist.destroy_process_group()
 
 
 def _join(store: str, rank: int) -> Collectives:
@@ -65,11 +54,10 @@ def _join(store: str, rank: int) -> Collectives:
     return make_collectives(group, torch.device("cpu"), _TIMEOUT, units=1)
 
 
-def _follow(store: str, pipe: Connection) -> None:
+def _follow(pipe: Connection, store: str) -> None:
     collectives = _join(store, 1)
-    while (order := pipe.recv()) is not None:
-        operation, numel, calls = order
+    while True:
+        operation, numel, calls = pipe.recv()
         tensor = torch.ones(numel)
         for _ in range(calls):
             operation(collectives, tensor)
-    dist.destroy_process_group()

@@ -34,7 +34,7 @@ import yaml
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.tables import plain_table  # noqa: E402
+from benchmarks.measuring import plain_table  # noqa: E402
 
 CANNOT_RUN = 4
 

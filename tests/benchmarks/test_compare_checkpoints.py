@@ -10,6 +10,7 @@ import pytest
 
 import zerokit
 from benchmarks import compare_checkpoints
+from benchmarks.live_checkpoint import remove
 
 
 def test_commands_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -38,12 +39,12 @@ def test_commands_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_calls_and_peers_run(tmp_path: Path) -> None:
     figures = compare_checkpoints.live(tmp_path, 0.004, 1)
     assert {"write and sync", "zerokit.save", "zerokit.load", "dcp.save", "dcp.load"} == figures.keys()
-    assert all(found.median > 0 for found in figures.values())
+    assert all(seconds > 0 for found in figures.values() for seconds in found.seconds)
     assert zerokit.verify(tmp_path / "run").intact
     for task in compare_checkpoints.peer_tasks(tmp_path):
         compare_checkpoints.run(task.command)
         assert task.output.exists()
-        compare_checkpoints.remove(task.output)
+        remove(task.output)
 
 
 def test_the_synthetic_checkpoint_is_a_checkpoint(tmp_path: Path) -> None:

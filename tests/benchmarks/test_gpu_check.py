@@ -5,15 +5,19 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-from benchmarks import compare_engines
+from tests.bench.records import make_cell, make_failure
+from zerokit.bench.record import write_record
+from zerokit.cli.bench import command as bench
 
 ROOT = Path(__file__).resolve().parents[2]
 DEVICE: dict[str, object] = {"name": "a GPU", "count": 1, "torch": "2", "cuda": "12", "nccl": "2"}
@@ -178,29 +182,45 @@ def test_a_part_that_lasts_too_long_is_stopped_and_tells_how_far_it_came(
     assert "never: not run" in capsys.readouterr().out
 
 
-def test_figures_come_from_the_record(
+def test_figures_come_from_the_records(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    summary = {"step_ms": [50.0, 49.0, 51.0], "cuda_mb": [900.0, 900.0, 900.0]}
-    record = {"failures": {}, "disagreements": [], "summaries": {"ddp": summary, "zerokit-2": summary}}
+    gpt: dict[str, Any] = {"device": "cuda", "precision": "bf16"}
+    losses: list[float | None] = [5.0, 4.0]
+    records = [
+        replace(make_cell("ddp", 0, **gpt), loss=losses),
+        replace(make_cell("zerokit", 2, **gpt), loss=[loss and 1.001 * loss for loss in losses]),
+        make_failure("unsupported", "it has stage 0 only", "ddp", 2, **gpt),
+    ]
     code = 0
 
     def run(command: list[str], timeout_s: float) -> int:
-        options = compare_engines.parse(command[1:])
-        assert options.clip == (1.0 if "steps-clip" in str(options.json) else None)
-        assert (options.device, options.backend, options.world) == ("cuda", "nccl", 1)
-        assert {"ddp", "fsdp2", "zerokit-2"} <= set(options.engines)
-        options.json.write_text(json.dumps(record))
+        assert command[:3] == ["-m", "zerokit.cli", "bench"]
+        options = bench.make_context("bench", command[3:]).params
+        assert options["clip"] == (1.0 if "steps-clip" in str(options["output"]) else 0.0)
+        assert (options["device"], options["nproc_per_node"]) == ("cuda", (1,))
+        assert {"ddp", "fsdp2", "zerokit"} <= set(options["engine"])
+        for number, record in enumerate(records):
+            write_record(record, options["output"] / "cells" / f"{number}.json")
         return code
 
     monkeypatch.setattr(script, "run", run)
     for name in ("steps", "steps-clip"):
         outcome = script.PARTS[name].check(name, tmp_path, 5.0)
-        assert (outcome.result, outcome.detail) == ("ok", "ddp 50.0 ms 900 MB, zerokit-2 50.0 ms 900 MB")
+        assert outcome.result == "ok", outcome.detail
+        assert re.fullmatch(r"DDP \d+\.\d ms \d+ MB, zerokit 2 \d+\.\d ms \d+ MB", outcome.detail)
     code = 124
     assert script.PARTS["steps"].check("steps", tmp_path, 5.0).result == "timed out"
-    record["disagreements"] = ["losses of fsdp2 differ"]
-    code = 1
+    code = 0
+    records[1] = replace(records[1], loss=[loss and 1.1 * loss for loss in losses])
     outcome = script.PARTS["steps"].check("steps", tmp_path, 5.0)
     assert outcome.result == "FAILED"
-    assert outcome.detail.startswith("losses of fsdp2 differ; ddp 50.0 ms")
+    assert outcome.detail.startswith(
+        "zerokit 2: the loss of step 2 differs from that of DDP by 0.1 of it; DDP "
+    )
+    records[1] = make_failure("failed", "rank 0: no such kernel\nand more", "zerokit", 2, **gpt)
+    outcome = script.PARTS["steps"].check("steps", tmp_path, 5.0)
+    assert outcome.result == "FAILED"
+    assert outcome.detail.startswith("zerokit 2: failed: rank 0: no such kernel; DDP ")
+    records.clear()
+    assert "before it could report" in script.PARTS["steps"].check("steps", tmp_path, 5.0).detail

@@ -1,0 +1,129 @@
+"""What the scripts here share: options, rounds in alternating order, medians, bars, tables, the machine.
+
+No torch: the process that starts what is measured should take no memory bandwidth from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from typing import TypeVar
+
+from zerokit.bench.machine.place import cores, processor_name
+from zerokit.bench.measure.environment import git_commit, measured_variables
+
+ROOT = Path(__file__).resolve().parent.parent
+T = TypeVar("T")
+
+
+def make_parser(text: str | None) -> argparse.ArgumentParser:
+    """Of a script whose docstring is `text`."""
+    return argparse.ArgumentParser(
+        description=text, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+
+
+def in_rounds(
+    names: Sequence[str],
+    rounds: int,
+    measure: Callable[[str], T],
+    keep: Callable[[dict[str, list[T]]], object] = lambda results: None,
+    *,
+    tell: bool = True,
+) -> dict[str, list[T]]:
+    """What `measure` returned for each name, round by round.
+
+    Every second round goes backwards, so that a machine that is slow for a while is so for all: trust the ratios.
+    `keep` is given what there is after every measurement; `tell` says on stderr what is measured.
+    """
+    results: dict[str, list[T]] = {name: [] for name in names}
+    for number in range(rounds):
+        for name in names if number % 2 == 0 else reversed(names):
+            if tell:
+                print(f"round {number + 1}/{rounds}: {name}", file=sys.stderr, flush=True)
+            results[name].append(measure(name))
+            keep(results)
+    return results
+
+
+def spread(values: Sequence[float], decimals: int) -> str:
+    """The median with the least and the most: "1.19 (1.10–1.42)"."""
+    return "{:.{d}f} ({:.{d}f}–{:.{d}f})".format(median(values), min(values), max(values), d=decimals)
+
+
+def ratio(values: Sequence[float], base: Sequence[float]) -> float:
+    """The median over rounds of the ratio of two values of the same round."""
+    return median(value / other for value, other in zip(values, base, strict=True))
+
+
+def bar_holds(name: str, measured: float, bar: float) -> bool:
+    """Whether a figure is at most its bar; says so."""
+    holds = measured <= bar
+    print(f"{name}: {measured:.3f}, at most {bar:.2f}: {'holds' if holds else 'MISSED'}")
+    return holds
+
+
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Words to the left, figures to the right; without rich, which a bare GPU machine may lack."""
+    print(plain_table(title, columns, rows))
+
+
+def plain_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """The same as text."""
+    lines = [columns, *rows]
+    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+    figures = [
+        all(cell[:1].isdigit() or not cell for cell in cells) for cells in zip(*rows, strict=True)
+    ] or [False] * len(columns)
+    text = []
+    for line in lines:
+        cells = zip(line, widths, figures, strict=True)
+        text.append(
+            "  ".join(cell.rjust(w) if figure else cell.ljust(w) for cell, w, figure in cells).rstrip()
+        )
+    return "\n".join([title, "", text[0], "-" * max(map(len, text)), *text[1:]])
+
+
+def write_json(path: Path | None, content: object) -> None:
+    """Write it where the user wants it."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def machine() -> dict[str, object]:
+    """What the figures depend on, for the record."""
+    return {
+        "processor": processor_name(),
+        "cores": cores(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "variables": measured_variables(os.environ),
+        "git_commit": git_commit(ROOT),
+    }
+
+
+@contextmanager
+def beside(function: Callable[..., None], *arguments: object) -> Iterator[Connection]:
+    """Our end of a pipe to `function(pipe, *arguments)` in a fresh process, which is gone when the context ends."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=function, args=(theirs, *arguments), daemon=True)
+    process.start()
+    theirs.close()  # so that the pipe ends with the process
+    try:
+        yield ours
+    finally:
+        process.kill()
+        process.join()

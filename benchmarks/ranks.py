@@ -1,0 +1,76 @@
+"""A function on gloo ranks, each a fresh process.
+
+run_ranks(measure, …) ──► `python -m benchmarks.ranks JOB` × world ──► measure(…) ──► its results, by rank
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measuring import ROOT
+from zerokit.launch.interrupts import Interrupts
+from zerokit.launch.local import launch
+
+
+def run_ranks(
+    function: Callable[..., Any], *arguments: Any, world: int = 2, threads: int = 1, group: bool = True
+) -> list[Any]:
+    """What a function of a script here returned on each rank; arguments and results go through JSON.
+
+    Args:
+        function: is found again by its name, in `benchmarks`.
+        arguments: of it.
+        world: ranks.
+        threads: of each.
+        group: whether the ranks are in a process group when they call it.
+
+    Raises `zerokit.launch.failures.WorkerFailed`, which tells of the rank that failed and why.
+    """
+    code = function.__code__
+    job = {
+        "module": f"benchmarks.{Path(code.co_filename).stem}",
+        "function": code.co_name,
+        "arguments": arguments,
+        "threads": threads,
+        "group": group,
+    }
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    with Interrupts() as interrupts, tempfile.TemporaryDirectory(prefix="zerokit-ranks-") as name:
+        folder = Path(name)
+        (folder / "job.json").write_text(json.dumps(job))
+        launch(
+            "benchmarks.ranks",
+            [name],
+            nodes=1,
+            nproc_per_node=world,
+            log_dir=folder,
+            interrupts=interrupts,
+            environment={"OMP_NUM_THREADS": str(threads), "PYTHONPATH": path},
+        )
+        return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(world)]
+
+
+def main(folder: Path) -> None:
+    """This rank's part."""
+    import torch
+    import torch.distributed as dist
+
+    job = json.loads((folder / "job.json").read_text())
+    torch.set_num_threads(job["threads"])
+    if job["group"]:
+        dist.init_process_group("gloo")
+    result = getattr(importlib.import_module(job["module"]), job["function"])(*job["arguments"])
+    (folder / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(result))
+    if dist.is_initialized():
+        dist.barrier()  # a peer may still read this rank's memory
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
