@@ -36,17 +36,17 @@ def measure(model: str, blocks: int, steps: int, interval: float) -> dict[str, A
     import torch.distributed as dist
 
     from zerokit.bench.engines.trainer import make
-    from zerokit.bench.machine.place import Place
+    from zerokit.bench.machine.accelerator import Accelerator
     from zerokit.bench.measure.sampler import Sampler
     from zerokit.bench.record.settings import Settings
     from zerokit.bench.worker.training import Loop
     from zerokit.bench.workloads.build import load
 
     settings = Settings(model=model, precision="fp32", device="cpu", nproc_per_node=dist.get_world_size())
-    place = Place(torch.device("cpu"), "gloo")
+    accelerator = Accelerator(torch.device("cpu"), "gloo")
     loaded = load(settings)
-    trainer = make(loaded, settings, place)
-    loop = Loop(trainer, loaded, settings, place)
+    trainer = make(loaded, settings, accelerator)
+    loop = Loop(trainer, loaded, settings, accelerator)
     for step in range(3):
         trainer.step(loop.batches(step))
     cost_ms = sampled_ms = 0.0

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-    from zerokit.bench.machine.place import Place
+    from zerokit.bench.machine.accelerator import Accelerator
 
 SMALL_BYTES, LARGE_BYTES = 2**20, 2**24
 FAST_S = 0.05
@@ -54,7 +54,7 @@ class Pair:
     gb_per_s: float
 
 
-def measure_all_reduce(group: dist.ProcessGroup, place: Place) -> AllReduce | None:
+def measure_all_reduce(group: dist.ProcessGroup, accelerator: Accelerator) -> AllReduce | None:
     """All ranks call it; None for one rank."""
     import torch
     import torch.distributed as dist
@@ -66,16 +66,16 @@ def measure_all_reduce(group: dist.ProcessGroup, place: Place) -> AllReduce | No
         return None
 
     def slowest(seconds: float) -> float:
-        cell = torch.tensor([seconds], dtype=torch.float64, device=place.device)
+        cell = torch.tensor([seconds], dtype=torch.float64, device=accelerator.device)
         dist.all_reduce(cell, op=dist.ReduceOp.MAX, group=group)
         return float(cell.item())
 
     def timed(size_bytes: int) -> tuple[float, bool]:
-        buffer = torch.empty(size_bytes // 4, device=place.device)
+        buffer = torch.empty(size_bytes // 4, device=accelerator.device)
         # Small whole numbers, so that the sum is exact in any order.
-        pattern = torch.arange(buffer.numel(), device=place.device) % 7
+        pattern = torch.arange(buffer.numel(), device=accelerator.device) % 7
         buffer.copy_(pattern + rank)
-        seconds = _timed(lambda: dist.all_reduce(buffer, group=group), place)
+        seconds = _timed(lambda: dist.all_reduce(buffer, group=group), accelerator)
         expected = pattern * world + world * (world - 1) // 2
         return slowest(seconds), slowest(float(not torch.equal(buffer, expected.to(buffer.dtype)))) == 0
 
@@ -89,15 +89,15 @@ def measure_all_reduce(group: dist.ProcessGroup, place: Place) -> AllReduce | No
         correct = correct and right
     taken = median(times)
     bus = size / taken / 1e9 * bus_factor("all_reduce", world)
-    return AllReduce(size, taken, bus, place.backend, correct)
+    return AllReduce(size, taken, bus, accelerator.backend, correct)
 
 
-def measure_pairs(group: dist.ProcessGroup, place: Place, leaders: Sequence[int]) -> list[Pair]:
+def measure_pairs(group: dist.ProcessGroup, accelerator: Accelerator, leaders: Sequence[int]) -> list[Pair]:
     """Every pair of nodes, one after the other, so that none disturbs another. All ranks call it.
 
     Args:
         group: of all ranks.
-        place: of this rank.
+        accelerator: of this rank.
         leaders: the first rank of each node, which sends and receives for it.
 
     Returns what this rank has measured: the pairs whose first node it leads.
@@ -114,12 +114,12 @@ def measure_pairs(group: dist.ProcessGroup, place: Place, leaders: Sequence[int]
         other = pair[1] if group.rank() == pair[0] else pair[0]
 
         def exchange(size_bytes: int, other: int = other) -> float:
-            outgoing, incoming = (torch.zeros(size_bytes // 4, device=place.device) for _ in range(2))
-            return _timed(lambda: _swap(outgoing, incoming, other, group), place)
+            outgoing, incoming = (torch.zeros(size_bytes // 4, device=accelerator.device) for _ in range(2))
+            return _timed(lambda: _swap(outgoing, incoming, other, group), accelerator)
 
         exchange(SMALL_BYTES)  # makes the connection
         # The two must agree on the size: the slower of them decides.
-        seconds = torch.tensor([exchange(SMALL_BYTES)], device=place.device)
+        seconds = torch.tensor([exchange(SMALL_BYTES)], device=accelerator.device)
         theirs = torch.zeros_like(seconds)
         _swap(seconds, theirs, other, group)
         size = LARGE_BYTES if max(seconds.item(), theirs.item()) < FAST_S else SMALL_BYTES
@@ -141,11 +141,11 @@ def _swap(outgoing: torch.Tensor, incoming: torch.Tensor, other: int, group: dis
         work.wait()
 
 
-def _timed(call: Callable[[], object], place: Place) -> float:
-    place.synchronize()
+def _timed(call: Callable[[], object], accelerator: Accelerator) -> float:
+    accelerator.synchronize()
     started = time.perf_counter()
     call()
-    place.synchronize()
+    accelerator.synchronize()
     return time.perf_counter() - started
 
 

@@ -89,14 +89,16 @@ def main(job_file: Path, look: Look = look_around, now: Callable[[], float] = ti
     import torch
     import torch.distributed as dist
 
-    from zerokit.bench.machine.place import Place, choose_place, device_id
+    from zerokit.bench.machine.accelerator import Accelerator, choose_accelerator, device_id
 
-    place, device = choose_place(None), None
-    if place.device.type == "cuda":
-        torch.cuda.set_device(place.device)
-        device = Device(torch.cuda.get_device_name(place.device), device_id(place) or str(place.device))
-    if place.backend == "gloo":
-        place = Place(torch.device("cpu"), "gloo")
+    accelerator, device = choose_accelerator(None), None
+    if accelerator.device.type == "cuda":
+        torch.cuda.set_device(accelerator.device)
+        device = Device(
+            torch.cuda.get_device_name(accelerator.device), device_id(accelerator) or str(accelerator.device)
+        )
+    if accelerator.backend == "gloo":
+        accelerator = Accelerator(torch.device("cpu"), "gloo")
     # One rank a node times the disk, or they would time each other.
     facts = look(seat, Path(job.directory), TRIAL_BYTES if seat.local_rank == 0 else 0, device)
     _write(folder / f"rank-{seat.rank}.json", json.dumps(to_plain(facts)))
@@ -116,15 +118,19 @@ def main(job_file: Path, look: Look = look_around, now: Callable[[], float] = ti
     at("looking for rank 0's file")
     seen = _see(facts, job)
     at("all-reducing")
-    wire = group if place.backend == "gloo" else dist.new_group(backend=place.backend, timeout=timeout)
-    all_reduce = measure_all_reduce(wire, place)
+    wire = (
+        group
+        if accelerator.backend == "gloo"
+        else dist.new_group(backend=accelerator.backend, timeout=timeout)
+    )
+    all_reduce = measure_all_reduce(wire, accelerator)
     pairs: list[Pair] = []
     if job.pairs:
         at("exchanging in pairs")
         leaders: dict[int, int] = {}
         for one in everyone:
             leaders.setdefault(one.seat.node, one.seat.rank)
-        for measured in _gather(measure_pairs(wire, place, list(leaders.values()))):
+        for measured in _gather(measure_pairs(wire, accelerator, list(leaders.values()))):
             pairs += measured
     if seat.rank == 0:
         together = GroupFacts(offsets, routes, names, seen, all_reduce, pairs)

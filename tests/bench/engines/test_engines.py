@@ -23,7 +23,7 @@ from zerokit.bench.catalogue.workloads import Workload
 from zerokit.bench.engines.compute_only import ComputeOnlyTrainer
 from zerokit.bench.engines.fsdp2 import TRAINS_ON_CPU
 from zerokit.bench.engines.trainer import Batch, Trainer, make
-from zerokit.bench.machine.place import Place
+from zerokit.bench.machine.accelerator import Accelerator
 from zerokit.bench.record.settings import WIRES, Settings
 from zerokit.bench.worker.batches import Batches
 from zerokit.bench.workloads.build import Loaded, load
@@ -84,7 +84,7 @@ class Curve:
 def start(settings: Settings) -> tuple[Loaded, Trainer]:
     """On a rank: a workload under an engine."""
     loaded = load(settings)
-    return loaded, make(loaded, settings, Place(torch.device("cpu"), "gloo"))
+    return loaded, make(loaded, settings, Accelerator(torch.device("cpu"), "gloo"))
 
 
 def batches_of(loaded: Loaded, settings: Settings, step: int) -> list[Batch]:
@@ -239,12 +239,12 @@ def test_an_engine_that_is_missing_says_how_to_get_it(monkeypatch: pytest.Monkey
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     loaded = load(TINY)
     with pytest.raises(UsageError, match="deepspeed is not installed here; pip install deepspeed"):
-        make(loaded, replace(TINY, engine="deepspeed"), Place(torch.device("cpu"), "gloo"))
+        make(loaded, replace(TINY, engine="deepspeed"), Accelerator(torch.device("cpu"), "gloo"))
 
 
 def test_an_engine_without_the_stage_says_so() -> None:
     with pytest.raises(UsageError, match="ddp has no stage 2: it has stage 0 only"):
-        make(load(TINY), replace(TINY, engine="ddp", stage=2), Place(torch.device("cpu"), "gloo"))
+        make(load(TINY), replace(TINY, engine="ddp", stage=2), Accelerator(torch.device("cpu"), "gloo"))
 
 
 def test_nobodys_memory_includes_anothers_modules() -> None:

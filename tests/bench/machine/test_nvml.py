@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 
 from tests.support.distributed import run_ranks
+from zerokit.bench.machine.accelerator import Accelerator, device_id
 from zerokit.bench.machine.devices import identify
 from zerokit.bench.machine.nvml import Devices
-from zerokit.bench.machine.place import Place, device_id
 from zerokit.bench.measure.sampler import Sampler
 from zerokit.bench.worker.rank import node_sampler
 
-ON_CUDA = Place(torch.device("cuda", 1), "nccl")
+ON_CUDA = Accelerator(torch.device("cuda", 1), "nccl")
 
 
 class NVMLError(Exception):
@@ -140,7 +140,7 @@ def test_a_device_is_called_by_its_uuid(
 
 def test_a_rank_knows_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
-    assert device_id(Place(torch.device("cpu"), "gloo")) is None
+    assert device_id(Accelerator(torch.device("cpu"), "gloo")) is None
     properties = SimpleNamespace()
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     assert device_id(ON_CUDA) == "6"
@@ -165,7 +165,7 @@ def test_one_rank_of_a_node_samples_the_devices_of_all_its_ranks() -> None:
 @pytest.mark.gpu
 def test_the_library_knows_torchs_device() -> None:
     pytest.importorskip("pynvml")
-    identity = device_id(Place(torch.device("cuda", 0), "nccl"))
+    identity = device_id(Accelerator(torch.device("cuda", 0), "nccl"))
     assert identity is not None
     devices = Devices.find([identity])
     assert devices is not None

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 from tests.support.distributed import run_ranks
 from zerokit.bench.engines.trainer import make
-from zerokit.bench.machine.place import Place
+from zerokit.bench.machine.accelerator import Accelerator
 from zerokit.bench.measure import bandwidth
 from zerokit.bench.measure.bandwidth import LEAST, MOST, WARMUP, bandwidth_of, bus_factor, measure_bandwidth
 from zerokit.bench.record import Bandwidth
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.workloads.build import load
 
-HERE = Place(torch.device("cpu"), "gloo")
+HERE = Accelerator(torch.device("cpu"), "gloo")
 OPERATIONS = ["all_reduce", "all_gather", "reduce_scatter", "broadcast"]
 
 

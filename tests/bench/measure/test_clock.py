@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.bench.clocks import Device
-from zerokit.bench.machine.place import Place
+from zerokit.bench.machine.accelerator import Accelerator
 from zerokit.bench.measure.clock import DeviceClock, HostClock, clock_of
 
 
@@ -60,13 +60,13 @@ def test_the_hosts_clock_times_each_step_alone() -> None:
 
 
 def test_each_place_has_its_clock() -> None:
-    assert isinstance(clock_of(Place(torch.device("cpu"), "gloo")), HostClock)
-    assert isinstance(clock_of(Place(torch.device("cuda", 0), "nccl")), DeviceClock)
+    assert isinstance(clock_of(Accelerator(torch.device("cpu"), "gloo")), HostClock)
+    assert isinstance(clock_of(Accelerator(torch.device("cuda", 0), "nccl")), DeviceClock)
 
 
 @pytest.mark.gpu
 def test_events_and_wall_clock_agree_on_a_device() -> None:
-    clock = clock_of(Place(torch.device("cuda", 0), "nccl"))
+    clock = clock_of(Accelerator(torch.device("cuda", 0), "nccl"))
     for _ in range(8):
         clock.begin()
         torch.cuda._sleep(50_000_000)

@@ -9,7 +9,7 @@ import torch
 
 import zerokit
 from tests.support.distributed import run_ranks
-from zerokit.bench.machine.place import Place
+from zerokit.bench.machine.accelerator import Accelerator
 from zerokit.bench.measure.environment import git_commit, look_around, measured_variables, versions
 from zerokit.bench.record import Environment
 
@@ -60,7 +60,7 @@ def test_versions_of_what_was_imported() -> None:
 
 
 def look() -> Environment:
-    return look_around(Place(torch.device("cpu"), "gloo"))
+    return look_around(Accelerator(torch.device("cpu"), "gloo"))
 
 
 def test_a_rank_on_a_cpu() -> None:

@@ -18,7 +18,7 @@ from torch._C._autograd import DeviceType
 
 from tests.support.distributed import run_ranks
 from zerokit.bench.engines.trainer import Batch, Trainer, make
-from zerokit.bench.machine.place import Place
+from zerokit.bench.machine.accelerator import Accelerator
 from zerokit.bench.measure.phases import (
     STEPS,
     Parts,
@@ -35,7 +35,7 @@ from zerokit.bench.worker.training import Loop
 from zerokit.bench.workloads.build import load
 
 SPANS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=12)
-HERE = Place(torch.device("cpu"), "gloo")
+HERE = Accelerator(torch.device("cpu"), "gloo")
 
 
 def covered(spans: list[Span]) -> set[int]:

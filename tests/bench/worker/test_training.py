@@ -22,7 +22,7 @@ from tests.bench.clocks import Device
 from tests.bench.records import make_record
 from tests.support.distributed import run_alone, run_ranks
 from zerokit.bench.engines.trainer import Batch, Trainer, make
-from zerokit.bench.machine.place import Place
+from zerokit.bench.machine.accelerator import Accelerator
 from zerokit.bench.record import Rank
 from zerokit.bench.record.progress import Progress, ProgressReader, ProgressWriter
 from zerokit.bench.record.schema import to_plain
@@ -34,7 +34,7 @@ from zerokit.bench.worker.rank import choose, with_state
 from zerokit.bench.worker.training import Loop, Measured
 from zerokit.bench.workloads.build import load
 
-HERE = Place(torch.device("cpu"), "gloo")
+HERE = Accelerator(torch.device("cpu"), "gloo")
 TINY = Settings(model="mlp-mnist", engine="compute-only", stage=0, steps=3, nproc_per_node=2)
 ALONE = replace(TINY, steps=4, nproc_per_node=1)
 
@@ -217,7 +217,7 @@ def test_a_rank_fills_in_what_was_left_open() -> None:
     chosen = choose(asked, HERE)
     assert (chosen.device, chosen.precision, chosen.data) == ("cpu", "fp32", "standard-library")
     assert (chosen.bucket_mb, chosen.image_size, chosen.warmup) == (None, None, None)
-    on_cuda = choose(replace(asked, engine="fsdp2", stage=3), Place(torch.device("cuda"), "nccl"))
+    on_cuda = choose(replace(asked, engine="fsdp2", stage=3), Accelerator(torch.device("cuda"), "nccl"))
     assert (on_cuda.device, on_cuda.precision, on_cuda.bucket_mb) == ("cuda", "bf16", None)
     images = choose(replace(asked, model="mlp-mnist", precision="bf16"), HERE)
     assert (images.image_size, images.precision, images.data) == (28, "bf16", "synthetic")

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zerokit.bench.engines.trainer import TorchTrainer, adamw, autocast, build_in_memory
-from zerokit.bench.machine.place import Place
+from zerokit.bench.machine.accelerator import Accelerator
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.workloads.build import Loaded
 
@@ -41,7 +41,7 @@ class Share:
 class ComputeOnlyTrainer(TorchTrainer):
     """At stage 0 each rank steps the whole optimizer, at the others the share that it would own in a sharded one."""
 
-    def __init__(self, model: nn.Module, settings: Settings, place: Place) -> None:
+    def __init__(self, model: nn.Module, settings: Settings, accelerator: Accelerator) -> None:
         rank, world = dist.get_rank(), dist.get_world_size()
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._shares: list[Share] = []
@@ -49,10 +49,10 @@ class ComputeOnlyTrainer(TorchTrainer):
             self._shares = [Share.of(parameter, rank, world) for parameter in parameters]
             parameters = [share.part for share in self._shares]
         self._stepped = parameters
-        self._scaler = torch.amp.GradScaler(place.device.type, enabled=settings.precision == "fp16")
+        self._scaler = torch.amp.GradScaler(accelerator.device.type, enabled=settings.precision == "fp16")
         self._skipped = 0
         optimizer = adamw(parameters, settings)
-        super().__init__(model, optimizer, clip=settings.clip, autocast=autocast(settings, place))
+        super().__init__(model, optimizer, clip=settings.clip, autocast=autocast(settings, accelerator))
 
     @property
     def skipped_steps(self) -> int:
@@ -82,6 +82,6 @@ class ComputeOnlyTrainer(TorchTrainer):
         return norm
 
 
-def make(loaded: Loaded, settings: Settings, place: Place) -> ComputeOnlyTrainer:
+def make(loaded: Loaded, settings: Settings, accelerator: Accelerator) -> ComputeOnlyTrainer:
     """Built in memory on every rank."""
-    return ComputeOnlyTrainer(build_in_memory(loaded, place), settings, place)
+    return ComputeOnlyTrainer(build_in_memory(loaded, accelerator), settings, accelerator)

@@ -9,7 +9,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from zerokit.bench.engines.trainer import TorchTrainer, adamw, autocast, build_in_memory
-from zerokit.bench.machine.place import Place
+from zerokit.bench.machine.accelerator import Accelerator
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.workloads.build import Loaded
 
@@ -29,18 +29,20 @@ class DdpTrainer(TorchTrainer):
         return nullcontext() if last else model.no_sync()
 
 
-def wrap(loaded: Loaded, settings: Settings, place: Place) -> DistributedDataParallel:
+def wrap(loaded: Loaded, settings: Settings, accelerator: Accelerator) -> DistributedDataParallel:
     """The model under DDP. `bucket_mb`, where it is given, is its `bucket_cap_mb`; the bf16 wire is torch's hook."""
     options: dict[str, Any] = {} if settings.bucket_mb is None else {"bucket_cap_mb": settings.bucket_mb}
     # Gradients as views of the buckets save a copy and the second set of gradients.
-    engine = DistributedDataParallel(build_in_memory(loaded, place), gradient_as_bucket_view=True, **options)
+    engine = DistributedDataParallel(
+        build_in_memory(loaded, accelerator), gradient_as_bucket_view=True, **options
+    )
     if settings.wire == "bf16":
         engine.register_comm_hook(None, compress_in_bf16)
     return engine
 
 
-def make(loaded: Loaded, settings: Settings, place: Place) -> DdpTrainer:
+def make(loaded: Loaded, settings: Settings, accelerator: Accelerator) -> DdpTrainer:
     """Built in memory on every rank, as DDP wants it."""
-    model = wrap(loaded, settings, place)
+    model = wrap(loaded, settings, accelerator)
     optimizer = adamw(model.parameters(), settings)
-    return DdpTrainer(model, optimizer, clip=settings.clip, autocast=autocast(settings, place))
+    return DdpTrainer(model, optimizer, clip=settings.clip, autocast=autocast(settings, accelerator))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from zerokit.bench.engines.trainer import Batch, Trainer, adamw, build_in_memory
-from zerokit.bench.machine.place import Place
+from zerokit.bench.machine.accelerator import Accelerator
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.workloads.build import Loaded
 
@@ -56,12 +56,12 @@ class DeepSpeedTrainer(Trainer):
         return torch.tensor(float(norm))
 
 
-def make(loaded: Loaded, settings: Settings, place: Place) -> DeepSpeedTrainer:
+def make(loaded: Loaded, settings: Settings, accelerator: Accelerator) -> DeepSpeedTrainer:
     """Built in memory on every rank and then partitioned by DeepSpeed, so that it starts from everyone's weights."""
-    if place.device.type == "cpu":
+    if accelerator.device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read at import
     deepspeed: Any = importlib.import_module("deepspeed")
-    model = build_in_memory(loaded, place)
+    model = build_in_memory(loaded, accelerator)
     optimizer = adamw(model.parameters(), settings)
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=optimizer, config=configuration(settings, model), dist_init_required=False

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 
 from zerokit.bench.engines.trainer import TorchTrainer, adamw, build_in_memory
-from zerokit.bench.machine.place import Place
+from zerokit.bench.machine.accelerator import Accelerator
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.workloads.build import Loaded
 from zerokit.errors import UsageError
@@ -37,22 +37,22 @@ class Fsdp2Trainer(TorchTrainer):
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-def make(loaded: Loaded, settings: Settings, place: Place) -> Fsdp2Trainer:
+def make(loaded: Loaded, settings: Settings, accelerator: Accelerator) -> Fsdp2Trainer:
     """Built on meta where the workload can be.
 
     At stage 3 blocks are freed after the forward and the root, as by default, is not: backward begins with it. At
     stage 2 nothing is freed before the backward has used it.
     """
-    if place.device.type == "cpu" and not TRAINS_ON_CPU:
+    if accelerator.device.type == "cpu" and not TRAINS_ON_CPU:
         raise UsageError(
             f"FSDP2 of torch {torch.__version__} trains on GPUs only; a later torch's does on CPUs"
         )
-    mesh = init_device_mesh(place.device.type, (dist.get_world_size(),))
+    mesh = init_device_mesh(accelerator.device.type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy()
     if settings.precision == "bf16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     if loaded.init_fn is None:
-        model = build_in_memory(loaded, place)
+        model = build_in_memory(loaded, accelerator)
     else:
         with torch.device("meta"):
             model = loaded.build()
@@ -62,8 +62,8 @@ def make(loaded: Loaded, settings: Settings, place: Place) -> Fsdp2Trainer:
         else:
             fully_shard(module, mesh=mesh, mp_policy=policy)
     if loaded.init_fn is not None:
-        model.to_empty(device=place.device)
-        initialise(model, loaded.init_fn, place.device)
+        model.to_empty(device=accelerator.device)
+        initialise(model, loaded.init_fn, accelerator.device)
     return Fsdp2Trainer(model, adamw(model.parameters(), settings), clip=settings.clip)
 
 

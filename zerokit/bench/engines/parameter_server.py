@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zerokit.bench.engines.trainer import TorchTrainer, adamw, autocast, build_in_memory
-from zerokit.bench.machine.place import Place
+from zerokit.bench.machine.accelerator import Accelerator
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.workloads.build import Loaded
 
@@ -27,13 +27,13 @@ SERVER = 0
 class ParameterServerTrainer(TorchTrainer):
     """Parameters and gradients are views of one flat tensor each, so that nothing is copied before it is sent."""
 
-    def __init__(self, model: nn.Module, settings: Settings, place: Place) -> None:
+    def __init__(self, model: nn.Module, settings: Settings, accelerator: Accelerator) -> None:
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
-        self._on_cuda = place.device.type == "cuda"
+        self._on_cuda = accelerator.device.type == "cuda"
         self._waited_s = 0.0
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         numel = sum(parameter.numel() for parameter in parameters)
-        self._flat = nn.Parameter(torch.empty(numel, device=place.device))
+        self._flat = nn.Parameter(torch.empty(numel, device=accelerator.device))
         self._flat.grad = torch.zeros_like(self._flat)
         self._gradients = self._flat.grad
         place_in_flat = 0
@@ -47,7 +47,7 @@ class ParameterServerTrainer(TorchTrainer):
             parameter.grad = self._gradients[own].view(parameter.shape)
         self._arriving = torch.empty_like(self._gradients) if self._rank == SERVER < self._world - 1 else None
         optimizer = adamw([self._flat], settings)
-        super().__init__(model, optimizer, clip=settings.clip, autocast=autocast(settings, place))
+        super().__init__(model, optimizer, clip=settings.clip, autocast=autocast(settings, accelerator))
         self._pull()
 
     @property
@@ -97,6 +97,6 @@ class ParameterServerTrainer(TorchTrainer):
         self._waited_s += time.perf_counter() - started
 
 
-def make(loaded: Loaded, settings: Settings, place: Place) -> ParameterServerTrainer:
+def make(loaded: Loaded, settings: Settings, accelerator: Accelerator) -> ParameterServerTrainer:
     """Built in memory on every rank; rank 0's weights are the ones that all begin with."""
-    return ParameterServerTrainer(build_in_memory(loaded, place), settings, place)
+    return ParameterServerTrainer(build_in_memory(loaded, accelerator), settings, accelerator)

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from zerokit.bench.catalogue.check import unsupported
 from zerokit.bench.catalogue.engines import ENGINES
-from zerokit.bench.machine.place import Place
+from zerokit.bench.machine.accelerator import Accelerator
 from zerokit.bench.record.settings import Settings
 from zerokit.errors import UsageError
 
@@ -119,21 +119,21 @@ def adamw(parameters: Iterable[Tensor], settings: Settings) -> torch.optim.AdamW
     return torch.optim.AdamW(trainable, lr=settings.lr, fused=True)
 
 
-def autocast(settings: Settings, place: Place) -> Autocast:
+def autocast(settings: Settings, accelerator: Accelerator) -> Autocast:
     """Mixed precision for engines that keep fp32 parameters: products in the lower type, as autocast chooses."""
     if settings.precision == "fp32":
         return nullcontext
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[str(settings.precision)]
-    return lambda: torch.autocast(place.device.type, dtype=dtype)
+    return lambda: torch.autocast(accelerator.device.type, dtype=dtype)
 
 
-def build_in_memory(loaded: Loaded, place: Place) -> nn.Module:
+def build_in_memory(loaded: Loaded, accelerator: Accelerator) -> nn.Module:
     """The whole model on this rank's device."""
-    with place.device:
+    with accelerator.device:
         return loaded.build()
 
 
-def make(loaded: Loaded, settings: Settings, place: Place) -> Trainer:
+def make(loaded: Loaded, settings: Settings, accelerator: Accelerator) -> Trainer:
     """The trainer of `settings.engine`, inside the process group of all ranks.
 
     Raises `UsageError` for what the engine cannot do, and for an engine that is not installed, with how to get it.
@@ -142,5 +142,5 @@ def make(loaded: Loaded, settings: Settings, place: Place) -> Trainer:
     if reason is not None:
         raise UsageError(reason)
     module = importlib.import_module(f"zerokit.bench.engines.{settings.engine.replace('-', '_')}")
-    trainer: Trainer = module.make(loaded, settings, place)
+    trainer: Trainer = module.make(loaded, settings, accelerator)
     return trainer

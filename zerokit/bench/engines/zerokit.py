@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from zerokit.bench.engines.trainer import Batch, Trainer, build_in_memory
-from zerokit.bench.machine.place import Place
+from zerokit.bench.machine.accelerator import Accelerator
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.workloads.build import Loaded
 from zerokit.runtime import Precision, ZeroOptimizer
@@ -51,17 +51,19 @@ class ZerokitTrainer(Trainer):
         return norm
 
 
-def make(loaded: Loaded, settings: Settings, place: Place) -> ZerokitTrainer:
+def make(loaded: Loaded, settings: Settings, accelerator: Accelerator) -> ZerokitTrainer:
     """Built on meta, and so never whole in memory where the stage shards it.
 
     Where gloo serves CUDA tensors, the model is built on the device: from one on meta the runtime concludes CPU.
     """
-    on_meta = loaded.init_fn is not None and (place.backend == "nccl" or place.device.type == "cpu")
+    on_meta = loaded.init_fn is not None and (
+        accelerator.backend == "nccl" or accelerator.device.type == "cpu"
+    )
     if on_meta:
         with torch.device("meta"):
             model = loaded.build()
     else:
-        model = build_in_memory(loaded, place)
+        model = build_in_memory(loaded, accelerator)
     options: dict[str, Any] = {} if settings.bucket_mb is None else {"bucket_mb": settings.bucket_mb}
     zero = ZeroOptimizer(
         model,

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from zerokit.bench.engines.trainer import Trainer
-    from zerokit.bench.machine.place import Place
+    from zerokit.bench.machine.accelerator import Accelerator
     from zerokit.bench.record.settings import Settings
     from zerokit.runtime import ZeroOptimizer
 
@@ -55,7 +55,9 @@ def bandwidth_of(operation: str, by: str, size_bytes: int, world: int, times_s: 
     )
 
 
-def measure_bandwidth(trainer: Trainer, parameters: int, settings: Settings, place: Place) -> list[Bandwidth]:
+def measure_bandwidth(
+    trainer: Trainer, parameters: int, settings: Settings, accelerator: Accelerator
+) -> list[Bandwidth]:
     """The collectives that the engine's steps consist of; empty for one rank. All ranks call it alike."""
     import torch
     import torch.distributed as dist
@@ -64,25 +66,25 @@ def measure_bandwidth(trainer: Trainer, parameters: int, settings: Settings, pla
     if world == 1:
         return []
     if trainer.zero is not None:
-        return _of_zerokit(trainer.zero, place, world)
+        return _of_zerokit(trainer.zero, accelerator, world)
     dtype = torch.bfloat16 if settings.wire == "bf16" else torch.float32
     numel = min(_TORCH_BUCKET_BYTES // 4, parameters)
     numel = -(-numel // world) * world
     return [
-        bandwidth_of(operation, "torch", numel * dtype.itemsize, world, _timed(call, place))
+        bandwidth_of(operation, "torch", numel * dtype.itemsize, world, _timed(call, accelerator))
         for operation in _OPERATIONS.get(settings.engine, ())
-        for call in [torch_collective(operation, numel, place, world, dtype)]
+        for call in [torch_collective(operation, numel, accelerator, world, dtype)]
     ]
 
 
-def _of_zerokit(zero: ZeroOptimizer, place: Place, world: int) -> list[Bandwidth]:
+def _of_zerokit(zero: ZeroOptimizer, accelerator: Accelerator, world: int) -> list[Bandwidth]:
     import torch
 
     collectives = zero.parts.collectives
     unit = max(zero.layout.units, key=lambda unit: unit.numel)
     payload = unit.payload_numel
-    whole = torch.zeros(unit.numel, dtype=zero.precision.compute, device=place.device)
-    bucket = torch.zeros(unit.numel, dtype=zero.precision.reduce, device=place.device)
+    whole = torch.zeros(unit.numel, dtype=zero.precision.compute, device=accelerator.device)
+    bucket = torch.zeros(unit.numel, dtype=zero.precision.reduce, device=accelerator.device)
     own = bucket.view(world, -1)[collectives.rank]
     wire = zero.precision.wire or bucket.dtype
 
@@ -95,20 +97,20 @@ def _of_zerokit(zero: ZeroOptimizer, place: Place, world: int) -> list[Bandwidth
 
     calls = {"all_gather": (whole.dtype, gather), "reduce_scatter": (wire, reduce)}
     return [
-        bandwidth_of(operation, "zerokit", unit.numel * dtype.itemsize, world, _timed(call, place))
+        bandwidth_of(operation, "zerokit", unit.numel * dtype.itemsize, world, _timed(call, accelerator))
         for operation, (dtype, call) in calls.items()
     ]
 
 
 def torch_collective(
-    operation: str, numel: int, place: Place, world: int, dtype: torch.dtype
+    operation: str, numel: int, accelerator: Accelerator, world: int, dtype: torch.dtype
 ) -> Callable[[], object]:
     """One of torch's over a buffer of `numel` elements, a multiple of `world`."""
     import torch
     import torch.distributed as dist
 
-    whole = torch.zeros(numel, dtype=dtype, device=place.device)
-    own = torch.zeros(numel // world, dtype=dtype, device=place.device)
+    whole = torch.zeros(numel, dtype=dtype, device=accelerator.device)
+    own = torch.zeros(numel // world, dtype=dtype, device=accelerator.device)
     # torch 2.13 renamed both and warns about the old names.
     gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
     scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -121,20 +123,20 @@ def torch_collective(
     return calls[operation]
 
 
-def _timed(call: Callable[[], object], place: Place) -> list[float]:
+def _timed(call: Callable[[], object], accelerator: Accelerator) -> list[float]:
     """Seconds of each repetition on its slowest rank; ranks agree on how many there are."""
     import torch
     import torch.distributed as dist
 
     def once() -> float:
-        place.synchronize()
+        accelerator.synchronize()
         started = time.perf_counter()
         call()
-        place.synchronize()
+        accelerator.synchronize()
         return time.perf_counter() - started
 
     def slowest(times: list[float]) -> list[float]:
-        values = torch.tensor(times, dtype=torch.float64, device=place.device)
+        values = torch.tensor(times, dtype=torch.float64, device=accelerator.device)
         dist.all_reduce(values, op=dist.ReduceOp.MAX)
         return [float(value) for value in values.tolist()]
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from zerokit.bench.machine.place import Place
+    from zerokit.bench.machine.accelerator import Accelerator
 
 
 class Event(Protocol):
@@ -107,10 +107,10 @@ class DeviceClock(Clock):
         return [before.elapsed_time(after) for before, after in itertools.pairwise(boundaries)]
 
 
-def clock_of(place: Place) -> Clock:
-    """The clock for steps at this place."""
-    if place.device.type != "cuda":
+def clock_of(accelerator: Accelerator) -> Clock:
+    """The clock for steps of this accelerator."""
+    if accelerator.device.type != "cuda":
         return HostClock()
     import torch
 
-    return DeviceClock(lambda: torch.cuda.Event(enable_timing=True), place.synchronize)
+    return DeviceClock(lambda: torch.cuda.Event(enable_timing=True), accelerator.synchronize)

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from zerokit.bench.machine.place import Place, cores, memory_bytes, processor_name
+from zerokit.bench.machine.accelerator import Accelerator, cores, memory_bytes, processor_name
 from zerokit.bench.record import Environment
 
 # Packages that can take part in a step, beside torch; named in the record where a rank has imported them.
@@ -47,14 +47,14 @@ _NAMES = frozenset(
 _GIT_SECONDS = 10.0
 
 
-def look_around(place: Place) -> Environment:
+def look_around(accelerator: Accelerator) -> Environment:
     """The environment of this rank, inside its process group. Starts `git`: not for a timed step."""
     import torch
     import torch.distributed as dist
 
     import zerokit
 
-    on_cuda = place.device.type == "cuda"
+    on_cuda = accelerator.device.type == "cuda"
     return Environment(
         zerokit=zerokit.__version__,
         torch=torch.__version__,
@@ -64,12 +64,12 @@ def look_around(place: Place) -> Environment:
         cores=cores(),
         memory_bytes=memory_bytes(),
         threads=torch.get_num_threads(),
-        backend=place.backend,
+        backend=accelerator.backend,
         world=dist.get_world_size(),
-        accelerator=torch.cuda.get_device_name(place.device) if on_cuda else None,
+        accelerator=torch.cuda.get_device_name(accelerator.device) if on_cuda else None,
         accelerators=torch.cuda.device_count() if on_cuda else 0,
         cuda=torch.version.cuda if on_cuda else None,
-        nccl=".".join(map(str, torch.cuda.nccl.version())) if place.backend == "nccl" else None,
+        nccl=".".join(map(str, torch.cuda.nccl.version())) if accelerator.backend == "nccl" else None,
         packages=versions(sys.modules),
         variables=measured_variables(os.environ),
         git_commit=git_commit(Path.cwd()),

@@ -15,7 +15,7 @@ from zerokit.bench.record import Phases
 
 if TYPE_CHECKING:
     from zerokit.bench.engines.trainer import Batch, Trainer
-    from zerokit.bench.machine.place import Place
+    from zerokit.bench.machine.accelerator import Accelerator
 
 STEPS = 5
 TRACED_STEPS = 3
@@ -45,13 +45,13 @@ class Parts:
         return self.forward + self.backward + self.optimizer
 
 
-def measure_phases(trainer: Trainer, source: Batches, place: Place, *, steps: int) -> Phases:
+def measure_phases(trainer: Trainer, source: Batches, accelerator: Accelerator, *, steps: int) -> Phases:
     """At most `STEPS` extra steps in parts, and on NCCL `TRACED_STEPS` more under the profiler. All ranks call it."""
     import torch.distributed as dist
 
     steps = min(STEPS, steps)
-    mine = [_step_in_parts(trainer, source.batches(step), place) for step in range(steps)]
-    traced = _traced(trainer, source, place) if place.backend == "nccl" else None
+    mine = [_step_in_parts(trainer, source.batches(step), accelerator) for step in range(steps)]
+    traced = _traced(trainer, source, accelerator) if accelerator.backend == "nccl" else None
     gathered: list[tuple[list[Parts], tuple[float, float] | None]] = [(mine, traced)] * dist.get_world_size()
     dist.all_gather_object(gathered, (mine, traced))
     return combine([parts for parts, _ in gathered], [trace for _, trace in gathered if trace is not None])
@@ -79,45 +79,45 @@ def combine(by_rank: Sequence[Sequence[Parts]], traced: Sequence[tuple[float, fl
     )
 
 
-def _step_in_parts(trainer: Trainer, batches: Sequence[Batch], place: Place) -> Parts:
+def _step_in_parts(trainer: Trainer, batches: Sequence[Batch], accelerator: Accelerator) -> Parts:
     """`Trainer.step`, with the device waited for after each part."""
     forward = backward = 0.0
     # On CUDA the host is past a collective before it has begun: only a trace knows.
-    waited = trainer.waited_s if place.device.type == "cpu" else None
+    waited = trainer.waited_s if accelerator.device.type == "cpu" else None
     for number, batch in enumerate(batches):
         with trainer.micro_batch(last=number == len(batches) - 1):
-            started = _now(place)
+            started = _now(accelerator)
             loss = trainer.forward(batch)
-            between = _now(place)
+            between = _now(accelerator)
             trainer.backward(loss / len(batches))
-            ended = _now(place)
+            ended = _now(accelerator)
         forward += between - started
         backward += ended - between
-    started = _now(place)
+    started = _now(accelerator)
     trainer.update()
-    optimizer = _now(place) - started
+    optimizer = _now(accelerator) - started
     waited_ms = None
     if waited is not None and trainer.waited_s is not None:
         waited_ms = (trainer.waited_s - waited) * 1000.0
     return Parts(forward * 1000.0, backward * 1000.0, optimizer * 1000.0, waited_ms)
 
 
-def _now(place: Place) -> float:
-    place.synchronize()
+def _now(accelerator: Accelerator) -> float:
+    accelerator.synchronize()
     return time.perf_counter()
 
 
-def _traced(trainer: Trainer, source: Batches, place: Place) -> tuple[float, float]:
+def _traced(trainer: Trainer, source: Batches, accelerator: Accelerator) -> tuple[float, float]:
     """Milliseconds a step takes under the profiler, and how many of these only NCCL's kernels run."""
     from torch.profiler import ProfilerActivity, profile
 
     trainer.step(source.batches(0))
-    place.synchronize()
+    accelerator.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        started = _now(place)
+        started = _now(accelerator)
         for step in range(TRACED_STEPS):
             trainer.step(source.batches(step))
-        elapsed_ms = (_now(place) - started) * 1000.0
+        elapsed_ms = (_now(accelerator) - started) * 1000.0
     exposed_us = exposed(*on_device(profiler.events() or ()))
     return elapsed_ms / TRACED_STEPS, exposed_us / 1000.0 / TRACED_STEPS
 

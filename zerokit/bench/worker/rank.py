@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from zerokit.bench.catalogue.workloads import describe
 from zerokit.bench.engines.trainer import Trainer, make
-from zerokit.bench.machine.place import Place, choose_place, device_id, peak_host_bytes
+from zerokit.bench.machine.accelerator import Accelerator, choose_accelerator, device_id, peak_host_bytes
 from zerokit.bench.measure.bandwidth import measure_bandwidth
 from zerokit.bench.measure.environment import look_around
 from zerokit.bench.measure.memory import MemoryMeter
@@ -56,7 +56,7 @@ class FromRank:
     samples: Samples | None
 
 
-def choose(settings: Settings, place: Place) -> Settings:
+def choose(settings: Settings, accelerator: Accelerator) -> Settings:
     """The settings with what was left open: device, precision, data, image size, saving."""
     workload = describe(settings.model)
     image_size = settings.image_size
@@ -64,8 +64,8 @@ def choose(settings: Settings, place: Place) -> Settings:
         image_size = workload.images.image_size
     return replace(
         settings,
-        device=place.device.type,
-        precision=settings.precision or ("bf16" if place.device.type == "cuda" else "fp32"),
+        device=accelerator.device.type,
+        precision=settings.precision or ("bf16" if accelerator.device.type == "cuda" else "fp32"),
         data=settings.data or workload.default_data,
         image_size=image_size,
         save_every=settings.saves_every,
@@ -94,24 +94,24 @@ def require_ranks(settings: Settings, environment: Mapping[str, str]) -> None:
 def run(asked: Settings, record_path: Path, progress_path: Path | None, sweep: str | None) -> None:
     """Bench on this rank, inside the process group of all ranks."""
     require_ranks(asked, os.environ)
-    place = choose_place(asked.device)
-    settings = choose(asked, place)
-    if place.device.type == "cuda":
-        torch.cuda.set_device(place.device)
+    accelerator = choose_accelerator(asked.device)
+    settings = choose(asked, accelerator)
+    if accelerator.device.type == "cuda":
+        torch.cuda.set_device(accelerator.device)
     loaded = load(settings)
-    dist.init_process_group(place.backend)
-    sampler = node_sampler(place)
+    dist.init_process_group(accelerator.backend)
+    sampler = node_sampler(accelerator)
     writer = ProgressWriter(progress_path if dist.get_rank() == 0 else None)
 
     started = time.perf_counter()
-    trainer = make(loaded, settings, place)
+    trainer = make(loaded, settings, accelerator)
     if trainer.zero is not None:  # by default its buckets follow the size of the model
         settings = replace(settings, bucket_mb=trainer.zero.layout.bucket_bytes / 2**20)
-    place.synchronize()
+    accelerator.synchronize()
     build_ms = (time.perf_counter() - started) * 1000.0
-    loop = Loop(trainer, loaded, settings, place)
+    loop = Loop(trainer, loaded, settings, accelerator)
     keeper = Keeper(settings, trainer.zero)
-    meter = MemoryMeter(place.device, torch.cuda) if place.device.type == "cuda" else None
+    meter = MemoryMeter(accelerator.device, torch.cuda) if accelerator.device.type == "cuda" else None
 
     def begin() -> None:
         if meter is not None:
@@ -126,15 +126,15 @@ def run(asked: Settings, record_path: Path, progress_path: Path | None, sweep: s
     settings = replace(settings, warmup=measured.warmup)
 
     # What follows the measured steps takes memory and sends bytes of its own: theirs are looked at first.
-    rank = _rank(measured, place, build_ms, meter)
+    rank = _rank(measured, accelerator, build_ms, meter)
     skipped_steps = trainer.skipped_steps
     traffic, phases, bandwidth = None, None, []
     mine = FromRank(rank, measured.loss, samples)
     if measured.step_ms:  # else a restart had nothing left to train, so there is nothing to look into
         traffic = _traffic(trainer, settings)
         mine = FromRank(with_state(rank, trainer, loop), measured.loss, samples)
-        phases = measure_phases(trainer, loop, place, steps=settings.steps)
-        bandwidth = measure_bandwidth(trainer, loaded.model.parameters, settings, place)
+        phases = measure_phases(trainer, loop, accelerator, steps=settings.steps)
+        bandwidth = measure_bandwidth(trainer, loaded.model.parameters, settings, accelerator)
     gathered: list[FromRank] = [mine] * dist.get_world_size()
     dist.all_gather_object(gathered, mine)
     if dist.get_rank() == 0:
@@ -154,7 +154,7 @@ def run(asked: Settings, record_path: Path, progress_path: Path | None, sweep: s
             settings=settings,
             model=loaded.model,
             data=loaded.data,
-            environment=look_around(place),
+            environment=look_around(accelerator),
             ranks=ranks,
             traffic=traffic,
             bandwidth=bandwidth,
@@ -169,15 +169,15 @@ def run(asked: Settings, record_path: Path, progress_path: Path | None, sweep: s
             batches_repeat_after=measured.batches_repeat_after,
         )
         write_record(record, record_path)
-    twin = measure_twin(trainer, loop, loaded, settings, place)
+    twin = measure_twin(trainer, loop, loaded, settings, accelerator)
     if dist.get_rank() == 0 and twin is not None:
         write_record(with_twin(record, twin), record_path)
     dist.destroy_process_group()
 
 
-def node_sampler(place: Place) -> Sampler | None:
+def node_sampler(accelerator: Accelerator) -> Sampler | None:
     """On one rank of each node, a sampler that looks at the devices of all its ranks. All ranks call it."""
-    mine = (_node(), device_id(place))
+    mine = (_node(), device_id(accelerator))
     gathered = [mine] * dist.get_world_size()
     dist.all_gather_object(gathered, mine)
     if os.environ["LOCAL_RANK"] != "0":
@@ -190,14 +190,14 @@ def _node() -> int:
     return int(os.environ.get("GROUP_RANK", "0"))
 
 
-def _rank(measured: Measured, place: Place, build_ms: float, meter: MemoryMeter | None) -> Rank:
+def _rank(measured: Measured, accelerator: Accelerator, build_ms: float, meter: MemoryMeter | None) -> Rank:
     peaks = None if meter is None else meter.peaks()
     return Rank(
         rank=dist.get_rank(),
         node=_node(),
         host=socket.gethostname(),
         pid=os.getpid(),
-        device="cpu" if meter is None else torch.cuda.get_device_name(place.device),
+        device="cpu" if meter is None else torch.cuda.get_device_name(accelerator.device),
         step_ms=measured.step_ms[measured.warmup :],
         warmup_ms=measured.step_ms[: measured.warmup],
         build_ms=build_ms,
@@ -206,7 +206,7 @@ def _rank(measured: Measured, place: Place, build_ms: float, meter: MemoryMeter 
         peak_reserved_bytes=None if peaks is None else peaks.reserved_bytes,
         memory_bytes=None,
         predicted_memory_bytes=None,
-        device_id=device_id(place),
+        device_id=device_id(accelerator),
         device_memory=None if meter is None else meter.account(measured.batch_bytes),
         window_ms=measured.window_ms,
     )

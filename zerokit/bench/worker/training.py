@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zerokit.bench.engines.trainer import Batch, Trainer
-from zerokit.bench.machine.place import Place
+from zerokit.bench.machine.accelerator import Accelerator
 from zerokit.bench.measure.clock import Clock, clock_of
 from zerokit.bench.record.progress import Progress, ProgressWriter
 from zerokit.bench.record.settings import Settings
@@ -57,8 +57,8 @@ class Loop:
         trainer: the engine.
         loaded: the workload.
         settings: of the bench.
-        place: where this rank computes.
-        make_clock: makes the clock of warm-up, and that of the measured steps; by default as the place needs it.
+        accelerator: where this rank computes.
+        make_clock: makes the clock of warm-up, and that of the measured steps; by default as the accelerator needs it.
     """
 
     def __init__(
@@ -66,15 +66,15 @@ class Loop:
         trainer: Trainer,
         loaded: Loaded,
         settings: Settings,
-        place: Place,
+        accelerator: Accelerator,
         make_clock: Callable[[], Clock] | None = None,
     ) -> None:
         self._trainer = trainer
         self._settings = settings
-        self._place = place
-        self._make_clock = make_clock or (lambda: clock_of(place))
+        self._accelerator = accelerator
+        self._make_clock = make_clock or (lambda: clock_of(accelerator))
         self._clock = self._make_clock()
-        self._batches = Batches(loaded, settings, place.device, ahead=self._clock.runs_ahead)
+        self._batches = Batches(loaded, settings, accelerator.device, ahead=self._clock.runs_ahead)
         self._unread: list[tuple[list[Tensor], Tensor | None]] = []
         self._told = -math.inf
         self.measured = Measured()
@@ -106,7 +106,7 @@ class Loop:
         measured.batch_bytes = self._batches.prepare(measured.samples, steps)
         self._clock = self._make_clock()
         # All ranks begin the measured steps together. Not `barrier`: NCCL's asks for a device of its own.
-        dist.all_reduce(torch.zeros(1, device=self._place.device))
+        dist.all_reduce(torch.zeros(1, device=self._accelerator.device))
         begin()
         for number in range(steps):
             self._step()
@@ -139,7 +139,7 @@ class Loop:
         return self.measured.warmup >= self._settings.warmup
 
     def _slowest(self, elapsed: float) -> float:
-        longest = torch.tensor([elapsed], dtype=torch.float64, device=self._place.device)
+        longest = torch.tensor([elapsed], dtype=torch.float64, device=self._accelerator.device)
         dist.all_reduce(longest, op=dist.ReduceOp.MAX)
         return float(longest)
 

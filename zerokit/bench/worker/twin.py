@@ -26,7 +26,7 @@ from zerokit.bench.record.statistics import Summary, slowest
 
 if TYPE_CHECKING:
     from zerokit.bench.engines.trainer import Batch, Trainer
-    from zerokit.bench.machine.place import Place
+    from zerokit.bench.machine.accelerator import Accelerator
     from zerokit.bench.measure.phases import Batches
     from zerokit.bench.record.settings import Settings
     from zerokit.bench.workloads.build import Loaded
@@ -69,16 +69,16 @@ def twin_settings(settings: Settings) -> Settings | None:
 
 
 def measure_twin(
-    trainer: Trainer, source: Batches, loaded: Loaded, settings: Settings, place: Place
+    trainer: Trainer, source: Batches, loaded: Loaded, settings: Settings, accelerator: Accelerator
 ) -> Twin | None:
     """Train the twin and the cell in turn; None where there is no twin, or no room for it. All ranks call it."""
     asked = twin_settings(settings)
-    if asked is None or not _fits(asked, loaded.model.parameters, place):
+    if asked is None or not _fits(asked, loaded.model.parameters, accelerator):
         return None
-    twin = make(loaded, asked, place)
-    block = _AHEAD if clock_of(place).runs_ahead else 1
+    twin = make(loaded, asked, accelerator)
+    block = _AHEAD if clock_of(accelerator).runs_ahead else 1
     batches = [source.batches(step) for step in range(block)]
-    _steps(twin, batches * _WARMUP, place)
+    _steps(twin, batches * _WARMUP, accelerator)
     own: list[float] = []
     parts: list[Parts] = []
     until = time.monotonic() + _LONG_ENOUGH_S
@@ -86,11 +86,12 @@ def measure_twin(
         # Every second time in the other order: a steady drift weighs equally on both.
         for turn in (0, 1) if pair // block % 2 == 0 else (1, 0):
             if turn == 0:
-                own += map(sum, _steps(trainer, batches, place))
+                own += map(sum, _steps(trainer, batches, accelerator))
             else:
-                parts += _steps(twin, batches, place)
+                parts += _steps(twin, batches, accelerator)
         if len(own) >= FEWEST_PAIRS and (
-            _any_rank(time.monotonic() > until, place) or not _any_rank(_inexact(own, parts), place)
+            _any_rank(time.monotonic() > until, accelerator)
+            or not _any_rank(_inexact(own, parts), accelerator)
         ):
             break
     mine = (own, [sum(part) for part in parts], [compute for compute, _ in parts])
@@ -100,10 +101,10 @@ def measure_twin(
     return Twin(asked.stage, step_ms, Summary.of(step_ms), own_ms, pace_ms)
 
 
-def _steps(trainer: Trainer, batches: Sequence[list[Batch]], place: Place) -> list[Parts]:
+def _steps(trainer: Trainer, batches: Sequence[list[Batch]], accelerator: Accelerator) -> list[Parts]:
     """The times of a step's parts; all ranks begin together."""
-    clock = clock_of(place)
-    _any_rank(False, place)
+    clock = clock_of(accelerator)
+    _any_rank(False, accelerator)
     for batch in batches:
         clock.begin()
         trainer.differentiate(batch)
@@ -121,21 +122,21 @@ def _inexact(own: Sequence[float], parts: Sequence[Parts]) -> bool:
     return stdev(ratios) > _EXACT_ENOUGH * math.sqrt(len(ratios))
 
 
-def _fits(asked: Settings, parameters: int, place: Place) -> bool:
+def _fits(asked: Settings, parameters: int, accelerator: Accelerator) -> bool:
     """Whether every rank has room for the twin's state. Its activations take the place of the cell's."""
     state = state_of(asked.engine, asked.stage, asked.precision or "fp32")
     needed = state.bytes_of(0, parameters=parameters, world=asked.world)
-    if place.device.type == "cuda":
-        room: float = torch.cuda.mem_get_info(place.device)[0]
+    if accelerator.device.type == "cuda":
+        room: float = torch.cuda.mem_get_info(accelerator.device)[0]
     else:
         found = available_bytes()
         ranks_here = asked.nproc_per_node * int(os.environ.get("ZEROKIT_NODES_ON_MACHINE", "1"))
         room = math.inf if found is None else found / ranks_here
-    return not _any_rank(needed > _MOST * room, place)
+    return not _any_rank(needed > _MOST * room, accelerator)
 
 
-def _any_rank(true: bool, place: Place) -> bool:
+def _any_rank(true: bool, accelerator: Accelerator) -> bool:
     """Whether any rank says so; all wait for each other."""
-    found = torch.tensor([float(true)], device=place.device)
+    found = torch.tensor([float(true)], device=accelerator.device)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return bool(found.item())

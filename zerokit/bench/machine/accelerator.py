@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Accelerator:
     """Where one rank computes, and the backend that serves it."""
 
     device: torch.device
@@ -32,7 +32,7 @@ class Place:
             torch.cuda.synchronize(self.device)
 
 
-def choose_place(wanted: str | None) -> Place:
+def choose_accelerator(wanted: str | None) -> Accelerator:
     """The device and backend of this rank, from the torchrun environment.
 
     Simulated nodes share this machine's devices, which `ZEROKIT_NODES_ON_MACHINE` tells: ranks then count the
@@ -50,24 +50,24 @@ def choose_place(wanted: str | None) -> Place:
     if wanted == "cuda" and not available:
         raise UsageError("device 'cuda' was asked for, but torch finds no CUDA device here; use --device cpu")
     if wanted == "cpu" or not available:
-        return Place(torch.device("cpu"), "gloo")
+        return Accelerator(torch.device("cpu"), "gloo")
     local_rank, local_world = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     nodes_here = int(os.environ.get("ZEROKIT_NODES_ON_MACHINE", "1"))
     if nodes_here > 1:
         local_rank += int(os.environ["GROUP_RANK"]) * local_world
     devices = torch.cuda.device_count()
     backend = "nccl" if devices >= local_world * nodes_here else "gloo"
-    return Place(torch.device("cuda", local_rank % devices), backend)
+    return Accelerator(torch.device("cuda", local_rank % devices), backend)
 
 
-def device_id(place: Place) -> str | None:
+def device_id(accelerator: Accelerator) -> str | None:
     """The identity of this rank's device (`devices.identify`); None for a CPU."""
-    if place.device.type != "cuda":
+    if accelerator.device.type != "cuda":
         return None
     import torch
 
-    uuid = getattr(torch.cuda.get_device_properties(place.device), "uuid", None)
-    return identify(place.device.index, None if uuid is None else str(uuid), os.environ)
+    uuid = getattr(torch.cuda.get_device_properties(accelerator.device), "uuid", None)
+    return identify(accelerator.device.index, None if uuid is None else str(uuid), os.environ)
 
 
 def peak_host_bytes() -> int:
