@@ -149,7 +149,7 @@ class TwoBatches:
 
 def sleep() -> tuple[Phases, list[str], list[int]]:
     trainer, source = Sleeper(), TwoBatches([])
-    return measure_phases(trainer, source, HERE, steps=3), trainer.calls, source.asked
+    return measure_phases(trainer, source.batches, HERE, steps=3), trainer.calls, source.asked
 
 
 def test_every_part_of_every_micro_batch_counts() -> None:
@@ -178,7 +178,7 @@ def train(engine: str, stage: int) -> Phases:
     )
     loaded = load(settings)
     trainer = make(loaded, settings, HERE)
-    return measure_phases(trainer, Loop(trainer, loaded, settings, HERE), HERE, steps=30)
+    return measure_phases(trainer, Loop(trainer, loaded, settings, HERE).batches, HERE, steps=30)
 
 
 @pytest.mark.parametrize(

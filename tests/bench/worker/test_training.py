@@ -167,7 +167,7 @@ def run_ahead(settings: Settings, path: str, saving: bool) -> tuple[Measured, li
 
     keeper = Saving(settings, device) if saving else Keeper(settings, None)
     writer = ProgressWriter(Path(path))
-    rarely = patch("zerokit.bench.worker.training._TELL_SECONDS", 3600.0)
+    rarely = patch("zerokit.bench.worker.training._PROGRESS_SECONDS", 3600.0)
     with Noting(device.log), patch.object(loaded, "batch", noted), rarely:
         loop = Loop(Ahead(device), loaded, settings, HERE, device.clock)
         measured = loop.run(writer, keeper, begin=lambda: device.log.append("begin"))

@@ -21,7 +21,7 @@ _QUERY_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A device of this machine, in the order of the driver; `memory_bytes` is None where only /proc tells of it."""
+    """A device of this machine, in the order of the driver; `memory_bytes` is None where only /proc lists it."""
 
     uuid: str
     memory_bytes: int | None
@@ -48,20 +48,16 @@ def visible(gpus: Sequence[Gpu], environment: Mapping[str, str]) -> list[Gpu]:
     names = visible_names(environment)
     if names is None:
         return list(gpus)
-    found: list[Gpu] = []
+    shown: list[Gpu] = []
     for name in names:
-        if name.startswith("MIG-"):
-            return (
-                [Gpu(name, None)] if gpus and not found else found
-            )  # CUDA shows one slice, and nothing else
-        if name.isdecimal():
-            matching = list(gpus[int(name) : int(name) + 1])
-        else:
-            matching = [gpu for gpu in gpus if gpu.uuid.startswith(name)]
+        if name.startswith("MIG-"):  # CUDA shows one slice, and nothing else
+            return shown or ([Gpu(name, None)] if gpus else [])
+        by_index = name.isdecimal()
+        matching = gpus[int(name) :][:1] if by_index else [gpu for gpu in gpus if gpu.uuid.startswith(name)]
         if len(matching) != 1:
             break
-        found += matching
-    return found
+        shown += matching
+    return shown
 
 
 def identify(index: int, uuid: str | None, environment: Mapping[str, str]) -> str:
@@ -69,18 +65,18 @@ def identify(index: int, uuid: str | None, environment: Mapping[str, str]) -> st
 
     Args:
         index: of the device among those that CUDA shows.
-        uuid: as torch tells it, without a prefix; None where it does not.
+        uuid: as torch gives it, without a prefix; None where it does not.
         environment: of the process.
     """
     names = visible_names(environment)
     name = str(index) if names is None or index >= len(names) else names[index]
-    if uuid is None or name.startswith("MIG-"):  # of a slice, CUDA may tell the UUID of the whole device
+    if uuid is None or name.startswith("MIG-"):  # of a slice, CUDA may give the UUID of the whole device
         return name
     return uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
 
 
 def find_gpus(driver: Path = _DRIVER, query: Sequence[str] = _QUERY) -> list[Gpu]:
-    """All NVIDIA devices of this machine, as nvidia-smi tells, or else the driver's files; empty where there are none.
+    """All NVIDIA devices of this machine, from nvidia-smi, or else the driver's files; empty where there are none.
 
     Args:
         driver: the folder in which the driver keeps a folder a device.
@@ -94,11 +90,11 @@ def find_gpus(driver: Path = _DRIVER, query: Sequence[str] = _QUERY) -> list[Gpu
         return [Gpu(uuid.strip(), int(mib) * 2**20) for uuid, mib in rows]
     except (OSError, subprocess.SubprocessError, ValueError):
         pass
-    found = []
+    gpus = []
     for information in sorted(driver.glob("*/information")):  # by PCI bus, as nvidia-smi
         lines = dict(line.split(":", 1) for line in information.read_text().splitlines() if ":" in line)
-        found.append(Gpu(lines.get("GPU UUID", "").strip(), None))
-    return found
+        gpus.append(Gpu(lines.get("GPU UUID", "").strip(), None))
+    return gpus
 
 
 def torch_uses_cuda() -> bool:

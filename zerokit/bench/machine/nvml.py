@@ -1,4 +1,4 @@
-"""What NVIDIA's management library tells of the devices that one node's ranks use."""
+"""Use, memory and power, by NVIDIA's management library, of the devices that one node's ranks use."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ class Devices:
             return self._library.nvmlDeviceGetHandleByIndex(int(identity))
         try:
             return self._library.nvmlDeviceGetHandleByUUID(identity)
-        except self._library.NVMLError:  # torch does not tell which kind its UUID is of
+        except self._library.NVMLError:  # torch does not say which kind its UUID is of
             return self._library.nvmlDeviceGetHandleByUUID(identity.replace("GPU-", "MIG-", 1))
 
     def read(self, row: dict[str, float | None]) -> None:
         """Add this moment's figures to `row`."""
         nvml = self._library
         for number, handle in self._handles:
-            # Not every device tells everything.
+            # Not every device has every figure.
             with contextlib.suppress(nvml.NVMLError):
                 used = float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
                 row[f"gpu_{number}_utilization_percentage"] = used

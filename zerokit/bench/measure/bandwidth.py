@@ -10,14 +10,15 @@ from collections.abc import Callable, Mapping
 from statistics import median
 from typing import TYPE_CHECKING
 
+import torch
+import torch.distributed as dist
+
+from zerokit.bench.machine.accelerator import Accelerator
 from zerokit.bench.record import Bandwidth
+from zerokit.bench.record.settings import Settings
 
 if TYPE_CHECKING:
-    import torch
-
     from zerokit.bench.engines.trainer import Trainer
-    from zerokit.bench.machine.accelerator import Accelerator
-    from zerokit.bench.record.settings import Settings
     from zerokit.runtime import ZeroOptimizer
 
 WARMUP = 2
@@ -35,6 +36,7 @@ _OPERATIONS: Mapping[str, tuple[str, ...]] = {
     "fsdp2": ("all_gather", "reduce_scatter"),
     "deepspeed": ("all_reduce", "all_gather", "reduce_scatter"),
 }
+_Call = tuple[torch.dtype, Callable[[], object]]
 
 
 def bus_factor(operation: str, world: int) -> float:
@@ -50,36 +52,37 @@ def bandwidth_of(operation: str, by: str, size_bytes: int, world: int, times_s: 
     """From the times of the slowest rank."""
     seconds = median(times_s)
     algorithm = size_bytes / seconds / 1e9
-    return Bandwidth(
-        operation, by, size_bytes, seconds * 1000.0, algorithm, algorithm * bus_factor(operation, world)
-    )
+    bus = algorithm * bus_factor(operation, world)
+    return Bandwidth(operation, by, size_bytes, seconds * 1000.0, algorithm, bus)
 
 
 def measure_bandwidth(
     trainer: Trainer, parameters: int, settings: Settings, accelerator: Accelerator
 ) -> list[Bandwidth]:
     """The collectives that the engine's steps consist of; empty for one rank. All ranks call it alike."""
-    import torch
-    import torch.distributed as dist
-
     world = dist.get_world_size()
     if world == 1:
         return []
     if trainer.zero is not None:
-        return _of_zerokit(trainer.zero, accelerator, world)
-    dtype = torch.bfloat16 if settings.wire == "bf16" else torch.float32
-    numel = min(_TORCH_BUCKET_BYTES // 4, parameters)
-    numel = -(-numel // world) * world
+        by, (numel, calls) = "zerokit", _zerokits(trainer.zero, world, accelerator)
+        operations = tuple(calls)
+    else:
+        numel = -(-min(_TORCH_BUCKET_BYTES // 4, parameters) // world) * world
+        by, operations = "torch", _OPERATIONS.get(settings.engine, ())
+        if not operations:
+            return []
+        calls = _torchs(
+            numel, world, torch.bfloat16 if settings.wire == "bf16" else torch.float32, accelerator
+        )
     return [
-        bandwidth_of(operation, "torch", numel * dtype.itemsize, world, _timed(call, accelerator))
-        for operation in _OPERATIONS.get(settings.engine, ())
-        for call in [torch_collective(operation, numel, accelerator, world, dtype)]
+        bandwidth_of(operation, by, numel * dtype.itemsize, world, _time(call, accelerator))
+        for operation in operations
+        for dtype, call in [calls[operation]]
     ]
 
 
-def _of_zerokit(zero: ZeroOptimizer, accelerator: Accelerator, world: int) -> list[Bandwidth]:
-    import torch
-
+def _zerokits(zero: ZeroOptimizer, world: int, accelerator: Accelerator) -> tuple[int, dict[str, _Call]]:
+    """The elements of the largest unit, and zerokit's collectives over it."""
     collectives = zero.parts.collectives
     unit = max(zero.layout.units, key=lambda unit: unit.numel)
     payload = unit.payload_numel
@@ -95,38 +98,26 @@ def _of_zerokit(zero: ZeroOptimizer, accelerator: Accelerator, world: int) -> li
     def reduce() -> None:
         collectives.reduce_scatter(bucket, own, unit.index, payload, add=False, wire=wire).wait()
 
-    calls = {"all_gather": (whole.dtype, gather), "reduce_scatter": (wire, reduce)}
-    return [
-        bandwidth_of(operation, "zerokit", unit.numel * dtype.itemsize, world, _timed(call, accelerator))
-        for operation, (dtype, call) in calls.items()
-    ]
+    return unit.numel, {"all_gather": (whole.dtype, gather), "reduce_scatter": (wire, reduce)}
 
 
-def torch_collective(
-    operation: str, numel: int, accelerator: Accelerator, world: int, dtype: torch.dtype
-) -> Callable[[], object]:
-    """One of torch's over a buffer of `numel` elements, a multiple of `world`."""
-    import torch
-    import torch.distributed as dist
-
+def _torchs(numel: int, world: int, dtype: torch.dtype, accelerator: Accelerator) -> dict[str, _Call]:
+    """Torch's collectives over a buffer of `numel` elements, a multiple of `world`."""
     whole = torch.zeros(numel, dtype=dtype, device=accelerator.device)
     own = torch.zeros(numel // world, dtype=dtype, device=accelerator.device)
     # torch 2.13 renamed both and warns about the old names.
     gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
     scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-    calls: dict[str, Callable[[], object]] = {
-        "all_reduce": lambda: dist.all_reduce(whole),
-        "all_gather": lambda: gather(whole, own),
-        "reduce_scatter": lambda: scatter(own, whole),
-        "broadcast": lambda: dist.broadcast(whole, 0),
+    return {
+        "all_reduce": (dtype, lambda: dist.all_reduce(whole)),
+        "all_gather": (dtype, lambda: gather(whole, own)),
+        "reduce_scatter": (dtype, lambda: scatter(own, whole)),
+        "broadcast": (dtype, lambda: dist.broadcast(whole, 0)),
     }
-    return calls[operation]
 
 
-def _timed(call: Callable[[], object], accelerator: Accelerator) -> list[float]:
+def _time(call: Callable[[], object], accelerator: Accelerator) -> list[float]:
     """Seconds of each repetition on its slowest rank; ranks agree on how many there are."""
-    import torch
-    import torch.distributed as dist
 
     def once() -> float:
         accelerator.synchronize()
@@ -135,11 +126,6 @@ def _timed(call: Callable[[], object], accelerator: Accelerator) -> list[float]:
         accelerator.synchronize()
         return time.perf_counter() - started
 
-    def slowest(times: list[float]) -> list[float]:
-        values = torch.tensor(times, dtype=torch.float64, device=accelerator.device)
-        dist.all_reduce(values, op=dist.ReduceOp.MAX)
-        return [float(value) for value in values.tolist()]
-
-    last_warmup = slowest([once() for _ in range(WARMUP)])[-1]
+    last_warmup = accelerator.maximum([once() for _ in range(WARMUP)])[-1]
     repetitions = max(LEAST, min(MOST, int(BUDGET_S / max(last_warmup, 1e-9))))
-    return slowest([once() for _ in range(repetitions)])
+    return accelerator.maximum([once() for _ in range(repetitions)])

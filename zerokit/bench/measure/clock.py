@@ -7,61 +7,38 @@ from __future__ import annotations
 
 import itertools
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
-if TYPE_CHECKING:
-    from zerokit.bench.machine.accelerator import Accelerator
+import torch
 
-
-class Event(Protocol):
-    """A mark in the device's work, as `torch.cuda.Event(enable_timing=True)` is one."""
-
-    def record(self) -> None:
-        """Have the device take the time when it has done all that it was asked for so far."""
-
-    def elapsed_time(self, end_event: Any, /) -> float:
-        """Milliseconds from this one to a later one, once both are over."""
+from zerokit.bench.machine.accelerator import Accelerator
 
 
-class Clock(ABC):
-    """Times steps; `runs_ahead` says whether the host may ask for a step before the last one is over."""
+class Clock:
+    """Times steps by the host, from `begin` to `end`: on a CPU a step that was asked for is over.
 
-    runs_ahead: bool
-    window_ms: float | None
-    """Wall clock of the steps read so far, where that is another measurement than their own times."""
-
-    @abstractmethod
-    def begin(self) -> None:
-        """A step is asked for from here on."""
-
-    @abstractmethod
-    def end(self) -> None:
-        """The step has been asked for."""
-
-    @abstractmethod
-    def read(self) -> list[float]:
-        """Milliseconds of each step since the last reading, once all are over."""
-
-
-class HostClock(Clock):
-    """From `begin` to `end`: on a host a step that was asked for is over."""
+    `runs_ahead` says whether the host may ask for a step before the last one is over; `window_ms` is the wall clock of
+    the steps read so far, where that is another measurement than their own times.
+    """
 
     runs_ahead = False
-    window_ms = None
 
     def __init__(self) -> None:
         self._started = 0.0
         self._steps: list[float] = []
+        self.window_ms: float | None = None
 
     def begin(self) -> None:
+        """A step is asked for from here on."""
         self._started = time.perf_counter()
 
     def end(self) -> None:
+        """The step has been asked for."""
         self._steps.append((time.perf_counter() - self._started) * 1000.0)
 
     def read(self) -> list[float]:
+        """Milliseconds of each step since the last reading, once all are over."""
         steps, self._steps = self._steps, []
         return steps
 
@@ -74,29 +51,28 @@ class DeviceClock(Clock):
     time that the host takes to ask for the first kernel and to learn of the end of the last.
 
     Args:
-        make_event: makes one that has not been recorded.
+        make_event: makes one that has not been recorded, as `torch.cuda.Event(enable_timing=True)`.
         synchronize: waits until the device has done everything.
     """
 
     runs_ahead = True
 
-    def __init__(self, make_event: Callable[[], Event], synchronize: Callable[[], None]) -> None:
+    def __init__(self, make_event: Callable[[], Any], synchronize: Callable[[], None]) -> None:
+        super().__init__()
         self._make_event = make_event
         self._synchronize = synchronize
-        self._boundaries: list[Event] = []
-        self._started = 0.0
+        self._boundaries: list[Any] = []
         self.window_ms: float = 0.0
 
     def begin(self) -> None:
         if not self._boundaries:
             self._synchronize()
-            self._started = time.perf_counter()
+            super().begin()
             self.end()
 
     def end(self) -> None:
-        boundary = self._make_event()
-        boundary.record()
-        self._boundaries.append(boundary)
+        self._boundaries.append(self._make_event())
+        self._boundaries[-1].record()
 
     def read(self) -> list[float]:
         if not self._boundaries:
@@ -109,8 +85,6 @@ class DeviceClock(Clock):
 
 def clock_of(accelerator: Accelerator) -> Clock:
     """The clock for steps of this accelerator."""
-    if accelerator.device.type != "cuda":
-        return HostClock()
-    import torch
-
-    return DeviceClock(lambda: torch.cuda.Event(enable_timing=True), accelerator.synchronize)
+    if accelerator.is_cuda:
+        return DeviceClock(lambda: torch.cuda.Event(enable_timing=True), accelerator.synchronize)
+    return Clock()

@@ -5,56 +5,35 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from zerokit.bench.machine.accelerator import Accelerator, cores, memory_bytes, processor_name
+import torch
+import torch.distributed as dist
+
+import zerokit
+from zerokit.bench.machine.accelerator import Accelerator
+from zerokit.bench.machine.host import cores, memory_bytes, processor_name
 from zerokit.bench.record import Environment
 
 # Packages that can take part in a step, beside torch; named in the record where a rank has imported them.
 _PACKAGES = ("deepspeed", "torchvision", "transformers", "triton")
 # Allocators, communication, threads, and how kernels are launched and chosen.
-_PREFIXES = (
-    "GLIBC_TUNABLES",
-    "GLOO_",
-    "GOMP_",
-    "KMP_",
-    "MALLOC_",
-    "MKL_",
-    "NCCL_",
-    "OMP_",
-    "PYTORCH_ALLOC_CONF",
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "PYTORCH_NO_CUDA_MEMORY_CACHING",
-    "TORCH_DISTRIBUTED_DEBUG",
-    "TORCH_NCCL_",
-)
-_NAMES = frozenset(
-    {
-        "CUBLAS_WORKSPACE_CONFIG",
-        "CUDA_DEVICE_MAX_CONNECTIONS",
-        "CUDA_LAUNCH_BLOCKING",
-        "CUDA_MODULE_LOADING",
-        "DS_ACCELERATOR",
-        "LD_PRELOAD",
-        "NVIDIA_TF32_OVERRIDE",
-        "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
-        "ZEROKIT_CMA",
-    }
+_VARIABLE = re.compile(
+    r"(GLOO|GOMP|KMP|MALLOC|MKL|NCCL|OMP|TORCH_NCCL)_.*"
+    r"|(GLIBC_TUNABLES|PYTORCH_(CUDA_)?ALLOC_CONF|PYTORCH_NO_CUDA_MEMORY_CACHING|TORCH_DISTRIBUTED_DEBUG).*"
+    r"|CUBLAS_WORKSPACE_CONFIG|CUDA_(DEVICE_MAX_CONNECTIONS|LAUNCH_BLOCKING|MODULE_LOADING)|DS_ACCELERATOR"
+    r"|LD_PRELOAD|NVIDIA_TF32_OVERRIDE|TORCH_ALLOW_TF32_CUBLAS_OVERRIDE|ZEROKIT_CMA"
 )
 _GIT_SECONDS = 10.0
 
 
 def look_around(accelerator: Accelerator) -> Environment:
     """The environment of this rank, inside its process group. Starts `git`: not for a timed step."""
-    import torch
-    import torch.distributed as dist
-
-    import zerokit
-
-    on_cuda = accelerator.device.type == "cuda"
+    on_cuda = accelerator.is_cuda
     return Environment(
         zerokit=zerokit.__version__,
         torch=torch.__version__,
@@ -78,23 +57,19 @@ def look_around(accelerator: Accelerator) -> Environment:
 
 def versions(imported: Collection[str]) -> dict[str, str]:
     """The versions of those packages among `imported` that can take part in a step."""
-    found = {}
-    for name in _PACKAGES:
-        if name in imported:
-            try:
-                found[name] = importlib.metadata.version(name)
-            except importlib.metadata.PackageNotFoundError:
-                found[name] = "unknown"  # on the path, but not installed
-    return found
+    return {name: _version(name) for name in _PACKAGES if name in imported}
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"  # on the path, but not installed
 
 
 def measured_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables that change what is measured, by name."""
-    return {
-        name: value
-        for name, value in sorted(environment.items())
-        if name in _NAMES or name.startswith(_PREFIXES)
-    }
+    return {name: value for name, value in sorted(environment.items()) if _VARIABLE.fullmatch(name)}
 
 
 def git_commit(folder: Path) -> str | None:
@@ -102,15 +77,14 @@ def git_commit(folder: Path) -> str | None:
 
     None outside a repository, and where there is no git.
     """
-    commit = _git(folder, "rev-parse", "HEAD")
-    if commit is None:
-        return None
-    changes = _git(folder, "status", "--porcelain", "--untracked-files=no")
-    return f"{commit}-dirty" if changes else commit
-
-
-def _git(folder: Path, *arguments: str) -> str | None:
-    command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
+    describe = (
+        "describe",
+        "--always",
+        "--exclude=*",
+        "--abbrev=64",
+        "--dirty",
+    )  # 64 digits at most: all there are
+    command = ["git", "--no-optional-locks", "-C", str(folder), *describe]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired):

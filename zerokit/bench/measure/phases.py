@@ -6,16 +6,19 @@ Extra steps after the measured ones: to time the parts each is waited for, which
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+from torch._C._autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from zerokit.bench.machine.accelerator import Accelerator, gather
 from zerokit.bench.record import Phases
 
 if TYPE_CHECKING:
     from zerokit.bench.engines.trainer import Batch, Trainer
-    from zerokit.bench.machine.accelerator import Accelerator
 
 STEPS = 5
 TRACED_STEPS = 3
@@ -23,11 +26,8 @@ TRACED_STEPS = 3
 Span = tuple[float, float]
 """Start and end, in any unit."""
 
-
-class Batches(Protocol):
-    """Gives the micro-batches of a step, on the device."""
-
-    def batches(self, step: int) -> list[Batch]: ...
+Batches = Callable[[int], "list[Batch]"]
+"""Gives the micro-batches of a step, on the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +45,12 @@ class Parts:
         return self.forward + self.backward + self.optimizer
 
 
-def measure_phases(trainer: Trainer, source: Batches, accelerator: Accelerator, *, steps: int) -> Phases:
+def measure_phases(trainer: Trainer, batches: Batches, accelerator: Accelerator, *, steps: int) -> Phases:
     """At most `STEPS` extra steps in parts, and on NCCL `TRACED_STEPS` more under the profiler. All ranks call it."""
-    import torch.distributed as dist
-
     steps = min(STEPS, steps)
-    mine = [_step_in_parts(trainer, source.batches(step), accelerator) for step in range(steps)]
-    traced = _traced(trainer, source, accelerator) if accelerator.backend == "nccl" else None
-    gathered: list[tuple[list[Parts], tuple[float, float] | None]] = [(mine, traced)] * dist.get_world_size()
-    dist.all_gather_object(gathered, (mine, traced))
+    mine = [_step_in_parts(trainer, batches(step), accelerator) for step in range(steps)]
+    traced = _trace(trainer, batches, accelerator) if accelerator.backend == "nccl" else None
+    gathered = gather((mine, traced))
     return combine([parts for parts, _ in gathered], [trace for _, trace in gathered if trace is not None])
 
 
@@ -83,7 +80,7 @@ def _step_in_parts(trainer: Trainer, batches: Sequence[Batch], accelerator: Acce
     """`Trainer.step`, with the device waited for after each part."""
     forward = backward = 0.0
     # On CUDA the host is past a collective before it has begun: only a trace knows.
-    waited = trainer.waited_s if accelerator.device.type == "cpu" else None
+    before = None if accelerator.is_cuda else trainer.waited_s
     for number, batch in enumerate(batches):
         with trainer.micro_batch(last=number == len(batches) - 1):
             started = _now(accelerator)
@@ -96,9 +93,8 @@ def _step_in_parts(trainer: Trainer, batches: Sequence[Batch], accelerator: Acce
     started = _now(accelerator)
     trainer.update()
     optimizer = _now(accelerator) - started
-    waited_ms = None
-    if waited is not None and trainer.waited_s is not None:
-        waited_ms = (trainer.waited_s - waited) * 1000.0
+    after = None if before is None else trainer.waited_s
+    waited_ms = None if before is None or after is None else (after - before) * 1000.0
     return Parts(forward * 1000.0, backward * 1000.0, optimizer * 1000.0, waited_ms)
 
 
@@ -107,16 +103,14 @@ def _now(accelerator: Accelerator) -> float:
     return time.perf_counter()
 
 
-def _traced(trainer: Trainer, source: Batches, accelerator: Accelerator) -> tuple[float, float]:
+def _trace(trainer: Trainer, batches: Batches, accelerator: Accelerator) -> tuple[float, float]:
     """Milliseconds a step takes under the profiler, and how many of these only NCCL's kernels run."""
-    from torch.profiler import ProfilerActivity, profile
-
-    trainer.step(source.batches(0))
+    trainer.step(batches(0))
     accelerator.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         started = _now(accelerator)
         for step in range(TRACED_STEPS):
-            trainer.step(source.batches(step))
+            trainer.step(batches(step))
         elapsed_ms = (_now(accelerator) - started) * 1000.0
     exposed_us = exposed(*on_device(profiler.events() or ()))
     return elapsed_ms / TRACED_STEPS, exposed_us / 1000.0 / TRACED_STEPS
@@ -128,8 +122,6 @@ def on_device(events: Iterable[Any]) -> tuple[list[Span], list[Span]]:
     The profiler also draws annotations ("nccl:all_reduce", "Optimizer.step") on the device's line, from the first to
     the last kernel below them: these are no work.
     """
-    from torch._C._autograd import DeviceType
-
     communication: list[Span] = []
     computation: list[Span] = []
     for event in events:
@@ -142,8 +134,8 @@ def on_device(events: Iterable[Any]) -> tuple[list[Span], list[Span]]:
 def exposed(communication: Iterable[Span], computation: Iterable[Span]) -> float:
     """How long some communication runs and no computation; the spans may overlap in any way."""
     hidden = merge(computation)
-    both = merge([*communication, *hidden])
-    return _length(both) - _length(hidden)
+    either = merge([*communication, *hidden])
+    return sum(end - start for start, end in either) - sum(end - start for start, end in hidden)
 
 
 def merge(spans: Iterable[Span]) -> list[Span]:
@@ -155,7 +147,3 @@ def merge(spans: Iterable[Span]) -> list[Span]:
         else:
             merged.append((start, end))
     return merged
-
-
-def _length(spans: Iterable[Span]) -> float:
-    return sum(end - start for start, end in spans)

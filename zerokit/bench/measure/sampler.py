@@ -12,8 +12,7 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from zerokit.bench.machine.nvml import Devices
@@ -23,16 +22,7 @@ INTERVAL_S = 1.0
 _MEGABYTE = 1e6
 _READINGS = 4096
 """Where there would be more, every second one is dropped and the interval doubled: a record stays a small file."""
-
-
-@dataclass(frozen=True, slots=True)
-class Counted:
-    """What only ever grows: processor time in ticks, and bytes over all network interfaces."""
-
-    busy_ticks: int
-    all_ticks: int
-    received_bytes: int
-    sent_bytes: int
+Row = dict[str, float | None]
 
 
 def parse_stat(text: str) -> tuple[int, int]:
@@ -74,28 +64,25 @@ class Sampler:
     ) -> None:
         self._interval_s = interval_s
         self._proc = proc
-        self._ended = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._seconds: list[float] = []
-        self._rows: list[dict[str, float | None]] = []
-        self._cost_s = 0.0
-        self._first: Counted | None = None
-        self._last: Counted | None = None
-        self._started = 0.0
         self.devices = tuple(devices)
         self._nvml: Devices | None = None
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="zerokit-sampler", daemon=True)
+        self._started = self._cost_s = 0.0
+        self._seconds: list[float] = []
+        self._rows: list[Row] = []
+        self._ticks: tuple[int, int] | None = None
+        self._first_bytes: tuple[int, int] | None = None
 
     def start(self) -> None:
         """Take the first reading and begin; returns at once."""
         self._started = time.monotonic()
-        self._thread = threading.Thread(target=self._run, name="zerokit-sampler", daemon=True)
         self._thread.start()
 
     def stop(self) -> Samples:
         """Take the last reading and end; waits for the thread."""
         self._ended.set()
-        if self._thread is not None:
-            self._thread.join()
+        self._thread.join()
         names = list(dict.fromkeys(name for row in self._rows for name in row))
         return Samples(
             node=int(os.environ.get("GROUP_RANK", "0")),
@@ -113,7 +100,8 @@ class Sampler:
             self._seconds.append(time.monotonic() - self._started)
             self._rows.append(self._read())
             if len(self._rows) >= _READINGS:
-                self._thin_out()
+                self._seconds, self._rows = self._seconds[::2], self._rows[::2]
+                self._interval_s *= 2
             self._cost_s = time.thread_time()
             if self._ended.is_set():
                 return
@@ -121,39 +109,38 @@ class Sampler:
             # At the end one more reading is taken, so that the last part of an interval is not lost.
             self._ended.wait(max(0.0, due - time.monotonic()))
 
-    def _thin_out(self) -> None:
-        self._seconds, self._rows = self._seconds[::2], self._rows[::2]
-        self._interval_s *= 2
-
-    def _read(self) -> dict[str, float | None]:
-        row: dict[str, float | None] = {}
-        with contextlib.suppress(OSError, ValueError, LookupError):
-            self._read_counted(row)
-        with contextlib.suppress(OSError, ValueError, LookupError):
-            used, total = parse_memory((self._proc / "meminfo").read_text())
-            row["system_memory_usage_megabytes"] = used / _MEGABYTE
-            row["system_memory_usage_percentage"] = 100.0 * used / total
-        with contextlib.suppress(OSError):
-            disk = shutil.disk_usage("/")
-            row["disk_usage_percentage"] = 100.0 * disk.used / disk.total
-            row["disk_usage_megabytes"] = disk.used / _MEGABYTE
-            row["disk_available_megabytes"] = disk.free / _MEGABYTE
+    def _read(self) -> Row:
+        row: Row = {}
+        parts: tuple[Callable[[Row], None], ...] = (self._processor, self._network, self._memory, self._disk)
+        for part in parts:
+            # Not every machine has all of the files.
+            with contextlib.suppress(OSError, ValueError, LookupError):
+                part(row)
         if self._nvml is not None:
             self._nvml.read(row)
         return row
 
-    def _read_counted(self, row: dict[str, float | None]) -> None:
-        busy, ticks = parse_stat((self._proc / "stat").read_text())
-        received, sent = parse_network((self._proc / "net/dev").read_text())
-        now = Counted(busy, ticks, received, sent)
-        self._first = self._first or now
-        before, self._last = self._last, now
-        passed = 0 if before is None else now.all_ticks - before.all_ticks
+    def _processor(self, row: Row) -> None:
+        before, self._ticks = self._ticks, parse_stat((self._proc / "stat").read_text())
         # A share needs two readings, and time between them.
-        row["cpu_utilization_percentage"] = (
-            100.0 * (now.busy_ticks - before.busy_ticks) / passed
-            if before is not None and passed > 0
-            else None
-        )
-        row["network_receive_megabytes"] = (received - self._first.received_bytes) / _MEGABYTE
-        row["network_transmit_megabytes"] = (sent - self._first.sent_bytes) / _MEGABYTE
+        busy, passed = (0, 0)
+        if before is not None:
+            busy, passed = (now - then for now, then in zip(self._ticks, before, strict=True))
+        row["cpu_utilization_percentage"] = 100.0 * busy / passed if passed > 0 else None
+
+    def _network(self, row: Row) -> None:
+        received, sent = parse_network((self._proc / "net/dev").read_text())
+        first = self._first_bytes = self._first_bytes or (received, sent)
+        row["network_receive_megabytes"] = (received - first[0]) / _MEGABYTE
+        row["network_transmit_megabytes"] = (sent - first[1]) / _MEGABYTE
+
+    def _memory(self, row: Row) -> None:
+        used, total = parse_memory((self._proc / "meminfo").read_text())
+        row["system_memory_usage_megabytes"] = used / _MEGABYTE
+        row["system_memory_usage_percentage"] = 100.0 * used / total
+
+    def _disk(self, row: Row) -> None:
+        disk = shutil.disk_usage("/")
+        row["disk_usage_percentage"] = 100.0 * disk.used / disk.total
+        row["disk_usage_megabytes"] = disk.used / _MEGABYTE
+        row["disk_available_megabytes"] = disk.free / _MEGABYTE

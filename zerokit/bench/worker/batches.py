@@ -10,16 +10,14 @@ So a run that goes on at another world size from a position, counted in samples,
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import cached_property
 
+import torch
 import torch.distributed as dist
 
-if TYPE_CHECKING:
-    import torch
-
-    from zerokit.bench.engines.trainer import Batch
-    from zerokit.bench.record.settings import Settings
-    from zerokit.bench.workloads.build import Loaded
+from zerokit.bench.engines.trainer import Batch
+from zerokit.bench.record.settings import Settings
+from zerokit.bench.workloads.build import Loaded
 
 READY_BYTES = 512 * 2**20
 """Most that may lie ready on a device."""
@@ -58,44 +56,43 @@ class Batches:
         self._ahead = ahead
         self._limit_bytes = limit_bytes
         self._ready: dict[int, list[Batch]] = {}
-        self._fitting: int | None = None
         self.repeat_after: int | None = None
         """The cycle, once a batch has been used twice for it; None while every step has had its own."""
 
     def of(self, position: int) -> list[Batch]:
         """This rank's micro-batches of the step that begins with sample `position` of the job, on its device."""
-        place = self._place(position)
-        return self._ready[place] if place in self._ready else self._make(place)
+        first = self._first_sample(position)
+        return self._ready[first] if first in self._ready else self._make(first)
 
     def prepare(self, position: int, count: int) -> int:
         """Lay the batches of `count` steps from `position` on ready, where that is wanted; the bytes that they take."""
         if self._ahead:
-            a_step = self._settings.samples_per_step
             if self._settings.elastic:
-                count = min(count, self._fit())
-            wanted = (self._place(position + step * a_step) for step in range(count))
-            self._ready = {place: self._make(place) for place in dict.fromkeys(wanted)}
+                count = min(count, self._cycle)
+            starts = (position + step * self._settings.samples_per_step for step in range(count))
+            self._ready = {
+                first: self._make(first) for first in dict.fromkeys(map(self._first_sample, starts))
+            }
         return sum(_size_bytes(batch) for batches in self._ready.values() for batch in batches)
 
     def drop(self) -> None:
         """Free what lies ready."""
         self._ready = {}
 
-    def _place(self, position: int) -> int:
-        """With which sample the batches of a step begin."""
+    def _first_sample(self, position: int) -> int:
+        """With which sample the batches of the step at `position` begin."""
         if not self._ahead or self._settings.elastic:
             return position
-        cycle = self._fit() * self._settings.samples_per_step
-        if position >= cycle:
-            self.repeat_after = self._fit()
-        return position % cycle
+        samples = self._cycle * self._settings.samples_per_step
+        if position >= samples:
+            self.repeat_after = self._cycle
+        return position % samples
 
-    def _fit(self) -> int:
+    @cached_property
+    def _cycle(self) -> int:
         """How many steps' batches may lie ready; at least one's."""
-        if self._fitting is None:
-            of_a_step = _size_bytes(self._loaded.batch(0)) * self._settings.accumulate
-            self._fitting = max(1, self._limit_bytes // max(1, of_a_step))
-        return self._fitting
+        of_a_step = _size_bytes(self._loaded.batch(0)) * self._settings.accumulate
+        return max(1, self._limit_bytes // max(1, of_a_step))
 
     def _make(self, position: int) -> list[Batch]:
         rank, world = dist.get_rank(), dist.get_world_size()

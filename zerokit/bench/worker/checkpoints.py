@@ -3,8 +3,7 @@
 A checkpoint says how many samples of the job have been trained on, so that a run goes on with the next one at whatever
 world size. An elastic bench also keeps a journal (`journal`), since the processes that saw its steps may be gone.
 
-Only a bench that is asked to save imports `zerokit.checkpoint`, which needs zlib-ng, and none imports torch here, since
-records are read without.
+Only a bench that is asked to save imports `zerokit.checkpoint`, which needs zlib-ng.
 """
 
 from __future__ import annotations
@@ -15,8 +14,11 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+import torch.distributed as dist
+
+from zerokit.bench.machine.accelerator import gather
 from zerokit.bench.record import Checkpoints, Save
 from zerokit.bench.record.journal import Journal, PartWriter
 from zerokit.bench.record.settings import Settings
@@ -25,6 +27,9 @@ from zerokit.errors import UsageError
 if TYPE_CHECKING:
     from zerokit.checkpoint.background import Saving
     from zerokit.runtime import ZeroOptimizer
+
+_IDENTITY = ("model", "seed", "data")
+"""Settings that a run has from its beginning to its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,25 +57,24 @@ class Keeper:
 
     def __init__(self, settings: Settings, optimizer: ZeroOptimizer | None) -> None:
         self._settings = settings
-        self._optimizer = optimizer
-        self._run = Path(settings.save) if settings.save else None
+        self._target = (Path(settings.save), optimizer) if settings.save and optimizer is not None else None
         self.done = Checkpoints()
         self._last: int | None = None
-        self._resumes = settings.resume or settings.elastic
         self._journal: PartWriter | None = None
         self._writing: tuple[Saving, int, float] | None = None
         """A background save, its step, and the milliseconds that training was held for it."""
-        self._told = 0
+        self._in_journal = 0
 
     def resume(self) -> Position:
         """Load the run's newest step, if `resume` is asked for and there is one; returns how far the run is.
 
         Raises `ZerokitError` where what is to be saved could not be, before any step is made for it.
         """
-        if self._run is None or self._optimizer is None:
+        if self._target is None:
             return Position()
+        run, optimizer = self._target
         try:
-            from zerokit.checkpoint.run import check_run, later_steps
+            from zerokit.checkpoint.run import check_run, later_steps, list_steps
         except ModuleNotFoundError as error:
             if error.name != "zlib_ng":
                 raise
@@ -78,70 +82,61 @@ class Keeper:
                 "--save needs zlib-ng, which is not installed here: pip install zlib-ng, or bench without --save"
             ) from error
 
-        check_run(self._run, overwrite=True)  # of later steps it says below what can be done here
-        begin = self._load_newest()
+        check_run(run, overwrite=True)  # of later steps it says below what can be done here
+        resumes = self._settings.resume or self._settings.elastic
+        begin = self._load_newest(run, optimizer) if resumes and list_steps(run) else Position()
         if self._settings.elastic:
-            self._begin_part(self._run, begin)
-        elif later := later_steps(self._run, begin.step):
+            self._begin_part(run, begin)
+        elif later := later_steps(run, begin.step):
             begins = f"this bench begins after step {begin.step}"
             advice = (
                 "--save to another directory" if self._settings.resume else "--resume, or --save elsewhere"
             )
             raise UsageError(
-                f"{self._run} holds step {later[-1]} already, and {begins}: what is saved is never replaced: {advice}"
+                f"{run} holds step {later[-1]} already, and {begins}: what is saved is never replaced: {advice}"
             )
         return begin
 
     def _begin_part(self, run: Path, begin: Position) -> None:
         """Note in the journal that these ranks go on from here."""
-        import torch.distributed as dist
-
-        journal = Journal(run)
-        if begin.step >= self._settings.steps and journal.count() == 0:
+        settings, journal = self._settings, Journal(run)
+        if begin.step >= settings.steps and journal.count() == 0:
             raise UsageError(
-                f"{run} holds step {begin.step} already, and an elastic bench ends at step {self._settings.steps}: "
+                f"{run} holds step {begin.step} already, and an elastic bench ends at step {settings.steps}: "
                 "give more --steps, or --save elsewhere"
             )
-        # None of them has begun a part before all have looked.
-        agreed: list[None] = [None] * dist.get_world_size()
-        dist.all_gather_object(agreed, None)
+        gather(None)  # none of them begins a part before all have looked
         if dist.get_rank() == 0:
             self._journal = journal.begin_part(
-                world=self._settings.world,
-                nodes=self._settings.nodes,
+                world=settings.world,
+                nodes=settings.nodes,
                 step=begin.step,
                 samples=begin.samples,
-                samples_per_step=self._settings.samples_per_step,
+                samples_per_step=settings.samples_per_step,
             )
 
-    def _load_newest(self) -> Position:
-        if self._run is None or self._optimizer is None:
-            return Position()
-        if not self._resumes:
-            return Position()
+    def _load_newest(self, run: Path, optimizer: ZeroOptimizer) -> Position:
         from zerokit.checkpoint.load import load
-        from zerokit.checkpoint.run import find_step, list_steps
+        from zerokit.checkpoint.run import find_step
 
-        if not list_steps(self._run):
-            return Position()
-        notes = find_step(self._run, whole=True).notes
+        notes = find_step(run, whole=True).notes
         self.done.notes = list(notes)
         started = time.perf_counter()
         with warnings.catch_warnings():
             # It warns of them, in a log of the ranks that nobody reads where all goes well.
             warnings.filterwarnings("ignore", re.escape("; ".join(notes)) if notes else "$^")
-            extra = load(self._run, self._optimizer)
+            extra = load(run, optimizer)
         if not isinstance(extra, dict) or not isinstance(extra.get("step"), int):
-            raise UsageError(f"{self._run}: not saved by zerokit bench, so it cannot be resumed here")
+            raise UsageError(f"{run}: not saved by zerokit bench, so it cannot be resumed here")
         if not isinstance(extra.get("samples"), int):
             raise UsageError(
-                f"{self._run}: saved by a zerokit bench that did not note its place in the data: it cannot be resumed "
+                f"{run}: saved by a zerokit bench that did not note its position in the data: it cannot be resumed "
                 "by this version"
             )
-        for name in ("model", "seed", "data"):
+        for name in _IDENTITY:
             if extra.get(name) != getattr(self._settings, name):
                 raise UsageError(
-                    f"{self._run} was trained with --{name} {extra.get(name)}, not {getattr(self._settings, name)}: "
+                    f"{run} was trained with --{name} {extra.get(name)}, not {getattr(self._settings, name)}: "
                     "resume with the same, or save to another directory"
                 )
         self.done.load_ms = (time.perf_counter() - started) * 1000.0
@@ -150,7 +145,7 @@ class Keeper:
 
     def due(self, trained: int, *, last: bool) -> bool:
         """Whether the number of trained steps, or the end of the bench, asks for a checkpoint that is not there."""
-        if self._run is None or self._optimizer is None or self._last == trained:
+        if self._target is None or self._last == trained:
             return False
         every = self._settings.saves_every
         return last or (every is not None and trained % every == 0)
@@ -161,29 +156,26 @@ class Keeper:
             self._journal.trained(done.trained)
         if last:
             self._settle()
-        if self._run is None or self._optimizer is None or not self.due(done.trained, last=last):
+        if self._target is None or not self.due(done.trained, last=last):
             return
-        self._note(done)
-        trained = done.trained
+        if self._settings.elastic:
+            self._write_journal(done)
         from zerokit.checkpoint.save import save
 
-        extra = {name: getattr(self._settings, name) for name in ("model", "seed", "data")} | {
-            "step": trained,
-            "samples": done.samples,
-        }
+        run, optimizer = self._target
+        extra = {name: getattr(self._settings, name) for name in _IDENTITY}
+        extra |= {"step": done.trained, "samples": done.samples}
         started = time.perf_counter()
         # A later step that is there was not gone on from: it is damaged, or nothing led to it yet.
-        overwrite = self._settings.elastic
-        self._last = trained
+        what: dict[str, Any] = {"step": done.trained, "extra": extra, "overwrite": self._settings.elastic}
+        self._last = done.trained
         if self._settings.background and not last:
             self._settle()
-            saving = save(
-                self._run, self._optimizer, step=trained, extra=extra, overwrite=overwrite, blocking=False
-            )
-            self._writing = saving, trained, (time.perf_counter() - started) * 1000.0
-            return
-        path = save(self._run, self._optimizer, step=trained, extra=extra, overwrite=overwrite)
-        self._add(path, trained, (time.perf_counter() - started) * 1000.0)
+            saving = save(run, optimizer, blocking=False, **what)
+            self._writing = saving, done.trained, (time.perf_counter() - started) * 1000.0
+        else:
+            path = save(run, optimizer, **what)
+            self._add(path, done.trained, (time.perf_counter() - started) * 1000.0)
 
     def _settle(self) -> None:
         """Wait for the background save, if there is one."""
@@ -195,19 +187,14 @@ class Keeper:
     def _add(self, path: Path, step: int, ms: float) -> None:
         self.done.saves.append(Save(step, ms, sum(file.stat().st_size for file in path.iterdir())))
 
-    def _note(self, done: Trained) -> None:
+    def _write_journal(self, done: Trained) -> None:
         """What the steps since the last checkpoint have shown goes into the journal, before the next one is there."""
-        if not self._settings.elastic:
-            return
-        import torch.distributed as dist
-
-        new = done.loss[self._told :]
-        gathered = [new] * dist.get_world_size()
-        dist.all_gather_object(gathered, new)
+        new = done.loss[self._in_journal :]
+        by_rank = gather(new)
         if self._journal is not None:
-            first_step = done.trained - len(new) + 1
-            self._journal.seen(first_step, mean_over_ranks(gathered), done.gradient_norm[self._told :])
-        self._told = len(done.loss)
+            norms = done.gradient_norm[self._in_journal :]
+            self._journal.seen(done.trained - len(new) + 1, mean_over_ranks(by_rank), norms)
+        self._in_journal = len(done.loss)
 
 
 def mean_over_ranks(losses: Sequence[Sequence[float]]) -> list[float]:

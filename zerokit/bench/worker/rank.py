@@ -15,7 +15,7 @@ import socket
 import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -24,13 +24,14 @@ import torch.distributed as dist
 
 from zerokit.bench.catalogue.workloads import describe
 from zerokit.bench.engines.trainer import Trainer, make
-from zerokit.bench.machine.accelerator import Accelerator, choose_accelerator, device_id, peak_host_bytes
+from zerokit.bench.machine.accelerator import Accelerator, choose_accelerator, device_id, gather
+from zerokit.bench.machine.host import peak_host_bytes
 from zerokit.bench.measure.bandwidth import measure_bandwidth
 from zerokit.bench.measure.environment import look_around
 from zerokit.bench.measure.memory import MemoryMeter
 from zerokit.bench.measure.phases import measure_phases
 from zerokit.bench.measure.sampler import Sampler
-from zerokit.bench.record import Rank, Record, Samples, Traffic, summarise, with_twin, write_record
+from zerokit.bench.record import Rank, Record, Traffic, summarise, with_twin, write_record
 from zerokit.bench.record.journal import Journal, Story
 from zerokit.bench.record.progress import ProgressWriter
 from zerokit.bench.record.schema import from_plain, to_plain
@@ -47,45 +48,34 @@ class OutOfMemory(ZerokitError):
     """A rank's device or host memory did not suffice."""
 
 
-@dataclass(frozen=True, slots=True)
-class FromRank:
-    """What each rank hands to rank 0."""
-
-    rank: Rank
-    loss: list[float]
-    samples: Samples | None
-
-
 def choose(settings: Settings, accelerator: Accelerator) -> Settings:
     """The settings with what was left open: device, precision, data, image size, saving."""
     workload = describe(settings.model)
-    image_size = settings.image_size
-    if image_size is None and workload.images is not None:
-        image_size = workload.images.image_size
+    own_size = None if workload.images is None else workload.images.image_size
     return replace(
         settings,
         device=accelerator.device.type,
-        precision=settings.precision or ("bf16" if accelerator.device.type == "cuda" else "fp32"),
+        precision=settings.precision or ("bf16" if accelerator.is_cuda else "fp32"),
         data=settings.data or workload.default_data,
-        image_size=image_size,
+        image_size=own_size if settings.image_size is None else settings.image_size,
         save_every=settings.saves_every,
     )
 
 
 def require_ranks(settings: Settings, environment: Mapping[str, str]) -> None:
-    """Raises `UsageError` unless the launcher's ranks, as torchrun's variables tell, are those of the settings.
+    """Raises `UsageError` unless the launcher's ranks, by torchrun's variables, are those of the settings.
 
-    Every rank looks, so that none waits for others, and none measures another world than its record tells of.
+    Every rank looks, so that none waits for others, and none measures another world than its record says.
     """
     for name, expected, what in (
         ("WORLD_SIZE", settings.world, "ranks in all"),
         ("LOCAL_WORLD_SIZE", settings.nproc_per_node, "ranks on this node"),
     ):
-        found = environment.get(name)
-        if found != str(expected):
+        started = environment.get(name)
+        if started != str(expected):
             raise UsageError(
-                f"the launcher started {found or 'an unknown number of'} {what} ({name} is "
-                f"{found or 'not set'}), but the job's settings ask for {expected} ({settings.nodes} nodes × "
+                f"the launcher started {started or 'an unknown number of'} {what} ({name} is "
+                f"{started or 'not set'}), but the job's settings ask for {expected} ({settings.nodes} nodes × "
                 f"{settings.nproc_per_node} ranks); start it with torchrun --nnodes {settings.nodes} "
                 f"--nproc-per-node {settings.nproc_per_node}, or change nodes and nproc_per_node in the job"
             )
@@ -96,12 +86,13 @@ def run(asked: Settings, record_path: Path, progress_path: Path | None, sweep: s
     require_ranks(asked, os.environ)
     accelerator = choose_accelerator(asked.device)
     settings = choose(asked, accelerator)
-    if accelerator.device.type == "cuda":
+    if accelerator.is_cuda:
         torch.cuda.set_device(accelerator.device)
     loaded = load(settings)
     dist.init_process_group(accelerator.backend)
+    first = dist.get_rank() == 0
     sampler = node_sampler(accelerator)
-    writer = ProgressWriter(progress_path if dist.get_rank() == 0 else None)
+    writer = ProgressWriter(progress_path if first else None)
 
     started = time.perf_counter()
     trainer = make(loaded, settings, accelerator)
@@ -111,7 +102,7 @@ def run(asked: Settings, record_path: Path, progress_path: Path | None, sweep: s
     build_ms = (time.perf_counter() - started) * 1000.0
     loop = Loop(trainer, loaded, settings, accelerator)
     keeper = Keeper(settings, trainer.zero)
-    meter = MemoryMeter(accelerator.device, torch.cuda) if accelerator.device.type == "cuda" else None
+    meter = MemoryMeter(accelerator.device, torch.cuda) if accelerator.is_cuda else None
 
     def begin() -> None:
         if meter is not None:
@@ -129,19 +120,15 @@ def run(asked: Settings, record_path: Path, progress_path: Path | None, sweep: s
     rank = _rank(measured, accelerator, build_ms, meter)
     skipped_steps = trainer.skipped_steps
     traffic, phases, bandwidth = None, None, []
-    mine = FromRank(rank, measured.loss, samples)
     if measured.step_ms:  # else a restart had nothing left to train, so there is nothing to look into
         traffic = _traffic(trainer, settings)
-        mine = FromRank(with_state(rank, trainer, loop), measured.loss, samples)
-        phases = measure_phases(trainer, loop, accelerator, steps=settings.steps)
+        rank = with_state(rank, trainer, loop)
+        phases = measure_phases(trainer, loop.batches, accelerator, steps=settings.steps)
         bandwidth = measure_bandwidth(trainer, loaded.model.parameters, settings, accelerator)
-    gathered: list[FromRank] = [mine] * dist.get_world_size()
-    dist.all_gather_object(gathered, mine)
-    if dist.get_rank() == 0:
-        ranks = [one.rank for one in gathered]
-        story = Story(
-            loss=mean_over_ranks([one.loss for one in gathered]), gradient_norm=measured.gradient_norm
-        )
+    by_rank = gather((rank, measured.loss, samples))
+    if first:
+        ranks = [one for one, _, _ in by_rank]
+        story = Story([], mean_over_ranks([loss for _, loss, _ in by_rank]), measured.gradient_norm)
         if settings.elastic and settings.save is not None:
             story = Journal(Path(settings.save)).story()
         loss: list[float | None] = list(story.loss)
@@ -159,7 +146,7 @@ def run(asked: Settings, record_path: Path, progress_path: Path | None, sweep: s
             traffic=traffic,
             bandwidth=bandwidth,
             phases=phases,
-            system=[one.samples for one in gathered if one.samples is not None],
+            system=[one for _, _, one in by_rank if one is not None],
             loss=loss,
             gradient_norm=list(story.gradient_norm),
             skipped_steps=skipped_steps,
@@ -169,21 +156,18 @@ def run(asked: Settings, record_path: Path, progress_path: Path | None, sweep: s
             batches_repeat_after=measured.batches_repeat_after,
         )
         write_record(record, record_path)
-    twin = measure_twin(trainer, loop, loaded, settings, accelerator)
-    if dist.get_rank() == 0 and twin is not None:
+    twin = measure_twin(trainer, loop.batches, loaded, settings, accelerator)
+    if first and twin is not None:
         write_record(with_twin(record, twin), record_path)
     dist.destroy_process_group()
 
 
 def node_sampler(accelerator: Accelerator) -> Sampler | None:
     """On one rank of each node, a sampler that looks at the devices of all its ranks. All ranks call it."""
-    mine = (_node(), device_id(accelerator))
-    gathered = [mine] * dist.get_world_size()
-    dist.all_gather_object(gathered, mine)
-    if os.environ["LOCAL_RANK"] != "0":
-        return None
-    used = [device for node, device in gathered if node == mine[0] and device is not None]
-    return Sampler(devices=list(dict.fromkeys(used)))
+    used = [
+        device for node, device in gather((_node(), device_id(accelerator))) if node == _node() and device
+    ]
+    return Sampler(devices=list(dict.fromkeys(used))) if os.environ["LOCAL_RANK"] == "0" else None
 
 
 def _node() -> int:
@@ -191,7 +175,7 @@ def _node() -> int:
 
 
 def _rank(measured: Measured, accelerator: Accelerator, build_ms: float, meter: MemoryMeter | None) -> Rank:
-    peaks = None if meter is None else meter.peaks()
+    allocated, reserved = (None, None) if meter is None else meter.peaks()
     return Rank(
         rank=dist.get_rank(),
         node=_node(),
@@ -202,8 +186,8 @@ def _rank(measured: Measured, accelerator: Accelerator, build_ms: float, meter: 
         warmup_ms=measured.step_ms[: measured.warmup],
         build_ms=build_ms,
         peak_host_bytes=peak_host_bytes(),
-        peak_allocated_bytes=None if peaks is None else peaks.allocated_bytes,
-        peak_reserved_bytes=None if peaks is None else peaks.reserved_bytes,
+        peak_allocated_bytes=allocated,
+        peak_reserved_bytes=reserved,
         memory_bytes=None,
         predicted_memory_bytes=None,
         device_id=device_id(accelerator),
@@ -249,31 +233,27 @@ def _traffic(trainer: Trainer, settings: Settings) -> Traffic | None:
 
 def main(job: Path) -> None:
     """Run the job; an out-of-memory error becomes an `OutOfMemory` that says what may help."""
-    asked = json.loads(job.read_text())
-    settings = from_plain(Settings, asked["settings"])
-    progress = asked.get("progress")
+    content = json.loads(job.read_text())
+    settings = from_plain(Settings, content["settings"])
+    progress = job.parent / content["progress"] if content.get("progress") else None
     try:
-        written = job.parent / asked["record"]
-        run(settings, written, job.parent / progress if progress else None, asked.get("sweep"))
+        run(settings, job.parent / content["record"], progress, content.get("sweep"))
     except (MemoryError, RuntimeError) as error:
-        if not _is_out_of_memory(error):
+        # Python, torch's CUDA allocator (a RuntimeError of its own) or its CPU allocator had no more to give.
+        known = isinstance(error, MemoryError | torch.OutOfMemoryError)
+        if not known and "DefaultCPUAllocator" not in str(error):
             raise
         reason = _out_of_memory(settings, str(error))
         write_status(job, Status(OUT_OF_MEMORY, reason))
         raise OutOfMemory(reason) from error
 
 
-def _is_out_of_memory(error: MemoryError | RuntimeError) -> bool:
-    """Whether Python, torch's CUDA allocator (a RuntimeError of its own) or its CPU allocator had no more to give."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
-
-
 def _out_of_memory(settings: Settings, message: str) -> str:
-    reason = message.strip().splitlines()[0][:300] if message.strip() else "no detail given"
+    detail = message.strip().partition("\n")[0][:300] or "no detail given"
     parameters = describe(settings.model).parameters
     size = "" if parameters is None else f" ({parameters / 1e6:.1f} M parameters)"
     return (
         f"out of memory: {settings.model}{size}, {settings.engine} stage {settings.stage}, {settings.world} ranks, "
         f"batch {settings.batch_size}. A higher --stage or more ranks shard more of the state; a smaller --batch-size "
-        f"or --seq-len needs less for activations. ({reason})"
+        f"or --seq-len needs less for activations. ({detail})"
     )

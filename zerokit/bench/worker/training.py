@@ -1,6 +1,6 @@
 """The timed loop of one rank: warm-up until steps are steady, then the steps that are measured.
 
-On a host every step is timed, looked at and told by itself. On CUDA the measured steps follow each other without a wait
+On a CPU every step is timed, read and reported by itself. On CUDA the measured steps follow each other without a wait
 (`DeviceClock`): their batches lie on the device, losses stay there until the last step, or one that is saved, is over.
 """
 
@@ -11,8 +11,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from zerokit.bench.engines.trainer import Batch, Trainer
@@ -28,7 +26,7 @@ from zerokit.bench.workloads.build import Loaded
 # With an open end of warm-up, a progress bar expects the shortest there is.
 _SHORTEST_WARMUP = 2 * STEADY_WINDOW + 1
 # Where the host runs ahead, a line of progress costs the steps some 50 µs if the host is what they wait for.
-_TELL_SECONDS = 0.5
+_PROGRESS_SECONDS = 0.5
 
 
 @dataclass(slots=True)
@@ -57,8 +55,8 @@ class Loop:
         trainer: the engine.
         loaded: the workload.
         settings: of the bench.
-        accelerator: where this rank computes.
-        make_clock: makes the clock of warm-up, and that of the measured steps; by default as the accelerator needs it.
+        accelerator: of this rank.
+        make_clock: makes the clock of warm-up, and that of the measured steps; by default the accelerator's.
     """
 
     def __init__(
@@ -76,11 +74,11 @@ class Loop:
         self._clock = self._make_clock()
         self._batches = Batches(loaded, settings, accelerator.device, ahead=self._clock.runs_ahead)
         self._unread: list[tuple[list[Tensor], Tensor | None]] = []
-        self._told = -math.inf
+        self._reported = -math.inf
         self.measured = Measured()
 
     def run(self, writer: ProgressWriter, keeper: Keeper, begin: Callable[[], None]) -> Measured:
-        """All steps, going on from a checkpoint where `keeper` finds one; `begin` is called before the measured ones.
+        """All steps, going on from a checkpoint where `keeper` has one; `begin` is called before the measured ones.
 
         An elastic run ends at the step that it is asked for: its measured steps are those that warm-up leaves, at least
         one, or none where all were trained before.
@@ -92,21 +90,21 @@ class Loop:
         begin_at = keeper.resume()
         measured.trained, measured.samples = begin_at.step, begin_at.samples
         agreed: list[float] = []
-        while not self._warm(agreed):
+        while not self._is_warm(agreed):
             self._step()
             elapsed = self._read()
             keeper.after_step(measured, last=False)
             if self._settings.warmup is None:
-                agreed.append(self._slowest(elapsed))
+                agreed += self._accelerator.maximum([elapsed])
             measured.warmup += 1
-            self._tell(writer, self._settings.warmup or max(_SHORTEST_WARMUP, measured.warmup))
+            self._report(writer, self._settings.warmup or max(_SHORTEST_WARMUP, measured.warmup))
         steps = self._settings.steps
         if self._settings.elastic:
             steps = max(0, steps - measured.trained)
         measured.batch_bytes = self._batches.prepare(measured.samples, steps)
         self._clock = self._make_clock()
         # All ranks begin the measured steps together. Not `barrier`: NCCL's asks for a device of its own.
-        dist.all_reduce(torch.zeros(1, device=self._accelerator.device))
+        self._accelerator.maximum([0.0])
         begin()
         for number in range(steps):
             self._step()
@@ -114,9 +112,10 @@ class Loop:
             if last or not self._clock.runs_ahead or keeper.due(measured.trained, last=False):
                 self._read()
                 keeper.after_step(measured, last=last)
-                self._tell(writer, measured.warmup)
-            else:
-                self._tell_ahead(writer)
+                self._report(writer, measured.warmup)
+            elif time.monotonic() - self._reported >= _PROGRESS_SECONDS:
+                self._reported = time.monotonic()
+                self._report(writer, measured.warmup)
         measured.window_ms = self._clock.window_ms
         measured.batches_repeat_after = self._batches.repeat_after
         self._batches.drop()
@@ -130,18 +129,13 @@ class Loop:
         """Those of the next step."""
         return self._batches.of(self.measured.samples)
 
-    def _warm(self, agreed: list[float]) -> bool:
+    def _is_warm(self, agreed: list[float]) -> bool:
         """Ranks must agree: they look at the same times, or at none."""
         if self._settings.elastic and self.measured.trained >= self._settings.steps - 1:
             return True
         if self._settings.warmup is None:
             return steady(agreed)
         return self.measured.warmup >= self._settings.warmup
-
-    def _slowest(self, elapsed: float) -> float:
-        longest = torch.tensor([elapsed], dtype=torch.float64, device=self._accelerator.device)
-        dist.all_reduce(longest, op=dist.ReduceOp.MAX)
-        return float(longest)
 
     def _step(self) -> None:
         batches = self.next_batches()
@@ -157,31 +151,18 @@ class Loop:
         measured = self.measured
         measured.step_ms += self._clock.read()
         for losses, norm in self._unread:
-            measured.loss.append(_mean(losses))
+            measured.loss.append(sum(float(loss) for loss in losses) / len(losses))
             if norm is not None:
                 measured.gradient_norm.append(float(norm))
         self._unread.clear()
         return measured.step_ms[-1]
 
-    def _tell(self, writer: ProgressWriter, warmup: int) -> None:
-        measured = self.measured
-        total = self._total(warmup)
-        writer.write(Progress(len(measured.step_ms), total, warmup, measured.loss[-1], measured.step_ms[-1]))
-
-    def _tell_ahead(self, writer: ProgressWriter) -> None:
-        """Of steps that were asked for, now and then; what they took and showed is not known yet."""
-        now = time.monotonic()
-        if now - self._told >= _TELL_SECONDS:
-            self._told = now
-            warmup = self.measured.warmup
-            done = len(self.measured.step_ms) + len(self._unread)
-            writer.write(Progress(done, self._total(warmup), warmup, None, None))
-
-    def _total(self, warmup: int) -> int:
-        """The steps that these processes make, warm-up included."""
-        done_before = self.measured.trained - len(self.measured.step_ms) - len(self._unread)
-        return self._settings.steps - done_before if self._settings.elastic else warmup + self._settings.steps
-
-
-def _mean(losses: list[Tensor]) -> float:
-    return sum(float(loss) for loss in losses) / len(losses)
+    def _report(self, writer: ProgressWriter, warmup: int) -> None:
+        """How many steps these processes have made, of how many; of those not read yet, neither time nor loss."""
+        measured, unread = self.measured, len(self._unread)
+        done = len(measured.step_ms) + unread
+        total = warmup + self._settings.steps
+        if self._settings.elastic:
+            total = self._settings.steps - (measured.trained - done)
+        loss, step_ms = (None, None) if unread else (measured.loss[-1], measured.step_ms[-1])
+        writer.write(Progress(done, total, warmup, loss, step_ms))

@@ -10,26 +10,20 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import stdev
-from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
 from zerokit.bench.catalogue.fit import available_bytes, state_of
-from zerokit.bench.engines.trainer import make
+from zerokit.bench.engines.trainer import Batch, Trainer, make
+from zerokit.bench.machine.accelerator import Accelerator, gather
 from zerokit.bench.measure.clock import clock_of
 from zerokit.bench.record import Twin
+from zerokit.bench.record.settings import Settings
 from zerokit.bench.record.statistics import Summary, slowest
-
-if TYPE_CHECKING:
-    from zerokit.bench.engines.trainer import Batch, Trainer
-    from zerokit.bench.machine.accelerator import Accelerator
-    from zerokit.bench.measure.phases import Batches
-    from zerokit.bench.record.settings import Settings
-    from zerokit.bench.workloads.build import Loaded
+from zerokit.bench.workloads.build import Loaded
 
 ENGINE = "compute-only"
 FEWEST_PAIRS = 6
@@ -69,45 +63,49 @@ def twin_settings(settings: Settings) -> Settings | None:
 
 
 def measure_twin(
-    trainer: Trainer, source: Batches, loaded: Loaded, settings: Settings, accelerator: Accelerator
+    trainer: Trainer,
+    batches: Callable[[int], list[Batch]],
+    loaded: Loaded,
+    settings: Settings,
+    accelerator: Accelerator,
 ) -> Twin | None:
-    """Train the twin and the cell in turn; None where there is no twin, or no room for it. All ranks call it."""
+    """Train the twin and the cell in turn; None where there is no twin, or no room for it. All ranks call it.
+
+    `batches` gives the micro-batches of a step.
+    """
     asked = twin_settings(settings)
     if asked is None or not _fits(asked, loaded.model.parameters, accelerator):
         return None
     twin = make(loaded, asked, accelerator)
-    block = _AHEAD if clock_of(accelerator).runs_ahead else 1
-    batches = [source.batches(step) for step in range(block)]
-    _steps(twin, batches * _WARMUP, accelerator)
+    steps = [batches(step) for step in range(_AHEAD if clock_of(accelerator).runs_ahead else 1)]
+    _time(twin, steps * _WARMUP, accelerator)
     own: list[float] = []
     parts: list[Parts] = []
     until = time.monotonic() + _LONG_ENOUGH_S
-    for pair in range(0, max(FEWEST_PAIRS, _MOST_A_STEP * settings.steps), block):
+    for turn in range(math.ceil(max(FEWEST_PAIRS, _MOST_A_STEP * settings.steps) / len(steps))):
         # Every second time in the other order: a steady drift weighs equally on both.
-        for turn in (0, 1) if pair // block % 2 == 0 else (1, 0):
-            if turn == 0:
-                own += map(sum, _steps(trainer, batches, accelerator))
+        for trained in (trainer, twin) if turn % 2 == 0 else (twin, trainer):
+            times = _time(trained, steps, accelerator)
+            if trained is twin:
+                parts += times
             else:
-                parts += _steps(twin, batches, accelerator)
-        if len(own) >= FEWEST_PAIRS and (
-            _any_rank(time.monotonic() > until, accelerator)
-            or not _any_rank(_inexact(own, parts), accelerator)
-        ):
-            break
-    mine = (own, [sum(part) for part in parts], [compute for compute, _ in parts])
-    gathered = [mine] * dist.get_world_size()
-    dist.all_gather_object(gathered, mine)
-    own_ms, step_ms, pace_ms = (slowest(series) for series in zip(*gathered, strict=True))
+                own += map(sum, times)
+        if len(own) >= FEWEST_PAIRS:
+            late, inexact = accelerator.maximum([time.monotonic() > until, _is_inexact(own, parts)])
+            if late or not inexact:
+                break
+    by_rank = gather((own, [sum(part) for part in parts], [compute for compute, _ in parts]))
+    own_ms, step_ms, pace_ms = (slowest(series) for series in zip(*by_rank, strict=True))
     return Twin(asked.stage, step_ms, Summary.of(step_ms), own_ms, pace_ms)
 
 
-def _steps(trainer: Trainer, batches: Sequence[list[Batch]], accelerator: Accelerator) -> list[Parts]:
-    """The times of a step's parts; all ranks begin together."""
+def _time(trainer: Trainer, steps: Sequence[list[Batch]], accelerator: Accelerator) -> list[Parts]:
+    """The times of each step's parts; all ranks begin together."""
     clock = clock_of(accelerator)
-    _any_rank(False, accelerator)
-    for batch in batches:
+    accelerator.maximum([0.0])
+    for batches in steps:
         clock.begin()
-        trainer.differentiate(batch)
+        trainer.differentiate(batches)
         clock.end()
         clock.begin()
         trainer.update()
@@ -116,27 +114,20 @@ def _steps(trainer: Trainer, batches: Sequence[list[Batch]], accelerator: Accele
     return list(zip(times[::2], times[1::2], strict=True))
 
 
-def _inexact(own: Sequence[float], parts: Sequence[Parts]) -> bool:
+def _is_inexact(own: Sequence[float], parts: Sequence[Parts]) -> bool:
     """Whether the standard error of their mean ratio is large: a busy machine needs more pairs than an idle one."""
     ratios = [math.log(one / compute) for one, (compute, _) in zip(own, parts, strict=True)]
     return stdev(ratios) > _EXACT_ENOUGH * math.sqrt(len(ratios))
 
 
 def _fits(asked: Settings, parameters: int, accelerator: Accelerator) -> bool:
-    """Whether every rank has room for the twin's state. Its activations take the place of the cell's."""
+    """Whether every rank has room for the twin's state. Its activations need what the cell's have left free."""
     state = state_of(asked.engine, asked.stage, asked.precision or "fp32")
     needed = state.bytes_of(0, parameters=parameters, world=asked.world)
-    if accelerator.device.type == "cuda":
+    if accelerator.is_cuda:
         room: float = torch.cuda.mem_get_info(accelerator.device)[0]
     else:
-        found = available_bytes()
+        available = available_bytes()
         ranks_here = asked.nproc_per_node * int(os.environ.get("ZEROKIT_NODES_ON_MACHINE", "1"))
-        room = math.inf if found is None else found / ranks_here
-    return not _any_rank(needed > _MOST * room, accelerator)
-
-
-def _any_rank(true: bool, accelerator: Accelerator) -> bool:
-    """Whether any rank says so; all wait for each other."""
-    found = torch.tensor([float(true)], device=accelerator.device)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return bool(found.item())
+        room = math.inf if available is None else available / ranks_here
+    return not any(accelerator.maximum([needed > _MOST * room]))
