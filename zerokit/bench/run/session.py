@@ -8,7 +8,10 @@ A cell that fails has a record as well, which says why. How ranks are started is
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
+import re
 import shutil
 import signal
 import tempfile
@@ -44,8 +47,8 @@ _REASON_LENGTH = 8000
 class Launch(Protocol):
     """Runs a module on every rank and returns when all have ended; raises `ZerokitError` if one failed.
 
-    `log_dir` is the job's folder: on other machines ranks see a copy of its files, in whose place the arguments'
-    paths then lie, and what they write beside them is in `log_dir` at the end, or before.
+    `log_dir` is the job's folder: on other machines ranks see a copy of its files, and what they write beside them is
+    in `log_dir` at the end, or before.
     """
 
     def __call__(
@@ -64,13 +67,13 @@ class Watch(Protocol):
     """Receives the progress of a bench."""
 
     def phase(self, text: str) -> None:
-        """Told what is going on while no steps are made."""
+        """What is going on while no steps are made."""
 
     def show(self, progress: Progress) -> None:
-        """Told of steps."""
+        """Steps were made."""
 
     def warn(self, text: str) -> None:
-        """Told in plain words what went wrong beside the measurement."""
+        """What went wrong beside the measurement, in plain words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +84,7 @@ class Host:
         launch: starts the ranks.
         interrupted: raises one of `interruptions` if the user wants no more; called between the parts.
         interruptions: the exceptions that mean "killed"; any other error means "failed".
-        watch: is told of everything.
+        watch: receives the progress.
         fits: why a cell cannot fit into the memory there is, in words; None where it may.
         max_restarts: how often an elastic bench is started again with the ranks that remain.
     """
@@ -99,16 +102,14 @@ def record_path(output: Path | None, settings: Settings, now: datetime) -> Path:
 
     Raises `RecordError` if the folder cannot be made or written to.
     """
-    name = f"{now:%Y%m%d-%H%M%S}-{_model_slug(settings)}-{settings.engine}-stage{settings.stage}-world{settings.world}"
-    if output is not None and output.suffix == ".json":
-        path = output
-    else:
-        folder = output or DEFAULT_FOLDER
-        path = folder / f"{name}.json"
-        attempt = 1
-        while path.exists():
-            attempt += 1
-            path = folder / f"{name}-{attempt}.json"
+    path = output or DEFAULT_FOLDER
+    if path.suffix != ".json":
+        model = re.sub(r"[^\w.-]|_", "-", settings.model)
+        name = f"{now:%Y%m%d-%H%M%S}-{model}-{settings.engine}-stage{settings.stage}-world{settings.world}"
+        numbered = (
+            path / f"{name}{f'-{number}' if number > 1 else ''}.json" for number in itertools.count(1)
+        )
+        path = next(one for one in numbered if not one.exists())
     require_writable(path.parent)
     if path.is_dir():
         raise RecordError(f"the record cannot be written to {path}: Is a directory; choose another --output")
@@ -138,28 +139,33 @@ def run_cell(
     Raises one of `host.interruptions` after the record of the killed cell is written, and `RecordError` where a record
     cannot be written; the temporary folder that then keeps it is named.
     """
-    identity = identity or uuid.uuid4().hex
-    failed = Record(
-        id=identity, cell=settings.key, sweep=sweep, status="failed", created=_now(), settings=settings
+    asked = Record(
+        id=identity or uuid.uuid4().hex,
+        cell=settings.key,
+        sweep=sweep,
+        status="failed",
+        created=_now(),
+        settings=settings,
     )
     host.watch.phase("looking at what is asked")
     if (refused := refusal(settings, host)) is not None:
-        record = replace(failed, status=refused[0], reason=refused[1])
-        _put(record, path)
-        return record
+        return _put(replace(asked, status=refused[0], reason=refused[1]), path)
+    journal = Journal(Path(settings.save)) if settings.elastic and settings.save else None
     work = Path(tempfile.mkdtemp(prefix="zerokit-bench-"))
-    keep, journal = False, _journal(settings)
+    keep = False
     try:
-        outcome = _train(settings, work, host, sweep)
+        outcome = _train(settings, work, host, sweep, journal)
         if isinstance(outcome, Record):
-            record = replace(outcome, id=identity)
+            record = replace(outcome, id=asked.id)
         else:
             keep = outcome.status == "failed"  # the ranks' output is there
             record = replace(
-                failed, status=outcome.status, reason=outcome.reason[:_REASON_LENGTH], created=_now()
+                asked,
+                status=outcome.status,
+                reason=outcome.reason[:_REASON_LENGTH],
+                created=_now(),
+                parts=journal.story().parts if journal else [],
             )
-            if journal is not None:
-                record = replace(record, parts=journal.story().parts)
             if outcome.status == "killed" or not isinstance(outcome.error, ZerokitError):
                 _put(record, path)
                 raise outcome.error
@@ -174,15 +180,14 @@ def run_cell(
 
 def refusal(settings: Settings, host: Host) -> tuple[str, str] | None:
     """The status and the reason of a cell that need not be tried; None for one that may run."""
-    if (reason := unsupported(settings)) is not None:
+    reason = unsupported(settings)
+    if reason is None and (missing := ENGINES[settings.engine].missing) is not None:
+        reason = f"engine {settings.engine}: {missing}"
+    reason = reason or describe(settings.model).missing
+    if reason is not None:
         return "unsupported", reason
-    if (missing := ENGINES[settings.engine].missing) is not None:
-        return "unsupported", f"engine {settings.engine}: {missing}"
-    if (missing := describe(settings.model).missing) is not None:
-        return "unsupported", missing
-    if (too_large := host.fits(settings)) is not None:
-        return "out of memory", too_large
-    return None
+    too_large = host.fits(settings)
+    return None if too_large is None else ("out of memory", too_large)
 
 
 def what_happened(error: BaseException, job: Path, oom_kills_before: int | None) -> tuple[str, str]:
@@ -190,20 +195,17 @@ def what_happened(error: BaseException, job: Path, oom_kills_before: int | None)
 
     Args:
         error: what `Launch` raised.
-        job: the file of the job, beside which a rank that ran out of memory says so.
+        job: the file of the job, beside which a rank that ran out of memory writes its status.
         oom_kills_before: `oom_kills()` before the launch: a rank that the kernel killed could not say anything.
     """
-    if (told := read_status(job)) is not None:
-        return told.status, told.reason.removeprefix(f"{told.status}: ")
+    if (own := read_status(job)) is not None:
+        return own.status, own.reason.removeprefix(f"{own.status}: ")
     reason = str(error) or type(error).__name__
-    killed = isinstance(error, WorkerFailed) and any(
-        one.exit_code == -signal.SIGKILL for one in error.failures
-    )
+    failures = error.failures if isinstance(error, WorkerFailed) else []
+    killed = any(one.exit_code == -signal.SIGKILL for one in failures)
     if killed and (oom_kills() or 0) > (oom_kills_before or 0):
-        return (
-            "out of memory",
-            f"the kernel ended processes for want of memory meanwhile, probably ours: {reason}",
-        )
+        reason = f"the kernel ended processes for want of memory meanwhile, probably ours: {reason}"
+        return "out of memory", reason
     return "failed", reason
 
 
@@ -216,60 +218,46 @@ class _Unsuccessful:
     error: BaseException
 
 
-def _journal(settings: Settings) -> Journal | None:
-    return Journal(Path(settings.save)) if settings.elastic and settings.save else None
-
-
-def _train(settings: Settings, work: Path, host: Host, sweep: str | None) -> Record | _Unsuccessful:
+def _train(
+    settings: Settings, work: Path, host: Host, sweep: str | None, journal: Journal | None
+) -> Record | _Unsuccessful:
     """Launch the ranks; those of an elastic bench that remain again, where others were killed."""
-    journal, restarts = _journal(settings), 0
-    while True:
+    for restarts in itertools.count():
         folder = work / f"restart-{restarts}" if restarts else work
         kills, part = oom_kills(), journal.count() if journal else 0
         try:
             return _launch(settings, folder, host, sweep)
+        except host.interruptions as error:
+            end = _Unsuccessful("killed", str(error) or "interrupted", error)
         except BaseException as error:
-            if isinstance(error, host.interruptions):
-                end = _Unsuccessful("killed", str(error) or "interrupted", error)
-            else:
-                end = _Unsuccessful(*what_happened(error, folder / JOB, kills), error)
-        why = end.reason.partition("\n")[0]
+            end = _Unsuccessful(*what_happened(error, folder / JOB, kills), error)
+        why, left = end.reason.partition("\n")[0], None
         if journal is not None:
             journal.end_part(part, why)
-        left = None
         if end.status == "failed" and settings.elastic and isinstance(end.error, WorkerFailed):
             left = remaining(settings, end.error)
         if left is None or restarts >= host.max_restarts:
-            return end
-        settings, restarts = left, restarts + 1
-        many = "s" if settings.world > 1 else ""
+            break
+        settings = left
         host.watch.warn(
-            f"{why}\nrestart {restarts} of at most {host.max_restarts}: {settings.world} rank{many} left"
+            f"{why}\nrestart {restarts + 1} of at most {host.max_restarts}: {_ranks(settings)} left"
         )
+    return end
 
 
 def _launch(settings: Settings, work: Path, host: Host, sweep: str | None) -> Record:
     """Launch the ranks and read what rank 0 has written."""
     host.interrupted()
     work.mkdir(exist_ok=True)
-    written, progress, job = work / "record.json", work / "progress", work / JOB
-    job.write_text(
-        json.dumps(
-            {
-                "settings": to_plain(settings),
-                "record": written.name,
-                "progress": progress.name,
-                "sweep": sweep,
-            }
-        )
-    )
-    reader = ProgressReader(progress)
+    written, job, reader = work / "record.json", work / JOB, ProgressReader(work / "progress")
+    files = {"record": written.name, "progress": "progress"}
+    job.write_text(json.dumps({"settings": to_plain(settings), **files, "sweep": sweep}))
 
     def poll() -> None:
         if (latest := reader.latest()) is not None:
             host.watch.show(latest)
 
-    host.watch.phase(f"starting {settings.world} rank{'s' if settings.world > 1 else ''}")
+    host.watch.phase(f"starting {_ranks(settings)}")
     try:
         host.launch(
             "zerokit.bench.worker",
@@ -289,12 +277,18 @@ def _launch(settings: Settings, work: Path, host: Host, sweep: str | None) -> Re
     record = read_record(written)
     has_twin = settings.world > 1 and not settings.elastic and settings.engine != "compute-only"
     if settings.twin and has_twin and record.twin is None:
-        host.watch.warn(f"{_NO_TWIN} found no room in memory beside the cell")
+        host.watch.warn(f"{_NO_TWIN} had no room in memory beside the cell")
     return record
 
 
-def put_record(record: Record, path: Path) -> None:
-    """Write it; where that fails it goes to a temporary folder, and the `RecordError` says which."""
+def _put(record: Record, path: Path) -> Record:
+    """Write the record, unless it is of no success and would replace one of a success.
+
+    Where that fails it goes to a temporary folder, and the `RecordError` names it.
+    """
+    with contextlib.suppress(RecordError):  # then what is there is no record worth keeping
+        if record.status != "ok" and path.exists() and read_record(path).status == "ok":
+            return record
     try:
         write_record(record, path)
     except OSError as error:
@@ -305,20 +299,11 @@ def put_record(record: Record, path: Path) -> None:
         except OSError as again:
             kept = f"nor to {rescue}: {again.strerror}"
         raise RecordError(f"the record cannot be written to {path}: {error.strerror}; {kept}") from error
+    return record
 
 
-def _put(record: Record, path: Path) -> None:
-    if record.status != "ok" and path.exists():
-        try:
-            if read_record(path).status == "ok":
-                return
-        except RecordError:
-            pass  # what is there is no record worth keeping
-    put_record(record, path)
-
-
-def _model_slug(settings: Settings) -> str:
-    return "".join(letter if letter.isalnum() or letter in ".-" else "-" for letter in settings.model)
+def _ranks(settings: Settings) -> str:
+    return f"{settings.world} rank{'s' if settings.world > 1 else ''}"
 
 
 def _now() -> str:
