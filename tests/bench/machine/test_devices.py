@@ -42,7 +42,7 @@ FOUR = [Gpu(f"GPU-{letter}1-{letter}2", 80 * 2**30) for letter in "abcd"]
 )
 def test_cuda_visible_devices_is_read_as_cuda_reads_it(listed: str | None, expected: list[int]) -> None:
     environment = {} if listed is None else {"CUDA_VISIBLE_DEVICES": listed}
-    assert visible(FOUR, environment) == [FOUR[place] for place in expected]
+    assert visible(FOUR, environment) == [FOUR[index] for index in expected]
 
 
 def test_of_slices_cuda_shows_one() -> None:

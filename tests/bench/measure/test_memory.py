@@ -1,4 +1,4 @@
-"""Peaks of a made-up allocator: construction's is told from the measured steps'."""
+"""Peaks of a made-up allocator: construction's apart from the measured steps'."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""System metrics: what the kernel's files say, and a thread that stops when it is told to."""
+"""System metrics: what the kernel's files say, and a thread that stops when asked to."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
 def run(
     settings: Settings, folder: Path, errors: Iterator[BaseException | None], max_restarts: int = 3
 ) -> tuple[Record, list[int], list[str]]:
-    """The record, the world of each launch, what was told; each launch begins a part and ends as `errors` say."""
+    """The record, the world of each launch, the warnings; each launch begins a part and ends as `errors` say."""
 
     def act(settings: Settings, job: Path) -> None:
         assert settings.save is not None
@@ -101,10 +101,10 @@ def run(
 
 
 def test_a_killed_rank_leads_to_a_restart_without_it(tmp_path: Path, settings: Settings) -> None:
-    record, worlds, told = run(settings, tmp_path, iter([ended((1, 1, KILL)), ended((0, 0, KILL)), None]))
+    record, worlds, warnings = run(settings, tmp_path, iter([ended((1, 1, KILL)), ended((0, 0, KILL)), None]))
     assert (record.id, record.status, worlds) == ("i", "ok", [3, 2, 1])
     assert (record.settings.nodes, read_record(tmp_path / "r.json")) == (1, record)
-    assert [line.splitlines()[-1] for line in told] == [
+    assert [line.splitlines()[-1] for line in warnings] == [
         "restart 1 of at most 3: 2 ranks left",
         "restart 2 of at most 3: 1 rank left",
     ]

@@ -58,18 +58,18 @@ def test_ranks_together_keep_at_least_one_copy_and_at_most_one_each(
 
 
 def test_175_billion_on_a_laptop_are_refused_in_plain_words() -> None:
-    told = refuse_if_too_large(Settings(model="gpt3-175b", nodes=2), Machine(int(16 * GIB), ()))
-    assert told is not None
-    assert told.startswith(
+    reason = refuse_if_too_large(Settings(model="gpt3-175b", nodes=2), Machine(int(16 * GIB), ()))
+    assert reason is not None
+    assert reason.startswith(
         "gpt3-175b is too large: zerokit at stage 2 in fp32 keeps at least 4Ψ + 12Ψ/N bytes"
     )
-    assert "3,252.3 GiB for 2 ranks on this machine, which has 16.0 GiB; take a smaller model" in told
+    assert "3,252.3 GiB for 2 ranks on this machine, which has 16.0 GiB; take a smaller model" in reason
 
 
 def test_a_higher_stage_is_advised_where_it_helps() -> None:
-    told = refuse_if_too_large(Settings(model="gpt2-xl", nodes=2, stage=0), Machine(int(30 * GIB), ()))
-    assert told is not None
-    assert told.endswith("--stage 3 needs at least 23.2 GiB")
+    reason = refuse_if_too_large(Settings(model="gpt2-xl", nodes=2, stage=0), Machine(int(30 * GIB), ()))
+    assert reason is not None
+    assert reason.endswith("--stage 3 needs at least 23.2 GiB")
 
 
 def test_what_fits_or_is_not_known_is_not_refused() -> None:
@@ -92,9 +92,9 @@ def test_ranks_share_the_devices_there_are() -> None:
     assert shared is not None
     assert "200.8 GiB for 2 ranks on CUDA device 0, which has 101.0 GiB" in shared
     on_host = Settings(model="llama-7b", nproc_per_node=4, engine="ddp", stage=0, device="cpu")
-    told = refuse_if_too_large(on_host, Machine(0, (int(101 * GIB),) * 4))
-    assert told is not None
-    assert "for 4 ranks on this machine" in told
+    reason = refuse_if_too_large(on_host, Machine(0, (int(101 * GIB),) * 4))
+    assert reason is not None
+    assert "for 4 ranks on this machine" in reason
 
 
 def test_only_the_server_of_parameters_keeps_optimizer_state() -> None:

@@ -81,7 +81,7 @@ def test_a_model_that_cannot_fit_is_not_tried() -> None:
     assert refusal(Settings(model="gpt3-175b", device="cpu"), elsewhere) is None
 
 
-def test_a_failed_rank_is_told_and_its_output_kept(tmp_path: Path) -> None:
+def test_a_failed_rank_is_recorded_and_its_output_kept(tmp_path: Path) -> None:
     record = run_cell(SETTINGS, tmp_path / "r.json", host(fail(WorkerFailed("rank 1 failed: no")), Watcher()))
     assert (record.status, record.reason) == ("failed", "rank 1 failed: no")
     assert read_record(tmp_path / "r.json") == record
@@ -104,8 +104,8 @@ def test_a_rank_that_ran_out_of_memory_says_so(tmp_path: Path) -> None:
 def test_a_killed_rank_ran_out_of_memory_if_the_kernel_killed_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kills: tuple[int | None, int | None], status: str
 ) -> None:
-    told = iter(kills)
-    monkeypatch.setattr(session, "oom_kills", lambda: next(told))
+    counts = iter(kills)
+    monkeypatch.setattr(session, "oom_kills", lambda: next(counts))
     record = run_cell(SETTINGS, tmp_path / "r.json", host(fail(killed_rank()), Watcher()))
     assert record.status == status
     assert "rank 1 (node 0, pid 77) was killed by SIGKILL" in (record.reason or "")
@@ -156,6 +156,6 @@ def test_ranks_that_write_no_record_have_failed(tmp_path: Path) -> None:
     assert "cannot read the bench record" in (record.reason or "")
 
 
-def test_missing_data_is_told_beforehand() -> None:
+def test_missing_data_is_refused_beforehand() -> None:
     with pytest.raises(ZerokitError, match="nowhere does not exist"):
         require_data(Settings(model="gpt-tiny", seq_len=16, data="nowhere"), host(Ranks(), Watcher()))

@@ -89,7 +89,7 @@ def test_a_slug_is_fit_for_a_file_name() -> None:
     assert "/" not in slug("/etc/passwd")
 
 
-def test_what_cannot_run_is_told_in_the_first_round_only() -> None:
+def test_what_cannot_run_is_recorded_in_the_first_round_only() -> None:
     cells = product({"engine": ("zerokit", "ddp"), "stage": (1,)}, {}, 3)
     assert [(cell.engine, cell.repeat) for cell in cells] == [
         ("zerokit", 0),

@@ -48,13 +48,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SweepFolder:
     return SweepFolder(tmp_path / "sweep")
 
 
-def at_stage(stage: int, error: Exception | None, told: Status | None = None) -> Ranks:
+def at_stage(stage: int, error: Exception | None, status: Status | None = None) -> Ranks:
     """Ranks that fail at one stage; None succeeds."""
 
     def act(settings: Settings, job: Path) -> None:
         if settings.stage == stage and error is not None:
-            if told is not None:
-                write_status(job, told)
+            if status is not None:
+                write_status(job, status)
             raise error
 
     return Ranks(act)
@@ -80,8 +80,8 @@ def test_a_cell_that_fails_does_not_end_the_sweep(folder: SweepFolder) -> None:
 
 def test_going_on_runs_only_what_has_no_result(folder: SweepFolder) -> None:
     sweep = prepare(folder, make(engine=("zerokit", "ddp"), stage=(0, 1, 2)))
-    told = Status(OUT_OF_MEMORY, "too much")
-    run(sweep, folder, at_stage(1, WorkerFailed("no"), told))
+    status = Status(OUT_OF_MEMORY, "too much")
+    run(sweep, folder, at_stage(1, WorkerFailed("no"), status))
     cells = {cell.label: cell for cell in sweep.cells}
     failed = cells["zerokit stage 2"]
     write_record(replace(folder.records(sweep)[2], status="failed", reason="no"), folder.record(failed))
@@ -137,7 +137,7 @@ def test_an_interruption_between_cells_is_heeded(folder: SweepFolder) -> None:
     assert len(folder.records(sweep)) == 1
 
 
-def test_a_twin_that_fails_is_told_and_costs_no_cell(folder: SweepFolder) -> None:
+def test_a_twin_that_fails_is_warned_of_and_costs_no_cell(folder: SweepFolder) -> None:
     def act(settings: Settings, job: Path) -> None:
         if settings.stage == 2:  # after rank 0 has written what was measured
             write_record(record_of(settings, None), job.parent / "record.json")

@@ -74,7 +74,7 @@ def numbers(world: int, position: int) -> list[int]:
     batches = Batches(loaded, replace(SETTINGS, nproc_per_node=world), CPU, ahead=False)
     with patch.object(loaded, "batch", wraps=loaded.batch) as make:
         batches.of(position)
-    return [call.args[0] + place for call in make.call_args_list for place in range(SETTINGS.batch_size)]
+    return [call.args[0] + index for call in make.call_args_list for index in range(SETTINGS.batch_size)]
 
 
 def test_a_step_takes_the_next_samples_at_every_world_size() -> None:

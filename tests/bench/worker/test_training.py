@@ -1,4 +1,4 @@
-"""The timed loop: warm-up that all ranks end together, steps that are told, errors that say what they are."""
+"""The timed loop: warm-up that all ranks end together, progress, errors that say what they are."""
 
 from __future__ import annotations
 
@@ -196,10 +196,10 @@ def test_on_a_device_nothing_is_made_read_or_waited_for_between_measured_steps(t
     assert measured.gradient_norm == [10.0, 20.0, 30.0, 40.0, 50.0, 60.0]
     assert (measured.warmup, measured.trained, measured.batches_repeat_after) == (2, 6, None)
     assert measured.batch_bytes == 4 * ALONE.batch_size * (28 * 28 * 4 + 8)
-    told = [Progress(*json.loads(line)) for line in path.read_text().splitlines()]
-    assert told[-1] == Progress(6, 6, 2, 50.0, 10.0)
+    written = [Progress(*json.loads(line)) for line in path.read_text().splitlines()]
+    assert written[-1] == Progress(6, 6, 2, 50.0, 10.0)
     # Of the measured steps before it, the first alone: more cost time, and none knows its loss yet.
-    assert [one for one in told if 2 < one.done < 6] == [Progress(3, 6, 2, None, None)]
+    assert [one for one in written if 2 < one.done < 6] == [Progress(3, 6, 2, None, None)]
 
 
 def test_a_device_has_done_its_steps_before_they_are_saved_and_saving_is_not_timed(tmp_path: Path) -> None:
@@ -260,7 +260,7 @@ def run_out_of_memory(job: str) -> str:
     return str(caught.value)
 
 
-def test_running_out_of_memory_is_told_beside_the_job(tmp_path: Path) -> None:
+def test_running_out_of_memory_is_noted_beside_the_job(tmp_path: Path) -> None:
     job = tmp_path / "job.json"
     settings = Settings(
         engine="compute-only", stage=0, model="gpt2-124m", seq_len=16, batch_size=1, data="synthetic"
@@ -268,9 +268,9 @@ def test_running_out_of_memory_is_told_beside_the_job(tmp_path: Path) -> None:
     record = tmp_path / "record.json"
     job.write_text(json.dumps({"settings": to_plain(settings), "record": str(record), "progress": None}))
     message = run_alone(run_out_of_memory, str(job))
-    told = read_status(job)
-    assert told is not None
-    assert told == Status("out of memory", message)
+    status = read_status(job)
+    assert status is not None
+    assert status == Status("out of memory", message)
     assert "gpt2-124m (124.4 M parameters), compute-only stage 0, 1 ranks" in message
     assert "higher --stage" in message
     assert not record.exists()

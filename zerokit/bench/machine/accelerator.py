@@ -1,4 +1,4 @@
-"""The device and backend of one rank, and what every measurement asks of them and of all ranks together."""
+"""The device and backend of one rank, and the collectives of measuring: a maximum, a gather."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Accelerator:
         return self.device.type == "cuda"
 
     def synchronize(self) -> None:
-        """Wait until the device has done all that was asked of it; a CPU always has."""
+        """Wait until the device has done all its work; a CPU always has."""
         if self.is_cuda:
             torch.cuda.synchronize(self.device)
 

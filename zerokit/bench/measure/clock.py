@@ -16,9 +16,9 @@ from zerokit.bench.machine.accelerator import Accelerator
 
 
 class Clock:
-    """Times steps by the host, from `begin` to `end`: on a CPU a step that was asked for is over.
+    """Times steps by the host, from `begin` to `end`: on a CPU a step is over when its call returns.
 
-    `runs_ahead` says whether the host may ask for a step before the last one is over; `window_ms` is the wall clock of
+    `runs_ahead` says whether the host may launch a step before the last one is over; `window_ms` is the wall clock of
     the steps read so far, where that is another measurement than their own times.
     """
 
@@ -30,11 +30,11 @@ class Clock:
         self.window_ms: float | None = None
 
     def begin(self) -> None:
-        """A step is asked for from here on."""
+        """A step begins."""
         self._started = time.perf_counter()
 
     def end(self) -> None:
-        """The step has been asked for."""
+        """All of the step has been launched."""
         self._steps.append((time.perf_counter() - self._started) * 1000.0)
 
     def read(self) -> list[float]:
@@ -48,7 +48,7 @@ class DeviceClock(Clock):
 
     The device is waited for before the first step, so that none of what came before is in it, and once by `read`.
     Between these the host's wall clock runs as well (`window_ms`): it and the sum of the steps must agree, but for the
-    time that the host takes to ask for the first kernel and to learn of the end of the last.
+    time that the host takes to launch the first kernel and to learn of the end of the last.
 
     Args:
         make_event: makes one that has not been recorded, as `torch.cuda.Event(enable_timing=True)`.

@@ -31,6 +31,6 @@ class MemoryMeter:
         self._cuda.reset_peak_memory_stats(self._device)
 
     def account(self, batch_bytes: int) -> DeviceMemory:
-        """To be asked right after the measured steps."""
+        """The record's account of the device, right after the measured steps."""
         free, total = self._cuda.mem_get_info(self._device)
         return DeviceMemory(*self._setup, batch_bytes, total - free, total)

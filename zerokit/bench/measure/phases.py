@@ -32,7 +32,7 @@ Batches = Callable[[int], "list[Batch]"]
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """One step on one rank, in milliseconds; `waited` is None where the engine cannot be asked."""
+    """One step on one rank, in milliseconds; `waited` is None where the engine does not count it."""
 
     forward: float
     backward: float

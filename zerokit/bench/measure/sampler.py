@@ -1,7 +1,7 @@
 """System metrics of one node while the measured steps run: a thread that reads a few small files once a second.
 
-Metrics are named as MLflow names its own, so that they appear among its system metrics. What a machine does not tell is
-left out; what one reading could not tell is null.
+Metrics are named as MLflow names its own, so that they appear among its system metrics. What a machine does not
+have is left out; what one reading lacks is null.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Sampler:
     Args:
         interval_s: between two readings.
         proc: where the kernel's files are.
-        devices: those to look at, by their identities (`devices.identify`); others on the machine are not ours.
+        devices: those to sample, by their identities (`devices.identify`); others on the machine are not ours.
     """
 
     def __init__(

@@ -3,7 +3,7 @@
     can it run at all? -- launch the ranks -- rank 0 writes a record -- write it, with the status of the cell
 
 A cell that fails has a record as well, which says why. How ranks are started is the caller's:
-`Launch` is all that is asked of a launcher.
+`Launch` is all that a launcher has to be.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from zerokit.launch.failures import WorkerFailed
 DEFAULT_FOLDER = Path("zerokit-bench")
 JOB = "job.json"
 _NO_TWIN = "what communication costs is not known: the compute-only twin"
-# A reason holds the end of a rank's stderr; a record is no place for more of it.
+# A reason holds the end of a rank's stderr; a record should not hold more of it.
 _REASON_LENGTH = 8000
 
 
@@ -147,7 +147,7 @@ def run_cell(
         created=_now(),
         settings=settings,
     )
-    host.watch.phase("looking at what is asked")
+    host.watch.phase("checking the settings")
     if (refused := refusal(settings, host)) is not None:
         return _put(replace(asked, status=refused[0], reason=refused[1]), path)
     journal = Journal(Path(settings.save)) if settings.elastic and settings.save else None

@@ -52,7 +52,7 @@ def product(
     rounds = []
     for number in range(repeats):
         cells = once if number % 2 == 0 else once[::-1]
-        # What cannot run is told once.
+        # What cannot run has one record.
         rounds += [replace(cell, repeat=number) for cell in cells if number == 0 or unsupported(cell) is None]
     return rounds
 

@@ -61,13 +61,13 @@ def prepare(folder: SweepFolder, asked: Sweep) -> Sweep:
     if not folder.exists():
         folder.write(asked)
         return asked
-    found = read_sweep(folder)
-    if not found.same_cells(asked):
+    begun = read_sweep(folder)
+    if not begun.same_cells(asked):
         raise UsageError(
             f"{folder.path} holds a sweep of other cells: go on with it by --continue {folder.path} alone, "
             "or choose another --output"
         )
-    return found
+    return begun
 
 
 def run_sweep(

@@ -37,7 +37,7 @@ class Batches:
         loaded: makes batches.
         settings: of the bench.
         device: of this rank.
-        ahead: whether the host runs ahead of the device; else every step's batches are made when they are asked for.
+        ahead: whether the host runs ahead of the device; else a step's batches are made when `of` is called.
         limit_bytes: `READY_BYTES`, but for tests.
     """
 
@@ -65,7 +65,7 @@ class Batches:
         return self._ready[first] if first in self._ready else self._make(first)
 
     def prepare(self, position: int, count: int) -> int:
-        """Lay the batches of `count` steps from `position` on ready, where that is wanted; the bytes that they take."""
+        """Lay the batches of `count` steps from `position` on ready, where the host runs ahead; their bytes."""
         if self._ahead:
             if self._settings.elastic:
                 count = min(count, self._cycle)

@@ -3,7 +3,7 @@
 A checkpoint says how many samples of the job have been trained on, so that a run goes on with the next one at whatever
 world size. An elastic bench also keeps a journal (`journal`), since the processes that saw its steps may be gone.
 
-Only a bench that is asked to save imports `zerokit.checkpoint`, which needs zlib-ng.
+Only a bench that saves imports `zerokit.checkpoint`, which needs zlib-ng.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Trained(Protocol):
 class Keeper:
     """Saves and resumes one bench's run on this rank; all ranks do the same calls.
 
-    Without an optimizer of zerokit's there is nothing to save, and `Settings` refuses to be asked for it.
+    Without an optimizer of zerokit's there is nothing to save: `Settings` refuses `save` for other engines.
     """
 
     def __init__(self, settings: Settings, optimizer: ZeroOptimizer | None) -> None:
@@ -66,7 +66,7 @@ class Keeper:
         self._in_journal = 0
 
     def resume(self) -> Position:
-        """Load the run's newest step, if `resume` is asked for and there is one; returns how far the run is.
+        """Load the run's newest step, if `resume` is set and there is one; returns how far the run is.
 
         Raises `ZerokitError` where what is to be saved could not be, before any step is made for it.
         """
@@ -105,7 +105,7 @@ class Keeper:
                 f"{run} holds step {begin.step} already, and an elastic bench ends at step {settings.steps}: "
                 "give more --steps, or --save elsewhere"
             )
-        gather(None)  # none of them begins a part before all have looked
+        gather(None)  # none of them begins a part before all have checked
         if dist.get_rank() == 0:
             self._journal = journal.begin_part(
                 world=settings.world,

@@ -4,7 +4,7 @@
 
 The job is `{"settings": {…}, "record": PATH, "progress": PATH or null, "sweep": ID or null}`, with paths relative to
 its own folder, which may be a copy of the launcher's. The rank knows the torchrun environment and nothing of who
-started it. A rank that runs out of memory says so beside the job (`status`).
+started it. A rank that runs out of memory writes so beside the job (`status`).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def choose(settings: Settings, accelerator: Accelerator) -> Settings:
 def require_ranks(settings: Settings, environment: Mapping[str, str]) -> None:
     """Raises `UsageError` unless the launcher's ranks, by torchrun's variables, are those of the settings.
 
-    Every rank looks, so that none waits for others, and none measures another world than its record says.
+    Every rank checks, so that none waits for others, and none measures another world than its record says.
     """
     for name, expected, what in (
         ("WORLD_SIZE", settings.world, "ranks in all"),
@@ -116,11 +116,11 @@ def run(asked: Settings, record_path: Path, progress_path: Path | None, sweep: s
     writer.close()
     settings = replace(settings, warmup=measured.warmup)
 
-    # What follows the measured steps takes memory and sends bytes of its own: theirs are looked at first.
+    # What follows the measured steps takes memory and sends bytes of its own: theirs are read first.
     rank = _rank(measured, accelerator, build_ms, meter)
     skipped_steps = trainer.skipped_steps
     traffic, phases, bandwidth = None, None, []
-    if measured.step_ms:  # else a restart had nothing left to train, so there is nothing to look into
+    if measured.step_ms:  # else a restart had nothing left to train, so there is nothing to measure
         traffic = _traffic(trainer, settings)
         rank = with_state(rank, trainer, loop)
         phases = measure_phases(trainer, loop.batches, accelerator, steps=settings.steps)
@@ -163,7 +163,7 @@ def run(asked: Settings, record_path: Path, progress_path: Path | None, sweep: s
 
 
 def node_sampler(accelerator: Accelerator) -> Sampler | None:
-    """On one rank of each node, a sampler that looks at the devices of all its ranks. All ranks call it."""
+    """On one rank of each node, a sampler of the devices of all its ranks. All ranks call it."""
     used = [
         device for node, device in gather((_node(), device_id(accelerator))) if node == _node() and device
     ]

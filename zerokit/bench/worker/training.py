@@ -80,7 +80,7 @@ class Loop:
     def run(self, writer: ProgressWriter, keeper: Keeper, begin: Callable[[], None]) -> Measured:
         """All steps, going on from a checkpoint where `keeper` has one; `begin` is called before the measured ones.
 
-        An elastic run ends at the step that it is asked for: its measured steps are those that warm-up leaves, at least
+        An elastic run ends at step `settings.steps`: its measured steps are those that warm-up leaves, at least
         one, or none where all were trained before.
 
         A step is timed from before the first forward to after the zeroing of gradients. Batches are prepared before,
@@ -130,7 +130,7 @@ class Loop:
         return self._batches.of(self.measured.samples)
 
     def _is_warm(self, agreed: list[float]) -> bool:
-        """Ranks must agree: they look at the same times, or at none."""
+        """Ranks must agree: they use the same times, or none."""
         if self._settings.elastic and self.measured.trained >= self._settings.steps - 1:
             return True
         if self._settings.warmup is None:

@@ -2,7 +2,7 @@
 
 It is built beside the cell after all else has been measured, and both make steps in turn. What the cell's take longer
 is what communication costs: what slows the machine down for a while slows both. Forward and backward of the twin are
-the same work for every engine and stage, and so tell the machine's pace beside each cell.
+the same work for every engine and stage, and so measure the machine's pace beside each cell.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ def measure_twin(
 
     `batches` gives the micro-batches of a step.
     """
-    asked = twin_settings(settings)
-    if asked is None or not _fits(asked, loaded.model.parameters, accelerator):
+    alone = twin_settings(settings)
+    if alone is None or not _fits(alone, loaded.model.parameters, accelerator):
         return None
-    twin = make(loaded, asked, accelerator)
+    twin = make(loaded, alone, accelerator)
     steps = [batches(step) for step in range(_AHEAD if clock_of(accelerator).runs_ahead else 1)]
     _time(twin, steps * _WARMUP, accelerator)
     own: list[float] = []
@@ -96,7 +96,7 @@ def measure_twin(
                 break
     by_rank = gather((own, [sum(part) for part in parts], [compute for compute, _ in parts]))
     own_ms, step_ms, pace_ms = (slowest(series) for series in zip(*by_rank, strict=True))
-    return Twin(asked.stage, step_ms, Summary.of(step_ms), own_ms, pace_ms)
+    return Twin(alone.stage, step_ms, Summary.of(step_ms), own_ms, pace_ms)
 
 
 def _time(trainer: Trainer, steps: Sequence[list[Batch]], accelerator: Accelerator) -> list[Parts]:
@@ -120,14 +120,14 @@ def _is_inexact(own: Sequence[float], parts: Sequence[Parts]) -> bool:
     return stdev(ratios) > _EXACT_ENOUGH * math.sqrt(len(ratios))
 
 
-def _fits(asked: Settings, parameters: int, accelerator: Accelerator) -> bool:
+def _fits(settings: Settings, parameters: int, accelerator: Accelerator) -> bool:
     """Whether every rank has room for the twin's state. Its activations need what the cell's have left free."""
-    state = state_of(asked.engine, asked.stage, asked.precision or "fp32")
-    needed = state.bytes_of(0, parameters=parameters, world=asked.world)
+    state = state_of(settings.engine, settings.stage, settings.precision or "fp32")
+    needed = state.bytes_of(0, parameters=parameters, world=settings.world)
     if accelerator.is_cuda:
         room: float = torch.cuda.mem_get_info(accelerator.device)[0]
     else:
         available = available_bytes()
-        ranks_here = asked.nproc_per_node * int(os.environ.get("ZEROKIT_NODES_ON_MACHINE", "1"))
+        ranks_here = settings.nproc_per_node * int(os.environ.get("ZEROKIT_NODES_ON_MACHINE", "1"))
         room = math.inf if available is None else available / ranks_here
     return not any(accelerator.maximum([needed > _MOST * room]))
