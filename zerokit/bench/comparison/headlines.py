@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from zerokit.bench.comparison.cells import Cell
-from zerokit.bench.comparison.differences import Difference, comparable, difference
-from zerokit.bench.comparison.figures import percent, scale_of
+from zerokit.bench.comparison.differences import Difference, Verdict, comparable, difference
+from zerokit.bench.comparison.figures import percent, scale_of, within_noise
 from zerokit.bench.comparison.roles import memory_metric
 from zerokit.bench.record.metrics import METRICS, UNITS
 
@@ -51,36 +52,40 @@ def best_headlines(cells: Sequence[Cell]) -> list[Headline]:
     if fastest is None:
         return []
     several = sum(cell.value(speed) is not None for cell in cells) > 1
+    single = several and any(len(cell.measured_records) == 1 for cell in cells)
+    doubt = "single runs tell no winner: see --repeats" if single else ""
+
+    def title(best: str, alone: str) -> str:
+        return f"{alone}, best single run" if single else best if several else alone
+
     found = [
         Headline(
-            "Fastest" if several else "Throughput",
+            title("Fastest", "Throughput"),
             fastest.label,
             f"{_figure(fastest, speed)}, {_figure(fastest, 'step/p50_ms')} a step",
-            _equals(cells, fastest, speed),
+            doubt or _equals(cells, fastest, speed),
         )
     ]
     if smallest is not None:
         found.append(
             Headline(
-                "Least memory" if several else "Memory",
+                title("Least memory", "Memory"),
                 smallest.label,
                 f"{_figure(smallest, memory)} a rank ({memory_words.removesuffix(' memory')})",
-                _trade(smallest, fastest, memory, speed),
+                doubt or _trade(smallest, fastest, memory, speed),
             )
         )
-    if (
-        cheapest := min((cell for cell in cells if cell.measure("comm/cost_ms")), key=_share, default=None)
-    ) is not None:
-        cost = cheapest.measure("comm/cost_ms")
-        what = f"{_figure(cheapest, 'comm/cost_ms')} a step, {_share(cheapest):.0%} of it".replace("%", " %")
-        if cost is not None and cost.value <= (cost.error or 0.0):
-            what = "costs nothing beyond the noise"
+    costly = [cell for cell in cells if cell.measure("comm/cost_ms") and cell.first.settings.world > 1]
+    cheapest = min(costly, key=_share, default=None)
+    cost = None if cheapest is None else cheapest.measure("comm/cost_ms")
+    # A cost that is not above its error, or negative, is no achievement.
+    if cheapest is not None and cost is not None and not within_noise("comm/cost_ms", cost):
         found.append(
             Headline(
-                "Cheapest communication" if several else "Communication",
+                title("Cheapest communication", "Communication"),
                 cheapest.label,
-                what,
-                _equals(cells, cheapest, "comm/cost_ms"),
+                f"{_figure(cheapest, 'comm/cost_ms')} a step, {100 * _share(cheapest):.0f} % of it",
+                doubt or _equals(cells, cheapest, "comm/cost_ms"),
             )
         )
     if (busiest := _best(cells, "mfu")) is not None and busiest.first.results is not None:
@@ -134,20 +139,16 @@ def change_headlines(cells: Sequence[Cell], partners: Mapping[int, Cell | None])
             (change, cell)
             for cell in cells
             if (change := difference(cell, partners[id(cell)], name)) is not None
+            and not _hidden(cell, partners[id(cell)], name)
         ]
         if not changes:
             continue
-        worse = sum(change.worsening > 0 and change.verdict != "within noise" for change, _ in changes)
-        better = sum(change.worsening < 0 and change.verdict != "within noise" for change, _ in changes)
-        same = len(changes) - worse - better
-        words = [
-            f"{number} {word}"
-            for number, word in ((worse, "worse"), (better, "better"), (same, "within the noise"))
-            if number
-        ]
+        verdicts = Counter(change.verdict for change, _ in changes)
+        words = [f"{verdicts[verdict]} {word}" for verdict, word in _VERDICTS.items() if verdicts[verdict]]
         change, cell = max(changes, key=lambda item: abs(item[0].relative))
         noise = "" if change.noise is None else f", noise ±{change.noise:.1%}".replace("%", " %")
-        most = f"{'most: ' if len(changes) > 1 else ''}{percent(change)}{noise}"
+        unknown = " ?" if change.verdict == "noise unknown" else ""
+        most = f"{'most: ' if len(changes) > 1 else ''}{percent(change)}{unknown}{noise}"
         found.append(
             Headline(
                 f"{title} against the baseline",
@@ -157,6 +158,20 @@ def change_headlines(cells: Sequence[Cell], partners: Mapping[int, Cell | None])
             )
         )
     return found
+
+
+_VERDICTS: Mapping[Verdict, str] = {
+    "worse": "worse",
+    "better": "better",
+    "within noise": "within the noise",
+    "noise unknown": "not known: single runs",
+}
+
+
+def _hidden(cell: Cell, partner: Cell | None, name: str) -> bool:
+    """Whether either value lies within its own noise: a share of it says nothing."""
+    both = [one.measure(name) for one in (cell, partner) if one is not None]
+    return any(one is not None and within_noise(name, one) for one in both)
 
 
 def pareto(points: Sequence[tuple[float, float]]) -> list[bool]:

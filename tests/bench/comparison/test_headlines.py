@@ -1,0 +1,58 @@
+"""What a page says first: nothing that the noise does not allow."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tests.bench.records import make_cell, make_sweep
+from zerokit.bench.comparison.cells import baselines, make_cells
+from zerokit.bench.comparison.headlines import Headline, best_headlines, change_headlines
+from zerokit.bench.record import Record
+from zerokit.bench.record.runs import Run
+
+
+def best(*records: Record) -> dict[str, Headline]:
+    return {one.title: one for one in best_headlines(make_cells([Run("", records)]))}
+
+
+def with_cost(record: Record, cost_ms: float) -> Record:
+    """The record with this cost of communication, known within 1 ms."""
+    assert record.twin is not None
+    assert record.results is not None
+    own = [900.0 + cost_ms + noise for noise in (-1.0, 0.0, 1.0)]
+    twin = replace(record.twin, step_ms=[900.0] * 3, own_ms=own, pace_ms=[900.0] * 3)
+    return replace(record, twin=twin, results=replace(record.results, communication_ms=cost_ms))
+
+
+def test_rounds_have_winners_and_single_runs_have_none() -> None:
+    assert list(best(*make_sweep(3))) == ["Fastest", "Least memory", "Cheapest communication"]
+    single = best(*make_sweep())
+    assert list(single) == [f"{what}, best single run" for what in ("Throughput", "Memory", "Communication")]
+    assert {one.also for one in single.values()} == {"single runs tell no winner: see --repeats"}
+    assert list(best(make_cell())) == ["Throughput", "Memory", "Communication"]
+
+
+def test_a_cost_that_is_not_above_its_error_is_no_headline() -> None:
+    other = with_cost(make_cell("ddp", 0), 50.0)
+    for cost_ms, told in ((-550.0, False), (0.5, False), (5.0, True)):
+        found = best(with_cost(make_cell(), cost_ms), other)
+        assert ("Communication, best single run" in found) == told, cost_ms
+    alone = best(with_cost(make_cell(nodes=1), 5.0), other)
+    assert alone["Communication, best single run"].who.startswith("DDP"), "one rank communicates with nobody"
+
+
+def changes(*runs: Run) -> dict[str, Headline]:
+    cells = make_cells(runs)
+    return {one.title: one for one in change_headlines(cells, baselines(cells, runs))}
+
+
+def test_changes_are_counted_by_what_is_known_of_them() -> None:
+    def run(name: str, ms: float, rounds: int) -> Run:
+        cells = (make_cell(step_ms=ms + repeat, repeat=repeat, twin=False) for repeat in range(rounds))
+        return Run(name, tuple(cells))
+
+    name = "Step time against the baseline"
+    assert changes(run("old", 700, 1), run("new", 800, 1))[name].who == "1 not known: single runs"
+    assert changes(run("old", 700, 3), run("new", 800, 3))[name].who == "1 worse"
+    hidden = [Run(name, (with_cost(make_cell(), cost),)) for name, cost in (("old", 0.1), ("new", -9.0))]
+    assert "Communication against the baseline" not in changes(*hidden)
