@@ -14,7 +14,7 @@ from zerokit.bench.record import Record, Samples
 from zerokit.bench.record.runs import Run
 from zerokit.bench.record.statistics import slowest
 from zerokit.bench.report.pictures import Picture, make_pictures
-from zerokit.bench.report.plots import Curve, Point, Row, Strip, bars, curves, scatter, strips, text_width
+from zerokit.bench.report.plots import Row, Series, bars, curves, scatter, strips, text_width
 from zerokit.bench.report.theme import COLOURS, in_light
 
 
@@ -67,9 +67,8 @@ def test_bars_are_the_records_figures_in_the_title_s_unit(sweep: dict[str, Pictu
     assert [bar["value"] for bar in bars_] == pytest.approx(
         [record.results.throughput for record in WELL if record.results]
     )
-    assert all((bar["start"], bar["stop"]) == (0.0, bar["value"]) for bar in bars_)
     encoding = picture.plot["layer"][0]["encoding"]
-    assert (encoding["x"]["field"], encoding["x2"]["field"]) == ("start", "stop")
+    assert (encoding["x"]["field"], encoding["x"]["stack"]) == ("value", "zero")
     assert encoding["tooltip"][-1]["title"] == "tokens/s"  # one run tells no noise between runs
     # What came to nothing has its row too, with the reason in its place.
     assert {row["text"] for row in rows_of(picture.plot, 1)} > {"failed", "out of memory"}
@@ -79,7 +78,7 @@ def test_bars_are_the_records_figures_in_the_title_s_unit(sweep: dict[str, Pictu
 
 def test_every_step_is_a_dot(sweep: dict[str, Picture]) -> None:
     picture = sweep["steps"]
-    dots = {row["cell"]: row["value"] for row in rows_of(picture.plot, 1)}
+    dots = {row["cell"]: [ms for _, ms in row["at"]] for row in rows_of(picture.plot, 1)}
     expected = slowest([rank.step_ms for rank in SWEEP[0].ranks])
     assert dots["zerokit 0"] == pytest.approx(expected, rel=1e-4)
     assert picture.plot["layer"][1]["encoding"]["x"]["axis"]["title"] == "ms"
@@ -90,12 +89,12 @@ def test_parts_of_a_bar_add_up(sweep: dict[str, Picture]) -> None:
     memory = SWEEP[3].ranks[0].memory_bytes
     assert memory is not None
     assert parts[0]["value"] == pytest.approx(memory["parameters"] / MIB)
-    assert parts[-1]["stop"] == pytest.approx(memory["total"] / MIB)
+    assert sum(part["value"] for part in parts) == pytest.approx(memory["total"] / MIB)
     assert [part["part"] for part in parts] == ["parameters", "gradients", "optimizer", "buffers and buckets"]
     costs = [part for part in rows_of(sweep["communication"].plot) if part["cell"] == "zerokit 3"]
     results = SWEEP[3].results
     assert results is not None
-    assert costs[-1]["stop"] == pytest.approx(results.step.p50)
+    assert sum(cost["value"] for cost in costs) == pytest.approx(results.step.p50)
     assert costs[-1]["value"] == pytest.approx(results.communication_ms)
 
 
@@ -167,7 +166,22 @@ def test_labels_stand_beside_their_rows_or_above_where_they_are_long() -> None:
     axes = [plot["layer"][0]["encoding"]["y"]["axis"]["labels"] for plot in (short, long)]
     assert axes == [True, False]
     assert long["layer"][-1]["encoding"]["text"]["field"] == "cell"
-    assert short["height"]["step"] < long["height"]["step"]
+    assert short["height"] < long["height"]
+
+
+def test_a_cost_below_its_error_is_within_noise_and_no_bar() -> None:
+    record = make_cell(step_ms=500.0)  # and 605 ms alone: communication cannot make a step shorter
+    picture = pictures_of(record)["communication"]
+    assert [part["value"] for part in rows_of(picture.plot)][1] == 0.0
+    assert "within noise" in picture.label
+    assert "% of the step" in pictures_of(make_cell(step_ms=900.0))["communication"].label
+
+
+def test_a_difference_of_single_runs_is_marked_as_not_known(sweep: dict[str, Picture]) -> None:
+    assert "DDP 715 (+4.3 % ?)" in sweep["throughput-tokens"].label
+    rounds = pictures_of(*make_sweep(3))["throughput-tokens"]
+    assert " ?" not in rounds.label
+    assert {row["beside"] for row in rows_of(rounds.plot, 1)} >= {"var(--worse)", "var(--muted)"}
 
 
 def test_the_figures_after_a_bar_have_their_room_at_any_width() -> None:
@@ -178,8 +192,9 @@ def test_the_figures_after_a_bar_have_their_room_at_any_width() -> None:
 
 
 def test_steps_far_beyond_the_rest_are_counted_at_the_edge() -> None:
-    plot = strips([Strip("cell", [100.0 + step for step in range(20)] + [5000.0], "ddp", "110")], "ms")
-    assert rows_of(plot)[0]["text"] == "110 (+1 ▸)"
+    values = [*(100.0 + step for step in range(20)), 5000.0]
+    plot = strips([Series("cell", [*enumerate(values)], "ddp", "110")], "ms")
+    assert rows_of(plot)[0]["name"] == "110 (+1 ▸)"
     scale = plot["layer"][1]["encoding"]["x"]["scale"]
     assert scale["domain"][1] < 200.0
     assert scale["clamp"] is True
@@ -187,11 +202,11 @@ def test_steps_far_beyond_the_rest_are_counted_at_the_edge() -> None:
 
 def test_names_do_not_cover_each_other() -> None:
     """Curves that end in one place, points that lie on each other: placed for the narrowest page."""
-    ends = curves([Curve(f"c{n}", [(0.0, 1.0), (5.0, 2.0)], "ddp", f"c{n}") for n in range(9)], "x", "y")
+    ends = curves([Series(f"c{n}", [(0.0, 1.0), (5.0, 2.0)], "ddp", f"c{n}") for n in range(9)], "x", "y")
     lanes = sorted(row["dy"] for row in rows_of(ends, 1))
     assert len(lanes) == 9
     assert all(lower - upper >= 15 for upper, lower in itertools.pairwise(lanes))
-    points = scatter([Point(1.0, 1.0, f"cell {n}", "ddp", True) for n in range(30)], "x", "y")
+    points = scatter([Series(f"cell {n}", [(1.0, 1.0)], "ddp", marked=True) for n in range(30)], "x", "y")
     places = [(row["dx"], row["dy"]) for row in rows_of(points, 2)]
     assert len(places) == len(set(places)) < 30
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from zerokit.bench.comparison.cells import Cell, name_of, short_names, unsupported, varying
-from zerokit.bench.comparison.conditions import conditions
+from zerokit.bench.comparison.conditions import conditions, drift_notes
 from zerokit.bench.comparison.figures import count
 from zerokit.bench.comparison.headlines import best_headlines, change_headlines, listed
 from zerokit.bench.comparison.tables import figures_table, results_table, shortened
@@ -24,12 +24,12 @@ def page_content(cells: Sequence[Cell], partners: Partners, runs: Sequence[Run])
     return {
         "title": _title(cells),
         "subtitle": _subtitle(cells),
+        "drift": drift_notes(cells),
         "headlines": change_headlines(cells, partners) if len(runs) > 1 else best_headlines(cells),
+        "single": len(cells) > 1 and any(len(cell.measured_records) == 1 for cell in cells),
         "results": results_table(cells, partners),
         "unsupported": [(labels, shortened(reason)) for labels, reason in unsupported(cells)],
-        "against": [
-            one.label for one in {id(one): one for one in partners.values() if one is not None}.values()
-        ],
+        "against": _different(one.label for one in partners.values() if one is not None),
         "differing_heads": heads,
         "differing": differing,
         "facts": equal,
@@ -41,51 +41,55 @@ def page_content(cells: Sequence[Cell], partners: Partners, runs: Sequence[Run])
     }
 
 
-def _of(cells: Sequence[Cell], name: str) -> list[object]:
-    """The different values of a setting, in order."""
-    return list(dict.fromkeys(value for cell in cells if (value := cell.settings[name]) is not None))
+def _different(values: Iterable[Any]) -> list[str]:
+    """Different values in order, without None, as text."""
+    return list(dict.fromkeys(str(value) for value in values if value is not None))
+
+
+def _equal(words: str, values: Iterable[Any]) -> list[str]:
+    """The words with the value in them, if there is one that all share."""
+    known = _different(values)
+    return [words.format(known[0])] if len(known) == 1 else []
 
 
 def _title(cells: Sequence[Cell]) -> str:
     engines = []
+    worlds = sorted({cell.first.settings.world for cell in cells})
     cells = [cell for cell in cells if cell.status == "ok"] or cells
-    for engine in _of(cells, "engine"):
-        title = ENGINE_TITLES.get(str(engine), str(engine))
+    for engine in _different(cell.settings["engine"] for cell in cells):
+        title = ENGINE_TITLES.get(engine, engine)
         own = [cell for cell in cells if cell.settings["engine"] == engine]
         if name_of(own[0].first, ()) != title:  # an engine of several stages
             stages = sorted({int(cell.settings["stage"]) for cell in own})
             row = stages == list(range(stages[0], stages[-1] + 1)) and len(stages) > 2
             title += f" {stages[0]}–{stages[-1]}" if row else f" {listed([str(stage) for stage in stages])}"
         engines.append(title)
-    worlds = sorted({cell.first.settings.world for cell in cells})
+    models = listed(_different(cell.settings["model"] for cell in cells))
     ranks = f"{listed([str(world) for world in worlds])} rank{'' if worlds == [1] else 's'}"
-    return f"{listed([str(model) for model in _of(cells, 'model')])} on {ranks}: {', '.join(engines)}"
+    return f"{models} on {ranks}: {', '.join(engines)}"
 
 
 def _subtitle(cells: Sequence[Cell]) -> str:
     well = [cell.first for cell in cells if cell.first.results is not None]
-    words = []
-    if len(models := {record.model.parameters for record in well if record.model}) == 1:
-        words.append(f"{count(models.pop())} parameters")
-    for name in ("precision", "device"):
-        if len(values := _of(cells, name)) == 1:
-            words.append(str(values[0]))
-    if len(batches := _of(cells, "batch_size")) == 1:
-        words.append(f"batch {batches[0]} a rank")
-    machines = {
-        f"{one.processor}, {one.cores} cores"
-        if one.accelerator is None
-        else f"{one.accelerators} × {one.accelerator}"
-        for record in well
-        if (one := record.environment) is not None
-    }
-    if len(machines) == 1:
-        words.append(machines.pop())
-    if len(torches := {record.environment.torch for record in well if record.environment}) == 1:
-        words.append(f"torch {torches.pop()}")
+    machines = [record.environment for record in well if record.environment is not None]
+    places = (
+        f"{one.accelerators} × {one.accelerator}"
+        if one.accelerator
+        else f"{one.processor}, {one.cores} cores"
+        for one in machines
+    )
     days = [record.created[:10] for cell in cells for record in cell.records]
-    words.append(" to ".join(dict.fromkeys([min(days), max(days)])))
-    return " · ".join(words)
+    return " · ".join(
+        [
+            *_equal("{} parameters", (count(record.model.parameters) for record in well if record.model)),
+            *_equal("{}", (cell.settings["precision"] for cell in cells)),
+            *_equal("{}", (cell.settings["device"] for cell in cells)),
+            *_equal("batch {} a rank", (cell.settings["batch_size"] for cell in cells)),
+            *_equal("{}", places),
+            *_equal("torch {}", (one.torch for one in machines)),
+            " to ".join(_different([min(days), max(days)])),
+        ]
+    )
 
 
 def _merge(
@@ -97,13 +101,13 @@ def _merge(
     """
     told = {title_of(name) for name in varying(cell.first for cell in cells)}
     rows = [(name, values) for name, values in differing if name not in told]
-    runs = list(dict.fromkeys(cell.run for cell in cells))
-    places = [[place for place, cell in enumerate(cells) if cell.run == run] for run in runs]
+    names = short_names(_different(cell.run for cell in cells))
     merged = []
     for name, values in rows:
-        columns = [{values[place] for place in own} - {"–"} for own in places]
-        if any(len(column) > 1 for column in columns):
+        columns: dict[str, set[str]] = {run: set() for run in names}
+        for cell, value in zip(cells, values, strict=True):
+            columns[cell.run] |= {value} - {"–"}
+        if any(len(column) > 1 for column in columns.values()):
             return [cell.label for cell in cells], rows
-        merged.append((name, [column.pop() if column else "–" for column in columns]))
-    names = short_names(runs)
-    return [names[run] for run in runs], merged
+        merged.append((name, ["".join(column) or "–" for column in columns.values()]))
+    return list(names.values()), merged

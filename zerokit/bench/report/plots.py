@@ -6,8 +6,8 @@ at any width (the figures after a bar, the names of curves) is given its room in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import altair as alt
@@ -19,36 +19,26 @@ HOVER = "hover"  # the layer that is there to be pointed at: a picture without s
 NARROW = 350  # pixels: the narrowest column that a picture has to fit, that of a telephone
 DOTS = 300
 """Of a strip, and points of a curve: more cannot be told apart, and make a page heavy."""
-_HEIGHT = 270.0
-_BAR = 14
-# Labels up to this width stand beside their bars, longer ones above.
-_BESIDE = 112.0
-_NAME = 150.0
+_HEIGHT, _BAR = 270, 14
+# Labels up to this width stand beside their bars, longer ones above; names in a plot are cut at this width.
+_BESIDE, _NAME = 112.0, 150.0
 # A low-discrepancy sequence spreads dots evenly and the same every time.
-_JITTER = alt.ExprRef(f"((datum.step * 0.6180339887) % 1 - 0.5) * {_BAR}")
+_JITTER = alt.ExprRef(f"((datum.x * 0.6180339887) % 1 - 0.5) * {_BAR}")
 _FORMAT = ",.4~g"
-_Box = tuple[float, float, float, float]
-_Area = tuple[list[float], list[float], float, float]  # both axes' domains, pixels across, and free beside
+_OWN = alt.Color("colour:N", scale=None)
 
 Plot = dict[str, Any]
-"""A specification."""
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A piece of a bar; `error` is half of its interval."""
-
-    name: str
-    value: float
-    role: str
-    error: float | None = None
+"""A specification, or a row of its data."""
+Part = tuple[str, float, str]
+"""A piece of a bar: its name, its value and its role."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """One bar: its pieces from left to right, `text` at its end, and `extra` at the right in its own colour.
 
-    `error` draws a whisker around the end, `mark` a tick at a value of its own, `under` a thin bar below.
+    `error` is half of the interval of the last piece, drawn as a whisker around the end; `mark` draws a tick at a value
+    of its own, `under` a thin bar below.
     """
 
     label: str
@@ -61,158 +51,147 @@ class Row:
     under: Part | None = None
 
 
-def bars(rows: Sequence[Row], unit: str, legend: Mapping[str, str] | None = None) -> Plot:
-    """Horizontal bars from zero, one a row; `legend` has names and roles of parts that no label explains."""
-    parts, thin, ends = [], [], list[dict[str, Any]]()
-    for row in rows:
-        end = 0.0
-        for part in row.parts:
-            parts.append(_part(row, part, end))
-            end += part.value
-        thin += [_part(row, row.under, 0.0)] if row.under is not None else []
-        ends.append(
-            {"cell": row.label, "low": max(end - row.error, 0.0), "high": end + row.error, "mark": row.mark}
-            | {"end": max(end + row.error, row.mark or 0.0), "text": row.text, "extra": row.extra}
-            | {"colour": colour("text" if row.parts else "muted"), "beside": colour(row.extra_role)}
-        )
-    room, extras = (max(text_width(row[name]) for row in ends) for name in ("text", "extra"))
-    reach = max(row["end"] for row in ends) or 1.0
-    scale = _scale([0, reach], 0, 7 + room + (12 + extras if extras else 0.0))
-    y, finish = _labelled([row.label for row in rows])
-
-    def x(field: str) -> alt.X:
-        return alt.X(field, type="quantitative", axis=None, scale=scale)
-
-    shades: dict[str, Any] = {"field": "colour", "scale": None}
-    if legend:
-        # In one row, or two names a row where a page is narrow.
-        columns = f"width < {sum(text_width(name) + 36 for name in legend):.0f} ? 2 : {len(legend)}"
-        shades = {"field": "part", "scale": _shades(legend)}
-        shades["legend"] = alt.Legend(columns=alt.ExprRef(columns))
-    fill = alt.Color(type="nominal", **shades)
-    known = {"error": "±"} if any(part["error"] is not None for part in parts) else {}
-    told = [alt.Tooltip("part:N"), *_told("cell", value=unit, **known)]
-    bar = {"y": y, "x": x("start"), "x2": alt.X2("stop"), "color": fill, "tooltip": told}
-    texts = _chart(ends).mark_text(align="left", dx=7)
-    own, beside = (alt.Color(f"{field}:N", scale=None) for field in ("colour", "beside"))
-    layers: list[Any] = [_chart(parts).mark_bar(size=_BAR).encode(**bar)]
-    layers.append(texts.encode(y=y, x=x("end"), text="text:N", color=own))
-    if thin:
-        layers.append(_chart(thin).mark_bar(size=3, yOffset=_BAR / 2 + 3).encode(**bar))
-    if whiskers := [row for row in ends if row["high"] > row["low"]]:
-        whisker = _chart(whiskers).mark_errorbar(ticks={"size": 6}, color=colour("text"), thickness=1.25)
-        layers.append(whisker.encode(y=y, x=x("low"), x2="high:Q"))
-    if marks := [row for row in ends if row["mark"] is not None]:
-        layers.append(_tick(marks).encode(y=y, x=x("mark")))
-    if extras:
-        texts = _chart(ends).mark_text(align="right")
-        layers.append(texts.encode(y=y, x=alt.value("width"), text="extra:N", color=beside))
-    return finish(*layers)
-
-
-def _part(row: Row, part: Part, start: float) -> dict[str, Any]:
-    found = {"cell": row.label, "part": part.name, "value": part.value, "error": part.error}
-    return found | {"start": start, "stop": start + part.value, "colour": colour(part.role)}
-
-
 @dataclass(frozen=True, slots=True)
-class Strip:
-    """The values of one row in their order."""
+class Series:
+    """The points of one cell: of a curve or a strip in their order, or a single one.
 
-    label: str
-    values: Sequence[float]
-    role: str
-    text: str
-
-
-def strips(rows: Sequence[Strip], unit: str) -> Plot:
-    """Values as dots above a common axis, with the median and the range that holds 80 %.
-
-    Those far beyond the rest are drawn at the edge and counted there.
+    `name` stands beside them (none: none); `marked` fills a point, and dashes a curve.
     """
-    least, most = min(min(row.values) for row in rows), max(max(row.values) for row in rows)
-    typical = max(quantile(row.values, 0.9) for row in rows)
-    limit = most if most <= least + 1.8 * (typical - least) else least + 1.5 * (typical - least)
-    low, high = (least, limit) if limit > least else (0.9 * least, 1.1 * least or 1.0)
-    ends, dots = list[dict[str, Any]](), []
-    for row in rows:
-        beyond = sum(value > high for value in row.values)
-        text = row.text + (f" (+{beyond} ▸)" if beyond else "")
-        names = ("low", 0.1), ("median", 0.5), ("high", 0.9)
-        quantiles = {name: quantile(row.values, fraction) for name, fraction in names}
-        ends.append({"cell": row.label, "text": text, **quantiles})
-        steps = range(0, len(row.values), -(-len(row.values) // DOTS))
-        values = [float(f"{row.values[step]:.5g}") for step in steps]
-        dots.append({"cell": row.label, "step": list(steps), "value": values})
-    scale = _scale([low, high], 4, 12 + max(text_width(row["text"]) for row in ends), clamp=True)
-    axis = alt.Axis(title=unit, titleAnchor="end", tickCount=alt.ExprRef("max(2, width / 90)"))
-    fill = alt.Color("cell:N", scale=_shades({row.label: row.role for row in rows}), legend=None)
-    y, finish = _labelled([row.label for row in rows])
-
-    def x(field: str) -> alt.X:
-        return alt.X(field, type="quantitative", axis=axis, scale=scale)
-
-    summary = _told("cell", **{name: name for name, _ in names})
-    opacity = max(0.2, min(0.6, 12.0 / max(len(row.values) for row in rows)))
-    each = _chart(dots).transform_flatten(["step", "value"])
-    dot, band = (
-        each.mark_circle(size=14, opacity=opacity, yOffset=_JITTER),
-        _chart(ends).mark_bar(size=_BAR + 4),
-    )
-    text = _chart(ends).mark_text(align="right")
-    return finish(
-        band.encode(y=y, x=x("low"), x2="high:Q", color=fill, opacity=alt.value(0.16)),
-        dot.encode(y=y, x=x("value"), color=fill, tooltip=_told("cell", step="step", value=unit)),
-        _tick(ends).encode(y=y, x=x("median"), tooltip=summary),
-        text.encode(y=y, x=alt.value("width"), text="text:N"),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Point:
-    """One place in a plane; `front` points are filled and joined by a line."""
-
-    x: float
-    y: float
-    label: str
-    role: str
-    front: bool
-
-
-def scatter(points: Sequence[Point], x_title: str, y_title: str) -> Plot:
-    """Labelled points; neither axis starts at zero, because places beside each other are what is looked at."""
-    xs, ys = (_padded([getattr(point, axis) for point in points], 0.12) for axis in "xy")
-    x = alt.X("x:Q", scale=alt.Scale(domain=xs, nice=False), axis=_axis(x_title))
-    y = alt.Y("y:Q", scale=alt.Scale(domain=ys, nice=False), axis=_axis())
-    points = sorted(points, key=lambda point: not point.front)
-    rows = [asdict(one) | {"colour": colour(one.role), "name": one.label} for one in points]
-    tries = [(10, 0, "left"), (-10, 0, "right"), (0, -15, "center"), (0, 15, "center")]
-    tries += [(dx, dy, align) for dy in (-14, 14, -28, 28) for dx, align in ((6, "left"), (-6, "right"))]
-    line = _chart([row for row in rows if row["front"]]).mark_line(strokeDash=[3, 3], strokeWidth=1.5)
-    dots = _chart(rows).mark_point(size=90, strokeWidth=1.75, opacity=1)
-    own: dict[str, Any] = {"field": "colour", "type": "nominal", "scale": None}
-    fill = alt.condition("datum.front", alt.Fill(**own), alt.value(colour("ground")))
-    told = _told("label", x=x_title, y=y_title)
-    return _finished(
-        line.encode(x=x, y=y, color=alt.value(colour("soft"))),
-        dots.encode(x=x, y=y, stroke=alt.Stroke(**own), fill=fill, tooltip=told),
-        *_names(_placed(rows, tries, (xs, ys, NARROW - 56.0, 0.0)), x, y, alt.value(colour("text"))),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Curve:
-    """One curve, and the name at its end (none: none); `label` says what it is when it is pointed at."""
 
     label: str
     points: Sequence[tuple[float, float]]
     role: str
     name: str = ""
-    dashed: bool = False
+    marked: bool = False
+
+    def row(self, **more: object) -> Plot:
+        return {
+            "cell": self.label,
+            "name": self.name,
+            "marked": self.marked,
+            "colour": colour(self.role),
+        } | more
+
+
+def bars(rows: Sequence[Row], unit: str, legend: Mapping[str, str] | None = None) -> Plot:
+    """Horizontal bars from zero, one a row; `legend` has names and roles of parts that no label explains."""
+
+    def piece(row: Row, part: Part, place: int = 0) -> Plot:
+        name, value, role = part
+        error = row.error or None if part is row.parts[-1] else None
+        own = {"cell": row.label, "part": name, "value": value, "error": error}
+        return own | {"place": place, "colour": colour(role)}
+
+    pieces = [piece(row, part, place) for row in rows for place, part in enumerate(row.parts)]
+    thin = [piece(row, row.under) for row in rows if row.under is not None]
+    ends: list[Plot] = []
+    for row in rows:
+        end = sum(value for _, value, _ in row.parts)
+        own = {"cell": row.label, "text": row.text, "extra": row.extra, "mark": row.mark}
+        own |= {"low": max(end - row.error, 0.0), "high": end + row.error}
+        own |= {"end": max(end + row.error, row.mark or 0.0), "beside": colour(row.extra_role)}
+        ends.append(own | {"colour": colour("text" if row.parts else "muted")})
+    room, extras = (max(text_width(row[name]) for row in ends) for name in ("text", "extra"))
+    reach = max(row["end"] for row in ends) or 1.0
+    scale = _scale([0, reach], 0, 7 + room + (12 + extras if extras else 0.0))
+    known = {"error": "±"} if any(row.error for row in rows) else {}
+    fill = _OWN
+    if legend:
+        # In one row, or two names a row where a page is narrow.
+        columns = f"width < {sum(text_width(name) + 36 for name in legend):.0f} ? 2 : {len(legend)}"
+        shades = alt.Scale(domain=list(legend), range=[colour(role) for role in legend.values()])
+        fill = alt.Color("part:N", scale=shades, legend=alt.Legend(columns=alt.ExprRef(columns)))
+
+    def x(field: str, stack: Any = None) -> alt.X:
+        return alt.X(field, type="quantitative", axis=None, scale=scale, stack=stack)
+
+    about: dict[str, Any] = {
+        "color": fill,
+        "tooltip": [alt.Tooltip("part:N"), *_told("cell", value=unit, **known)],
+    }
+    layers = [
+        _chart(pieces).mark_bar(size=_BAR).encode(x=x("value", "zero"), order="place:Q", **about),
+        _chart(ends).mark_text(align="left", dx=7).encode(x=x("end"), text="text:N", color=_OWN),
+        _chart(thin).mark_bar(size=3, yOffset=_BAR / 2 + 3).encode(x=x("value"), **about),
+        _chart([row for row in ends if row["high"] > row["low"]])
+        .mark_errorbar(ticks={"size": 6}, color=colour("text"), thickness=1.25)
+        .encode(x=x("low"), x2="high:Q"),
+        _tick([row for row in ends if row["mark"] is not None]).encode(x=x("mark")),
+        _chart([row for row in ends if row["extra"]])
+        .mark_text(align="right")
+        .encode(x=alt.value("width"), text="extra:N", color=alt.Color("beside:N", scale=None)),
+    ]
+    return _labelled([row.label for row in rows], layers)
+
+
+def strips(rows: Sequence[Series], unit: str) -> Plot:
+    """Values as dots above a common axis, with the median and the range that holds 80 %.
+
+    Those far beyond the rest are drawn at the edge and counted there.
+    """
+    values = [[y for _, y in row.points] for row in rows]
+    least, most = min(map(min, values)), max(map(max, values))
+    typical = max(quantile(own, 0.9) for own in values)
+    limit = most if most <= least + 1.8 * (typical - least) else least + 1.5 * (typical - least)
+    low, high = (least, limit) if limit > least else (0.9 * least, 1.1 * least or 1.0)
+    fractions = {"low": 0.1, "median": 0.5, "high": 0.9}
+    ends = []
+    for row, own in zip(rows, values, strict=True):
+        beyond = sum(value > high for value in own)
+        quantiles = {name: quantile(own, fraction) for name, fraction in fractions.items()}
+        ends.append(row.row(name=row.name + (f" (+{beyond} ▸)" if beyond else ""), **quantiles))
+    scale = _scale([low, high], 4, 12 + max(text_width(row["name"]) for row in ends), clamp=True)
+    axis = alt.Axis(title=unit, titleAnchor="end", tickCount=alt.ExprRef("max(2, width / 90)"))
+
+    def x(field: str) -> alt.X:
+        return alt.X(field, type="quantitative", axis=axis, scale=scale)
+
+    opacity = max(0.2, min(0.6, 12.0 / max(map(len, values))))
+    told = _told("cell", x="step", y=unit)
+    layers = [
+        _chart(ends).mark_bar(size=_BAR + 4, opacity=0.16).encode(x=x("low"), x2="high:Q", color=_OWN),
+        _flat(rows)
+        .mark_circle(size=14, opacity=opacity, yOffset=_JITTER)
+        .encode(x=x("y"), color=_OWN, tooltip=told),
+        _tick(ends).encode(x=x("median"), tooltip=_told("cell", **{name: name for name in fractions})),
+        _chart(ends).mark_text(align="right").encode(x=alt.value("width"), text="name:N"),
+    ]
+    return _labelled([row.label for row in rows], layers)
+
+
+def scatter(points: Sequence[Series], x_title: str, y_title: str) -> Plot:
+    """Labelled points; neither axis starts at zero, because places beside each other are what is looked at."""
+    rows = [
+        point.row(x=x, y=y, name=point.label)
+        for point in sorted(points, key=lambda point: not point.marked)
+        for x, y in point.points
+    ]
+    xs, ys = (_padded([row[axis] for row in rows], 0.12) for axis in "xy")
+    x = alt.X("x:Q", scale=alt.Scale(domain=xs, nice=False), axis=_axis(x_title))
+    y = alt.Y("y:Q", scale=alt.Scale(domain=ys, nice=False), axis=_axis())
+    tries = [(10, 0, "left"), (-10, 0, "right"), (0, -15, "center"), (0, 15, "center")]
+    tries += [(dx, dy, align) for dy in (-14, 14, -28, 28) for dx, align in ((6, "left"), (-6, "right"))]
+    names = _placed(rows, tries, (xs, ys, NARROW - 56.0, 0.0))
+    fill = alt.condition("datum.marked", alt.Fill("colour:N", scale=None), alt.value(colour("ground")))
+    return _finished(
+        _chart([row for row in rows if row["marked"]])
+        .mark_line(strokeDash=[3, 3], strokeWidth=1.5, color=colour("soft"))
+        .encode(x=x, y=y),
+        _chart(rows)
+        .mark_point(size=90, strokeWidth=1.75, opacity=1)
+        .encode(
+            x=x,
+            y=y,
+            stroke=alt.Stroke("colour:N", scale=None),
+            fill=fill,
+            tooltip=_told("cell", x=x_title, y=y_title),
+        ),
+        *_names([row | {"colour": colour("text")} for row in names], x, y),
+    )
 
 
 def curves(
-    rows: Sequence[Curve], x_title: str, y_title: str, ticks: Sequence[float] = (), form: str = _FORMAT
+    rows: Sequence[Series], x_title: str, y_title: str, ticks: Sequence[float] = (), form: str = _FORMAT
 ) -> Plot:
     """Curves with their names at their ends; `form` writes the values of the y axis.
 
@@ -221,38 +200,29 @@ def curves(
     """
     ys = _padded([y for row in rows for _, y in row.points], 0.04)
     ys = [0.0, ys[1]] if ticks else ys
-    ends = [
-        {"cell": row.label, "name": row.name} | dict(zip("xy", row.points[-1], strict=True))
-        for row in rows
-        if row.name
-    ]
-    widths = [text_width(line) for row in rows for line in _lines(row.name)]
-    room = 12 + min(max(widths, default=0.0), _NAME)
-    lanes = [0, *(side * step for step in range(8, int(_HEIGHT), 8) for side in (-1, 1))]
     values = [x for row in rows for x, _ in row.points]
     xs = [min(values), max(values)]
+    room = 12 + min(max(text_width(line) for row in rows for line in _lines(row.name)), _NAME)
     far = bool(ticks) and 0 < 8 * ticks[0] <= ticks[-1]
     scale = _scale(xs, 8, room, **({"type": "log", "base": 2, "zero": alt.Undefined} if far else {}))
     places = {"values": list(ticks), "labelExpr": "format(datum.value, ',~g')"} if ticks else {}
     x = alt.X("x:Q", scale=scale, axis=_axis(x_title, **places))
     y = alt.Y("y:Q", scale=alt.Scale(domain=ys, nice=False), axis=_axis(format=form))
-    fill = alt.Color("cell:N", scale=_shades({row.label: row.role for row in rows}), legend=None)
-    data = [{"cell": row.label, "dashed": row.dashed, "at": [list(at) for at in row.points]} for row in rows]
-    each = _chart(data).transform_flatten(["at"]).transform_calculate(x="datum.at[0]", y="datum.at[1]")
-    dash = alt.condition("datum.dashed", alt.value([4, 4]), alt.value([1, 0]))
+    each = _flat(rows).encode(x=x, y=y, color=_OWN)
+    dash = alt.condition("datum.marked", alt.value([4, 4]), alt.value([1, 0]))
     line = each.mark_line(clip=True, strokeWidth=2 if ticks else 1.5)
-    names = _placed(ends, [(8, dy, "left") for dy in lanes], (xs, ys, NARROW - 48.0 - room, room))
+    ends = [row.row(x=row.points[-1][0], y=row.points[-1][1]) for row in rows if row.name]
+    lanes = [0, *(side * step for step in range(8, _HEIGHT, 8) for side in (-1, 1))]
+    names = _placed(ends, [(8, lane, "left") for lane in lanes], (xs, ys, NARROW - 48.0 - room, room))
     told = [*_told("cell", x=x_title), alt.Tooltip("y:Q", title=y_title, format=form)]
-    near = alt.selection_point(on="pointerover", clear="pointerout", empty=False, name="near")
-    seen = alt.value(1) if ticks else alt.condition(near, alt.value(0.4), alt.value(0))
-    dots = each.encode(x=x, y=y, color=fill, opacity=seen, tooltip=told).mark_circle(
-        size=45 if ticks else 250
-    )
+    dots = each.mark_circle(size=45 if ticks else 250).encode(tooltip=told)
     if not ticks:
+        near = alt.selection_point(on="pointerover", clear="pointerout", empty=False, name="near")
         wheel = "wheel![event.ctrlKey || event.metaKey]"  # the wheel alone moves the page
         zoom = alt.selection_interval(bind="scales", zoom=wheel, name="zoom")
-        dots = dots.properties(name=HOVER).add_params(near, zoom)
-    return _finished(line.encode(x=x, y=y, color=fill, strokeDash=dash), *_names(names, x, y, fill), dots)
+        seen = alt.condition(near, alt.value(0.4), alt.value(0))
+        dots = dots.encode(opacity=seen).properties(name=HOVER).add_params(near, zoom)
+    return _finished(line.encode(detail="cell:N", strokeDash=dash), *_names(names, x, y), dots)
 
 
 def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -271,79 +241,78 @@ def _lines(name: str) -> list[str]:
     return name.split(" · ") if text_width(name) > _BESIDE else [name]
 
 
-def _placed(rows: Sequence[Plot], tries: Sequence[tuple[float, float, str]], area: _Area) -> list[Plot]:
+def _placed(
+    rows: Sequence[Plot],
+    tries: Sequence[tuple[float, float, str]],
+    area: tuple[list[float], list[float], float, float],
+) -> list[Plot]:
     """Labels beside their points, the first of `tries` where nothing else is; none where there is no free place.
 
     Places are looked for at the narrowest width: at any other, points are further apart and the labels no longer.
+    `area` has both axes' domains, the pixels across, and those that are free beside.
     """
     xs, ys, width, room = area
-    middles = [
-        (
-            (row["x"] - xs[0]) / ((xs[1] - xs[0]) or 1.0) * width,
-            (ys[1] - row["y"]) / (ys[1] - ys[0]) * _HEIGHT,
-        )
-        for row in rows
-    ]
-    taken: list[_Box] = [(x - 6, y - 6, x + 6, y + 6) for x, y in middles]
+
+    def pixels(row: Plot) -> tuple[float, float]:
+        right = (row["x"] - xs[0]) / ((xs[1] - xs[0]) or 1.0)
+        return right * width, (ys[1] - row["y"]) / (ys[1] - ys[0]) * _HEIGHT
+
+    taken = [(x - 6, y - 6, x + 6, y + 6) for x, y in map(pixels, rows)]
     found = []
-    for row, (x, y) in zip(rows, middles, strict=True):
-        lines = _lines(row["name"])
+    for row in rows:
+        lines, (x, y) = _lines(row["name"]), pixels(row)
         across, tall = min(max(map(text_width, lines)), _NAME), 7.5 * len(lines)
         for dx, dy, align in tries:
             left = x + dx - {"left": 0.0, "center": across / 2, "right": across}[align]
             box = (left, y + dy - tall, left + across, y + dy + tall)
             inside = box[0] >= 0 and box[2] <= width + room and box[1] >= -8 and box[3] <= _HEIGHT + 8
-            apart = (box[2] <= a or c <= box[0] or box[3] <= b or d <= box[1] for a, b, c, d in taken)
-            if inside and all(apart):
+            if inside and all(
+                box[2] <= a or c <= box[0] or box[3] <= b or d <= box[1] for a, b, c, d in taken
+            ):
                 taken.append(box)
                 found.append({**row, "name": lines, "dx": dx, "dy": dy - tall + 7.5, "align": align})
                 break
     return found
 
 
-def _names(rows: Sequence[Mapping[str, Any]], x: alt.X, y: alt.Y, fill: Any) -> list[alt.Chart]:
+def _names(rows: Sequence[Plot], x: alt.X, y: alt.Y) -> list[alt.Chart]:
     """Labels as `_placed` has placed them, above a rim that keeps them readable where they cross a line."""
     mark: dict[str, Any] = {name: alt.ExprRef(f"datum.{name}") for name in ("dx", "dy", "align")}
     mark |= {"baseline": "middle", "limit": _NAME, "lineHeight": 15}
-    rim = _chart(rows).mark_text(**mark, stroke=colour("ground"), strokeWidth=4, strokeJoin="round")
-    names = _chart(rows).mark_text(**mark).encode(x=x, y=y, text="name:N", color=fill)
-    return [rim.encode(x=x, y=y, text="name:N"), names]
+    texts = _chart(rows).encode(x=x, y=y, text="name:N")
+    rim = texts.mark_text(**mark, stroke=colour("ground"), strokeWidth=4, strokeJoin="round")
+    return [rim, texts.mark_text(**mark).encode(color=_OWN)]
 
 
-def _labelled(labels: Sequence[str]) -> tuple[alt.Y, Callable[..., Plot]]:
-    """The axis of rows, and what makes a picture of their layers.
-
-    Labels stand beside the rows, or above where a narrow page has no room for them.
-    """
+def _labelled(labels: Sequence[str], layers: Iterable[alt.Chart]) -> Plot:
+    """Layers over rows, whose labels stand beside them, or above where a narrow page has no room for them."""
     above = max(map(text_width, labels)) > _BESIDE
-    look: dict[str, Any] = {
-        "labelFontSize": 12,
-        "labelLimit": 0,
-        "labelColor": colour("text"),
-        "domainColor": colour("soft"),
-    }
-    axis = alt.Axis(title=None, grid=False, domain=True, labels=not above, **look)
+    look: dict[str, Any] = {"labelFontSize": 12, "labelLimit": 0, "labelColor": colour("text")}
+    axis = alt.Axis(title=None, grid=False, domain=True, domainColor=colour("soft"), labels=not above, **look)
     y = alt.Y("cell:N", axis=axis, scale=alt.Scale(domain=list(labels), paddingInner=0, paddingOuter=0))
-    rows = _chart([{"cell": label} for label in labels])
-    texts = rows.mark_text(align="left", dx=2, dy=-15, limit=alt.ExprRef("width"))
-
-    def finish(*layers: Any) -> Plot:
-        own = [texts.encode(y=y, x=alt.value(0), text="cell:N")] if above else []
-        return _finished(*layers, *own, height=alt.Step(44 if above else 26))
-
-    return y, finish
+    layers = [layer.encode(y=y) for layer in layers if layer.data.values]
+    if above:
+        texts = _chart([{"cell": label} for label in labels]).encode(y=y, x=alt.value(0), text="cell:N")
+        layers.append(texts.mark_text(align="left", dx=2, dy=-15, limit=alt.ExprRef("width")))
+    # A step as the height would be one, but Vega-Lite then warns of fitting that nobody asked for.
+    return _finished(*layers, height=len(labels) * (44 if above else 26))
 
 
-def _finished(*layers: Any, height: Any = _HEIGHT) -> Plot:
+def _finished(*layers: Any, height: int = _HEIGHT) -> Plot:
     return alt.layer(*layers).properties(height=height).to_dict()
 
 
-def _chart(rows: Sequence[Mapping[str, Any]]) -> alt.Chart:
-    chart: alt.Chart = alt.Chart(alt.InlineData(values=[dict(row) for row in rows]))
-    return chart
+def _chart(rows: Sequence[Plot]) -> Any:
+    return alt.Chart(alt.InlineData(values=list(rows)))
 
 
-def _tick(rows: Sequence[Mapping[str, Any]]) -> Any:
+def _flat(rows: Sequence[Series]) -> Any:
+    """A row a point, from data that name each cell once; of many points an even share."""
+    data = _chart([row.row(at=[list(at) for at in thinned(row.points)]) for row in rows])
+    return data.transform_flatten(["at"]).transform_calculate(x="datum.at[0]", y="datum.at[1]")
+
+
+def _tick(rows: Sequence[Plot]) -> Any:
     return _chart(rows).mark_tick(size=_BAR + 6, thickness=2, color=colour("text"))
 
 
@@ -357,10 +326,6 @@ def _scale(domain: Sequence[float], left: float, right: float, **options: Any) -
     """A horizontal scale that leaves so many pixels free at its sides, at any width."""
     rest = alt.ExprRef(f"max(width - {right:.0f}, 20)")
     return alt.Scale(domain=list(domain), range=[left, rest], nice=False, **({"zero": False} | options))
-
-
-def _shades(roles: Mapping[str, str]) -> alt.Scale:
-    return alt.Scale(domain=list(roles), range=[colour(role) for role in roles.values()])
 
 
 def _axis(title: str | None = None, **options: Any) -> alt.Axis:

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 _THEME = json.loads(Path(__file__).with_name("theme.json").read_text(encoding="utf-8"))
-COLOURS: Mapping[str, list[str]] = MappingProxyType(_THEME["colours"])
+COLOURS: dict[str, list[str]] = _THEME["colours"]
 CONFIG: dict[str, Any] = _THEME["config"]
 """Of every picture, for Vega-Lite."""
 
