@@ -14,8 +14,8 @@ import pytest
 
 from tests.cli.commands import environment
 from zerokit.bench.record.settings import Settings
-from zerokit.bench.tracking.content import STATUS_TAG
-from zerokit.bench.tracking.mirror import HOST_TAG, LAUNCHER_TAG, Live, Mirror
+from zerokit.bench.tracking.content import Tag
+from zerokit.bench.tracking.mirror import Live, Mirror
 from zerokit.bench.tracking.store import Store, Tracking, TrackingError
 from zerokit.process import Process
 
@@ -66,7 +66,7 @@ def connect(experiment: str = "ours") -> tuple[Live, list[str]]:
 
 
 def tags(process: Process) -> dict[str, str]:
-    return {LAUNCHER_TAG: str(process), HOST_TAG: process.host}
+    return {Tag.LAUNCHER: str(process), Tag.HOST: process.host}
 
 
 def runs_of(client: MlflowClient, experiment: str) -> list[Run]:
@@ -90,7 +90,7 @@ def test_runs_of_a_killed_launcher_are_closed_and_no_others(place: Path, client:
         here = Process.current()
         foreign = store.create("of another host", tags(replace(here, host="elsewhere", pid=1, start=1)))
         contained = store.create("of a container", tags(replace(here, space=1, start=1)))
-        unknown = store.create("from before", {HOST_TAG: here.host})
+        unknown = store.create("from before", {Tag.HOST: here.host})
         own = store.create("of this process", tags(here))
         assert connect()[1] == []
         assert [run.info.status for run in runs_of(client, "theirs")] == ["RUNNING"] * 2
@@ -107,7 +107,7 @@ def test_runs_of_a_killed_launcher_are_closed_and_no_others(place: Path, client:
     assert len(theirs) == 2
     for run in theirs:
         assert run.info.status == "KILLED"
-        assert run.data.tags[STATUS_TAG] == "killed"
+        assert run.data.tags[Tag.STATUS] == "killed"
         reason = f"its launcher, process {bench.pid} on {here.host}, was killed"
         assert run.data.tags["zerokit.reason"] == reason
     for run_id in (foreign, contained, unknown, own):
@@ -119,7 +119,7 @@ def test_runs_of_a_killed_launcher_are_closed_and_no_others(place: Path, client:
     assert {run.info.run_id for run in runs_of(client, "theirs")} >= {run_id}
     assert len(runs_of(client, "theirs")) == 2
     assert client.get_run(run_id).info.status == "RUNNING"
-    assert client.get_run(run_id).data.tags[LAUNCHER_TAG] == str(here)
+    assert client.get_run(run_id).data.tags[Tag.LAUNCHER] == str(here)
     assert mirror.close_orphans() == 0
 
 

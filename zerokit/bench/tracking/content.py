@@ -9,7 +9,7 @@ import csv
 import io
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Literal
@@ -29,19 +29,27 @@ MOST_KEYS = 60
 _PARAM_LENGTH = 6000
 TAG_LENGTH = 8000
 
-# Tags that runs are found by.
-RECORD_TAG = "zerokit.record_id"
-SWEEP_TAG = "zerokit.sweep_id"
-CELL_TAG = "zerokit.cell"
-STATUS_TAG = "zerokit.status"
-# "sweep" on the parent of a sweep's cells.
-KIND_TAG = "zerokit.kind"
-# Set last of all, to the digest of what was written: a run that has it is whole.
-COMPLETE_TAG = "zerokit.complete"
-PARENT_TAG = "mlflow.parentRunId"
+
+class Tag:
+    """The names of tags. Runs are found by the first four."""
+
+    RECORD = "zerokit.record_id"
+    SWEEP = "zerokit.sweep_id"
+    CELL = "zerokit.cell"
+    STATUS = "zerokit.status"
+    REASON = "zerokit.reason"
+    KIND = "zerokit.kind"
+    """ "sweep" on the parent of a sweep's cells."""
+    COMPLETE = "zerokit.complete"
+    """Set last of all, to the digest of what was written: a run that has it is whole."""
+    LAUNCHER, HOST = "zerokit.launcher", "zerokit.launcher.host"
+    """The process that launched a bench, by which a later one sees that it was killed: nobody else ends its run."""
+    PARENT = "mlflow.parentRunId"
+    NOTE = "mlflow.note.content"
+    """The description on a run's page."""
+
+
 # What MLflow shows as a run's source.
-NOTE_TAG = "mlflow.note.content"
-"""The description on a run's page."""
 SOURCE_TAGS = {"mlflow.source.name": "zerokit bench", "mlflow.source.type": "LOCAL"}
 
 
@@ -53,6 +61,10 @@ class Point:
     value: float
     moment_ms: int
     step: int
+
+
+_Series = tuple[str, Sequence[float | None], Sequence[int]]
+"""A metric's name, its values, and their moments."""
 
 
 def run_name(settings: Settings, varying: Sequence[str] = ()) -> str:
@@ -90,30 +102,28 @@ def note(record: Record) -> str:
     if record.status != "ok":
         return f"**{record.status}**: {record.reason or ''}"[:TAG_LENGTH]
     figures = metrics_of(record)
-    rows = [
-        f"| {METRICS[name].title} | {figures[name]:,.4g} {METRICS[name].unit} |"
-        for name in columns([record])
-        if name in figures
-    ]
-    return "\n".join(["| | |", "|---|---|", *rows])
+    shown = (name for name in columns([record]) if name in figures)
+    return _table(
+        ["", ""], ([METRICS[name].title, f"{figures[name]:,.4g} {METRICS[name].unit}"] for name in shown)
+    )
 
 
 def sweep_note(title: str, records: Sequence[Record], varying: Sequence[str] = ()) -> str:
     """The description of a sweep's run, in Markdown: a row a cell and round."""
     names = columns(records)
-    heads = [
-        f"{METRICS[name].title}{f', {METRICS[name].unit}' if METRICS[name].unit else ''}" for name in names
-    ]
-    lines = [title, "", f"| cell | {' | '.join(heads)} |", f"|---|{'---:|' * len(names)}"]
+    rows = []
     for record in records:
-        cell = cell_name(record.settings, varying)
-        if record.status == "ok":
-            figures = metrics_of(record)
-            cells = [f"{figures[name]:,.4g}" if name in figures else "" for name in names]
-        else:
-            cells = [record.status, *[""] * (len(names) - 1)]
-        lines.append(f"| {cell} | {' | '.join(cells)} |")
-    return "\n".join(lines)[:TAG_LENGTH]
+        figures = metrics_of(record) if record.status == "ok" else {}
+        first, *cells = (f"{figures[name]:,.4g}" if name in figures else "" for name in names)
+        rows.append([cell_name(record.settings, varying), first if figures else record.status, *cells])
+    heads = [f"{METRICS[name].title}, {METRICS[name].unit}".removesuffix(", ") for name in names]
+    return f"{title}\n\n{_table(['cell', *heads], rows)}"[:TAG_LENGTH]
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """In Markdown."""
+    lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def columns(records: Sequence[Record]) -> list[str]:
@@ -154,49 +164,45 @@ def run_params(record: Record) -> dict[str, str]:
 
 def run_tags(record: Record) -> dict[str, str]:
     """What the run is found by, and where it ran."""
-    tags = {
-        RECORD_TAG: record.id,
-        CELL_TAG: record.cell,
-        STATUS_TAG: record.status,
-        "zerokit.record": record.format,
-        NOTE_TAG: note(record),
-        **SOURCE_TAGS,
-    }
-    if record.sweep is not None:
-        tags[SWEEP_TAG] = record.sweep
-    if record.reason:
-        tags["zerokit.reason"] = record.reason[:TAG_LENGTH]
-    if record.parts:
+    tags: dict[str, str | None] = {
+        Tag.RECORD: record.id,
+        Tag.SWEEP: record.sweep,
+        Tag.CELL: record.cell,
+        Tag.STATUS: record.status,
         # A job that went on keeps its run, and the tags of its earlier ends with it.
-        tags |= {"zerokit.restarts": str(record.restarts), "zerokit.reason": tags.get("zerokit.reason", "")}
+        Tag.REASON: (record.reason or "")[:TAG_LENGTH] or ("" if record.parts else None),
+        "zerokit.restarts": str(record.restarts) if record.parts else None,
+        "zerokit.record": record.format,
+        Tag.NOTE: note(record),
+        **SOURCE_TAGS,
+        "device": record.ranks[0].device if record.ranks else None,
+        "data.digest": record.data.digest if record.data is not None else None,
+    }
     if (environment := record.environment) is not None:
+        commit = environment.git_commit
         tags |= {
             "zerokit.version": environment.zerokit,
             "zerokit.environment": environment.digest,
             "torch.version": environment.torch,
             "processor": environment.processor,
+            "zerokit.git_commit": commit,
+            "mlflow.source.git.commit": commit and commit.removesuffix("-dirty"),
         }
-        if environment.git_commit is not None:
-            tags["zerokit.git_commit"] = environment.git_commit
-            tags["mlflow.source.git.commit"] = environment.git_commit.removesuffix("-dirty")
-    if record.ranks:
-        tags["device"] = record.ranks[0].device
-    if record.data is not None:
-        tags["data.digest"] = record.data.digest
-    return tags
+    return {name: value for name, value in tags.items() if value is not None}
 
 
 def run_points(record: Record) -> list[Point]:
     """Every metric: one number each, curves over the steps, and the system's over time."""
     moment = moment_ms(record)
-    points = [Point(name, value, moment, 0) for name, value in metrics_of(record).items()]
-    for name, values in curves(record).items():
-        points += [
-            Point(name, value, moment, step)
-            for step, value in enumerate(values)
-            if value is not None and math.isfinite(value)
-        ]
-    return points + _system(record, moment, MOST_KEYS - len({point.name for point in points}))
+    series: list[_Series] = [(name, [value], [moment]) for name, value in metrics_of(record).items()]
+    series += [(name, values, [moment] * len(values)) for name, values in curves(record).items()]
+    series += _system(record, moment, MOST_KEYS - len({name for name, values, _ in series if values}))
+    return [
+        Point(name, value, at, step)
+        for name, values, moments in series
+        for step, (value, at) in enumerate(zip(values, moments, strict=True))
+        if value is not None and math.isfinite(value)
+    ]
 
 
 def curves(record: Record) -> dict[str, Sequence[float | None]]:
@@ -208,25 +214,18 @@ def curves(record: Record) -> dict[str, Sequence[float | None]]:
     return found
 
 
-def _system(record: Record, moment: int, room: int) -> list[Point]:
+def _system(record: Record, moment: int, room: int) -> list[_Series]:
     """System metrics by the names that MLflow's page for them knows; whole nodes, as many as `room` keys allow."""
-    points: list[Point] = []
+    found: list[_Series] = []
     for samples in record.system:
         node = f"node{samples.node}/" if len(record.system) > 1 else ""
-        series = {
-            name: values for name, values in samples.series.items() if any(v is not None for v in values)
-        }
-        room -= len(series)
-        if room < 0:
+        known = {name: values for name, values in samples.series.items() if {*values} - {None}}
+        if len(found) + len(known) > room:
             break  # the record has them all
-        started = moment - round(samples.seconds[-1] * 1000.0) if samples.seconds else moment
-        points += [
-            Point(f"system/{node}{name}", value, started + round(second * 1000.0), step)
-            for name, values in series.items()
-            for step, (second, value) in enumerate(zip(samples.seconds, values, strict=True))
-            if value is not None and math.isfinite(value)
-        ]
-    return points
+        started = moment - round(max(samples.seconds, default=0.0) * 1000.0)
+        moments = [started + round(second * 1000.0) for second in samples.seconds]
+        found += [(f"system/{node}{name}", values, moments) for name, values in known.items()]
+    return found
 
 
 def run_files(record: Record) -> dict[str, str]:

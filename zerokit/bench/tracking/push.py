@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -45,50 +44,42 @@ def find_records(paths: Sequence[Path]) -> Found:
 
     Raises `UsageError` for a path that is not there, or a folder without any record.
     """
-    found = Found([], {}, [])
-    seen: set[str] = set()
+    records, folders = dict[str, tuple[Path, Record]](), dict[Path, SweepFolder]()
+    sweeps, damaged = dict[str, tuple[Sweep, SweepFolder]](), list[Done]()
     for path in paths:
         if not path.exists():
             raise UsageError(f"{path} does not exist; give a record, or a folder of records")
-        files = _records_below(path, found) if path.is_dir() else [path]
+        files = _records_below(path) if path.is_dir() else [path]
         if not files:
             raise UsageError(f"{path} holds no record")
         for file in files:
             try:
                 record = read_record(file)
             except ZerokitError as error:
-                found.damaged.append(Done(file, "failed", None, str(error)))
+                damaged.append(Done(file, "failed", None, str(error)))
                 continue
-            _remember_sweep(file.parent.parent, found)
-            if record.id not in seen:
-                seen.add(record.id)
-                found.records.append((file, record))
-    return found
+            records.setdefault(record.id, (file, record))
+            folders[file.parent.parent] = SweepFolder(file.parent.parent)
+    for folder in folders.values():
+        if folder.exists():
+            try:
+                sweep = folder.read()
+            except ZerokitError as error:
+                damaged.append(Done(folder.path / FILE, "failed", None, str(error)))
+            else:
+                sweeps[sweep.id] = (sweep, folder)
+    return Found(list(records.values()), sweeps, damaged)
 
 
-def _records_below(folder: Path, found: Found) -> list[Path]:
-    files = []
-    for place, folders, names in os.walk(folder):
-        if FILE in names and "twins" in folders:
-            folders.remove("twins")
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        files += [
-            Path(place, name)
-            for name in sorted(names)
-            if name.endswith(".json") and not name.startswith(".") and name != FILE
-        ]
-    return files
-
-
-def _remember_sweep(path: Path, found: Found) -> None:
-    folder = SweepFolder(path)
-    if folder.exists() and all(known.path != path for _, known in found.sweeps.values()):
-        try:
-            sweep = folder.read()
-        except ZerokitError as error:
-            found.damaged.append(Done(path / FILE, "failed", None, str(error)))
-            return
-        found.sweeps[sweep.id] = (sweep, folder)
+def _records_below(folder: Path) -> list[Path]:
+    """Not hidden, and not the twins of a sweep."""
+    return [
+        path
+        for path in sorted(folder.rglob("*.json"))
+        if path.name != FILE
+        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+        and not (path.parent.name == "twins" and (path.parent.parent / FILE).exists())
+    ]
 
 
 def push(
@@ -106,7 +97,7 @@ def push(
         tracking: where to.
         pictures: makes plots of records by file name.
         interrupted: raises if the user wants no more; called between the records.
-        show: told of every record that is done.
+        show: called with every record that is done.
 
     Raises `TrackingError` as soon as the store fails; what was written by then stays, and the next push completes it.
     """
@@ -124,12 +115,8 @@ def push(
         show(results[-1])
     for sweep, folder in found.sweeps.values():
         records = folder.records(sweep)
-        mirror.end_sweep(
-            sweep.id,
-            records,
-            sweep_files(sweep, folder, partial(pictures, records)),
-            sweep_status(sweep, records),
-        )
+        files = sweep_files(sweep, folder, partial(pictures, records))
+        mirror.end_sweep(sweep.id, records, files, sweep_status(sweep, records))
     for identity in {record.sweep for _, record in found.records if record.sweep} - found.sweeps.keys():
         mirror.end_sweep(identity, [], {}, "FINISHED")  # only these records are here to tell of it
     return results

@@ -5,16 +5,16 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zerokit.bench.record import FORMAT, Record, RecordError, read_record
 from zerokit.bench.record.runs import Run, in_folder, is_record, unique
-from zerokit.bench.tracking.store import TrackingError, connect, resolve_uri
+from zerokit.bench.tracking.store import connect, failing, pages, resolve_uri
 from zerokit.errors import UsageError
 
 if TYPE_CHECKING:
-    from mlflow.entities import Run as MlflowRun
     from mlflow.tracking import MlflowClient
 
 _RUN_ID = re.compile(r"[0-9a-f]{32}")
@@ -36,7 +36,14 @@ def load_run(name: str, tracking_uri: str | None = None) -> Run:
     elif path.suffix == ".json" or "/" in name:
         raise UsageError(f"{name}: no such file or folder")
     else:
-        records = _in_mlflow(name, tracking_uri)
+        client = _client(name, tracking_uri)
+        found = _of_run(client, name) if _RUN_ID.fullmatch(name) else _of_experiment(client, name)
+        if found is None:
+            raise UsageError(
+                f"{name!r} is no file or folder here, and neither a run id nor an experiment of MLflow at "
+                f"{resolve_uri(tracking_uri)}"
+            )
+        records = found
     if not records:
         raise RecordError(f"{name} holds no bench record ({FORMAT})")
     return Run(name, tuple(unique(records)))
@@ -44,8 +51,7 @@ def load_run(name: str, tracking_uri: str | None = None) -> Run:
 
 def load_experiment(name: str, tracking_uri: str | None = None) -> Run:
     """The records of an MLflow experiment; raises as `load_run` does."""
-    client = _client(name, tracking_uri)
-    records = _of_experiment(client, name)
+    records = _of_experiment(_client(name, tracking_uri), name)
     if records is None:
         raise UsageError(f"MLflow has no experiment {name!r} at {resolve_uri(tracking_uri)}")
     if not records:
@@ -64,70 +70,40 @@ def _client(name: str, tracking_uri: str | None) -> MlflowClient:
     return connect(uri)
 
 
-def _in_mlflow(name: str, tracking_uri: str | None) -> list[Record]:
-    client = _client(name, tracking_uri)
-    from mlflow.exceptions import MlflowException
-
-    if not _RUN_ID.fullmatch(name):
-        found = _of_experiment(client, name)
-        if found is None:
-            raise UsageError(
-                f"{name!r} is no file or folder here, and neither a run id nor an experiment of MLflow at "
-                f"{resolve_uri(tracking_uri)}"
-            )
-        return found
-    try:
-        run = client.get_run(name)
-        children = client.search_runs(
-            [run.info.experiment_id],
-            f"tags.`mlflow.parentRunId` = '{name}'",
-            order_by=["attributes.start_time ASC"],
-        )
-    except MlflowException as error:
-        raise TrackingError(f"MLflow run {name} cannot be read: {error}") from error
-    found = _of_run(client, name)
-    for child in children:
-        found += _of_run(client, child.info.run_id)
-    return found
+def _of_run(client: MlflowClient, run_id: str) -> list[Record]:
+    """Of a run and its children."""
+    with failing(f"MLflow run {run_id} cannot be read"):
+        experiment = client.get_run(run_id).info.experiment_id
+    children = f"tags.`mlflow.parentRunId` = '{run_id}'"
+    return [*_artifacts(client, run_id), *_found(client, experiment, children, f"run {run_id}")]
 
 
 def _of_experiment(client: MlflowClient, name: str) -> list[Record] | None:
     """None where there is no such experiment."""
-    from mlflow.exceptions import MlflowException
-
-    try:
+    with failing(f"MLflow experiment {name!r} cannot be read"):
         experiment = client.get_experiment_by_name(name)
-        if experiment is None:
-            return None
-        runs: list[MlflowRun] = []
-        token: str | None = None
-        while True:
-            page = client.search_runs(
-                [experiment.experiment_id], order_by=["attributes.start_time ASC"], page_token=token
-            )
-            runs += page
-            token = page.token
-            if not token:
-                break
-    except MlflowException as error:
-        raise TrackingError(f"MLflow experiment {name!r} cannot be read: {error}") from error
-    return [record for run in runs for record in _of_run(client, run.info.run_id)]
+    if experiment is None:
+        return None
+    return _found(client, experiment.experiment_id, "", f"experiment {name!r}")
 
 
-def _of_run(client: MlflowClient, run_id: str) -> list[Record]:
+def _found(client: MlflowClient, experiment: str, wanted: str, what: str) -> list[Record]:
+    """Of the runs that a search finds."""
+    order = ["attributes.start_time ASC"]
+    with failing(f"MLflow {what} cannot be read"):
+        runs = list(pages(partial(client.search_runs, [experiment], wanted, order_by=order)))
+    return [record for run in runs for record in _artifacts(client, run.info.run_id)]
+
+
+def _artifacts(client: MlflowClient, run_id: str) -> list[Record]:
     """The records among a run's artifacts."""
-    from mlflow.exceptions import MlflowException
-
-    found = []
-    try:
-        with tempfile.TemporaryDirectory(prefix="zerokit-compare-") as folder:
-            for path in _json_artifacts(client, run_id, None, _DEPTH):
-                local = Path(client.download_artifacts(run_id, path, folder))
-                if is_record(local):
-                    found.append(read_record(local))
-    except (MlflowException, OSError) as error:
-        raise TrackingError(f"the artifacts of MLflow run {run_id} cannot be read: {error}") from error
-    return found
+    with tempfile.TemporaryDirectory(prefix="zerokit-compare-") as folder:
+        with failing(f"the artifacts of MLflow run {run_id} cannot be read"):
+            files = [
+                Path(client.download_artifacts(run_id, path, folder))
+                for path in _json_artifacts(client, run_id, None, _DEPTH)
+            ]
+        return [read_record(file) for file in files if is_record(file)]
 
 
 def _json_artifacts(client: MlflowClient, run_id: str, folder: str | None, depth: int) -> Iterator[str]:

@@ -10,7 +10,8 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,8 +21,6 @@ from zerokit.bench.tracking.content import Point, Status
 from zerokit.errors import ZerokitError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from mlflow.entities import Run
     from mlflow.store.entities.paged_list import PagedList
     from mlflow.tracking import MlflowClient
@@ -75,10 +74,11 @@ def connect(uri: str) -> MlflowClient:
         raise TrackingError(
             f"MLflow is not installed ({error}); use --no-mlflow or install mlflow"
         ) from error
-    # Creating the SQLite file announces every migration otherwise.
-    for name in ("alembic", "mlflow.store.db.utils"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    return _told(f"MLflow at {uri} cannot be used", lambda: MlflowClient(tracking_uri=uri))
+    # Creating the SQLite file announces every migration otherwise; what fails is said here, without their tracebacks.
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
+    with failing(f"MLflow at {uri} cannot be used"):
+        return MlflowClient(tracking_uri=uri)
 
 
 class Store:
@@ -92,57 +92,40 @@ class Store:
     @classmethod
     def open(cls, tracking: Tracking) -> Store:
         """Reach the store, and create the experiment if there is none."""
-
-        def reach() -> tuple[MlflowClient, str]:
-            client = connect(tracking.uri)
-            known = client.get_experiment_by_name(tracking.experiment)
+        with failing(f"MLflow at {tracking.uri} cannot be used"):
+            client, name = connect(tracking.uri), tracking.experiment
+            known = client.get_experiment_by_name(name)
             if known is not None and known.lifecycle_stage == "deleted":
-                raise ValueError(
-                    f"experiment {tracking.experiment!r} is deleted: restore it, or name another"
-                )
-            return client, known.experiment_id if known else client.create_experiment(
-                tracking.experiment, tags=_TRAINING
-            )
-
-        return cls(*_told(f"MLflow at {tracking.uri} cannot be used", reach), tracking)
+                raise ValueError(f"experiment {name!r} is deleted: restore it, or name another")
+            found = known.experiment_id if known else client.create_experiment(name, tags=_TRAINING)
+            return cls(client, found, tracking)
 
     def find(self, tags: Mapping[str, str]) -> Run | None:
         """The oldest run of the experiment that has all of these tags; deleted runs are not looked at."""
-        wanted = " and ".join(f"tags.`{name}` = '{value}'" for name, value in tags.items())
-
-        def search() -> Run | None:
+        order = ["attributes.start_time ASC"]
+        with self._failing("was not searched"):
             found = self._client.search_runs(
-                [self._experiment_id], wanted, max_results=1, order_by=["attributes.start_time ASC"]
+                [self._experiment_id], _filter(tags), max_results=1, order_by=order
             )
             return found[0] if found else None
 
-        return self._ask("was not searched", search)
-
     def running(self, tags: Mapping[str, str]) -> list[Run]:
         """The runs that say RUNNING and have all of these tags, of every experiment of the store."""
-        wanted = " and ".join(f"tags.`{name}` = '{value}'" for name, value in tags.items())
-
-        def search() -> list[Run]:
-            experiments = [one.experiment_id for one in _pages(self._client.search_experiments)]
-            status = "attributes.status = 'RUNNING'"
-            return list(_pages(partial(self._client.search_runs, experiments, f"{status} and {wanted}")))
-
-        return self._ask("was not searched", search)
+        wanted = f"attributes.status = 'RUNNING' and {_filter(tags)}"
+        with self._failing("was not searched"):
+            experiments = [one.experiment_id for one in pages(self._client.search_experiments)]
+            return list(pages(partial(self._client.search_runs, experiments, wanted)))
 
     def tags(self, run_id: str) -> dict[str, str]:
         """Of a run, as they are now."""
-        return self._ask("was not read", lambda: dict(self._client.get_run(run_id).data.tags))
+        with self._failing("was not read"):
+            return dict(self._client.get_run(run_id).data.tags)
 
     def create(self, name: str, tags: Mapping[str, str], started_ms: int | None = None) -> str:
         """A new run that says RUNNING; its id."""
-
-        def create() -> str:
-            run = self._client.create_run(
-                self._experiment_id, start_time=started_ms, run_name=name, tags=dict(tags)
-            )
+        with self._failing("takes no run"):
+            run = self._client.create_run(self._experiment_id, started_ms, dict(tags), name)
             return str(run.info.run_id)
-
-        return self._ask("takes no run", create)
 
     def write(
         self,
@@ -156,58 +139,55 @@ class Store:
         """Add to a run. The same once more changes nothing: points are not doubled, files are replaced."""
         from mlflow.entities import Metric, Param, RunTag
 
-        def write() -> None:
-            given = [Param(name, value) for name, value in (params or {}).items()]
-            for start in range(0, len(given), _PARAMS_A_CALL):
-                self._client.log_batch(run_id, params=given[start : start + _PARAMS_A_CALL])
+        metrics = [Metric(point.name, point.value, point.moment_ms, point.step) for point in points]
+        given = [Param(*item) for item in (params or {}).items()]
+        with self._failing("was not filled"):
+            for some in _cut(given, _PARAMS_A_CALL):
+                self._client.log_batch(run_id, params=some)
             if tags:
-                self._client.log_batch(run_id, tags=[RunTag(name, value) for name, value in tags.items()])
-            metrics = [Metric(point.name, point.value, point.moment_ms, point.step) for point in points]
-            for start in range(0, len(metrics), _METRICS_A_CALL):
-                self._client.log_batch(run_id, metrics=metrics[start : start + _METRICS_A_CALL])
-            if files:
-                self._upload(run_id, files)
-
-        self._ask("was not filled", write)
-
-    def _upload(self, run_id: str, files: Mapping[str, str | bytes]) -> None:
-        with tempfile.TemporaryDirectory(prefix="zerokit-mlflow-") as folder:
-            for name, content in files.items():
-                path = Path(folder, name)
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(content.encode() if isinstance(content, str) else content)
-            self._client.log_artifacts(run_id, folder)
+                self._client.log_batch(run_id, tags=[RunTag(*item) for item in tags.items()])
+            for many in _cut(metrics, _METRICS_A_CALL):
+                self._client.log_batch(run_id, metrics=many)
+            with tempfile.TemporaryDirectory(prefix="zerokit-mlflow-") as folder:
+                for name, content in (files or {}).items():
+                    path = Path(folder, name)
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path.write_bytes(content.encode() if isinstance(content, str) else content)
+                if files:
+                    self._client.log_artifacts(run_id, folder)
 
     def delete(self, run_id: str) -> None:
         """Move a run to MLflow's bin."""
-        self._ask(f"left run {run_id} as it was", lambda: self._client.delete_run(run_id))
+        with self._failing(f"left run {run_id} as it was"):
+            self._client.delete_run(run_id)
+
+    def status(self, run_id: str, status: Status, ended_ms: int | None = None) -> None:
+        """End the run, or open it again with RUNNING."""
+        with self._failing(f"left run {run_id} as it was"):
+            if status == "RUNNING":
+                self._client.update_run(run_id, status)
+            else:
+                self._client.set_terminated(run_id, status, ended_ms)
 
     def show_columns(self, view: str, metrics: Sequence[str], tags: Mapping[str, str | None]) -> None:
         """Make the view that `link` opens: runs that have these tags (None: with any value), beside these metrics.
 
         MLflow keeps a view that somebody shares as a tag of the experiment, in this form.
         """
-        wanted = [
-            f"tags.`{name}` {'LIKE' if value is None else '='} '{value or '%'}'"
-            for name, value in tags.items()
-        ]
+        shown = [f"metrics.`{name}`" for name in metrics]
         state = {
-            "searchFilter": " and ".join(wanted),
-            "orderByKey": f"metrics.`{metrics[0]}`",  # by time, MLflow would hide them behind their parent
+            "searchFilter": _filter(tags),
+            "orderByKey": shown[0],  # by time, MLflow would hide them behind their parent
             "orderByAsc": True,
             "startTime": "ALL",
             "lifecycleFilter": "Active",
             "datasetsFilter": [],
-            "selectedColumns": [f"metrics.`{name}`" for name in metrics],
-            "columnOrder": [f"metrics.`{name}`" for name in metrics],
+            "selectedColumns": shown,
+            "columnOrder": shown,
         }
-
-        def share() -> None:
-            self._client.set_experiment_tag(
-                self._experiment_id, f"mlflow.sharedViewState.{view}", json.dumps(state)
-            )
-
-        self._ask("takes no view", share)
+        with self._failing("takes no view"):
+            name = f"mlflow.sharedViewState.{view}"
+            self._client.set_experiment_tag(self._experiment_id, name, json.dumps(state))
 
     def link(self, *, run_id: str | None = None, view: str | None = None) -> str:
         """The page of a run, or of the runs of a view; of a store without a server, as `mlflow ui` would serve it."""
@@ -216,47 +196,46 @@ class Store:
         page = f"{root}/#/experiments/{self._experiment_id}/runs"
         return f"{page}?viewStateShareKey={view}" if run_id is None else f"{page}/{run_id}"
 
-    def status(self, run_id: str, status: Status, ended_ms: int | None = None) -> None:
-        """End the run, or open it again with RUNNING."""
-
-        def change() -> None:
-            if status == "RUNNING":
-                self._client.update_run(run_id, status)
-            else:
-                self._client.set_terminated(run_id, status, ended_ms)
-
-        self._ask(f"left run {run_id} as it was", change)
-
-    def _ask(self, what: str, question: Callable[[], T]) -> T:
-        return _told(f"MLflow at {self.tracking.uri} {what}", question)
+    def _failing(self, what: str) -> AbstractContextManager[None]:
+        return failing(f"MLflow at {self.tracking.uri} {what}")
 
 
-def _pages(search: Callable[..., PagedList[T]]) -> Iterator[T]:
+def _filter(tags: Mapping[str, str | None]) -> str:
+    """Of runs that have all of these tags (None: with any value), in MLflow's language."""
+    return " and ".join(
+        f"tags.`{name}` {'LIKE' if value is None else '='} '{value or '%'}'" for name, value in tags.items()
+    )
+
+
+def _cut(values: Sequence[T], most: int) -> Iterator[Sequence[T]]:
+    for start in range(0, len(values), most):
+        yield values[start : start + most]
+
+
+def pages(search: Callable[..., PagedList[T]]) -> Iterator[T]:
     """Everything that a search of MLflow's finds."""
-    token: str | None = None
-    while True:
-        page = search(page_token=token)
+    page = search()
+    yield from page
+    while page.token:
+        page = search(page_token=page.token)
         yield from page
-        token = page.token
-        if not token:
-            return
 
 
-def _told(what: str, question: Callable[[], T]) -> T:
+@contextmanager
+def failing(what: str) -> Iterator[None]:
+    """Any error within becomes a `TrackingError` that says so, and why in a line.
+
+    Of a connection that failed that is its root, which libraries wrap up to five times.
+    """
     try:
-        return question()
+        yield
     except TrackingError:
         raise
     except Exception as error:
-        raise TrackingError(f"{what}: {_first_line(error)}") from error
-
-
-def _first_line(error: BaseException) -> str:
-    """The error in a line; of a connection that failed its root, which libraries wrap up to five times."""
-    root = error
-    while (below := root.__cause__ or root.__context__) is not None:
-        root = below
-    if isinstance(root, OSError):
-        error = root
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0] if text else 'no message'}"[:300]
+        root: BaseException = error
+        while (below := root.__cause__ or root.__context__) is not None:
+            root = below
+        root = root if isinstance(root, OSError) else error
+        text = str(root).strip().splitlines()
+        why = f"{type(root).__name__}: {text[0] if text else 'no message'}"[:300]
+        raise TrackingError(f"{what}: {why}") from error
