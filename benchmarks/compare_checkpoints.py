@@ -36,7 +36,7 @@ from benchmarks.measuring import (
 )
 from benchmarks.ranks import run_ranks
 from tests.support.checkpoints import common_file, example_extra
-from zerokit.bench.machine.accelerator import cores
+from zerokit.bench.machine.host import cores
 from zerokit.checkpoint.checksum import crc32
 from zerokit.checkpoint.extents import Stream, rank_file
 from zerokit.checkpoint.manifest import COMMON_NAME, EXTRA_NAME, NAME, File, Manifest

@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import TypeVar
 
-from zerokit.bench.machine.accelerator import cores, processor_name
+from zerokit.bench.machine.host import cores, processor_name
 from zerokit.bench.measure.environment import git_commit, measured_variables
 
 ROOT = Path(__file__).resolve().parent.parent
