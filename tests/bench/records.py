@@ -22,6 +22,7 @@ from zerokit.bench.record import (
 )
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.record.statistics import Summary
+from zerokit.bench.record.status import Status
 
 MIB = 2**20
 
@@ -54,7 +55,7 @@ def make_record(loss: list[float | None] | None = None) -> Record:
     return Record(
         id="0" * 32,
         cell=settings.key,
-        status="ok",
+        status=Status.OK,
         created="2030-01-02T03:04:05+00:00",
         settings=settings,
         model=model,
@@ -217,7 +218,7 @@ def make_failure(
     return Record(
         id=settings.key.rjust(32, "0"),
         cell=settings.key,
-        status=status,
+        status=Status(status),
         created="2030-01-02T03:04:05+00:00",
         settings=settings,
         reason=reason,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import click
 
-from zerokit.bench.record import Record, require_writable
+from zerokit.bench.record import Record, Status, require_writable
 from zerokit.bench.record.journal import Job, Journal
 from zerokit.bench.record.schema import to_plain
 from zerokit.bench.record.settings import Settings
@@ -77,9 +77,9 @@ def _run_single(request: Request, host_of: HostOf) -> int:
         _warn(record, display)
     if request.as_json:
         click.echo(record.to_json(), nl=False)
-    elif record.status == "ok":
+    elif record.status is Status.OK:
         display.table([record])
-    silent = request.as_json or record.status != "ok"
+    silent = request.as_json or record.status is not Status.OK
     display.files({"record": str(path)}, live, push, to_stderr=silent)
     return exit_code([record])
 
@@ -131,8 +131,8 @@ def _run_sweep(request: Request, host_of: HostOf) -> int:
 def _warn(record: Record, display: Display) -> None:
     """What a single bench has to say beside its figures."""
     settings = record.settings
-    if record.status != "ok":
-        memory = record.status == "out of memory"
+    if record.status is not Status.OK:
+        memory = record.status is Status.OUT_OF_MEMORY
         display.warn(f"{record.status}: {record.reason}" if memory else record.reason or record.status)
     elif settings.resume and record.checkpoints.resumed_from is None:
         display.warn(f"--resume: {settings.save} holds no checkpoint yet: the bench began at step 0")

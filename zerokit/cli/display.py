@@ -101,9 +101,7 @@ class Display:
             )
         else:
             reason = printable((record.reason or "").partition("\n")[0])
-            line.append(
-                record.status, style="yellow" if record.status in ("out of memory", "unsupported") else "red"
-            )
+            line.append(record.status, style="yellow" if record.status.final else "red")
             line.append(f": {reason}")
         if before:
             line.append("  (from before)", style="dim")

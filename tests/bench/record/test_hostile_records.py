@@ -19,6 +19,7 @@ from tests.cli.commands import zerokit
 from tests.support.mutations import mutated
 from zerokit.bench.record import Checkpoints, Record, RecordError, Save, read_record, write_record
 from zerokit.bench.record.runs import Run
+from zerokit.bench.record.status import Status
 from zerokit.bench.report import render
 from zerokit.bench.tracking.content import run_files, run_name, run_params, run_points, run_tags
 from zerokit.cli.compare import command
@@ -162,7 +163,7 @@ def test_names_of_records_cannot_steer_a_terminal(tmp_path: Path) -> None:
     write_record(FULL, tmp_path / "good.json")
     failed = replace(
         FULL,
-        status="failed",
+        status=Status.FAILED,
         reason=EVIL,
         results=None,
         id="f" * 32,

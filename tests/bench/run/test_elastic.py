@@ -13,7 +13,7 @@ from tests.bench.ranks import Ranks, Stopped, Watcher, host
 from zerokit.bench.record import Record, read_record
 from zerokit.bench.record.journal import Journal
 from zerokit.bench.record.settings import Settings
-from zerokit.bench.record.status import OUT_OF_MEMORY, Status, write_status
+from zerokit.bench.record.status import Outcome, Status, write_outcome
 from zerokit.bench.run import session
 from zerokit.bench.run.elastic import remaining
 from zerokit.bench.run.session import run_cell
@@ -90,7 +90,7 @@ def run(
         )
         if (error := next(errors)) is not None:
             if isinstance(error, MemoryError):
-                write_status(job, Status(OUT_OF_MEMORY, "too little"))
+                write_outcome(job, Outcome(Status.OUT_OF_MEMORY, "too little"))
                 error = ended((1, 1, KILL))
             raise error
 

@@ -12,7 +12,7 @@ from tests.bench.ranks import Ranks, Stopped, Watcher, host, record_of
 from zerokit.bench.record import RecordError, read_record, write_record
 from zerokit.bench.record.progress import Progress, ProgressWriter
 from zerokit.bench.record.settings import Settings
-from zerokit.bench.record.status import OUT_OF_MEMORY, Status, write_status
+from zerokit.bench.record.status import Outcome, Status, write_outcome
 from zerokit.bench.run import session
 from zerokit.bench.run.session import refusal, require_data, run_cell
 from zerokit.errors import ZerokitError
@@ -90,7 +90,7 @@ def test_a_failed_rank_is_recorded_and_its_output_kept(tmp_path: Path) -> None:
 
 def test_a_rank_that_ran_out_of_memory_says_so(tmp_path: Path) -> None:
     def act(settings: Settings, job: Path) -> None:
-        write_status(job, Status(OUT_OF_MEMORY, "out of memory: rank 1 wanted too much"))
+        write_outcome(job, Outcome(Status.OUT_OF_MEMORY, "out of memory: rank 1 wanted too much"))
         raise WorkerFailed("rank 0 failed: connection closed by peer")
 
     record = run_cell(SETTINGS, tmp_path / "r.json", host(Ranks(act), Watcher()))

@@ -12,7 +12,7 @@ import pytest
 from tests.bench.ranks import Ranks, Stopped, Watcher, host, record_of
 from zerokit.bench.record import Record, RecordError, read_record, write_record
 from zerokit.bench.record.settings import Settings
-from zerokit.bench.record.status import OUT_OF_MEMORY, Status, write_status
+from zerokit.bench.record.status import Outcome, Status, write_outcome
 from zerokit.bench.record.sweep import Sweep, SweepError, SweepFolder
 from zerokit.bench.sweeps.cells import product
 from zerokit.bench.sweeps.sweep import exit_code, prepare, read_sweep, run_sweep
@@ -48,13 +48,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SweepFolder:
     return SweepFolder(tmp_path / "sweep")
 
 
-def at_stage(stage: int, error: Exception | None, status: Status | None = None) -> Ranks:
+def at_stage(stage: int, error: Exception | None, outcome: Outcome | None = None) -> Ranks:
     """Ranks that fail at one stage; None succeeds."""
 
     def act(settings: Settings, job: Path) -> None:
         if settings.stage == stage and error is not None:
-            if status is not None:
-                write_status(job, status)
+            if outcome is not None:
+                write_outcome(job, outcome)
             raise error
 
     return Ranks(act)
@@ -80,11 +80,11 @@ def test_a_cell_that_fails_does_not_end_the_sweep(folder: SweepFolder) -> None:
 
 def test_going_on_runs_only_what_has_no_result(folder: SweepFolder) -> None:
     sweep = prepare(folder, make(engine=("zerokit", "ddp"), stage=(0, 1, 2)))
-    status = Status(OUT_OF_MEMORY, "too much")
+    status = Outcome(Status.OUT_OF_MEMORY, "too much")
     run(sweep, folder, at_stage(1, WorkerFailed("no"), status))
     cells = {cell.label: cell for cell in sweep.cells}
     failed = cells["zerokit stage 2"]
-    write_record(replace(folder.records(sweep)[2], status="failed", reason="no"), folder.record(failed))
+    write_record(replace(folder.records(sweep)[2], status=Status.FAILED, reason="no"), folder.record(failed))
     folder.record(cells["zerokit stage 0"]).unlink()
 
     ranks, watcher = Ranks(), Watcher()
@@ -253,4 +253,6 @@ def test_repetitions_are_records_of_their_own(folder: SweepFolder) -> None:
 )
 def test_the_exit_code_follows_from_the_statuses(statuses: tuple[str, ...], code: int) -> None:
     settings = Settings()
-    assert exit_code([Record("i", "c", status, "2030-01-01", settings) for status in statuses]) == code
+    assert (
+        exit_code([Record("i", "c", Status(status), "2030-01-01", settings) for status in statuses]) == code
+    )

@@ -15,6 +15,7 @@ from tests.bench.records import make_cell, make_failure, make_record
 from zerokit.bench.record import Record, Samples
 from zerokit.bench.record.journal import Part
 from zerokit.bench.record.settings import Settings
+from zerokit.bench.record.status import Status
 from zerokit.bench.tracking.content import (
     MOST_KEYS,
     Point,
@@ -208,7 +209,7 @@ def test_an_elastic_job_has_one_run_whose_curves_begin_with_its_first_step() -> 
     assert run_tags(job)["zerokit.reason"] == ""  # a former end is none
     # MLflow keeps a parameter as it was first: a job that may go on at another world size has none yet.
     assert run_params(job)["world"] == "2"
-    assert run_params(replace(job, status="failed")) == {}
+    assert run_params(replace(job, status=Status.FAILED)) == {}
 
 
 def test_a_runs_name_begins_with_what_is_compared() -> None:

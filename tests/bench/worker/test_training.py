@@ -28,7 +28,7 @@ from zerokit.bench.record.progress import Progress, ProgressReader, ProgressWrit
 from zerokit.bench.record.schema import to_plain
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.record.statistics import STEADY_WINDOW
-from zerokit.bench.record.status import Status, oom_kills, read_status, write_status
+from zerokit.bench.record.status import Outcome, Status, oom_kills, read_outcome, write_outcome
 from zerokit.bench.worker.checkpoints import Keeper, Trained
 from zerokit.bench.worker.rank import choose, with_state
 from zerokit.bench.worker.training import Loop, Measured
@@ -225,10 +225,10 @@ def test_a_rank_fills_in_what_was_left_open() -> None:
 
 def test_a_status_is_read_as_it_was_written(tmp_path: Path) -> None:
     job = tmp_path / "job.json"
-    assert read_status(job) is None
+    assert read_outcome(job) is None
     for reason in ("one rank", "another"):
-        write_status(job, Status("out of memory", reason))
-    assert read_status(job) == Status("out of memory", "another")
+        write_outcome(job, Outcome(Status.OUT_OF_MEMORY, reason))
+    assert read_outcome(job) == Outcome(Status.OUT_OF_MEMORY, "another")
     assert [path.name for path in tmp_path.iterdir()] == ["job.json.status"]
 
 
@@ -268,9 +268,9 @@ def test_running_out_of_memory_is_noted_beside_the_job(tmp_path: Path) -> None:
     record = tmp_path / "record.json"
     job.write_text(json.dumps({"settings": to_plain(settings), "record": str(record), "progress": None}))
     message = run_alone(run_out_of_memory, str(job))
-    status = read_status(job)
+    status = read_outcome(job)
     assert status is not None
-    assert status == Status("out of memory", message)
+    assert status == Outcome(Status.OUT_OF_MEMORY, message)
     assert "gpt2-124m (124.4 M parameters), compute-only stage 0, 1 ranks" in message
     assert "higher --stage" in message
     assert not record.exists()

@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from zerokit.bench.catalogue.engines import ENGINES
-from zerokit.bench.record import Record
+from zerokit.bench.record import Record, Status
 from zerokit.bench.record.metrics import METRICS, Measured, measure, values_of
 from zerokit.bench.record.runs import Run
 from zerokit.bench.record.schema import to_plain
@@ -47,7 +47,7 @@ class Cell:
         return [record for record in self.records if record.status == "ok" and record.results is not None]
 
     @property
-    def status(self) -> str:
+    def status(self) -> Status:
         """ "ok" if any repetition went well."""
         return self.first.status
 

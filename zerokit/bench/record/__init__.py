@@ -21,7 +21,6 @@ from zerokit.bench.record.measured import (
 )
 from zerokit.bench.record.record import (
     FORMAT,
-    STATUSES,
     Record,
     RecordError,
     read_record,
@@ -31,16 +30,17 @@ from zerokit.bench.record.record import (
     write_text,
 )
 from zerokit.bench.record.results import count_distinct, summarise, with_twin
+from zerokit.bench.record.status import Outcome, Status
 
 __all__ = [
     "FORMAT",
-    "STATUSES",
     "Bandwidth",
     "Checkpoints",
     "Data",
     "DeviceMemory",
     "Environment",
     "Model",
+    "Outcome",
     "Phases",
     "Rank",
     "Record",
@@ -48,6 +48,7 @@ __all__ = [
     "Results",
     "Samples",
     "Save",
+    "Status",
     "Traffic",
     "Twin",
     "Utilisation",

@@ -31,6 +31,7 @@ from zerokit.bench.record.measured import (
 )
 from zerokit.bench.record.schema import from_plain, json_schema, to_plain
 from zerokit.bench.record.settings import Settings
+from zerokit.bench.record.status import Status
 from zerokit.errors import ZerokitError
 from zerokit.nesting import require_shallow
 
@@ -45,9 +46,6 @@ class RecordError(ZerokitError):
     """A file is not a bench record, or one of a format that this version does not read."""
 
 
-STATUSES = ("ok", "out of memory", "unsupported", "failed", "killed")
-
-
 @dataclass(frozen=True, slots=True)
 class Record:
     """One bench. What an unsuccessful one did not come to is null or empty.
@@ -56,7 +54,7 @@ class Record:
         id: of this run, 32 hexadecimal digits; a repetition gets another.
         sweep: the id that all cells of a sweep share; null for a single bench.
         cell: `Settings.key` of what was asked, before a rank filled in what was left open.
-        status: "ok", "out of memory", "unsupported", "failed" or "killed"; `reason` says more unless it is ok.
+        status: `reason` says more unless it is ok.
         created: when the measured steps ended, UTC, ISO 8601.
         loss: of every step, warm-up first, the mean over ranks and micro-batches. Of an elastic bench each step of the
             job once, as it was trained last.
@@ -77,7 +75,7 @@ class Record:
 
     id: str
     cell: str
-    status: str = field(metadata={"schema": {"enum": list(STATUSES)}})
+    status: Status
     created: str
     settings: Settings
     reason: str | None = None
@@ -99,10 +97,6 @@ class Record:
     batches_repeat_after: int | None = None
     parts: list[Part] = field(default_factory=list)
     format: str = field(default=FORMAT, metadata={"schema": {"const": FORMAT}})
-
-    def __post_init__(self) -> None:
-        if self.status not in STATUSES:
-            raise ValueError(f"status {self.status!r} is unknown: one of {STATUSES}")
 
     @property
     def restarts(self) -> int:

@@ -1,7 +1,7 @@
 """Dataclasses to JSON and back, strictly: a record with a wrong field is refused and the field named.
 
-Understands dataclasses, lists, tuples of one type, dicts with string keys, unions with None, JSON's scalars;
-`json_schema` says the same in JSON Schema.
+Understands dataclasses, enums of strings, lists, tuples of one type, dicts with string keys, unions with None, JSON's
+scalars; `json_schema` says the same in JSON Schema.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
+from enum import StrEnum
 from typing import Any, TypeVar, get_args, get_origin
 
 T = TypeVar("T")
@@ -75,11 +76,17 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
     if origin in (list, tuple):
         if not isinstance(value, list):
             raise SchemaError(f"{path}: expected a list, found {type(value).__name__}")
-        return origin(_convert(parameters[0], item, f"{path}[{place}]") for place, item in enumerate(value))
+        return origin(
+            _convert(parameters[0], item, f"{path}[{position}]") for position, item in enumerate(value)
+        )
     if origin is dict:
         if not isinstance(value, Mapping):
             raise SchemaError(f"{path}: expected an object, found {type(value).__name__}")
         return {key: _convert(parameters[1], item, _join(path, key)) for key, item in value.items()}
+    if inspect.isclass(hint) and issubclass(hint, StrEnum):
+        if value not in list(hint):
+            raise SchemaError(f"{path}: expected one of {', '.join(hint)}, found {value!r}")
+        return hint(value)
     if is_dataclass(hint):
         return from_plain(typing.cast(type[Any], hint), value, path)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
@@ -144,6 +151,8 @@ def _schema(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
         return {"type": "object", "additionalProperties": _schema(parameters[1], definitions)}
     if is_dataclass(hint):
         return _define(typing.cast(type[Any], hint), definitions)
+    if inspect.isclass(hint) and issubclass(hint, StrEnum):
+        return {"type": "string", "enum": [one.value for one in hint]}
     if hint is type(None):
         return {"type": "null"}
     return {} if hint is Any else {"type": _SCALARS[hint]}

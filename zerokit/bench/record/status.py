@@ -1,4 +1,4 @@
-"""How a bench's ranks tell whoever launched them why they could not go on. Standard library only.
+"""What became of a bench, and how a rank reports why it could not go on. Standard library only.
 
 A rank that runs out of memory writes a small file beside its job before it fails: the launcher then knows a result
 from a fault. A rank that the kernel kills cannot; `oom_kills`, read before and after, says whether the kernel killed
@@ -8,20 +8,32 @@ anything for want of memory meanwhile.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
+from typing import NamedTuple
 
 from zerokit import files
 
-OUT_OF_MEMORY = "out of memory"
-UNSUPPORTED = "unsupported"
+
+class Status(StrEnum):
+    """Of a bench; in records and MLflow's tags as text."""
+
+    OK = "ok"
+    OUT_OF_MEMORY = "out of memory"
+    UNSUPPORTED = "unsupported"
+    FAILED = "failed"
+    KILLED = "killed"
+
+    @property
+    def final(self) -> bool:
+        """Whether running it again would give the same: it went well, or this machine or engine cannot do it."""
+        return self not in (Status.FAILED, Status.KILLED)
 
 
-@dataclass(frozen=True, slots=True)
-class Status:
-    """What a rank said: a status of `zerokit.bench.record.STATUSES`, and the reason in words."""
+class Outcome(NamedTuple):
+    """A status with its reason in words."""
 
-    status: str
+    status: Status
     reason: str
 
 
@@ -30,23 +42,22 @@ def status_path(job: Path) -> Path:
     return job.with_name(f"{job.name}.status")
 
 
-def write_status(job: Path, status: Status) -> None:
+def write_outcome(job: Path, outcome: Outcome) -> None:
     """Write it whole; of several ranks' the last stays."""
-    text = json.dumps({"status": status.status, "reason": status.reason})
-    files.write_aside(status_path(job), text.encode(), durable=False)
+    files.write_aside(status_path(job), json.dumps(outcome._asdict()).encode(), durable=False)
 
 
-def read_status(job: Path) -> Status | None:
-    """What a rank of the job said, if any did."""
+def read_outcome(job: Path) -> Outcome | None:
+    """What a rank of the job reported, if any did."""
     try:
         content = json.loads(status_path(job).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    return Status(content["status"], content["reason"])
+    return Outcome(Status(content["status"]), content["reason"])
 
 
 def oom_kills() -> int | None:
-    """How many processes the kernel has killed for want of memory since it started; None where it does not tell.
+    """How many processes the kernel has killed for want of memory since it started; None where it is not known.
 
     It counts the whole machine: a rank that was killed by SIGKILL while the number rose was probably one of them.
     """

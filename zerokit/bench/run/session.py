@@ -31,7 +31,7 @@ from zerokit.bench.record.journal import Journal
 from zerokit.bench.record.progress import Progress, ProgressReader
 from zerokit.bench.record.schema import to_plain
 from zerokit.bench.record.settings import Settings
-from zerokit.bench.record.status import oom_kills, read_status
+from zerokit.bench.record.status import Outcome, Status, oom_kills, read_outcome
 from zerokit.bench.run.elastic import remaining
 from zerokit.bench.workloads.inputs import check_inputs
 from zerokit.errors import ZerokitError
@@ -143,13 +143,13 @@ def run_cell(
         id=identity or uuid.uuid4().hex,
         cell=settings.key,
         sweep=sweep,
-        status="failed",
+        status=Status.FAILED,
         created=_now(),
         settings=settings,
     )
     host.watch.phase("checking the settings")
     if (refused := refusal(settings, host)) is not None:
-        return _put(replace(asked, status=refused[0], reason=refused[1]), path)
+        return _put(replace(asked, **refused._asdict()), path)
     journal = Journal(Path(settings.save)) if settings.elastic and settings.save else None
     work = Path(tempfile.mkdtemp(prefix="zerokit-bench-"))
     keep = False
@@ -158,7 +158,7 @@ def run_cell(
         if isinstance(outcome, Record):
             record = replace(outcome, id=asked.id)
         else:
-            keep = outcome.status == "failed"  # the ranks' output is there
+            keep = outcome.status is Status.FAILED  # the ranks' output is there
             record = replace(
                 asked,
                 status=outcome.status,
@@ -166,31 +166,31 @@ def run_cell(
                 created=_now(),
                 parts=journal.story().parts if journal else [],
             )
-            if outcome.status == "killed" or not isinstance(outcome.error, ZerokitError):
+            if outcome.status is Status.KILLED or not isinstance(outcome.error, ZerokitError):
                 _put(record, path)
                 raise outcome.error
     finally:
         if not keep:
             shutil.rmtree(work, ignore_errors=True)
     _put(record, path)
-    if journal is not None and record.status == "ok":
+    if journal is not None and record.status is Status.OK:
         journal.finish()
     return record
 
 
-def refusal(settings: Settings, host: Host) -> tuple[str, str] | None:
+def refusal(settings: Settings, host: Host) -> Outcome | None:
     """The status and the reason of a cell that need not be tried; None for one that may run."""
     reason = unsupported(settings)
     if reason is None and (missing := ENGINES[settings.engine].missing) is not None:
         reason = f"engine {settings.engine}: {missing}"
     reason = reason or describe(settings.model).missing
     if reason is not None:
-        return "unsupported", reason
+        return Outcome(Status.UNSUPPORTED, reason)
     too_large = host.fits(settings)
-    return None if too_large is None else ("out of memory", too_large)
+    return None if too_large is None else Outcome(Status.OUT_OF_MEMORY, too_large)
 
 
-def what_happened(error: BaseException, job: Path, oom_kills_before: int | None) -> tuple[str, str]:
+def what_happened(error: BaseException, job: Path, oom_kills_before: int | None) -> Outcome:
     """The status and the reason of a cell whose ranks ended with this error.
 
     Args:
@@ -198,22 +198,22 @@ def what_happened(error: BaseException, job: Path, oom_kills_before: int | None)
         job: the file of the job, beside which a rank that ran out of memory writes its status.
         oom_kills_before: `oom_kills()` before the launch: a rank that the kernel killed could not say anything.
     """
-    if (own := read_status(job)) is not None:
-        return own.status, own.reason.removeprefix(f"{own.status}: ")
+    if (own := read_outcome(job)) is not None:
+        return own._replace(reason=own.reason.removeprefix(f"{own.status}: "))
     reason = str(error) or type(error).__name__
     failures = error.failures if isinstance(error, WorkerFailed) else []
     killed = any(one.exit_code == -signal.SIGKILL for one in failures)
     if killed and (oom_kills() or 0) > (oom_kills_before or 0):
         reason = f"the kernel ended processes for want of memory meanwhile, probably ours: {reason}"
-        return "out of memory", reason
-    return "failed", reason
+        return Outcome(Status.OUT_OF_MEMORY, reason)
+    return Outcome(Status.FAILED, reason)
 
 
 @dataclass(frozen=True, slots=True)
 class _Unsuccessful:
     """What became of a cell whose ranks ended with this error."""
 
-    status: str
+    status: Status
     reason: str
     error: BaseException
 
@@ -228,13 +228,13 @@ def _train(
         try:
             return _launch(settings, folder, host, sweep)
         except host.interruptions as error:
-            end = _Unsuccessful("killed", str(error) or "interrupted", error)
+            end = _Unsuccessful(Status.KILLED, str(error) or "interrupted", error)
         except BaseException as error:
             end = _Unsuccessful(*what_happened(error, folder / JOB, kills), error)
         why, left = end.reason.partition("\n")[0], None
         if journal is not None:
             journal.end_part(part, why)
-        if end.status == "failed" and settings.elastic and isinstance(end.error, WorkerFailed):
+        if end.status is Status.FAILED and settings.elastic and isinstance(end.error, WorkerFailed):
             left = remaining(settings, end.error)
         if left is None or restarts >= host.max_restarts:
             break
@@ -287,7 +287,7 @@ def _put(record: Record, path: Path) -> Record:
     Where that fails it goes to a temporary folder, and the `RecordError` names it.
     """
     with contextlib.suppress(RecordError):  # then what is there is no record worth keeping
-        if record.status != "ok" and path.exists() and read_record(path).status == "ok":
+        if record.status is not Status.OK and path.exists() and read_record(path).status is Status.OK:
             return record
     try:
         write_record(record, path)

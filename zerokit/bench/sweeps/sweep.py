@@ -9,14 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from zerokit.bench.catalogue.check import require_known
-from zerokit.bench.record import Record
+from zerokit.bench.record import Record, Status
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.record.sweep import Cell, Sweep, SweepError, SweepFolder
 from zerokit.bench.run.session import Host, Watch, run_cell
 from zerokit.errors import UsageError
-
-# The cells that are not run again: their result is known.
-DONE = ("ok", "out of memory", "unsupported")
 
 
 class SweepWatch(Watch, Protocol):
@@ -82,7 +79,7 @@ def run_sweep(
     for cell in sweep.cells:
         host.interrupted()
         record = folder.existing(cell)
-        done = record is not None and record.status in DONE
+        done = record is not None and record.status.final
         if record is None or not done:
             watch.began(cell)
             record = live.during(
@@ -102,6 +99,6 @@ def run_sweep(
 def exit_code(records: Sequence[Record]) -> int:
     """Of the command: 1 if a cell failed, 4 if none ran, else 0."""
     statuses = {record.status for record in records}
-    if statuses & {"failed", "killed"}:
+    if not all(status.final for status in statuses):
         return 1
-    return 0 if "ok" in statuses else 4
+    return 0 if Status.OK in statuses else 4

@@ -36,7 +36,7 @@ from zerokit.bench.record.journal import Journal, Story
 from zerokit.bench.record.progress import ProgressWriter
 from zerokit.bench.record.schema import from_plain, to_plain
 from zerokit.bench.record.settings import Settings
-from zerokit.bench.record.status import OUT_OF_MEMORY, Status, write_status
+from zerokit.bench.record.status import Outcome, Status, write_outcome
 from zerokit.bench.worker.checkpoints import Keeper, mean_over_ranks
 from zerokit.bench.worker.training import Loop, Measured
 from zerokit.bench.worker.twin import measure_twin
@@ -135,7 +135,7 @@ def run(asked: Settings, record_path: Path, progress_path: Path | None, sweep: s
         record = Record(
             id=uuid.uuid4().hex,
             cell=asked.key,
-            status="ok",
+            status=Status.OK,
             sweep=sweep,
             created=ended.isoformat(timespec="seconds"),
             settings=settings,
@@ -244,7 +244,7 @@ def main(job: Path) -> None:
         if not known and "DefaultCPUAllocator" not in str(error):
             raise
         reason = _out_of_memory(settings, str(error))
-        write_status(job, Status(OUT_OF_MEMORY, reason))
+        write_outcome(job, Outcome(Status.OUT_OF_MEMORY, reason))
         raise OutOfMemory(reason) from error
 
 
