@@ -12,7 +12,7 @@ from zerokit.bench.record import Record, write_record
 from zerokit.bench.record.progress import Progress
 from zerokit.bench.record.schema import from_plain
 from zerokit.bench.record.settings import Settings
-from zerokit.bench.record.sweep import Cell
+from zerokit.bench.record.sweep import Trial
 from zerokit.bench.run.session import Host
 
 
@@ -84,10 +84,10 @@ class Watcher:
         """A warning."""
         self.warnings.append(text)
 
-    def began(self, cell: Cell) -> None:
+    def began(self, cell: Trial) -> None:
         """Nothing to remember."""
 
-    def ended(self, cell: Cell, record: Record, *, before: bool) -> None:
+    def ended(self, cell: Trial, record: Record, *, before: bool) -> None:
         """The number of the cell, its status, whether it was there already."""
         self.lines.append((cell.number, record.status, before))
 

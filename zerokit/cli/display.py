@@ -15,7 +15,7 @@ from rich.text import Text
 
 from zerokit.bench.record import Record
 from zerokit.bench.record.progress import Progress as BenchProgress
-from zerokit.bench.record.sweep import Cell
+from zerokit.bench.record.sweep import Trial
 from zerokit.bench.tracking.mirror import Live
 from zerokit.cli.numbers import mib, ms, rate
 from zerokit.text import printable, printable_lines
@@ -79,7 +79,7 @@ class Display:
                 note=f"loss {progress.loss:.3f}  {progress.step_ms:.0f} ms" if known else "",
             )
 
-    def began(self, cell: Cell) -> None:
+    def began(self, cell: Trial) -> None:
         """A cell of the sweep runs now."""
         if self._sweep is not None:
             self._progress.update(self._sweep, completed=cell.number, note=cell.label)
@@ -87,7 +87,7 @@ class Display:
             self._progress.remove_task(self._task)
         self._task = self._progress.add_task("starting", total=None, note="")
 
-    def ended(self, cell: Cell, record: Record, *, before: bool) -> None:
+    def ended(self, cell: Trial, record: Record, *, before: bool) -> None:
         """A line about a cell of the sweep, above the bars."""
         if self._sweep is not None:
             self._progress.update(self._sweep, completed=cell.number + 1, note="")

@@ -35,8 +35,8 @@ class SweepError(ZerokitError):
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
-    """One of a sweep; `number` counts from 0 in the order of running, `label` tells it from the others."""
+class Trial:
+    """A cell in one round of a sweep; `number` counts from 0 in the order of running, `label` is its own."""
 
     number: int
     label: str
@@ -51,7 +51,7 @@ class Sweep:
     id: str
     created: str
     options: dict[str, Any]
-    cells: list[Cell]
+    cells: list[Trial]
     format: str = field(default=FORMAT)
 
     @classmethod
@@ -59,7 +59,7 @@ class Sweep:
         """A new one."""
         dimensions = varying(cells)
         made = [
-            Cell(number, label(settings, dimensions), settings.key, settings)
+            Trial(number, label(settings, dimensions), settings.key, settings)
             for number, settings in enumerate(cells)
         ]
         return cls(uuid.uuid4().hex, datetime.now(UTC).isoformat(timespec="seconds"), options, made)
@@ -93,7 +93,7 @@ class SweepFolder:
         """The page."""
         return self.path / "report.html"
 
-    def record(self, cell: Cell) -> Path:
+    def record(self, cell: Trial) -> Path:
         """The file of a cell's record."""
         return self.path / "cells" / f"{cell.number:03d}-{slug(cell.label)}.json"
 
@@ -134,7 +134,7 @@ class SweepFolder:
         """The records that are there, in the order of the cells; raises `RecordError` for a damaged one."""
         return [record for cell in sweep.cells if (record := self.existing(cell)) is not None]
 
-    def existing(self, cell: Cell) -> Record | None:
+    def existing(self, cell: Trial) -> Record | None:
         """The record of a cell, if it has one; raises `RecordError` if that cannot be read."""
         path = self.record(cell)
         return read_record(path) if path.exists() else None

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from zerokit.bench.catalogue.check import require_known
 from zerokit.bench.record import Record, Status
 from zerokit.bench.record.settings import Settings
-from zerokit.bench.record.sweep import Cell, Sweep, SweepError, SweepFolder
+from zerokit.bench.record.sweep import Trial, Sweep, SweepError, SweepFolder
 from zerokit.bench.run.session import Host, Watch, run_cell
 from zerokit.errors import UsageError
 
@@ -19,10 +19,10 @@ from zerokit.errors import UsageError
 class SweepWatch(Watch, Protocol):
     """Receives the progress of a sweep."""
 
-    def began(self, cell: Cell) -> None:
+    def began(self, cell: Trial) -> None:
         """A cell runs now."""
 
-    def ended(self, cell: Cell, record: Record, *, before: bool) -> None:
+    def ended(self, cell: Trial, record: Record, *, before: bool) -> None:
         """A cell has its record; `before`: it was there already."""
 
 
