@@ -180,7 +180,8 @@ def main(words: Sequence[str] | None = None) -> int:
 
     def run_loop(name: str) -> float:
         """The median step of one training, in ms."""
-        return median(run_ranks(measure, name, arguments.steps, world=WORLD, group=False)[0])
+        steps_ms: list[float] = run_ranks(measure, name, arguments.steps, world=WORLD, group=False)[0]
+        return median(steps_ms)
 
     medians = in_rounds(list(LOOPS), arguments.rounds, run_loop)
     ratios = {name: ratio(times, medians["plain loop"]) for name, times in medians.items()}

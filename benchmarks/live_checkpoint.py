@@ -58,11 +58,10 @@ def measure(directory: str, size_gb: float, repeats: int) -> dict[str, list[floa
 
     torch.manual_seed(0)
     count = max(1, round(size_gb * 1e9 / _STATE_BYTES / (_WIDTH * _WIDTH + _WIDTH)))
-    model = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(count)))
-    for layer in model:
-        nn.init.normal_(
-            layer.weight, std=_WIDTH**-0.5
-        )  # no layer makes numbers smaller: all states are dense
+    layers = [nn.Linear(_WIDTH, _WIDTH) for _ in range(count)]
+    for layer in layers:
+        nn.init.normal_(layer.weight, std=_WIDTH**-0.5)  # no layer makes numbers smaller: all states are dense
+    model = nn.Sequential(*layers)
     optimizer = zerokit.ZeroOptimizer(model, torch.optim.AdamW, stage=2, precision="fp32", lr=1e-3)
     optimizer.backward(model(torch.randn(2, _WIDTH)).square().mean())
     optimizer.step()
