@@ -1,4 +1,4 @@
-"""What the micro-benchmarks share: one thread, flat units without communication, a pair of gloo ranks."""
+"""What the micro-benchmarks share: one thread, a group without communication."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-
-from benchmarks.pair import Pair, start_pair
 
 
 @pytest.fixture(autouse=True)
@@ -30,10 +28,3 @@ def fake_world() -> Iterator[dist.ProcessGroup]:
     assert group is not None
     yield group
     dist.destroy_process_group()
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[Pair]:
-    """Rank 0 here and rank 1 in another process, over gloo."""
-    with start_pair() as started:
-        yield started

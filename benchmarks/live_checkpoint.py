@@ -60,7 +60,9 @@ def measure(directory: str, size_gb: float, repeats: int) -> dict[str, list[floa
     count = max(1, round(size_gb * 1e9 / _STATE_BYTES / (_WIDTH * _WIDTH + _WIDTH)))
     layers = [nn.Linear(_WIDTH, _WIDTH) for _ in range(count)]
     for layer in layers:
-        nn.init.normal_(layer.weight, std=_WIDTH**-0.5)  # no layer makes numbers smaller: all states are dense
+        nn.init.normal_(
+            layer.weight, std=_WIDTH**-0.5
+        )  # no layer makes numbers smaller: all states are dense
     model = nn.Sequential(*layers)
     optimizer = zerokit.ZeroOptimizer(model, torch.optim.AdamW, stage=2, precision="fp32", lr=1e-3)
     optimizer.backward(model(torch.randn(2, _WIDTH)).square().mean())
