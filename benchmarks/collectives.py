@@ -9,18 +9,19 @@ from __future__ import annotations
 import sys
 import time
 import warnings
+from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file
 
-from benchmarks.measuring import in_rounds, make_parser, print_table, spread
+from benchmarks.measuring import in_rounds, make_parser, plain_table, spread
 from benchmarks.ranks import run_ranks
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from zerokit.runtime.collectives import Collectives
+from zerokit.runtime.collectives import Collectives, make_collectives
 
 WARMUP = 2
 
@@ -36,21 +37,15 @@ def zerokit_reduce_scatter(collectives: Collectives, bucket: Tensor) -> None:
 
 
 def gloo_all_gather(collectives: Collectives, whole: Tensor) -> None:
-    import torch.distributed as dist
-
     dist.all_gather_into_tensor(whole, whole.view(collectives.world, -1)[collectives.rank].clone())
 
 
 def gloo_reduce_scatter(collectives: Collectives, bucket: Tensor) -> None:
-    import torch.distributed as dist
-
     dist.reduce_scatter_tensor(bucket.new_empty(bucket.numel() // collectives.world), bucket)
 
 
 def gloo_all_reduce(collectives: Collectives, bucket: Tensor) -> None:
     """What DDP pays for a bucket; the sum is halved each time so that it stays finite."""
-    import torch.distributed as dist
-
     dist.all_reduce(bucket, op=dist.ReduceOp.SUM)
     bucket.mul_(0.5)
 
@@ -66,13 +61,6 @@ OPERATIONS = {
 
 def measure(megabytes: int, rounds: int) -> tuple[str, dict[str, list[float]]]:
     """How zerokit's travel, and milliseconds of each operation on buffers of this size, on this rank."""
-    from datetime import timedelta
-
-    import torch
-    import torch.distributed as dist
-
-    from zerokit.runtime.collectives import make_collectives
-
     warnings.simplefilter("ignore", FutureWarning)  # names that torch 2.13 has changed
     group: Any = dist.group.WORLD
     collectives = make_collectives(group, torch.device("cpu"), timedelta(seconds=60), units=1)
@@ -96,7 +84,7 @@ def main() -> None:
     for megabytes in options.megabytes:
         route, found = run_ranks(measure, megabytes, options.rounds)[0]
         rows = [[name, spread(times, 2)] for name, times in found.items()]
-        print_table(f"{megabytes} MB, zerokit's through {route}", ["", "ms (min–max)"], rows)
+        print(plain_table(f"{megabytes} MB, zerokit's through {route}", ["", "ms (min–max)"], rows))
 
 
 if __name__ == "__main__":

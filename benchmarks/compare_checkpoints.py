@@ -30,7 +30,7 @@ from benchmarks.measuring import (
     in_rounds,
     machine,
     make_parser,
-    print_table,
+    plain_table,
     spread,
     write_json,
 )
@@ -227,7 +227,7 @@ def show(figures: Mapping[str, Figures], floors: Mapping[str, str], title: str) 
         beside = f"{median(found.seconds) / median(floor.seconds):.2f}" if floor else ""
         peak = f"{max(found.peak_bytes) / 2**20:.0f}" if found.peak_bytes else ""
         rows.append([name, spread(found.seconds, 2), beside, peak])
-    print_table(title, ["", "seconds (min–max)", "÷ floor", "peak RSS MiB"], rows)
+    print(plain_table(title, ["", "seconds (min–max)", "÷ floor", "peak RSS MiB"], rows))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -23,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file
 
-from benchmarks.measuring import ROOT, bar_holds, in_rounds, make_parser, print_table, write_json
+from benchmarks.measuring import ROOT, bar_holds, in_rounds, make_parser, plain_table, write_json
 from tests.support.namespaces import Hosts, hosts_refusal, two_hosts
 
 WIRE_GBITS = 1.0
@@ -170,7 +170,7 @@ def show(records: dict[str, list[dict[str, Any]]], wire: float) -> int:
         beside = "" if cell.base is None else f"{medians[cell.name] / medians[cell.base]:.2f} of {cell.base}"
         received = "" if moved is None else f"{moved / 1e6:.0f}"
         rows.append([cell.name, f"{medians[cell.name]:.0f}", beside, received])
-    print_table(f"Over {WIRE_GBITS:g} Gbit/s", ["engine", "step ms", "", "MB a step"], rows)
+    print(plain_table(f"Over {WIRE_GBITS:g} Gbit/s", ["engine", "step ms", "", "MB a step"], rows))
     for cell in CELLS:
         if cell.bar is not None and cell.base is not None:
             share = medians[cell.name] / medians[cell.base]

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file
 
-from benchmarks.measuring import bar_holds, beside, in_rounds, make_parser, print_table, ratio, write_json
+from benchmarks.measuring import bar_holds, beside, in_rounds, make_parser, plain_table, ratio, write_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -160,7 +160,7 @@ def main() -> int:
         ]
         for name in turns
     ]
-    print_table("Processor time of a step", ["engine", "ms", "/ torch", "/ FSDP2", "forward ms"], rows)
+    print(plain_table("Processor time of a step", ["engine", "ms", "/ torch", "/ FSDP2", "forward ms"], rows))
     write_json(arguments.json, {"step_ms, forward_ms": turns})
     known = [pair for pair in BARS if set(pair) <= set(turns)]
     held = [bar_holds(f"{one} of {to}", ratio(steps[one], steps[to]), BARS[one, to]) for one, to in known]

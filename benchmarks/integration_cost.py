@@ -21,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file
 
-from benchmarks.measuring import bar_holds, in_rounds, make_parser, print_table, ratio
+from benchmarks.measuring import bar_holds, in_rounds, make_parser, plain_table, ratio
 from benchmarks.ranks import run_ranks
 
 WORLD, STAGE, WARMUP = 2, 3, 4
@@ -186,7 +186,11 @@ def main(words: Sequence[str] | None = None) -> int:
     medians = in_rounds(list(LOOPS), arguments.rounds, run_loop)
     ratios = {name: ratio(times, medians["plain loop"]) for name, times in medians.items()}
     rows = [[name, f"{median(times):.0f}", f"{ratios[name]:.3f}"] for name, times in medians.items()]
-    print_table("A step of a Llama of 20 M, 2 gloo ranks, stage 3", ["loop", "ms", "of the plain loop"], rows)
+    print(
+        plain_table(
+            "A step of a Llama of 20 M, 2 gloo ranks, stage 3", ["loop", "ms", "of the plain loop"], rows
+        )
+    )
     held = [bar_holds(f"{name} of the plain loop", ratios[name], BAR) for name in list(LOOPS)[1:]]
     return 0 if all(held) else 1
 

@@ -73,13 +73,8 @@ def bar_holds(name: str, measured: float, bar: float) -> bool:
     return holds
 
 
-def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Words to the left, figures to the right; without rich, which a bare GPU machine may lack."""
-    print(plain_table(title, columns, rows))
-
-
 def plain_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The same as text."""
+    """Words to the left, figures to the right; without rich, which a bare GPU machine may lack."""
     lines = [columns, *rows]
     widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
     figures = [

@@ -1,0 +1,50 @@
+"""What the scripts of benchmarks/ share."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.measuring import bar_holds, in_rounds, plain_table, ratio, spread
+from benchmarks.ranks import run_ranks
+from benchmarks.stage_costs import measure
+from zerokit.launch.failures import WorkerFailed
+
+
+def test_every_second_round_goes_backwards_and_all_is_kept() -> None:
+    calls: list[str] = []
+    kept: list[int] = []
+
+    def once(name: str) -> int:
+        calls.append(name)
+        return len(calls)
+
+    found = in_rounds(
+        ["a", "b"], 3, once, lambda results: kept.append(sum(map(len, results.values()))), tell=False
+    )
+    assert calls == ["a", "b", "b", "a", "a", "b"]
+    assert found == {"a": [1, 4, 5], "b": [2, 3, 6]}
+    assert kept == [1, 2, 3, 4, 5, 6]
+
+
+def test_figures() -> None:
+    assert spread([3.0, 1.0, 2.0], 1) == "2.0 (1.0–3.0)"
+    assert ratio([2.0, 9.0, 3.0], [1.0, 3.0, 3.0]) == 2.0
+    table = plain_table("title", ["name", "ms"], [["a", "1"], ["b", "20"]])
+    assert table.splitlines()[2:] == ["name  ms", "--------", "a      1", "b     20"]
+
+
+def test_a_bar_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bar_holds("a of b", 0.5, 0.5)
+    assert not bar_holds("a of b", 0.51, 0.5)
+    assert capsys.readouterr().out.splitlines() == [
+        "a of b: 0.500, at most 0.50: holds",
+        "a of b: 0.510, at most 0.50: MISSED",
+    ]
+
+
+def test_ranks_run_a_script_s_function_and_a_failure_says_why() -> None:
+    first, second = run_ranks(measure, "gpt-tiny", 3)
+    assert first == second
+    assert "equal to the formula to the byte: yes" in first
+    with pytest.raises(WorkerFailed, match="no-such-model"):
+        run_ranks(measure, "no-such-model", 3, world=1)
