@@ -21,8 +21,13 @@ import time
 from pathlib import Path
 from statistics import median
 
+import torch
+import torch.distributed as dist
+from torch import nn
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file
 
+import zerokit
 from benchmarks.measuring import make_parser, write_json
 from benchmarks.ranks import run_ranks
 
@@ -42,12 +47,6 @@ def busy_seconds() -> float:
 
 def train(directory: str, size_mb: float, rounds: int) -> list[dict[str, float]]:
     """The rounds of this rank, in seconds; `steps` were made during the write."""
-    import torch
-    import torch.distributed as dist
-    from torch import nn
-
-    import zerokit
-
     torch.manual_seed(0)
     count = max(1, round(size_mb * 1e6 * WORLD / STATE_BYTES / (WIDTH * WIDTH + WIDTH)))
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(count)))

@@ -46,15 +46,16 @@ _KINDS = ("master", "exp_avg", "exp_avg_sq")
 _WIDTH = 1024
 _SMALL_WIDTH = 64
 """Of checkpoints that would have less than eight blocks otherwise."""
+WHOLE, WEIGHTS, HALF = (f"cp + sync ({what})" for what in ("checkpoint", "weights", "bf16 weights"))
+"""The floors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A command to time; `floor` is the one that it is compared with. `output` is removed after each run."""
+    """A command to time, which ends with its output; `floor` is the one that it is compared with."""
 
     name: str
-    command: Sequence[str]
-    output: Path
+    command: Sequence[str | Path]
     floor: str = ""
 
 
@@ -125,7 +126,7 @@ print(json.dumps([os.waitstatus_to_exitcode(status), time.perf_counter() - start
 """
 
 
-def run(command: Sequence[str]) -> tuple[float, int]:
+def run(command: Sequence[str | Path]) -> tuple[float, int]:
     """Seconds and peak resident bytes of a command and its children. Raises `RuntimeError` if it fails."""
     os.sync()
     done = subprocess.run(
@@ -137,23 +138,22 @@ def run(command: Sequence[str]) -> tuple[float, int]:
     )
     code, seconds, peak = json.loads(done.stdout.splitlines()[-1])
     if code:
-        raise RuntimeError(f"{' '.join(command)}: {done.stderr[-2000:]}")
+        raise RuntimeError(f"{' '.join(map(str, command))}: {done.stderr[-2000:]}")
     return seconds, peak
 
 
 def run_tasks(tasks: Sequence[Task], repeats: int) -> dict[str, Figures]:
     """All tasks `repeats` times, after one round that only fills the page cache."""
-    by_name = {task.name: task for task in tasks}
+    commands = {task.name: task.command for task in tasks}
 
     def once(name: str) -> tuple[float, int]:
-        result = run(by_name[name].command)
-        remove(by_name[name].output)
-        return result
+        figures = run(commands[name])
+        remove(Path(commands[name][-1]))
+        return figures
 
-    results = in_rounds(list(by_name), repeats + 1, once)
     return {
-        name: Figures(*([one[place] for one in runs[1:]] for place in (0, 1)))  # type: ignore[arg-type]
-        for name, runs in results.items()
+        name: Figures([seconds for seconds, _ in runs[1:]], [peak for _, peak in runs[1:]])
+        for name, runs in in_rounds(list(commands), repeats + 1, once).items()
     }
 
 
@@ -163,29 +163,27 @@ def offline_tasks(directory: Path, step: Path, world: int) -> list[Task]:
     out = directory / "out"
     weights, half = directory / "weights", directory / "weights-bf16"
     for path, options in ((weights, []), (half, ["--dtype", "bf16"])):
-        run([*program, "consolidate", str(step), "-o", str(path), *options])
-
-    def copy(source: Path) -> list[str]:
-        return ["sh", "-c", 'cp -r "$0" "$1" && sync', str(source), str(out)]
-
-    def zerokit(name: str, floor: str, *options: str) -> Task:
-        command = name.split()[1].strip(",")
-        return Task(name, [*program, command, str(step), "-o", str(out), *options], out, floor)
-
-    whole, plain, rounded = "cp + sync (checkpoint)", "cp + sync (weights)", "cp + sync (bf16 weights)"
+        run([*program, "consolidate", step, *options, "-o", path])
+    copy = ["sh", "-c", 'cp -r "$0" "$1" && sync']
     return [
-        Task(whole, copy(step), out),
-        zerokit(f"zerokit reshard --to {world}", whole, "--to", str(world)),
-        Task(plain, copy(weights), out),
-        zerokit("zerokit consolidate", plain),
-        Task(rounded, copy(half), out),
-        zerokit("zerokit consolidate, bf16", rounded, "--dtype", "bf16"),
+        Task(WHOLE, [*copy, step, out]),
+        Task(
+            f"zerokit reshard --to {world}", [*program, "reshard", step, "--to", str(world), "-o", out], WHOLE
+        ),
+        Task(WEIGHTS, [*copy, weights, out]),
+        Task("zerokit consolidate", [*program, "consolidate", step, "-o", out], WEIGHTS),
+        Task(HALF, [*copy, half, out]),
+        Task(
+            "zerokit consolidate, bf16",
+            [*program, "consolidate", step, "--dtype", "bf16", "-o", out],
+            HALF,
+        ),
     ]
 
 
 def peer_tasks(directory: Path) -> list[Task]:
     """torch's tools, on what `live_checkpoint` has left: a state of the same size, and its weights."""
-    out = directory / "out"
+    python, out = [sys.executable, "-c"], directory / "out"
     to_torch = (
         "import sys; from torch.distributed.checkpoint.format_utils import dcp_to_torch_save as convert;"
         "convert(*sys.argv[1:]); import os; os.sync()"
@@ -197,18 +195,8 @@ def peer_tasks(directory: Path) -> list[Task]:
         "c(sys.argv[1], sys.argv[2], dict.fromkeys(names, 1), num_threads=2); os.sync()"
     )
     return [
-        Task(
-            "torch dcp_to_torch_save (checkpoint)",
-            [sys.executable, "-c", to_torch, str(directory / "dcp"), str(out)],
-            out,
-            "cp + sync (checkpoint)",
-        ),
-        Task(
-            "torch consolidate_safetensors (weights)",
-            [sys.executable, "-c", whole, str(directory / "dcp-hf"), str(out)],
-            out,
-            "cp + sync (weights)",
-        ),
+        Task("torch dcp_to_torch_save (checkpoint)", [*python, to_torch, directory / "dcp", out], WHOLE),
+        Task("torch consolidate_safetensors (weights)", [*python, whole, directory / "dcp-hf", out], WEIGHTS),
     ]
 
 

@@ -18,10 +18,19 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file
 
 from benchmarks.measuring import in_rounds, make_parser
 from benchmarks.ranks import run_ranks
+from zerokit.bench.engines.trainer import make
+from zerokit.bench.machine.accelerator import Accelerator
+from zerokit.bench.measure.sampler import Sampler
+from zerokit.bench.record.settings import Settings
+from zerokit.bench.worker.training import Loop
+from zerokit.bench.workloads.build import load
 
 LIMIT = 0.01
 WITH, WITHOUT = "with the sampler", "without"
@@ -32,16 +41,6 @@ def measure(model: str, blocks: int, steps: int, interval: float) -> dict[str, A
 
     Only one rank of a node samples.
     """
-    import torch
-    import torch.distributed as dist
-
-    from zerokit.bench.engines.trainer import make
-    from zerokit.bench.machine.accelerator import Accelerator
-    from zerokit.bench.measure.sampler import Sampler
-    from zerokit.bench.record.settings import Settings
-    from zerokit.bench.worker.training import Loop
-    from zerokit.bench.workloads.build import load
-
     settings = Settings(model=model, precision="fp32", device="cpu", nproc_per_node=dist.get_world_size())
     accelerator = Accelerator(torch.device("cpu"), "gloo")
     loaded = load(settings)

@@ -19,10 +19,16 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data import DataLoader, DistributedSampler
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file
 
 from benchmarks.measuring import bar_holds, in_rounds, make_parser, plain_table, ratio
 from benchmarks.ranks import run_ranks
+from zerokit import ZeroOptimizer
 
 WORLD, STAGE, WARMUP = 2, 3, 4
 LENGTH, BATCH, RATE = 128, 2, 1e-4
@@ -31,7 +37,6 @@ BAR = 1.03
 
 
 def _model() -> Any:
-    import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -47,27 +52,17 @@ def _model() -> Any:
 
 
 def _data(samples: int) -> list[dict[str, Any]]:
-    import torch
-
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, 8192, (samples, LENGTH), generator=generator)
     return [{"input_ids": row, "labels": row} for row in tokens]
 
 
 def _loader(steps: int) -> Any:
-    from torch.utils.data import DataLoader
-
     return DataLoader(_data(steps * BATCH * WORLD), batch_size=BATCH)  # type: ignore[arg-type]
 
 
 def train_plainly(steps: int, folder: str) -> None:
     """zerokit's loop, as the README has it."""
-    import torch
-    import torch.distributed as dist
-    from torch.utils.data import DataLoader, DistributedSampler
-
-    from zerokit import ZeroOptimizer
-
     dist.init_process_group("gloo")
     model, data = _model(), _data(steps * BATCH * WORLD)
     optimizer = ZeroOptimizer(model, torch.optim.AdamW, stage=STAGE, precision="fp32", lr=RATE)
@@ -82,8 +77,6 @@ def train_plainly(steps: int, folder: str) -> None:
 
 def train_by_accelerate(steps: int, folder: str) -> None:
     """accelerate's loop over `ZeroAccelerator`."""
-    import torch
-
     from zerokit.integrations.accelerate import ZeroAccelerator
 
     accelerator = ZeroAccelerator(stage=STAGE, cpu=True)
@@ -121,7 +114,6 @@ def train_by_transformers(steps: int, folder: str) -> None:
 def train_by_lightning(steps: int, folder: str) -> None:
     """Lightning's `Trainer` over `ZeroStrategy`."""
     import pytorch_lightning as lightning
-    import torch
 
     from zerokit.integrations.lightning import ZeroStrategy
 
@@ -160,8 +152,6 @@ LOOPS: dict[str, Callable[[int, str], None]] = {
 
 def measure(name: str, steps: int) -> list[float]:
     """Train on this rank: milliseconds of its steps."""
-    from torch.optim.optimizer import register_optimizer_step_post_hook
-
     warnings.simplefilter("ignore")
     ends: list[float] = []
     register_optimizer_step_post_hook(lambda *_: ends.append(time.perf_counter()))

@@ -9,10 +9,15 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file
 
 from benchmarks.measuring import make_parser
 from benchmarks.ranks import run_ranks
+from zerokit import ZeroOptimizer
+from zerokit.bench.workloads.build import build
 
 STEPS = 2
 """The first step of stages 1 and 2 gathers nothing: the second one is counted."""
@@ -20,12 +25,6 @@ STEPS = 2
 
 def measure(model_name: str, stage: int) -> str:
     """Train a few steps on this rank; its row."""
-    import torch
-    import torch.distributed as dist
-
-    from zerokit import ZeroOptimizer
-    from zerokit.bench.workloads.build import build
-
     model = build(model_name)
     optimizer = ZeroOptimizer(model, torch.optim.AdamW, stage=stage, precision="fp32", lr=1e-4)
     generator = torch.Generator().manual_seed(dist.get_rank())
