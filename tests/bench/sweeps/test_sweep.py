@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.bench.ranks import Ranks, Stopped, Watcher, host, record_of
-from zerokit.bench.record import Record, RecordError, read_record, write_record
+from zerokit.bench.record import Bandwidth, Record, RecordError, read_record, write_record
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.record.status import Outcome, Status, write_outcome
 from zerokit.bench.record.sweep import Sweep, SweepError, SweepFolder
@@ -137,17 +137,25 @@ def test_an_interruption_between_cells_is_heeded(folder: SweepFolder) -> None:
     assert len(folder.records(sweep)) == 1
 
 
-def test_a_twin_that_fails_is_warned_of_and_costs_no_cell(folder: SweepFolder) -> None:
+@pytest.mark.parametrize(
+    ("bandwidth", "culprit"), [(True, ""), (False, ", or collectives by themselves before it,")]
+)
+def test_what_fails_after_the_steps_is_warned_of_and_costs_no_cell(
+    folder: SweepFolder, bandwidth: bool, culprit: str
+) -> None:
+    measured = [Bandwidth("all_reduce", "torch", 8, 1.0, 1.0, 1.0)] if bandwidth else []
+
     def act(settings: Settings, job: Path) -> None:
         if settings.stage == 2:  # after rank 0 has written what was measured
-            write_record(record_of(settings, None), job.parent / "record.json")
+            record = replace(record_of(settings, None), bandwidth=measured)
+            write_record(record, job.parent / "record.json")
         raise WorkerFailed("rank 0 failed: no twin\nlong story")
 
     watcher = Watcher()
     records = run(prepare(folder, make(stage=(1, 2))), folder, Ranks(act), watcher)
     assert [record.status for record in records] == ["failed", "ok"]
     assert watcher.warnings == [
-        "what communication costs is not known: the compute-only twin failed: rank 0 failed: no twin"
+        f"what communication costs is not known: the compute-only twin{culprit} failed: rank 0 failed: no twin"
     ]
 
 

@@ -29,7 +29,7 @@ from zerokit.bench.record.schema import to_plain
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.record.statistics import STEADY_WINDOW
 from zerokit.bench.record.status import Outcome, Status, oom_kills, read_outcome, write_outcome
-from zerokit.bench.worker.checkpoints import Keeper, Trained
+from zerokit.bench.worker.checkpoints import Keeper
 from zerokit.bench.worker.rank import choose, with_state
 from zerokit.bench.worker.training import Loop, Measured
 from zerokit.bench.workloads.build import load
@@ -149,7 +149,7 @@ class Saving(Keeper):
     def due(self, trained: int, *, last: bool) -> bool:
         return last or trained % 3 == 0
 
-    def after_step(self, done: Trained, *, last: bool) -> None:
+    def after_step(self, done: Measured, *, last: bool) -> None:
         if self.due(done.trained, last=last):
             self._device.log.append("save")
             self._device.work(500.0)

@@ -189,3 +189,19 @@ def test_on_cuda_zerokits_losses_do_not_depend_on_when_they_are_read(tmp_path: P
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)
     assert found[0][1] == pytest.approx(found[1][1], rel=1e-4)
     assert len(set(found[0][0])) == 7
+
+
+def test_memory_that_ends_after_the_steps_costs_no_record(tmp_path: Path) -> None:
+    """A cell that fills its device has no room for the buffers of collectives by themselves."""
+    no_room = """
+import torch, zerokit.bench.worker.rank as rank
+def no_room(*arguments):
+    raise torch.OutOfMemoryError("no room")
+rank.measure_bandwidth = no_room
+"""
+    done = work(tmp_path, TINY, no_room)
+    assert "OutOfMemory: out of memory: gpt-tiny" in done.stderr
+    record = read_record(tmp_path / "record.json")
+    assert (record.status, len(record.ranks[0].step_ms)) == ("ok", TINY.steps)
+    assert record.phases is not None
+    assert record.ranks[0].memory_bytes is not None

@@ -270,10 +270,12 @@ def _launch(settings: Settings, work: Path, host: Host, sweep: str | None) -> Re
     except WorkerFailed as error:
         if settings.elastic or not written.exists():
             raise
-        # All but the twin had been measured and written.
+        # The measured steps are written, and with `bandwidth` all but the twin.
+        record = read_record(written)
+        what = _NO_TWIN if record.bandwidth else f"{_NO_TWIN}, or collectives by themselves before it,"
         why = str(error).partition("\n")[0]
-        host.watch.warn(f"{_NO_TWIN} failed: {why}")
-        return read_record(written)
+        host.watch.warn(f"{what} failed: {why}")
+        return record
     record = read_record(written)
     has_twin = settings.world > 1 and not settings.elastic and settings.engine != "compute-only"
     if settings.twin and has_twin and record.twin is None:

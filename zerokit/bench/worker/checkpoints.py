@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -25,6 +25,7 @@ from zerokit.bench.record.settings import Settings
 from zerokit.errors import UsageError
 
 if TYPE_CHECKING:
+    from zerokit.bench.worker.training import Measured
     from zerokit.checkpoint.background import Saving
     from zerokit.runtime import ZeroOptimizer
 
@@ -38,15 +39,6 @@ class Position:
 
     step: int = 0
     samples: int = 0
-
-
-class Trained(Protocol):
-    """How far a run is, and what this rank has seen since its processes started, a number a step."""
-
-    trained: int
-    samples: int
-    loss: list[float]
-    gradient_norm: list[float]
 
 
 class Keeper:
@@ -150,7 +142,7 @@ class Keeper:
         every = self._settings.saves_every
         return last or (every is not None and trained % every == 0)
 
-    def after_step(self, done: Trained, *, last: bool) -> None:
+    def after_step(self, done: Measured, *, last: bool) -> None:
         """Save if `due`; the last one when all is on the disk."""
         if self._journal is not None:
             self._journal.trained(done.trained)
@@ -187,7 +179,7 @@ class Keeper:
     def _add(self, path: Path, step: int, ms: float) -> None:
         self.done.saves.append(Save(step, ms, sum(file.stat().st_size for file in path.iterdir())))
 
-    def _write_journal(self, done: Trained) -> None:
+    def _write_journal(self, done: Measured) -> None:
         """What the steps since the last checkpoint have shown goes into the journal, before the next one is there."""
         new = done.loss[self._in_journal :]
         by_rank = gather(new)

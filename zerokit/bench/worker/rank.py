@@ -119,12 +119,11 @@ def run(asked: Settings, record_path: Path, progress_path: Path | None, sweep: s
     # What follows the measured steps takes memory and sends bytes of its own: theirs are read first.
     rank = _rank(measured, accelerator, build_ms, meter)
     skipped_steps = trainer.skipped_steps
-    traffic, phases, bandwidth = None, None, []
+    traffic, phases = None, None
     if measured.step_ms:  # else a restart had nothing left to train, so there is nothing to measure
         traffic = _traffic(trainer, settings)
         rank = with_state(rank, trainer, loop)
         phases = measure_phases(trainer, loop.batches, accelerator, steps=settings.steps)
-        bandwidth = measure_bandwidth(trainer, loaded.model.parameters, settings, accelerator)
     by_rank = gather((rank, measured.loss, samples))
     if first:
         ranks = [one for one, _, _ in by_rank]
@@ -144,7 +143,6 @@ def run(asked: Settings, record_path: Path, progress_path: Path | None, sweep: s
             environment=look_around(accelerator),
             ranks=ranks,
             traffic=traffic,
-            bandwidth=bandwidth,
             phases=phases,
             system=[one for _, _, one in by_rank if one is not None],
             loss=loss,
@@ -156,6 +154,12 @@ def run(asked: Settings, record_path: Path, progress_path: Path | None, sweep: s
             batches_repeat_after=measured.batches_repeat_after,
         )
         write_record(record, record_path)
+    # Buffers and a second model: where memory ends here, the record of the measured steps is written.
+    if measured.step_ms:
+        bandwidth = measure_bandwidth(trainer, loaded.model.parameters, settings, accelerator)
+        if first:
+            record = replace(record, bandwidth=bandwidth)
+            write_record(record, record_path)
     twin = measure_twin(trainer, loop.batches, loaded, settings, accelerator)
     if first and twin is not None:
         write_record(with_twin(record, twin), record_path)
