@@ -136,6 +136,25 @@ def test_a_success_is_not_replaced_by_a_failure(tmp_path: Path) -> None:
     assert read_record(path).status == "failed"
 
 
+@pytest.mark.parametrize("ours", ["ok", "failed"])
+def test_two_benches_that_choose_one_file_keep_both_records(tmp_path: Path, ours: str) -> None:
+    path = tmp_path / "r.json"
+
+    def act(settings: Settings, job: Path) -> None:
+        write_record(replace(record_of(settings, None), id="theirs"), path)
+        if ours == "failed":
+            raise WorkerFailed("no")
+
+    watcher = Watcher()
+    run_cell(SETTINGS, path, host(Ranks(act), watcher), identity="ours")
+    assert read_record(path).id == "theirs"
+    second = read_record(tmp_path / "r-2.json")
+    assert (second.id, second.status) == ("ours", ours)
+    assert watcher.warnings == [
+        f"another bench has written {path} meanwhile: this record is in {tmp_path / 'r-2.json'}"
+    ]
+
+
 def test_a_record_that_cannot_be_written_is_kept_elsewhere(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(

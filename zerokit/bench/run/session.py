@@ -19,6 +19,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -106,10 +107,7 @@ def record_path(output: Path | None, settings: Settings, now: datetime) -> Path:
     if path.suffix != ".json":
         model = re.sub(r"[^\w.-]|_", "-", settings.model)
         name = f"{now:%Y%m%d-%H%M%S}-{model}-{settings.engine}-stage{settings.stage}-world{settings.world}"
-        numbered = (
-            path / f"{name}{f'-{number}' if number > 1 else ''}.json" for number in itertools.count(1)
-        )
-        path = next(one for one in numbered if not one.exists())
+        path = _unused(path / f"{name}.json")
     require_writable(path.parent)
     if path.is_dir():
         raise RecordError(f"the record cannot be written to {path}: Is a directory; choose another --output")
@@ -127,7 +125,8 @@ def run_cell(
 ) -> Record:
     """Run one cell and write its record to `path`, whatever becomes of it.
 
-    A record that is there already is replaced, unless it is of a success and the new one is not.
+    A record that is there already is replaced, unless it is of a success and the new one is not. One that another
+    bench writes there meanwhile stays: this one then gets a number, and `host.watch` a warning.
 
     Args:
         settings: what to do.
@@ -147,9 +146,10 @@ def run_cell(
         created=_now(),
         settings=settings,
     )
+    put = partial(_put, path=path, host=host, fresh=not path.exists())
     host.watch.phase("checking the settings")
     if (refused := refusal(settings, host)) is not None:
-        return _put(replace(asked, **refused._asdict()), path)
+        return put(replace(asked, **refused._asdict()))
     journal = Journal(Path(settings.save)) if settings.elastic and settings.save else None
     work = Path(tempfile.mkdtemp(prefix="zerokit-bench-"))
     keep = False
@@ -167,12 +167,12 @@ def run_cell(
                 parts=journal.story().parts if journal else [],
             )
             if outcome.status is Status.KILLED or not isinstance(outcome.error, ZerokitError):
-                _put(record, path)
+                put(record)
                 raise outcome.error
     finally:
         if not keep:
             shutil.rmtree(work, ignore_errors=True)
-    _put(record, path)
+    put(record)
     if journal is not None and record.status is Status.OK:
         journal.finish()
     return record
@@ -283,14 +283,20 @@ def _launch(settings: Settings, work: Path, host: Host, sweep: str | None) -> Re
     return record
 
 
-def _put(record: Record, path: Path) -> Record:
+def _put(record: Record, path: Path, host: Host, *, fresh: bool) -> Record:
     """Write the record, unless it is of no success and would replace one of a success.
 
-    Where that fails it goes to a temporary folder, and the `RecordError` names it.
+    Where a `fresh` file has come from another bench meanwhile, the record goes beside it. Where it cannot be written
+    it goes to a temporary folder, and the `RecordError` names it.
     """
+    there = None
     with contextlib.suppress(RecordError):  # then what is there is no record worth keeping
-        if record.status is not Status.OK and path.exists() and read_record(path).status is Status.OK:
-            return record
+        there = read_record(path) if path.exists() else None
+    if fresh and there is not None and there.id != record.id:
+        taken, path = path, _unused(path)
+        host.watch.warn(f"another bench has written {taken} meanwhile: this record is in {path}")
+    elif there is not None and there.status is Status.OK and record.status is not Status.OK:
+        return record
     try:
         write_record(record, path)
     except OSError as error:
@@ -302,6 +308,12 @@ def _put(record: Record, path: Path) -> Record:
             kept = f"nor to {rescue}: {again.strerror}"
         raise RecordError(f"the record cannot be written to {path}: {error.strerror}; {kept}") from error
     return record
+
+
+def _unused(path: Path) -> Path:
+    """`path`, or the first of `NAME-2.json`, `NAME-3.json`, … where that is there already."""
+    numbered = (path.with_stem(f"{path.stem}-{number}") for number in itertools.count(2))
+    return next(one for one in itertools.chain([path], numbered) if not one.exists())
 
 
 def _ranks(settings: Settings) -> str:
