@@ -12,13 +12,13 @@ from zerokit.errors import UsageError
 TINY = {"model": "gpt-tiny", "seq_len": 16}
 
 
-def places(cells: list[Settings]) -> list[tuple[int, str, int]]:
+def ordered(cells: list[Settings]) -> list[tuple[int, str, int]]:
     return [(cell.batch_size, cell.engine, cell.stage) for cell in cells]
 
 
 def test_engines_and_stages_of_one_workload_follow_each_other() -> None:
     cells = product({"batch_size": (1, 4), "engine": ("zerokit", "fsdp2"), "stage": (2, 3)}, TINY)
-    assert places(cells) == [
+    assert ordered(cells) == [
         (batch, engine, stage) for batch in (1, 4) for engine in ("zerokit", "fsdp2") for stage in (2, 3)
     ]
     assert all(cell.model == "gpt-tiny" for cell in cells)
@@ -97,3 +97,16 @@ def test_what_cannot_run_is_recorded_in_the_first_round_only() -> None:
         ("zerokit", 1),
         ("zerokit", 2),
     ]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("lr", float("nan"), "lr: expected a finite number, found nan"),
+        ("clip", float("inf"), "clip: expected a finite number, found inf"),
+        ("seed", 2**64, "seed: expected an integer of at most 64 bits"),
+    ],
+)
+def test_numbers_that_no_record_holds_are_refused(option: str, value: float, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        product({}, {**TINY, option: value})

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from zerokit.bench.catalogue.check import require_known, unsupported
 from zerokit.bench.catalogue.engines import ENGINES
 from zerokit.bench.catalogue.sizes import TextConfig
 from zerokit.bench.catalogue.workloads import WORKLOADS
+from zerokit.bench.record.schema import SchemaError, from_plain
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.record.words import DIMENSIONS
+from zerokit.errors import UsageError
 
 _DEFAULTS = Settings()
 
@@ -31,7 +33,7 @@ def product(
         devices: of this machine, which its nodes share equally. Where `nproc_per_node` is left out, a node has as
             many ranks as devices, and at least one.
 
-    Raises `UsageError` for settings that do not fit together.
+    Raises `UsageError` for settings that do not fit together, or that no record could hold.
     """
     values = [tuple(dict.fromkeys(options.get(name) or (None,))) for name in DIMENSIONS]
     once = []
@@ -47,7 +49,7 @@ def product(
         given = {**fixed, **chosen}
         if "seq_len" not in given and (text := _text_of(given.get("model", _DEFAULTS.model))) is not None:
             given["seq_len"] = min(_DEFAULTS.seq_len, text.positions)
-        once.append(require_known(Settings(**given)))
+        once.append(_checked(Settings(**given)))
     once = list(dict.fromkeys(once))
     rounds = []
     for number in range(repeats):
@@ -55,6 +57,14 @@ def product(
         # What cannot run has one record.
         rounds += [replace(cell, repeat=number) for cell in cells if number == 0 or unsupported(cell) is None]
     return rounds
+
+
+def _checked(settings: Settings) -> Settings:
+    try:
+        from_plain(Settings, asdict(settings))
+    except SchemaError as error:
+        raise UsageError(str(error)) from error
+    return require_known(settings)
 
 
 def _text_of(model: str) -> TextConfig | None:
