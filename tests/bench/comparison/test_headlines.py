@@ -28,7 +28,7 @@ def test_rounds_have_winners_and_single_runs_have_none() -> None:
     assert list(best(*make_sweep(3))) == ["Fastest", "Least memory", "Cheapest communication"]
     single = best(*make_sweep())
     assert list(single) == [f"{what}, best single run" for what in ("Throughput", "Memory", "Communication")]
-    assert {one.also for one in single.values()} == {"single runs tell no winner: see --repeats"}
+    assert {one.also for one in single.values()} == {"single runs tell no winner: take several rounds"}
     assert list(best(make_cell())) == ["Throughput", "Memory", "Communication"]
 
 

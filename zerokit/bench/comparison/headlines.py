@@ -53,7 +53,7 @@ def best_headlines(cells: Sequence[Cell]) -> list[Headline]:
         return []
     several = sum(cell.value(speed) is not None for cell in cells) > 1
     single = several and any(len(cell.measured_records) == 1 for cell in cells)
-    doubt = "single runs tell no winner: see --repeats" if single else ""
+    doubt = "single runs tell no winner: take several rounds" if single else ""
 
     def title(best: str, alone: str) -> str:
         return f"{alone}, best single run" if single else best if several else alone
@@ -84,7 +84,7 @@ def best_headlines(cells: Sequence[Cell]) -> list[Headline]:
             Headline(
                 title("Cheapest communication", "Communication"),
                 cheapest.label,
-                f"{_figure(cheapest, 'comm/cost_ms')} a step, {100 * _share(cheapest):.0f} % of it",
+                f"{100 * _share(cheapest):.0f} % of a step, {_figure(cheapest, 'comm/cost_ms')}",
                 doubt or _equals(cells, cheapest, "comm/cost_ms"),
             )
         )
@@ -114,6 +114,9 @@ def _equals(cells: Sequence[Cell], best: Cell, name: str) -> str:
         and comparable(cell, best, name)
         and Difference.of(METRICS[name], measured, other).verdict == "within noise"
     ]
+    others = sum(cell is not best and cell.measure(name) is not None for cell in cells)
+    if labels and len(labels) == others:
+        return "no verdict: all others are within the noise of it"
     return f"within the noise of it: {listed(labels)}" if labels else ""
 
 
