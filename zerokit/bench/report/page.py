@@ -19,8 +19,9 @@ from zerokit.bench.report.pictures import Partners, having
 
 def page_content(cells: Sequence[Cell], partners: Partners, runs: Sequence[Run]) -> dict[str, Any]:
     """What the template shows of these cells, by name; `partners` are their baselines."""
-    differing, equal = conditions(cells)
-    heads, differing = _merge(cells, differing)
+    ran = [cell for cell in cells if cell.status != "unsupported"] or cells
+    differing, equal = conditions(ran)
+    heads, differing = _merge(ran, differing)
     return {
         "title": _title(cells),
         "subtitle": _subtitle(cells),

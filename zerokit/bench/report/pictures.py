@@ -26,7 +26,7 @@ _ORDERED = {
 }
 _WORLD = ("nodes", "nproc_per_node")
 _PHASES = {"forward": "first", "backward": "third", "optimizer": "second"}
-_EXPOSED = {"exposed communication": "text"}
+_EXPOSED = "exposed communication"
 _STATE = {"parameters": "first", "gradients": "third", "optimizer": "second", "buffers and buckets": "soft"}
 
 Partners = Mapping[int, Cell | None]
@@ -241,10 +241,10 @@ def _phases(cells: Sequence[Cell]) -> Picture | None:
             (name, max(value, 0.0) * scale.factor, _PHASES[name])
             for name, value in zip(_PHASES, values, strict=True)
         ]
-        under = None if waits is None else (*_EXPOSED, max(waits, 0.0) * scale.factor, "text")
+        under = None if waits is None else (_EXPOSED, max(waits, 0.0) * scale.factor, "text")
         rows.append(Row(cell.label, parts, " + ".join(map(scale.text, values)), under=under))
     exposes = any(row.under for row in rows)
-    legend = _PHASES | (_EXPOSED if exposes else {})
+    legend = _PHASES | ({_EXPOSED: "text"} if exposes else {})
     return _barred("phases", f"Forward, backward and optimizer, {scale.unit}", rows, scale, legend, exposes)
 
 

@@ -248,6 +248,7 @@ def _placed(
 ) -> list[Plot]:
     """Labels beside their points, the first of `tries` where nothing else is; none where there is no free place.
 
+    Only in the margin, beside a point at the right edge, is a label further away still known to be that point's.
     Places are looked for at the narrowest width: at any other, points are further apart and the labels no longer.
     `area` has both axes' domains, the pixels across, and those that are free beside.
     """
@@ -265,9 +266,12 @@ def _placed(
         for dx, dy, align in tries:
             left = x + dx - {"left": 0.0, "center": across / 2, "right": across}[align]
             box = (left, y + dy - tall, left + across, y + dy + tall)
-            inside = box[0] >= 0 and box[2] <= width + room and box[1] >= -8 and box[3] <= _HEIGHT + 8
-            if inside and all(
-                box[2] <= a or c <= box[0] or box[3] <= b or d <= box[1] for a, b, c, d in taken
+            inside = box[0] >= 0 and box[2] <= width + room and box[1] >= 0 and box[3] <= _HEIGHT + 8
+            near = abs(dy) < 30 or row["x"] == xs[1]
+            if (
+                inside
+                and near
+                and all(box[2] <= a or c <= box[0] or box[3] <= b or d <= box[1] for a, b, c, d in taken)
             ):
                 taken.append(box)
                 found.append({**row, "name": lines, "dx": dx, "dy": dy - tall + 7.5, "align": align})
