@@ -216,9 +216,26 @@ def test_a_runs_name_begins_with_what_is_compared() -> None:
     assert run_name(Settings(nodes=2)) == "zerokit 2, gpt-5m, batch 4, world 2"
     assert run_name(Settings(wire="bf16")) == "zerokit 2, gpt-5m, batch 4, bf16 wire, world 1"
     long = Settings(engine="fsdp2", stage=3, precision="bf16", accumulate=2, bucket_mb=0.5, repeat=1)
-    assert (
-        run_name(long) == "fsdp2 3, round 2, gpt-5m, batch 4, bf16, bucket 0.5 MiB, 2 micro-batches, world 1"
-    )
+    assert run_name(long) == "fsdp2 3 #2, gpt-5m, batch 4, bf16, bucket 0.5 MiB, 2 micro-batches, world 1"
+
+
+def test_names_of_a_sweep_differ_within_sixteen_letters() -> None:
+    """That is how many of them MLflow's table of runs shows at least."""
+    for name, values in {
+        "nproc_per_node": (1, 2, 8),
+        "batch_size": (1, 4, 16),
+        "seq_len": (128, 256),
+    }.items():
+        names = [
+            run_name(Settings(stage=stage, repeat=repeat, **{name: value}), ["stage", name])
+            for stage in (0, 3)
+            for repeat in (0, 1)
+            for value in values
+        ]
+        assert len({one[:16] for one in names}) == len(names), names
+    settings = Settings(repeat=1, nproc_per_node=1, accumulate=4)
+    name = run_name(settings, ["nproc_per_node", "accumulate"])
+    assert name.startswith("zerokit 2 #2, 1 rank a node, 4 micro-batches, gpt-5m, ")
 
 
 def test_the_flag_goes_before_the_variable_before_sqlite(monkeypatch: pytest.MonkeyPatch) -> None:

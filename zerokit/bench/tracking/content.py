@@ -67,6 +67,10 @@ _Series = tuple[str, Sequence[float | None], Sequence[int]]
 """A metric's name, its values, and their moments."""
 
 
+# The number first, so that it is still there where a table cuts the name.
+_SHORT: Mapping[str, str] = {"batch_size": "{} a batch", "bucket_mb": "{:g} MiB a bucket"}
+
+
 def run_name(settings: Settings, varying: Sequence[str] = ()) -> str:
     """What the run is called. MLflow's tables cut names after some 16 letters: first stands what differs.
 
@@ -77,24 +81,22 @@ def run_name(settings: Settings, varying: Sequence[str] = ()) -> str:
     usual = ["model", "batch_size", "precision", "bucket_mb"]
     usual += ["wire"] if settings.wire != "own" else []
     usual += ["accumulate"] if settings.accumulate > 1 else []
-    parts = [cell_name(settings, varying), *_said(settings, [name for name in usual if name not in varying])]
-    return ", ".join([*parts, f"world {settings.world}"])
+    values = {name: getattr(settings, name) for name in usual if name not in varying}
+    said = [value_in_words(name, value) for name, value in values.items() if value is not None]
+    return ", ".join([cell_name(settings, varying), *said, f"world {settings.world}"])
 
 
 def cell_name(settings: Settings, varying: Sequence[str] = ()) -> str:
-    """Engine and stage, the round, and what else differs within the sweep."""
+    """Engine and stage, the round if it is not the first ("#2"), and what else differs within the sweep."""
     engine = ENGINES.get(settings.engine)
     only = engine is not None and engine.stages == (settings.stage,)
-    parts = [settings.engine if only else f"{settings.engine} {settings.stage}"]
-    parts += [f"round {settings.repeat + 1}"] if settings.repeat else []
-    return ", ".join(
-        [*parts, *_said(settings, [name for name in varying if name not in ("engine", "stage")])]
-    )
-
-
-def _said(settings: Settings, names: Sequence[str]) -> list[str]:
-    values = ((name, getattr(settings, name, None)) for name in names)
-    return [value_in_words(name, value) for name, value in values if value is not None]
+    first = settings.engine if only else f"{settings.engine} {settings.stage}"
+    parts = [f"{first} #{settings.repeat + 1}" if settings.repeat else first]
+    for name in varying:
+        value = getattr(settings, name, None)
+        if value is not None and name not in ("engine", "stage"):
+            parts.append(_SHORT[name].format(value) if name in _SHORT else value_in_words(name, value))
+    return ", ".join(parts)
 
 
 def note(record: Record) -> str:
@@ -117,7 +119,7 @@ def sweep_note(title: str, records: Sequence[Record], varying: Sequence[str] = (
         first, *cells = (f"{figures[name]:,.4g}" if name in figures else "" for name in names)
         rows.append([cell_name(record.settings, varying), first if figures else record.status, *cells])
     heads = [f"{METRICS[name].title}, {METRICS[name].unit}".removesuffix(", ") for name in names]
-    return f"{title}\n\n{_table(['cell', *heads], rows)}"[:TAG_LENGTH]
+    return f"{title}\n\n{_table(['cell (#round)', *heads], rows)}"[:TAG_LENGTH]
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

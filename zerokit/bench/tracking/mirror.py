@@ -11,6 +11,7 @@ import hashlib
 import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from zerokit.bench.record import Record
@@ -185,42 +186,39 @@ class Mirror:
         return "new" if begun is None else "completed", run_id
 
 
+@dataclass(slots=True)
 class Live:
     """MLflow beside a running bench. Nothing here raises: a failure is reported once, and `lost` is true from then on.
 
-    Args:
+    Attributes:
         tracking: where to; None for nowhere.
         warn: called with what failed, and `later`.
         later: what to do about it when the bench has ended.
         interruptions: the exceptions that mean KILLED, where any other means FAILED.
         pictures: makes plots for a record.
+        page: of MLflow, with this bench's run or its sweep's cells.
     """
 
-    def __init__(
-        self,
-        tracking: Tracking | None,
-        warn: Callable[[str], None],
-        later: str,
-        interruptions: tuple[type[BaseException], ...],
-        pictures: Callable[[Record], Mapping[str, bytes]],
-    ) -> None:
-        self.tracking = tracking
-        self.lost = False
-        self.run_id: str | None = None
-        self.page: str | None = None
-        """Of MLflow, with this bench's run or its sweep's cells."""
-        self._warn = warn
-        self._later = later
-        self._interruptions = interruptions
-        self._pictures = pictures
-        self._mirror = None if tracking is None else self._try(lambda: Mirror(Store.open(tracking)))
+    tracking: Tracking | None
+    warn: Callable[[str], None]
+    later: str
+    interruptions: tuple[type[BaseException], ...]
+    pictures: Callable[[Record], Mapping[str, bytes]]
+    lost: bool = field(default=False, init=False)
+    run_id: str | None = field(default=None, init=False)
+    page: str | None = field(default=None, init=False)
+    _mirror: Mirror | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        if (tracking := self.tracking) is not None:
+            self._mirror = self._try(lambda: Mirror(Store.open(tracking)))
         if self._mirror is not None:
             try:
                 self._mirror.close_orphans()
             except (
                 TrackingError
             ) as error:  # of runs that may be another user's; nothing of this bench is lost
-                warn(f"runs of killed benches are still shown as RUNNING: {error}")
+                self.warn(f"runs of killed benches are still shown as RUNNING: {error}")
 
     def open_sweep(self, sweep: str, name: str, options: Mapping[str, Any]) -> None:
         """Show the sweep as RUNNING."""
@@ -267,7 +265,7 @@ class Live:
         try:
             record = work(known)
         except BaseException as error:
-            status: Status = "KILLED" if isinstance(error, self._interruptions) else "FAILED"
+            status: Status = "KILLED" if isinstance(error, self.interruptions) else "FAILED"
             reason = str(error) or type(error).__name__
             if run_id is not None:
                 self._with(lambda mirror: mirror.abandon(run_id, status, reason))
@@ -277,7 +275,7 @@ class Live:
 
     def ensure(self, record: Record) -> None:
         """Bring the run of a record to its end, if it is not there yet."""
-        self._with(lambda mirror: mirror.push(record, self._pictures))
+        self._with(lambda mirror: mirror.push(record, self.pictures))
 
     def _with(self, work: Callable[[Mirror], T]) -> T | None:
         mirror = self._mirror
@@ -288,8 +286,8 @@ class Live:
             return work()
         except TrackingError as error:
             self.lost = True
-            self._warn(
-                f"{error}\nno result is lost: records are on disk. When MLflow can be reached: {self._later}"
+            self.warn(
+                f"{error}\nno result is lost: records are on disk. When MLflow can be reached: {self.later}"
             )
             return None
 

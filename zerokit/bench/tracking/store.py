@@ -81,13 +81,13 @@ def connect(uri: str) -> MlflowClient:
         return MlflowClient(tracking_uri=uri)
 
 
+@dataclass(frozen=True, slots=True)
 class Store:
     """One experiment of an MLflow store. Use `open`; every method raises `TrackingError` and nothing else."""
 
-    def __init__(self, client: MlflowClient, experiment_id: str, tracking: Tracking) -> None:
-        self._client = client
-        self._experiment_id = experiment_id
-        self.tracking = tracking
+    _client: MlflowClient
+    _experiment_id: str
+    tracking: Tracking
 
     @classmethod
     def open(cls, tracking: Tracking) -> Store:
