@@ -227,7 +227,7 @@ def test_names_of_a_sweep_differ_within_sixteen_letters() -> None:
         "seq_len": (128, 256),
     }.items():
         names = [
-            run_name(Settings(stage=stage, repeat=repeat, **{name: value}), ["stage", name])
+            run_name(Settings(stage=stage, repeat=repeat, **{name: value}), ["stage", name])  # type: ignore[arg-type]
             for stage in (0, 3)
             for repeat in (0, 1)
             for value in values

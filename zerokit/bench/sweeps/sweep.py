@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from zerokit.bench.catalogue.check import require_known
 from zerokit.bench.record import Record, Status
 from zerokit.bench.record.settings import Settings
-from zerokit.bench.record.sweep import Trial, Sweep, SweepError, SweepFolder
+from zerokit.bench.record.sweep import Sweep, SweepError, SweepFolder, Trial
 from zerokit.bench.run.session import Host, Watch, run_cell
 from zerokit.errors import UsageError
 
