@@ -13,7 +13,7 @@ from pathlib import Path
 import zerokit
 from tests.cli.commands import processes_of, wait_for
 from zerokit.bench.record.journal import Part
-from zerokit.bench.workloads.text import draw_seed
+from zerokit.bench.workloads.sources import draw_seed
 
 MINE = '''
 import os, time

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from zerokit.bench.catalogue.check import require_known
 from zerokit.bench.catalogue.workloads import WORKLOADS, describe
+from zerokit.bench.record.settings import Settings
 from zerokit.errors import UsageError
 
 # Millions of parameters, as published: of the papers in the catalogue's comments, of the released weights
@@ -98,15 +100,14 @@ def test_unknown_names_are_refused_with_what_is_close(wrong: str, message: str) 
     ],
 )
 def test_sizes_and_data_that_do_not_fit_are_refused(name: str, asked: dict[str, Any], message: str) -> None:
-    usual: dict[str, Any] = {"seq_len": 128, "image_size": None, "batch_size": 4, "data": None}
-    describe(name).check(**usual)
+    require_known(Settings(model=name))
     with pytest.raises(UsageError, match=message):
-        describe(name).check(**usual | asked)
+        require_known(Settings(model=name, **asked))
 
 
 def test_sequences_do_not_matter_to_images_nor_synthetic_data_to_anyone() -> None:
     for name in ("resnet50", "linear", "mlp-mnist", "mine:tiny"):
-        describe(name).check(seq_len=10**6, image_size=None, batch_size=4, data="synthetic")
+        require_known(Settings(model=name, seq_len=10**6, data="synthetic"))
 
 
 def test_a_missing_library_is_said_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,18 +7,16 @@ import math
 import pytest
 import torch
 
-from zerokit.bench.catalogue.sizes import GPTConfig, LlamaConfig
 from zerokit.bench.workloads.build import build
-from zerokit.bench.workloads.gpt import GPT
 from zerokit.bench.workloads.initialise import init_module
-from zerokit.bench.workloads.llama import Llama, rotary_angles, rotate
+from zerokit.bench.workloads.models import Decoder, rotary_angles, rotate
 
 TINY = ("gpt-tiny", "llama-tiny")
 
 
-def decoder(name: str, seed: int = 0) -> GPT | Llama:
+def decoder(name: str, seed: int = 0) -> Decoder:
     model = build(name, seed=seed)
-    assert isinstance(model, GPT | Llama)
+    assert isinstance(model, Decoder)
     return model
 
 
@@ -75,12 +73,3 @@ def test_rotary_products_depend_on_the_distance_alone() -> None:
     for distance in range(12):
         diagonal = products[0, 0].diagonal(distance)
         assert torch.allclose(diagonal, diagonal[:1].expand_as(diagonal), atol=1e-5)
-
-
-def test_sizes_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(ValueError, match="multiple of heads"):
-        GPTConfig(vocabulary=8, positions=8, width=10, layers=1, heads=4)
-    with pytest.raises(ValueError, match="key_value_heads"):
-        LlamaConfig(
-            vocabulary=8, positions=8, width=8, layers=1, heads=4, key_value_heads=3, hidden=8, tied=True
-        )

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from zerokit.bench.catalogue.sizes import transformer_flops
 from zerokit.bench.catalogue.workloads import describe
 from zerokit.bench.record.utilisation import utilisation
-from zerokit.bench.workloads.build import build
-from zerokit.bench.workloads.flops import count_flops, text_flops, transformer_flops
+from zerokit.bench.workloads.build import build, count_flops
 
 H100 = "NVIDIA H100 80GB HBM3"
 # Layers and width by the size that its table names.
@@ -50,19 +50,19 @@ def test_mfu_is_the_published_one(
 ) -> None:
     layers, width = MPT[size]
     flops = transformer_flops(parameters, layers=layers, width=width, length=length)
-    found = utilisation(tokens_per_s / gpus, flops, H100, "bf16")
-    assert found is not None
-    assert found.mfu * 100.0 == pytest.approx(percent, rel=1e-3)
+    reached = utilisation(tokens_per_s / gpus, flops, H100, "bf16")
+    assert reached is not None
+    assert reached.mfu * 100.0 == pytest.approx(percent, rel=1e-3)
 
 
 @pytest.mark.parametrize(("tokens_per_s", "percent"), [(5762, 33.7), (6667, 39.0)])
 def test_mfu_of_torchtitans_llama_leaves_the_looked_up_table_out(tokens_per_s: int, percent: float) -> None:
     text = describe("llama-8b").text
     assert text is not None
-    flops, convention = text_flops(text, 8192)
-    found = utilisation(tokens_per_s, flops, H100, "bf16")
-    assert found is not None
-    assert found.mfu * 100.0 == pytest.approx(percent, abs=0.1)
+    flops, convention = text.flops(8192)
+    reached = utilisation(tokens_per_s, flops, H100, "bf16")
+    assert reached is not None
+    assert reached.mfu * 100.0 == pytest.approx(percent, abs=0.1)
     assert "N = 7,504,924,672" in convention
 
 
@@ -78,7 +78,7 @@ def test_the_formula_is_what_torch_counts(name: str) -> None:
     length = 128
     tokens = torch.zeros(2, length, dtype=torch.int64)
     counted, _ = count_flops(lambda: build(name), (tokens, tokens))
-    assert counted / length == pytest.approx(text_flops(text, length)[0], rel=0.01)
+    assert counted / length == pytest.approx(text.flops(length)[0], rel=0.01)
 
 
 def test_an_image_costs_what_is_published() -> None:

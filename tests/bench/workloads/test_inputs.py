@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from zerokit.bench.record.settings import Settings
-from zerokit.bench.workloads.build import build, init_function, load
-from zerokit.bench.workloads.images import open_folder
-from zerokit.bench.workloads.inputs import MASK, check_inputs, open_source
-from zerokit.bench.workloads.text import DataError, load_corpus
+from zerokit.bench.workloads.build import build, load
+from zerokit.bench.workloads.initialise import init_module
+from zerokit.bench.workloads.inputs import DataError, check_inputs, load_corpus, open_folder
+from zerokit.bench.workloads.sources import MASK, open_source
 from zerokit.errors import UsageError
 
 ROOT = Path(__file__).parents[3]
@@ -29,7 +29,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize("settings", KINDS, ids=lambda settings: settings.model)
-def test_a_batch_depends_on_its_place_and_the_seed_alone(settings: Settings) -> None:
+def test_a_batch_depends_on_its_number_and_the_seed_alone(settings: Settings) -> None:
     source = open_source(settings)
     batch = source.batch(12)
     assert all(len(tensor) == settings.batch_size and tensor.device.type == "cpu" for tensor in batch)
@@ -108,7 +108,7 @@ def test_a_small_model_on_meta_gets_the_weights_of_one_in_memory(name: str) -> N
         there = build(name, seed=3)
     there.to_empty(device="cpu")
     for module in there.modules():
-        init_function(name)(module)
+        init_module(module)
     mine, theirs = here.state_dict(), there.state_dict()
     assert all(torch.equal(mine[key], theirs[key]) for key in mine | theirs)
 
@@ -140,7 +140,7 @@ def test_a_folder_of_images(tmp_path: Path) -> None:
     save_image(tmp_path / ".hidden" / "z.png", (0, 0, 255))
     (tmp_path / "a-dogs" / "list.txt").write_text("no image")
     source = open_source(Settings(model="resnet50", image_size=32, batch_size=16, data=str(tmp_path)))
-    data = source.data()
+    data = source.data
     assert (data.source, data.files, data.truncated) == (str(tmp_path), 2, False)
     images, labels = source.batch(0)
     assert (images.shape, images.dtype) == ((16, 3, 32, 32), torch.float32)
@@ -158,7 +158,7 @@ def test_of_too_many_images_every_folder_has_a_part(tmp_path: Path) -> None:
         for number in range(5):
             save_image(tmp_path / label / f"{number}.png", (number, 0, 0), (4, 4))
     folder = open_folder(str(tmp_path), 1000, limit=4)
-    assert folder.truncated
+    assert folder.data.truncated
     assert len(folder.paths) <= 4
     assert set(folder.labels) == {0, 1}
     assert open_folder(str(tmp_path), 1).labels == (0,) * 10
@@ -184,6 +184,6 @@ def test_bad_folders_and_images_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_same_text_for_causal_and_masked_models() -> None:
-    causal = open_source(Settings(model="gpt2", seq_len=16, data="synthetic")).data()
-    assert causal.digest == load_corpus("synthetic").digest
-    assert causal == open_source(Settings(model="bert-base", seq_len=16, data="synthetic")).data()
+    causal = open_source(Settings(model="gpt2", seq_len=16, data="synthetic")).data
+    assert causal.digest == load_corpus("synthetic").data.digest
+    assert causal == open_source(Settings(model="bert-base", seq_len=16, data="synthetic")).data

@@ -21,7 +21,9 @@ from zerokit.bench.catalogue.sizes import (
     ResNetConfig,
 )
 from zerokit.bench.catalogue.workloads import WORKLOADS, describe
-from zerokit.bench.workloads.library import BatchNorm, build_library, init_library
+from zerokit.bench.workloads.build import build_model
+from zerokit.bench.workloads.initialise import init_module
+from zerokit.bench.workloads.library import BatchNorm
 from zerokit.errors import UsageError
 
 transformers = pytest.importorskip("transformers")
@@ -30,10 +32,15 @@ SMALL: dict[str, Config] = {
     "gpt": GPTConfig(vocabulary=300, positions=16, width=32, layers=2, heads=2),
     "llama": LlamaConfig(300, 16, 32, 2, 4, 2, 48, False, 10_000.0),
     "llama-tied": LlamaConfig(300, 16, 32, 2, 4, 4, 48, True, 10_000.0),
-    "bert": BertConfig(300, 16, 2, 32, 2, 2, 64),
+    "bert": BertConfig(300, 16, 32, 2, 2, 64),
     "resnet": ResNetConfig((1, 2, 1, 1), (16, 24, 32, 40), stem=8, classes=5),
 }
 LIBRARY = [name for name, workload in WORKLOADS.items() if workload.library == "transformers"]
+
+
+def build_library(config: Config, *, seed: int) -> nn.Module:
+    library = "torchvision" if isinstance(config, InceptionConfig) else "transformers"
+    return build_model(config, library, seed=seed)
 
 
 def batch_of(config: Config) -> tuple[Tensor, Tensor]:
@@ -61,9 +68,8 @@ def test_a_model_on_meta_gets_the_weights_and_buffers_of_one_in_memory(name: str
     with torch.device("meta"):
         there = build_library(SMALL[name], seed=3)
     there.to_empty(device="cpu")
-    fill = init_library(SMALL[name])
     for module in reversed(list(there.modules())):  # in any order
-        fill(module)
+        init_module(module)
     # `to_empty` unties weights, so that heads are compared as well.
     assert_equal(dict(here.state_dict()), dict(there.state_dict()))
     assert_equal(dict(here.named_buffers()), dict(there.named_buffers()))
@@ -81,9 +87,9 @@ def test_buffers_are_those_that_the_library_itself_computes(name: str, kind: str
     ours = build_library(SMALL[name], seed=0)
     inner = ours.get_submodule("model")
     theirs = getattr(transformers, kind)(inner.config)
-    found = dict(inner.named_buffers())
-    assert found
-    assert_equal(found, dict(theirs.named_buffers()))
+    buffers = dict(inner.named_buffers())
+    assert buffers
+    assert_equal(buffers, dict(theirs.named_buffers()))
 
 
 @pytest.mark.parametrize(
@@ -154,7 +160,7 @@ def train_at(stage: int, name: str) -> list[float]:
     with torch.device("meta"):
         model = build_library(config, seed=1)
     optimizer = ZeroOptimizer(
-        model, torch.optim.AdamW, stage=stage, precision="fp32", init_fn=init_library(config), lr=1e-3
+        model, torch.optim.AdamW, stage=stage, precision="fp32", init_fn=init_module, lr=1e-3
     )
     mine = share(config, dist.get_rank())
     losses = []

@@ -7,21 +7,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from zerokit.bench.workloads.text import (
+from zerokit.bench.record.settings import Settings
+from zerokit.bench.workloads.inputs import (
     STANDARD_LIBRARY,
     SYNTHETIC,
     Corpus,
     DataError,
-    batch,
     load_corpus,
     require_length,
 )
+from zerokit.bench.workloads.sources import Text
 
-PLACE = {"seed": 1, "first": 2}
 
-
-def draw(corpus: Corpus, **changed: int) -> torch.Tensor:
-    return batch(corpus, **{**PLACE, **changed}, batch_size=4, length=16)[0]
+def batch(
+    corpus: Corpus, *, seed: int = 1, first: int = 2, batch_size: int = 4, length: int = 16
+) -> tuple[torch.Tensor, ...]:
+    return Text(Settings(seed=seed, batch_size=batch_size, seq_len=length), corpus).batch(first)
 
 
 @pytest.fixture(scope="module")
@@ -31,13 +32,13 @@ def library() -> Corpus:
 
 def test_the_default_text_is_the_same_every_time(library: Corpus) -> None:
     again = load_corpus(STANDARD_LIBRARY, limit=2**20)
-    assert (library.digest, library.files, library.truncated) == (again.digest, again.files, True)
+    assert (library.data.digest, library.files, library.truncated) == (again.data.digest, again.files, True)
     assert len(library.content) == 2**20
     assert b"import" in library.content
 
 
 def test_targets_are_the_next_tokens_and_tokens_are_bytes_of_the_text(library: Corpus) -> None:
-    tokens, targets = batch(library, **PLACE, batch_size=4, length=16)
+    tokens, targets = batch(library)
     assert tokens.dtype is targets.dtype is torch.int64
     assert tokens.shape == targets.shape == (4, 16)
     assert torch.equal(tokens[:, 1:], targets[:, :-1])
@@ -45,10 +46,10 @@ def test_targets_are_the_next_tokens_and_tokens_are_bytes_of_the_text(library: C
         assert bytes([*row, last]) in library.content
 
 
-@pytest.mark.parametrize("what", list(PLACE))
+@pytest.mark.parametrize("what", ["seed", "first"])
 def test_the_seed_and_the_number_of_a_sample_change_the_batch(library: Corpus, what: str) -> None:
-    assert torch.equal(draw(library), draw(library))
-    assert not torch.equal(draw(library), draw(library, **{what: 0}))
+    assert torch.equal(batch(library)[0], batch(library)[0])
+    assert not torch.equal(batch(library)[0], batch(library, **{what: 0})[0])
 
 
 def test_a_batch_stays_what_it_was_in_earlier_versions() -> None:
@@ -117,4 +118,4 @@ def test_text_shorter_than_a_sequence_is_refused() -> None:
     require_length(corpus, 4)
     with pytest.raises(DataError, match=r"holds 5 bytes, but sequences of 5 tokens need at least 6"):
         require_length(corpus, 5)
-    assert batch(corpus, **PLACE, batch_size=2, length=4)[0].tolist() == [[49, 50, 51, 52]] * 2
+    assert batch(corpus, batch_size=2, length=4)[0].tolist() == [[49, 50, 51, 52]] * 2

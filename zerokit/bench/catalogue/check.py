@@ -3,32 +3,59 @@
 from __future__ import annotations
 
 from zerokit.bench.catalogue.engines import ENGINES
+from zerokit.bench.catalogue.sizes import InceptionConfig
 from zerokit.bench.catalogue.workloads import describe
 from zerokit.bench.record.settings import Settings
 from zerokit.errors import UsageError
 
 
 def require_known(settings: Settings) -> Settings:
-    """The same; raises `UsageError` for an unknown engine or model, and for sizes that the model cannot have."""
+    """The same; raises `UsageError` for an unknown engine or model, and for sizes or data that do not fit the model."""
     if settings.engine not in ENGINES:
         raise UsageError(f"engine {settings.engine!r} is unknown: choose one of {tuple(ENGINES)}")
-    describe(settings.model).check(
-        seq_len=settings.seq_len,
-        image_size=settings.image_size,
-        batch_size=settings.batch_size,
-        data=settings.data,
-    )
+    if (objection := _objection(settings)) is not None:
+        raise UsageError(objection)
     return settings
+
+
+def _objection(settings: Settings) -> str | None:
+    name, workload = settings.model, describe(settings.model)
+    text, images = workload.text, workload.images
+    if text is not None and settings.seq_len > text.positions:
+        return (
+            f"seq_len {settings.seq_len} exceeds the {text.positions} positions of {name}; "
+            "use a smaller --seq-len"
+        )
+    if settings.data not in (None, "synthetic") and text is None and images is None:
+        return f"{name} makes its own data: leave --data {settings.data} out"
+    if images is None:
+        if settings.image_size is None:
+            return None
+        return f"{name} takes no images: leave image_size {settings.image_size} out"
+    size = settings.image_size or images.image_size
+    if images.smallest is None:
+        if size == images.image_size:
+            return None
+        return f"{name} takes images of {images.image_size} pixels a side, not {size}"
+    if size < images.smallest:
+        return f"image_size {size} is too small for {name}: at least {images.smallest}"
+    # A BatchNorm over one value a channel has no variance: at the last stage of a ResNet, and in Inception's
+    # auxiliary classifier at its usual size.
+    if settings.batch_size == 1 and (isinstance(images, InceptionConfig) or size == images.smallest):
+        return f"{name} at {size} pixels needs a batch of at least 2: give --batch-size"
+    return None
 
 
 def unsupported(settings: Settings) -> str | None:
     """Why the engine cannot do this, in words; None where it can. Whether it is installed is not looked at."""
-    stages = ENGINES[settings.engine].stages
-    if settings.stage not in stages:
-        has = f"stage {stages[0]} only" if len(stages) == 1 else f"stages {', '.join(map(str, stages))}"
-        return f"{settings.engine} has no stage {settings.stage}: it has {has}"
-    if settings.precision == "fp16" and settings.engine not in ("zerokit", "deepspeed", "compute-only"):
-        return f"{settings.engine} is not benched in fp16, which needs its own loss scaling; use bf16"
-    if settings.wire == "bf16" and settings.engine not in ("zerokit", "ddp"):
-        return f"{settings.engine} has no bf16 wire: zerokit and ddp have"
+    name, engine = settings.engine, ENGINES[settings.engine]
+    if settings.stage not in engine.stages:
+        only = len(engine.stages) == 1
+        has = f"stage {engine.stages[0]} only" if only else f"stages {', '.join(map(str, engine.stages))}"
+        return f"{name} has no stage {settings.stage}: it has {has}"
+    if settings.precision == "fp16" and not engine.fp16:
+        return f"{name} is not benched in fp16, which needs its own loss scaling; use bf16"
+    if settings.wire == "bf16" and not engine.bf16_wire:
+        having = " and ".join(other for other in ENGINES if ENGINES[other].bf16_wire)
+        return f"{name} has no bf16 wire: {having} have"
     return None

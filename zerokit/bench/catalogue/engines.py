@@ -13,7 +13,7 @@ class Engine:
     """One way to train over ranks.
 
     `stages` are the ZeRO stages that it amounts to, `default_stage` the one it has when none is asked for. `package`
-    has to be importable, and `install` says how to make it so.
+    has to be importable, and `install` says how to make it so. `fp16` and `bf16_wire` say whether it is benched so.
     """
 
     summary: str
@@ -21,6 +21,8 @@ class Engine:
     default_stage: int
     package: str = "torch"
     install: str = "pip install torch"
+    fp16: bool = False
+    bf16_wire: bool = False
 
     @property
     def missing(self) -> str | None:
@@ -30,24 +32,19 @@ class Engine:
         return f"{self.package} is not installed here; {self.install}"
 
 
+_DEEPSPEED = "pip install deepspeed --no-build-isolation (its build looks for torch)"
 ENGINES: Mapping[str, Engine] = MappingProxyType(
     {
-        "zerokit": Engine("this package's ZeroOptimizer", (0, 1, 2, 3), 2),
-        "ddp": Engine("torch's DistributedDataParallel", (0,), 0),
+        "zerokit": Engine("this package's ZeroOptimizer", (0, 1, 2, 3), 2, fp16=True, bf16_wire=True),
+        "ddp": Engine("torch's DistributedDataParallel", (0,), 0, bf16_wire=True),
         "zero-redundancy-optimizer": Engine("DDP with torch's ZeroRedundancyOptimizer", (1,), 1),
         "fsdp2": Engine(
             "torch's fully_shard; stage 2 keeps parameters between forward and backward", (2, 3), 3
         ),
-        "deepspeed": Engine(
-            "DeepSpeed's ZeRO",
-            (0, 1, 2, 3),
-            2,
-            "deepspeed",
-            "pip install deepspeed --no-build-isolation (its build looks for torch)",
-        ),
+        "deepspeed": Engine("DeepSpeed's ZeRO", (0, 1, 2, 3), 2, "deepspeed", _DEEPSPEED, fp16=True),
         "parameter-server": Engine("gradients pushed to rank 0, parameters pulled from it", (0,), 0),
         # The floor, and the twin that a cell's communication is measured against. At stages 1 to 3 each rank steps the
         # optimizer for a 1/N share of the parameters only, as the engines with these stages do.
-        "compute-only": Engine("every rank alone, without communication", (0, 1, 2, 3), 0),
+        "compute-only": Engine("every rank alone, without communication", (0, 1, 2, 3), 0, fp16=True),
     }
 )

@@ -1,4 +1,4 @@
-"""Whether a bench's model state can fit here, told before a process is started. Standard library only.
+"""Whether a bench's model state can fit here, computed before a process is started. Standard library only.
 
 What is compared is a lower bound, parameters, gradients and AdamW's state by ZeRO's formulas (arXiv:1910.02054, §5),
 without activations, buffers or padding: what is refused could not have run, what is not refused may still run out.
@@ -18,7 +18,7 @@ GIB = 2.0**30
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Memory for ranks here: of the host, None where the system does not tell; of each CUDA device, in all."""
+    """Memory for ranks here: of the host, None where that is not known; of each CUDA device, in all."""
 
     host_bytes: int | None
     device_bytes: tuple[int, ...]
@@ -34,13 +34,12 @@ class State:
 
     def bytes_of(self, rank: int, *, parameters: int, world: int) -> int:
         """Of one rank, rounded down."""
-        return (
-            self.whole + (self.first if rank == 0 else 0)
-        ) * parameters + self.shared * parameters // world
+        whole = self.whole + (self.first if rank == 0 else 0)
+        return whole * parameters + self.shared * parameters // world
 
     def __str__(self) -> str:
-        parts = [f"{self.whole}Ψ"] if self.whole or not self.shared else []
-        return " + ".join([*parts, *([f"{self.shared}Ψ/N"] if self.shared else [])])
+        parts = ((self.whole, "Ψ"), (self.shared, "Ψ/N"))
+        return " + ".join(f"{count}{unit}" for count, unit in parts if count)
 
 
 def state_of(engine: str, stage: int, precision: str) -> State:
@@ -61,17 +60,13 @@ def state_of(engine: str, stage: int, precision: str) -> State:
     elif engine == "deepspeed" and stage == 1:
         stage = 2  # gradients that are not its own may go as backward goes
     kept = [parameter, gradient, optimizer]
-    shared = sum(kept[3 - stage :]) if stage else 0
-    return State(whole=sum(kept) - shared, shared=shared)
+    return State(whole=sum(kept[: 3 - stage]), shared=sum(kept[3 - stage :]))
 
 
-def refuse_if_too_large(settings: Settings, machine: Machine, *, ranks_here: int | None = None) -> str | None:
-    """Why the ranks on this machine cannot hold the model's state, in words; None where they may.
+def refuse_if_too_large(settings: Settings, machine: Machine) -> str | None:
+    """Why the ranks, all on this machine, cannot hold the model's state, in words; None where they may.
 
-    Args:
-        settings: the bench; a workload whose number of parameters is not known is not judged.
-        machine: what there is.
-        ranks_here: ranks that share it, by default all.
+    A workload whose number of parameters is not known is not judged.
     """
     parameters = describe(settings.model).parameters
     if parameters is None:
@@ -79,37 +74,25 @@ def refuse_if_too_large(settings: Settings, machine: Machine, *, ranks_here: int
     on_cuda = settings.device == "cuda" or (settings.device is None and bool(machine.device_bytes))
     precision = settings.precision or ("bf16" if on_cuda else "fp32")
     state = state_of(settings.engine, settings.stage, precision)
-    ranks = [
-        state.bytes_of(rank, parameters=parameters, world=settings.world)
-        for rank in range(ranks_here or settings.world)
-    ]
-    if on_cuda:
-        # Ranks go round the devices.
-        count = len(machine.device_bytes)
-        rooms = [
-            (len(ranks[place::count]), sum(ranks[place::count]), there, f"CUDA device {place}")
-            for place, there in enumerate(machine.device_bytes)
-        ]
-    elif machine.host_bytes is not None:
-        rooms = [(len(ranks), sum(ranks), machine.host_bytes, "this machine")]
-    else:
-        return None
-    too_small = [room for room in rooms if room[1] > room[2]]
-    if not too_small:
-        return None
-    sharing, needed, there, place_name = too_small[0]
     least = state_of(settings.engine, 3, precision)
-    for_all = least.bytes_of(1, parameters=parameters, world=settings.world) * sharing
-    advice = "take a smaller model or more machines"
-    if settings.engine in ("zerokit", "deepspeed") and settings.stage < 3 and for_all <= there:
-        advice = f"--stage 3 needs at least {for_all / GIB:,.1f} GiB"
-    together = f"{sharing} rank{'s' if sharing > 1 else ''} on {place_name}"
-    return (
-        f"{settings.model} is too large: {settings.engine} at stage {settings.stage} in {precision} keeps at least "
-        f"{state} bytes of parameters, gradients and optimizer state a rank (Ψ = {parameters / 1e9:,.1f} billion, "
-        f"N = {settings.world}), {needed / GIB:,.1f} GiB for {together}, "
-        f"which has {there / GIB:,.1f} GiB; {advice}"
-    )
+    for index, there in enumerate(machine.device_bytes if on_cuda else (machine.host_bytes,)):
+        # Ranks go round the devices.
+        sharing = range(index, settings.world, len(machine.device_bytes) if on_cuda else 1)
+        needed = sum(state.bytes_of(rank, parameters=parameters, world=settings.world) for rank in sharing)
+        if there is None or needed <= there:
+            continue
+        for_all = least.bytes_of(1, parameters=parameters, world=settings.world) * len(sharing)
+        advice = "take a smaller model or more machines"
+        if settings.engine in ("zerokit", "deepspeed") and settings.stage < 3 and for_all <= there:
+            advice = f"--stage 3 needs at least {for_all / GIB:,.1f} GiB"
+        return (
+            f"{settings.model} is too large: {settings.engine} at stage {settings.stage} in {precision} keeps at "
+            f"least {state} bytes of parameters, gradients and optimizer state a rank (Ψ = {parameters / 1e9:,.1f} "
+            f"billion, N = {settings.world}), {needed / GIB:,.1f} GiB for {len(sharing)} "
+            f"rank{'s' if len(sharing) > 1 else ''} on {f'CUDA device {index}' if on_cuda else 'this machine'}, "
+            f"which has {there / GIB:,.1f} GiB; {advice}"
+        )
+    return None
 
 
 def this_machine() -> Machine:
@@ -123,8 +106,8 @@ def available_bytes() -> int | None:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
         return None
-    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    if not found:
+    available = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    if not available:
         return None
     try:
         group = Path("/sys/fs/cgroup")
@@ -132,8 +115,8 @@ def available_bytes() -> int | None:
         used = int((group / "memory.current").read_text())
         cached = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())["file"]
     except (OSError, ValueError, KeyError):  # no group, or one without a limit ("max")
-        return found[0]
-    return min(found[0], limit - used + int(cached))
+        return available[0]
+    return min(available[0], limit - used + int(cached))
 
 
 def _device_bytes() -> tuple[int, ...]:

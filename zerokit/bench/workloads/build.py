@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
@@ -11,41 +11,34 @@ import torch
 from torch import Tensor, nn
 
 from zerokit.bench import record
-from zerokit.bench.catalogue.sizes import Config, GPTConfig, LinearConfig, LlamaConfig, MLPConfig
+from zerokit.bench.catalogue.sizes import Config
 from zerokit.bench.catalogue.workloads import Workload, describe
 from zerokit.bench.record.settings import Settings
-from zerokit.bench.workloads.flops import count_flops, text_flops
-from zerokit.bench.workloads.initialise import default_device, init_module
-from zerokit.bench.workloads.inputs import OwnBatches, Source, open_source
+from zerokit.bench.workloads.initialise import init_module, materialise, name_modules
+from zerokit.bench.workloads.models import make_here
 from zerokit.bench.workloads.own import Own, resolve
+from zerokit.bench.workloads.sources import OwnBatches, Source, open_source
 from zerokit.errors import UsageError
 
-InitFunction = Callable[[nn.Module], None]
 
-
+@dataclass
 class Loaded:
     """What `load` gives: everything that a training loop needs to know of a workload.
 
     Attributes:
         settings: of the bench.
         workload: as the catalogue describes it.
+        source: of the batches.
         init_fn: initialises one module in place, as `ZeroOptimizer(init_fn=)` wants it for a model on meta. None for a
             model that can only be built where it is trained.
+        own: the user's own workload; None for a catalogued one.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        workload: Workload,
-        source: Source,
-        make: Callable[[], nn.Module],
-        init_fn: InitFunction | None,
-    ) -> None:
-        self.settings = settings
-        self.workload = workload
-        self.init_fn = init_fn
-        self._source = source
-        self._make = make
+    settings: Settings
+    workload: Workload
+    source: Source
+    init_fn: Callable[[nn.Module], None] | None
+    own: Own | None = None
 
     def build(self) -> nn.Module:
         """The model, on the device that `torch.device` as a context asks for; `forward(*batch)` is the scalar loss.
@@ -53,40 +46,43 @@ class Loaded:
         In memory it has its weights; on meta `init_fn` gives each module the same ones. They depend on the seed and
         the workload alone.
         """
-        return self._make()
+        if self.own is None:
+            return build(self.workload.name, seed=self.settings.seed)
+        # From random numbers that are the same on every rank and leave the others as they were.
+        on_cuda = _default_device().type == "cuda"
+        with torch.random.fork_rng(devices=[torch.cuda.current_device()] if on_cuda else []):
+            torch.manual_seed(self.settings.seed)
+            return self.own.build()
 
     def batch(self, first: int) -> tuple[Tensor, ...]:
         """The micro-batch that begins with sample `first` of the job, on the CPU; it depends on the seed besides."""
-        return self._source.batch(first)
+        return self.source.batch(first)
 
     @property
     def data(self) -> record.Data:
         """What the record says of the training data."""
-        return self._source.data()
+        return self.source.data
 
     @cached_property
     def model(self) -> record.Model:
         """What the record says of the model; the first time it may build it on meta: not for a timed step."""
-        settings, workload = self.settings, self.workload
+        settings, workload, own = self.settings, self.workload, self.own
         config: dict[str, Any] = {} if workload.config is None else asdict(workload.config)
-        if workload.images is not None:
-            config["image_size"] = settings.image_size or workload.images.image_size
-        flops, convention = self._flops()
-        own = self._source.own if isinstance(self._source, OwnBatches) else None
+        if workload.images is not None and settings.image_size:
+            config["image_size"] = settings.image_size
+        unit, units_per_sample = workload.unit, 1 if workload.text is None else settings.seq_len
+        if own is not None:
+            unit, units_per_sample = own.unit, own.units_per_sample
+        flops, convention = self._flops(units_per_sample)
         return record.Model(
             name=workload.name,
             parameters=self._parameters(),
             config=config,
-            unit=workload.unit if own is None else own.unit,
-            units_per_sample=self._units_per_sample(),
+            unit=unit,
+            units_per_sample=units_per_sample,
             flops_per_unit=flops,
             flops_convention=convention,
         )
-
-    def _units_per_sample(self) -> int:
-        if isinstance(self._source, OwnBatches):
-            return self._source.own.units_per_sample
-        return 1 if self.workload.text is None else self.settings.seq_len
 
     def _parameters(self) -> int:
         if self.workload.parameters is not None:
@@ -95,17 +91,17 @@ class Loaded:
             model = self.build()
         return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
-    def _flops(self) -> tuple[float | None, str | None]:
+    def _flops(self, units_per_sample: int) -> tuple[float | None, str | None]:
         if self.workload.text is not None:
-            return text_flops(self.workload.text, self.settings.seq_len)
+            return self.workload.text.flops(self.settings.seq_len)
         try:
             a_sample, convention = count_flops(self.build, self.batch(0))
         except Exception as error:
-            if self.workload.config is not None:
+            if self.own is None:
                 raise
             # The user's own model may do what is impossible on meta; it is trained all the same.
             return None, f"not counted: {type(error).__name__} on meta"
-        return a_sample / self._units_per_sample(), convention
+        return a_sample / units_per_sample, convention
 
 
 def load(settings: Settings) -> Loaded:
@@ -118,27 +114,8 @@ def load(settings: Settings) -> Loaded:
         raise UsageError(workload.missing)
     if workload.config is None:
         own = resolve(workload.name)
-        return Loaded(
-            settings, workload, OwnBatches(settings, own), lambda: _build_own(own, settings.seed), own.init_fn
-        )
-    source = open_source(settings)
-    return Loaded(
-        settings,
-        workload,
-        source,
-        lambda: build(workload.name, seed=settings.seed),
-        init_function(workload.name),
-    )
-
-
-def init_function(name: str) -> InitFunction:
-    """What initialises one module of a catalogued model in place, its buffers as well."""
-    workload = describe(name)
-    if workload.library is None or workload.config is None:
-        return init_module
-    from zerokit.bench.workloads.library import init_library
-
-    return init_library(workload.config)
+        return Loaded(settings, workload, OwnBatches(settings, own), own.init_fn, own)
+    return Loaded(settings, workload, open_source(settings), init_module)
 
 
 def build(name: str, *, seed: int = 0) -> nn.Module:
@@ -146,38 +123,45 @@ def build(name: str, *, seed: int = 0) -> nn.Module:
     workload = describe(name)
     if workload.config is None:
         raise UsageError(f"model {name!r} is not in the catalogue: load() builds it")
-    if workload.library is not None:
-        from zerokit.bench.workloads.library import build_library
-
-        return build_library(workload.config, seed=seed)
-    return _build_here(workload.config, seed)
+    return build_model(workload.config, workload.library, seed=seed)
 
 
-def _build_here(config: Config, seed: int) -> nn.Module:
-    match config:
-        case GPTConfig():
-            from zerokit.bench.workloads.gpt import GPT
-
-            return GPT(config, seed=seed)
-        case LlamaConfig():
-            from zerokit.bench.workloads.llama import Llama
-
-            return Llama(config, seed=seed)
-        case MLPConfig():
-            from zerokit.bench.workloads.small import MLP
-
-            return MLP(config, seed=seed)
-        case LinearConfig():
-            from zerokit.bench.workloads.small import Linear
-
-            return Linear(config, seed=seed)
-        case _:
-            raise AssertionError(f"{config} is built by a library")
+def build_model(config: Config, library: str | None, *, seed: int) -> nn.Module:
+    """The model of a configuration that `library` makes, or with None `models`."""
+    make = make_here
+    if library is not None:
+        from zerokit.bench.workloads.library import make_library as make
+    device = _default_device()
+    with torch.device("meta"):
+        model = make(config)
+    name_modules(model, seed)
+    if device.type != "meta":
+        materialise(model, device)
+    return model
 
 
-def _build_own(own: Own, seed: int) -> nn.Module:
-    """The user's model, from random numbers that are the same on every rank and leave the others as they were."""
-    on_cuda = default_device().type == "cuda"
-    with torch.random.fork_rng(devices=[torch.cuda.current_device()] if on_cuda else []):
-        torch.manual_seed(seed)
-        return own.build()
+def _default_device() -> torch.device:
+    """Where tensors are made, `torch.device` as a context included: torch 2.6's own function sees no context."""
+    return torch.empty(0).device
+
+
+def count_flops(build: Callable[[], nn.Module], batch: tuple[Tensor, ...]) -> tuple[float, str]:
+    """FLOPs a sample of a model, forward and backward, and in words how they were counted.
+
+    Nothing is computed: model and batch are on meta. Raises whatever a model raises that cannot run there.
+
+    Args:
+        build: makes the model, whose `forward(*batch)` is the loss.
+        batch: any of its micro-batches; the first dimension of its first tensor counts samples.
+    """
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with torch.device("meta"):
+        model = build()
+    counter = FlopCounterMode(display=False)
+    with counter:
+        loss = model(*(tensor.to("meta") for tensor in batch))
+        loss.backward()
+    return counter.get_total_flops() / len(batch[0]), (
+        "counted by torch's FlopCounterMode over forward and backward: matrix products and convolutions only"
+    )

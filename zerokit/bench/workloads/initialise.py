@@ -1,7 +1,8 @@
 """Weights that depend on a seed and a module's name, and on nothing else.
 
-Each module draws from a generator of its own. So it does not matter in which order, on which rank or in how
-many pieces a model is initialised, and a model built on meta gets the weights of one built in memory.
+Each module draws from a generator of its own. So it does not matter in which order, on which rank or in how many
+pieces a model is initialised, and a model on meta gets the weights of one in memory. All are made on meta, whose
+construction costs nothing, and get memory and weights afterwards.
 """
 
 from __future__ import annotations
@@ -10,20 +11,22 @@ import hashlib
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 _SEED = "_init_seed"
 _STD = "_init_std"
+_ROTARY_BASE = "_init_rotary_base"
 DEFAULT_STD = 0.02
-
-
-def default_device() -> torch.device:
-    """Where tensors are made, `torch.device` as a context included: torch 2.6's own function sees no context."""
-    return torch.empty(0).device
 
 
 def set_std(module: nn.Module, std: float) -> None:
     """Let `module`'s weight be drawn with this standard deviation."""
     setattr(module, _STD, std)
+
+
+def set_rotary_base(module: nn.Module, base: float) -> None:
+    """Let `module`'s rotary frequencies be powers of this base."""
+    setattr(module, _ROTARY_BASE, base)
 
 
 def name_modules(model: nn.Module, seed: int) -> None:
@@ -44,7 +47,7 @@ def name_modules(model: nn.Module, seed: int) -> None:
 
 @torch.no_grad()
 def init_module(module: nn.Module) -> None:
-    """Fill the parameters that `module` itself owns (not its children's), in place, and a BatchNorm's statistics.
+    """Fill the parameters and buffers that `module` itself owns (not its children's), in place.
 
     Matrices are drawn in fp32 from a normal distribution, weights of norms start at one, biases at zero.
     """
@@ -55,17 +58,42 @@ def init_module(module: nn.Module) -> None:
             generator.manual_seed(getattr(module, _SEED, 0))
             drawn = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
             parameter.copy_(drawn.normal_(0.0, std, generator=generator))
-        elif name == "weight":
-            parameter.fill_(1.0)
         else:
-            parameter.zero_()
-    if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            parameter.fill_(1.0 if name == "weight" else 0.0)
+    if isinstance(module, _BatchNorm):
         module.reset_running_stats()
-
-
-def init_model(model: nn.Module) -> None:
-    """`init_module` on every module, unless the model lies on meta, where there is nothing to fill."""
-    if any(parameter.is_meta for parameter in model.parameters()):
         return
+    for name, buffer in module.named_buffers(recurse=False):
+        match name:
+            case "position_ids":
+                buffer.copy_(torch.arange(buffer.shape[-1], device=buffer.device).expand_as(buffer))
+            case "token_type_ids":
+                buffer.zero_()
+            case "inv_freq" | "original_inv_freq":
+                half = torch.arange(0, 2 * len(buffer), 2, dtype=torch.float32, device=buffer.device)
+                buffer.copy_(1.0 / getattr(module, _ROTARY_BASE) ** (half / (2 * len(buffer))))
+            case "bias":  # the causal mask of GPT-2 in transformers 4
+                buffer.copy_(torch.ones_like(buffer).tril())
+            case "masked_bias":  # and what it puts where the future was
+                buffer.fill_(-1e4)
+            case _:
+                raise AssertionError(
+                    f"{type(module).__name__}.{name}: a buffer whose values are not known here"
+                )
+
+
+def materialise(model: nn.Module, device: torch.device) -> None:
+    """Give every parameter and buffer of a model on meta memory on `device`, and weights; what is tied stays tied."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if parameter not in made:
+                    memory = torch.empty_like(parameter, device=device)
+                    made[parameter] = nn.Parameter(memory, parameter.requires_grad)
+                module._parameters[name] = made[parameter]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty_like(buffer, device=device)
     for module in model.modules():
         init_module(module)

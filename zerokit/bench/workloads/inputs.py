@@ -1,262 +1,188 @@
-"""Where a workload's batches come from: one class a kind of data, each the same few lines around one drawing.
+"""What is read before a batch can be made: text, and folders of images. The launcher checks it, so torch stays out.
 
-Samples are numbered through the job, over all its ranks and steps, and sample i depends on (seed, i) alone: every
-engine, stage, world size and re-run sees the same ones in the same order (`batches` says who takes which). torch is
-imported only where a batch is made, so that the launcher can look at the data beforehand.
+Every byte of a text is a token: nothing is downloaded and no tokenizer is needed. Of images only paths and labels are
+listed; pixels are read when a batch wants them.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
+import os
+import random
+import sysconfig
+import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from pathlib import Path
 
-from zerokit.bench.catalogue.sizes import BertConfig, ImageConfig, LinearConfig
 from zerokit.bench.catalogue.workloads import describe
-from zerokit.bench.workloads import images
-from zerokit.bench.workloads.own import Own, find
-from zerokit.bench.workloads.text import (
-    SYNTHETIC,
-    Corpus,
-    batch,
-    draw_seed,
-    load_corpus,
-    require_length,
-)
+from zerokit.bench.record import Data
+from zerokit.bench.record.settings import Settings
+from zerokit.bench.workloads.own import find
+from zerokit.errors import ZerokitError
 
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
+STANDARD_LIBRARY = "standard-library"
+SYNTHETIC = "synthetic"
+# Far more than a bench reads in a run, and loaded by every rank in some ten milliseconds.
+LIMIT_BYTES = 16 * 2**20
+SYNTHETIC_BYTES = 2**20
+# Third-party packages come and go; without them the text depends on Python's version alone.
+_NOT_STANDARD = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
-    from zerokit.bench.record import Data
-    from zerokit.bench.record.settings import Settings
+SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"})
+# More than a bench draws in a run, and read once by every rank for the digest in some hundred milliseconds.
+LIMIT_FILES = 1024
 
 
-class Source(Protocol):
-    """Where batches come from."""
+class DataError(ZerokitError):
+    """The training data cannot be read, or there is too little of it."""
 
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """Training text; `source` is a path, `STANDARD_LIBRARY` or `SYNTHETIC`, `truncated` says that there was more."""
+
+    source: str
+    content: bytes
+    files: int
+    truncated: bool = False
+
+    @property
     def data(self) -> Data:
         """What the record says of it."""
-        ...
-
-    def batch(self, first: int) -> tuple[Tensor, ...]:
-        """The micro-batch that begins with sample `first` of the job, on the CPU."""
-        ...
-
-
-def generator(settings: Settings, sample: int) -> torch.Generator:
-    """A generator on the CPU for one sample of the job."""
-    import torch
-
-    return torch.Generator().manual_seed(draw_seed(seed=settings.seed, sample=sample) % 2**63)
-
-
-def generators(settings: Settings, first: int) -> list[torch.Generator]:
-    """Those of the samples of a micro-batch."""
-    return [generator(settings, sample) for sample in range(first, first + settings.batch_size)]
-
-
-def made_up(settings: Settings) -> Data:
-    """What the record says of data that come from the seed."""
-    from zerokit.bench.record import Data
-
-    digest = hashlib.blake2b(f"seed {settings.seed}".encode(), digest_size=16).hexdigest()
-    return Data(SYNTHETIC, 0, 0, False, digest)
+        return Data(self.source, len(self.content), self.files, self.truncated, digest(self.content))
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
-    """Tokens and next tokens, each int64 (batch, length)."""
+class Folder:
+    """Images: `paths` relative to `root`, sorted, the label of each, and what the record says of them."""
 
-    settings: Settings
-    corpus: Corpus
+    root: Path
+    paths: tuple[Path, ...]
+    labels: tuple[int, ...]
+    data: Data
 
-    def data(self) -> Data:
-        """The corpus."""
-        from zerokit.bench.record import Data
 
-        corpus = self.corpus
-        return Data(corpus.source, len(corpus.content), corpus.files, corpus.truncated, corpus.digest)
+def digest(*contents: bytes) -> str:
+    """BLAKE2b of all contents, 16 bytes in hexadecimal: equal digests mean equal data."""
+    together = hashlib.blake2b(digest_size=16)
+    for content in contents:
+        together.update(content)
+    return together.hexdigest()
 
-    def batch(self, first: int) -> tuple[Tensor, ...]:
-        """Stretches of the text, from places drawn anew each time."""
-        return batch(
-            self.corpus,
-            seed=self.settings.seed,
-            first=first,
-            batch_size=self.settings.batch_size,
-            length=self.settings.seq_len,
+
+def load_corpus(source: str, *, seed: int = 0, limit: int = LIMIT_BYTES) -> Corpus:
+    """Read the training text.
+
+    Args:
+        source: a file, a folder (read recursively in the order of its sorted paths, without hidden files),
+            `STANDARD_LIBRARY` (the .py files of the running Python) or `SYNTHETIC` (bytes drawn from `seed`:
+            there is nothing to learn in them, the loss stays near ln 256).
+        limit: bytes at which reading stops.
+
+    Raises `DataError` where a path is missing, unreadable or empty.
+    """
+    if source == SYNTHETIC:
+        return Corpus(source, random.Random(seed).randbytes(min(SYNTHETIC_BYTES, limit)), files=0)
+    if source == STANDARD_LIBRARY:
+        library = _walk(Path(sysconfig.get_path("stdlib")), _NOT_STANDARD)
+        paths = (path for path in library if path.suffix == ".py")
+    else:
+        root = Path(source)
+        if not root.exists():
+            raise DataError(f"data: {root} does not exist; give a text file, a folder, or 'synthetic'")
+        paths = (path for path in (_walk(root, _NOT_STANDARD) if root.is_dir() else [root]))
+    pieces: list[bytes] = []
+    size = 0
+    for path in paths:
+        pieces.append(_read(path, limit - size + 1))
+        size += len(pieces[-1])
+        if size > limit:
+            return Corpus(source, b"".join(pieces)[:limit], len(pieces), truncated=True)
+    if size == 0:
+        raise DataError(f"data: {source} holds no text; give a file or a folder with some")
+    return Corpus(source, b"".join(pieces), len(pieces))
+
+
+def require_length(corpus: Corpus, length: int) -> None:
+    """Raise `DataError` if the text cannot fill one sequence of `length` tokens and its targets."""
+    if len(corpus.content) < length + 1:
+        raise DataError(
+            f"data: {corpus.source} holds {len(corpus.content)} bytes, but sequences of {length} tokens need "
+            f"at least {length + 1}; give more text or a smaller --seq-len"
         )
 
 
-# Of BERT (arXiv:1810.04805, §3.1): how much of a sequence is guessed, and how much of that is left as it was or
-# replaced by another byte, so that a mask is not the only place to guess at.
-_GUESSED, _KEPT, _REPLACED = 0.15, 0.1, 0.1
-# The first token that is no byte stands for the mask.
-MASK = 256
+def open_folder(source: str, classes: int, *, limit: int = LIMIT_FILES) -> Folder:
+    """List the images below a folder, without hidden ones.
 
-
-@dataclass(frozen=True, slots=True)
-class MaskedText:
-    """Tokens with some masked, and what these were, each int64 (batch, length); −100 where nothing is to be guessed.
-
-    As many of every sequence, so that the mean over ranks is the mean over all guesses.
+    Labels are the names of sub-folders in sorted order, as most collections have it; with more sub-folders than
+    `classes` they start again at 0. Without sub-folders they come from a checksum of the file's name, which trains
+    nothing worth having and costs the same. Of more than `limit` images every n-th is taken, so that all sub-folders
+    have a part. Raises `DataError` where the folder or its images are missing, or Pillow is.
     """
-
-    text: Text
-
-    def data(self) -> Data:
-        """The corpus."""
-        return self.text.data()
-
-    def batch(self, first: int) -> tuple[Tensor, ...]:
-        """The same stretches as for a causal model, with places to guess drawn anew each time."""
-        import torch
-
-        tokens, _ = self.text.batch(first)
-        length = tokens.shape[1]
-        count = max(1, round(_GUESSED * length))
-        drawn = [
-            (
-                torch.rand(length, generator=one).argsort()[:count],
-                torch.rand(count, generator=one),
-                torch.randint(MASK, (count,), generator=one),
-            )
-            for one in generators(self.text.settings, first)
-        ]
-        places, chance, other = (torch.stack(parts) for parts in zip(*drawn, strict=True))
-        targets = torch.full_like(tokens, -100).scatter_(1, places, tokens.gather(1, places))
-        shown = torch.where(chance < _KEPT, tokens.gather(1, places), torch.full_like(places, MASK))
-        shown = torch.where(chance >= 1.0 - _REPLACED, other, shown)
-        return tokens.scatter(1, places, shown), targets
-
-
-@dataclass(frozen=True, slots=True)
-class ImageFolder:
-    """Images from files, fp32 (batch, channels, size, size), and labels, int64 (batch,)."""
-
-    settings: Settings
-    config: ImageConfig
-    folder: images.Folder
-
-    def data(self) -> Data:
-        """The files."""
-        from zerokit.bench.record import Data
-
-        folder = self.folder
-        return Data(str(folder.root), folder.size_bytes, len(folder.paths), folder.truncated, folder.digest)
-
-    def batch(self, first: int) -> tuple[Tensor, ...]:
-        """Files drawn anew each time."""
-        return images.batch(
-            self.folder,
-            seed=self.settings.seed,
-            first=first,
-            batch_size=self.settings.batch_size,
-            size=self.settings.image_size or self.config.image_size,
-            channels=self.config.channels,
+    root = Path(source)
+    if not root.is_dir():
+        raise DataError(f"data: {root} is no folder; image models take a folder of images, or 'synthetic'")
+    if importlib.util.find_spec("PIL") is None:
+        raise DataError(
+            "data: images are read by Pillow, which is not installed here; pip install 'zerokit[images]'"
         )
+    images = sorted(path.relative_to(root) for path in _walk(root) if path.suffix.lower() in SUFFIXES)
+    if not images:
+        raise DataError(f"data: {root} holds no images; known by their names: {', '.join(sorted(SUFFIXES))}")
+    every = -(-len(images) // limit)
+    paths = tuple(images[::every])
+    folders = sorted({path.parts[0] for path in images if len(path.parts) > 1})
+    numbers = {name: number for number, name in enumerate(folders)}
+    labels = tuple(
+        (numbers[path.parts[0]] if len(path.parts) > 1 else zlib.crc32(str(path).encode())) % classes
+        for path in paths
+    )
+    contents = [_read(root / path) for path in paths]
+    size = sum(map(len, contents))
+    return Folder(root, paths, labels, Data(str(root), size, len(paths), every > 1, digest(*contents)))
 
 
-@dataclass(frozen=True, slots=True)
-class SyntheticImages:
-    """Images, fp32 (batch, channels, size, size), and labels, int64 (batch,).
+def _walk(root: Path, skipped: frozenset[str] = frozenset()) -> Iterator[Path]:
+    """The files below a folder, without hidden ones and those in folders of the `skipped` names."""
 
-    Each class has a coarse pattern of its own under the noise, so that there is something to learn.
-    """
+    def stop(error: OSError) -> None:
+        raise DataError(f"data: cannot list {error.filename}: {error.strerror}") from error
 
-    settings: Settings
-    config: ImageConfig
-
-    def data(self) -> Data:
-        """Made up."""
-        return made_up(self.settings)
-
-    def batch(self, first: int) -> tuple[Tensor, ...]:
-        """A pattern of 4×4 fields a channel, each of its class's sign, under noise as strong."""
-        import torch
-        from torch.nn.functional import interpolate
-
-        size, channels = self.settings.image_size or self.config.image_size, self.config.channels
-        drawn = [
-            (
-                torch.randint(self.config.classes, (), generator=one),
-                torch.randn(channels, size, size, generator=one),
-            )
-            for one in generators(self.settings, first)
-        ]
-        labels, noise = (torch.stack(parts) for parts in zip(*drawn, strict=True))
-        fixed = torch.Generator().manual_seed(self.settings.seed % 2**63)
-        signs = torch.randint(2, (self.config.classes, channels, 4, 4), generator=fixed) * 2.0 - 1.0
-        return noise + interpolate(signs[labels], size=(size, size)), labels
+    for directory, names, files in os.walk(root, onerror=stop):
+        names[:] = sorted(name for name in names if not name.startswith(".") and name not in skipped)
+        for name in sorted(files):
+            path = Path(directory, name)
+            if not name.startswith(".") and path.is_file():
+                yield path
 
 
-@dataclass(frozen=True, slots=True)
-class Regression:
-    """Features, fp32 (batch, features), and what a fixed linear map makes of them, with a little noise, (batch,)."""
-
-    settings: Settings
-    config: LinearConfig
-
-    def data(self) -> Data:
-        """Made up."""
-        return made_up(self.settings)
-
-    def batch(self, first: int) -> tuple[Tensor, ...]:
-        """Normal features; the map is drawn from the seed alone."""
-        import torch
-
-        drawn = [
-            (torch.randn(self.config.features, generator=one), torch.randn((), generator=one))
-            for one in generators(self.settings, first)
-        ]
-        features, noise = (torch.stack(parts) for parts in zip(*drawn, strict=True))
-        fixed = torch.Generator().manual_seed(self.settings.seed % 2**63)
-        weights = torch.randn(self.config.features, generator=fixed) / self.config.features**0.5
-        # Not a product of matrices, whose bits may depend on how many samples there are.
-        return features, (features * weights).sum(1) + 0.1 * noise
+def _read(path: Path, most: int = -1) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(most)
+    except OSError as error:
+        raise DataError(f"data: cannot read {path}: {error.strerror}") from error
 
 
-@dataclass(frozen=True, slots=True)
-class OwnBatches:
-    """Whatever the user's own workload makes of a micro-batch, whose samples may depend on each other."""
-
-    settings: Settings
-    own: Own
-
-    def data(self) -> Data:
-        """Made up."""
-        return made_up(self.settings)
-
-    def batch(self, first: int) -> tuple[Tensor, ...]:
-        """From the generator of its first sample."""
-        drawn = generator(self.settings, first)
-        return tuple(self.own.batch(drawn, self.settings.batch_size))
-
-
-def open_source(settings: Settings) -> Source:
-    """The data of a catalogued workload, read as far as needed to know that they suffice.
-
-    Raises `DataError` where they are missing, unreadable or too few.
-    """
+def read_inputs(settings: Settings) -> Corpus | Folder | None:
+    """What a catalogued workload trains on; None for what is made up. Raises `DataError` for bad data."""
     workload = describe(settings.model)
     source = settings.data or workload.default_data
     if workload.text is not None:
         corpus = load_corpus(source, seed=settings.seed)
         require_length(corpus, settings.seq_len)
-        text = Text(settings, corpus)
-        return MaskedText(text) if isinstance(workload.text, BertConfig) else text
-    if workload.images is not None:
-        if source == SYNTHETIC:
-            return SyntheticImages(settings, workload.images)
-        return ImageFolder(settings, workload.images, images.open_folder(source, workload.images.classes))
-    assert isinstance(workload.config, LinearConfig)
-    return Regression(settings, workload.config)
+        return corpus
+    if workload.images is not None and source != SYNTHETIC:
+        return open_folder(source, workload.images.classes)
+    return None
 
 
 def check_inputs(settings: Settings) -> None:
-    """What the launcher can tell beforehand, without torch: raises as `open_source` and `own.find` do."""
+    """What the launcher can know beforehand: raises as `read_inputs` and `own.find` do."""
     if describe(settings.model).config is None:
         find(settings.model)
     else:
-        open_source(settings)
+        read_inputs(settings)

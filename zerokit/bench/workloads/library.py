@@ -1,16 +1,15 @@
 """Models from the configurations of transformers and torchvision, with random weights: nothing is downloaded.
 
-They are made on meta, whose construction costs nothing, and get memory and weights afterwards: a library's own random
-weights would depend on the order in which modules are made. Dropout is off, so that every engine computes the same.
+Dropout is off, so that every engine computes the same.
 """
 
 from __future__ import annotations
 
 import math
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -21,42 +20,70 @@ from zerokit.bench.catalogue.sizes import (
     InceptionConfig,
     LlamaConfig,
     ResNetConfig,
-    TextConfig,
 )
 from zerokit.bench.catalogue.workloads import INSTALL
-from zerokit.bench.workloads.initialise import DEFAULT_STD, default_device, init_module, name_modules, set_std
+from zerokit.bench.workloads.initialise import DEFAULT_STD, set_rotary_base, set_std
 from zerokit.errors import UsageError
 
 # Of the auxiliary classifier's loss, as torchvision's own training script for this model weighs it.
 _AUXILIARY = 0.4
 
 
-class Language(nn.Module):
-    """A language model, causal or masked, that returns its loss."""
+# What transformers calls our sizes; GPT-2's configuration takes these names for its own as well.
+_SIZES = {
+    "vocabulary": "vocab_size",
+    "positions": "max_position_embeddings",
+    "width": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "key_value_heads": "num_key_value_heads",
+    "hidden": "intermediate_size",
+    "tied": "tie_word_embeddings",
+    "norm_epsilon": "rms_norm_eps",
+    "types": "type_vocab_size",
+    "depths": "depths",
+    "widths": "hidden_sizes",
+    "stem": "embedding_size",
+    "channels": "num_channels",
+    "classes": "num_labels",
+}
+_TEXT = {"use_cache": False, "attn_implementation": "sdpa"}
+_DECODER = {**_TEXT, "bos_token_id": None, "eos_token_id": None}
+# Its classes of configuration and model, and the options that are no sizes.
+_CLASSES: Mapping[type[Config], tuple[str, str, dict[str, Any]]] = {
+    GPTConfig: (
+        "GPT2Config",
+        "GPT2LMHeadModel",
+        {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, **_DECODER},
+    ),
+    LlamaConfig: ("LlamaConfig", "LlamaForCausalLM", _DECODER),
+    BertConfig: (
+        "BertConfig",
+        "BertForMaskedLM",
+        {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, **_TEXT},
+    ),
+    ResNetConfig: ("ResNetConfig", "ResNetForImageClassification", {}),
+}
+
+
+class WithLoss(nn.Module):
+    """A library's model that returns its loss."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """The mean cross-entropy in fp32; tokens and targets (batch, length), targets of −100 do not count."""
-        logits = self.model(input_ids=tokens).logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """The mean cross-entropy in fp32; targets of −100 do not count.
 
-
-class Classifier(nn.Module):
-    """A classifier of images that returns its loss."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
-        """The mean cross-entropy in fp32; images (batch, channels, size, size), labels (batch,)."""
-        output = self.model(images)
-        loss = F.cross_entropy(output.logits.float(), labels)
-        auxiliary = getattr(output, "aux_logits", None)
-        return loss if auxiliary is None else loss + _AUXILIARY * F.cross_entropy(auxiliary.float(), labels)
+        Args:
+            inputs: tokens (batch, length) or images (batch, channels, size, size).
+            targets: tokens (batch, length) or labels (batch,).
+        """
+        output = self.model(inputs)
+        logits, auxiliary = output.logits, getattr(output, "aux_logits", None)
+        loss = F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
+        return loss if auxiliary is None else loss + _AUXILIARY * F.cross_entropy(auxiliary.float(), targets)
 
 
 class BatchNorm(nn.BatchNorm2d):
@@ -74,174 +101,43 @@ class BatchNorm(nn.BatchNorm2d):
         return F.batch_norm(input, mean, variance, weight, bias, True, self.momentum or 0.0, self.eps)
 
 
-def build_library(config: Config, *, seed: int) -> nn.Module:
-    """The model of `config`, on the device that `torch.device` as a context asks for ("meta" too)."""
-    device = default_device()
-    with torch.device("meta"):
-        model = _make(config)
-        _replace_norms(model)
+def make_library(config: Config) -> nn.Module:
+    """The model of a configuration that a library builds, without weights of its own."""
+    model = WithLoss(_inception(config) if isinstance(config, InceptionConfig) else _transformer(config))
     for name, module in model.named_modules():
-        _choose_std(config, name, module)
-    name_modules(model, seed)
-    if device.type != "meta":
-        _materialise(model, device)
-        fill = init_library(config)
-        for module in model.modules():
-            fill(module)
+        if type(module) is nn.BatchNorm2d:
+            module.__class__ = BatchNorm
+        elif isinstance(module, nn.Conv2d):  # He's spread, for what a ReLU follows
+            fan_out = module.out_channels * module.kernel_size[0] * module.kernel_size[1]
+            set_std(module, math.sqrt(2.0 / fan_out))
+        elif isinstance(config, GPTConfig) and name.endswith("c_proj"):  # as in `models.Block`
+            set_std(module, DEFAULT_STD / math.sqrt(2 * config.layers))
+        elif isinstance(config, LlamaConfig):
+            set_rotary_base(module, config.rotary_base)
     return model
 
 
-def init_library(config: Config) -> partial[None]:
-    """What initialises one module of such a model in place, its buffers as well."""
-    return partial(_fill, config)
+def _transformer(config: Config) -> nn.Module:
+    import transformers
+
+    configuration, kind, options = _CLASSES[type(config)]
+    for ours, value in asdict(config).items():
+        if ours in _SIZES:
+            options = {**options, _SIZES[ours]: list(value) if isinstance(value, tuple) else value}
+    made: nn.Module = getattr(transformers, kind)(getattr(transformers, configuration)(**options))
+    return made
 
 
-def _make(config: Config) -> nn.Module:
-    match config:
-        case GPTConfig() | LlamaConfig() | BertConfig():
-            return Language(_language_model(config))
-        case ResNetConfig():
-            import transformers
-
-            labels: dict[str, Any] = {"num_labels": config.classes}
-            asked = transformers.ResNetConfig(
-                num_channels=config.channels,
-                embedding_size=config.stem,
-                hidden_sizes=list(config.widths),
-                depths=list(config.depths),
-                **labels,
-            )
-            return Classifier(transformers.ResNetForImageClassification(asked))
-        case InceptionConfig():
-            torchvision = _torchvision()
-            # Its own initialisation is slow and depends on the order of modules.
-            made = torchvision.models.inception_v3(
-                weights=None, num_classes=config.classes, aux_logits=True, init_weights=False, dropout=0.0
-            )
-            return Classifier(made)
-        case _:
-            raise AssertionError(f"{config} is built by no library")
-
-
-def _torchvision() -> Any:
+def _inception(config: InceptionConfig) -> nn.Module:
     try:
         import torchvision
     except (ImportError, RuntimeError) as error:
-        # Of another torch's version or build it is found, and fails only here.
+        # Of another torch's version or build it is installed, and fails only here.
         raise UsageError(
             f"torchvision does not work with this torch ({error}); {INSTALL['torchvision']}"
         ) from error
-    return torchvision
-
-
-def _language_model(config: TextConfig) -> nn.Module:
-    import transformers
-
-    same: dict[str, Any] = {
-        "vocab_size": config.vocabulary,
-        "use_cache": False,
-        "attn_implementation": "sdpa",
-    }
-    match config:
-        case GPTConfig():
-            return transformers.GPT2LMHeadModel(
-                transformers.GPT2Config(
-                    n_positions=config.positions,
-                    n_embd=config.width,
-                    n_layer=config.layers,
-                    n_head=config.heads,
-                    resid_pdrop=0.0,
-                    embd_pdrop=0.0,
-                    attn_pdrop=0.0,
-                    bos_token_id=None,
-                    eos_token_id=None,
-                    **same,
-                )
-            )
-        case LlamaConfig():
-            return transformers.LlamaForCausalLM(
-                transformers.LlamaConfig(
-                    max_position_embeddings=config.positions,
-                    hidden_size=config.width,
-                    intermediate_size=config.hidden,
-                    num_hidden_layers=config.layers,
-                    num_attention_heads=config.heads,
-                    num_key_value_heads=config.key_value_heads,
-                    rms_norm_eps=config.norm_epsilon,
-                    tie_word_embeddings=config.tied,
-                    bos_token_id=None,
-                    eos_token_id=None,
-                    **same,
-                )
-            )
-        case BertConfig():
-            return transformers.BertForMaskedLM(
-                transformers.BertConfig(
-                    max_position_embeddings=config.positions,
-                    type_vocab_size=config.types,
-                    hidden_size=config.width,
-                    intermediate_size=config.hidden,
-                    num_hidden_layers=config.layers,
-                    num_attention_heads=config.heads,
-                    hidden_dropout_prob=0.0,
-                    attention_probs_dropout_prob=0.0,
-                    **same,
-                )
-            )
-
-
-def _replace_norms(model: nn.Module) -> None:
-    for module in list(model.modules()):
-        for name, child in module.named_children():
-            if type(child) is nn.BatchNorm2d:
-                setattr(module, name, BatchNorm(child.num_features, child.eps, child.momentum))
-
-
-def _choose_std(config: Config, name: str, module: nn.Module) -> None:
-    """The usual spread: He's for what a ReLU follows, and GPT-2's for what is added to the residual (two a layer)."""
-    if isinstance(module, nn.Conv2d):
-        set_std(
-            module, math.sqrt(2.0 / (module.out_channels * module.kernel_size[0] * module.kernel_size[1]))
-        )
-    elif isinstance(config, GPTConfig) and name.endswith("c_proj"):
-        set_std(module, DEFAULT_STD / math.sqrt(2 * config.layers))
-
-
-def _materialise(model: nn.Module, device: torch.device) -> None:
-    """Give every parameter and buffer that is on meta memory on `device`; what is tied stays tied."""
-    made: dict[nn.Parameter, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                if parameter not in made:
-                    memory = torch.empty_like(parameter, device=device)
-                    made[parameter] = nn.Parameter(memory, parameter.requires_grad)
-                module._parameters[name] = made[parameter]
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = torch.empty_like(buffer, device=device)
-
-
-@torch.no_grad()
-def _fill(config: Config, module: nn.Module) -> None:
-    init_module(module)
-    if isinstance(module, nn.modules.batchnorm._BatchNorm):
-        return
-    for name, buffer in module.named_buffers(recurse=False):
-        match name:
-            case "position_ids":
-                buffer.copy_(torch.arange(buffer.shape[-1], device=buffer.device).expand_as(buffer))
-            case "token_type_ids":
-                buffer.zero_()
-            case "inv_freq" | "original_inv_freq":
-                assert isinstance(config, LlamaConfig)
-                half = torch.arange(0, 2 * len(buffer), 2, dtype=torch.float32, device=buffer.device)
-                buffer.copy_(1.0 / config.rotary_base ** (half / (2 * len(buffer))))
-            case "bias":  # the causal mask of GPT-2 in transformers 4
-                buffer.copy_(torch.ones_like(buffer).tril())
-            case "masked_bias":  # and what it puts in place of the future
-                buffer.fill_(-1e4)
-            case _:
-                raise AssertionError(
-                    f"{type(module).__name__}.{name}: a buffer whose values are not known here"
-                )
+    # Its own initialisation is slow and depends on the order of modules.
+    made: nn.Module = torchvision.models.inception_v3(
+        weights=None, num_classes=config.classes, aux_logits=True, init_weights=False, dropout=0.0
+    )
+    return made

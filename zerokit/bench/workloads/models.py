@@ -1,0 +1,206 @@
+"""The models written here, to be read: GPT-2- and Llama-style decoders, and the two smallest workloads.
+
+A decoder is an embedding, blocks, a final norm and a head. A block is attention and a feed-forward, each after a norm
+and around a residual; what the two families put there differs. All of these take (batch, length, width) to the same.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from zerokit.bench.catalogue.sizes import Config, GPTConfig, LinearConfig, LlamaConfig, MLPConfig
+from zerokit.bench.workloads.initialise import DEFAULT_STD, set_std
+
+
+class Attention(nn.Module):
+    """Causal multi-head self-attention; queries, keys and values come from one matrix."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.qkv = nn.Linear(config.width, 3 * config.width)
+        self.out = nn.Linear(config.width, config.width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        batch, length, width = hidden.shape
+        split = self.qkv(hidden).view(batch, length, 3, self.heads, width // self.heads)
+        query, key, value = split.permute(2, 0, 3, 1, 4).unbind(0)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        projected: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        return projected
+
+
+class GELU(nn.Module):
+    """A feed-forward four times as wide inside, with an exact GELU."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.up = nn.Linear(config.width, 4 * config.width)
+        self.down = nn.Linear(4 * config.width, config.width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        projected: Tensor = self.down(F.gelu(self.up(hidden)))
+        return projected
+
+
+def rotary_angles(length: int, head_width: int, base: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosines and sines, each (length, head_width / 2) in fp32 (RoFormer, arXiv:2104.09864).
+
+    Computed on every forward: a buffer would have to be materialised apart in a model built on meta.
+    """
+    exponents = torch.arange(0, head_width, 2, dtype=torch.float32, device=device) / head_width
+    positions = torch.arange(length, dtype=torch.float32, device=device)
+    angles = torch.outer(positions, base**-exponents)
+    return angles.cos(), angles.sin()
+
+
+def rotate(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """Turn each pair (i, i + half) of the last axis of (batch, heads, length, head_width) by its angle."""
+    first, second = heads.float().chunk(2, dim=-1)
+    turned = torch.cat((first * cosines - second * sines, second * cosines + first * sines), dim=-1)
+    return turned.to(heads.dtype)
+
+
+class GroupedAttention(nn.Module):
+    """Causal attention with rotary positions, in which several query heads share a key and a value head."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.head_width = config.width // config.heads
+        self.grouped = config.key_value_heads != config.heads
+        self.query = nn.Linear(config.width, config.width, bias=False)
+        self.key = nn.Linear(config.width, config.key_value_heads * self.head_width, bias=False)
+        self.value = nn.Linear(config.width, config.key_value_heads * self.head_width, bias=False)
+        self.out = nn.Linear(config.width, config.width, bias=False)
+
+    def _heads(self, projected: Tensor) -> Tensor:
+        batch, length, _ = projected.shape
+        return projected.view(batch, length, -1, self.head_width).transpose(1, 2)
+
+    def forward(self, hidden: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+        query = rotate(self._heads(self.query(hidden)), cosines, sines)
+        key = rotate(self._heads(self.key(hidden)), cosines, sines)
+        value = self._heads(self.value(hidden))
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=self.grouped)
+        projected: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return projected
+
+
+class SwiGLU(nn.Module):
+    """A gated feed-forward (arXiv:2002.05202)."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.gate = nn.Linear(config.width, config.hidden, bias=False)
+        self.up = nn.Linear(config.width, config.hidden, bias=False)
+        self.down = nn.Linear(config.hidden, config.width, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        projected: Tensor = self.down(F.silu(self.gate(hidden)) * self.up(hidden))
+        return projected
+
+
+class Block(nn.Module):
+    """Attention and feed-forward; `rotary` are the cosines and sines of a Llama."""
+
+    def __init__(self, config: GPTConfig | LlamaConfig) -> None:
+        super().__init__()
+        self.norm1 = _norm(config)
+        self.attention = Attention(config) if isinstance(config, GPTConfig) else GroupedAttention(config)
+        self.norm2 = _norm(config)
+        self.mlp = GELU(config) if isinstance(config, GPTConfig) else SwiGLU(config)
+        # GPT-2 scales what is added to the residual by the number of additions (two a layer).
+        for last in (self.attention.out, self.mlp.down):
+            set_std(last, DEFAULT_STD / math.sqrt(2 * config.layers))
+
+    def forward(self, hidden: Tensor, *rotary: Tensor) -> Tensor:
+        hidden = hidden + self.attention(self.norm1(hidden), *rotary)
+        added: Tensor = hidden + self.mlp(self.norm2(hidden))
+        return added
+
+
+class Decoder(nn.Module):
+    """A GPT or a Llama; `head.weight` is `tokens.weight` unless the configuration says otherwise."""
+
+    def __init__(self, config: GPTConfig | LlamaConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.tokens = nn.Embedding(config.vocabulary, config.width)
+        if isinstance(config, GPTConfig):
+            self.positions = nn.Embedding(config.positions, config.width)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = _norm(config)
+        self.head = nn.Linear(config.width, config.vocabulary, bias=False)
+        if isinstance(config, GPTConfig) or config.tied:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Logits (batch, length, vocabulary), or with targets the mean cross-entropy in fp32, a scalar.
+
+        Args:
+            tokens: (batch, length) of integers, length at most `config.positions`.
+            targets: the next tokens, of the same shape.
+        """
+        config, length, device = self.config, tokens.shape[1], tokens.device
+        hidden = self.tokens(tokens)
+        rotary: tuple[Tensor, ...] = ()
+        if isinstance(config, GPTConfig):
+            hidden = hidden + self.positions(torch.arange(length, device=device))
+        else:
+            rotary = rotary_angles(length, config.width // config.heads, config.rotary_base, device)
+        for block in self.blocks:
+            hidden = block(hidden, *rotary)
+        logits: Tensor = self.head(self.norm(hidden))
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def _norm(config: GPTConfig | LlamaConfig) -> nn.Module:
+    if isinstance(config, GPTConfig):
+        return nn.LayerNorm(config.width)
+    return nn.RMSNorm(config.width, eps=config.norm_epsilon)
+
+
+class MLP(nn.Module):
+    """Pixels, a hidden layer with ReLU, classes."""
+
+    def __init__(self, config: MLPConfig) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(config.channels * config.image_size**2, config.hidden)
+        self.out = nn.Linear(config.hidden, config.classes)
+        set_std(self.hidden, math.sqrt(2.0 / self.hidden.in_features))
+        set_std(self.out, math.sqrt(1.0 / self.out.in_features))
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        """The mean cross-entropy in fp32; images (batch, channels, size, size), labels (batch,)."""
+        logits = self.out(F.relu(self.hidden(images.flatten(1))))
+        return F.cross_entropy(logits.float(), labels)
+
+
+class Linear(nn.Module):
+    """A linear regression."""
+
+    def __init__(self, config: LinearConfig) -> None:
+        super().__init__()
+        self.linear = nn.Linear(config.features, 1)
+
+    def forward(self, features: Tensor, targets: Tensor) -> Tensor:
+        """The mean squared error in fp32; features (batch, features), targets (batch,)."""
+        return F.mse_loss(self.linear(features).squeeze(1).float(), targets.float())
+
+
+def make_here(config: Config) -> nn.Module:
+    """The model of a configuration that no library builds, without weights of its own."""
+    match config:
+        case GPTConfig() | LlamaConfig():
+            return Decoder(config)
+        case MLPConfig():
+            return MLP(config)
+        case LinearConfig():
+            return Linear(config)
+    raise AssertionError(f"{config} is built by a library")
