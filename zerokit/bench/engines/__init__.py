@@ -1,6 +1,6 @@
 """The engines that `catalogue.engines` names: `trainer` is what all are to the worker, each other module is one.
 
-An engine's module is named as the engine, with underscores, and has `make(loaded, settings, accelerator) -> Trainer`.
-It is tuned as its users would, imports what it needs when it is used (nobody's memory includes another's modules), and
-starts from the same weights on the same batches as every other.
+An engine's module is named as the engine, and its trainer as both: `fsdp2.Fsdp2Trainer`. It overrides only what the
+engine does otherwise than a plain torch loop. It is tuned as its users would, imports what it needs when it is used
+(nobody's memory includes another's modules), and starts from the same weights on the same batches as every other.
 """

@@ -5,54 +5,33 @@ Its losses and weights are each rank's own. In half precision it keeps fp32 para
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from zerokit.bench.engines.trainer import TorchTrainer, adamw, autocast, build_in_memory
-from zerokit.bench.machine.accelerator import Accelerator
-from zerokit.bench.record.settings import Settings
-from zerokit.bench.workloads.build import Loaded
+from zerokit.bench.engines.trainer import Trainer, adamw, trainable
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
-    """Elements `start` to `stop` of a parameter, as a parameter of its own in the same memory."""
+class ComputeOnlyTrainer(Trainer):
+    """At stage 0 each rank steps the whole optimizer, at the others the share that it would own in a sharded one.
 
-    whole: nn.Parameter
-    part: nn.Parameter
-    start: int
-    stop: int
+    Of every parameter that is the rank-th of N parts, as even as elements can be divided: a parameter of its own in the
+    same memory.
+    """
 
-    @classmethod
-    def of(cls, whole: nn.Parameter, rank: int, world: int) -> Share:
-        """The rank-th part of `world`, as evenly as elements can be divided."""
-        start, stop = (number * whole.numel() // world for number in (rank, rank + 1))
-        return cls(whole, nn.Parameter(whole.detach().view(-1)[start:stop]), start, stop)
-
-    def take_gradient(self) -> None:
-        """Let the part see its elements of the whole gradient."""
-        if self.whole.grad is not None:
-            self.part.grad = self.whole.grad.reshape(-1)[self.start : self.stop]
-
-
-class ComputeOnlyTrainer(TorchTrainer):
-    """At stage 0 each rank steps the whole optimizer, at the others the share that it would own in a sharded one."""
-
-    def __init__(self, model: nn.Module, settings: Settings, accelerator: Accelerator) -> None:
-        rank, world = dist.get_rank(), dist.get_world_size()
-        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._shares: list[Share] = []
-        if settings.stage > 0:
-            self._shares = [Share.of(parameter, rank, world) for parameter in parameters]
-            parameters = [share.part for share in self._shares]
-        self._stepped = parameters
-        self._scaler = torch.amp.GradScaler(accelerator.device.type, enabled=settings.precision == "fp16")
+    def make_optimizer(self) -> Optimizer:
+        self._scaler = torch.amp.GradScaler(self.accelerator.device.type, enabled=self.settings.precision == "fp16")
         self._skipped = 0
-        optimizer = adamw(parameters, settings)
-        super().__init__(model, optimizer, clip=settings.clip, autocast=autocast(settings, accelerator))
+        self._stepped = trainable(self.model.parameters())
+        self._shares: list[tuple[nn.Parameter, slice, nn.Parameter]] = []
+        if self.settings.stage > 0:
+            rank, world = dist.get_rank(), dist.get_world_size()
+            for whole in self._stepped:
+                own = slice(rank * whole.numel() // world, (rank + 1) * whole.numel() // world)
+                self._shares.append((whole, own, nn.Parameter(whole.detach().view(-1)[own])))
+            self._stepped = [part for _, _, part in self._shares]
+        return adamw(self._stepped, self.settings)
 
     @property
     def skipped_steps(self) -> int:
@@ -63,16 +42,17 @@ class ComputeOnlyTrainer(TorchTrainer):
         return 0.0
 
     def backward(self, loss: Tensor) -> None:
-        torch.autograd.backward(self._scaler.scale(loss))
+        super().backward(self._scaler.scale(loss))
 
-    def clip(self, largest: float) -> Tensor:
+    def clip_to(self, largest: float) -> Tensor:
         self._scaler.unscale_(self.optimizer)
         return nn.utils.clip_grad_norm_(self._stepped, largest)
 
     def update(self) -> Tensor | None:
-        for share in self._shares:
-            share.take_gradient()
-        norm = None if self._clip is None else self.clip(self._clip)
+        for whole, own, part in self._shares:
+            if whole.grad is not None:
+                part.grad = whole.grad.reshape(-1)[own]
+        norm = self.clip()
         self._scaler.step(self.optimizer)
         before = self._scaler.get_scale()
         self._scaler.update()
@@ -80,8 +60,3 @@ class ComputeOnlyTrainer(TorchTrainer):
         self.optimizer.zero_grad()
         self.model.zero_grad()
         return norm
-
-
-def make(loaded: Loaded, settings: Settings, accelerator: Accelerator) -> ComputeOnlyTrainer:
-    """Built in memory on every rank."""
-    return ComputeOnlyTrainer(build_in_memory(loaded, accelerator), settings, accelerator)

@@ -8,9 +8,7 @@ from typing import Any
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from zerokit.bench.engines.trainer import TorchTrainer, adamw, autocast, build_in_memory
-from zerokit.bench.machine.accelerator import Accelerator
-from zerokit.bench.record.settings import Settings
+from zerokit.bench.engines.trainer import Trainer
 from zerokit.bench.workloads.build import Loaded
 
 
@@ -20,29 +18,21 @@ def compress_in_bf16(state, bucket):  # type: ignore[no-untyped-def]
     return bf16_compress_hook(state, bucket)
 
 
-class DdpTrainer(TorchTrainer):
+class DdpTrainer(Trainer):
     """Gradients are reduced in the backward pass of the last micro-batch."""
 
+    model: DistributedDataParallel
+
+    def make_model(self, loaded: Loaded) -> DistributedDataParallel:
+        """`bucket_mb`, where it is given, is DDP's `bucket_cap_mb`; the bf16 wire is torch's hook."""
+        options: dict[str, Any] = {}
+        if self.settings.bucket_mb is not None:
+            options["bucket_cap_mb"] = self.settings.bucket_mb
+        # Gradients as views of the buckets save a copy and the second set of gradients.
+        engine = DistributedDataParallel(self.build(loaded), gradient_as_bucket_view=True, **options)
+        if self.settings.wire == "bf16":
+            engine.register_comm_hook(None, compress_in_bf16)
+        return engine
+
     def micro_batch(self, *, last: bool) -> AbstractContextManager[object]:
-        model = self.model
-        assert isinstance(model, DistributedDataParallel)
-        return nullcontext() if last else model.no_sync()
-
-
-def wrap(loaded: Loaded, settings: Settings, accelerator: Accelerator) -> DistributedDataParallel:
-    """The model under DDP. `bucket_mb`, where it is given, is its `bucket_cap_mb`; the bf16 wire is torch's hook."""
-    options: dict[str, Any] = {} if settings.bucket_mb is None else {"bucket_cap_mb": settings.bucket_mb}
-    # Gradients as views of the buckets save a copy and the second set of gradients.
-    engine = DistributedDataParallel(
-        build_in_memory(loaded, accelerator), gradient_as_bucket_view=True, **options
-    )
-    if settings.wire == "bf16":
-        engine.register_comm_hook(None, compress_in_bf16)
-    return engine
-
-
-def make(loaded: Loaded, settings: Settings, accelerator: Accelerator) -> DdpTrainer:
-    """Built in memory on every rank, as DDP wants it."""
-    model = wrap(loaded, settings, accelerator)
-    optimizer = adamw(model.parameters(), settings)
-    return DdpTrainer(model, optimizer, clip=settings.clip, autocast=autocast(settings, accelerator))
+        return nullcontext() if last else self.model.no_sync()

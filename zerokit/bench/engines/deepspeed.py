@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from zerokit.bench.engines.trainer import Batch, Trainer, adamw, build_in_memory
-from zerokit.bench.machine.accelerator import Accelerator
+from zerokit.bench.engines.trainer import Batch, Trainer, adamw
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.workloads.build import Loaded
 
@@ -21,53 +21,53 @@ _LARGEST_BUCKET = 500_000_000
 _BUCKET_MULTIPLE = 64
 
 
-class DeepSpeedTrainer(Trainer):
-    """DeepSpeed counts micro-batches itself; here it is told which is the last, and steps once."""
+class DeepspeedTrainer(Trainer):
+    """DeepSpeed counts micro-batches itself; here the last one is announced, and it steps once.
 
-    def __init__(self, engine: Any, dtype: torch.dtype | None, clip: float | None) -> None:
-        self._engine = engine
-        self._dtype = dtype
-        self._clip = clip
+    The model is built in memory on every rank and then partitioned, so that it starts from everyone's weights.
+    """
+
+    model: Any  # DeepSpeed's engine
+
+    def make_model(self, loaded: Loaded) -> Any:
+        if self.accelerator.device.type == "cpu":
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read at import
+        deepspeed: Any = importlib.import_module("deepspeed")
+        model = self.build(loaded)
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=adamw(model.parameters(), self.settings),
+            config=configuration(self.settings, model),
+            dist_init_required=False,
+        )
+        return engine
+
+    def make_optimizer(self) -> Optimizer:
+        optimizer: Optimizer = self.model.optimizer
+        return optimizer
 
     @property
     def skipped_steps(self) -> int:
-        return int(self._engine.skipped_steps)
+        return int(self.model.skipped_steps)
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[object]:
-        self._engine.set_gradient_accumulation_boundary(last)
+        self.model.set_gradient_accumulation_boundary(last)
         return nullcontext()
 
     def forward(self, batch: Batch) -> Tensor:
-        if self._dtype is not None:
-            batch = tuple(value.to(self._dtype) if value.is_floating_point() else value for value in batch)
-        loss: Tensor = self._engine(*batch)
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.settings.precision or "fp32")
+        if dtype is not None:
+            batch = tuple(value.to(dtype) if value.is_floating_point() else value for value in batch)
+        loss: Tensor = self.model(*batch)
         return loss
 
     def backward(self, loss: Tensor) -> None:
-        self._engine.backward(loss, scale_wrt_gas=False)
+        self.model.backward(loss, scale_wrt_gas=False)
 
     def update(self) -> Tensor | None:
-        self._engine.step()
-        if self._clip is None:
-            return None
-        norm = self._engine.get_global_grad_norm()
-        if norm is None or isinstance(norm, Tensor):
-            return norm
-        return torch.tensor(float(norm))
-
-
-def make(loaded: Loaded, settings: Settings, accelerator: Accelerator) -> DeepSpeedTrainer:
-    """Built in memory on every rank and then partitioned by DeepSpeed, so that it starts from everyone's weights."""
-    if accelerator.device.type == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read at import
-    deepspeed: Any = importlib.import_module("deepspeed")
-    model = build_in_memory(loaded, accelerator)
-    optimizer = adamw(model.parameters(), settings)
-    engine, *_ = deepspeed.initialize(
-        model=model, optimizer=optimizer, config=configuration(settings, model), dist_init_required=False
-    )
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(settings.precision or "fp32")
-    return DeepSpeedTrainer(engine, dtype, settings.clip)
+        self.model.step()
+        norm = None if self.settings.clip is None else self.model.get_global_grad_norm()
+        return norm if norm is None or isinstance(norm, Tensor) else torch.tensor(float(norm))
 
 
 def configuration(settings: Settings, model: nn.Module) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,9 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 
-from zerokit.bench.engines.trainer import TorchTrainer, adamw, build_in_memory
-from zerokit.bench.machine.accelerator import Accelerator
-from zerokit.bench.record.settings import Settings
+from zerokit.bench.engines.trainer import Trainer
 from zerokit.bench.workloads.build import Loaded
 from zerokit.errors import UsageError
 
@@ -22,49 +21,46 @@ from zerokit.errors import UsageError
 TRAINS_ON_CPU = hasattr(torch.cpu.Stream, "record_event")
 
 
-class Fsdp2Trainer(TorchTrainer):
+class Fsdp2Trainer(Trainer):
     """Gradients are reduced in the last micro-batch; until then each rank adds up whole ones."""
 
+    autocasts = False
+
+    def make_model(self, loaded: Loaded) -> nn.Module:
+        """Built on meta where the workload can be.
+
+        At stage 3 blocks are freed after the forward and the root, as by default, is not: backward begins with it. At
+        stage 2 nothing is freed before the backward has used it.
+        """
+        device = self.accelerator.device
+        if device.type == "cpu" and not TRAINS_ON_CPU:
+            raise UsageError(
+                f"FSDP2 of torch {torch.__version__} trains on GPUs only; a later torch's does on CPUs"
+            )
+        options: dict[str, Any] = {"mesh": init_device_mesh(device.type, (dist.get_world_size(),))}
+        if self.settings.precision == "bf16":
+            options["mp_policy"] = MixedPrecisionPolicy(
+                param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+            )
+        if self.settings.stage == 2:
+            options["reshard_after_forward"] = False
+        model = self.build(loaded, on_meta=loaded.init_fn is not None)
+        for module in [*outermost_blocks(model), model]:
+            fully_shard(module, **options)
+        if loaded.init_fn is not None:
+            model.to_empty(device=device)
+            initialise(model, loaded.init_fn, device)
+        return model
+
     def micro_batch(self, *, last: bool) -> AbstractContextManager[object]:
-        model = self.model
-        assert isinstance(model, FSDPModule)
-        model.set_is_last_backward(last)
-        model.set_requires_gradient_sync(last)
+        assert isinstance(self.model, FSDPModule)
+        self.model.set_is_last_backward(last)
+        self.model.set_requires_gradient_sync(last)
         return nullcontext()
 
-    def clip(self, largest: float) -> Tensor:
-        norm = super().clip(largest)
+    def clip_to(self, largest: float) -> Tensor:
+        norm = super().clip_to(largest)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
-
-
-def make(loaded: Loaded, settings: Settings, accelerator: Accelerator) -> Fsdp2Trainer:
-    """Built on meta where the workload can be.
-
-    At stage 3 blocks are freed after the forward and the root, as by default, is not: backward begins with it. At
-    stage 2 nothing is freed before the backward has used it.
-    """
-    if accelerator.device.type == "cpu" and not TRAINS_ON_CPU:
-        raise UsageError(
-            f"FSDP2 of torch {torch.__version__} trains on GPUs only; a later torch's does on CPUs"
-        )
-    mesh = init_device_mesh(accelerator.device.type, (dist.get_world_size(),))
-    policy = MixedPrecisionPolicy()
-    if settings.precision == "bf16":
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    if loaded.init_fn is None:
-        model = build_in_memory(loaded, accelerator)
-    else:
-        with torch.device("meta"):
-            model = loaded.build()
-    for module in [*outermost_blocks(model), model]:
-        if settings.stage == 2:
-            fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-        else:
-            fully_shard(module, mesh=mesh, mp_policy=policy)
-    if loaded.init_fn is not None:
-        model.to_empty(device=accelerator.device)
-        initialise(model, loaded.init_fn, accelerator.device)
-    return Fsdp2Trainer(model, adamw(model.parameters(), settings), clip=settings.clip)
 
 
 def outermost_blocks(model: nn.Module) -> Iterator[nn.Module]:
@@ -80,26 +76,24 @@ def outermost_blocks(model: nn.Module) -> Iterator[nn.Module]:
 def initialise(model: nn.Module, init_fn: Callable[[nn.Module], None], device: torch.device) -> None:
     """Give every module's parameters the values of an unsharded model, a module at a time.
 
-    Each module is initialised with whole parameters in the place of its shards, which then take their part. A buffer
-    is whole, and is filled where it is.
+    Each module is initialised with whole parameters instead of its shards, which then take their part. A buffer is
+    whole, and is filled where it is.
     """
     for module in model.modules():
         shards = {name: shard for name, shard in module._parameters.items() if shard is not None}
         if not shards and not any(True for _ in module.buffers(recurse=False)):
             continue
-        for name, shard in shards.items():
-            module._parameters[name] = nn.Parameter(
-                torch.empty(shard.shape, dtype=shard.dtype, device=device)
-            )
+        wholes = {
+            name: nn.Parameter(torch.empty(shard.shape, dtype=shard.dtype, device=device))
+            for name, shard in shards.items()
+        }
+        module._parameters.update(wholes)
         try:
             init_fn(module)
             for name, shard in shards.items():
-                whole = module._parameters[name]
                 assert isinstance(shard, DTensor)
-                assert whole is not None
-                replica = DTensor.from_local(
-                    whole.detach(), shard.device_mesh, [Replicate()], run_check=False
-                )
+                whole = wholes[name].detach()
+                replica = DTensor.from_local(whole, shard.device_mesh, [Replicate()], run_check=False)
                 shard.copy_(replica.redistribute(shard.device_mesh, shard.placements))
         finally:
             module._parameters.update(shards)

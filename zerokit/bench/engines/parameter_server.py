@@ -15,47 +15,43 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from zerokit.bench.engines.trainer import TorchTrainer, adamw, autocast, build_in_memory
-from zerokit.bench.machine.accelerator import Accelerator
-from zerokit.bench.record.settings import Settings
-from zerokit.bench.workloads.build import Loaded
+from zerokit.bench.engines.trainer import Trainer, adamw, trainable
 
 SERVER = 0
 
 
-class ParameterServerTrainer(TorchTrainer):
-    """Parameters and gradients are views of one flat tensor each, so that nothing is copied before it is sent."""
+class ParameterServerTrainer(Trainer):
+    """Parameters and gradients are views of one flat tensor each, so that nothing is copied before it is sent.
 
-    def __init__(self, model: nn.Module, settings: Settings, accelerator: Accelerator) -> None:
+    The model is built on every rank; rank 0's weights are the ones that all begin with.
+    """
+
+    def make_optimizer(self) -> Optimizer:
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
-        self._on_cuda = accelerator.device.type == "cuda"
         self._waited_s = 0.0
-        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        numel = sum(parameter.numel() for parameter in parameters)
-        self._flat = nn.Parameter(torch.empty(numel, device=accelerator.device))
-        self._flat.grad = torch.zeros_like(self._flat)
-        self._gradients = self._flat.grad
-        place_in_flat = 0
-        for parameter in parameters:
-            own = slice(place_in_flat, place_in_flat + parameter.numel())
-            place_in_flat = own.stop
-            view = self._flat.detach()[own].view(parameter.shape)
+        parameters = trainable(self.model.parameters())
+        sizes = [parameter.numel() for parameter in parameters]
+        self._flat = nn.Parameter(torch.empty(sum(sizes), device=self.accelerator.device))
+        self._flat.grad = self._gradients = torch.zeros_like(self._flat)
+        views = zip(self._flat.detach().split(sizes), self._gradients.split(sizes), strict=True)
+        for parameter, (values, gradients) in zip(parameters, views, strict=True):
+            view = values.view(parameter.shape)
             view.copy_(parameter.detach())
             parameter.data = view
-            # The backward pass adds to a gradient that is there already, in place.
-            parameter.grad = self._gradients[own].view(parameter.shape)
+            # The backward pass adds to a gradient that is there already, in accelerator.
+            parameter.grad = gradients.view(parameter.shape)
         self._arriving = torch.empty_like(self._gradients) if self._rank == SERVER < self._world - 1 else None
-        optimizer = adamw([self._flat], settings)
-        super().__init__(model, optimizer, clip=settings.clip, autocast=autocast(settings, accelerator))
         self._pull()
+        return adamw([self._flat], self.settings)
 
     @property
     def waited_s(self) -> float | None:
         # On CUDA the host does not wait for a message, the stream does.
-        return None if self._on_cuda else self._waited_s
+        return None if self.accelerator.device.type == "cuda" else self._waited_s
 
-    def clip(self, largest: float) -> Tensor:
+    def clip_to(self, largest: float) -> Tensor:
         return nn.utils.clip_grad_norm_([self._flat], largest)
 
     def update(self) -> Tensor | None:
@@ -63,7 +59,7 @@ class ParameterServerTrainer(TorchTrainer):
         self._push()
         norm = None
         if self._rank == SERVER:
-            norm = None if self._clip is None else self.clip(self._clip)
+            norm = self.clip()
             self.optimizer.step()
         self._pull()
         self._gradients.zero_()
@@ -95,8 +91,3 @@ class ParameterServerTrainer(TorchTrainer):
         started = time.perf_counter()
         yield
         self._waited_s += time.perf_counter() - started
-
-
-def make(loaded: Loaded, settings: Settings, accelerator: Accelerator) -> ParameterServerTrainer:
-    """Built in memory on every rank; rank 0's weights are the ones that all begin with."""
-    return ParameterServerTrainer(build_in_memory(loaded, accelerator), settings, accelerator)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import importlib
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -23,14 +22,38 @@ if TYPE_CHECKING:
     from zerokit.runtime import ZeroOptimizer
 
 Batch = tuple[Tensor, ...]
-Autocast = Callable[[], AbstractContextManager[object]]
 
 
-class Trainer(ABC):
-    """One engine on one rank. The parts are public so that each can be timed; `step` is what is measured."""
+class Trainer:
+    """One engine on one rank: by default torch's loop over a model in memory, without communication.
+
+    The parts are public so that each can be timed; `step` is what is measured.
+    """
 
     zero: ZeroOptimizer | None = None
     """zerokit's optimizer, which can be asked for its memory, traffic and checkpoints; None for other engines."""
+
+    autocasts: ClassVar[bool] = True
+    """Whether parameters stay in fp32 and products are made in the lower precision, as autocast chooses."""
+
+    def __init__(self, loaded: Loaded, settings: Settings, accelerator: Accelerator) -> None:
+        self.settings = settings
+        self.place = place
+        self.model = self.make_model(loaded)
+        self.optimizer = self.make_optimizer()
+
+    def make_model(self, loaded: Loaded) -> nn.Module:
+        """The model as the engine wants it, on the device; `forward(*batch)` is the loss."""
+        return self.build(loaded)
+
+    def make_optimizer(self) -> Optimizer:
+        """The optimizer over the model's parameters."""
+        return adamw(self.model.parameters(), self.settings)
+
+    def build(self, loaded: Loaded, *, on_meta: bool = False) -> nn.Module:
+        """The whole model on this rank's device, or on meta."""
+        with torch.device("meta") if on_meta else self.accelerator.device:
+            return loaded.build()
 
     @property
     def skipped_steps(self) -> int:
@@ -46,23 +69,43 @@ class Trainer(ABC):
         """Surrounds forward and backward of one micro-batch; gradients are reduced in the last one of a step."""
         return nullcontext()
 
-    @abstractmethod
     def forward(self, batch: Batch) -> Tensor:
         """This rank's loss of a micro-batch on the device: a scalar that can be differentiated."""
+        with self._autocast():
+            loss: Tensor = self.model(*batch)
+        return loss
 
-    @abstractmethod
+    def _autocast(self) -> AbstractContextManager[object]:
+        if not self.autocasts or self.settings.precision == "fp32":
+            return nullcontext()
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[str(self.settings.precision)]
+        return torch.autocast(self.accelerator.device.type, dtype=dtype)
+
     def backward(self, loss: Tensor) -> None:
         """Differentiate a loss that has been divided by the number of micro-batches."""
+        torch.autograd.backward(loss)
 
-    @abstractmethod
     def update(self) -> Tensor | None:
         """Clip, step the optimizer, drop the gradients; returns the norm before, if it was asked for and is known."""
+        norm = self.clip()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return norm
+
+    def clip(self) -> Tensor | None:
+        """Scale the gradients down to the largest norm that is asked for, if any; returns their norm before."""
+        largest = self.settings.clip
+        return None if largest is None else self.clip_to(largest)
+
+    def clip_to(self, largest: float) -> Tensor:
+        """Scale the gradients down to a norm of `largest`; returns their norm before."""
+        return nn.utils.clip_grad_norm_(self.model.parameters(), largest)
 
     def differentiate(self, batches: Sequence[Batch]) -> list[Tensor]:
         """Forward and backward over the micro-batches of a step: their losses, detached."""
         losses = []
-        for place, batch in enumerate(batches):
-            with self.micro_batch(last=place == len(batches) - 1):
+        for number, batch in enumerate(batches):
+            with self.micro_batch(last=number == len(batches) - 1):
                 loss = self.forward(batch)
                 self.backward(loss / len(batches))
             losses.append(loss.detach())
@@ -76,61 +119,14 @@ class Trainer(ABC):
         return self.differentiate(batches), self.update()
 
 
-class TorchTrainer(Trainer):
-    """The loop that torch's own engines share.
-
-    Args:
-        model: wrapped as the engine wants it; `forward(*batch)` is the loss.
-        optimizer: over its parameters.
-        clip: largest gradient norm; None leaves gradients alone.
-        autocast: surrounds the forward pass.
-    """
-
-    def __init__(
-        self, model: nn.Module, optimizer: Optimizer, *, clip: float | None, autocast: Autocast = nullcontext
-    ) -> None:
-        self.model = model
-        self.optimizer = optimizer
-        self._clip = clip
-        self._autocast = autocast
-
-    def forward(self, batch: Batch) -> Tensor:
-        with self._autocast():
-            loss: Tensor = self.model(*batch)
-        return loss
-
-    def backward(self, loss: Tensor) -> None:
-        torch.autograd.backward(loss)
-
-    def update(self) -> Tensor | None:
-        norm = None if self._clip is None else self.clip(self._clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return norm
-
-    def clip(self, largest: float) -> Tensor:
-        """Scale the gradients down to a norm of `largest`; returns their norm before."""
-        return nn.utils.clip_grad_norm_(self.model.parameters(), largest)
+def trainable(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Those that are not frozen."""
+    return [parameter for parameter in parameters if parameter.requires_grad]
 
 
-def adamw(parameters: Iterable[Tensor], settings: Settings) -> torch.optim.AdamW:
+def adamw(parameters: Iterable[nn.Parameter], settings: Settings) -> torch.optim.AdamW:
     """Torch's fused AdamW: the optimizer of every engine."""
-    trainable = [parameter for parameter in parameters if parameter.requires_grad]
-    return torch.optim.AdamW(trainable, lr=settings.lr, fused=True)
-
-
-def autocast(settings: Settings, accelerator: Accelerator) -> Autocast:
-    """Mixed precision for engines that keep fp32 parameters: products in the lower type, as autocast chooses."""
-    if settings.precision == "fp32":
-        return nullcontext
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[str(settings.precision)]
-    return lambda: torch.autocast(accelerator.device.type, dtype=dtype)
-
-
-def build_in_memory(loaded: Loaded, accelerator: Accelerator) -> nn.Module:
-    """The whole model on this rank's device."""
-    with accelerator.device:
-        return loaded.build()
+    return torch.optim.AdamW(trainable(parameters), lr=settings.lr, fused=True)
 
 
 def make(loaded: Loaded, settings: Settings, accelerator: Accelerator) -> Trainer:
@@ -141,6 +137,7 @@ def make(loaded: Loaded, settings: Settings, accelerator: Accelerator) -> Traine
     reason = unsupported(settings) or ENGINES[settings.engine].missing
     if reason is not None:
         raise UsageError(reason)
-    module = importlib.import_module(f"zerokit.bench.engines.{settings.engine.replace('-', '_')}")
-    trainer: Trainer = module.make(loaded, settings, accelerator)
+    words = settings.engine.split("-")
+    module = importlib.import_module(f"zerokit.bench.engines.{'_'.join(words)}")
+    trainer: Trainer = getattr(module, "".join(map(str.title, words)) + "Trainer")(loaded, settings, accelerator)
     return trainer
