@@ -51,19 +51,19 @@ class Own:
 
 
 def find(name: str) -> None:
-    """Raise `UsageError` unless the module of `module:factory` can be found; nothing of it is run."""
-    module = name.partition(":")[0]
-    places: list[str] | None = [str(Path.cwd()), *sys.path]
-    parts = module.split(".")
+    """Raise `UsageError` unless there is a module for `module:factory`; nothing of it is run."""
+    parts = name.partition(":")[0].split(".")
+    folders: list[str] | None = [str(Path.cwd()), *sys.path]
     for count in range(1, len(parts) + 1):
-        found = None if places is None else PathFinder.find_spec(".".join(parts[:count]), places)
-        if found is None:
+        module = ".".join(parts[:count])
+        spec = None if folders is None else PathFinder.find_spec(module, folders)
+        if spec is None:
             raise UsageError(
-                f"model {name!r}: no module {'.'.join(parts[:count])!r} here or on the Python path; "
+                f"model {name!r}: no module {module!r} here or on the Python path; "
                 "start in its folder, install it, or set PYTHONPATH"
             )
-        locations = found.submodule_search_locations
-        places = None if locations is None else list(locations)
+        inside = spec.submodule_search_locations
+        folders = None if inside is None else list(inside)
 
 
 def resolve(name: str) -> Own:
@@ -73,19 +73,19 @@ def resolve(name: str) -> Own:
         sys.path.append(str(Path.cwd()))
     find(name)
     try:
-        found: object = importlib.import_module(module)
+        factory: object = importlib.import_module(module)
     except Exception as error:  # whatever the user's module does at import
         raise UsageError(
             f"model {name!r}: importing {module} failed: {type(error).__name__}: {error}"
         ) from error
     for part in attribute.split("."):
-        if not hasattr(found, part):
+        if not hasattr(factory, part):
             raise UsageError(f"model {name!r}: {module} has no {attribute}")
-        found = getattr(found, part)
-    if not callable(found):
-        raise UsageError(f"model {name!r}: {attribute} is a {type(found).__name__}, not a function")
+        factory = getattr(factory, part)
+    if not callable(factory):
+        raise UsageError(f"model {name!r}: {attribute} is a {type(factory).__name__}, not a function")
     try:
-        made = found()
+        made = factory()
     except Exception as error:  # whatever the user's factory does
         raise UsageError(f"model {name!r}: {attribute}() failed: {type(error).__name__}: {error}") from error
     if not isinstance(made, Own):

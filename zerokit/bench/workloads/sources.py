@@ -152,7 +152,8 @@ class SyntheticImages(Source):
         classes, channels, _, _ = self._signs.shape
         label = torch.randint(classes, (), generator=generator)
         noise = torch.randn(channels, self._size, self._size, generator=generator)
-        return noise + interpolate(self._signs[label][None], size=(self._size, self._size))[0], label
+        signs = self._signs.index_select(0, label[None])  # indexing would read the label
+        return noise + interpolate(signs, size=(self._size, self._size))[0], label
 
 
 class Regression(Source):
