@@ -21,7 +21,9 @@ class ComputeOnlyTrainer(Trainer):
     """
 
     def make_optimizer(self) -> Optimizer:
-        self._scaler = torch.amp.GradScaler(self.accelerator.device.type, enabled=self.settings.precision == "fp16")
+        self._scaler = torch.amp.GradScaler(
+            self.accelerator.device.type, enabled=self.settings.precision == "fp16"
+        )
         self._skipped = 0
         self._stepped = trainable(self.model.parameters())
         self._shares: list[tuple[nn.Parameter, slice, nn.Parameter]] = []

@@ -38,7 +38,7 @@ class Trainer:
 
     def __init__(self, loaded: Loaded, settings: Settings, accelerator: Accelerator) -> None:
         self.settings = settings
-        self.place = place
+        self.accelerator = accelerator
         self.model = self.make_model(loaded)
         self.optimizer = self.make_optimizer()
 
@@ -139,5 +139,7 @@ def make(loaded: Loaded, settings: Settings, accelerator: Accelerator) -> Traine
         raise UsageError(reason)
     words = settings.engine.split("-")
     module = importlib.import_module(f"zerokit.bench.engines.{'_'.join(words)}")
-    trainer: Trainer = getattr(module, "".join(map(str.title, words)) + "Trainer")(loaded, settings, accelerator)
+    trainer: Trainer = getattr(module, "".join(map(str.title, words)) + "Trainer")(
+        loaded, settings, accelerator
+    )
     return trainer
