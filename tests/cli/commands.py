@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from tests.support.forked import run_forked
+
 ROOT = Path(__file__).parents[2]
 # Small enough that most of the time goes into starting Python.
 TINY = (
@@ -37,6 +39,11 @@ def zerokit(folder: Path, *arguments: str, **more: str) -> subprocess.CompletedP
         timeout=240,
         check=False,
     )
+
+
+def zerokit_forked(folder: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+    """As `zerokit` for a bench that only serves a test: its ranks are forks, see `tests.support.forked`."""
+    return run_forked(folder, arguments, environment(folder, **more))
 
 
 def start(folder: Path, arguments: Sequence[str], **more: str) -> subprocess.Popen[str]:

@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.cli.commands import TINY, processes_of, rank_pid, start, training, wait_for, zerokit
+from tests.cli.commands import (
+    TINY,
+    processes_of,
+    rank_pid,
+    start,
+    training,
+    wait_for,
+    zerokit,
+    zerokit_forked,
+)
 from zerokit.bench.catalogue.workloads import describe
 from zerokit.bench.record import Record, read_record
 
@@ -157,7 +166,7 @@ def test_nothing_is_left_behind(finished: Finished) -> None:
 
 def test_a_tracking_server_that_is_down_loses_nothing_and_json_is_alone_on_stdout(tmp_path: Path) -> None:
     """Stage 3 on one rank and other options on the way."""
-    process = zerokit(
+    process = zerokit_forked(
         tmp_path,
         "bench",
         "--json",
@@ -230,7 +239,7 @@ def test_an_interrupt_ends_everything_and_the_run_is_killed(
 def test_a_bench_resumes_with_the_same_bits_and_at_another_world_size_and_stage(tmp_path: Path) -> None:
     def run(name: str, steps: str, *options: str) -> Record:
         output = ("--output", f"{name}.json", "--no-mlflow")
-        done = zerokit(tmp_path, "bench", *TINY, "--warmup", "0", "--steps", steps, *output, *options)
+        done = zerokit_forked(tmp_path, "bench", *TINY, "--warmup", "0", "--steps", steps, *output, *options)
         assert done.returncode == 0, done.stderr
         said.append(done.stderr)
         return read_record(tmp_path / f"{name}.json")
@@ -251,15 +260,15 @@ def test_a_bench_resumes_with_the_same_bits_and_at_another_world_size_and_stage(
     assert said[-1].startswith("zerokit: run/latest: damaged: expected ")
     assert "zerokit: step-00000002 is taken as the newest of run" in said[-1]
     # A run that was cut for other ranks is a run like any other.
-    cut = zerokit(tmp_path, "reshard", "run", "--to", "3", "-o", "cut")
+    cut = zerokit_forked(tmp_path, "reshard", "run", "--to", "3", "-o", "cut")
     assert cut.returncode == 0, cut.stderr
     two = run("two", "1", "--stage", "3", "--nproc-per-node", "2", "--save", "cut", "--resume")
     assert two.checkpoints.resumed_from == 4
     assert (tmp_path / "cut" / "latest").read_text().startswith("step-00000005 ")
-    anew = zerokit(tmp_path, "bench", "--no-mlflow", *TINY, *save, "--steps", "100000")
+    anew = zerokit_forked(tmp_path, "bench", "--no-mlflow", *TINY, *save, "--steps", "100000")
     assert anew.returncode == 1
     assert "run holds step 4 already, and this bench begins after step 0" in anew.stderr
-    refused = zerokit(tmp_path, "bench", "--no-mlflow", *TINY, *save, "--resume", "--seed", "5")
+    refused = zerokit_forked(tmp_path, "bench", "--no-mlflow", *TINY, *save, "--resume", "--seed", "5")
     assert refused.returncode == 1
     assert "trained with --seed 0, not 5" in refused.stderr
     assert zerokit(tmp_path, "bench", "--resume", *TINY).returncode == 2

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.commands import zerokit
+from tests.cli.commands import zerokit, zerokit_forked
 from zerokit.bench.record import read_record
 
 MINE = """
@@ -42,7 +42,8 @@ def test_the_users_own_model_trains_on_two_nodes(tmp_path: Path) -> None:
         "2",
         "--no-twin",
     )
-    done = zerokit(tmp_path, "bench", "--no-mlflow", "--model", "mine:tiny", "--output", "r.json", *options)
+    model = ("--model", "mine:tiny", "--output", "r.json")
+    done = zerokit_forked(tmp_path, "bench", "--no-mlflow", *model, *options)
     assert done.returncode == 0, done.stderr
     record = read_record(tmp_path / "r.json")
     assert record.model is not None

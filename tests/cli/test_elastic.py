@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.commands import processes_of, start, zerokit
+from tests.cli.commands import processes_of, start, zerokit, zerokit_forked
 from tests.cli.elastic import (
     MODEL,
     copy_run,
@@ -48,7 +48,7 @@ def resumed(folder: Path, step: int, steps: int, *world: str) -> Record:
     copy_run(folder / "run", folder / "copy", step)
     output = ("--output", "copy.json", "--no-mlflow", "--save", "copy", "--resume")
     plain = ("bench", *MODEL, "--warmup", "0", "--steps", str(steps), *output)
-    done = zerokit(folder, *plain, *world, **ONE_THREAD)
+    done = zerokit_forked(folder, *plain, *world, **ONE_THREAD)
     assert done.returncode == 0, done.stderr
     return read_record(folder / "copy.json")
 
@@ -119,7 +119,7 @@ def test_a_rank_killed_before_the_first_save_leads_to_the_beginning(tmp_path: Pa
     assert [(part.world, part.first_step, part.last_step) for part in record.parts] == [(2, 1, 2), (1, 1, 5)]
     require_plain_order(tmp_path, record.parts)
     fresh = ("bench", *MODEL, "--warmup", "0", "--steps", "5", "--output", "fresh.json", "--no-mlflow")
-    assert zerokit(tmp_path, *fresh, **ONE_THREAD).returncode == 0
+    assert zerokit_forked(tmp_path, *fresh, **ONE_THREAD).returncode == 0
     assert record.loss == read_record(tmp_path / "fresh.json").loss
 
 

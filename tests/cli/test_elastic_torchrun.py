@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.commands import environment, processes_of, zerokit
+from tests.cli.commands import environment, processes_of, zerokit_forked
 from tests.cli.elastic import (
     MODEL,
     copy_run,
@@ -100,7 +100,7 @@ def test_a_killed_rank_is_started_anew_by_torchrun(tmp_path: Path) -> None:
     assert "was killed by SIGKILL" in record.parts[0].ended
     require_plain_order(tmp_path, record.parts)
     assert [run.info.status for run in logged_runs(tmp_path)] == ["FINISHED"]
-    whole = zerokit(
+    whole = zerokit_forked(
         tmp_path,
         *("bench", *MODEL, "--nproc-per-node", "2", "--warmup", "0", "--steps", "12"),
         *("--output", "whole.json", "--no-mlflow"),
@@ -143,7 +143,7 @@ def test_a_node_that_leaves_shrinks_the_job_and_one_that_comes_grows_it(tmp_path
     assert (record.settings.world, record.restarts, len(record.loss)) == (2, 2, 12)
     assert [run.info.status for run in logged_runs(tmp_path)] == ["FINISHED"]
     copy_run(tmp_path / "run", tmp_path / "copy", 6)
-    plain = zerokit(
+    plain = zerokit_forked(
         tmp_path,
         *("bench", *MODEL, "--nodes", "2", "--warmup", "0", "--steps", "6", "--save", "copy", "--resume"),
         *("--output", "copy.json", "--no-mlflow"),

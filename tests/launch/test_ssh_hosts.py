@@ -15,6 +15,7 @@ import pytest
 
 from tests.launch.clusters import LONG, ROOT, SHORT, ZEROKIT, logged_runs
 from tests.launch.ranks import wait_for
+from tests.support.forked import run_forked
 from tests.support.namespaces import Hosts, two_hosts
 
 pytestmark = pytest.mark.sshd
@@ -69,13 +70,10 @@ def require_nothing_left(hosts: Hosts, seconds: float = 30.0) -> None:
 def test_two_hosts_give_the_losses_of_two_nodes_here(hosts: Hosts, tmp_path: Path) -> None:
     there = run(hosts, *SHORT, "--output", str(tmp_path / "there"))
     assert there.returncode == 0, there.stderr
-    here = subprocess.run(
-        [*ZEROKIT, *SHORT, "--nodes", "2", "--no-mlflow", "--output", str(tmp_path / "here")],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=200,
+    here = run_forked(
+        tmp_path, [*SHORT, "--nodes", "2", "--no-mlflow", "--output", str(tmp_path / "here")], os.environ
     )
+    assert here.returncode == 0, here.stderr
     remote, local = json.loads(there.stdout), json.loads(here.stdout)
     assert remote["loss"] == local["loss"]
     assert [rank["node"] for rank in remote["ranks"]] == [0, 1]

@@ -182,7 +182,7 @@ def _run(
     *,
     process_group: bool,
 ) -> list[Outcome]:
-    context = _context()
+    context = server_context()
     with tempfile.TemporaryDirectory(prefix="zerokit-ranks-") as directory:
         job = _Job(world, directory, function, args, kwargs, timeout, deadline, process_group)
         ranks: list[_Rank] = []
@@ -204,7 +204,8 @@ def _run(
         return [_outcome(entry, rank, directory) for rank, entry in enumerate(ranks)]
 
 
-def _context() -> Any:
+def server_context() -> Any:
+    """multiprocessing's, whose processes are forked from the server; it is started where there is none."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     with _environment(_server_environment()):
