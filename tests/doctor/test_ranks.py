@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
-from tests.doctor.healthy import bad
+from tests.doctor.healthy import SERVER, bad
+from tests.support.distributed import run_alone
+from tests.support.forked import launch_forks
+from zerokit.doctor import examine as examination
 from zerokit.doctor.examine import FAULTS, Plan, Report, examine
 from zerokit.doctor.findings import Finding, Severity
 from zerokit.errors import ZerokitError
@@ -51,6 +57,25 @@ def wrapped(plan: Plan, monkeypatch: pytest.MonkeyPatch, what: str, **changes: A
         return examine(replace(plan, **changes), instead)
 
 
+def forked(plan: Plan, what: str) -> Report:
+    """As `wrapped`, in forks of the tests' server, with a tracking store that is well."""
+    return run_alone(_examine_in_forks, plan, what, dict(os.environ))  # type: ignore[no-any-return]
+
+
+def _examine_in_forks(plan: Plan, what: str, variables: dict[str, str]) -> Report:
+    os.environ |= variables | {"WRAPPED": what}
+    tempfile.tempdir = None
+
+    def instead(module: str, arguments: Sequence[str], **more: Any) -> None:
+        launch_forks("tests.doctor.wrapped", arguments, **more, interrupts=interrupts)
+
+    with (
+        Interrupts() as interrupts,
+        mock.patch.object(examination, "look_at_tracking", return_value=SERVER),
+    ):
+        return examine(plan, instead)
+
+
 def faults(report: Report) -> dict[str, Finding]:
     return {one.code: one for one in report.findings if one.severity is Severity.FAULT}
 
@@ -72,23 +97,23 @@ def test_two_nodes_of_two_ranks_are_well(plan: Plan, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["run"]
 
 
-def test_versions_that_differ(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = faults(wrapped(plan, monkeypatch, "software"))
+def test_versions_that_differ(plan: Plan) -> None:
+    found = faults(forked(plan, "software"))
     assert set(found) == {"ZD102"}
     assert found["ZD102"].found == "NCCL: none on rank 0, 2.1 on rank 1"
 
 
-def test_a_clock_that_is_ahead(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    report = wrapped(plan, monkeypatch, "clock")
+def test_a_clock_that_is_ahead(plan: Plan) -> None:
+    report = forked(plan, "clock")
     assert set(faults(report)) == {"ZD501"}
     assert report.group is not None
     assert report.group.offsets[1].seconds == pytest.approx(3600.0, abs=0.5)
     assert "node 1" in faults(report)["ZD501"].where
 
 
-def test_a_directory_that_is_another_one_on_a_rank(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_that_is_another_one_on_a_rank(plan: Plan) -> None:
     (plan.directory / "local").mkdir()
-    found = faults(wrapped(plan, monkeypatch, "elsewhere"))
+    found = faults(forked(plan, "elsewhere"))
     assert set(found) == {"ZD604"}
     assert found["ZD604"].where.startswith("node 1 ")
 

@@ -175,9 +175,7 @@ def test_elastic(tmp_path: Path) -> None:
     for folder in folders:
         folder.mkdir()
     script = str(EXAMPLES / "elastic.py")
-    done = _torchrun(whole, 2, script)
-    assert done.returncode == 0, done.stderr
-    expected = _steps(done.stdout)
+    expected = _steps(_run(whole, "elastic"))
     assert [step[2:4] for step in expected] == [(8 * n, 8 * n + 7) for n in range(18)]
 
     # A killed worker: torchrun starts both anew, and after the repeated steps all is as if nothing had been.
@@ -196,12 +194,10 @@ def test_elastic(tmp_path: Path) -> None:
     assert done.returncode != 0
     assert _steps(done.stdout) == expected[:7]
     shutil.copytree(smaller / "runs", tmp_path / "runs")
-    done = _torchrun(smaller, 1, script)
-    assert done.returncode == 0, done.stderr
-    rest = _steps(done.stdout)
+    rest = _steps(_run(smaller, "elastic", world=1))
     assert [step[:2] for step in rest] == [(step, 1) for step in range(6, 32)]
     assert [number for step in rest for number in range(step[2], step[3] + 1)] == list(range(40, 144))
-    assert _steps(_torchrun(tmp_path, 1, script).stdout) == rest
+    assert _steps(_run(tmp_path, "elastic", world=1)) == rest
 
 
 def test_each_is_tested_and_tells_how_to_run_it() -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +17,7 @@ import pytest
 from torch._C._distributed_c10d import TCPStore
 
 from tests.launch.ranks import ROOT, WORKLOAD, all_ended, started, wait_for
+from tests.support.forked import ForkedProcess
 from zerokit.launch import joined
 from zerokit.launch.child import share_cores
 from zerokit.launch.failures import LaunchError
@@ -29,37 +30,6 @@ pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="other systems cannot tie a process to its parent"
 )
 
-# One of the processes. The leader launches as often as it is told; both have little patience.
-MEMBER = """
-import contextlib, os, sys
-from pathlib import Path
-from zerokit.launch import joined
-from zerokit.launch.interrupts import Interrupts
-from zerokit.launch.meeting import Meeting, Patience
-from zerokit.launch.membership import find_membership
-patience = Patience(meet=float(os.environ["MEET"]), lost=6.0, alive=0.5)
-module, folder, logs, what, times = sys.argv[1:]
-asked = [os.environ.get("ASKED", "bench")]
-member = find_membership(os.environ)
-with Interrupts() as interrupts, contextlib.closing(Meeting(member, patience)) as meeting:
-    if not member.leads:
-        sys.exit(joined.follow(meeting, asked, interrupts))
-    code = 1
-    try:
-        leader = joined.Leader(meeting, asked, interrupts)
-        for number in range(int(times)):
-            log_dir = Path(logs, str(number))
-            log_dir.mkdir()
-            (log_dir / "job").write_text("work")
-            leader.launch(
-                module, [folder, what, str(log_dir / "job")], nodes=member.nodes,
-                nproc_per_node=member.nproc_per_node or 1, log_dir=log_dir, interrupts=interrupts,
-            )
-        code = 3
-    finally:
-        meeting.dismiss(code)
-sys.exit(code)
-"""
 Scheme = Callable[[int, int], dict[str, str]]
 
 
@@ -86,31 +56,59 @@ def pod(rank: int, port: int) -> dict[str, str]:
     return {f"PET_{name}": str(value) for name, value in names.items()} | {"PET_MASTER_ADDR": "127.0.0.1"}
 
 
+def be_member(folder: str, what: str, times: int) -> None:
+    """One of the processes. The leader launches as often as it is told; both have little patience."""
+    patience = Patience(meet=30.0, lost=6.0, alive=0.5)
+    asked = [os.environ.get("ASKED", "bench")]
+    found = find_membership(os.environ)
+    assert found is not None
+    with Interrupts() as interrupts, contextlib.closing(Meeting(found, patience)) as meeting:
+        if not found.leads:
+            sys.exit(joined.follow(meeting, asked, interrupts))
+        code = 1
+        try:
+            leader = joined.Leader(meeting, asked, interrupts)
+            for number in range(times):
+                log_dir = Path(folder, "logs", str(number))
+                log_dir.mkdir()
+                (log_dir / "job").write_text("work")
+                leader.launch(
+                    WORKLOAD,
+                    [folder, what, str(log_dir / "job")],
+                    nodes=found.nodes,
+                    nproc_per_node=found.nproc_per_node or 1,
+                    log_dir=log_dir,
+                    interrupts=interrupts,
+                )
+            code = 3
+        finally:
+            meeting.dismiss(code)
+    sys.exit(code)
+
+
 class Members:
     """Starts them, and ends what is left of them."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.port, self.processes = folder, free_port(), list[subprocess.Popen[str]]()
+        self.folder, self.port, self.processes = folder, free_port(), list[ForkedProcess]()
+        self.started = 0
         self.copies = folder / "copies"
         self.copies.mkdir()
         (folder / "logs").mkdir()
 
-    def start(
-        self, environment: dict[str, str], what: str, times: int = 1, **more: str
-    ) -> subprocess.Popen[str]:
+    def start(self, environment: dict[str, str], what: str, times: int = 1, **more: str) -> ForkedProcess:
         kept = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-        variables = kept | {"PYTHONPATH": str(ROOT), "TMPDIR": str(self.copies), "MEET": "30"}
-        arguments = [WORKLOAD, str(self.folder), str(self.folder / "logs"), what, str(times)]
-        process = subprocess.Popen(
-            [sys.executable, "-c", MEMBER, *arguments],
-            env=variables | environment | more,
-            stderr=subprocess.PIPE,
-            text=True,
+        variables = kept | {"PYTHONPATH": str(ROOT), "TMPDIR": str(self.copies)}
+        self.started += 1
+        outputs = self.folder / "outputs" / str(self.started)
+        outputs.mkdir(parents=True)
+        process = ForkedProcess(
+            outputs, variables | environment | more, be_member, str(self.folder), what, times
         )
         self.processes.append(process)
         return process
 
-    def ends(self) -> list[tuple[int, str]]:
+    def ends(self) -> list[tuple[int | None, str]]:
         """Every member's exit code and stderr."""
         said = [process.communicate(timeout=90)[1] for process in self.processes]
         return [(process.returncode, text) for process, text in zip(self.processes, said, strict=True)]

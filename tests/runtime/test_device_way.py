@@ -37,33 +37,35 @@ from zerokit.runtime.storage import FlatUnit
 # --- results that come late --------------------------------------------------------------------------------
 
 
-def _late_and_prompt(device: str, names: Sequence[str], precisions: Sequence[Any]) -> list[str]:
-    """Where late results change something."""
+def _late_and_prompt(device: str, cases: Sequence[tuple[str, Any, Sequence[int]]]) -> list[str]:
+    """Where late results change something, of scenes in a precision at some stages."""
     place = placed(device)
-    scenes = {
-        (name, precision): at(SCENES[name], precision=precision) for precision in precisions for name in names
-    }
+    scenes = [(at(SCENES[name], precision=precision), stages) for name, precision, stages in cases]
     with alone_on_gpu(device):
         with prompt(device):
-            expected = {case: train(at(scene, stage=0), place) for case, scene in scenes.items()}
+            expected = [train(at(scene, stage=0), place) for scene, _ in scenes]
         with lagging(device):
             return [
                 f"{case}, stage {stage}"
-                for case, scene in scenes.items()
-                for stage in STAGES
-                if train(at(scene, stage=stage), place) != expected[case]
+                for case, (scene, stages), bits in zip(cases, scenes, expected, strict=True)
+                for stage in stages
+                if train(at(scene, stage=stage), place) != bits
             ]
 
 
 @pytest.mark.parametrize("name", SCENES)
 def test_late_results_change_no_bit(name: str) -> None:
-    assert run_on("cpu", _late_and_prompt, [name], [*PRECISIONS, WIRE]) == [[], []]
+    """Each scene at each stage and in each precision; and these two with each other, if not in each scene."""
+    ways, turn = [*PRECISIONS, WIRE], list(SCENES).index(name)
+    cases = [(name, way, [(number + turn) % 4, (number + turn + 1) % 4]) for number, way in enumerate(ways)]
+    assert run_on("cpu", _late_and_prompt, cases) == [[], []]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_late_results_change_no_bit_on_a_gpu(precision: str) -> None:
-    assert run_on("cuda", _late_and_prompt, list(SCENES), [precision]) == [[]]
+    cases = [(name, precision, STAGES) for name in SCENES]
+    assert run_on("cuda", _late_and_prompt, cases) == [[]]
 
 
 def _rounded_reductions(device: str) -> list[bool]:

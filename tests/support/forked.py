@@ -12,13 +12,14 @@ import gc
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from tests.support.distributed import server_context
 from zerokit.launch.failures import Failure, explain_failures
@@ -56,6 +57,55 @@ def run_forked(
         return subprocess.CompletedProcess(list(arguments), process.exitcode, said, errors)
 
 
+class ForkedProcess:
+    """A function in a process that is forked from the tests' server, as a `Popen` whose stderr is a pipe.
+
+    Args:
+        outputs: an existing folder of its own, for what it prints.
+        variables: the whole environment.
+        function: at module level; what it raises is its end, as in any program.
+    """
+
+    def __init__(
+        self, outputs: Path, variables: Mapping[str, str], function: Callable[..., None], *args: Any
+    ) -> None:
+        self._stderr = outputs / "stderr"
+        self._process = server_context().Process(
+            target=_program, args=(str(outputs), dict(variables), function, args)
+        )
+        self._process.start()
+        self.pid: int = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """As a `Popen`'s."""
+        return self._process.exitcode  # type: ignore[no-any-return]
+
+    def send_signal(self, number: int) -> None:
+        """As a `Popen`'s."""
+        if self._process.is_alive():
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """As a `Popen`'s."""
+        self.send_signal(signal.SIGKILL)
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """Nothing, and its stderr, once it has ended; `TimeoutError` if it has not by then."""
+        self._process.join(timeout)
+        if self.returncode is None:
+            raise TimeoutError(f"process {self.pid} has not ended after {timeout:g} s")
+        return "", self._stderr.read_text()
+
+
+def _program(
+    outputs: str, variables: dict[str, str], function: Callable[..., None], args: tuple[Any, ...]
+) -> None:
+    gc.freeze()
+    _move_into(os.getcwd(), variables, Path(outputs))
+    function(*args)
+
+
 def _command(folder: str, arguments: list[str], variables: dict[str, str], outputs: str) -> None:
     """The body of the command's process."""
     gc.freeze()  # as ranks do, see `distributed`
@@ -63,7 +113,7 @@ def _command(folder: str, arguments: list[str], variables: dict[str, str], outpu
     from zerokit.cli import main
     from zerokit.launch import local
 
-    local.launch = _launch
+    local.launch = launch_forks
     sys.argv = ["zerokit", *arguments]
     main()
 
@@ -84,7 +134,7 @@ def _move_into(folder: str, variables: Mapping[str, str], outputs: Path) -> None
         )
 
 
-def _launch(
+def launch_forks(
     module: str,
     arguments: Sequence[str],
     *,
@@ -96,7 +146,7 @@ def _launch(
     poll: Callable[[], None] = lambda: None,
     port: Callable[[], int] = free_port,
 ) -> None:
-    """`zerokit.launch.local.launch` with forks of this process, whose Python has one thread."""
+    """`zerokit.launch.local.launch` with forks of this process, which must have one thread: a fork itself, say."""
     from torch._C._distributed_c10d import TCPStore
 
     from zerokit.launch.local import threads_per_rank

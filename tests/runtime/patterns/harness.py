@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
+from zlib import crc32
 
 from torch import nn
 
@@ -85,11 +86,18 @@ class Pattern:
     timeout: float = 20.0
 
     def settings(self, *, full: bool = False) -> list[Setting]:
-        """Every stage, both optimizers and both sizes of buckets; all products of these only if `full`."""
+        """Every stage, and stage 3 with both sizes of buckets; all products with the optimizers only if `full`.
+
+        Half of the patterns have one optimizer and half the other, and so for the buckets of stages 1 and 2: the
+        reference is computed once, and neither changes what a pattern asks of the hooks.
+        """
         if full:
             return [Setting(*each) for each in product(STAGES, (SMALL, None), ("adamw", "sgd"))]
-        every = [Setting(stage, SMALL, "sgd" if stage % 2 else "adamw") for stage in STAGES]
-        return every if self.short else [*every, Setting(2, None, "sgd"), Setting(3, None, "adamw")]
+        turn = crc32(self.key.encode())
+        optimizer, buckets = ("adamw", "sgd")[turn % 2], ((SMALL, None), (None, SMALL))[turn // 2 % 2]
+        every = zip(STAGES, (SMALL, *buckets, SMALL), strict=True)
+        settings = [Setting(stage, bucket_mb, optimizer) for stage, bucket_mb in every]
+        return settings if self.short else [*settings, Setting(3, None, optimizer)]
 
     def accepts(self, setting: Setting, verdicts: list[Verdict]) -> bool:
         """Whether what became of all ranks is as declared."""

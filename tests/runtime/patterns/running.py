@@ -10,7 +10,6 @@ import traceback
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -18,6 +17,7 @@ from tests.runtime.patterns.catalogue import PATTERNS
 from tests.runtime.patterns.engines import Engine, Journal, Plain, Setting, Zero
 from tests.runtime.patterns.harness import Pattern, Verdict
 from tests.support.distributed import Outcome, run_ranks_expecting_errors
+from tests.support.training import seed_host
 
 Job = tuple[str, Setting]
 """A pattern's key and how to run it."""
@@ -69,11 +69,11 @@ def _reference(pattern: Pattern, setting: Setting) -> tuple[list[float], list[di
 
 
 def _train(pattern: Pattern, setting: Setting, cls: type[Engine]) -> Journal:
-    torch.manual_seed(5)
+    seed_host(5)
     model = pattern.build()
     params = pattern.params(model) if pattern.params else None
     engine = cls(model, setting, params=params, options=dict(pattern.options))
-    torch.manual_seed(50 + engine.rank)  # dropout differs by rank
+    seed_host(50 + engine.rank)  # dropout differs by rank
     pattern.train(engine)
     return engine.journal
 
