@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
-from tests.launch.ranks import ROOT, WORKLOAD, all_ended, started, wait_for
+from tests.launch.member import be_member
+from tests.launch.ranks import ROOT, all_ended, started, wait_for
 from tests.support.forked import ForkedProcess
 from zerokit.launch import joined
 from zerokit.launch.child import share_cores
@@ -30,6 +31,7 @@ pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="other systems cannot tie a process to its parent"
 )
 
+Member = ForkedProcess | subprocess.Popen[str]
 Scheme = Callable[[int, int], dict[str, str]]
 
 
@@ -56,55 +58,36 @@ def pod(rank: int, port: int) -> dict[str, str]:
     return {f"PET_{name}": str(value) for name, value in names.items()} | {"PET_MASTER_ADDR": "127.0.0.1"}
 
 
-def be_member(folder: str, what: str, times: int) -> None:
-    """One of the processes. The leader launches as often as it is told; both have little patience."""
-    patience = Patience(meet=30.0, lost=6.0, alive=0.5)
-    asked = [os.environ.get("ASKED", "bench")]
-    found = find_membership(os.environ)
-    assert found is not None
-    with Interrupts() as interrupts, contextlib.closing(Meeting(found, patience)) as meeting:
-        if not found.leads:
-            sys.exit(joined.follow(meeting, asked, interrupts))
-        code = 1
-        try:
-            leader = joined.Leader(meeting, asked, interrupts)
-            for number in range(times):
-                log_dir = Path(folder, "logs", str(number))
-                log_dir.mkdir()
-                (log_dir / "job").write_text("work")
-                leader.launch(
-                    WORKLOAD,
-                    [folder, what, str(log_dir / "job")],
-                    nodes=found.nodes,
-                    nproc_per_node=found.nproc_per_node or 1,
-                    log_dir=log_dir,
-                    interrupts=interrupts,
-                )
-            code = 3
-        finally:
-            meeting.dismiss(code)
-    sys.exit(code)
-
-
 class Members:
     """Starts them, and ends what is left of them."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.port, self.processes = folder, free_port(), list[ForkedProcess]()
+        self.folder, self.port, self.processes = folder, free_port(), list[Member]()
         self.started = 0
         self.copies = folder / "copies"
         self.copies.mkdir()
         (folder / "logs").mkdir()
 
-    def start(self, environment: dict[str, str], what: str, times: int = 1, **more: str) -> ForkedProcess:
+    def start(
+        self, environment: dict[str, str], what: str, times: int = 1, *, fresh: bool = False, **more: str
+    ) -> Member:
+        """A fork of the tests' server, which has torch already, or a fresh process."""
         kept = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
         variables = kept | {"PYTHONPATH": str(ROOT), "TMPDIR": str(self.copies)}
         self.started += 1
         outputs = self.folder / "outputs" / str(self.started)
         outputs.mkdir(parents=True)
-        process = ForkedProcess(
-            outputs, variables | environment | more, be_member, str(self.folder), what, times
-        )
+        arguments = [str(self.folder), what, str(times)]
+        process: Member
+        if fresh:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "tests.launch.member", *arguments],
+                env=variables | environment | more,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        else:
+            process = ForkedProcess(outputs, variables | environment | more, be_member, *arguments)
         self.processes.append(process)
         return process
 
@@ -232,7 +215,7 @@ def test_a_name_that_leads_nowhere_is_told(members: Members) -> None:
 def test_a_leader_that_is_gone_is_left(members: Members, tmp_path: Path, number: int) -> None:
     """In a few lines, without those of torch's store."""
     leader = members.start(torchrun(0, members.port), "wait")
-    follower = members.start(torchrun(1, members.port), "wait")
+    follower = members.start(torchrun(1, members.port), "wait", fresh=True)  # torch still has to be hushed
     wait_for(lambda: len(started(tmp_path)) == 2)
     leader.send_signal(number)
     _, said = follower.communicate(timeout=60)

@@ -1,0 +1,51 @@
+"""One of the processes that somebody else has started, for the tests of `zerokit.launch.joined`.
+
+python -m tests.launch.member FOLDER WHAT TIMES
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+
+from tests.launch.ranks import WORKLOAD
+from zerokit.launch import joined
+from zerokit.launch.interrupts import Interrupts
+from zerokit.launch.meeting import Meeting, Patience
+from zerokit.launch.membership import find_membership
+
+
+def be_member(folder: str, what: str, times: str) -> None:
+    """The leader launches as often as it is told; both have little patience. Ends this process."""
+    patience = Patience(meet=30.0, lost=6.0, alive=0.5)
+    asked = [os.environ.get("ASKED", "bench")]
+    found = find_membership(os.environ)
+    assert found is not None
+    with Interrupts() as interrupts, contextlib.closing(Meeting(found, patience)) as meeting:
+        if not found.leads:
+            sys.exit(joined.follow(meeting, asked, interrupts))
+        code = 1
+        try:
+            leader = joined.Leader(meeting, asked, interrupts)
+            for number in range(int(times)):
+                log_dir = Path(folder, "logs", str(number))
+                log_dir.mkdir()
+                (log_dir / "job").write_text("work")
+                leader.launch(
+                    WORKLOAD,
+                    [folder, what, str(log_dir / "job")],
+                    nodes=found.nodes,
+                    nproc_per_node=found.nproc_per_node or 1,
+                    log_dir=log_dir,
+                    interrupts=interrupts,
+                )
+            code = 3
+        finally:
+            meeting.dismiss(code)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    be_member(*sys.argv[1:])
