@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 
 import zerokit
 from tests.cli.commands import ROOT, environment
-from tests.support.distributed import run_ranks
+from tests.support.distributed import LIBRARIES, preload, run_ranks
 
 EXAMPLES = ROOT / "examples"
 
@@ -76,6 +76,7 @@ def test_the_line_in_its_head_runs_the_plain_loop(tmp_path: Path) -> None:
 
 def test_llama_on_meta(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
+    preload(LIBRARIES)
     printed = _run(tmp_path, "llama_meta")
     losses = [float(loss) for loss in re.findall(r"loss (\S+)", printed)]
     assert losses[0] < math.log(256)
@@ -91,6 +92,7 @@ def test_llama_on_meta(tmp_path: Path) -> None:
     find_spec("lightning") is None and find_spec("pytorch_lightning") is None, reason="needs Lightning"
 )
 def test_lightning(tmp_path: Path) -> None:
+    preload(LIBRARIES)
     printed = _run(tmp_path, "lightning_module")
     (first,) = _numbers(r"after 4 epochs: validated (\S+)", printed)
     (second,) = _numbers(r"after 6 epochs: validated (\S+)", printed)

@@ -1,6 +1,10 @@
 """Lets ranks start with the libraries loaded: importing them takes each rank longer than most of these tests."""
 
+import pytest
+
 from tests.support import distributed
 
-# Without effect where ranks have been started before, or where a library is missing.
-distributed.PRELOAD.append("tests.integrations.trainers")
+
+@pytest.fixture(autouse=True, scope="package")
+def _libraries() -> None:
+    distributed.preload(distributed.LIBRARIES)

@@ -49,6 +49,8 @@ PRELOAD = [
     "zerokit.runtime",
     "tests.support.oracle",
 ]
+#: Transformers, accelerate and Lightning, which take 5 s.
+LIBRARIES = "tests.integrations.libraries"
 
 
 @dataclass(frozen=True)
@@ -202,6 +204,13 @@ def _run(
         finally:
             _end(ranks)
         return [_outcome(entry, rank, directory) for rank, entry in enumerate(ranks)]
+
+
+def preload(module: str) -> None:
+    """Let ranks start with this imported as well, if it can be: a server that runs without it starts anew."""
+    if module not in PRELOAD:
+        PRELOAD.append(module)
+        multiprocessing.forkserver._forkserver._stop()  # type: ignore[attr-defined]
 
 
 def server_context() -> Any:
