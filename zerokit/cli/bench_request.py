@@ -56,10 +56,6 @@ class Request:
         """Whether one cell is to run, once, without a folder for a sweep."""
         return self.continued is None and len(self.cells) == 1
 
-    def push(self, path: Path) -> str:
-        """The command that brings what is in `path` to MLflow later."""
-        return f"zerokit push {shlex.quote(str(path))}{self.given}"
-
 
 def parse(context: click.Context, options: dict[str, Any]) -> Request:
     """The request in the options of a command line; raises `click.UsageError` where they contradict each other."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 import click
@@ -16,8 +17,8 @@ from zerokit.bench.record import Record, Status, require_writable
 from zerokit.bench.record.journal import Job, Journal
 from zerokit.bench.record.schema import to_plain
 from zerokit.bench.record.settings import Settings
-from zerokit.bench.record.sweep import Sweep, SweepFolder
-from zerokit.bench.run.session import DEFAULT_FOLDER, Host, record_path, refusal, require_data, run_cell
+from zerokit.bench.record.sweep import RecordFile, Sweep, SweepFolder
+from zerokit.bench.run.session import DEFAULT_FOLDER, Host, record_path, refusal, require_data
 from zerokit.bench.sweeps.sweep import exit_code, prepare, read_sweep, run_sweep
 from zerokit.bench.tracking.content import sweep_files, sweep_status
 from zerokit.bench.tracking.mirror import Live
@@ -30,14 +31,15 @@ from zerokit.launch.joined import Leader
 from zerokit.text import printable
 
 _INTERRUPTIONS = (Interrupted, KeyboardInterrupt)
-HostOf = Callable[[Interrupts, Display], Host]
-"""Where cells run, for the time of a command's work."""
 
 
 def run_bench(request: Request, leader: Leader | None) -> int:
-    """Run one cell or a sweep, show what came of it; the exit code. `leader` starts ranks that wait already."""
+    """Run the cells, or those that a folder's sweep still misses, and show what came of them; the exit code.
 
-    def host(interrupts: Interrupts, display: Display) -> Host:
+    `leader` starts ranks that wait already.
+    """
+
+    def host_of(interrupts: Interrupts, display: Display) -> Host:
         host = Host(
             launch=request.chosen.launch(interrupts, leader),
             interrupted=interrupts.check,
@@ -48,84 +50,81 @@ def run_bench(request: Request, leader: Leader | None) -> int:
         # What other machines have is not known here.
         return host if request.chosen.here else replace(host, fits=lambda settings: None)
 
-    return (_run_single if request.single else _run_sweep)(request, host)
-
-
-def _run_single(request: Request, host_of: HostOf) -> int:
-    (settings,) = request.cells
-    display = Display()
-    before = host_of(Interrupts(), display)
-    refused = refusal(settings, before)
-    require_data(settings, before)
-    job = _open_job(settings, request.output) if settings.elastic else None
-    path = job.record if job is not None else record_path(request.output, settings, datetime.now())
-    if refused is not None:
-        display.warn(refused[1])  # the answer, before MLflow takes its seconds
-    push = request.push(path)
-    with Interrupts() as interrupts, display:
-        host = host_of(interrupts, display)
-        if request.tracking is not None:
-            display.phase("opening the MLflow run")
-        live = _live(request, display, push)
-        record = live.during(
-            settings,
-            None,
-            lambda identity: run_cell(settings, path, host, identity=identity),
-            None if job is None else job.identity,
-        )
-    if refused is None:
-        _warn(record, display)
-    if request.as_json:
-        click.echo(record.to_json(), nl=False)
-    elif record.status is Status.OK:
-        display.table([record])
-    silent = request.as_json or record.status is not Status.OK
-    display.files({"record": str(path)}, live, push, to_stderr=silent)
-    return exit_code([record])
-
-
-def _run_sweep(request: Request, host_of: HostOf) -> int:
-    """All cells that were asked for, or those that a folder's sweep still misses."""
-    folder = SweepFolder(request.continued or request.output or _new_folder(DEFAULT_FOLDER))
-    sweep = Sweep.of(request.cells, request.options) if request.continued is None else read_sweep(folder)
+    host = host_of(Interrupts(), Display())
+    folder = None if request.single else SweepFolder(request.continued or request.output or _new_folder())
+    if request.continued is not None and folder is not None:
+        sweep = read_sweep(folder)
+    else:
+        sweep = Sweep.of(request.cells, request.options)
     for settings in dict.fromkeys(replace(cell.settings, repeat=0) for cell in sweep.cells):
-        require_data(settings, host_of(Interrupts(), Display()))
-    try:
-        sweep = prepare(folder, sweep)
-    except UsageError as error:
-        raise click.UsageError(printable(str(error))) from error
-    display = Display(cells=len(sweep.cells))
-    push = request.push(folder.path)
-    go_on = f"zerokit bench --continue {shlex.quote(str(folder.path))}{request.given}"
+        require_data(settings, host)
+    files: SweepFolder | RecordFile
+    if folder is None:
+        files = _record_file(request.cells[0], request.output)
+    else:
+        sweep, files = _prepare(folder, sweep), folder
+    push = f"zerokit push {shlex.quote(str(files.path))}{request.given}"
+    go_on = f"zerokit bench --continue {shlex.quote(str(files.path))}{request.given}"
+    display, report = Display(cells=len(sweep.cells)), False
+    refused = None if folder is not None else refusal(request.cells[0], host)
+    if refused is not None:
+        display.warn(refused.reason)  # before MLflow takes its seconds
     with ExitStack() as stack:
         interrupts = stack.enter_context(Interrupts())
-        stack.enter_context(folder.alone())
+        if folder is not None:
+            stack.enter_context(folder.alone())
         stack.enter_context(display)
-        live = _live(request, display, push)
+        if request.tracking is not None:
+            display.phase("opening the MLflow run")
+        live = Live(request.tracking, display.warn, push, _INTERRUPTIONS, lambda record: pictures([record]))
         try:
-            records = run_sweep(sweep, folder, host_of(interrupts, display), display, live)
+            records = run_sweep(sweep, files, host_of(interrupts, display), display, live)
         except BaseException as error:
-            live.end_sweep(sweep.id, [], dict, "KILLED" if isinstance(error, _INTERRUPTIONS) else "FAILED")
-            display.warn(f"to go on where this ends: {go_on}")
+            if folder is not None:
+                killed = isinstance(error, _INTERRUPTIONS)
+                live.end_sweep(sweep.id, [], dict, "KILLED" if killed else "FAILED")
+                display.warn(f"to go on where this ends: {go_on}")
             raise
-        display.phase("writing the report")
-        report = write_report(records, folder.report, display.warn)
-        live.end_sweep(
-            sweep.id,
-            records,
-            lambda: sweep_files(sweep, folder, lambda: pictures(records)),
-            sweep_status(sweep, records),
-        )
+        if folder is not None:
+            display.phase("writing the report")
+            report = write_report(records, folder.report, display.warn)
+            content = partial(sweep_files, sweep, folder, lambda: pictures(records))
+            live.end_sweep(sweep.id, records, content, sweep_status(sweep, records))
+    if folder is None and refused is None:
+        _warn(records[0], display)
+    shown = any(record.status is Status.OK for record in records) or folder is not None
     if request.as_json:
-        content = {"sweep": to_plain(sweep), "records": [to_plain(record) for record in records]}
-        click.echo(json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False))
-    else:
+        click.echo(_json(sweep, records, single=folder is None), nl=False)
+    elif shown:
         display.table(records)
-    written = {"records": str(folder.path / "cells"), **({"report": str(folder.report)} if report else {})}
-    display.files(written, live, push, to_stderr=request.as_json)
-    if (code := exit_code(records)) == 1:
+    written = {"record": str(files.path)} if folder is None else {"records": str(folder.path / "cells")}
+    written |= {"report": str(folder.report)} if folder is not None and report else {}
+    display.files(written, live, push, to_stderr=request.as_json or not shown)
+    if (code := exit_code(records)) == 1 and folder is not None:
         display.warn(f"to run the failed cells again: {go_on}")
     return code
+
+
+def _prepare(folder: SweepFolder, sweep: Sweep) -> Sweep:
+    try:
+        return prepare(folder, sweep)
+    except UsageError as error:
+        raise click.UsageError(printable(str(error))) from error
+
+
+def _json(sweep: Sweep, records: Sequence[Record], *, single: bool) -> str:
+    if single:
+        return records[0].to_json()
+    content = {"sweep": to_plain(sweep), "records": [to_plain(record) for record in records]}
+    return json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _record_file(settings: Settings, output: Path | None) -> RecordFile:
+    """Where a single bench's record goes: an elastic one's where its job began, and with its identity."""
+    if not settings.elastic:
+        return RecordFile(record_path(output, settings, datetime.now()))
+    job = _open_job(settings, output)
+    return RecordFile(job.record, job.identity)
 
 
 def _warn(record: Record, display: Display) -> None:
@@ -156,15 +155,11 @@ def _open_job(settings: Settings, output: Path | None) -> Job:
     return job
 
 
-def _new_folder(parent: Path) -> Path:
+def _new_folder() -> Path:
+    parent = DEFAULT_FOLDER
     name = f"{datetime.now():%Y%m%d-%H%M%S}-sweep"
     path, attempt = parent / name, 1
     while path.exists():
         attempt += 1
         path = parent / f"{name}-{attempt}"
     return path
-
-
-def _live(request: Request, display: Display, later: str) -> Live:
-    """MLflow beside the cells."""
-    return Live(request.tracking, display.warn, later, _INTERRUPTIONS, lambda record: pictures([record]))

@@ -88,7 +88,9 @@ class Display:
         self._task = self._progress.add_task("starting", total=None, note="")
 
     def ended(self, cell: Trial, record: Record, *, before: bool) -> None:
-        """A line about a cell of the sweep, above the bars."""
+        """A line about a cell of the sweep, above the bars; none about a single bench, whose table says it."""
+        if self._cells == 1:
+            return
         if self._sweep is not None:
             self._progress.update(self._sweep, completed=cell.number + 1, note="")
         digits = len(str(self._cells))

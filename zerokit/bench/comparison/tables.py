@@ -71,14 +71,18 @@ def columns_of(
             scale = scale_of(name, METRICS[name].unit, values)
             entries = []
             for cell in cells:
-                measured, change = cell.measure(name), difference(cell, partners[id(cell)], name)
-                known = measured.error if measured else None
+                measured, partner = cell.measure(name), partners[id(cell)]
                 if measured is not None and within_noise(name, measured):
-                    value, known = WITHIN_NOISE, None
-                else:
-                    value = scale.text(measured.value if measured else None)
-                error = f"±{scale.text(known)}" if known and not name.startswith("throughput") else ""
-                entries.append(Entry(value, error, *_change(change)))
+                    entries.append(Entry(WITHIN_NOISE))
+                    continue
+                error = measured.error if measured else None
+                entries.append(
+                    Entry(
+                        scale.text(measured.value if measured else None),
+                        f"±{scale.text(error)}" if error and not name.startswith("throughput") else "",
+                        *_change(difference(cell, partner, name)),
+                    )
+                )
             columns.append(Column(name, METRICS[name].title, scale.unit, tuple(entries)))
     return columns
 

@@ -82,8 +82,26 @@ class Sweep:
         ]
 
 
+@dataclass(frozen=True, slots=True)
+class RecordFile:
+    """What a sweep of one cell, run once, leaves behind; `identity` is the record's where it is known before."""
+
+    path: Path
+    identity: str | None = None
+
+    def record(self, cell: Trial) -> Path:
+        """The file of the record."""
+        return self.path
+
+    def existing(self, cell: Trial) -> Record | None:
+        """None: the bench runs, whatever is there."""
+        return None
+
+
 class SweepFolder:
-    """The places of a sweep."""
+    """The files of a sweep."""
+
+    identity: None = None
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from zerokit.bench.catalogue.check import require_known
 from zerokit.bench.record import Record, Status
 from zerokit.bench.record.settings import Settings
-from zerokit.bench.record.sweep import Sweep, SweepError, SweepFolder, Trial
+from zerokit.bench.record.sweep import RecordFile, Sweep, SweepError, SweepFolder, Trial
 from zerokit.bench.run.session import Host, Watch, run_cell
 from zerokit.errors import UsageError
 
@@ -32,7 +32,13 @@ class Tracker(Protocol):
     def open_sweep(self, sweep: str, name: str, options: Mapping[str, Any]) -> None:
         """A sweep begins."""
 
-    def during(self, settings: Settings, sweep: str | None, work: Callable[[str], Record]) -> Record:
+    def during(
+        self,
+        settings: Settings,
+        sweep: str | None,
+        work: Callable[[str], Record],
+        identity: str | None = None,
+    ) -> Record:
         """Do the work of a cell, with the id that its record is to have."""
 
     def ensure(self, record: Record) -> None:
@@ -68,26 +74,29 @@ def prepare(folder: SweepFolder, asked: Sweep) -> Sweep:
 
 
 def run_sweep(
-    sweep: Sweep, folder: SweepFolder, host: Host, watch: SweepWatch, live: Tracker
+    sweep: Sweep, files: SweepFolder | RecordFile, host: Host, watch: SweepWatch, live: Tracker
 ) -> list[Record]:
     """Run the cells that have no result yet, one after the other; the records of all of them, in their order.
 
     A cell that fails, or does not fit, does not end the sweep. Raises what `run_cell` raises.
     """
-    live.open_sweep(sweep.id, sweep.title, sweep.options)
+    parent = sweep.id if isinstance(files, SweepFolder) else None
+    if parent is not None:
+        live.open_sweep(parent, sweep.title, sweep.options)
     records = []
     for cell in sweep.cells:
         host.interrupted()
-        record = folder.existing(cell)
+        record = files.existing(cell)
         done = record is not None and record.status.final
         if record is None or not done:
             watch.began(cell)
             record = live.during(
                 cell.settings,
-                sweep.id,
+                parent,
                 lambda identity, cell=cell: run_cell(  # type: ignore[misc]
-                    cell.settings, folder.record(cell), host, sweep=sweep.id, identity=identity
+                    cell.settings, files.record(cell), host, sweep=parent, identity=identity
                 ),
+                files.identity,
             )
         else:
             live.ensure(record)
