@@ -90,12 +90,12 @@ def _group(run: Run) -> list[Cell]:
                 break
         else:
             cells.append(Cell(run.name, [record]))
-    places = {id(record): place for place, record in enumerate(run.records)}
-    return sorted(cells, key=lambda cell: min(places[id(record)] for record in cell.records))
+    positions = {id(record): position for position, record in enumerate(run.records)}
+    return sorted(cells, key=lambda cell: min(positions[id(record)] for record in cell.records))
 
 
 def _agree(known: Record, record: Record) -> bool:
-    """Whether they are repetitions. A record that came to nothing lacks what only a rank could have filled in."""
+    """Whether they are repetitions. A failed record lacks the settings that only a rank fills in."""
     if record.environment is not None and known.environment is not None:
         commits = known.environment.git_commit, record.environment.git_commit
         if known.environment.digest != record.environment.digest or commits[0] != commits[1]:
@@ -106,7 +106,7 @@ def _agree(known: Record, record: Record) -> bool:
 
 
 def varying(records: Iterable[Record]) -> list[str]:
-    """The settings that differ among records, what nobody filled in apart."""
+    """The settings that differ among records; those that are None in a record do not count."""
     rows = [_identity(record) for record in records]
     names = list(rows[0]) if rows else []
     return [name for name in names if len({repr(row[name]) for row in rows if row[name] is not None}) > 1]
@@ -127,7 +127,7 @@ def name_of(record: Record, names: Iterable[str]) -> str:
 
 
 def unsupported(cells: Sequence[Cell]) -> list[tuple[str, str]]:
-    """What could not run, as names and a reason: an engine's missing stages, told together."""
+    """What could not run, as names and a reason: the missing stages of an engine share one."""
     groups: dict[tuple[str, str], list[Cell]] = {}
     for cell in cells:
         if cell.status == "unsupported":
@@ -216,8 +216,8 @@ def side_by_side(cells: Sequence[Cell], partners: Mapping[int, Cell | None]) -> 
     chosen = {id(partner) for partner in partners.values() if partner is not None}
     if len(chosen) < 2:
         return list(cells)
-    places = {id(cell): place for place, cell in enumerate(cells)}
-    return sorted(cells, key=lambda cell: (places[id(partners[id(cell)] or cell)], places[id(cell)]))
+    positions = {id(cell): position for position, cell in enumerate(cells)}
+    return sorted(cells, key=lambda cell: (positions[id(partners[id(cell)] or cell)], positions[id(cell)]))
 
 
 def _same(one: object, other: object) -> bool:

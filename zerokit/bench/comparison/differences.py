@@ -1,7 +1,7 @@
 """The difference of two cells beside the noise between their rounds; and the gate that only a known one decides.
 
 The noise within a run is not the noise between runs: a machine that is 30 % slower for ten minutes is so for a whole
-run. So one repetition tells of no difference whether it is one, and with several, each counts as one value.
+run. So from one repetition no difference is known, and of several each counts as one value.
 
     step of a cell      120 ms    168 ms    121 ms      each round, and its compute-only twin beside it:
     its twin's pace     100 ms    141 ms    100 ms      when the machine is slower, both are
@@ -247,7 +247,7 @@ class Regression:
 def regressions(
     rules: Sequence[Rule], cells: Sequence[Cell], partners: Mapping[int, Cell | None]
 ) -> list[Regression]:
-    """Every rule that is broken, or of which it is not known. A cell that came to nothing although its baseline went
+    """Every rule that is broken, or of which it is not known. A cell that failed although its baseline went
     well breaks all of them.
 
     Raises `ZerokitError` where a rule cannot be checked: nothing to compare, or a metric that a side does not have.

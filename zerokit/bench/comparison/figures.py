@@ -47,7 +47,7 @@ class Scale:
 
 
 def scale_of(name: str, unit: str, values: Sequence[float | None]) -> Scale:
-    """Of a metric's column: shares are told in percent, losses with four decimals."""
+    """Of a metric's column: shares are in percent, losses with four decimals."""
     if name in ("mfu", "step/spread", "step/drift"):
         decimals = Scale.of("%", [None if value is None else 100 * value for value in values]).decimals
         return Scale("%", 100.0, min(max(decimals, 1), 2))
@@ -73,7 +73,7 @@ def percent(difference: Difference) -> str:
 
 
 def within_noise(name: str, measured: Measured) -> bool:
-    """Whether a cost is below its error: nobody's communication makes a step shorter."""
+    """Whether a cost is below its error: communication makes no step shorter."""
     return name == "comm/cost_ms" and measured.value <= (measured.error or 0.0)
 
 

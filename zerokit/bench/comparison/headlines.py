@@ -103,7 +103,7 @@ def _share(cell: Cell) -> float:
 
 
 def _equals(cells: Sequence[Cell], best: Cell, name: str) -> str:
-    """Who cannot be told from the best."""
+    """Cells whose difference from the best is within the noise."""
     measured = best.measure(name)
     labels = [
         cell.label

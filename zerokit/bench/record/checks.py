@@ -24,11 +24,11 @@ def check_record(record: Record) -> None:
         for name in ("own_ms", "pace_ms"):
             if len(getattr(record.twin, name)) not in (0, len(record.twin.step_ms)):
                 raise ValueError(f"twin.{name}: has another number of steps than step_ms")
-    for place, samples in enumerate(record.system):
+    for node, samples in enumerate(record.system):
         for name, series in samples.series.items():
             if len(series) != len(samples.seconds):
                 raise ValueError(
-                    f"system[{place}].series.{name}: has {len(series)} values at {len(samples.seconds)} moments"
+                    f"system[{node}].series.{name}: has {len(series)} values at {len(samples.seconds)} moments"
                 )
 
 
@@ -42,5 +42,5 @@ def _check_counts(value: Any, path: str) -> None:
         for name, item in value.items():
             _check_counts(item, f"{path}.{name}" if path else str(name))
     elif isinstance(value, list) and value and not isinstance(value[0], float):
-        for place, item in enumerate(value):
-            _check_counts(item, f"{path}[{place}]")
+        for position, item in enumerate(value):
+            _check_counts(item, f"{path}[{position}]")

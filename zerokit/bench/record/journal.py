@@ -1,4 +1,4 @@
-"""What an elastic job has done so far, beside its checkpoints, where whoever goes on with it finds it.
+"""What an elastic job has done so far, beside its checkpoints, where a later process that continues it reads it.
 
     RUN/elastic/job.json          the identity of the record to be, and where it goes
     RUN/elastic/part-0000.jsonl   one file a part: its beginning, its steps, the losses up to each save, its end
@@ -6,8 +6,8 @@
     RUN/elastic-0f3a9c12/         a job that is finished; the next one in RUN begins anew
 
 A part is as long as its processes live: each restart begins one, at its own world size. Rank 0 of a part is the only
-one that writes steps into its file, so that a process which lives longer than it should disturbs no later part; whoever
-started the ranks adds how they ended. Losses are on the disk before the checkpoint that follows them is committed: from
+one that writes steps into its file, so that a process which lives longer than it should disturbs no later part; the
+launcher adds how they ended. Losses are on the disk before the checkpoint that follows them is committed: from
 whichever checkpoint the job goes on, those of all steps before it are here. Standard library only.
 """
 
@@ -105,15 +105,15 @@ class Journal:
         """The unfinished job of the run, or a new one.
 
         Args:
-            record: where the user wants the record; a job's own place counts only without it.
-            default: names where it goes if nobody has said so yet.
+            record: where the user wants the record; by default the job's own path.
+            default: returns the path for a new job.
 
         Raises `UsageError` where the directory cannot be written to.
         """
         path = self._folder / _JOB
         try:
-            told = json.loads(path.read_text(encoding="utf-8"))
-            job = Job(told["id"], record or Path(told["record"]))
+            content = json.loads(path.read_text(encoding="utf-8"))
+            job = Job(content["id"], record or Path(content["record"]))
         except FileNotFoundError:
             job = Job(uuid.uuid4().hex, record or default())
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -163,7 +163,7 @@ class Journal:
                 file.write("\n" + json.dumps({"ended": why}) + "\n")
 
     def story(self) -> Story:
-        """The job up to now; its newest part counts as finished where nobody says otherwise."""
+        """The job up to now; its newest part counts as finished until its end is noted."""
         story, first = Story(), 0
         files = self._files()
         for number, file in enumerate(files):
@@ -173,7 +173,7 @@ class Journal:
             begun, rest = lines[0], lines[1:]
             step = begun["step"]
             if not story.parts or step < first or step > first + len(story.loss):
-                # Other benches have trained between, or somebody has taken checkpoints away: another story.
+                # Other benches have trained between, or checkpoints were removed: the history begins here.
                 story, first = Story(), step
             del story.loss[step - first :], story.gradient_norm[step - first :]
             last = step
@@ -202,7 +202,7 @@ class Journal:
         try:
             identity = json.loads((self._folder / _JOB).read_text(encoding="utf-8"))["id"]
         except FileNotFoundError:
-            identity = uuid.uuid4().hex  # nobody has opened it: a bench that is not the command's
+            identity = uuid.uuid4().hex  # never opened: a bench that was not started by the command
         if self._folder.exists():
             self._folder.rename(self._folder.with_name(f"{_FOLDER}-{identity[:8]}"))
 

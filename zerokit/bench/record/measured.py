@@ -161,7 +161,7 @@ class Rank:
         peak_reserved_bytes: taken by that allocator from the device; null on a CPU.
         memory_bytes: `ZeroOptimizer.memory()` at the end of backward, by kind, with `total`; null for other engines.
         predicted_memory_bytes: the same from the layout alone.
-        device_id: of the device, by which ranks that share one are told from those that do not: its UUID, or on the
+        device_id: of the device, by which ranks that share one are known: its UUID, or on the
             rank's node the driver's index of it; null on a CPU, and in records from before it was noted.
         device_memory: what the peaks leave out; null on a CPU.
         window_ms: on CUDA, the measured steps together by the host's clock, from an idle device to an idle one, saving

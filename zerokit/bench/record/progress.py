@@ -1,4 +1,4 @@
-"""How far a bench is: rank 0 appends a line a step to a small file, whoever started it reads the new lines.
+"""How far a bench is: rank 0 appends a line a step to a small file, the launcher reads the new lines.
 
 A file, because torchrun closes every pipe that its ranks might inherit. Lines are written between the timed
 steps, never inside one; where the host runs ahead of a device, at most two a second.

@@ -1,6 +1,6 @@
 """The record of a bench, `zerokit.bench/1`: what was asked, where it ran, and every number that was measured.
 
-It is written before anything else is told about the run, and everything told later (tables, MLflow) is
+It is written first, and everything else that is shown of the run (tables, MLflow) is
 computed from it. Units are in the names: `_ms`, `_bytes`. A number that was not finite (a diverged loss) is
 null.
 """

@@ -37,7 +37,7 @@ def in_folder(folder: Path) -> Iterator[Record]:
 
 
 def is_record(path: Path) -> bool:
-    """Whether it says that it is one, of any version; raises `RecordError` if that cannot be told."""
+    """Whether it says that it is one, of any version; raises `RecordError` if that cannot be read."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

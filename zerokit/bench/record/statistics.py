@@ -22,10 +22,10 @@ def quantile(values: Sequence[float], fraction: float) -> float:
     if not values or not 0.0 <= fraction <= 1.0:
         raise ValueError(f"a quantile needs values and a fraction in [0, 1], not {fraction} of {len(values)}")
     ordered = sorted(values)
-    place = fraction * (len(ordered) - 1)
-    below = math.floor(place)
+    position = fraction * (len(ordered) - 1)
+    below = math.floor(position)
     above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
 
 
 def median_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> tuple[float, float]:
@@ -156,7 +156,7 @@ class Summary:
 
 
 def slowest(by_rank: Sequence[Sequence[float]]) -> list[float]:
-    """Each step's time on the rank that took longest: nobody can start the next one earlier.
+    """Each step's time on the rank that took longest: the others wait for it.
 
     Raises ValueError when ranks measured different numbers of steps.
     """

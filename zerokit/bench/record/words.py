@@ -69,7 +69,7 @@ def title_of(name: str) -> str:
 
 
 def value_in_words(name: str, value: Any) -> str:
-    """A value as it stands in a label: "batch 4", "1 node"; one that was left open says so."""
+    """A value as it stands in a label: "batch 4", "1 node"; "default precision" for None."""
     if value is None:
         return f"default {name}"
     text = _WORDS[name][1].format(value) if name in _WORDS else f"{title_of(name)} {value}"
