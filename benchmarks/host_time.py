@@ -16,17 +16,24 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file
 
-from benchmarks.measuring import bar_holds, beside, in_rounds, make_parser, plain_table, ratio, write_json
+from benchmarks.measuring import bar_holds, in_rounds, make_parser, plain_table, ratio, write_json
+from zerokit import ZeroOptimizer
 
-if TYPE_CHECKING:
-    from torch import Tensor
+Loop = tuple[Callable[[], Tensor], Callable[[Tensor], None]]
+_loops: list[Loop] = []
 
 WORLD, BLOCKS, WIDTH, BATCH = 64, 100, 64, 2
 BUCKET_MB = 0.07
@@ -37,23 +44,16 @@ ENGINES = ("torch", "stage 0", "stage 1", "stage 2", "stage 3", "fsdp2")
 BARS = {("stage 3", "fsdp2"): 0.25, ("stage 2", "torch"): 1.10}
 
 
-def serve(pipe: Connection, engine: str) -> None:
-    """Train as many steps as the pipe says, and answer with what `take_steps` returns."""
-    import torch
-    import torch.distributed as dist
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
+def prepare(engine: str) -> None:
+    """Make the engine of this process."""
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
-    forward, rest = make_step(engine)
-    while True:
-        pipe.send(take_steps(forward, rest, pipe.recv()))
+    _loops.append(make_step(engine))
 
 
-def take_steps(
-    forward: Callable[[], Tensor], rest: Callable[[Tensor], None], steps: int
-) -> tuple[float, float]:
+def take_steps(steps: int) -> tuple[float, float]:
     """Milliseconds of processor time of a step and of its forward, medians of `steps`."""
+    forward, rest = _loops[0]
     times, forwards = [], []
     for _ in range(steps):
         started = time.process_time()
@@ -65,11 +65,8 @@ def take_steps(
     return median(times) * 1e3, median(forwards) * 1e3
 
 
-def make_step(engine: str) -> tuple[Callable[[], Tensor], Callable[[Tensor], None]]:
+def make_step(engine: str) -> Loop:
     """The user's loop, once around: the forward, and what follows it."""
-    import torch
-    from torch import nn
-
     torch.manual_seed(0)
 
     def block() -> nn.Module:
@@ -91,8 +88,6 @@ def make_step(engine: str) -> tuple[Callable[[], Tensor], Callable[[Tensor], Non
     model = Model()
     x = torch.randn(BATCH, WIDTH)
     if engine.startswith("stage"):
-        from zerokit import ZeroOptimizer
-
         zero = ZeroOptimizer(
             model,
             torch.optim.AdamW,
@@ -110,8 +105,6 @@ def make_step(engine: str) -> tuple[Callable[[], Tensor], Callable[[Tensor], Non
 
         return lambda: model(x), step
     if engine == "fsdp2":
-        from torch.distributed.fsdp import fully_shard
-
         for one in model.blocks:
             fully_shard(one)
         fully_shard(model)
@@ -135,16 +128,17 @@ def main() -> int:
     arguments = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     with contextlib.ExitStack() as stack:
-        pipes = {name: stack.enter_context(beside(serve, name)) for name in arguments.engines}
+        processes = {
+            name: stack.enter_context(ProcessPoolExecutor(1, get_context("spawn"), prepare, (name,)))
+            for name in arguments.engines
+        }
 
         def take(name: str, steps: int = STEPS) -> tuple[float, float]:
-            pipes[name].send(steps)
-            answer: tuple[float, float] = pipes[name].recv()
-            return answer
+            return processes[name].submit(take_steps, steps).result()
 
-        for name in pipes:
+        for name in processes:
             take(name, WARM_UP)
-        turns = in_rounds(list(pipes), arguments.rounds, take, tell=False)
+        turns = in_rounds(list(processes), arguments.rounds, take, tell=False)
     steps, forwards = ({name: [one[part] for one in turns[name]] for name in turns} for part in (0, 1))
 
     def say(engine: str, to: str) -> str:

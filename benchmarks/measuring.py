@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
-from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 from typing import TypeVar
@@ -107,18 +104,3 @@ def machine() -> dict[str, object]:
         "variables": measured_variables(os.environ),
         "git_commit": git_commit(ROOT),
     }
-
-
-@contextmanager
-def beside(function: Callable[..., None], *arguments: object) -> Iterator[Connection]:
-    """Our end of a pipe to `function(pipe, *arguments)` in a fresh process, which is gone when the context ends."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=function, args=(theirs, *arguments), daemon=True)
-    process.start()
-    theirs.close()  # so that the pipe ends with the process
-    try:
-        yield ours
-    finally:
-        process.kill()
-        process.join()

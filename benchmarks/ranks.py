@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable
@@ -42,19 +43,23 @@ def run_ranks(
         "group": group,
     }
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    with Interrupts() as interrupts, tempfile.TemporaryDirectory(prefix="zerokit-ranks-") as name:
-        folder = Path(name)
-        (folder / "job.json").write_text(json.dumps(job))
+    folder = Path(
+        tempfile.mkdtemp(prefix="zerokit-ranks-")
+    )  # stays where a rank failed: its error names the logs
+    (folder / "job.json").write_text(json.dumps(job))
+    with Interrupts() as interrupts:
         launch(
             "benchmarks.ranks",
-            [name],
+            [str(folder)],
             nodes=1,
             nproc_per_node=world,
             log_dir=folder,
             interrupts=interrupts,
             environment={"OMP_NUM_THREADS": str(threads), "PYTHONPATH": path},
         )
-        return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(world)]
+    results = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(world)]
+    shutil.rmtree(folder)
+    return results
 
 
 def main(folder: Path) -> None:
