@@ -71,7 +71,7 @@ def measure(megabytes: int, rounds: int) -> tuple[str, dict[str, list[float]]]:
         OPERATIONS[name](collectives, buffers[name])
         return (time.perf_counter() - started) * 1e3
 
-    found = in_rounds(list(OPERATIONS), WARMUP + rounds, once, tell=False)
+    found = in_rounds(list(OPERATIONS), WARMUP + rounds, once, progress=False)
     return collectives.route, {name: times[WARMUP:] for name, times in found.items()}
 
 

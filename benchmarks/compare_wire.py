@@ -10,21 +10,22 @@ python benchmarks/compare_wire.py --rounds 3 --json compare_wire.json
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file
 
 from benchmarks.measuring import ROOT, bar_holds, in_rounds, make_parser, plain_table, write_json
 from tests.support.namespaces import Hosts, hosts_refusal, two_hosts
+from zerokit.bench.record import Record, read_record
+from zerokit.bench.record.metrics import METRICS, values_of
+from zerokit.bench.record.schema import to_plain
 
 WIRE_GBITS = 1.0
 WITHIN = 0.05
@@ -36,24 +37,20 @@ class Cell:
     """One engine and its options; `bar` is the most that its step may take of `base`'s."""
 
     name: str
-    options: tuple[str, ...]
+    engine: str
     base: str | None = None
     bar: float | None = None
 
 
-def _zerokit(stage: int, *more: str) -> tuple[str, ...]:
-    return ("--engine", "zerokit", "--stage", str(stage), *more)
-
-
 CELLS = (
-    Cell("DDP", ("--engine", "ddp")),
-    Cell("DDP, bf16 hook", ("--engine", "ddp", "--wire", "bf16"), "DDP"),
-    Cell("stage 2", _zerokit(2), "DDP", 0.80),
-    Cell("stage 2, bf16 wire", _zerokit(2, "--wire", "bf16"), "DDP", 0.65),
-    Cell("stage 2, bf16 and its wire", _zerokit(2, "--precision", "bf16", "--wire", "bf16"), "DDP", 0.50),
-    Cell("FSDP2", ("--engine", "fsdp2", "--stage", "3"), "DDP"),
-    Cell("stage 3", _zerokit(3), "FSDP2", 0.55),
-    Cell("stage 3, bf16 wire", _zerokit(3, "--wire", "bf16"), "FSDP2"),
+    Cell("DDP", "ddp"),
+    Cell("DDP, bf16 hook", "ddp --wire bf16", "DDP"),
+    Cell("stage 2", "zerokit --stage 2", "DDP", 0.80),
+    Cell("stage 2, bf16 wire", "zerokit --stage 2 --wire bf16", "DDP", 0.65),
+    Cell("stage 2, bf16 and its wire", "zerokit --stage 2 --precision bf16 --wire bf16", "DDP", 0.50),
+    Cell("FSDP2", "fsdp2 --stage 3", "DDP"),
+    Cell("stage 3", "zerokit --stage 3", "FSDP2", 0.55),
+    Cell("stage 3, bf16 wire", "zerokit --stage 3 --wire bf16", "FSDP2"),
 )
 
 
@@ -107,32 +104,20 @@ def carried_gbits(hosts: Hosts, mebibytes: int = 150) -> float:
     return min(float(process.communicate()[0]) for process in processes)
 
 
-def run_cell(cell: Cell, hosts: Hosts, arguments: argparse.Namespace) -> dict[str, Any]:
+def run_cell(cell: Cell, hosts: Hosts, arguments: argparse.Namespace) -> Record:
     """The record of one bench between the hosts; raises `CalledProcessError` if it failed."""
     with tempfile.TemporaryDirectory(prefix="zerokit-wire-") as folder:
+        path = Path(folder, "record.json")
         command = [
             *(*hosts.inside("a"), sys.executable, "-m", "zerokit.cli", "bench", "--launcher", "ssh"),
             *("--hosts", "a,b", "--ssh-option", f"-F {hosts.config}", "--model", arguments.model),
             *("--batch-size", "2", "--seq-len", "128", "--clip", "0", "--data", "synthetic", "--no-twin"),
-            *("--no-mlflow", "--json", "--steps", str(arguments.steps), "--warmup", "2", "--output", folder),
-            *cell.options,
+            *("--no-mlflow", "--steps", str(arguments.steps), "--warmup", "2", "--output", str(path)),
+            *("--engine", *cell.engine.split()),
         ]
         environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode != 0:
-        raise subprocess.CalledProcessError(done.returncode, command, done.stdout)
-    record: dict[str, Any] = json.loads(done.stdout)
-    return record
-
-
-def bus_gbits(record: dict[str, Any]) -> dict[str, float]:
-    """Bus bandwidth by collective, in Gbit/s, of the largest message measured."""
-    largest: dict[str, tuple[float, float]] = {}
-    for one in record.get("bandwidth") or ():
-        size = one["size_bytes"]
-        if size >= largest.get(one["operation"], (0.0, 0.0))[0]:
-            largest[one["operation"]] = size, one["bus_gb_per_s"] * 8.0
-    return {operation: gbits for operation, (_, gbits) in largest.items()}
+        subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=True)
+        return read_record(path)
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -154,31 +139,38 @@ def main(words: Sequence[str] | None = None) -> int:
             list(cells),
             arguments.rounds,
             lambda name: run_cell(cells[name], hosts, arguments),
-            lambda results: write_json(arguments.json, results),
+            lambda results: write_json(arguments.json, to_plain(results)),
         )
     return show(records, wire)
 
 
-def show(records: dict[str, list[dict[str, Any]]], wire: float) -> int:
+def show(records: Mapping[str, Sequence[Record]], wire: float) -> int:
     """The table and the bars; `wire` is what the link carries, in Gbit/s. 1 when a bar is missed."""
-    medians = {
-        name: median(record["results"]["step"]["p50"] for record in found) for name, found in records.items()
-    }
-    rows, held = [], []
+    step_ms = {name: measured("step/p50_ms", *found) for name, found in records.items()}
+    shares = {cell.name: step_ms[cell.name] / step_ms[cell.base] for cell in CELLS if cell.base is not None}
+    rows = []
     for cell in CELLS:
-        moved = (records[cell.name][0].get("traffic") or {}).get("bytes")
-        beside = "" if cell.base is None else f"{medians[cell.name] / medians[cell.base]:.2f} of {cell.base}"
-        received = "" if moved is None else f"{moved / 1e6:.0f}"
-        rows.append([cell.name, f"{medians[cell.name]:.0f}", beside, received])
+        beside = f"{shares[cell.name]:.2f} of {cell.base}" if cell.name in shares else ""
+        traffic = records[cell.name][0].traffic
+        received = "" if traffic is None else f"{traffic.bytes / 1e6:.0f}"
+        rows.append([cell.name, f"{step_ms[cell.name]:.0f}", beside, received])
     print(plain_table(f"Over {WIRE_GBITS:g} Gbit/s", ["engine", "step ms", "", "MB a step"], rows))
-    for cell in CELLS:
-        if cell.bar is not None and cell.base is not None:
-            share = medians[cell.name] / medians[cell.base]
-            held.append(bar_holds(f"{cell.name} of {cell.base}", share, cell.bar))
-    for operation, gbits in sorted(bus_gbits(records["stage 2"][0]).items()):
+    held = [
+        bar_holds(f"{cell.name} of {cell.base}", shares[cell.name], cell.bar)
+        for cell in CELLS
+        if cell.bar is not None
+    ]
+    stage_2 = records["stage 2"][0]
+    for operation in sorted({one.operation for one in stage_2.bandwidth}):
+        gbits = 8.0 * measured(f"bus/{operation}_gb_per_s", stage_2)
         carried = f"{operation}: {gbits:.3f} Gbit/s of bus bandwidth, {wire:.3f} through sockets; apart"
         held.append(bar_holds(carried, abs(gbits - wire) / wire, WITHIN))
     return 0 if all(held) else 1
+
+
+def measured(name: str, *records: Record) -> float:
+    """The median of one of the bench's figures."""
+    return median(values_of(METRICS[name], records))
 
 
 if __name__ == "__main__":

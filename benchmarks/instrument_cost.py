@@ -68,7 +68,7 @@ def measure(model: str, blocks: int, steps: int, interval: float) -> dict[str, A
             readings += len(samples.seconds)
         return median(times)
 
-    medians = in_rounds([WITHOUT, WITH], blocks, run_block, tell=False)
+    medians = in_rounds([WITHOUT, WITH], blocks, run_block, progress=False)
     return {**medians, "share": cost_ms / sampled_ms if sampled_ms else 0.0, "readings": readings}
 
 

@@ -36,17 +36,17 @@ def in_rounds(
     measure: Callable[[str], T],
     keep: Callable[[dict[str, list[T]]], object] = lambda results: None,
     *,
-    tell: bool = True,
+    progress: bool = True,
 ) -> dict[str, list[T]]:
     """What `measure` returned for each name, round by round.
 
     Every second round goes backwards, so that a machine that is slow for a while is so for all: trust the ratios.
-    `keep` is given what there is after every measurement; `tell` says on stderr what is measured.
+    `keep` is given what there is after every measurement; `progress` says on stderr what is measured.
     """
     results: dict[str, list[T]] = {name: [] for name in names}
     for number in range(rounds):
         for name in names if number % 2 == 0 else reversed(names):
-            if tell:
+            if progress:
                 print(f"round {number + 1}/{rounds}: {name}", file=sys.stderr, flush=True)
             results[name].append(measure(name))
             keep(results)

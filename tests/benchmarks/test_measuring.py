@@ -19,7 +19,7 @@ def test_every_second_round_goes_backwards_and_all_is_kept() -> None:
         return len(calls)
 
     found = in_rounds(
-        ["a", "b"], 3, once, lambda results: kept.append(sum(map(len, results.values()))), tell=False
+        ["a", "b"], 3, once, lambda results: kept.append(sum(map(len, results.values()))), progress=False
     )
     assert calls == ["a", "b", "b", "a", "a", "b"]
     assert found == {"a": [1, 4, 5], "b": [2, 3, 6]}
@@ -33,7 +33,7 @@ def test_figures() -> None:
     assert table.splitlines()[2:] == ["name  ms", "--------", "a      1", "b     20"]
 
 
-def test_a_bar_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bar_and_whether_it_holds(capsys: pytest.CaptureFixture[str]) -> None:
     assert bar_holds("a of b", 0.5, 0.5)
     assert not bar_holds("a of b", 0.51, 0.5)
     assert capsys.readouterr().out.splitlines() == [
