@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from zerokit.bench.record.settings import Settings
 from zerokit.bench.workloads.inputs import (
     STANDARD_LIBRARY,
     SYNTHETIC,
@@ -16,13 +15,15 @@ from zerokit.bench.workloads.inputs import (
     load_corpus,
     require_length,
 )
-from zerokit.bench.workloads.sources import Text
+from zerokit.bench.workloads.sources import draw_seed, sample_text
 
 
 def batch(
     corpus: Corpus, *, seed: int = 1, first: int = 2, batch_size: int = 4, length: int = 16
-) -> tuple[torch.Tensor, ...]:
-    return Text(Settings(seed=seed, batch_size=batch_size, seq_len=length), corpus).batch(first)
+) -> list[torch.Tensor]:
+    sample = sample_text(corpus, length)
+    samples = [sample(draw_seed(seed=seed, sample=first + number)) for number in range(batch_size)]
+    return [torch.stack(parts) for parts in zip(*samples, strict=True)]
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from zerokit.bench.record.settings import Settings
 from zerokit.bench.workloads.initialise import init_module, materialise, name_modules
 from zerokit.bench.workloads.models import make_here
 from zerokit.bench.workloads.own import Own, resolve
-from zerokit.bench.workloads.sources import OwnBatches, Source, open_source
+from zerokit.bench.workloads.sources import Source, open_own, open_source
 from zerokit.errors import UsageError
 
 
@@ -114,7 +114,7 @@ def load(settings: Settings) -> Loaded:
         raise UsageError(workload.missing)
     if workload.config is None:
         own = resolve(workload.name)
-        return Loaded(settings, workload, OwnBatches(settings, own), own.init_fn, own)
+        return Loaded(settings, workload, open_own(settings, own), own.init_fn, own)
     return Loaded(settings, workload, open_source(settings), init_module)
 
 
