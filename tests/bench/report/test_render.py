@@ -212,3 +212,16 @@ def test_pictures_for_mlflow_are_png() -> None:
     found = plots([make_cell()])
     assert set(found) == {"steps.png", "communication.png", "phases.png", "state.png", "loss.png"}
     assert all(content.startswith(b"\x89PNG\r\n\x1a\n") for content in found.values())
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_what_differs_is_told_of_cells_that_ran() -> None:
+    """Upright where cells outnumber settings; a cell that never ran has no environment that could differ."""
+    cells = [make_cell("zerokit", stage) for stage in (0, 1, 2)]
+    assert cells[2].environment is not None
+    cells[2] = replace(cells[2], environment=replace(cells[2].environment, threads=2))
+    refused = make_failure("unsupported", "ddp has no stage 3: it has stage 0 only", "ddp", 3)
+    page = render([Run("", (*cells, refused))])
+    shown = page[page.index('id="differences"') : page.index('id="conditions"')]
+    rows = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in re.findall(r"<tr>.*?</tr>", shown)]
+    assert rows == [["", "threads a rank"], ["zerokit 0", "1"], ["zerokit 1", "1"], ["zerokit 2", "2"]]
