@@ -32,6 +32,16 @@ def test_rounds_have_winners_and_single_runs_have_none() -> None:
     assert list(best(make_cell())) == ["Throughput", "Memory", "Communication"]
 
 
+def test_who_is_within_the_noise_of_the_best_is_so_in_the_table_too() -> None:
+    """Rounds are paired: 1 % is no noise where every round says so."""
+    rounds = [
+        make_cell(engine, 0, ms * pace, repeat=repeat, jitter=0.0, twin=False)
+        for repeat, pace in enumerate((1.0, 1.2, 0.9))
+        for engine, ms in (("ddp", 700.0), ("zerokit", 710.0), ("parameter-server", 700.0))
+    ]
+    assert best(*rounds)["Fastest"].also == "within the noise of it: parameter server"
+
+
 def test_a_cost_that_is_not_above_its_error_is_no_headline() -> None:
     other = with_cost(make_cell("ddp", 0), 50.0)
     for cost_ms, told in ((-550.0, False), (0.5, False), (5.0, True)):

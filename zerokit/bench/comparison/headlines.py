@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from zerokit.bench.comparison.cells import Cell
-from zerokit.bench.comparison.differences import Difference, Verdict, comparable, difference
+from zerokit.bench.comparison.differences import Verdict, difference
 from zerokit.bench.comparison.figures import percent, scale_of, within_noise
 from zerokit.bench.comparison.roles import memory_metric
 from zerokit.bench.record.metrics import METRICS, UNITS
@@ -103,16 +103,10 @@ def _share(cell: Cell) -> float:
 
 
 def _equals(cells: Sequence[Cell], best: Cell, name: str) -> str:
-    """Cells whose difference from the best is within the noise."""
-    measured = best.measure(name)
+    """Who cannot be told from the best, by the same differences as everywhere."""
+    changes = [(cell, difference(cell, best, name)) for cell in cells if cell is not best]
     labels = [
-        cell.label
-        for cell in cells
-        if cell is not best
-        and measured is not None
-        and (other := cell.measure(name)) is not None
-        and comparable(cell, best, name)
-        and Difference.of(METRICS[name], measured, other).verdict == "within noise"
+        cell.label for cell, change in changes if change is not None and change.verdict == "within noise"
     ]
     others = sum(cell is not best and cell.measure(name) is not None for cell in cells)
     if labels and len(labels) == others:
