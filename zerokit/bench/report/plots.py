@@ -65,6 +65,7 @@ class Series:
     marked: bool = False
 
     def row(self, **more: object) -> Plot:
+        """As data, with more columns."""
         return {
             "cell": self.label,
             "name": self.name,
