@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from tests.support.forked import run_forked
 
@@ -42,13 +43,25 @@ def zerokit(folder: Path, *arguments: str, **more: str) -> subprocess.CompletedP
 
 
 def zerokit_forked(folder: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
-    """As `zerokit` for a bench that only serves a test: its ranks are forks, see `tests.support.forked`."""
+    """As `zerokit` for a bench that only serves a test: its ranks are forks, see `tests.support.forked`.
+
+    Not with MLflow, which has threads of its own: a fork would lack them, and what they hold would stay locked.
+    """
     return run_forked(folder, arguments, environment(folder, **more))
+
+
+class _Started(subprocess.Popen[str]):
+    """Ends with a context that fails: a bench of a million steps would keep its cores busy for ever."""
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
+        if kind is not None:
+            self.terminate()
+        super().__exit__(kind, *rest)
 
 
 def start(folder: Path, arguments: Sequence[str], **more: str) -> subprocess.Popen[str]:
     """Start the command; its own session, as a shell would give it, keeps signals from this process."""
-    return subprocess.Popen(
+    return _Started(
         [sys.executable, "-m", "zerokit.cli", *arguments],
         cwd=folder,
         env=environment(folder, **more),

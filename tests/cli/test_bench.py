@@ -166,7 +166,7 @@ def test_nothing_is_left_behind(finished: Finished) -> None:
 
 def test_a_tracking_server_that_is_down_loses_nothing_and_json_is_alone_on_stdout(tmp_path: Path) -> None:
     """Stage 3 on one rank and other options on the way."""
-    process = zerokit_forked(
+    process = zerokit(
         tmp_path,
         "bench",
         "--json",

@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -151,7 +152,9 @@ def launch_forks(
 
     from zerokit.launch.local import threads_per_rank
 
+    assert threading.active_count() == 1, "a fork would lack threads: leave MLflow out with --no-mlflow"
     world, number = nodes * nproc_per_node, port()
+    here = os.getpid()
     folders: list[Path] = []
     pids: list[int] = []
     for rank in range(world):
@@ -176,7 +179,7 @@ def launch_forks(
         }
         pid = os.fork()
         if pid == 0:
-            _rank(module, arguments, variables, folders[-1])
+            _rank(here, module, arguments, variables, folders[-1])
         pids.append(pid)
     # After the forks, as it has a thread. It outlives the ranks, as the agents' does.
     store = TCPStore("127.0.0.1", number, is_master=True, wait_for_workers=False)
@@ -219,14 +222,18 @@ def _await_ranks(
     poll()
 
 
-def _rank(module: str, arguments: Sequence[str], variables: dict[str, str], outputs: Path) -> NoReturn:
+def _rank(
+    parent: int, module: str, arguments: Sequence[str], variables: dict[str, str], outputs: Path
+) -> NoReturn:
     """The body of a rank, which leaves by itself."""
     try:
         _move_into(os.getcwd(), variables, outputs)
         import torch
 
+        from zerokit.launch.processes import die_with_parent
         from zerokit.launch.rank import main
 
+        die_with_parent(parent)
         torch.set_num_threads(int(variables["OMP_NUM_THREADS"]))  # torch has read the variable long ago
         main(module, list(arguments))
     finally:
