@@ -112,6 +112,18 @@ def test_a_killed_rank_ran_out_of_memory_if_the_kernel_killed_for_it(
     assert ("probably" in (record.reason or "")) == (status == "out of memory")
 
 
+def test_logs_that_a_reason_names_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = iter((3, 4))
+    monkeypatch.setattr(session, "oom_kills", lambda: next(counts))
+
+    def act(settings: Settings, job: Path) -> None:
+        raise WorkerFailed(f"rank 1 was killed\nlogs: {job.parent}", killed_rank().failures)
+
+    record = run_cell(SETTINGS, tmp_path / "r.json", host(Ranks(act), Watcher()))
+    assert record.status == "out of memory"
+    assert Path((record.reason or "").rpartition("logs: ")[2]).is_dir()
+
+
 def test_an_interruption_is_recorded_and_goes_on(tmp_path: Path) -> None:
     with pytest.raises(Stopped):
         run_cell(SETTINGS, tmp_path / "r.json", host(fail(Stopped("enough")), Watcher()))

@@ -158,7 +158,8 @@ def run_cell(
         if isinstance(outcome, Record):
             record = replace(outcome, id=asked.id)
         else:
-            keep = outcome.status is Status.FAILED  # the ranks' output is there
+            # The ranks' output is there; a reason that names it has to be true.
+            keep = outcome.status is Status.FAILED or str(work) in outcome.reason
             record = replace(
                 asked,
                 status=outcome.status,
