@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
+
 import pytest
 
 from benchmarks.measuring import bar_holds, in_rounds, plain_table, ratio, spread
@@ -42,9 +45,13 @@ def test_a_bar_and_whether_it_holds(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
-def test_ranks_run_a_script_s_function_and_a_failure_says_why() -> None:
+def test_ranks_run_a_script_s_function_and_a_failure_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     first, second = run_ranks(measure, "gpt-tiny", 3)
     assert first == second
     assert "equal to the formula to the byte: yes" in first
+    assert list(tmp_path.iterdir()) == []
     with pytest.raises(WorkerFailed, match="no-such-model"):
         run_ranks(measure, "no-such-model", 3, world=1)
