@@ -1,5 +1,5 @@
-"""What is trained on what: `build` makes the models and batches that `catalogue.workloads` names.
+"""What is trained on what: `build` makes, in a rank, the models and batches that `catalogue.workloads` names.
 
-`gpt` and `llama` are written here, `library` builds from the configurations of transformers and torchvision, `small`
-holds the two smallest, `own` the user's.
+`models` are written here, `library` builds those of transformers and torchvision, `initialise` gives all of them their
+weights. `inputs` are read from disk, `sources` draw batches from them. `own` is the user's.
 """

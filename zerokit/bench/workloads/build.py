@@ -15,7 +15,7 @@ from zerokit.bench.catalogue.sizes import Config
 from zerokit.bench.catalogue.workloads import Workload, describe
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.workloads.initialise import init_module, materialise, name_modules
-from zerokit.bench.workloads.models import make_here
+from zerokit.bench.workloads.models import MODELS
 from zerokit.bench.workloads.own import Own, resolve
 from zerokit.bench.workloads.sources import Source, open_own, open_source
 from zerokit.errors import UsageError
@@ -128,12 +128,14 @@ def build(name: str, *, seed: int = 0) -> nn.Module:
 
 def build_model(config: Config, library: str | None, *, seed: int) -> nn.Module:
     """The model of a configuration that `library` makes, or with None `models`."""
-    make = make_here
-    if library is not None:
-        from zerokit.bench.workloads.library import make_library as make
     device = _default_device()
     with torch.device("meta"):
-        model = make(config)
+        if library is None:
+            model = MODELS[type(config)](config)
+        else:
+            from zerokit.bench.workloads.library import make_library
+
+            model = make_library(config)
     name_modules(model, seed)
     if device.type != "meta":
         materialise(model, device)
