@@ -208,6 +208,13 @@ def test_records_of_different_models_have_no_winner() -> None:
     assert "Fastest" not in render([Run("", (make_cell(), other))])
 
 
+def test_a_legend_of_two_rows_has_its_room() -> None:
+    """Vega knows of the second row only after it has made room for the first: the title was cut."""
+    found = plots(make_sweep())
+    heights = {name: int.from_bytes(found[f"{name}.png"][20:24]) / 2 for name in ("phases", "communication")}
+    assert heights["phases"] - heights["communication"] == 36.0  # as many rows of bars, and no legend
+
+
 def test_pictures_for_mlflow_are_png() -> None:
     found = plots([make_cell()])
     assert set(found) == {"steps.png", "communication.png", "phases.png", "state.png", "loss.png"}

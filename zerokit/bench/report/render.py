@@ -83,16 +83,17 @@ def svg(picture: Picture, width: int) -> str:
 def png(picture: Picture) -> bytes:
     """A still drawing in colours for light, with its title."""
     title = {"text": picture.title} | ({"subtitle": picture.up} if picture.up else {})
-    text = json.dumps(_still(specification(picture) | {"title": title}, WIDE))
-    config = json.loads(in_light(json.dumps(CONFIG | {"background": colour("ground"), "padding": 12})))
-    return bytes(vl_convert.vegalite_to_png(in_light(text), _VERSION, scale=2, config=config))
+    config = CONFIG | {"background": colour("ground"), "padding": 12}
+    drawing = _still(specification(picture) | {"title": title, "config": config}, WIDE)
+    return bytes(vl_convert.vegalite_to_png(in_light(json.dumps(drawing)), _VERSION, scale=2))
 
 
 def _still(plot: Mapping[str, Any], width: int) -> dict[str, Any]:
     """Without what only a pointer brings to light, and `width` pixels wide as a whole."""
     layers = [layer for layer in plot["layer"] if layer.get("name") != HOVER]
     kept = {name: value for name, value in plot.items() if name != "params"}
-    return kept | {"layer": layers, "width": width}
+    fit = plot["autosize"] | {"resize": True}  # a legend may take a second row once the width is known
+    return kept | {"layer": layers, "width": width, "autosize": fit}
 
 
 @cache
