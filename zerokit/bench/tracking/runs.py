@@ -74,25 +74,24 @@ def _of_run(client: MlflowClient, run_id: str) -> list[Record]:
     """Of a run and its children."""
     with failing(f"MLflow run {run_id} cannot be read"):
         experiment = client.get_run(run_id).info.experiment_id
-    children = f"tags.`mlflow.parentRunId` = '{run_id}'"
-    return [*_artifacts(client, run_id), *_found(client, experiment, children, f"run {run_id}")]
+        children = _search(client, experiment, f"tags.`mlflow.parentRunId` = '{run_id}'")
+    return [record for found in (run_id, *children) for record in _artifacts(client, found)]
 
 
 def _of_experiment(client: MlflowClient, name: str) -> list[Record] | None:
     """None where there is no such experiment."""
     with failing(f"MLflow experiment {name!r} cannot be read"):
         experiment = client.get_experiment_by_name(name)
-    if experiment is None:
-        return None
-    return _found(client, experiment.experiment_id, "", f"experiment {name!r}")
+        if experiment is None:
+            return None
+        runs = _search(client, experiment.experiment_id, "")
+    return [record for found in runs for record in _artifacts(client, found)]
 
 
-def _found(client: MlflowClient, experiment: str, wanted: str, what: str) -> list[Record]:
-    """Of the runs that a search finds."""
-    order = ["attributes.start_time ASC"]
-    with failing(f"MLflow {what} cannot be read"):
-        runs = list(pages(partial(client.search_runs, [experiment], wanted, order_by=order)))
-    return [record for run in runs for record in _artifacts(client, run.info.run_id)]
+def _search(client: MlflowClient, experiment: str, wanted: str) -> list[str]:
+    """Runs by id, the oldest first."""
+    search = partial(client.search_runs, [experiment], wanted, order_by=["attributes.start_time ASC"])
+    return [run.info.run_id for run in pages(search)]
 
 
 def _artifacts(client: MlflowClient, run_id: str) -> list[Record]:
