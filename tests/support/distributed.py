@@ -53,6 +53,11 @@ PRELOAD = [
 LIBRARIES = "tests.integrations.libraries"
 
 
+#: For errors that ranks must find without a time-out: it lies beyond the deadline, which kills who waits for it.
+#: So no test need look at a clock, however busy the machine is.
+AT_ONCE = {"timeout": 600.0, "deadline": 120.0}
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What became of one rank: a value, or an exception, or neither when the process died or was killed."""
