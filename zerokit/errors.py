@@ -8,7 +8,7 @@ from typing import ClassVar
 class ZerokitError(Exception):
     """Base of every error that zerokit raises on purpose.
 
-    `several_lines` says that the message has lines of its own; else a line break in it can only be a file's.
+    `several_lines`: the message has line breaks of its own; in any other, a line break can only come from a file.
     """
 
     several_lines: ClassVar[bool] = False
@@ -35,7 +35,7 @@ class LossScaleError(ZerokitError, FloatingPointError):
 
 
 class ZerokitWarning(UserWarning):
-    """Something went another way than one may think; the commands tell it on stderr."""
+    """Something unexpected that is no error; the commands print it on stderr."""
 
 
 class CheckpointError(ZerokitError):

@@ -1,8 +1,8 @@
 """Every change that zerokit makes to a disk: new files, syncs, renames, removals, locks.
 
-A file or a directory becomes visible whole or not at all: it is written under a temporary name beside its place,
-synced, renamed, and its parent synced. All calls go through one `System`; tests put another in its place that fails or
-ends the process at a given call, or forgets what was not synced.
+A file or a directory becomes visible whole or not at all: it is written under a temporary name beside its target,
+synced, renamed, and its parent synced. All calls go through one `System`; tests replace it by one that fails or ends
+the process at a given call, or forgets what was not synced.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from zerokit.process import PATTERN, Process
 
 UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
-"""What a file system says that has no such call."""
+"""Errors of a file system that lacks the call."""
 
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
@@ -73,7 +73,7 @@ class System:
             os.rename(old, new)
 
     def exchange(self, one: Path, other: Path) -> bool:
-        """Let two directories change places in one step. False where the file system cannot."""
+        """Exchange two directories atomically. False where the file system cannot."""
         return _renameat2(one, other, _RENAME_EXCHANGE)
 
     def unlink(self, path: Path) -> None:
@@ -119,11 +119,11 @@ def _renameat2(old: Path, new: Path, flags: int) -> bool:
 TEMPORARY = re.compile(
     rf"\.(?P<target>.+)\.tmp-(?:(?P<writer>{PATTERN})\.[0-9a-f]{{6}}|[0-9a-f]{{12}})(?P<old>\.old)?"
 )
-"""What `temporary` names are like, and those of older versions, which do not tell their writer."""
+"""Names of `temporary`, and those of older versions, which do not name their writer."""
 
 
 def temporary(path: Path) -> Path:
-    """A name beside `path` under which this process writes it until it is whole. It says which process that is."""
+    """A name beside `path` under which this process writes it until it is whole; it names the process."""
     return path.with_name(f".{stem(path.name)}.tmp-{Process.current()}.{secrets.token_hex(3)}")
 
 
@@ -133,7 +133,7 @@ def stem(name: str) -> str:
 
 
 def write_aside(path: Path, content: bytes, *, durable: bool = True) -> None:
-    """Write a small file whole or not at all, in place of one that may be there.
+    """Write a small file whole or not at all, replacing one that may be there.
 
     `durable`: also after a power cut, by syncs of the file and of its directory.
     """
@@ -180,9 +180,9 @@ def measured(path: Path) -> tuple[int, float]:
     size, newest = 0, 0.0
     for entry in [path, *(path.rglob("*") if path.is_dir() and not path.is_symlink() else ())]:
         with suppress(OSError):
-            found = entry.lstat()
-            newest = max(newest, found.st_mtime)
-            size += found.st_size if stat.S_ISREG(found.st_mode) else 0
+            status = entry.lstat()
+            newest = max(newest, status.st_mtime)
+            size += status.st_size if stat.S_ISREG(status.st_mode) else 0
     return size, newest
 
 

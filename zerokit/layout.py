@@ -1,4 +1,4 @@
-"""Who owns which elements: the one place where the line of trainable state is cut.
+"""Who owns which elements: the one module that cuts the line of trainable state.
 
 A model's parameters, in order, form a line of elements. Neighbouring parameters form *units*, which are
 communicated together; each unit is cut into `world` equal contiguous pieces, the *shards*:
@@ -17,7 +17,7 @@ described by `Slice`s, which know nothing of it.
 Invariants, for every unit and world size: the slices of all ranks tile every parameter exactly, in rank
 order; padding is under `ALIGNMENT` elements a parameter plus `ALIGNMENT` a rank.
 
-Standard library only: everything else in zerokit asks this module.
+Standard library only. All other modules take their offsets from here.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class Unit:
 
     @cached_property
     def slices(self) -> tuple[Slice, ...]:
-        """Every parameter, whole, at its place."""
+        """Every parameter, whole, at its offset."""
         placed, offset = [], 0
         for parameter in self.parameters:
             placed.append(Slice(parameter, Interval(0, parameter.numel), offset))
@@ -235,16 +235,16 @@ class Layout:
         return tuple(self.parameters)
 
     @cached_property
-    def places(self) -> dict[str, int]:
+    def positions(self) -> dict[str, int]:
         """Each parameter's position in the line, by its name."""
-        return {parameter.name: place for place, parameter in enumerate(self.line)}
+        return {parameter.name: position for position, parameter in enumerate(self.line)}
 
     def owned(self, rank: int) -> Iterator[tuple[int, Slice]]:
         """`(position, slice)` of what rank `rank` holds, in line order."""
         held = sorted(index for holders, index in self._holders[: self._count_holding(rank)])
         for index in held:
             for part in self.units[index].owned(rank):
-                yield self.places[part.parameter.name], part
+                yield self.positions[part.parameter.name], part
 
     def _count_holding(self, rank: int) -> int:
         """Units of which the rank holds some: the first ones of `_holders`."""
@@ -252,11 +252,11 @@ class Layout:
 
     @cached_property
     def _holders(self) -> list[tuple[int, int]]:
-        """How many ranks hold some of each unit, and its place among the units; those that most ranks hold first.
+        """How many ranks hold some of each unit, and its index among the units; those that most ranks hold first.
 
         At many ranks most have nothing of small units, and need not look at them.
         """
-        return sorted(((unit.holders, place) for place, unit in enumerate(self.units)), reverse=True)
+        return sorted(((unit.holders, index) for index, unit in enumerate(self.units)), reverse=True)
 
     @property
     def trainable_numel(self) -> int:
@@ -264,7 +264,7 @@ class Layout:
         return sum(unit.payload_numel for unit in self.units if unit.trainable)
 
     def find(self, name: str) -> tuple[Unit, Slice]:
-        """The unit of the parameter called `name`, and the parameter's place in it. Raises `KeyError`."""
+        """The unit of the parameter called `name`, and the parameter's slice of it. Raises `KeyError`."""
         return self._by_name[name]
 
     def for_world(self, world: int) -> Layout:

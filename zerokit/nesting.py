@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 
-def require_shallow(plain: object, deepest: int, told: int | None = None) -> None:
-    """Raises `ValueError` if lists and dicts lie more than `deepest` in each other; `told` is what the message says."""
+def require_shallow(plain: object, deepest: int, stated: int | None = None) -> None:
+    """Raises `ValueError` if lists and dicts are nested deeper than `deepest`; the message names `stated`, if given."""
     level, depth = [plain] if isinstance(plain, dict | list) else [], 0
     while level:
         depth += 1
         if depth > deepest:
-            raise ValueError(f"values are nested more than {deepest if told is None else told} deep")
+            raise ValueError(f"values are nested more than {deepest if stated is None else stated} deep")
         level = [
             inner
             for outer in level

@@ -1,4 +1,4 @@
-"""A process by its host, number and start, as text: any other process can tell later whether it still lives."""
+"""A process by its host, number and start, as text: any other process can check later whether it still lives."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MACHINE, _BOOT = Path("/etc/machine-id"), Path("/proc/sys/kernel/random/boot_id
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """`machine`, `boot` (digests) and `space` (of process numbers) tell hosts and containers apart that have one name.
+    """`machine`, `boot` (digests) and `space` (of process numbers) distinguish hosts and containers of one name.
 
     `start` is in clock ticks since the boot, so that a number that was given again is another process.
     """

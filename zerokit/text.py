@@ -13,5 +13,5 @@ def printable(text: str) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """The same, but lines stay lines: for what is said in several on purpose, such as the end of a log."""
+    """The same, but lines stay lines: for text of several lines, such as the end of a log."""
     return "\n".join(printable(line) for line in text.expandtabs().split("\n"))

@@ -188,11 +188,11 @@ def _nobody_asks(directory: str) -> None:
         saving = save(directory, zero, step=1, blocking=False)
         while not saving.done():
             time.sleep(0.01)
-    with pytest.warns(zerokit.ZerokitWarning, match=r"nobody has asked: .*No space left on device"):
-        background.tell_failures()
+    with pytest.warns(zerokit.ZerokitWarning, match=r"its result was never read: .*No space left on device"):
+        background.warn_of_failures()
     with pytest.raises(zerokit.CheckpointError):
         saving.wait()
-    background.tell_failures()
+    background.warn_of_failures()
 
 
 def test_a_failure_that_nobody_asked_for_is_told_at_the_end(tmp_path: Path) -> None:

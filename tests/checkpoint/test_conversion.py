@@ -244,7 +244,7 @@ def test_a_writer_that_may_live_keeps_its_work(tmp_path: Path, run: Path, elsewh
         writer = replace(writer, host="node-9", boot="00000000")
     left = left.rename(left.with_name(f".out.tmp-{writer}.abcdef"))
     before = tree(left)
-    told = "on node-9, which cannot be asked from here" if elsewhere else "is writing it"
+    told = "on node-9, which cannot be checked from here" if elsewhere else "is writing it"
     with pytest.warns(ZerokitWarning, match=f"{told}: it is not taken over, this conversion begins anew"):
         reshard(run, out, resume=True)
     assert tree(left) == before
@@ -369,7 +369,7 @@ def test_the_command_goes_on(tmp_path: Path, run: Path) -> None:
     done = command(tmp_path, "reshard", "run", "--to", "5", "--resume")
     assert (done.returncode, done.stdout) == (0, f"{out}\n")
     assert (
-        f" {sum(found.files.values()) / 1000:.1f} kB of it found finished, proven and synced" in done.stderr
+        f" {sum(found.files.values()) / 1000:.1f} kB of it finished before, proven and synced" in done.stderr
     )
     assert tree(out) == tree(reshard(run, tmp_path / "wanted").parent)
 

@@ -279,7 +279,7 @@ def test_leftovers_of_writers_that_are_gone(tmp_path: Path, gone: Process) -> No
     assert [(doomed.path, doomed.size) for doomed in found.removed] == [(killed, 4)]
     assert dict(found.left) == {
         living: f"process {own.pid} on {own.host} is writing it",
-        elsewhere: f"of process {own.pid} on node-9, which cannot be asked from here",
+        elsewhere: f"of process {own.pid} on node-9, which cannot be checked from here",
     }
     assert set(tmp_path.iterdir()) == {living, elsewhere}
     for path in (elsewhere / "file", elsewhere):

@@ -270,7 +270,7 @@ def test_weights_do_not_make_up_for_a_lost_state(tmp_path: Path) -> None:
     rank = step.slice_checksums(number)[name][0][0]
     file = step.rank_file(rank)
     content = bytearray((step.path / file.name).read_bytes())
-    content[file.by_place[number, name].offset] ^= 1
+    content[file.by_name[number, name].offset] ^= 1
     (step.path / file.name).write_bytes(content)
     for first, second, third in run_ranks(2, _lost, str(tmp_path)):
         assert "the state is incomplete" in first

@@ -30,17 +30,17 @@ def from_array(values: NDArray[Any], dtype: str) -> memoryview:
     """
     with np.errstate(over="ignore", invalid="ignore"):  # a signalling nan is as good as any
         if dtype == "bfloat16":
-            found = _rounded(values.astype("<f4", copy=False).view("<u4"))
-            infinite = (found & 0x7FFF) == 0x7F80
+            codes = _rounded(values.astype("<f4", copy=False).view("<u4"))
+            infinite = (codes & 0x7FFF) == 0x7F80
         else:
-            found = values.astype(np.dtype(dtype).newbyteorder("<"))
-            infinite = np.isinf(found)
+            codes = values.astype(np.dtype(dtype).newbyteorder("<"))
+            infinite = np.isinf(codes)
     if not infinite.any():
-        return found.view(np.uint8).data
+        return codes.view(np.uint8).data
     lost = np.flatnonzero(infinite & np.isfinite(values))
     if lost.size:
         raise OverflowError(f"{values[lost[0]]:g} does not fit {dtype}")
-    return found.view(np.uint8).data
+    return codes.view(np.uint8).data
 
 
 def _rounded(bits: NDArray[np.uint32]) -> NDArray[np.uint16]:

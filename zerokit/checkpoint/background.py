@@ -17,10 +17,12 @@ _UNTOLD: dict[threading.Event, str] = {}
 
 
 @atexit.register
-def tell_failures() -> None:
-    """Those that nobody has asked for, when the program ends; by then all saves have."""
+def warn_of_failures() -> None:
+    """When the program ends: warn of failed saves whose result was never read. All saves have ended by then."""
     for text in _UNTOLD.values():
-        warnings.warn(f"a background save failed, and nobody has asked: {text}", ZerokitWarning, stacklevel=1)
+        warnings.warn(
+            f"a background save failed, and its result was never read: {text}", ZerokitWarning, stacklevel=1
+        )
 
 
 class Saving:
@@ -89,6 +91,6 @@ def failure(optimizer: ZeroOptimizer) -> CheckpointError | None:
     _SAVINGS.pop(optimizer, None)  # not before: the wait may be interrupted, and a save made all the same
     if error is None or seen:
         return None
-    found = CheckpointError(f"the background save before this one failed: {error}")
-    found.__cause__ = error
-    return found
+    failed = CheckpointError(f"the background save before this one failed: {error}")
+    failed.__cause__ = error
+    return failed

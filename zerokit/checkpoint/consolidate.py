@@ -143,11 +143,11 @@ def consolidate(
 
 def parse_size(size: int | str) -> int:
     """Bytes of 1000, "300MB", "5GB" (10^9) or "5GiB" (2^30). Raises `UsageError` for anything else, or less than 1."""
-    found = _SIZE.fullmatch(str(size))
+    match = _SIZE.fullmatch(str(size))
     number = 0
-    if found is not None:
-        base = 1024 if found[3] else 1000
-        number = int(Decimal(found[1]) * base ** (" KMGT".index((found[2] or " ").upper())))
+    if match is not None:
+        base = 1024 if match[3] else 1000
+        number = int(Decimal(match[1]) * base ** (" KMGT".index((match[2] or " ").upper())))
     if number < 1:
         raise UsageError(f"size {size!r}: expected a number of bytes, or such as 300MB, 5GB or 5GiB")
     return number
@@ -157,12 +157,12 @@ def _tensors(checkpoint: Checkpoint, dtype: str | None, weights: str) -> Iterato
     """Every parameter once, in the order of the line, then the buffers; trainable ones from the stream `weights`."""
     seen = {METADATA}
     held = {
-        place: number
+        position: number
         for number, stream in enumerate(checkpoint.streams)
         if stream.kind in (weights, "param")
-        for place in stream.parameters
+        for position in stream.parameters
     }
-    absent = [p.name for place, p in enumerate(checkpoint.layout.parameters) if place not in held]
+    absent = [p.name for position, p in enumerate(checkpoint.layout.parameters) if position not in held]
     if absent:
         kinds = ", ".join(sorted({stream.kind for stream in checkpoint.streams} - {"param"}))
         raise UsageError(
@@ -184,14 +184,14 @@ def _tensors(checkpoint: Checkpoint, dtype: str | None, weights: str) -> Iterato
         seen.add(name)
         return _Tensor(name, shape, math.prod(shape), source, wanted, stream)
 
-    for place, parameter in enumerate(checkpoint.layout.parameters):
-        number = held[place]
+    for position, parameter in enumerate(checkpoint.layout.parameters):
+        number = held[position]
         yield tensor(
             parameter.name, parameter.shape, checkpoint.streams[number].dtype, parameter.dtype, number
         )
-    for name, found in checkpoint.common.tensors.items():
+    for name, buffer in checkpoint.common.tensors.items():
         if name.startswith(BUFFER_PREFIX):
-            yield tensor(name.removeprefix(BUFFER_PREFIX), found.shape, found.dtype, found.dtype, None)
+            yield tensor(name.removeprefix(BUFFER_PREFIX), buffer.shape, buffer.dtype, buffer.dtype, None)
 
 
 def _shards(tensors: Iterable[_Tensor], limit: int) -> Iterator[list[_Tensor]]:
@@ -240,7 +240,7 @@ def _write_shard(
 ) -> None:
     # Wide elements first, so that each tensor starts at a multiple of its element size.
     ordered = sorted(shard, key=lambda tensor: -ELEMENT_BYTES[tensor.dtype])
-    # transformers refuses a file without the format; by the producer an output is known again.
+    # transformers refuses a file without the format; the producer marks an output of zerokit's.
     entries: dict[str, object] = {METADATA: {"format": "pt", "producer": PRODUCER}}
     position = 0
     for tensor in ordered:
@@ -264,7 +264,7 @@ def _write_shard(
             wants.append(
                 Want(
                     tensor.stream,
-                    source.places[tensor.name],
+                    source.positions[tensor.name],
                     tensor.name,
                     Interval(0, tensor.numel),
                     position,
@@ -279,8 +279,8 @@ def _write_shard(
         opened_common = copier.source(common, opened(common))
         for tensor, offset in whole:
             name = BUFFER_PREFIX + tensor.name
-            found = checkpoint.common.tensors[name]
-            copier.copy(name, found.size, opened_common, found.offset, target, offset, _conversion(tensor))
+            buffer = checkpoint.common.tensors[name]
+            copier.copy(name, buffer.size, opened_common, buffer.offset, target, offset, _conversion(tensor))
         copier.release(opened_common)
     copier.release(target)
 

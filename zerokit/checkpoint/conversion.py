@@ -41,24 +41,23 @@ class Work:
 
     def has(self, path: Path, size: int) -> bool:
         """Whether the file need not be written. Raises `CheckpointError` where it is there with another size."""
-        found = self.taken.get(path.relative_to(self.path).as_posix())
-        if found is not None and found != size:
+        size_taken = self.taken.get(path.relative_to(self.path).as_posix())
+        if size_taken is not None and size_taken != size:
             raise CheckpointError(
-                f"{path}: {found} bytes, which is not what is to be written ({size}): begin anew, without --resume "
-                "(resume=False)"
+                f"{path}: {size_taken} bytes, expected {size}: begin anew, without --resume (resume=False)"
             )
-        return found is not None
+        return size_taken is not None
 
 
 @contextmanager
 def converting(
     target: Path, request: Request, *, resume: bool, force: bool, foreign: Foreign
 ) -> Iterator[Work]:
-    """A directory beside `target` that takes its place, durably, when the body ends well.
+    """A directory beside `target`, renamed to it durably when the body succeeds.
 
-    `resume`: what an interrupted conversion of the same request has finished is taken over. Without it, and where one
-    is not taken over, a `ZerokitWarning` says so; it goes when this conversion has succeeded. If the body fails, its
-    work is removed, unless it had taken something over and was only interrupted. Raises as `Staging` does.
+    `resume`: take over what an interrupted conversion of the same request has finished. One that is not taken over
+    causes a `ZerokitWarning`, and is removed when this conversion succeeds. If the body fails, its work is removed,
+    unless it was resumed and only interrupted again. Raises as `Staging` does.
     """
     staging = Staging(target, force=force, foreign=foreign)
     try:
@@ -85,9 +84,9 @@ def converting(
 
 
 def _taken_over(staging: Staging, request: Request, *, resume: bool) -> Path | None:
-    """Where the work was that is `staging`'s now; None where there is none to go on with."""
+    """The former path of the work directory that `staging` took over; None where there is none to resume."""
     for left in _usable(staging.target, request, resume=resume):
-        # Over the empty directory that is there. Whoever else wanted to take it comes too late, or has it.
+        # Over the empty directory that is there. Of several processes that try, one succeeds.
         with suppress(OSError):
             files.system().rename(left.path, staging.work)
             return left.path
@@ -95,57 +94,57 @@ def _taken_over(staging: Staging, request: Request, *, resume: bool) -> Path | N
 
 
 def _begun(work: Path, request: Request, *, taken: bool) -> Work:
-    found = journal.finished(work) if taken else None
+    done = journal.finished(work) if taken else None
     if taken:
-        _keep_only(work, work, found)
-    if found is None:
+        _keep_only(work, work, done)
+    if done is None:
         return Work(work, Journal.begun(work, request))
-    return Work(work, Journal(work, found.end, found.crc), found.files, found.pieces)
+    return Work(work, Journal(work, done.end, done.crc), done.files, done.pieces)
 
 
 def _of_contents(error: BaseException) -> bool:
-    """Whether what was read was wrong, and no disk or signal: noted once, it would be wrong again and again."""
+    """Whether the source was damaged, rather than a disk or a signal to blame: a resumed run would fail again."""
     return isinstance(error, CheckpointError) and not isinstance(error.__cause__, OSError)
 
 
 def _usable(target: Path, request: Request, *, resume: bool) -> list[Leftover]:
-    """What can be gone on with, the most promising first; a warning of all else."""
+    """Interrupted conversions that can be resumed, the largest first; warns of all others."""
     usable = []
     for left, other in _interrupted(target):
-        told = f"{left.path}: an interrupted conversion to {target.name}, {left.size:,} bytes"
+        described = f"{left.path}: an interrupted conversion to {target.name}, {left.size:,} bytes"
         remedy = f"zerokit prune {target.parent} removes it"
         if not left.gone:
             if resume:
-                _warn(f"{left.path}: {left.told()}: it is not taken over, this conversion begins anew")
+                _warn(f"{left.path}: {left.describe()}: it is not taken over, this conversion begins anew")
         elif different := request.differences(other):
-            _warn(f"{told}, {different}{', so that it is not taken over' if resume else ''}: {remedy}")
+            _warn(f"{described}, {different}{', so that it is not taken over' if resume else ''}: {remedy}")
         elif resume:
             usable.append(left)
         else:
-            _warn(f"{told}: --resume (resume=True) goes on with it, {remedy}")
+            _warn(f"{described}: --resume (resume=True) goes on with it, {remedy}")
     return sorted(usable, key=lambda left: -left.size)
 
 
 def _interrupted(target: Path) -> list[tuple[Leftover, Request]]:
     """Conversions to `target` that have finished something, and what they were to write."""
-    found = []
+    conversions = []
     for left in leftovers(target.parent):
         request = journal.interrupted(left.path)
         if request is not None and request.target == target.name:
-            found.append((left, request))
-    return found
+            conversions.append((left, request))
+    return conversions
 
 
-def _keep_only(folder: Path, work: Path, found: Finished | None) -> None:
+def _keep_only(folder: Path, work: Path, done: Finished | None) -> None:
     """Remove what is not whole, and was not noted as such: it is written again."""
-    kept = set() if found is None else {work / name for name in (*found.files, journal.NAME)}
+    kept = set() if done is None else {work / name for name in (*done.files, journal.NAME)}
     with explained(folder, "listed"):
         entries = sorted(folder.iterdir())
     for entry in entries:
         if entry in kept:
             continue
         if any(path.is_relative_to(entry) for path in kept):
-            _keep_only(entry, work, found)
+            _keep_only(entry, work, done)
         elif entry.is_dir() and not entry.is_symlink():
             files.remove_tree(entry)
         else:

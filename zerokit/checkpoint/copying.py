@@ -1,7 +1,7 @@
 """Byte ranges moved between files by a few threads, each piece's checksum taken on the way.
 
-The caller's thread plans and follows: it hands over ranges one after the other, and whatever comes of them, checksums,
-progress, errors, reaches it in that order. Memory is one buffer a thread.
+The caller's thread submits ranges one after the other, and receives their results (checksums, progress, errors) in that
+order. Memory is one buffer a thread.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _MOST_RUNS = 64
 """In one task: handing a task over costs as much as copying some ten KiB."""
 
 MOST_JOBS = 1024
-"""Threads. Systems that allow more of them a process have no use for them here."""
+"""Threads. More never help."""
 
 _MOST_TASKS = 16
-"""Handed over and not looked at, a thread."""
+"""Unfinished tasks for each thread."""
 
 _MOST_UNSYNCED = 16
 """Files that are written but not synced: they are open."""
@@ -137,8 +137,8 @@ class Copier(Generic[K]):
                 self._follow(0)
                 self._await_syncs(0)
                 assert not self._open
-        except BaseException as found:
-            self._abandon(found)
+        except BaseException as failure:
+            self._abandon(failure)
             raise
         else:
             self._abandon(error)
@@ -152,7 +152,7 @@ class Copier(Generic[K]):
         return self._add(path, new_file(path, size), size)
 
     def take_over(self, pieces: Mapping[K, Piece]) -> None:
-        """Count as copied what somebody else has copied."""
+        """Count as copied what an earlier process has copied."""
         self.pieces.update(pieces)
         self._done += sum(piece.size for piece in pieces.values())
 
@@ -172,9 +172,9 @@ class Copier(Generic[K]):
         """
         start = 0
         while start < size:
-            place = target_offset + start
+            start_there = target_offset + start
             if conversion is not None:
-                place = target_offset + start // conversion.source_bytes * conversion.element_bytes
+                start_there = target_offset + start // conversion.source_bytes * conversion.element_bytes
             room = BUFFER_BYTES
             last = self._batch[-1] if self._batch else None
             if (
@@ -182,14 +182,14 @@ class Copier(Generic[K]):
                 and last.source is source
                 and last.target is target
                 and last.offset + last.size == offset + start
-                and last.target_offset + last.size == place
+                and last.target_offset + last.size == start_there
                 and last.conversion is None
                 and conversion is None
                 and last.size < BUFFER_BYTES
             ):
                 room -= last.size
             else:
-                last = _Run(source, offset + start, target, place, 0, [], conversion)
+                last = _Run(source, offset + start, target, start_there, 0, [], conversion)
                 self._batch.append(last)
             part = min(room, size - start)
             last.pieces.append((key, part))
@@ -229,7 +229,7 @@ class Copier(Generic[K]):
                     before = self.pieces.get(key)
                     self.pieces[key] = piece if before is None else combine((before, piece))
                     self._done += piece.size
-                self._tell()
+                self._report()
             self._pending.popleft()
 
     def _close(self, file: OpenFile) -> None:
@@ -249,10 +249,10 @@ class Copier(Generic[K]):
     def _result(self, future: Future[T]) -> T:
         while not future.done():
             wait([future], timeout=_TICK_SECONDS)
-            self._tell()
+            self._report()
         return future.result()
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         if self._progress is not None:
             self._progress(self._done, self._total)
 
@@ -269,17 +269,17 @@ class Copier(Generic[K]):
         buffer: memoryview | None = getattr(self._buffers, "buffer", None)
         if buffer is None:
             buffer = self._buffers.buffer = memoryview(bytearray(BUFFER_BYTES))
-        found = []
+        pieces = []
         for run in batch:
             view = buffer[: run.size]
             read_exactly(run.source.fd, [view], run.offset, run.source.path)
             start = 0
             for key, size in run.pieces:
-                found.append((run.target, key, Piece(crc32(view[start : start + size]), size)))
+                pieces.append((run.target, key, Piece(crc32(view[start : start + size]), size)))
                 start += size
             content = view if run.conversion is None else run.conversion.convert(view)
             write_exactly(run.target.fd, [content], run.target_offset, run.target.path)
-        return found
+        return pieces
 
     def _sync(self, file: OpenFile, pieces: Mapping[K, Piece]) -> None:
         """In the syncing thread."""

@@ -43,10 +43,10 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What `diff` found: `equal` counts the parameters of streams that are equal by CRC-32, dtype and shape.
+    """The result of `diff`: `equal` counts the parameters of streams that are equal by CRC-32, dtype and shape.
 
-    `layout` tells how the cut differs (world size, units), which does not change the state. `unread` names the small
-    files that differ and could not be read on one side, so that their differences are not all there is to tell.
+    `layout` lists how the cut differs (world size, units), which does not change the state. `unread` names the small
+    files that differ and could not be read on one side, so that their differences are not all listed.
     `notes`: why a step of a run was compared that its `latest` does not name.
     """
 
@@ -65,7 +65,9 @@ class Comparison:
         return {
             "same": self.same,
             "equal": self.equal,
-            "differences": [asdict(found) | {"change": found.change} for found in self.differences],
+            "differences": [
+                asdict(difference) | {"change": difference.change} for difference in self.differences
+            ],
             "layout": list(self.layout),
             "unread": list(self.unread),
             "notes": list(self.notes),
@@ -81,13 +83,15 @@ def diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Comparison:
     a damaged one.
     """
     left, right = Checkpoint(a), Checkpoint(b)
-    found: list[Difference] = []
+    differences: list[Difference] = []
     if left.step != right.step:
-        found.append(Difference("checkpoint", "step", str(left.step), str(right.step)))
+        differences.append(Difference("checkpoint", "step", str(left.step), str(right.step)))
     mixed = left.weights_only != right.weights_only
     if mixed:
-        found.append(Difference("checkpoint", "content", _describe_content(left), _describe_content(right)))
-    found += _compare("parameter", _parameters(left), _parameters(right), _describe_parameter)
+        differences.append(
+            Difference("checkpoint", "content", _describe_content(left), _describe_content(right))
+        )
+    differences += _compare("parameter", _parameters(left), _parameters(right), _describe_parameter)
     equal = 0
     kinds = dict.fromkeys(stream.kind for checkpoint in (left, right) for stream in checkpoint.streams)
     for kind in kinds:
@@ -95,7 +99,7 @@ def diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Comparison:
             continue
         ours, theirs = _whole(left, kind), _whole(right, kind)
         equal += sum(theirs.get(name) == value for name, value in ours.items())
-        found += _compare(kind, ours, theirs, _describe_whole)
+        differences += _compare(kind, ours, theirs, _describe_whole)
     common, extra = partial(_common, weights=mixed), partial(_extra, weights=mixed)
     unread = []
     for stream, ours_of, theirs_of, read in (
@@ -103,13 +107,13 @@ def diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Comparison:
         ("extra", left.manifest.extra, right.manifest.extra, extra),
     ):
         try:
-            found += _files(left, right, stream, ours_of, theirs_of, read)
+            differences += _files(left, right, stream, ours_of, theirs_of, read)
         except CheckpointError as error:
             sides = f"{ours_of.crc:08x}", f"{theirs_of.crc:08x}"
-            found.append(Difference(stream, f"unreadable: {error}", *sides))
+            differences.append(Difference(stream, f"unreadable: {error}", *sides))
             unread.append(ours_of.name)
     notes = (*left.notes, *right.notes)
-    return Comparison(equal, tuple(found), tuple(_layouts(left, right)), tuple(unread), notes)
+    return Comparison(equal, tuple(differences), tuple(_layouts(left, right)), tuple(unread), notes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +124,7 @@ class _Whole:
 
 
 def _whole(checkpoint: Checkpoint, kind: str) -> dict[str, _Whole]:
-    found = {}
+    wholes = {}
     for number, stream in enumerate(checkpoint.streams):
         if stream.kind != kind:
             continue
@@ -130,8 +134,8 @@ def _whole(checkpoint: Checkpoint, kind: str) -> dict[str, _Whole]:
                 Piece(crc, cut.numel * stream.element_bytes)
                 for (_, crc), (_, cut) in zip(slices, cuts, strict=True)
             )
-            found[name] = _Whole(stream.dtype, checkpoint.shapes[name], combine(pieces))
-    return found
+            wholes[name] = _Whole(stream.dtype, checkpoint.shapes[name], combine(pieces))
+    return wholes
 
 
 def _describe_whole(whole: _Whole) -> str:
@@ -175,13 +179,13 @@ def _files(
 
 def _common(checkpoint: Checkpoint, *, weights: bool) -> dict[str, str]:
     """By name, or of them the ones that a checkpoint of weights has."""
-    found = {}
+    tensors = {}
     for name in checkpoint.common_names:
         if weights and not name.startswith(("buffers/", "extra")):
             continue
         dtype, shape, content = checkpoint.common_tensor(name)
-        found[name] = f"{dtype} {list(shape)} {crc32(content):08x}"
-    return found
+        tensors[name] = f"{dtype} {list(shape)} {crc32(content):08x}"
+    return tensors
 
 
 def _extra(checkpoint: Checkpoint, *, weights: bool) -> dict[str, str]:

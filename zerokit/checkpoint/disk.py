@@ -28,7 +28,7 @@ _IOV_MAX = 1024
 _ADVICE = {
     errno.EACCES: "check its permissions and its owner",
     errno.EPERM: "check its permissions and its owner",
-    errno.EROFS: "choose a place that can be written",
+    errno.EROFS: "choose a directory that can be written",
     errno.EIO: "the storage failed: look at the system's log",
     errno.EFBIG: "the file system or a limit (ulimit -f) allows no file of this size",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
@@ -54,12 +54,12 @@ def explained(where: str | Path, task: str, *, needed: int = 0, fd: int | None =
         ) from error
 
 
-def _free_bytes(place: str | Path | int) -> int | str:
+def _free_bytes(where: str | Path | int) -> int | str:
     try:
-        found = os.statvfs(place)
+        state = os.statvfs(where)
     except OSError:
         return "an unknown number"
-    return found.f_bavail * found.f_frsize
+    return state.f_bavail * state.f_frsize
 
 
 def read_exactly(fd: int, buffers: Sequence[WriteableBuffer], offset: int, where: str | Path) -> None:
@@ -140,7 +140,7 @@ def opened(path: Path) -> Iterator[int]:
     Raises `CheckpointError` where it is missing, may not be read or is of another kind.
     """
     with explained(path, "opened"):
-        # Opening a pipe that nobody writes to would wait for ever.
+        # Opening a pipe without a writer would block for ever.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -168,10 +168,10 @@ def read_whole(path: Path, size: int | None = None, *, limit: int = MAX_TEXT_BYT
 
 def check_size(fd: int, size: int, path: Path) -> None:
     """Raises `CheckpointError` unless the open file has `size` bytes."""
-    found = os.fstat(fd).st_size
-    if found != size:
+    actual = os.fstat(fd).st_size
+    if actual != size:
         raise CheckpointError(
-            f"{path}: {'truncated' if found < size else 'too long'}: {found} bytes, expected {size}"
+            f"{path}: {'truncated' if actual < size else 'too long'}: {actual} bytes, expected {size}"
         )
 
 

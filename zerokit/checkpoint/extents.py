@@ -1,7 +1,7 @@
 """What lies where in a checkpoint's files: every offset follows from the layout and the list of streams.
 
 A rank's file holds, for each stream in turn, the slices of that stream's parameters that the rank owns, in the order
-of the line. So its header, its size and the place of every element are known before anything is read or written:
+of the line. So its header, its size and the offset of every element are known before anything is read or written:
 
     | length | header, padded to 4096 | master/a | master/b | exp_avg/a | exp_avg/b | param/frozen |
              ^ safetensors JSON        ^ one 1-D slice of each parameter, contiguous, no holes
@@ -74,12 +74,12 @@ class Stream:
     def element_bytes(self) -> int:
         return ELEMENT_BYTES[self.dtype]
 
-    def among(self, places: Iterable[int]) -> Iterator[int]:
+    def among(self, positions: Iterable[int]) -> Iterator[int]:
         """Those of `places` that it holds, in the order given."""
-        for place in places:
-            found = bisect_left(self.parameters, place)
-            if found < len(self.parameters) and self.parameters[found] == place:
-                yield place
+        for position in positions:
+            index = bisect_left(self.parameters, position)
+            if index < len(self.parameters) and self.parameters[index] == position:
+                yield position
 
     @property
     def order(self) -> tuple[int, bool, str, str]:
@@ -112,7 +112,7 @@ class RankFile:
         return self.extents[-1].offset + self.extents[-1].size if self.extents else len(self.header)
 
     @cached_property
-    def by_place(self) -> dict[tuple[int, str], Extent]:
+    def by_name(self) -> dict[tuple[int, str], Extent]:
         """Extents by stream and parameter; a rank holds at most one slice of each."""
         return {(extent.stream, extent.parameter.name): extent for extent in self.extents}
 
@@ -136,8 +136,8 @@ def rank_file(layout: Layout, streams: Sequence[Stream], step: int, rank: int) -
     }
     position = 0
     for number, stream in enumerate(streams):
-        for place in stream.among(owned):
-            part = owned[place]
+        for index in stream.among(owned):
+            part = owned[index]
             size = part.interval.numel * stream.element_bytes
             name = f"{stream.kind}/{part.parameter.name}"
             relative.append((name, Extent(number, part.parameter, part.interval, position, size)))
@@ -168,4 +168,4 @@ def slice_count(layout: Layout, stream: Stream) -> int:
 
 def names_of(layout: Layout, stream: Stream) -> list[str]:
     """The names of the stream's parameters, in the order of the line."""
-    return [layout.line[place].name for place in stream.parameters]
+    return [layout.line[position].name for position in stream.parameters]

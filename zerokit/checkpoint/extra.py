@@ -9,7 +9,7 @@
     torch tensor, numpy array, numpy scalar                 {"$": "torch" | "array" | "scalar", "tensor": name}
 
 Tensors lie in `common.safetensors`. Every type comes back as it was, or is refused: plain JSON turns the integer keys
-of MultiStepLR into text, and nobody notices. This module never imports torch or numpy; it knows their types by name.
+of MultiStepLR into text, unnoticed. This module never imports torch or numpy; it knows their types by name.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _EXACT = 1 << 53
 """Readers that keep numbers as doubles are exact below it."""
 
 _MOST_ALIKE = 1 << 10
-"""Keys of one hash. Integers that differ by a multiple of 2^61 - 1 have one, and nobody uses such by chance."""
+"""Keys of one hash. Integers that differ by a multiple of 2^61 - 1 share one; ordinary data has no such keys."""
 
 _MAPPINGS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "Counter": Counter, "OrderedDict": OrderedDict}
 _SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset}
@@ -52,7 +52,7 @@ _NUMPY_HAS_NOT = {"bfloat16", "float8_e4m3fn", "float8_e5m2"}
 def encode(value: Any, path: str = "extra") -> tuple[Any, dict[str, Any]]:
     """The value as plain JSON data, and the tensors and arrays it refers to, by their names: "path/keys/…".
 
-    Raises `CheckpointError`, naming the place, for a value of any other type, text that is not valid Unicode, tensors
+    Raises `CheckpointError`, naming the path, for a value of any other type, text that is not valid Unicode, tensors
     that are not dense and of a dtype of the format, and nesting deeper than `MAX_DEPTH`.
     """
     encoder = _Encoder()
@@ -60,12 +60,12 @@ def encode(value: Any, path: str = "extra") -> tuple[Any, dict[str, Any]]:
 
 
 def decode(plain: Any, tensors: Mapping[str, Any], path: str = "extra") -> Any:
-    """The value that `encode` was given. Raises `CheckpointError`, naming the place, for anything it cannot return.
+    """The value that `encode` was given. Raises `CheckpointError`, naming the path, for anything it cannot return.
 
     A torch tensor comes back as what `tensors` holds under its name; so does a numpy array, unless that is a torch
     tensor, which is turned into an array. No tensor is taken twice: a short text could ask for any amount of memory.
     """
-    return _Decoder(tensors).decode(plain, _Place(None, path), 0)
+    return _Decoder(tensors).decode(plain, _Location(None, path), 0)
 
 
 class _Encoder:
@@ -113,12 +113,12 @@ class _Encoder:
     def _mapping(self, value: Mapping[Any, Any], where: str, name: str, depth: int) -> dict[str, Any]:
         encoded = []
         for number, (key, item) in enumerate(value.items()):
-            place = f"{where}[{reprlib.repr(key)}]"
+            inner = f"{where}[{reprlib.repr(key)}]"
             part = str(key) if type(key) in (str, int) else str(number)
             encoded.append(
                 [
-                    self.encode(key, f"{place} (its key)", f"{name}/{part}.key", depth + 1),
-                    self.encode(item, place, f"{name}/{part}", depth + 1),
+                    self.encode(key, f"{inner} (its key)", f"{name}/{part}.key", depth + 1),
+                    self.encode(item, inner, f"{name}/{part}", depth + 1),
                 ]
             )
         if type(value) is dict and all(type(key) is str for key in value) and MARKER not in value:
@@ -154,19 +154,19 @@ class _Encoder:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a value stands. It is put into words for an error only: a key may be as long as the file."""
+class _Location:
+    """The path of a value. It becomes text for an error only: a key may be as long as the file."""
 
-    above: _Place | None
+    above: _Location | None
     part: object
 
     def __str__(self) -> str:
         parts = []
-        place = self
-        while place.above is not None:
-            parts.append(f"[{reprlib.repr(place.part)}]")
-            place = place.above
-        return f"{place.part}{''.join(reversed(parts))}"
+        location = self
+        while location.above is not None:
+            parts.append(f"[{reprlib.repr(location.part)}]")
+            location = location.above
+        return f"{location.part}{''.join(reversed(parts))}"
 
 
 class _Decoder:
@@ -174,7 +174,7 @@ class _Decoder:
         self._tensors = tensors
         self._taken: set[str] = set()
 
-    def decode(self, plain: Any, where: _Place, depth: int) -> Any:
+    def decode(self, plain: Any, where: _Location, depth: int) -> Any:
         if depth > 2 * MAX_DEPTH:  # a level of ours may be two of JSON's
             raise CheckpointError(f"{where}: nested too deep")
         if isinstance(plain, list):
@@ -182,7 +182,7 @@ class _Decoder:
         if not isinstance(plain, dict):
             return plain
         if MARKER not in plain:
-            return {key: self.decode(item, _Place(where, key), depth + 1) for key, item in plain.items()}
+            return {key: self.decode(item, _Location(where, key), depth + 1) for key, item in plain.items()}
         try:
             return self._typed_value(plain, where, depth)
         except (
@@ -194,10 +194,10 @@ class _Decoder:
                 f"{where}: {reprlib.repr(plain)} is no value of this format: {error}"
             ) from None
 
-    def _items(self, items: list[Any], where: _Place, depth: int) -> list[Any]:
-        return [self.decode(item, _Place(where, number), depth + 1) for number, item in enumerate(items)]
+    def _items(self, items: list[Any], where: _Location, depth: int) -> list[Any]:
+        return [self.decode(item, _Location(where, number), depth + 1) for number, item in enumerate(items)]
 
-    def _typed_value(self, plain: dict[str, Any], where: _Place, depth: int) -> Any:
+    def _typed_value(self, plain: dict[str, Any], where: _Location, depth: int) -> Any:
         kind = plain[MARKER]
         if len(plain) != 2 or not isinstance(kind, str):
             raise ValueError("expected two members")

@@ -82,14 +82,14 @@ def parse_header(content: bytes, file_size: int, where: str) -> Header:
             key: typed(value, str, f"{METADATA} {key!r}")
             for key, value in typed(entries.pop(METADATA, {}), dict, METADATA).items()
         }
-        found = sorted(
+        tensors = sorted(
             (_tensor(name, typed(entry, dict, repr(name)), size) for name, entry in entries.items()),
             key=lambda tensor: (tensor.offset, tensor.size),
         )
-        _check_tiling(found, size, file_size)
+        _check_tiling(tensors, size, file_size)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{where}: its safetensors header is not valid: {error}") from None
-    return Header(size, {tensor.name: tensor for tensor in found}, metadata)
+    return Header(size, {tensor.name: tensor for tensor in tensors}, metadata)
 
 
 def _tensor(name: str, entry: dict[str, Any], base: int) -> Tensor:

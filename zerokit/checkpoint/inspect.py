@@ -132,9 +132,9 @@ def inspect(path: str | os.PathLike[str]) -> Summary:
     kinds: list[list[str]] = [[] for _ in line]
     streams = []
     for stream in manifest.streams:
-        for place in stream.parameters:
-            kinds[place].append(stream.kind)
-        numel = sum(line[place].numel for place in stream.parameters)
+        for position in stream.parameters:
+            kinds[position].append(stream.kind)
+        numel = sum(line[position].numel for position in stream.parameters)
         streams.append(
             StreamSummary(
                 stream.kind, stream.dtype, len(stream.parameters), numel, numel * stream.element_bytes
@@ -164,7 +164,7 @@ def inspect(path: str | os.PathLike[str]) -> Summary:
 
 def _run(run: Path) -> RunSummary:
     latest: Latest | None = None
-    with suppress(CheckpointError):  # the notes tell of it
+    with suppress(CheckpointError):  # the notes mention it
         latest = read_latest(run)
     steps = []
     for path in committed(run):

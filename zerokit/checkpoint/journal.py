@@ -38,9 +38,9 @@ _CRC_BYTES = 9
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a conversion is to write: equal ones write equal bytes.
+    """What a conversion is to write: equal requests write equal bytes.
 
-    `target` is the name of the directory that it makes, `source` the CRC-32 of the source's manifest; `wanted` is all
+    `target` is the name of the output directory, `source` the CRC-32 of the source's manifest; `wanted` is all
     else that makes a difference.
     """
 
@@ -49,14 +49,14 @@ class Request:
     wanted: dict[str, str | int | None]
 
     def differences(self, other: Request) -> str:
-        """In what `other` differs, in words; "" if in nothing."""
+        """In what `other` differs, as text; "" if in nothing."""
         if self.source != other.source:
             return f"of another source (its manifest is {other.source:08x}, not {self.source:08x})"
         both = self.wanted | other.wanted
         names = [name for name in both if self.wanted.get(name) != other.wanted.get(name)]
-        names = ["command"] if "command" in names else names  # another's words say nothing here
-        told = (f"{name} {other.wanted.get(name)}, not {self.wanted.get(name)}" for name in names)
-        return f"of another request ({'; '.join(told)})" if names else ""
+        names = ["command"] if "command" in names else names  # another command's options cannot be compared
+        reasons = (f"{name} {other.wanted.get(name)}, not {self.wanted.get(name)}" for name in names)
+        return f"of another request ({'; '.join(reasons)})" if names else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ class Journal:
         line: list[list[str | int]] = []
         room = _LINE_BYTES
         for key, piece in pieces.items():
-            name = [key] if isinstance(key, str) else [key.stream, key.place, key.source, key.start]
+            name = [key] if isinstance(key, str) else [key.stream, key.position, key.source, key.start]
             line.append([*name, piece.crc, piece.size])
             room -= 64 + (len(key) if isinstance(key, str) else 0)
             if room <= 0:
@@ -162,26 +162,26 @@ class Finished:
 
 
 def interrupted(work: Path) -> Request | None:
-    """What the conversion that worked in a directory was to write; None if it was none, or has finished nothing."""
-    found = next(_entries(work), None)
-    return None if found is None else found.request
+    """The request of the conversion that used a directory; None without one, or if it has finished nothing."""
+    first = next(_entries(work), None)
+    return None if first is None else first.request
 
 
 def finished(work: Path) -> Finished | None:
     """All that `work` holds of an interrupted conversion; None as for `interrupted`."""
     whole: Finished | None = None
-    for found in _entries(work):
+    for entry in _entries(work):
         if whole is None:
-            whole = found
+            whole = entry
         else:
-            whole.files |= found.files
-            whole.pieces |= found.pieces
-            whole.end, whole.crc = found.end, found.crc
+            whole.files |= entry.files
+            whole.pieces |= entry.pieces
+            whole.end, whole.crc = entry.end, entry.crc
     return whole
 
 
 def _entries(work: Path) -> Iterator[Finished]:
-    """One file of the journal after the other, as far as they are there as the journal says."""
+    """One file of the journal after the other, up to the first that is missing or of another size."""
     request: Request | None = None
     pieces: dict[Key, Piece] = {}
     # What cannot be read, or is none of ours, counts as the journal's end.
@@ -193,8 +193,8 @@ def _entries(work: Path) -> Iterator[Finished]:
                 pieces |= dict(_piece(one) for one in line.plain["pieces"])
             else:
                 name, size = str(line.plain["file"]), int(line.plain["size"])
-                found = (work / name).lstat()
-                if not stat.S_ISREG(found.st_mode) or found.st_size != size:
+                status = (work / name).lstat()
+                if not stat.S_ISREG(status.st_mode) or status.st_size != size:
                     return
                 yield Finished(request, {name: size}, pieces, line.end, line.crc)
                 pieces = {}

@@ -1,7 +1,7 @@
 """What a folder of Hugging Face's has beside its weights: configuration and tokenizer, for the weights of a checkpoint.
 
 A checkpoint knows parameters, not the class that they belong to. The folder that the training began with does; its
-files are copied, and its weights' names and shapes, where it has any, tell whether it fits.
+files are copied, and its weights' names and shapes, where it has any, must be those of the checkpoint.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgp
 """Never copied, whatever they are called before that."""
 
 _DERIVED = re.compile(r"(^|\.)(attn\.(bias|masked_bias)|rotary_emb\.inv_freq|position_ids)$")
-"""Buffers that older versions of transformers saved and newer ones compute: nobody misses them."""
+"""Buffers that older versions of transformers saved and newer ones compute: they may be missing."""
 
 _SHOWN = 3
 
@@ -68,8 +68,8 @@ def copy_like(model: Path, work: Path) -> None:
 
 def copied_names(model: Path) -> set[str]:
     """What `copy_like` makes: paths in its folder."""
-    found = {path.name for path in _listed(model) if path.is_file() and _copied(path.name)}
-    return found | {f"{TEMPLATES}/{path.name}" for path in _templates(model)}
+    names = {path.name for path in _listed(model) if path.is_file() and _copied(path.name)}
+    return names | {f"{TEMPLATES}/{path.name}" for path in _templates(model)}
 
 
 def _templates(model: Path) -> list[Path]:
@@ -79,8 +79,8 @@ def _templates(model: Path) -> list[Path]:
 def require_like(model: Path) -> None:
     """Raises `CheckpointError` unless the folder has a configuration."""
     with explained(model, "looked at"):
-        found = (model / CONFIG).is_file()
-    if not found:
+        present = (model / CONFIG).is_file()
+    if not present:
         raise CheckpointError(
             f"{model}: has no {CONFIG}: give the folder that the model was loaded from, or make one with "
             "model.config.save_pretrained(DIR) and tokenizer.save_pretrained(DIR)"
@@ -120,29 +120,29 @@ def _copied(name: str) -> bool:
 
 
 def _weights(model: Path) -> dict[str, Shape | None] | None:
-    """Names, and shapes as far as files of safetensors tell them; None where there is neither weights nor an index."""
+    """Names, and shapes as far as files of safetensors have them; None where there is neither weights nor an index."""
     for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
         path = model / index
         if path.is_file():
             held = _weight_map(path)
-            found: dict[str, Shape | None] = dict.fromkeys(held)
+            shapes: dict[str, Shape | None] = dict.fromkeys(held)
             for file in sorted(set(held.values())):
                 # A file of another folder is none of the model's.
                 if Path(file).name == file and file.endswith(".safetensors") and (model / file).is_file():
-                    found |= {name: shape for name, shape in _shapes(model / file) if name in held}
-            return found
+                    shapes |= {name: shape for name, shape in _shapes(model / file) if name in held}
+            return shapes
     path = model / "model.safetensors"
     return dict(_shapes(path)) if path.is_file() else None
 
 
 def _weight_map(path: Path) -> dict[str, str]:
     try:
-        found = parse_json(read_whole(path))["weight_map"]
-        if not all(isinstance(file, str) for file in found.values()):
+        files = parse_json(read_whole(path))["weight_map"]
+        if not all(isinstance(file, str) for file in files.values()):
             raise ValueError("weight_map has a file that is no text")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: no index of weights: {error}") from None
-    return dict(found)
+    return dict(files)
 
 
 def _shapes(path: Path) -> Iterator[tuple[str, Shape]]:
@@ -157,8 +157,8 @@ def _prefixes(ours: Mapping[str, Shape], theirs: Mapping[str, Shape | None]) -> 
 
     `from_pretrained` takes weights of a GPT2Model, "wte.weight", for a GPT2LMHeadModel, "transformer.wte.weight".
     """
-    found = sorted({f"{name.split('.')[0]}." for name in (*ours, *theirs) if "." in name})
-    return ["", *(prefix for prefix in found if _distinct(prefix, ours) and _distinct(prefix, theirs))]
+    prefixes = sorted({f"{name.split('.')[0]}." for name in (*ours, *theirs) if "." in name})
+    return ["", *(prefix for prefix in prefixes if _distinct(prefix, ours) and _distinct(prefix, theirs))]
 
 
 def _distinct(prefix: str, names: Collection[str]) -> bool:

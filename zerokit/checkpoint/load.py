@@ -46,7 +46,7 @@ _KERNEL_OPTIONS = frozenset({"fused", "foreach", "capturable", "differentiable"}
 
 @dataclass(frozen=True, slots=True)
 class Want(plan.Want):
-    """What is to be put into `tensor`, flat."""
+    """Elements to read into `tensor`, flat."""
 
     tensor: Tensor
 
@@ -62,8 +62,8 @@ def load(
 
     Args:
         path: a step's directory, or a run's, whose newest step is taken: the highest that is whole (with
-            `weights_only`, or has weights only), even where its writer was killed before `latest` named it. A warning
-            says so then.
+            `weights_only`, or has weights only), even where its writer was killed before `latest` named it, which
+            is a warning.
         optimizer: its model and its parameter groups must have the same members as those that were saved.
         strict: refuse what does not fit. Otherwise parameters, streams, buffers and groups that fit are taken, the rest
             is left as it is, and a warning lists it.
@@ -86,7 +86,7 @@ def load(
     if len(set(seen)) > 1:
         raise CheckpointError(
             f"{path}: ranks see different checkpoints ({', '.join(sorted({name for name, _ in seen}))}): is the "
-            "directory shared between the nodes, and is nobody saving?"
+            "directory shared between the nodes, and is no other process saving?"
         )
     match, extra = together.each(
         lambda: _prepare(
@@ -104,8 +104,8 @@ def load(
     pieces = together.each(
         lambda: _read_all(checkpoint, parts, match, together.rank, weights_only=weights_only)
     )
-    found = together.exchange(pieces)
-    faults = damaged(checkpoint.manifest, found)
+    by_rank = together.exchange(pieces)
+    faults = damaged(checkpoint.manifest, by_rank)
     if faults:
         more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
         raise CheckpointError(f"{checkpoint.path}: {'; '.join(faults[:3])}{more}")
@@ -121,13 +121,13 @@ def load(
     if not weights_only:
         _restore_generators(checkpoint, optimizer, extra, together)
     elif optimizer.ema is not None:
-        optimizer.ema.restart()  # of other weights' past nothing belongs to these
+        optimizer.ema.restart()  # the average was of other weights
     optimizer.refusal = kept
     if checkpoint.notes and together.rank == 0:
         warnings.warn(printable("; ".join(checkpoint.notes)), stacklevel=2)
     if match.left_out and together.rank == 0:
-        told = f"{checkpoint.path}: left as they were: {'; '.join(match.left_out)}"
-        warnings.warn(printable(told), stacklevel=2)
+        message = f"{checkpoint.path}: left as they were: {'; '.join(match.left_out)}"
+        warnings.warn(printable(message), stacklevel=2)
     return extra["user"]
 
 
@@ -151,7 +151,7 @@ def _prepare(
 
 
 def read_extra(checkpoint: Checkpoint, *, weights_only: bool = False) -> dict[str, Any]:
-    """`extra.json`, decoded; tensors of `common` in their places. Beside weights what the user gave matters only."""
+    """`extra.json`, decoded; with the tensors of `common`. Beside weights only the user's own data is decoded."""
     plain = checkpoint.extra_plain()
     if not weights_only:
         checkpoint.check_generators(plain)
@@ -167,12 +167,12 @@ def _wants(
     """What this rank needs; the optimizer's states, if they are wanted, are made on the way."""
     manifest = checkpoint.manifest
     streams: dict[tuple[str, int], int] = {
-        (stream.kind, place): number
+        (stream.kind, position): number
         for number, stream in enumerate(manifest.streams)
-        for place in stream.parameters
+        for position in stream.parameters
     }
     # A parameter is in one of the two; the other one's values do as well where they are wanted.
-    weights = {place: number for (kind, place), number in streams.items() if kind in WEIGHT_KINDS}
+    weights = {position: number for (kind, position), number in streams.items() if kind in WEIGHT_KINDS}
     line = list(manifest.layout.parameters)
     kinds = (
         []
@@ -183,22 +183,24 @@ def _wants(
         if storage.unit.trainable:
             continue
         for part in storage.unit.owned(rank):
-            place = match.sources.get(part.parameter.name)
-            if place is not None:
+            position = match.sources.get(part.parameter.name)
+            if position is not None:
                 tensor = storage.slice_of(part.memory)
-                yield Want(weights[place], place, line[place].name, part.interval, tensor)
+                yield Want(weights[position], position, line[position].name, part.interval, tensor)
     if not weights_only:
         parts.inner.state.clear()
     for storage, flat, _ in flats(parts):
         peers = [
-            place
+            position
             for parameter in storage.unit.parameters
-            if parameter.group == flat.group and (place := match.sources.get(parameter.name)) is not None
+            if parameter.group == flat.group and (position := match.sources.get(parameter.name)) is not None
         ]
         own: dict[str, Tensor] = {}
         for kind in kinds:
             dtypes = {
-                manifest.streams[streams[kind, place]].dtype for place in peers if (kind, place) in streams
+                manifest.streams[streams[kind, position]].dtype
+                for position in peers
+                if (kind, position) in streams
             }
             if len(dtypes) > 1:
                 raise CheckpointError(
@@ -215,31 +217,31 @@ def _wants(
         if own:
             parts.inner.state[flat.tensor] = own
         for part in members(storage, flat):
-            place = match.sources.get(part.parameter.name)
-            if place is None:
+            position = match.sources.get(part.parameter.name)
+            if position is None:
                 continue
-            wanted = [(weights[place], flat.tensor.detach())]
+            wanted = [(weights[position], flat.tensor.detach())]
             wanted += [
-                (streams[kind, place], whole) for kind, whole in own.items() if (kind, place) in streams
+                (streams[kind, position], whole) for kind, whole in own.items() if (kind, position) in streams
             ]
             for number, whole in wanted:
-                yield Want(number, place, line[place].name, part.interval, within(flat, whole, part))
+                yield Want(number, position, line[position].name, part.interval, within(flat, whole, part))
 
 
 def _read_all(
     checkpoint: Checkpoint, parts: Parts, match: Match, rank: int, *, weights_only: bool
 ) -> dict[PieceKey, Piece]:
-    """Read what this rank needs into its places, file by file; returns the checksums of the pieces."""
+    """Read what this rank needs into its tensors, file by file; returns the checksums of the pieces."""
     layout = checkpoint.manifest.layout
     reads: dict[int, list[Request]] = {}
     for want in _wants(checkpoint, parts, match, rank, weights_only=weights_only):
         stream = checkpoint.manifest.streams[want.stream]
         for source, cut, part in refine(layout.cuts(want.name), want.interval):
-            extent = checkpoint.rank_file(source).by_place[want.stream, want.name]
+            extent = checkpoint.rank_file(source).by_name[want.stream, want.name]
             start = part.start - want.interval.start
             reads.setdefault(source, []).append(
                 Request(
-                    PieceKey(want.stream, want.place, source, part.start),
+                    PieceKey(want.stream, want.position, source, part.start),
                     extent.offset + (part.start - cut.start) * stream.element_bytes,
                     part.numel * stream.element_bytes,
                     want.tensor[start : start + part.numel],
@@ -255,7 +257,7 @@ def _read_all(
 
 
 def _apply(checkpoint: Checkpoint, optimizer: ZeroOptimizer, match: Match, extra: Mapping[str, Any]) -> None:
-    """What the optimizer has that is not cut: scalars, groups' options, the loss scale."""
+    """Restore what is not cut: scalars, groups' options, the loss scale."""
     parts = optimizer.parts
     for live, source in match.groups.items():
         saved = extra["groups"][source]

@@ -161,14 +161,14 @@ def own_checksum(content: bytes) -> int | None:
     return int(crc, 16)
 
 
-def _ranges(places: Iterable[int]) -> Iterator[list[int]]:
+def _ranges(positions: Iterable[int]) -> Iterator[list[int]]:
     start = stop = -1
-    for place in places:
-        if place != stop:
+    for position in positions:
+        if position != stop:
             if stop >= 0:
                 yield [start, stop]
-            start = place
-        stop = place + 1
+            start = position
+        stop = position + 1
     if stop >= 0:
         yield [start, stop]
 

@@ -22,11 +22,11 @@ class Match:
     """How a checkpoint fits a live optimizer."""
 
     sources: dict[str, int] = field(default_factory=dict)
-    """Each parameter's place in the checkpoint's line, by its live name."""
+    """Each parameter's position in the checkpoint's line, by its live name."""
     groups: dict[int, int] = field(default_factory=dict)
     """The checkpoint's group for each live one."""
     unwanted: set[str] = field(default_factory=set)
-    """Streams that nothing here would go on with."""
+    """Streams that nothing here uses."""
     left_out: list[str] = field(default_factory=list)
     """What does not fit and stays as it is, with `strict=False`."""
 
@@ -59,25 +59,25 @@ def match_state(
 
 def _match_parameters(source: Layout, live: Layout, match: Match, *, weights_only: bool) -> list[str]:
     known: dict[str, tuple[int, Parameter]] = {}
-    for place, parameter in enumerate(source.parameters):
+    for position, parameter in enumerate(source.parameters):
         for name in (parameter.name, *parameter.aliases):
-            known[name] = (place, parameter)
+            known[name] = (position, parameter)
     missing, changed, taken = [], [], set()
     for parameter in live.parameters:
         names = [name for name in (parameter.name, *parameter.aliases) if name in known]
         if not names:
             missing.append(parameter.name)
             continue
-        place, saved = known[names[0]]
-        taken.add(place)
+        position, saved = known[names[0]]
+        taken.add(position)
         if saved.shape != parameter.shape:
             changed.append(f"{parameter.name} is {list(saved.shape)} there and {list(parameter.shape)} here")
         elif saved.trainable != parameter.trainable and not weights_only:
             there, here = ("trained", "frozen") if saved.trainable else ("frozen", "trained")
             changed.append(f"{parameter.name} is {there} there and {here} here")
         else:
-            match.sources[parameter.name] = place
-    spare = [p.name for place, p in enumerate(source.parameters) if place not in taken]
+            match.sources[parameter.name] = position
+    spare = [p.name for position, p in enumerate(source.parameters) if position not in taken]
     return [
         *_listed("missing in the checkpoint", missing),
         *_listed("not in the model", spare),
@@ -108,8 +108,8 @@ def _compare_streams(manifest: Manifest, parts: Parts, match: Match) -> list[str
     saved: dict[int, set[str]] = {}
     for stream in manifest.streams:
         if stream.kind not in others:
-            for place in stream.parameters:
-                saved.setdefault(place, set()).add(stream.kind)
+            for position in stream.parameters:
+                saved.setdefault(position, set()).add(stream.kind)
     if not saved and not manifest.scalars:
         return []
     expected = {number: _kinds(parts, number) for number in range(len(parts.inner.param_groups))}

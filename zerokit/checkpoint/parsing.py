@@ -1,4 +1,4 @@
-"""The manifest out of its bytes: nothing in it is believed that was not looked at."""
+"""The manifest out of its bytes: every member is checked."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from zerokit.checkpoint.strict import bounded, member, members, parse_json, shap
 from zerokit.errors import CheckpointError
 from zerokit.layout import ALIGNMENT, Layout, Parameter, Unit
 
-_MAX_PLACES = 1 << 22
+_MAX_POSITIONS = 1 << 22
 _MAX_KINDS = 1 << 10
-"""Streams, and scalars. Optimizers have a few, and a hundred thousand would cost every rank's file a look at each."""
+"""Streams, and scalars. Optimizers have a few, and a hundred thousand would make every rank's file slow to check."""
 
 
 def parse_manifest(content: bytes, where: str) -> Manifest:
@@ -60,12 +60,12 @@ def _manifest(plain: Any) -> Manifest:
     budget = _Budget(sum(len(unit.parameters) for unit in layout.units))
     streams, checksums = [], []
     for entry in _few(top, "streams"):
-        stream = Stream(member(entry, "kind", str), _dtype(entry), budget.places(entry))
+        stream = Stream(member(entry, "kind", str), _dtype(entry), budget.positions(entry))
         streams.append(stream)
         checksums.append(_checksums(entry, slice_count(layout, stream)))
     _check_streams(layout, streams)
     scalars = tuple(
-        Scalars(member(entry, "kind", str), _dtype(entry), shape_of(entry), budget.places(entry))
+        Scalars(member(entry, "kind", str), _dtype(entry), shape_of(entry), budget.positions(entry))
         for entry in _few(top, "scalars")
     )
     _check_scalars(streams, scalars)
@@ -151,18 +151,18 @@ def _check_streams(layout: Layout, streams: list[Stream]) -> None:
     for stream in streams:
         if not stream.kind or "/" in stream.kind:
             raise ValueError(f"a stream cannot be called {stream.kind[:200]!r}")
-        for place in stream.parameters:
-            if trainable[place] == (stream.kind == "param"):
+        for position in stream.parameters:
+            if trainable[position] == (stream.kind == "param"):
                 raise ValueError(
-                    f"stream {stream.kind[:200]!r} holds parameter {place}, which is "
-                    f"{'trainable' if trainable[place] else 'frozen'}"
+                    f"stream {stream.kind[:200]!r} holds parameter {position}, which is "
+                    f"{'trainable' if trainable[position] else 'frozen'}"
                 )
-            if (stream.kind, place) in seen:
-                raise ValueError(f"parameter {place} is in two streams of kind {stream.kind[:200]!r}")
-            seen.add((stream.kind, place))
-    for place, trains in enumerate(trainable):
-        if ("master" if trains else "param", place) not in seen:
-            raise ValueError(f"parameter {place} is in no {'master' if trains else 'param'} stream")
+            if (stream.kind, position) in seen:
+                raise ValueError(f"parameter {position} is in two streams of kind {stream.kind[:200]!r}")
+            seen.add((stream.kind, position))
+    for position, trains in enumerate(trainable):
+        if ("master" if trains else "param", position) not in seen:
+            raise ValueError(f"parameter {position} is in no {'master' if trains else 'param'} stream")
 
 
 def _few(top: dict[str, Any], key: str) -> list[dict[str, Any]]:
@@ -204,10 +204,10 @@ class _Budget:
 
     def __init__(self, count: int) -> None:
         self._count = count
-        self._left = _MAX_PLACES
+        self._left = _MAX_POSITIONS
 
-    def places(self, entry: dict[str, Any]) -> tuple[int, ...]:
-        places: list[int] = []
+    def positions(self, entry: dict[str, Any]) -> tuple[int, ...]:
+        positions: list[int] = []
         end = 0
         for stretch in members(entry, "parameters", list):
             if len(stretch) != 2 or not all(type(bound) is int for bound in stretch):
@@ -219,10 +219,10 @@ class _Budget:
                 )
             self._left -= stop - start
             if self._left < 0:
-                raise ValueError(f"streams and scalars hold more than {_MAX_PLACES} parameters together")
-            places.extend(range(start, stop))
+                raise ValueError(f"streams and scalars hold more than {_MAX_POSITIONS} parameters together")
+            positions.extend(range(start, stop))
             end = stop
-        return tuple(places)
+        return tuple(positions)
 
 
 def _checksums(entry: dict[str, Any], count: int) -> tuple[int, ...]:
@@ -247,7 +247,7 @@ def _hex(text: str) -> int:
 
 def _file(top: dict[str, Any], key: str, name: str) -> File:
     entry = member(top, key, dict)
-    found = member(entry, "name", str)
-    if found != name:
-        raise ValueError(f"{key!r} is called {found[:60]!r}, expected {name!r}")
+    stated = member(entry, "name", str)
+    if stated != name:
+        raise ValueError(f"{key!r} is called {stated[:60]!r}, expected {name!r}")
     return File(name, bounded(entry, "bytes", 0), 0, _crc(entry, "crc32"))

@@ -1,7 +1,7 @@
 """What a rank reads of a checkpoint, and whether the ranks together have read the right bytes.
 
 A slice of the source is read in *pieces*: the common refinement of the old cuts and the new ones. Pieces' checksums
-combine to the slice's, whoever has read them, so every byte is proven without reading any twice.
+combine to the slice's, whichever ranks read them, so every byte is proven without reading any twice.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class PieceKey:
     """Elements from `start` of a parameter (its position in the line) in one stream, out of one rank's file."""
 
     stream: int
-    place: int
+    position: int
     source: int
     start: int
 
@@ -32,10 +32,10 @@ Key = PieceKey | str
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """Elements `interval` of the parameter `name` (position `place` of the source's line) in one stream."""
+    """Elements `interval` of the parameter `name` (at `position` in the source's line) in one stream."""
 
     stream: int
-    place: int
+    position: int
     name: str
     interval: Interval
 
@@ -45,24 +45,28 @@ def refine(
 ) -> Iterator[tuple[int, Interval, Interval]]:
     """`(rank, cut, part)` for the parts of `wanted` that lie in each rank's cut of the same parameter."""
     # A large parameter at a thousand ranks has a thousand cuts, and every new slice meets a few of them.
-    place = bisect_right(cuts, wanted.start, key=lambda held: held[1].stop)
-    while wanted.numel and place < len(cuts) and cuts[place][1].start < wanted.stop:
-        rank, cut = cuts[place]
+    position = bisect_right(cuts, wanted.start, key=lambda held: held[1].stop)
+    while wanted.numel and position < len(cuts) and cuts[position][1].start < wanted.stop:
+        rank, cut = cuts[position]
         yield rank, cut, cut.intersection(wanted)
-        place += 1
+        position += 1
 
 
-def damaged(manifest: Manifest, found: Sequence[Mapping[PieceKey, Piece]]) -> list[str]:
-    """What is wrong with the slices that the ranks have read, `found` by rank; empty if all is well.
+def damaged(manifest: Manifest, by_rank: Sequence[Mapping[PieceKey, Piece]]) -> list[str]:
+    """What is wrong with the slices that the ranks have read (their pieces `by_rank`); empty if all is well.
 
-    A slice that nobody asked for is not looked at; one that was read in part only is an error of the caller's.
+    A slice that no rank read is not checked; one that was read in part only is an error of the caller's.
     """
     pieces: dict[tuple[int, int, int], dict[int, set[Piece]]] = {}
-    for held in found:
+    for held in by_rank:
         for key, piece in held.items():
-            pieces.setdefault((key.stream, key.place, key.source), {}).setdefault(key.start, set()).add(piece)
+            pieces.setdefault((key.stream, key.position, key.source), {}).setdefault(key.start, set()).add(
+                piece
+            )
     line = list(manifest.layout.parameters)
-    cuts = {place: dict(manifest.layout.cuts(line[place].name)) for place in {key[1] for key in pieces}}
+    cuts = {
+        position: dict(manifest.layout.cuts(line[position].name)) for position in {key[1] for key in pieces}
+    }
     expected = {
         (number, name, rank): crc
         for number in range(len(manifest.streams))
@@ -70,9 +74,9 @@ def damaged(manifest: Manifest, found: Sequence[Mapping[PieceKey, Piece]]) -> li
         for rank, crc in slices
     }
     lines = []
-    for (number, place, rank), by_start in sorted(pieces.items()):
-        stream, name = manifest.streams[number], line[place].name
-        cut = cuts[place][rank]
+    for (number, position, rank), by_start in sorted(pieces.items()):
+        stream, name = manifest.streams[number], line[position].name
+        cut = cuts[position][rank]
         whole = combine(next(iter(by_start[start])) for start in sorted(by_start))
         if whole.size != cut.numel * ELEMENT_BYTES[stream.dtype]:
             raise ValueError(f"{stream.kind}/{name} of rank {rank} was read in part only: {whole.size} bytes")

@@ -81,17 +81,17 @@ def prune(
         keep_last: steps go, but for the newest so many.
         keep_every: and but for those whose number is a multiple of this.
         keep: and but for those for which this returns True. Without any of the three only leftovers go.
-        dry_run: remove nothing, only tell what would go.
+        dry_run: remove nothing, only list what would go.
 
     The newest step, the newest that is whole and the one that `latest` names always stay; superseded ones go. A step is
     renamed before its files go. Raises `UsageError` for numbers below 1, and `CheckpointError` where `run` is no
     directory, has no step that could stay or a damaged `latest`, or something cannot be removed.
     """
-    found = plan(Path(run), Retention(keep_last, keep_every, keep), dry_run=dry_run)
+    pruning = plan(Path(run), Retention(keep_last, keep_every, keep), dry_run=dry_run)
     if not dry_run:
-        for doomed in found.removed:
+        for doomed in pruning.removed:
             doomed.remove()
-    return found
+    return pruning
 
 
 def plan(run: Path, retention: Retention, *, dry_run: bool) -> Pruning:
@@ -107,7 +107,7 @@ def plan(run: Path, retention: Retention, *, dry_run: bool) -> Pruning:
             finish_replacements(run)
         begun = leftovers(run)
     removed = [Doomed(left.path, left.size, left) for left in begun if left.gone]
-    kept = [(left.path, left.told()) for left in begun if not left.gone]
+    kept = [(left.path, left.describe()) for left in begun if not left.gone]
     for step in superfluous(run, retention) if retention.wanted else ():
         if strange := foreign_to_step(step):
             kept.append((step, f"holds {strange}, which zerokit has not written there"))

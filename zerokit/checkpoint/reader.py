@@ -36,17 +36,17 @@ class Checkpoint:
     """
 
     def __init__(self, path: str | os.PathLike[str], *, whole: bool = False) -> None:
-        found = find_step(Path(path), whole=whole)
-        self.path, self.run = found.path, found.run
+        choice = find_step(Path(path), whole=whole)
+        self.path, self.run = choice.path, choice.run
         """The step's directory, and the run's where `path` was one."""
-        self.notes = found.notes
-        """Why it is not the step that the run's `latest` names, for people to read: `warn` says it."""
-        self.manifest, self.manifest_crc = found.manifest or read_manifest(found.path)
+        self.notes = choice.notes
+        """Why it is not the step that the run's `latest` names, as sentences: `warn` shows them."""
+        self.manifest, self.manifest_crc = choice.manifest or read_manifest(choice.path)
         self._rank_files: dict[int, RankFile] = {}
         self._crcs: dict[int, dict[str, list[tuple[int, int]]]] = {}
 
     def warn(self) -> None:
-        """Say the notes as a `ZerokitWarning`, where there is nothing to return them in."""
+        """Show the notes as a `ZerokitWarning`, for callers that cannot return them."""
         if self.notes:
             warnings.warn("; ".join(self.notes), ZerokitWarning, stacklevel=3)
 
@@ -91,16 +91,16 @@ class Checkpoint:
         from zerokit.checkpoint.arrays import to_array
 
         number, first = self.find(stream, name)
-        found = self.streams[number]
+        held = self.streams[number]
         slices = self.slice_checksums(number)[first]
         for rank, _ in slices:  # before memory is taken that the files may not justify
             with self._opened(rank):
                 pass
-        whole = bytearray(self.layout.find(first)[1].interval.numel * found.element_bytes)
+        whole = bytearray(self.layout.find(first)[1].interval.numel * held.element_bytes)
         for rank, crc in slices:
             file = self.rank_file(rank)
-            extent = file.by_place[number, first]
-            start = extent.interval.start * found.element_bytes
+            extent = file.by_name[number, first]
+            start = extent.interval.start * held.element_bytes
             part = memoryview(whole)[start : start + extent.size]
             path = self.path / file.name
             with self._opened(rank) as fd:
@@ -110,7 +110,7 @@ class Checkpoint:
                     f"{path}: {stream}/{first}, elements {extent.interval.start} to {extent.interval.stop}: damaged "
                     f"(CRC-32 {crc32(part):08x}, expected {crc:08x}): take another checkpoint"
                 )
-        return to_array(whole, found.dtype, self.shapes[first])
+        return to_array(whole, held.dtype, self.shapes[first])
 
     def find(self, stream: str, name: str) -> tuple[int, str]:
         """The number of the stream of that kind which holds the parameter, and the parameter's first name.
@@ -120,8 +120,8 @@ class Checkpoint:
         first = self._first_names.get(name)
         if first is None:
             raise UsageError(f"{self.path} has no parameter {name!r}: see `zerokit inspect`")
-        place = self.layout.places[first]
-        held = {s.kind: number for number, s in enumerate(self.streams) if place in self._held[number]}
+        position = self.layout.positions[first]
+        held = {s.kind: number for number, s in enumerate(self.streams) if position in self._held[number]}
         if stream not in held:
             raise UsageError(
                 f"{self.path} has no stream {stream!r} of {name!r}, only {', '.join(map(repr, held))}"
@@ -178,9 +178,9 @@ class Checkpoint:
         path = self.path / stated.name
         with opened(path) as fd:
             check_size(fd, stated.size, path)
-            found = file_checksum(fd, stated.size, path)
-            if found != stated.crc:
-                raise _damaged(path, found, stated.crc)
+            crc = file_checksum(fd, stated.size, path)
+            if crc != stated.crc:
+                raise _damaged(path, crc, stated.crc)
             return read_header(fd, stated.size, path)
 
     @property
@@ -202,7 +202,7 @@ class Checkpoint:
     def extra_plain(self) -> dict[str, Any]:
         """The members of `extra.json`, as plain data.
 
-        Raises `CheckpointError` if it is missing or damaged, or a member is not what the format says.
+        Raises `CheckpointError` if it is missing or damaged, or a member is not as FORMAT.md defines it.
         """
         stated = self.manifest.extra
         path = self.path / stated.name
@@ -217,7 +217,7 @@ class Checkpoint:
         return plain
 
     def check_generators(self, plain: dict[str, Any]) -> None:
-        """Raises `CheckpointError` unless `common` has the states of generators that `extra.json` tells of."""
+        """Raises `CheckpointError` unless `common` has the states of the generators that `extra.json` lists."""
         try:
             check_generators(plain, self.common)
         except ValueError as error:
@@ -264,14 +264,14 @@ class _Arrays(Mapping[str, "np.ndarray[Any, Any]"]):
 
 def check_header(fd: int, file: RankFile, path: Path) -> None:
     """Raises `CheckpointError` unless the open file begins with the header that it must have."""
-    found = bytearray(len(file.header))
-    read_exactly(fd, [found], 0, path)
-    if found == file.header:
+    actual = bytearray(len(file.header))
+    read_exactly(fd, [actual], 0, path)
+    if actual == file.header:
         return
-    first = next(place for place, (a, b) in enumerate(zip(found, file.header, strict=True)) if a != b)
+    first = next(index for index, (a, b) in enumerate(zip(actual, file.header, strict=True)) if a != b)
     reason = f"differs from byte {first} on"
     try:
-        metadata = header.parse_header(bytes(found), file.size, str(path)).metadata
+        metadata = header.parse_header(bytes(actual), file.size, str(path)).metadata
     except CheckpointError:
         pass
     else:  # a whole header: of another step, perhaps
@@ -305,9 +305,9 @@ def file_checksum(fd: int, size: int, path: Path) -> int:
     return crc
 
 
-def _damaged(path: Path, found: int, stated: int) -> CheckpointError:
+def _damaged(path: Path, crc: int, stated: int) -> CheckpointError:
     return CheckpointError(
-        f"{path}: damaged (CRC-32 {found:08x}, expected {stated:08x}): take another checkpoint"
+        f"{path}: damaged (CRC-32 {crc:08x}, expected {stated:08x}): take another checkpoint"
     )
 
 

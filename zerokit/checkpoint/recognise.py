@@ -1,6 +1,6 @@
 """Whether a directory is an output of zerokit's and nothing else, so that it may be replaced.
 
-Each function returns what the directory holds that zerokit has not written there, in words; "" if there is nothing.
+Each function returns what the directory holds that zerokit has not written there, as text; "" if there is nothing.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def foreign_to_weights(folder: Path, renewed: Collection[str]) -> str:
     for entry in _entries(folder):
         if _WEIGHTS.fullmatch(entry.name):
             if not _consolidated(Path(entry.path)):
-                return f"{_named(entry)} of somebody else"
+                return f"{_named(entry)} of another program"
         elif entry.name in folders and entry.is_dir(follow_symlinks=False):
             for inner in _entries(Path(entry.path)):
                 if f"{entry.name}/{inner.name}" not in renewed:
@@ -84,7 +84,7 @@ def _consolidated(path: Path) -> bool:
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
-    """None of a directory that somebody removes meanwhile."""
+    """Empty for a directory that another process removes meanwhile."""
     with suppress(FileNotFoundError), os.scandir(folder) as entries:
         return sorted(entries, key=lambda entry: entry.name)
     return []

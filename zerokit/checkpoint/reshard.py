@@ -85,7 +85,7 @@ def cut(
     resume: bool,
     progress: Progress | None,
 ) -> Cut:
-    """`reshard`, and what there is to tell of it."""
+    """`reshard`, with a summary of what was written."""
     if not 1 <= world <= MAX_WORLD:
         raise UsageError(f"world={world!r}: expected an integer from 1 to {MAX_WORLD}")
     checkpoint = Checkpoint(source)
@@ -132,7 +132,7 @@ def _write(
             wants = (
                 Want(
                     extent.stream,
-                    source.places[extent.parameter.name],
+                    source.positions[extent.parameter.name],
                     extent.parameter.name,
                     extent.interval,
                     extent.offset,
@@ -158,15 +158,15 @@ def _recombined(
     manifest: Manifest, layout: Layout, pieces: Mapping[Key, Piece]
 ) -> tuple[tuple[int, ...], ...]:
     """The checksums of the new slices, from those of the pieces."""
-    found: dict[tuple[int, int], list[tuple[int, Piece]]] = {}
+    by_parameter: dict[tuple[int, int], list[tuple[int, Piece]]] = {}
     for key, piece in pieces.items():
         if isinstance(key, PieceKey):
-            found.setdefault((key.stream, key.place), []).append((key.start, piece))
+            by_parameter.setdefault((key.stream, key.position), []).append((key.start, piece))
     checksums = []
     for number, stream in enumerate(manifest.streams):
         crcs = []
-        for place, name in zip(stream.parameters, names_of(layout, stream), strict=True):
-            parts = iter(sorted(found.get((number, place), []), key=lambda part: part[0]))
+        for position, name in zip(stream.parameters, names_of(layout, stream), strict=True):
+            parts = iter(sorted(by_parameter.get((number, position), []), key=lambda part: part[0]))
             for _, cut in layout.cuts(name):
                 crcs.append(_take(parts, cut.numel * stream.element_bytes))
         checksums.append(tuple(crcs))

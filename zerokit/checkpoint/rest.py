@@ -1,4 +1,4 @@
-"""The members of `extra.json`: what a training goes on with beside its streams, each as FORMAT.md says or refused.
+"""The members of `extra.json`: what a training goes on with beside its streams, each as FORMAT.md defines it.
 
 Values stay encoded here, so that tools which never decode them refuse the same files as `load` does.
 """
@@ -21,12 +21,12 @@ _LIVE_OPTIONS = ("params", "param_names")
 """The members of a group, which are those of the running program."""
 
 _DEEPEST = 3 * (MAX_DEPTH + 2)
-"""JSON's levels: an encoded mapping has three for one of ours."""
+"""JSON's levels: an encoded mapping takes three."""
 
 
 def check_rest(plain: dict[str, Any], manifest: Manifest) -> None:
     """Raises `ValueError`, naming the member of `extra.json`, unless all are there and of their kinds."""
-    require_shallow(plain, _DEEPEST, told=MAX_DEPTH)
+    require_shallow(plain, _DEEPEST, stated=MAX_DEPTH)
     step = bounded(plain, "step", 0)
     if step != manifest.step:
         raise ValueError(f"'step' is {step}, but the manifest's is {manifest.step}")
@@ -46,7 +46,7 @@ def check_rest(plain: dict[str, Any], manifest: Manifest) -> None:
 
 
 def check_generators(plain: dict[str, Any], common: Header) -> None:
-    """Raises `ValueError` unless the states in `common` have a row for each rank that `rng` tells of."""
+    """Raises `ValueError` unless the states in `common` have a row for each rank that `rng` lists."""
     world = plain["rng"]["world"]
     for name, tensor in common.tensors.items():
         if name.startswith(GENERATOR_PREFIX) and (
@@ -76,15 +76,15 @@ def _check_values(plain: dict[str, Any], manifest: Manifest) -> None:
         raise ValueError("'values' is missing")
     for kind, values in _mapping(plain["values"], "'values'").items():
         what = f"'values'[{kind[:60]!r}]"
-        places = set()
+        positions = set()
         for name in _mapping(values, what):
-            if name not in manifest.layout.places:
+            if name not in manifest.layout.positions:
                 raise ValueError(f"{what} is of {name[:200]!r}, which is no parameter")
-            places.add(manifest.layout.places[name])
+            positions.add(manifest.layout.positions[name])
         tensors = [(held.kind, held.parameters) for held in manifest.streams]
         tensors += [(held.kind, held.parameters) for held in manifest.scalars]
         for other, parameters in tensors:
-            if other == kind and (both := places.intersection(parameters)):
+            if other == kind and (both := positions.intersection(parameters)):
                 raise ValueError(
                     f"{what} is of parameter {min(both)}, of which there are tensors of that kind"
                 )
@@ -117,12 +117,12 @@ def _hexadecimal(text: str) -> float:
 
 def _mapping(value: Any, what: str) -> dict[str, Any]:
     """The members of an encoded mapping whose keys are text, still encoded."""
-    found = typed(value, dict, what)
-    if MARKER not in found:
-        return found
-    if found[MARKER] not in ("dict", "OrderedDict") or len(found) != 2:
-        raise ValueError(f"{what} is {str(found)[:60]}, expected a mapping")
-    pairs = members(found, "items", list)
+    mapping = typed(value, dict, what)
+    if MARKER not in mapping:
+        return mapping
+    if mapping[MARKER] not in ("dict", "OrderedDict") or len(mapping) != 2:
+        raise ValueError(f"{what} is {str(mapping)[:60]}, expected a mapping")
+    pairs = members(mapping, "items", list)
     if not all(len(pair) == 2 and isinstance(pair[0], str) for pair in pairs):
         raise ValueError(f"{what} has a key that is no text")
     return dict(pairs)

@@ -41,7 +41,7 @@ class Retention:
     def removed(self, steps: list[int], newest: int, intact: Callable[[int], bool]) -> list[int]:
         """Those of `steps` that go, ascending: all before the last `keep_last` that are `intact`, `newest` included.
 
-        Nothing goes while there are fewer. What is damaged counts for nobody, and stays as long as what is beside it.
+        Nothing goes while there are fewer. A damaged step is not counted, and stays as long as its neighbours.
         """
         line = (step for step in sorted(steps, reverse=True) if step <= newest)
         last = list(islice((step for step in line if step == newest or intact(step)), self.keep_last or 1))
@@ -59,8 +59,8 @@ class Retention:
 def prune(run: Path, retention: Retention) -> None:
     """Remove the steps of a run that `retention` does not keep, after a save.
 
-    Steps in which somebody keeps files of his own stay. So do superseded ones that the training has not come to: who
-    forgot to go on from them still can. Raises as `superfluous` does, and `CheckpointError` where a step cannot be
+    Steps that hold foreign files stay. So do superseded ones that the training has not reached yet: a user may
+    still resume from them. Raises as `superfluous` does, and `CheckpointError` where a step cannot be
     renamed.
     """
     try:
@@ -114,7 +114,7 @@ def _sound(step: Path) -> bool:
 
 
 def remove_step(step: Path) -> None:
-    """Rename a step, so that it is never there in part, then remove its files; nothing where somebody has done so.
+    """Rename a step, so that it is never there in part, then remove its files; does nothing where another process has.
 
     Raises `CheckpointError` where it cannot be renamed.
     """

@@ -29,7 +29,7 @@ class Origin:
 
 
 ORIGINS: WeakKeyDictionary[object, Origin] = WeakKeyDictionary()
-"""By optimizer. As long as nobody draws a number, a save writes the record again that the load has read."""
+"""By optimizer. While no random number is drawn, a save writes the record again that the load has read."""
 
 _PYTHON = struct.Struct("<625I?d")
 _NUMPY = struct.Struct("<624IiId")
@@ -37,20 +37,20 @@ _NUMPY = struct.Struct("<624IiId")
 
 def capture(device: torch.device) -> dict[str, bytes]:
     """This process's generators: torch's (and the device's), Python's, and NumPy's where it is in use."""
-    found = {"torch": _bytes(torch.get_rng_state())}
+    states = {"torch": _bytes(torch.get_rng_state())}
     if device.type == "cuda":
-        found["cuda"] = _bytes(torch.cuda.get_rng_state(device))
+        states["cuda"] = _bytes(torch.cuda.get_rng_state(device))
     _, words, gauss = random.getstate()
-    found["python"] = _PYTHON.pack(*words, gauss is not None, gauss or 0.0)
+    states["python"] = _PYTHON.pack(*words, gauss is not None, gauss or 0.0)
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         _, keys, position, has_gauss, cached = numpy.random.get_state()
-        found["numpy"] = _NUMPY.pack(*map(int, keys), position, has_gauss, cached)
-    return found
+        states["numpy"] = _NUMPY.pack(*map(int, keys), position, has_gauss, cached)
+    return states
 
 
 def restore(states: Mapping[str, bytes], device: torch.device) -> None:
-    """Set this process's generators to what `capture` found; those that are not listed stay as they are."""
+    """Set this process's generators to what `capture` returned; those that are not listed stay as they are."""
     if "torch" in states:
         torch.set_rng_state(_tensor(states["torch"]))
     if "cuda" in states and device.type == "cuda":

@@ -34,7 +34,7 @@ _LATEST_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Latest:
-    """What the file `latest` says: the newest step's name and the CRC-32 that its manifest begins with.
+    """The content of the file `latest`: the newest step's name and the CRC-32 that its manifest begins with.
 
     There are two of them while that step is being replaced, the new one's first. `superseded`: by name, the manifests'
     CRC-32s of later steps that do not belong to the training which saved this one.
@@ -55,7 +55,7 @@ class Choice:
     """A step's directory `path`, and its proven manifest unless that is damaged.
 
     `run`: the run's directory, where one was named. `faults`: what is wrong with its `latest`. `notes`: why a step is
-    taken that `latest` does not name, in words for people.
+    taken that `latest` does not name, as sentences.
     """
 
     path: Path
@@ -82,13 +82,13 @@ def read_latest(run: Path) -> Latest | None:
     with explained(path, "looked at"):
         if not os.path.lexists(path):
             return None
-    found = _LATEST.fullmatch(read_whole(path, limit=_LATEST_BYTES).decode("latin-1"))
-    if found is None:
+    match = _LATEST.fullmatch(read_whole(path, limit=_LATEST_BYTES).decode("latin-1"))
+    if match is None:
         raise CheckpointError(f"{path}: damaged: expected 'step-######## ' and eight hexadecimal digits")
-    superseded = (line.split() for line in found["superseded"].splitlines())
+    superseded = (line.split() for line in match["superseded"].splitlines())
     return Latest(
-        found["name"],
-        tuple(int(crc, 16) for crc in (found["crc"], found["old"]) if crc),
+        match["name"],
+        tuple(int(crc, 16) for crc in (match["crc"], match["old"]) if crc),
         tuple((name, int(crc, 16)) for _, name, crc in superseded),
     )
 
@@ -115,7 +115,7 @@ def find_step(path: Path, *, whole: bool = False, sound: bool = True) -> Choice:
 
 @contextmanager
 def _where_allowed() -> Iterator[None]:
-    """What a killed writer has begun is finished by a reader only if it may write."""
+    """A reader finishes what a killed writer has begun only if it may write."""
     try:
         yield
     except OSError as error:
@@ -169,10 +169,10 @@ def _fault(run: Path, latest: Latest | None) -> str:
     path = run / latest.name
     if not (path / NAME).exists():
         return f"{run / LATEST_NAME}: names {latest.name}, which has no {NAME}"
-    found = stated_checksum(path)
-    if found not in latest.crcs:
+    actual = stated_checksum(path)
+    if actual not in latest.crcs:
         stated = " or ".join(f"{crc:08x}" for crc in latest.crcs)
-        has = "none that can be read" if found is None else f"{found:08x}"
+        has = "none that can be read" if actual is None else f"{actual:08x}"
         return (
             f"{run / LATEST_NAME}: states the manifest {stated}, {latest.name} has {has}: one of the two is damaged or "
             "from another run"
@@ -182,14 +182,14 @@ def _fault(run: Path, latest: Latest | None) -> str:
 
 def read_sound(path: Path) -> tuple[Manifest, int]:
     """The manifest of a step whose files are all there, as long as they should be. Raises `CheckpointError`."""
-    found = read_manifest(path)
-    manifest = found[0]
+    read = read_manifest(path)
+    manifest = read[0]
     if path.name != step_name(manifest.step):
         raise CheckpointError(f"{path / NAME}: describes step {manifest.step}")
     for file in (*manifest.files, manifest.common, manifest.extra):
         with opened(path / file.name) as fd:
             check_size(fd, file.size, path / file.name)
-    return found
+    return read
 
 
 def read_manifest(step: Path) -> tuple[Manifest, int]:
@@ -226,7 +226,7 @@ def check_run(run_directory: str | os.PathLike[str], *, after: int = 0, overwrit
 
     Args:
         run_directory: as for `save`; it need not exist yet.
-        after: steps trained so far. Committed steps up to this one are in nobody's way.
+        after: steps trained so far. Committed steps up to this one may be there.
         overwrite: as for `save`: later steps may be there, they will be replaced.
 
     Raises `CheckpointError` where later steps are there, where the directory is a checkpoint itself, or where it cannot
@@ -296,7 +296,7 @@ def later_steps(run: Path, after: int) -> list[int]:
 
 
 def next_latest(run: Path, name: str, crc: int, *, weights_only: bool) -> Latest | None:
-    """What `latest` will say once the step `name` with that manifest is there; None where it stays as it is.
+    """The content of `latest` once the step `name` with that manifest is there; None where it stays as it is.
 
     Later steps are superseded by a whole state: another training has begun before them. Weights alone begin none. They
     stay so when the training has passed them, as long as they are there.
@@ -325,12 +325,12 @@ def unreferenced(step: Path) -> bool:
 
 def _require_writable(run: Path) -> None:
     """By the permissions of the run, or of the nearest directory that is there."""
-    place = next(folder for folder in (run.absolute(), *run.absolute().parents) if os.path.lexists(folder))
-    if not place.is_dir():
+    existing = next(folder for folder in (run.absolute(), *run.absolute().parents) if os.path.lexists(folder))
+    if not existing.is_dir():
         raise CheckpointError(
-            f"{run}: cannot be created: {place} is not a directory: choose another directory"
+            f"{run}: cannot be created: {existing} is not a directory: choose another directory"
         )
-    if not os.access(place, os.W_OK | os.X_OK):
+    if not os.access(existing, os.W_OK | os.X_OK):
         raise CheckpointError(
-            f"{run}: cannot be written to: {place} allows it to others: check its permissions and its owner"
+            f"{run}: cannot be written to: {existing} allows it to others: check its permissions and its owner"
         )

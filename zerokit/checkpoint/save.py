@@ -34,7 +34,7 @@ from zerokit.checkpoint.run import (
     unreferenced,
     write_latest,
 )
-from zerokit.checkpoint.snapshot import Asked, Part, Rest, Slices, complete, require_agreement, take
+from zerokit.checkpoint.snapshot import Arguments, Part, Rest, Slices, complete, require_agreement, take
 from zerokit.checkpoint.staging import Staging, remove_gone
 from zerokit.checkpoint.state import merge
 from zerokit.checkpoint.together import Together
@@ -122,7 +122,7 @@ def save(
         extra: JSON-like data, tensors included, such as schedulers' `state_dict()`s and the sampler's position.
             Rank 0's is written, and `load` returns it.
         overwrite: replace this step where it is there already, at once and only when the new one is complete and on
-            the disk; both take space until then. By default that is refused: `check_run` tells before training. Later
+            the disk; both take space until then. By default that is refused: `check_run` checks before training. Later
             steps stay, but they are not this training's: `load` does not take them as the newest any more.
         weights_only: write parameters and buffers, and no optimizer's state: trained parameters as their masters, so
             that nothing is rounded (`consolidate` converts), frozen ones and buffers as they are. `load` of the whole
@@ -137,8 +137,8 @@ def save(
             and what these two spare stay.
 
     Returns the step's directory, or a `Saving`. Raises `CheckpointError` on every rank if any of them fails, or the
-    background save before this one did and some rank has not been told; then there is what was there before. Ranks that
-    ask for different things, or whose options of the optimizer differ, are named. A rank that does not come raises
+    background save before this one did and some rank has not raised its error yet; then the directory is as before.
+    Ranks whose arguments, or whose options of the optimizer, differ are named. A rank that does not come raises
     `ScheduleError` on the others after the optimizer's time-out.
     """
     parts = optimizer.parts
@@ -152,7 +152,7 @@ def save(
     cause: list[Exception] = []
     try:
         run = os.path.abspath(run_directory)
-        asked = Asked(run, step, overwrite, weights_only, keep_last, keep_every)
+        asked = Arguments(run, step, overwrite, weights_only, keep_last, keep_every)
         part.append(take(optimizer, asked, extra, copied=not blocking))
     except Exception as error:  # raised on every rank, below
         cause.append(error)
@@ -219,9 +219,9 @@ def _begin(target: Path, *, overwrite: bool) -> Staging:
         if not unreferenced(target):
             raise CheckpointError(
                 f"{target}: this step is saved already: save with overwrite=True to replace it, or another step, or in "
-                "another run directory (zerokit.check_run tells before training)"
+                "another run directory (zerokit.check_run checks this before training)"
             )
-        replaces = True  # its writer was killed before anybody was told of it
+        replaces = True  # its writer was killed before it was announced
     with explained(target.parent, "created"):
         files.make_directories(target.parent)
     return Staging(target, force=replaces, foreign=foreign_to_step)
@@ -232,10 +232,10 @@ def _write_rank(
 ) -> Written:
     if not work.is_dir():
         raise CheckpointError(f"{work}: not there: the run directory is not shared between the nodes")
-    places = layout.places
+    positions = layout.positions
     requests = [
         Request(
-            PieceKey(extent.stream, places[extent.parameter.name], rank, extent.interval.start),
+            PieceKey(extent.stream, positions[extent.parameter.name], rank, extent.interval.start),
             extent.offset,
             extent.size,
             slices[streams[extent.stream].kind, extent.parameter.name],

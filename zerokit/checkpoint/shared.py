@@ -39,17 +39,17 @@ class Shared:
             data = host_bytes(tensor)
             size = len(data) // max(len(scalar.parameters), 1)
             self._rows[scalar.kind] = {
-                place: bytes(data[row * size : (row + 1) * size])
-                for row, place in enumerate(scalar.parameters)
+                position: bytes(data[row * size : (row + 1) * size])
+                for row, position in enumerate(scalar.parameters)
             }
 
     def of(self, storage: FlatUnit, position: int) -> dict[str, Any]:
         """By kind, what was saved for one parameter of a unit."""
-        place = self._sources.get(storage.unit.parameters[position].name)
-        if place is None:
+        source = self._sources.get(storage.unit.parameters[position].name)
+        if source is None:
             return {}
-        name = self._line[place].name
-        rows = {kind: rows[place] for kind, rows in self._rows.items() if place in rows}
+        name = self._line[source].name
+        rows = {kind: rows[source] for kind, rows in self._rows.items() if source in rows}
         return rows | {kind: values[name] for kind, values in self._values.items() if name in values}
 
     def key(self, storage: FlatUnit, position: int) -> str:
@@ -63,7 +63,7 @@ class Shared:
         state = dict(inner.state.get(flat.tensor, {}))
         # A piece that is all padding belongs to no parameter: its count is any one's of the unit.
         fitting = storage.positions_in(flat) or [
-            place for place, p in enumerate(storage.unit.parameters) if p.group == flat.group
+            index for index, p in enumerate(storage.unit.parameters) if p.group == flat.group
         ]
         for kind, value in self.of(storage, fitting[0]).items():
             form = self.forms.get(kind)

@@ -29,7 +29,7 @@ class Source:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
-        self.places = checkpoint.layout.places
+        self.positions = checkpoint.layout.positions
         self._cuts: dict[str, list[tuple[int, Interval]]] = {}
 
     @property
@@ -59,10 +59,10 @@ class Source:
                 element = checkpoint.streams[want.stream].element_bytes
                 conversion = want.conversion
                 copier.copy(
-                    PieceKey(want.stream, want.place, rank, part.start),
+                    PieceKey(want.stream, want.position, rank, part.start),
                     part.numel * element,
                     source,
-                    file.by_place[want.stream, want.name].offset + (part.start - cut.start) * element,
+                    file.by_name[want.stream, want.name].offset + (part.start - cut.start) * element,
                     target,
                     want.offset
                     + (part.start - want.interval.start)

@@ -28,8 +28,8 @@ _ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What a save was called with; all ranks must say the same."""
+class Arguments:
+    """The arguments of a save; they must be equal on all ranks."""
 
     run: str
     step: object
@@ -41,9 +41,9 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """What one rank says of its part to the others."""
+    """The summary of its part that a rank sends to the others."""
 
-    asked: Asked
+    asked: Arguments
     description: Description
     generators: dict[str, bytes]
     options: str
@@ -58,9 +58,9 @@ class Rest:
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
     def add(self, key: str, value: Any, path: str) -> None:
-        """A member that is encoded: its tensors are copied. Raises `CheckpointError`, naming the place in it."""
-        self.members[key], found = encode(value, path)
-        self.tensors |= {name: snapshot(tensor) for name, tensor in found.items()}
+        """A member that is encoded: its tensors are copied. Raises `CheckpointError`, naming the path in it."""
+        self.members[key], tensors = encode(value, path)
+        self.tensors |= {name: snapshot(tensor) for name, tensor in tensors.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Part:
     origin: rng.Origin | None
 
 
-def take(optimizer: ZeroOptimizer, asked: Asked, extra: Any, *, copied: bool) -> Part:
+def take(optimizer: ZeroOptimizer, asked: Arguments, extra: Any, *, copied: bool) -> Part:
     """This rank's part; its slices are the live tensors, or copies in the optimizer's `host_copy`.
 
     Raises `CheckpointError` for a state that cannot be saved.
@@ -144,7 +144,7 @@ def complete(
         rest.tensors[f"optimizer/{scalar.kind}"] = tensor_of(data, scalar.dtype, shape)
     states = [card.generators for card in cards]
     if origin is not None and origin.digests == [rng.digest(state) for state in states]:
-        # Derived by a load, and nobody has drawn from them since: written as what they were derived from.
+        # Derived by a load, and unused since: written as what they were derived from.
         record, stacked = origin.record, origin.stacked
     else:
         stacked = dict(rng.stack(states))
@@ -167,31 +167,31 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def require_agreement(cards: Sequence[Card]) -> None:
-    """Raises `CheckpointError`, naming the first that differs, unless all ranks ask for the same save.
+    """Raises `CheckpointError`, naming the first that differs, unless all ranks request the same save.
 
     Options of the groups must be equal as well: they are saved once, and a rank with others trains another model.
     """
     for key in ("step", "run", "overwrite", "weights_only", "keep_last", "keep_every"):
-        said = [repr(getattr(card.asked, key)) for card in cards]
+        values = [repr(getattr(card.asked, key)) for card in cards]
         _require_equal(
-            "the run directory" if key == "run" else key, said, "save() must be called alike on all"
+            "the run directory" if key == "run" else key, values, "save() must be called alike on all"
         )
     if len({card.options for card in cards}) > 1:
-        found = [json.loads(card.options) for card in cards]
-        for path in sorted({path for one in found for path in one}):
+        options = [json.loads(card.options) for card in cards]
+        for path in sorted({path for one in options for path in one}):
             _require_equal(
                 path,
-                [one.get(path, "absent") for one in found],
+                [one.get(path, "absent") for one in options],
                 "set it alike on every rank, schedulers too: only one of them can be saved, and the ranks train with "
                 "different ones now",
             )
 
 
-def _require_equal(name: str, said: Sequence[str], advice: str) -> None:
-    if len(set(said)) == 1:
+def _require_equal(name: str, values: Sequence[str], advice: str) -> None:
+    if len(set(values)) == 1:
         return
     ranks: dict[str, list[str]] = {}
-    for rank, value in enumerate(said):
+    for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(str(rank))
     texts = (f"{value} on rank{'s' if len(who) > 1 else ''} {', '.join(who)}" for value, who in ranks.items())
     raise CheckpointError(f"{name} differs between ranks: {'; '.join(texts)}: {advice}")
@@ -199,13 +199,13 @@ def _require_equal(name: str, said: Sequence[str], advice: str) -> None:
 
 def _text(options: Rest) -> str:
     """Every option by its path, with the bytes of tensors: equal for equal options only."""
-    found = {}
+    texts = {}
     for number, group in enumerate(options.members.get("groups", [])):
         for key, value in group.items():
-            found[f"option {key!r} of parameter group {number}"] = _shown(value, options.tensors)
+            texts[f"option {key!r} of parameter group {number}"] = _shown(value, options.tensors)
     for key, value in (options.members.get("scaler") or {}).items():
-        found[f"the loss scale's {key}"] = str(value)
-    return json.dumps(found)
+        texts[f"the loss scale's {key}"] = str(value)
+    return json.dumps(texts)
 
 
 def _shown(value: Any, tensors: Mapping[str, Tensor]) -> str:

@@ -1,8 +1,8 @@
 """Directories that appear whole or not at all, and what killed writers have left of them.
 
-A directory is written under a temporary name beside its place, which says what process does so; it is synced, renamed,
-and its parent synced. Where one is replaced, the two change places in one step; where the file system cannot do that, a
-journal beside them tells the next command how to finish.
+A directory is written under a temporary name beside its target, which names the writing process; it is synced, renamed,
+and its parent synced. Where one is replaced, the two are exchanged atomically; where the file system cannot do that, a
+journal beside them records how the next command is to finish.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from zerokit.errors import CheckpointError
 from zerokit.process import Process
 
 Foreign = Callable[[Path], str]
-"""What a directory holds that is no output of zerokit's, in words such as "the directory 'src'"; "" if nothing."""
+"""What a directory holds that is no output of zerokit's, as text such as "the directory 'src'"; "" if nothing."""
 
 IDLE_SECONDS = 3600.0
-"""A writer that cannot be asked (on another host) counts as gone when nothing was written for so long."""
+"""A writer that cannot be checked (on another host) counts as gone when nothing was written for so long."""
 
 _JOURNAL = ".{}.replacing"
 _PATIENCE_SECONDS = 2.0
@@ -38,8 +38,8 @@ _replacing: set[Path] = set()
 class Leftover:
     """What a writer has not finished: `target` is the name it would have had (its first 60 bytes), `size` in bytes.
 
-    `writer` is None where the name does not tell; `alive` is None where it cannot be asked. `gone`: nobody will finish
-    it.
+    `writer` is None where the name does not show it; `alive` is None where it cannot be checked. `gone`: it will
+    never be finished.
     """
 
     path: Path
@@ -49,12 +49,12 @@ class Leftover:
     gone: bool
     size: int
 
-    def told(self) -> str:
-        """Whose it is, in words."""
+    def describe(self) -> str:
+        """Whose it is, as text."""
         who = f"process {self.writer.pid} on {self.writer.host}" if self.writer else "an unknown process"
         if self.gone:
             return f"left by {who}, which is gone"
-        return f"{who} is writing it" if self.alive else f"of {who}, which cannot be asked from here"
+        return f"{who} is writing it" if self.alive else f"of {who}, which cannot be checked from here"
 
     def plain(self) -> dict[str, object]:
         """As JSON data."""
@@ -69,7 +69,7 @@ class Leftover:
 
 
 class Staging:
-    """A directory `work` beside `target` that takes its place by `commit`.
+    """A directory `work` beside `target` that `commit` renames to it.
 
     Files in it must be synced by who writes them. Raises `CheckpointError` where `target` exists without `force`, or
     is one that `require_vacant` refuses.
@@ -78,7 +78,7 @@ class Staging:
     def __init__(self, target: Path, *, force: bool = False, foreign: Foreign | None = None) -> None:
         self._force, self._foreign = force, foreign
         with explained(target, "looked at"):
-            # All that were begun here: what is not in its place yet must not count as a leftover below.
+            # All that were begun here: what is not renamed yet must not count as a leftover below.
             finish_replacements(target.parent)
         require_vacant(target, force=force, foreign=foreign)
         self.target = target.parent.resolve() / target.name
@@ -88,7 +88,7 @@ class Staging:
             files.system().mkdir(self.work)
 
     def commit(self) -> None:
-        """Put the directory in its place, durably."""
+        """Rename the directory to `target`, durably."""
         calls = files.system()
         with explained(self.target, "put in place"):
             calls.sync_directory(self.work)
@@ -102,7 +102,7 @@ class Staging:
     def _put(self) -> None:
         calls = files.system()
         if not os.path.lexists(self.target):
-            # A plain rename would also replace an empty directory that somebody has just made.
+            # A plain rename would also replace an empty directory that another process has just made.
             calls.rename_new(self.work, self.target)
             return
         require_vacant(self.target, force=self._force, foreign=self._foreign)
@@ -127,7 +127,7 @@ class Staging:
 
 @contextmanager
 def staged(target: Path, *, force: bool = False, foreign: Foreign | None = None) -> Iterator[Path]:
-    """A new, empty directory beside `target` that takes its place, durably, when the body ends well.
+    """A new, empty directory beside `target`, renamed to it durably when the body succeeds.
 
     If the body fails, for whatever reason, the directory is removed with all it holds and `target` is as before.
     Errors as of `Staging`.
@@ -189,7 +189,7 @@ def finish_replacements(folder: Path) -> None:
 
 
 def _at_work(journal: Path, new: Path) -> bool:
-    """Whether the journal's writer is still about the replacement by `new`, and will end it."""
+    """Whether the journal's writer still works on the replacement by `new`, and will finish it."""
     if not os.path.lexists(journal):
         return False
     match = files.TEMPORARY.fullmatch(new.name)
@@ -239,20 +239,20 @@ def require_vacant(target: Path, *, force: bool, foreign: Foreign | None = None)
 
 def leftovers(folder: Path) -> list[Leftover]:
     """What writers have begun in a directory and not finished, living ones' too."""
-    found = []
+    unfinished = []
     with suppress(FileNotFoundError):
         for path in sorted(folder.iterdir()):
             match = files.TEMPORARY.fullmatch(path.name)
             if match and not path.is_symlink():
                 writer = Process.parse(match["writer"] or "")
-                found.append(_leftover(path, match["target"], writer))
-    return found
+                unfinished.append(_leftover(path, match["target"], writer))
+    return unfinished
 
 
 def remove_gone(folder: Path, *names: str) -> None:
-    """Remove what writers have left that nobody will finish: an interrupted conversion may be gone on with.
+    """Remove what killed writers have left, but not interrupted conversions, which may be resumed.
 
-    What was to have one of `names` goes even where its writer cannot be asked: it is there now.
+    Leftovers of `names` are removed even where their writer cannot be checked: the targets are there now.
     """
     targets = {files.stem(name) for name in names}
     for left in leftovers(folder):

@@ -32,14 +32,14 @@ class Held:
     """One rank's slice of one parameter in one stream: `tensor` [part.interval], flat."""
 
     kind: str
-    place: int
+    position: int
     part: Slice
     tensor: Tensor
 
 
 @dataclass
 class Description:
-    """What one rank holds; places are positions in the line."""
+    """What one rank holds, by position in the line."""
 
     kinds: dict[tuple[str, str], list[int]] = field(default_factory=dict)
     """By kind and dtype."""
@@ -87,21 +87,21 @@ def within(flat: Flat, tensor: Tensor, part: Slice) -> Tensor:
 
 def own_slices(parts: Parts, rank: int, *, weights_only: bool = False) -> Iterator[Held]:
     """What this rank writes: its piece of every unit, in every stream, or in those of parameters."""
-    places = parts.layout.places
+    positions = parts.layout.positions
     for storage in parts.storages:
         unit = storage.unit
         if not unit.trainable:
             for part in unit.owned(rank):
                 tensor = storage.slice_of(part.memory)
-                yield Held(PARAM, places[part.parameter.name], part, tensor)
+                yield Held(PARAM, positions[part.parameter.name], part, tensor)
     for storage, flat, state in flats(parts):
         piece = flat.interval.intersection(storage.unit.shard(rank))
         for part in _members(storage, flat, piece):
-            place = places[part.parameter.name]
-            yield Held(MASTER, place, part, within(flat, flat.tensor.detach(), part))
+            position = positions[part.parameter.name]
+            yield Held(MASTER, position, part, within(flat, flat.tensor.detach(), part))
             for kind, value in () if weights_only else state.items():
                 if _elementwise(value, flat):
-                    yield Held(kind, place, part, within(flat, value, part))
+                    yield Held(kind, position, part, within(flat, value, part))
 
 
 def members(storage: FlatUnit, flat: Flat) -> Iterator[Slice]:
@@ -124,15 +124,15 @@ def describe(parts: Parts, rank: int, *, weights_only: bool = False) -> Descript
 
     Raises `CheckpointError` for kinds that no stream can be called by.
     """
-    found = Description()
+    held_here = Description()
     for held in own_slices(parts, rank, weights_only=weights_only):
         if held.kind in (MASTER, PARAM) or ("/" not in held.kind and held.kind):
-            found.kinds.setdefault((held.kind, dtype_name(held.tensor)), []).append(held.place)
+            held_here.kinds.setdefault((held.kind, dtype_name(held.tensor)), []).append(held.position)
         else:
             raise CheckpointError(f"optimizer state {held.kind!r} cannot be saved: rename it without '/'")
     if weights_only:
-        return found
-    places = parts.layout.places
+        return held_here
+    positions = parts.layout.positions
     for storage, flat, state in flats(parts):
         for kind, value in state.items():
             if _elementwise(value, flat):
@@ -142,46 +142,48 @@ def describe(parts: Parts, rank: int, *, weights_only: bool = False) -> Descript
                     )
                 continue
             for part in members(storage, flat):
-                place = places[part.parameter.name]
+                position = positions[part.parameter.name]
                 if isinstance(value, Tensor):
                     key = (kind, dtype_name(value), tuple(value.shape))
-                    found.scalars.setdefault(key, {})[place] = bytes(host_bytes(value))
+                    held_here.scalars.setdefault(key, {})[position] = bytes(host_bytes(value))
                 else:
-                    found.values.setdefault(kind, {})[place] = value
-    return found
+                    held_here.values.setdefault(kind, {})[position] = value
+    return held_here
 
 
 def merge(
-    layout: Layout, found: Sequence[Description]
+    layout: Layout, by_rank: Sequence[Description]
 ) -> tuple[tuple[Stream, ...], dict[Scalars, bytes], dict[str, Any]]:
     """The streams of all ranks together, the scalars with their bytes, and the values that are no tensors.
 
     Raises `CheckpointError` where ranks that share a parameter disagree.
     """
     kinds: dict[tuple[str, str], set[int]] = {}
-    for description in found:
+    for description in by_rank:
         for key, held in description.kinds.items():
             kinds.setdefault(key, set()).update(held)
     line = list(layout.parameters)
-    _require_one_dtype(layout, kinds, found)
-    for place, parameter in enumerate(line):
+    _require_one_dtype(layout, kinds, by_rank)
+    for position, parameter in enumerate(line):
         if not parameter.numel:
-            # Nobody owns a slice of it: it belongs to the streams that all its group's parameters belong to.
-            for key in _shared_kinds(layout, kinds, place):
-                kinds.setdefault(key, set()).add(place)
+            # No rank owns a slice of it: it belongs to the streams that all its group's parameters belong to.
+            for key in _shared_kinds(layout, kinds, position):
+                kinds.setdefault(key, set()).add(position)
     streams = sorted(
         (Stream(kind, dtype, tuple(sorted(held))) for (kind, dtype), held in kinds.items()),
         key=lambda s: s.order,
     )
     scalars: dict[tuple[str, str, tuple[int, ...]], dict[int, bytes]] = {}
     values: dict[str, dict[int, Any]] = {}
-    for rank, description in enumerate(found):
+    for rank, description in enumerate(by_rank):
         for form, held_bytes in description.scalars.items():
             _join(scalars.setdefault(form, {}), held_bytes, line, form[0], rank)
         for kind, held_values in description.values.items():
             _join(values.setdefault(kind, {}), held_values, line, kind, rank)
     stacked = {
-        Scalars(kind, dtype, shape, tuple(sorted(held))): b"".join(held[place] for place in sorted(held))
+        Scalars(kind, dtype, shape, tuple(sorted(held))): b"".join(
+            held[position] for position in sorted(held)
+        )
         for (kind, dtype, shape), held in sorted(scalars.items())
     }
     names = [scalar.kind for scalar in stacked]
@@ -193,34 +195,37 @@ def merge(
     return (
         tuple(streams),
         stacked,
-        {kind: {line[place].name: held[place] for place in sorted(held)} for kind, held in values.items()},
+        {
+            kind: {line[position].name: held[position] for position in sorted(held)}
+            for kind, held in values.items()
+        },
     )
 
 
 def _require_one_dtype(
-    layout: Layout, kinds: Mapping[tuple[str, str], set[int]], found: Sequence[Description]
+    layout: Layout, kinds: Mapping[tuple[str, str], set[int]], by_rank: Sequence[Description]
 ) -> None:
     line = list(layout.parameters)
     dtypes: dict[tuple[str, int], str] = {}
     for (kind, dtype), held in kinds.items():
-        for place in held:
-            if dtypes.setdefault((kind, place), dtype) != dtype:
+        for position in held:
+            if dtypes.setdefault((kind, position), dtype) != dtype:
                 raise CheckpointError(
-                    f"{kind} of {line[place].name} is {dtype} on one rank and {dtypes[kind, place]} on another"
+                    f"{kind} of {line[position].name} is {dtype} on one rank and {dtypes[kind, position]} on another"
                 )
-    for kind, place in dtypes:
-        for rank in layout.owners(line[place].name):
-            if not any(place in held for (name, _), held in found[rank].kinds.items() if name == kind):
+    for kind, position in dtypes:
+        for rank in layout.owners(line[position].name):
+            if not any(position in held for (name, _), held in by_rank[rank].kinds.items() if name == kind):
                 raise CheckpointError(
-                    f"{kind} of {line[place].name} is missing on rank {rank}, which others have"
+                    f"{kind} of {line[position].name} is missing on rank {rank}, which others have"
                 )
 
 
 def _shared_kinds(
-    layout: Layout, kinds: Mapping[tuple[str, str], set[int]], place: int
+    layout: Layout, kinds: Mapping[tuple[str, str], set[int]], position: int
 ) -> list[tuple[str, str]]:
     line = list(layout.parameters)
-    wanted = line[place]
+    wanted = line[position]
     peers = {
         other
         for other, parameter in enumerate(line)
@@ -236,8 +241,9 @@ def _shared_kinds(
 
 
 def _join(target: dict[int, Any], held: Mapping[int, Any], line: Sequence[Any], kind: str, rank: int) -> None:
-    for place, value in held.items():
-        if target.setdefault(place, value) != value:
+    for position, value in held.items():
+        if target.setdefault(position, value) != value:
             raise CheckpointError(
-                f"{kind} of {line[place].name} on rank {rank} differs from another rank's: {target[place]!r}, {value!r}"
+                f"{kind} of {line[position].name} on rank {rank} differs from another rank's: "
+                f"{target[position]!r}, {value!r}"
             )

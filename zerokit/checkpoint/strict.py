@@ -1,4 +1,4 @@
-"""JSON read strictly: files may be damaged or hostile, and every refusal is a `ValueError` that says what was found.
+"""JSON read strictly: files may be damaged or hostile, and every refusal is a `ValueError` that shows the value.
 
 The callers know the file and turn it into a `CheckpointError`.
 """
@@ -81,12 +81,12 @@ def shape_of(entry: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    members_by_key = dict(pairs)
+    if len(members_by_key) != len(pairs):
         seen: set[str] = set()
         twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
         raise ValueError(f"duplicate key {twice[:60]!r}")
-    return found
+    return members_by_key
 
 
 def _small_integer(text: str) -> int:

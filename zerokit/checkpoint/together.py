@@ -1,4 +1,4 @@
-"""What ranks say to each other while they save or load: values, and each other's errors."""
+"""Messages between ranks while they save or load: values, and each other's errors."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ class Together:
     def each(self, task: Callable[[], T]) -> T:
         """This rank's result of `task`, which every rank runs.
 
-        Raises `CheckpointError` on every rank when it failed on any: all of them say the same. (`UsageError`, if every
-        failure is one.)
+        Raises `CheckpointError` on every rank when it failed on any, with one message. (`UsageError`, if every failure
+        is one.)
         """
         cause: Exception | None = None
         result: list[T] = []
@@ -94,8 +94,8 @@ class Together:
 
     def on_first(self, task: Callable[[], T]) -> T:
         """Rank 0's result of `task`, which runs there alone; its error is every rank's."""
-        found = self.exchange(self.each(lambda: [task()] if self.rank == 0 else []))
-        return found[0][0]
+        results = self.exchange(self.each(lambda: [task()] if self.rank == 0 else []))
+        return results[0][0]
 
     def _named(self, ranks: list[int]) -> str:
         if len(ranks) == self.world:

@@ -1,4 +1,4 @@
-"""`verify`: read every byte of a checkpoint, and tell all that is wrong with it and where."""
+"""`verify`: read every byte of a checkpoint, and report all that is wrong with it and where."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What `verify` found. `step`, `world` and `slices` are those of the manifest: None and 0 if it cannot be read."""
+    """The result of `verify`. `step`, `world` and `slices` are the manifest's: None and 0 if it cannot be read."""
 
     path: Path
     step: int | None
@@ -62,7 +62,7 @@ class Report:
 def verify(path: str | os.PathLike[str], progress: Progress | None = None) -> Report:
     """Read every byte of the checkpoint at `path`, a step's directory, or of a run's the newest step.
 
-    Damage is reported, not raised. Raises `CheckpointError` only where there is no checkpoint to look at.
+    Damage is reported, not raised. Raises `CheckpointError` only where there is no checkpoint.
     """
     choice = find_step(Path(path), sound=False)
     step = choice.path
@@ -163,9 +163,9 @@ class _Verification:
         tensors = checkpoint.common.tensors
         for scalar in manifest.scalars:
             name, shape = f"optimizer/{scalar.kind}", (len(scalar.parameters), *scalar.shape)
-            found = tensors.get(name)
-            if found is None or (found.dtype, found.shape) != (scalar.dtype, shape):
-                what = "nothing" if found is None else f"{found.dtype} {list(found.shape)}"
+            tensor = tensors.get(name)
+            if tensor is None or (tensor.dtype, tensor.shape) != (scalar.dtype, shape):
+                what = "nothing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
                 yield Finding(
                     manifest.common.name, f"holds {what} as {name}, expected {scalar.dtype} {list(shape)}"
                 )
@@ -173,7 +173,7 @@ class _Verification:
             try:
                 plain = checkpoint.extra_plain()
             except CheckpointError:
-                return  # told with that file
+                return  # reported with that file
             checkpoint.check_generators(plain)
 
     def _advance(self, size: int, *, read: bool = True) -> None:

@@ -59,7 +59,7 @@ def command(
     With --like, the folder is one that from_pretrained takes.
     """
     from zerokit.checkpoint.consolidate import consolidate, parse_size
-    from zerokit.cli.work import told, working
+    from zerokit.cli.work import print_output, working
     from zerokit.errors import UsageError
 
     try:
@@ -79,4 +79,4 @@ def command(
             jobs=jobs,
             progress=progress,
         )
-    told(written, as_json)
+    print_output(written, as_json)

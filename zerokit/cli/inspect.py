@@ -21,7 +21,7 @@ _DEPTH = 16
 """Levels of modules shown as a tree; what a hostile name has beyond them stays in one line."""
 
 _MOST = 2000
-"""Lines of a list that are shown: a small file can name more than anybody reads, and drawing a line is slow."""
+"""Lines of a list that are shown: a small file can name more than is readable, and drawing a line is slow."""
 
 
 @dataclass
@@ -117,7 +117,7 @@ def _add_run(tree: Tree, run: RunSummary, text: Callable[[str, str], Text]) -> N
     if run.leftovers:
         begun = tree.add(text("not finished", "zerokit prune removes those whose writer is gone"))
         for left in run.leftovers:
-            begun.add(text(left.path.name, f"{decimal_size(left.size)}, {left.told()}"))
+            begun.add(text(left.path.name, f"{decimal_size(left.size)}, {left.describe()}"))
 
 
 def _modules(parameters: Iterable[ParameterSummary]) -> _Node:
@@ -154,9 +154,9 @@ def _alike(node: _Node) -> Iterator[tuple[str, _Node]]:
         return child.signature() if name.isdecimal() else name
 
     for _, members in groupby(node.children.items(), key):
-        found = list(members)
-        first, last = found[0][0], found[-1][0]
-        yield (f"{first} – {last} ({len(found)} alike)" if len(found) > 1 else first), found[0][1]
+        same = list(members)
+        first, last = same[0][0], same[-1][0]
+        yield (f"{first} – {last} ({len(same)} alike)" if len(same) > 1 else first), same[0][1]
 
 
 def _details(parameter: ParameterSummary) -> str:

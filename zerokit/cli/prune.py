@@ -14,14 +14,14 @@ import click
 @click.option(
     "--keep-every", type=click.IntRange(min=1), metavar="M", help="Keep steps that are multiples of M, too."
 )
-@click.option("--dry-run", is_flag=True, help="Remove nothing; say what would go.")
+@click.option("--dry-run", is_flag=True, help="Remove nothing; list what would go.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result on stdout, and nothing else there.")
 def command(run: Path, keep_last: int | None, keep_every: int | None, dry_run: bool, as_json: bool) -> None:
     """Remove what writers that are gone have left in RUN, and with --keep-last its older steps.
 
     The newest step, the newest with an optimizer's state and the one that `latest` names always stay; steps superseded
     by a training that was begun anew go. Names that are not steps' are not touched. What a living process writes, or
-    one that cannot be asked from here and was busy within the hour, is listed and left.
+    one that cannot be checked from here and was busy within the hour, is listed and left.
     """
     from zerokit.checkpoint.prune import plan
     from zerokit.checkpoint.retention import Retention
@@ -30,18 +30,18 @@ def command(run: Path, keep_last: int | None, keep_every: int | None, dry_run: b
 
     if keep_every is not None and keep_last is None:
         raise click.UsageError("--keep-every M needs --keep-last K: without it no step is removed.")
-    found = plan(run, Retention(keep_last, keep_every), dry_run=dry_run)
-    for doomed in found.removed:
+    pruning = plan(run, Retention(keep_last, keep_every), dry_run=dry_run)
+    for doomed in pruning.removed:
         if not dry_run:
             doomed.remove()
         if not as_json:
-            why = f"; {doomed.leftover.told()}" if doomed.leftover else ""
+            why = f"; {doomed.leftover.describe()}" if doomed.leftover else ""
             verb = "would remove" if dry_run else "removed"
             click.echo(printable(f"{verb} {doomed.path}: {decimal_size(doomed.size)}{why}"))
     if as_json:
-        click.echo(json.dumps(found.plain(), indent=2))
+        click.echo(json.dumps(pruning.plain(), indent=2))
         return
-    for path, reason in found.left:
+    for path, reason in pruning.left:
         click.echo(printable(f"left {path}: {reason}"))
     verb = "would be freed" if dry_run else "freed"
-    click.echo(printable(f"{run}: {decimal_size(found.bytes)} {verb}"))
+    click.echo(printable(f"{run}: {decimal_size(pruning.bytes)} {verb}"))

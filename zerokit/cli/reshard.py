@@ -38,14 +38,14 @@ def command(
     """
     from zerokit.checkpoint.reshard import cut
     from zerokit.cli.text import counted, decimal_size
-    from zerokit.cli.work import told, working
+    from zerokit.cli.work import print_output, working
     from zerokit.text import printable
 
     with working("resharding") as progress:
         done = cut(checkpoint, world, output, jobs=jobs, force=force, resume=resume, progress=progress)
-    told(done.output, as_json, world=world, step=str(done.path))
+    print_output(done.output, as_json, world=world, step=str(done.path))
     size = sum(file.stat().st_size for file in done.path.iterdir())
-    taken = f", {decimal_size(done.taken_bytes)} of it found finished" if done.taken_bytes else ""
+    taken = f", {decimal_size(done.taken_bytes)} of it finished before" if done.taken_bytes else ""
     line = (
         f"{done.output}: step {done.step} of {counted(done.world_before, 'rank')} cut for {world:,}, "
         f"{decimal_size(size)}{taken}, proven and synced; zerokit.load and bench --resume read any number of ranks, "

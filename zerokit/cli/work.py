@@ -20,7 +20,7 @@ from zerokit.text import printable
 def working(task: str) -> Iterator[Callable[[int, int], None]]:
     """What to call often, with the bytes done and the bytes in all; it raises `Interrupted` after a signal.
 
-    A `UsageError` of the work is told as one of the options that led to it, with exit code 2.
+    A `UsageError` of the work is shown as one of the options that led to it, with exit code 2.
     """
     with Interrupts() as interrupts, byte_bar(task) as show:
 
@@ -35,10 +35,10 @@ def working(task: str) -> Iterator[Callable[[int, int], None]]:
             raise click.UsageError(printable(str(error))) from error
 
 
-def told(output: Path, as_json: bool, **more: object) -> None:
-    """Say what a command has written, on stdout: its path, or JSON with its files."""
+def print_output(output: Path, as_json: bool, **more: object) -> None:
+    """Print what a command has written, on stdout: its path, or JSON with its files."""
     if not as_json:
-        # As it is for who reads it, but not for a terminal.
+        # Unchanged for a program, escaped for a terminal.
         click.echo(printable(str(output)) if sys.stdout.isatty() else output)
         return
     files = {
