@@ -10,10 +10,10 @@ Words
     master      a flat in the precision that is updated; the shard itself where compute has the same
     bucket      memory in which a unit's gradients are collected before they are summed over ranks
     wire        the dtype in which gradients cross between ranks, where that is not the one they are summed in
-    guarded     said of a parameter while the model does not run: reading it asks zerokit first
+    guarded     a parameter while the model does not run: zerokit intercepts every access to it
 
-One step at stage 3, told in order
-    1. forward: entering a unit's module issues the gathers that stand before it in the order, waits for its own, and
+One step at stage 3, in order
+    1. forward: entering a unit's module issues the gathers that precede it in the order, waits for its own, and
        issues the next one; leaving it, and entering another, frees it (`walk`, `sharded`, `order`).
     2. backward: an output's gradient arrives, a hook gathers the unit that made it; when the last gradient of a unit
        has arrived in its bucket, the bucket is reduced into the shard (`walk`, `sharded`, `gradients`).

@@ -1,4 +1,4 @@
-"""Ranks must hold the same model, cut the same way: compared once at construction, and named where they differ."""
+"""Ranks must hold the same model, cut the same way: compared once, at construction; an error names differences."""
 
 from __future__ import annotations
 
@@ -52,29 +52,31 @@ def _differences(first: object, other: object) -> list[str]:
         first,
         other,
     )
-    found = [
+    differences = [
         f"{key} is {other_settings.get(key)}, not {value}"
         for key, value in settings.items()
         if other_settings.get(key) != value
     ]
     if bucket != other_bucket:
-        found.append(f"bucket_mb counts {other_bucket} bytes, not {bucket}")
+        differences.append(f"bucket_mb counts {other_bucket} bytes, not {bucket}")
     if len(parameters) != len(other_parameters):
-        found.append(f"{len(other_parameters)} parameters, not {len(parameters)}")
+        differences.append(f"{len(other_parameters)} parameters, not {len(parameters)}")
     names = [
         name
         for name in {**parameters, **other_parameters}
         if parameters.get(name) != other_parameters.get(name)
     ]
     for name in names[:_NAMED]:
-        found.append(f"{name} is {_text(other_parameters.get(name))}, not {_text(parameters.get(name))}")
+        differences.append(
+            f"{name} is {_text(other_parameters.get(name))}, not {_text(parameters.get(name))}"
+        )
     if len(names) > _NAMED:
-        found.append(f"and {len(names) - _NAMED} more parameters differ")
-    if not found and units != other_units:
-        found.append(
+        differences.append(f"and {len(names) - _NAMED} more parameters differ")
+    if not differences and units != other_units:
+        differences.append(
             f"{len(other_units)} units ({other_units[0]}, …), not {len(units)} ({units[0]}, …): compare units="
         )
-    return found
+    return differences
 
 
 def _text(parameter: tuple[list[int], str, int, bool] | None) -> str:

@@ -2,7 +2,7 @@
 
 A unit's own modules do, and the modules that hold its weights: those may be called by themselves, past the unit's
 module. Where the first pass went through all of a unit's modules, the hooks inside them are removed, which would cost
-more than the rest of zerokit in a model of small modules; guarded parameters still tell of a call past the unit.
+more than the rest of zerokit in a model of small modules; guarded parameters still notice a call past the unit.
 """
 
 from __future__ import annotations

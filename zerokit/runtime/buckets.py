@@ -1,4 +1,4 @@
-"""One unit's gradients: where they are collected in a backward pass, and where their sum over ranks stands."""
+"""One unit's gradients: where they are collected in a backward pass, and where their sum over ranks is kept."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SMALL_BYTES = 1 << 20
 
 
 class Phase(Enum):
-    """A unit's way through one backward pass."""
+    """The state of a unit in one backward pass."""
 
     IDLE = "no gradient yet"
     FILLING = "some gradients have arrived"
@@ -71,13 +71,13 @@ class UnitGradients:
         """What this rank updates of the unit, and so needs the summed gradients of."""
         self.phase = Phase.IDLE
         self.arrived: set[int] = set()
-        """Positions of the parameters whose gradients this pass has brought."""
+        """Positions of the parameters that have a gradient from this pass."""
         self.filled: set[int] = set()
-        """Positions of those whose place in the bucket holds something."""
+        """Positions of those whose part of the bucket is filled."""
         self.batches = storage.collectives.runs_ahead or self.unit.numel * dtype.itemsize <= _SMALL_BYTES
         """Whether gradients wait until they can be copied into the bucket together."""
         self.waiting: dict[int, Tensor] = {}
-        """Those that do."""
+        """Those gradients."""
         self.received: set[int] = set()
         """Positions of the parameters whose gradients have come since the last `forget`."""
         self.summed = False
@@ -85,7 +85,7 @@ class UnitGradients:
         self.bucket: Tensor | None = None
         """Where gradients accumulate: lent, or kept at stages 0 and 1 and under `accumulate()`."""
         self._pieces: list[Tensor] = []
-        """The parameters' places in the bucket, each in its parameter's shape."""
+        """Views of the bucket, one a parameter, each in its parameter's shape."""
         self._lent: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
         """Those of the pool's buckets, and the gaps between them, by address: these buckets live for ever."""
         self.carry: Tensor | None = None
@@ -105,7 +105,7 @@ class UnitGradients:
 
     @property
     def shard(self) -> Tensor:
-        """Where the sum over ranks of this rank's piece stands, or is to stand."""
+        """The memory of the sum over ranks of this rank's piece."""
         if self._sum is not None:
             return self._sum
         assert self.bucket is not None
@@ -116,7 +116,7 @@ class UnitGradients:
         self.arrived.clear()
 
     def prepare(self, pool: BucketPool) -> bool:
-        """Have a bucket for the gradients of a pass. False when the pool has none left."""
+        """Take a bucket for the gradients of a pass. False when the pool has none left."""
         if self.bucket is None and not self.stage.divides_gradients:
             self.prepare_own()
         elif self.bucket is None:
@@ -130,7 +130,7 @@ class UnitGradients:
         return True
 
     def prepare_own(self) -> None:
-        """Have a bucket of this unit's own, to hold whole gradients over several backward passes."""
+        """Allocate a bucket of this unit's own, to hold whole gradients over several backward passes."""
         if self.bucket is None:
             self.bucket = torch.zeros(self.unit.numel, dtype=self.dtype, device=self.storage.device)
             self._pieces = self._divide(self.bucket)
@@ -142,7 +142,7 @@ class UnitGradients:
         ]
 
     def _zero_gaps(self, pool: BucketPool) -> None:
-        """Find one's way in a bucket that was just lent, and clear what no gradient will fill."""
+        """Make the views of a bucket that was just lent, and clear what no gradient will fill."""
         assert self.bucket is not None
         known = self._lent.get(self.bucket.data_ptr())
         if known is None:
@@ -241,7 +241,7 @@ class UnitGradients:
             self._drop()
 
     def clear(self, position: int) -> None:
-        """Let the gradient of one parameter be zero, wherever it stands between backward passes."""
+        """Let the gradient of one parameter be zero, wherever it is kept between backward passes."""
         part = self.unit.slices[position]
         if self.bucket is not None:
             self.bucket[part.memory.start : part.memory.stop].zero_()

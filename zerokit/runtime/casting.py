@@ -25,7 +25,7 @@ _CASTABLE = frozenset((torch.float64, torch.float32, torch.bfloat16, torch.float
 
 def modules_that_cast(model: nn.Module) -> set[nn.Module]:
     """The modules whose inputs meet weights first."""
-    found = set()
+    casting = set()
     for module in model.modules():
         if isinstance(module, _LISTS):
             continue  # never called: its parameters meet what enters the module around it
@@ -35,8 +35,8 @@ def modules_that_cast(model: nn.Module) -> set[nn.Module]:
         inside = _any_parameters(others)
         of_torch = type(module).__module__.startswith("torch.nn.")
         if (own and (of_torch or not inside)) or (is_parametrized(module) and of_torch):
-            found.add(module)
-    return found
+            casting.add(module)
+    return casting
 
 
 def _any_parameters(modules: Iterable[nn.Module]) -> bool:
@@ -78,5 +78,5 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _cast_leaf(leaf: Any, dtype: torch.dtype) -> Any:
-    # Containers end where pytree's knowledge does.
+    # Containers that pytree does not know are not entered.
     return leaf if isinstance(leaf, list | tuple | dict) else _cast(leaf, dtype)

@@ -32,7 +32,7 @@ class StepControl:
         self._pending: Reading | None = None
 
     def agree(self, finite: Tensor | None) -> bool:
-        """Returns whether every rank's gradients are `finite` (0-d, bool); True where nobody asks.
+        """Returns whether every rank's gradients are `finite` (0-d, bool); True where `finite` is None.
 
         Raises `UsageError` where no rank has gradients, `LayoutMismatch` where ranks took different paths.
         """
@@ -95,5 +95,5 @@ class StepControl:
 
 
 def _differ(numbers: Sequence[float]) -> bool:
-    """Whether some rank's path is another one: the greatest of them and the greatest of their negatives tell."""
+    """Whether some rank's path is another one, by the maximum of the numbers and the maximum of their negatives."""
     return numbers[0] != -numbers[1]

@@ -1,7 +1,7 @@
 """`Ema`: an exponential moving average of the weights, divided over ranks like the optimizer's states.
 
-It is kept as a state of the flat tensors, beside the optimizer's own, so that whatever cuts, saves, loads or reshards
-these does the same to it.
+It is kept as a state of the flat tensors, beside the optimizer's own, so that it is cut, saved, loaded
+and resharded with them.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class Ema:
         if self._parts.gradients.shown:
             raise UsageError("applied() inside gathered_gradients(): leave that context first")
         self._parts.control.finish()
-        # A rank that owns nothing cannot tell by itself.
+        # A rank that owns nothing cannot know by itself.
         begun = any(EMA in self._state(flat) for flat in self._flats())
         agreed = torch.tensor([float(begun)], device=self._parts.collectives.device)
         self._parts.collectives.all_reduce(agreed, dist.ReduceOp.MAX)
@@ -151,7 +151,7 @@ class Ema:
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        """Weights and averages change places, on every rank."""
+        """Exchange weights and averages, on every rank."""
         parts = self._parts
         parts.control.finish()
         parts.walk.absorb_changes()

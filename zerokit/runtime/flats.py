@@ -1,4 +1,4 @@
-"""Flat tensors are divided where their parameters go separate ways.
+"""Flat tensors are divided where their parameters are no longer trained alike.
 
 The optimizer counts steps, and skips what has no gradient, by tensor. A flat tensor serves all parameters of a unit and
 group while they are trained alike; a parameter that is frozen later, or that a checkpoint brings another count for,
@@ -47,8 +47,8 @@ def _replace(storage: FlatUnit, flat: Flat, pieces: list[Interval], inner: Optim
             inner.state[tensor] = {name: _piece_of(value, flat, start, stop) for name, value in state.items()}
         made.append(Flat(flat.group, piece, tensor))
     params = inner.param_groups[flat.group]["params"]
-    place = next(place for place, tensor in enumerate(params) if tensor is flat.tensor)
-    params[place : place + 1] = [one.tensor for one in made]
+    index = next(index for index, tensor in enumerate(params) if tensor is flat.tensor)
+    params[index : index + 1] = [one.tensor for one in made]
     return made
 
 
@@ -74,8 +74,8 @@ def cut_flats(storage: FlatUnit, inner: Optimizer, pieces: Sequence[tuple[int, i
         old = [flat.tensor for flat in storage.flats if flat.group == number]
         if old:
             params = entry["params"]
-            place = next(place for place, tensor in enumerate(params) if tensor is old[0])
-            params[place : place + len(old)] = [flat.tensor for flat in made if flat.group == number]
+            index = next(index for index, tensor in enumerate(params) if tensor is old[0])
+            params[index : index + len(old)] = [flat.tensor for flat in made if flat.group == number]
     for flat in storage.flats:
         inner.state.pop(flat.tensor, None)
     storage.flats = made
@@ -85,7 +85,7 @@ def cut_flats(storage: FlatUnit, inner: Optimizer, pieces: Sequence[tuple[int, i
 def level_momentum(inner: Optimizer) -> None:
     """Let tensors that begin late in a group go together with the others: a fused kernel wants all buffers or none.
 
-    SGD's first step takes the gradient as its momentum, which zeros before it come to as well, without dampening.
+    SGD's first step takes the gradient as its momentum, which a momentum of zeros gives as well, without dampening.
     """
     for group in inner.param_groups:
         active = [tensor for tensor in group["params"] if tensor.grad is not None]

@@ -2,7 +2,7 @@
 
 At these stages parameters stay whole. At stages 1 and 2 their owners update them, and every rank gathers them right
 after the step, behind whatever the host does next; they are waited for unit by unit, in the next forward or when
-somebody reads a parameter before.
+a parameter is read before.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Gathering:
         self._collectives = collectives
         rest = [unit.unit.index for unit in units if not unit.unit.scopes]
         self.kept = frozenset(rest)
-        """Units that stay gathered from their first use to the end of backward: whoever uses them, and when."""
+        """Units that stay gathered from their first use to the end of backward, whatever uses them."""
         self.forward_order = rest + [unit.unit.index for unit in units if unit.unit.scopes]
         self.recorded = False
         """Whether `forward_order` is what a forward pass of rank 0 did."""
@@ -52,7 +52,7 @@ class Gathering:
     def gather_updated(self) -> None:
         """Start gathering what its owners have updated, on every rank.
 
-        Another rank may have left after its last step; whoever needs the values will hear of it.
+        Another rank may have left after its last step; an error is raised when the values are needed.
         """
         if not self._stage.gathers_updates:
             return
@@ -73,7 +73,7 @@ class Gathering:
         self._collectives.wait_for_readers()
 
     def read(self, index: int, name: str, *, in_forward: bool, in_backward: bool) -> None:
-        """Somebody is about to use parameter `name` of unit `index` outside the modules that announce it.
+        """Parameter `name` of unit `index` is about to be used outside the modules that announce it.
 
         Raises `UsageError` where this rank alone cannot have its value (stage 3, outside the model's forward).
         """
@@ -119,7 +119,7 @@ class Gathering:
         return self._active[index] <= 0
 
     def pin(self, unit: FlatUnit) -> None:
-        """Nothing will tell when backward reads `unit`: it stays until then."""
+        """No hook will show when backward reads `unit`: it stays gathered until then."""
 
     def hold(self) -> None:
         """Backward makes a graph of its own, which reads weights again: all of them stay until `drop`."""
@@ -200,7 +200,9 @@ class Gathering:
                 last = index
         for index in range(len(self._units)):
             if index not in order:
-                before = max((place for place, other in enumerate(order) if other == index - 1), default=-1)
+                before = max(
+                    (position for position, other in enumerate(order) if other == index - 1), default=-1
+                )
                 order.insert(before + 1, index)
         return order
 
@@ -233,7 +235,7 @@ COMPILE_PARTS = (
 
 
 def refuse_reading(name: str) -> UsageError:
-    """What somebody hears who uses a freed parameter where its unit cannot be gathered."""
+    """The error for using a freed parameter where its unit cannot be gathered."""
     if torch._guards.CompileContext.try_get() is not None:
         return UsageError(
             f"torch.compile of the whole model reads {name}, which stage 3 has divided over ranks: {COMPILE_PARTS}"

@@ -1,6 +1,6 @@
 """Gradients: from autograd into flat buckets, over the ranks, into shards.
 
-    stage 0, 1   one whole bucket a unit, kept; the sum over ranks stands in this rank's piece of it (and, at
+    stage 0, 1   one whole bucket a unit, kept; the sum over ranks is in this rank's piece of it (and, at
                  stage 0, is gathered to all pieces)
     stage 2, 3   one shard a unit, kept; buckets are lent by a small pool while a unit's gradients arrive
 
@@ -11,7 +11,7 @@ reduction divides. With a bf16 `wire` the bucket, times 1/N by then, is rounded 
 and the rounded pieces of all ranks are added in fp32; stage 0 gathers the sums in fp32. Units are reduced in one order
 on every rank. At stage 3 it is part of the order of gathers (see order's [Note: one order]); at the others it is
 reversed line order in the first backward, in which rank 0 records the order in which its units became complete. A unit
-that is incomplete at the end of backward is reduced with zeros in place of what is missing.
+that is incomplete at the end of backward is reduced with zeros for what is missing.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Gradients:
         self.recorded = False
         self.accumulating = False
         self.spoiled = False
-        """Whether a failed backward pass has left sums of earlier ones that nobody can separate from it."""
+        """Whether a failed backward pass has left sums of earlier ones mixed with its own."""
         self.shown = False
         """Whether whole gradients are shown to the user, who may change them."""
         self._idle: set[tuple[int, int]] = set()
@@ -139,7 +139,7 @@ class Gradients:
             self._complete(unit)
 
     def follow(self, order: Sequence[int]) -> None:
-        """Reduce in this order in the backward pass that begins, as far as `allow` says."""
+        """Reduce in this order in the backward pass that begins, as far as `allow` permits."""
         if not self._next:
             self.order = list(order)
             self._allowed = 0

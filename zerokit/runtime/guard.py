@@ -1,9 +1,9 @@
-"""Parameters that answer for themselves while the model does not run.
+"""Parameters whose every access is intercepted while the model does not run.
 
 Between passes a parameter's memory may be gone (stage 3), on its way (stages 1 and 2) or a rounded copy of its master,
 and its gradient lies in zerokit's buckets. Code that reads or changes parameters then must get what PyTorch would
-give it, or an error that says what to write. So a parameter changes its class, keeping its identity: to a *guarded*
-subclass while nobody computes with it, and back when its unit is ready. PyTorch calls a guarded parameter's
+give it, or an error that names the right call. So a parameter changes its class, keeping its identity: to a *guarded*
+subclass while the model does not use it, and back when its unit is ready. PyTorch calls a guarded parameter's
 `__torch_function__` before every operation on it; the plain class costs nothing in forward and backward.
 """
 
@@ -42,11 +42,11 @@ _METADATA = frozenset(
     full_like rand_like randn_like randint_like new_empty new_zeros new_ones new_full new_tensor
     """.split()  # noqa: SIM905 - a list of strings, one a line, fills the page
 )
-"""What tells about a tensor and reads no element of it: functions, and properties by their name."""
+"""What describes a tensor and reads no element of it: functions, and properties by their name."""
 
 
 class Guard(Protocol):
-    """Who decides what may be done with the parameters of a unit while the model does not run."""
+    """Decides what may be done with the parameters of a unit while the model does not run."""
 
     def read(self, unit: int, name: str) -> None:
         """Make the parameter's values current, or raise `UsageError`."""
@@ -59,7 +59,7 @@ class Guard(Protocol):
 
 
 class Changes(Protocol):
-    """A unit that is told of changes that the version counters of its parameters do not show."""
+    """A unit that takes note of changes that the version counters of its parameters do not show."""
 
     def take_exact(self, position: int, values: Tensor) -> None:
         """`values` were copied into a parameter and may have been rounded: masters take them as they are."""
@@ -181,7 +181,7 @@ class Guarded(_WithoutGradient):
 
 
 class HeldGradient(Tensor):
-    """What `parameter.grad` is while zerokit holds the gradient: it can be cleared, and tells how to do the rest."""
+    """`parameter.grad` while zerokit holds the gradient: it can be cleared; any other use is an error with advice."""
 
     ticket: Ticket
 

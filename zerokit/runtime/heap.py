@@ -43,7 +43,7 @@ class Heap:
 
 
 def keep_freed_memory() -> None:
-    """Ask glibc to keep the free top of its heap from now on, unless the environment says what to keep.
+    """Ask glibc to keep the free top of its heap from now on, unless the environment sets how much.
 
     By itself glibc keeps 64 MiB at most, so that every step would hand the rest back and fault it in again: a backward
     pass that drops each gradient at once frees much more. This also ends glibc's search for the size from which

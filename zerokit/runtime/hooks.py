@@ -46,7 +46,7 @@ def _ignore(*args: Any) -> None:
 
 
 def in_backward() -> bool:
-    """Whether autograd's engine is running in this thread, be it that a checkpoint recomputes a forward."""
+    """Whether autograd's engine is running in this thread, even while a checkpoint recomputes a forward."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 

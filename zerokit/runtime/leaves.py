@@ -1,4 +1,4 @@
-"""Autograd's accumulating nodes, by which one can tell whether a backward pass brings gradients at all."""
+"""Autograd's accumulating nodes, which show whether a backward pass brings gradients at all."""
 
 from __future__ import annotations
 

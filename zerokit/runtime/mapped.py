@@ -1,7 +1,7 @@
 """Linux hosts only: memory whose pages come and go, and read as nan while they are away.
 
-Pages outside the shard are handed back to the system. In their place stands one small piece of memory, over and over,
-whose bytes are all ones: nan in every floating-point dtype. A view that somebody kept reads nan there, where returned
+Pages outside the shard are handed back to the system. They are replaced by one small piece of memory, mapped over and
+over, whose bytes are all ones: nan in every floating-point dtype. A view that the user kept reads nan there; returned
 pages alone would read as zeros, and an emptied storage would end the process.
 """
 
@@ -87,8 +87,8 @@ def _nan_file() -> int:
 def _map_at(address: int, length: int, descriptor: int) -> None:
     """Put fresh memory (descriptor -1), or a private view of a file, where other memory of this process was."""
     flags = mmap.MAP_PRIVATE | _MAP_FIXED | (mmap.MAP_ANONYMOUS if descriptor < 0 else 0)
-    found = _mmap()(address, length, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0)
-    if found != address:
+    mapped_at = _mmap()(address, length, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0)
+    if mapped_at != address:
         raise MemoryError(f"the system refuses to map {length} bytes: {os.strerror(ctypes.get_errno())}")
 
 

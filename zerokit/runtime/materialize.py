@@ -42,7 +42,7 @@ class Materializer:
         wanted = [parameter for parameter in parameters if parameter.is_meta]
         values: dict[nn.Parameter, Tensor] = {}
         for owner in dict.fromkeys(self._owners[parameter] for parameter in wanted):
-            with self._stand_ins(owner) as scratch:
+            with self._scratch_parameters(owner) as scratch:
                 self._initialise(owner)
             values.update({p: scratch[p].detach() for p in wanted if self._owners[p] is owner})
         return values
@@ -55,11 +55,11 @@ class Materializer:
                 continue
             for name, buffer in meta.items():
                 module._buffers[name] = torch.empty_like(buffer, device=self._device)
-            with self._stand_ins(module):
+            with self._scratch_parameters(module):
                 self._initialise(module)
 
     @contextmanager
-    def _stand_ins(self, module: nn.Module) -> Iterator[dict[nn.Parameter, nn.Parameter]]:
+    def _scratch_parameters(self, module: nn.Module) -> Iterator[dict[nn.Parameter, nn.Parameter]]:
         """Let `module` hold scratch parameters for a while: its own may be on `meta`, or freed already."""
         held = dict(module._parameters)
         scratch = {

@@ -3,7 +3,7 @@
 [Note: one storage for life] Autograd saves views of weights (a transposed weight, for example). Re-pointing a
 parameter to another storage would leave those behind, so a unit keeps one storage, and only the memory behind it
 comes and goes: on CUDA the storage is resized; on Linux hosts its pages are handed back to the system, all but those
-of the shard, which so needs neither a second place nor a copy at every gather (`mapped`).
+of the shard, which so needs neither memory of its own nor a copy at every gather (`mapped`).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class PermanentMemory:
 
 
 class ResizedMemory:
-    """Any device: the storage is resized, and the shard has a place of its own."""
+    """Any device: the storage is resized, and the shard has memory of its own."""
 
     def __init__(self, whole: Tensor, own: Interval) -> None:
         self.whole = whole

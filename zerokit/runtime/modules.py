@@ -83,23 +83,23 @@ def take_apart(model: nn.Module, rule: UnitRule | None, groups: Mapping[nn.Param
 
 def _unit_modules(model: nn.Module, rule: UnitRule | None) -> dict[str, nn.Module]:
     matches = _as_predicate(model, rule)
-    found: dict[str, nn.Module] = {}
+    unit_modules: dict[str, nn.Module] = {}
 
     def visit(path: str, module: nn.Module) -> None:
         for name, child in module.named_children():
             where = f"{path}.{name}" if path else name
             if matches(child):
-                found[where] = child
+                unit_modules[where] = child
             else:
                 visit(where, child)
 
     visit("", model)
-    if rule is not None and not found:
+    if rule is not None and not unit_modules:
         raise UsageError(
             f"units={rule!r} matches no module inside {type(model).__name__}: pass the class of its repeated block, "
             "or leave units out to take the children of every ModuleList and Sequential"
         )
-    return found
+    return unit_modules
 
 
 def _as_predicate(model: nn.Module, rule: UnitRule | None) -> Callable[[nn.Module], bool]:
@@ -124,12 +124,12 @@ def announcers(model: nn.Module, anatomy: Anatomy, units: Iterable[Unit]) -> dic
     These are its unit modules, or else the modules that hold its parameters, unless the root holds one itself.
     """
     modules = dict(model.named_modules())
-    found: dict[int, list[set[nn.Module]]] = {}
+    by_unit: dict[int, list[set[nn.Module]]] = {}
     for unit in units:
         owners = {module for p in unit.parameters for module in anatomy.owners[p.name]}
         choices = [{modules[scope] for scope in unit.scopes}] if unit.scopes else []
-        found[unit.index] = choices if model in owners else [*choices, owners]
-    return found
+        by_unit[unit.index] = choices if model in owners else [*choices, owners]
+    return by_unit
 
 
 class KnownParameters:
@@ -143,7 +143,7 @@ class KnownParameters:
         """Raise `UsageError` where parameters have come, gone or changed their names."""
         if self._registrations == registrations():
             return
-        # torch.func.functional_call puts plain tensors in the places of parameters.
+        # torch.func.functional_call replaces parameters by plain tensors.
         named: Iterable[tuple[str, object]] = model.named_parameters(remove_duplicate=False)
         foreign = [
             name for name, p in named if isinstance(p, nn.Parameter) and self._known.get(name) != id(p)

@@ -101,7 +101,7 @@ class ZeroOptimizer(Optimizer):
         )
         """What the optimizer is made of; for zerokit's own checkpoints."""
         self.refusal = ""
-        """Why `step` must not be called: set while a state is being loaded, and left there if that fails."""
+        """Why `step` is refused: set while a state is being loaded, and left there if that fails."""
         self.ema: Ema | None = None
         """The average of the weights, if there is one: made by `zerokit.Ema(optimizer, decay)`."""
         self.host_copy: Tensor | None = None
@@ -112,7 +112,7 @@ class ZeroOptimizer(Optimizer):
         self._norm: Tensor | None = None
         self._unscaled = False
         self._finite: Tensor | None = None
-        """Whether the gradients are, 0-d, where a norm has told."""
+        """Whether the gradients are finite, 0-d, where a norm has shown it."""
         self._optimizer_step_pre_hooks = self.parts.inner._optimizer_step_pre_hooks
         self._optimizer_step_post_hooks = self.parts.inner._optimizer_step_post_hooks
         install_model_methods(
@@ -232,7 +232,7 @@ class ZeroOptimizer(Optimizer):
         """Raise `UsageError` while the model has its averaged weights."""
         if self.averaged:
             raise UsageError(
-                f"{call} inside `with ema.applied():`, where weights and averages have changed places: leave it first"
+                f"{call} inside `with ema.applied():`, where weights and averages are exchanged: leave it first"
             )
 
     def _require_reduced(self, call: str) -> None:
@@ -269,7 +269,7 @@ class ZeroOptimizer(Optimizer):
         """Inside, every `parameter.grad` is a whole tensor, averaged over ranks; all ranks must enter together.
 
         In-place changes made alike on all ranks are kept, so torch's functions over gradients work here. Costs an
-        all-gather and the memory of whole gradients. Elsewhere `parameter.grad` only tells that there is one.
+        all-gather and the memory of whole gradients. Elsewhere `parameter.grad` only shows that there is one.
         """
         self._require_reduced("gathered_gradients()")
         self.parts.walk.finish()
@@ -333,7 +333,7 @@ class ZeroOptimizer(Optimizer):
         """The factor that `backward` applies to the loss: 1 unless fp16."""
         return 1.0 if self.scaler is None else self.scaler.value
 
-    # ---- being a torch.optim.Optimizer: one truth, the inner optimizer's
+    # ---- the interface of torch.optim.Optimizer, forwarded to the inner optimizer
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -360,7 +360,7 @@ class ZeroOptimizer(Optimizer):
         self.parts.inner.defaults = defaults
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part of the state: only a rank at the same place of an equal run can load it."""
+        """This rank's part of the state: only the same rank of an equal run can load it."""
         self.require_own_weights("state_dict()")
         self.parts.control.finish()
         state = take_state(self.parts)

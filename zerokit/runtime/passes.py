@@ -53,7 +53,7 @@ class Passes:
         self.unanswered = False
         """Whether a forward pass with gradients has no backward yet."""
         self.elsewhere: set[int] = set()
-        """Units used where no hook tells when backward is done with them."""
+        """Units used where no hook shows when backward is done with them."""
         self._open: list[ForwardPass] = []
         """Passes with gradients since the last step that no backward has come through."""
 

@@ -44,7 +44,7 @@ class Precision:
     master: torch.dtype = torch.float32
     cast_inputs: bool = True
     wire: torch.dtype | None = None
-    """None where gradients travel in `reduce`, however that was said."""
+    """None where gradients travel in `reduce`, given so or by default."""
 
     def __post_init__(self) -> None:
         roles = _ROLES if self.wire is None else (*_ROLES, "wire")

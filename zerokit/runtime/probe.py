@@ -1,4 +1,4 @@
-"""Whether an optimizer updates each element by itself, found by trying it on a small matrix."""
+"""Whether an optimizer updates each element by itself, tried on a small matrix."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def probe(optimizer_class: type[Optimizer], options: dict[str, Any], master: tor
     gradients = [torch.randn(_SHAPE, generator=generator) for _ in range(_STEPS)]
     half = start.numel() // 2
     whole = [nn.Parameter(start.clone())]
-    optimizer = optimizer_class(whole, **options)  # a wrong option speaks for itself
+    optimizer = optimizer_class(whole, **options)  # a wrong option raises its own error
     try:
         _run(optimizer, whole, [[gradient] for gradient in gradients])
         cut = [nn.Parameter(piece.clone()) for piece in start.flatten().split(half)]

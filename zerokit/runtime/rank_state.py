@@ -15,7 +15,7 @@ from zerokit.runtime.update import write_back
 
 
 class RankState(OrderedDict[str, Any]):
-    """One rank's part of the state; says so to whoever looks for torch's keys in it."""
+    """One rank's part of the state; looking up torch's keys in it raises an error with advice."""
 
     def __missing__(self, key: str) -> NoReturn:
         raise UsageError(
@@ -38,17 +38,17 @@ def take_state(parts: Parts) -> RankState:
                 for storage in parts.storages
             ],
             "masters": [flat.tensor.detach() for storage in parts.storages for flat in storage.flats],
-            "place": _place(parts),
+            "place": _origin(parts),
         }
     )
 
 
 def load_state(parts: Parts, state: Mapping[str, Any]) -> None:
     """Take back what `take_state` gave. Raises `LayoutMismatch` for another layout, stage or rank."""
-    if state.get("place") != _place(parts):
+    if state.get("place") != _origin(parts):
         raise LayoutMismatch(
             "this state was saved by another rank, stage, precision or layout; a "
-            "rank's state_dict fits only the same place. "
+            "rank's state_dict fits only the same rank of an equal run. "
             "Use a zerokit checkpoint to change world size or stage"
         )
     parts.gathering.make_current()  # what the last step has updated may still be on its way
@@ -64,6 +64,6 @@ def load_state(parts: Parts, state: Mapping[str, Any]) -> None:
     parts.gathering.gather_updated()
 
 
-def _place(parts: Parts) -> tuple[str, int, int, str]:
+def _origin(parts: Parts) -> tuple[str, int, int, str]:
     rank = parts.collectives.rank
     return (parts.layout.digest().hex(), int(parts.stage), rank, str(parts.precision.as_dict()))

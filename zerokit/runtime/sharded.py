@@ -3,11 +3,11 @@
 [Note: freeing in backward] A unit is freed when the backward pass enters another one, or ends; never at its last
 gradient, because a frozen weight is needed after that. It is safe because autograd runs nodes in reverse order of
 creation: when the output of an earlier unit receives its gradient, all nodes of later units have run. Where no hook
-can tell (outputs that are no tensors to us, torch.func, weights used by other modules) units stay until backward
+shows it (outputs that are no tensors to us, torch.func, weights used by other modules) units stay until backward
 ends, and where backward builds a graph of its own, all units do, until the next plain backward or `step()`.
 
 [Note: leaving the order] A pass may use a unit again that it has freed, though the recorded pass did not (a loop with
-more rounds). All ranks must then do the same: they say so to each other before anything is sent, which costs a few
+more rounds). All ranks must then do the same: they agree on it before anything is sent, which costs a few
 milliseconds, and the order is recorded again at the end of that pass.
 """
 
@@ -119,17 +119,17 @@ class ShardedGathering(Gathering):
         index = unit.unit.index
         if self._open:
             return
-        place = self._forward.find(index)
-        if place is None or self._deviated:
+        position = self._forward.find(index)
+        if position is None or self._deviated:
             self._enter_again(unit)
         else:
-            if index not in self.kept:  # whoever came before a kept unit may go on after it
-                self._leave_out(self._forward, place, self._issue_forward)
-                self._forward.cursor = place
+            if index not in self.kept:  # a unit before a kept one may be used again after it
+                self._leave_out(self._forward, position, self._issue_forward)
+                self._forward.cursor = position
                 self._release(self._forward)
-            self._issue_forward(place + 1)
+            self._issue_forward(position + 1)
             unit.ready()
-            self._issue_forward(place + 1 + self._prefetch, ahead=True)
+            self._issue_forward(position + 1 + self._prefetch, ahead=True)
         self._entered.add(index)
 
     def _enter_again(self, unit: FlatUnit) -> None:
@@ -159,7 +159,7 @@ class ShardedGathering(Gathering):
     def leave(self, unit: FlatUnit) -> bool:
         outermost = super().leave(unit)
         if outermost:
-            unit.guard()  # whoever reads its weights from here on is noticed, though they may still be there
+            unit.guard()  # reads of its weights from here on are noticed, though they may still be there
         return outermost
 
     def pin(self, unit: FlatUnit) -> None:
@@ -214,20 +214,20 @@ class ShardedGathering(Gathering):
             self._begin_round(current)
         for unit in units:
             index = unit.unit.index
-            place = self._backward.find(index)
-            if place is None:
+            position = self._backward.find(index)
+            if position is None:
                 self._use(unit)
                 self._entered.add(index)
                 continue
             if not recomputing:
-                self._leave_out(self._backward, place, self._issue_backward)
-                self._backward.cursor = place
+                self._leave_out(self._backward, position, self._issue_backward)
+                self._backward.cursor = position
                 self._release(self._backward, {other.unit.index for other in units})
-            self._issue_backward(place + 1)
+            self._issue_backward(position + 1)
             unit.ready()
-            self._issue_backward(place + 1 + self._prefetch, ahead=True)
+            self._issue_backward(position + 1 + self._prefetch, ahead=True)
             self._entered.add(index)
-            if place in (0, len(self._backward.units) - 1) and not recomputing:
+            if position in (0, len(self._backward.units) - 1) and not recomputing:
                 # What came after the units (logits) is free by now, or else all activations are, but they
                 # leave holes too small for the large gradients of the rest of the model (embeddings).
                 self._heap.return_freed_memory()
@@ -298,8 +298,8 @@ class ShardedGathering(Gathering):
     # ---- memory
 
     def _issue_forward(self, stop: int, *, ahead: bool = False) -> None:
-        for place in self._forward.issue(stop, ahead=ahead):
-            unit = self._units[self._forward.units[place]]
+        for position in self._forward.issue(stop, ahead=ahead):
+            unit = self._units[self._forward.units[position]]
             if unit.unit.index in self.kept:
                 self._use(unit, wait=False)
             elif not (self._held and unit.resident):
@@ -309,10 +309,10 @@ class ShardedGathering(Gathering):
         assert self._round is not None
         plan = self._round.plan
         assert plan is not None
-        for place in self._backward.issue(stop, ahead=ahead):
-            self._reduce_due(plan.due(place))
-            unit = self._units[plan.gathers[place]]
-            stays = place == 0 and self._last_stays and unit.unit.index == self._last
+        for position in self._backward.issue(stop, ahead=ahead):
+            self._reduce_due(plan.due(position))
+            unit = self._units[plan.gathers[position]]
+            stays = position == 0 and self._last_stays and unit.unit.index == self._last
             if not stays and not (self._held and unit.resident):
                 self._gather(unit)
             self._last_stays = False
@@ -321,7 +321,7 @@ class ShardedGathering(Gathering):
     def _leave_out(
         self, order: Order, stop: int, issue: Callable[[int], None], *, ending: bool = False
     ) -> None:
-        """Issue the places up to `stop`, which this rank does not use, and hold one unit at a time."""
+        """Issue the positions up to `stop`, which this rank does not use, and hold one unit at a time."""
         while order.issued < stop:
             order.cursor = max(order.cursor, order.issued)
             self._release(order, ending=ending)
@@ -332,7 +332,7 @@ class ShardedGathering(Gathering):
         self._out.add(unit.unit.index)
 
     def _use(self, unit: FlatUnit, *, wait: bool = True) -> None:
-        """Have `unit`, whatever the order says."""
+        """Gather `unit` for use, whatever the order."""
         index = unit.unit.index
         if not unit.resident:
             unit.gather()

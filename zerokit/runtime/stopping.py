@@ -1,7 +1,7 @@
 """When training should stop: a signal that reached some rank, or the end of the job's time; all ranks agree.
 
-Clusters end jobs by a signal and, some seconds later, by force; when and in which ranks the signal arrives is
-anybody's guess. So a handler only takes note of it, and once a step all ranks learn the greatest note of any.
+Clusters end jobs by a signal and, some seconds later, by force; when and in which ranks the signal arrives is not
+known. So a handler only takes note of it, and once a step all ranks learn the greatest note of any.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from zerokit.errors import UsageError
 from zerokit.runtime.optimizer import ZeroOptimizer
 
 END_TIME = "SLURM_JOB_END_TIME"
-"""Where Slurm (22.05 and later) says when the job will be ended, in seconds since 1970."""
+"""Where Slurm (22.05 and later) states when the job will be ended, in seconds since 1970."""
 
 _DEADLINE = 1 << 10
 """A note of the deadline: greater than any signal's number."""
 
 
 class StopSignal:
-    """Tells all ranks, at the same step, that it is time to save and leave. A context manager.
+    """Lets all ranks learn, at the same step, that it is time to save and leave. A context manager.
 
         with zerokit.StopSignal(optimizer, minutes_before=5) as stop:
             for step in range(done, steps):
@@ -46,9 +46,9 @@ class StopSignal:
     Args:
         optimizer: its ranks agree.
         minutes_before: the deadline that much earlier asks for a stop: time for the last steps and the save.
-        deadline: seconds since 1970, or a `datetime`; by default what Slurm says in SLURM_JOB_END_TIME, if anything.
-        signals: are taken while the context is entered, and had back by their former handlers after it. Their second
-            coming changes nothing. Only the main thread can take signals.
+        deadline: seconds since 1970, or a `datetime`; by default Slurm's SLURM_JOB_END_TIME, if it is set.
+        signals: are handled while the context is entered; their former handlers are restored after it. A second
+            signal changes nothing. Only the main thread can take signals.
         every: ask the other ranks at every so many calls of `requested`. It costs one message of 8 bytes, in which the
             ranks' processes wait for each other; devices go on.
 
@@ -72,7 +72,7 @@ class StopSignal:
         if type(every) is not int or every < 1:
             raise UsageError(f"every={every!r}: expected an integer of at least 1")
         self.deadline = _deadline(deadline, os.environ)
-        """Seconds since 1970; None where nobody has set one."""
+        """Seconds since 1970; None without a deadline."""
         self.reason = ""
         """Why to stop, the same on every rank: such as "SIGTERM on rank 1"; "" until `requested` returns True."""
         self._minutes_before = minutes_before
@@ -104,7 +104,7 @@ class StopSignal:
         self._entered = False
         while self._former:
             number, former = self._former.popitem()
-            # A handler that was not installed from Python is None here, and cannot be had back.
+            # A handler that was not installed from Python is None here, and cannot be restored.
             signal.signal(number, signal.SIG_DFL if former is None else former)
 
     def requested(self) -> bool:
@@ -118,7 +118,7 @@ class StopSignal:
         self._calls += 1
         if self._calls % self._every:
             return False
-        self.reason = self._told(self._agree(self._mine()))
+        self.reason = self._describe(self._agree(self._mine()))
         return bool(self.reason)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -146,7 +146,7 @@ class StopSignal:
                 dist.all_reduce(notes, op=dist.ReduceOp.MAX, group=self._group)
         return int(notes.item())
 
-    def _told(self, agreed: int) -> str:
+    def _describe(self, agreed: int) -> str:
         note, rank = divmod(agreed, self._collectives.world)
         if not note:
             return ""
@@ -176,9 +176,9 @@ def _deadline(given: float | datetime | None, environment: Mapping[str, str]) ->
 
 def _signal(number: int) -> signal.Signals:
     try:
-        found = signal.Signals(number)
+        signal_given = signal.Signals(number)
     except ValueError:
         raise UsageError(f"signals: {number!r} is no signal of this system") from None
-    if found in (signal.SIGKILL, signal.SIGSTOP):
-        raise UsageError(f"signals: {found.name} cannot be taken by anybody")
-    return found
+    if signal_given in (signal.SIGKILL, signal.SIGSTOP):
+        raise UsageError(f"signals: {signal_given.name} cannot be handled by any process")
+    return signal_given

@@ -6,8 +6,8 @@ stage 3         `shard` always exists; `whole` has memory while the unit is gath
 [Note: freed weights] Autograd saves weights for backward, as themselves or as views. While a unit is freed (stage 3),
 its parameters' version counters stand one higher, so that autograd refuses to read what it saved, as it does after an
 in-place change; gathering sets them back. The parameters themselves show nan in their own shape, in no memory, and
-are guarded (see `guard`); on Linux hosts the freed memory reads as nan, too. So a freed weight is never taken for
-numbers, whichever way somebody comes by it.
+are guarded (see `guard`); on Linux hosts the freed memory reads as nan, too. So the memory of a freed weight never
+reads as valid values, however it is reached.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ class FlatUnit:
         if self.unit.trainable and master != self.dtype:
             exact = torch.zeros(self.unit.numel, dtype=master, device=self.device)
         with torch.no_grad():
-            places = zip(self.parameters, self._views, self.unit.slices, strict=True)
-            for parameter, view, part in places:
+            members = zip(self.parameters, self._views, self.unit.slices, strict=True)
+            for parameter, view, part in members:
                 target = exact[part.offset : part.offset + part.parameter.numel].view(part.parameter.shape)
                 if not parameter.is_meta:
                     target.copy_(parameter)
@@ -205,7 +205,7 @@ class FlatUnit:
         self._aliases.append(weakref.ref(alias))
 
     def note_versions(self) -> None:
-        """From now on, other versions of the parameters mean that somebody changed them."""
+        """From now on, other versions of the parameters mean that the user changed them."""
         self._aliases = [alias for alias in self._aliases if alias() is not None]
         self._versions = self._current_versions()
 
@@ -217,7 +217,7 @@ class FlatUnit:
 
     @property
     def changed(self) -> bool:
-        """Whether somebody else may have changed the parameters in place since `note_versions`."""
+        """Whether the user may have changed the parameters in place since `note_versions`."""
         return bool(self._aliases) or self._versions != self._current_versions()
 
     def _current_versions(self) -> list[int]:
@@ -225,7 +225,7 @@ class FlatUnit:
             return [parameter._version for parameter in self.parameters]
 
     def set_trainable(self, position: int, trainable: bool) -> None:
-        """Somebody set `requires_grad`: a parameter can stop and go on, but not begin to be trained."""
+        """The user set `requires_grad`: a parameter can be frozen and unfrozen, but not begin to be trained."""
         layout = self.unit.parameters[position]
         if trainable and not layout.trainable:
             raise UsageError(
@@ -287,7 +287,7 @@ class FlatUnit:
     # ---- guarding
 
     def issue_tickets(self, guard: weakref.ref[Guard]) -> None:
-        """Let the parameters know whom to ask once they are guarded."""
+        """Let the parameters know the guard to call once they are guarded."""
         me = weakref.ref(self)
         for position, (parameter, layout) in enumerate(
             zip(self.parameters, self.unit.parameters, strict=True)
@@ -313,7 +313,7 @@ class FlatUnit:
             flat.tensor.__class__ = nn.Parameter
 
     def guard(self) -> None:
-        """Let the parameters answer for themselves; see the module `guard`."""
+        """Guard the parameters; see the module `guard`."""
         if not self.guarded:
             self._take_replaced()
             self.guarded = True
@@ -353,14 +353,14 @@ class FlatUnit:
         )
 
     def _require_renorm(self) -> None:
-        """Only what comes to the same when it is done again may change weights in forward: Embedding's max_norm."""
+        """Weights may change in forward only by an idempotent operation: Embedding's max_norm."""
         versions = self._current_versions()
         for position, layout in enumerate(self.unit.parameters):
             if versions[position] != self._versions[position] and position not in self.renormed:
                 self._refuse_change(layout.name)
 
     def note_requires_grad(self) -> None:
-        """Take note of what was frozen, or goes on, while nobody was watching."""
+        """Take note of what was frozen or unfrozen while the parameters were not guarded."""
         if self._watched:
             return
         self._watched = self.guarded
@@ -371,9 +371,9 @@ class FlatUnit:
                 self.set_trainable(position, trainable)
 
     def check(self, *, replaced: bool = False) -> None:
-        """Raise `UsageError` if someone re-pointed a parameter: updates would be lost without a word.
+        """Raise `UsageError` if a parameter was re-pointed: updates would be lost silently.
 
-        Guarded parameters refuse that at once; this finds what happened while they were not. `replaced` allows
+        Guarded parameters refuse that at once; this detects what happened while they were not. `replaced` allows
         memory of the same form. Takes note of parameters that have been frozen meanwhile.
         """
         addresses = self._addresses if self._shown else [p.data_ptr() for p in self._placeholders]

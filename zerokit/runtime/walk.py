@@ -1,4 +1,4 @@
-"""Follows a model's forward and backward passes by hooks, and tells gathering and gradients where they are.
+"""Follows a model's forward and backward passes by hooks, and keeps gathering and gradients in step with them.
 
 The hooks hold weak references only, so that deleting the model and the optimizer frees their memory.
 
@@ -9,7 +9,7 @@ whose callback never ran has failed: what it brought is dropped.
 current task, gather what they need, and free nothing.
 
 [Note: passes that bring no gradients] `torch.autograd.grad` differentiates without accumulating. Such a pass gathers
-like any other, and reduces nothing: the engine tells whether it will reach a parameter.
+like any other, and reduces nothing: the engine shows whether it will reach a parameter.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class ModelWalk:
         self._modules.remove()
 
     def read(self, unit: int, name: str) -> None:
-        """Somebody uses a parameter outside the modules that announce it."""
+        """A parameter is used outside the modules that announce it."""
         recomputing = in_backward()
         with outside_transforms():
             self.gathering.read(unit, name, in_forward=self._in_forward, in_backward=recomputing)
@@ -360,9 +360,9 @@ class ModelWalk:
             )
 
     def finish(self) -> None:
-        """Before a step: take part in reductions that this rank has not had a reason for yet.
+        """Before a step: take part in reductions that only other ranks have needed so far.
 
-        Raises `ScheduleError` when a backward pass ended in an exception and its gradients cannot be told apart.
+        Raises `ScheduleError` when a backward pass ended in an exception and its gradients are mixed with earlier ones.
         """
         if self._task is not None:
             raise ScheduleError(
@@ -384,7 +384,7 @@ class ModelWalk:
         self.gathering.drop()
 
     def abandon(self) -> None:
-        """Forget an unfinished pass; gradients of earlier ones cannot be told apart from what it brought."""
+        """Forget an unfinished pass; gradients of earlier ones cannot be separated from its own."""
         self._gradients.forget()
         self._gradients.spoiled = self._had_gradients
         self.gathering.drop()

@@ -1,4 +1,4 @@
-"""Says who waits for what: a rank that waits long publishes it, and an error names both sides."""
+"""Which rank waits for what: a rank that waits long publishes it, and an error names both sides."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Watch:
         self.issued = 0
         """Collectives that this rank has issued."""
         self.waited_s = 0.0
-        """Seconds spent waiting so far, for whoever measures communication."""
+        """Seconds spent waiting so far, for measurements of communication."""
         self._thread: threading.Thread | None = None
         self._wake = threading.Event()
 
@@ -45,7 +45,7 @@ class Watch:
 
     @contextmanager
     def waiting(self, what: str | Callable[[], str]) -> Iterator[None]:
-        """Mark a wait for `what`; errors inside become `ScheduleError`s that tell what each rank waits for."""
+        """Mark a wait for `what`; errors inside become `ScheduleError`s that name what each rank waits for."""
         self._sequence += 1
         self._wait, self._since = what, time.monotonic()
         if self._thread is None and self._store is not None:
@@ -64,7 +64,7 @@ class Watch:
             self._since = None
 
     def note(self, what: str) -> None:
-        """Tell the others, as far as they can be reached; nobody waits for it."""
+        """Publish `what` for the others, if the store can be reached; no rank waits for it."""
         if self._store is not None:
             with suppress(RuntimeError):
                 self._store.set(f"{self._prefix}/{what}", "")
@@ -77,9 +77,9 @@ class Watch:
             return bool(self._store.check([f"{self._prefix}/{what}"]))
 
     def agree(self, what: str, timeout_s: float) -> None:
-        """Return when every rank has said `what` this rank says, before it issues anything else.
+        """Return when every rank has published the same `what`, before it issues anything else.
 
-        Raises `ScheduleError` at once where a rank says something else, and within seconds where one waits for a
+        Raises `ScheduleError` at once where a rank published something else, and within seconds where one waits for a
         collective that this rank has not issued.
         """
         if self._store is None:

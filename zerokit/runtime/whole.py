@@ -94,7 +94,7 @@ def install_model_methods(
     gathering: Gathering,
     clear: weakref.WeakMethod[Callable[[], None]],
 ) -> None:
-    """Make the model's own methods mean what they mean without zerokit, or say what to do instead.
+    """Make the model's own methods behave as without zerokit, or raise an error with advice.
 
     `state_dict()` gives whole, current tensors and `load_state_dict()` reaches the masters. Both are collective: all
     ranks must call them. At stage 3 `state_dict` copies, unit by unit, because the gathered memory goes again;
@@ -140,7 +140,7 @@ def _install_state_dict(model: nn.Module, storages: Sequence[FlatUnit], gatherin
     def before_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         gathering.free_all()
         for storage in storages:
-            storage.unguard()  # copying placeholders is harmless: whole values take their places
+            storage.unguard()  # copying placeholders is harmless: whole values replace them
 
     def after_save(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         for storage in storages:
@@ -186,7 +186,7 @@ def _require_harmless(function: Callable[[Tensor], Tensor], storages: Sequence[F
         made = function(probe)
         if made.dtype != probe.dtype or made.device != probe.device:
             raise UsageError(
-                f".to(), .float(), .half() and the like would move the parameters out of zerokit's storage, to "
+                f".to(), .float(), .half() and similar calls would move the parameters out of zerokit's storage, to "
                 f"{made.dtype} on {made.device} from {probe.dtype} on {probe.device}: call them before ZeroOptimizer "
                 "is built, or choose precision="
             )
@@ -207,7 +207,7 @@ def _refuse_pickling(protocol: object) -> NoReturn:
 
 
 class _NoDistributedDataParallel:
-    """Refuses whoever iterates over it."""
+    """Raises an error when it is iterated over."""
 
     def __iter__(self) -> Iterator[str]:
         raise UsageError(

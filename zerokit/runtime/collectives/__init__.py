@@ -62,7 +62,7 @@ def _backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     """The backend that `group` uses for `device`: a group may hold "cpu:gloo,cuda:nccl"."""
     name = str(dist.get_backend_config(group)).lower()
     by_device = dict(part.split(":", 1) for part in name.split(",") if ":" in part)
-    forgotten = device.type == "cpu" and torch.cuda.is_available()  # who has GPUs does not train beside them
+    forgotten = device.type == "cpu" and torch.cuda.is_available()  # a machine with GPUs trains on them
     if by_device and "nccl" in by_device.values() and (device.type not in by_device or forgotten):
-        return "nccl"  # which tells what is wrong with the device
+        return "nccl"  # which reports what is wrong with the device
     return by_device.get(device.type, name)

@@ -1,4 +1,4 @@
-"""How a rank comes by what another rank of its node offers: what the two ways have in common."""
+"""How a rank reads what another rank of its node offers: the interface of the two ways."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ class Collectives:
         return self._reduce_scatter(bucket, out, unit, add, wire)
 
     def expect_exchanges(self) -> None:
-        """Reductions will have a `wire`: make now what that takes, and not in a step. All ranks call it."""
+        """Prepare now, and not in a step, for reductions with a `wire`. All ranks call it."""
 
     def wait_for_readers(self) -> None:
         """Return when this rank's pieces of gathered units, and of gathered buckets, may be changed or dropped."""
@@ -167,7 +167,7 @@ class Collectives:
         return Numbers(control)
 
     def read(self, values: Tensor) -> list[float]:
-        """What a few numbers are, now: never in a step, where the route runs ahead."""
+        """A few values on the host, now: never in a step, where the route runs ahead."""
         numbers: list[float] = values.flatten().tolist()
         return numbers
 
@@ -189,7 +189,7 @@ class Collectives:
         return [int(number) for number in self.read(values)]
 
     def side_group(self, purpose: str) -> dist.ProcessGroup:
-        """A gloo group over the same ranks, for what is said beside the training; made at its first use, by all.
+        """A gloo group over the same ranks, for messages beside the training; made at its first use, by all.
 
         Raises `ScheduleError`, naming the ranks that do not come, when they have not within the time-out.
         """
@@ -272,7 +272,7 @@ def clone(
     timeout: datetime.timedelta | None,
     device: torch.device | None = None,
 ) -> dist.ProcessGroup:
-    """A communicator of our own over the same ranks: nobody else's messages can get in between.
+    """A communicator of our own over the same ranks, so that no other messages interfere.
 
     It is made at once for `device`, if one is given, and not at its first use.
     """

@@ -1,12 +1,12 @@
-"""What the ranks of a node tell each other about the memory they read: a few shared pages.
+"""A few shared pages through which the ranks of a node announce the memory that they offer.
 
-A rank *offers* what others may read, and under which number they find it (an address, or a place in its window); a
-reader says when it has *taken* it, and until all have, the offered memory stays as it is. Counts are per operation
+A rank *offers* what others may read, and under which number they find it (an address, or an offset in its window); a
+reader marks it as *taken*, and until all have, the offered memory stays as it is. Counts are per operation
 and unit, so ranks that do things in another order cannot swap contents.
 
-[Note: locks tell who is alive] Each rank holds a lock on its byte of the board's file. The system drops it when the
+[Note: locks show who is alive] Each rank holds a lock on its byte of the board's file. The system drops it when the
 process ends, however that comes; asking for it needs no rights over the other process, and its number may mean
-somebody else in another container. Such locks (POSIX's) belong to the process: children do not keep them.
+another process in another container. Such locks (POSIX's) belong to the process: children do not keep them.
 """
 
 from __future__ import annotations
@@ -48,37 +48,37 @@ class Board:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, me)
 
     def offer(self, kind: Kind, unit: int, number: int) -> int:
-        """Let the others read what they find under `number`. Returns which offer of this unit it is."""
-        place = self._place(self._me, kind, unit)
-        count = self._cells[place] + 1
-        self._cells[place + 1] = number
-        self._cells[place] = count  # last: who sees the count sees the number (x86 keeps stores in order)
+        """Let the others read what `number` names. Returns which offer of this unit it is."""
+        cell = self._cell(self._me, kind, unit)
+        count = self._cells[cell] + 1
+        self._cells[cell + 1] = number
+        self._cells[cell] = count  # last: who sees the count sees the number (x86 keeps stores in order)
         return count
 
     def offered(self, kind: Kind, unit: int, count: int) -> list[int] | None:
         """The numbers that all ranks offered, this one's too, once the others have made offer `count`."""
         for position in self._others:
-            if self._cells[self._place(position, kind, unit)] < count:
+            if self._cells[self._cell(position, kind, unit)] < count:
                 return None
         return [
-            self._cells[self._place(position, kind, unit) + 1] for position in range(len(self._others) + 1)
+            self._cells[self._cell(position, kind, unit) + 1] for position in range(len(self._others) + 1)
         ]
 
     def take(self, kind: Kind, unit: int, count: int) -> None:
-        """Tell the others that this rank has read all it wants of offer `count`."""
-        self._cells[self._place(self._me, kind, unit) + 2] = count
+        """Mark offer `count` as read by this rank."""
+        self._cells[self._cell(self._me, kind, unit) + 2] = count
 
     def taken(self, kind: Kind, unit: int, count: int) -> bool:
         """Whether all others have read what this rank offered."""
-        return all(self._cells[self._place(position, kind, unit) + 2] >= count for position in self._others)
+        return all(self._cells[self._cell(position, kind, unit) + 2] >= count for position in self._others)
 
     def is_alive(self, position: int) -> bool:
-        """Whether another rank still has its board; see [Note: locks tell who is alive]."""
+        """Whether another rank still has its board; see [Note: locks show who is alive]."""
         asked = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, position, 1, 0)
         held: int = _LOCK.unpack(fcntl.fcntl(self._descriptor, fcntl.F_GETLK, asked))[0]
         return held != fcntl.F_UNLCK
 
-    def _place(self, position: int, kind: Kind, unit: int) -> int:
+    def _cell(self, position: int, kind: Kind, unit: int) -> int:
         return ((position * len(Kind) + kind) * self._units + unit) * _FIELDS
 
 

@@ -1,7 +1,7 @@
 """Reading another process's memory (Linux's cross-memory attach).
 
 A byte on loopback is copied into the kernel by one rank and out of it by another; `process_vm_readv` copies it once,
-and nothing has to lie in a special place. The kernel's rules for debuggers apply: the same user, a process that may
+and tensors may lie anywhere. The kernel's rules for debuggers apply: the same user, a process that may
 be dumped, no sandbox that forbids the call. Under Yama's `ptrace_scope` 1, Ubuntu's default, a process must name whom
 it lets in besides its ancestors: `let_siblings_in` names the launcher, which lets in what the launcher started.
 """
@@ -79,18 +79,18 @@ class Token:
 
 def can_read(pid: int, address: int, value: int) -> bool:
     """Whether process `pid` lets this one read, and has `value` at `address`: else it is another one's number."""
-    found = ctypes.c_int64()
+    actual = ctypes.c_int64()
     try:
-        _read(pid, address, ctypes.addressof(found), 8)
+        _read(pid, address, ctypes.addressof(actual), 8)
     except OSError:
         return False
-    return found.value == value
+    return actual.value == value
 
 
 def let_siblings_in(parents: Sequence[int]) -> bool:
     """Under Yama's scope 1, let this process be read by those that its parent started, if it is everyone's parent.
 
-    Returns whether that was needed and possible. It holds until the process ends, or names somebody else.
+    Returns whether that was needed and possible. It holds until the process ends, or names another one.
     """
     launcher = os.getppid()
     if launcher <= 1 or set(parents) != {launcher}:
@@ -99,7 +99,7 @@ def let_siblings_in(parents: Sequence[int]) -> bool:
         scope = _YAMA.read_text().strip()
     except OSError:
         return False
-    # Never for everybody: that would be PR_SET_PTRACER_ANY.
+    # Never for all processes: that would be PR_SET_PTRACER_ANY.
     return scope == "1" and ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(launcher), 0, 0, 0) == 0
 
 

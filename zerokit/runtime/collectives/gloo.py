@@ -84,8 +84,8 @@ class GlooCollectives(Collectives):
         pieces = host.view(self.world, -1)
         own = pieces[self.rank]
         tag = self._tag(1, unit)
-        # The sum of the first two pieces does not care for their order, so that one of them, the first peer's,
-        # may arrive where the sum is to stand: with two ranks nothing else is allocated.
+        # The first two pieces may be added in either order, so one of them, the first peer's, arrives directly
+        # in the memory of the sum: with two ranks nothing else is allocated.
         in_place = not add and host is bucket and out.data_ptr() != own.data_ptr()
         arrived = {peer: torch.empty_like(own) for peer in self._peers}
         if in_place and self._peers:

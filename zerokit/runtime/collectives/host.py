@@ -25,7 +25,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2e-5, 1e-3
 class HostCollectives(GlooCollectives):
     """All ranks on one node: pieces are read where the others offer them, sums are formed on the way.
 
-    Nobody works on this rank's behalf while it computes: it reads where it would wait, and where it starts the next
+    No other thread reads for this rank while it computes: it reads where it would wait, and where it starts the next
     reduction. What others may still read must not change: a reduction's `wait` returns when its bucket has been
     taken, and gathered pieces are free to change after `wait_for_readers`.
     """
@@ -64,7 +64,7 @@ class HostCollectives(GlooCollectives):
         *,
         from_node: bool = True,
     ) -> None:
-        """Wait for `condition`, and read meanwhile what others wait to have read: they may wait for nothing else.
+        """Wait for `condition`, and meanwhile read pending offers of the others, who may wait for just that.
 
         `pause_for` returns after so many seconds, or sooner. Raises `RuntimeError` after the time-out, or when a rank
         of this node has ended, unless what is waited for comes from other nodes: a rank may be done and gone.
@@ -146,7 +146,7 @@ class HostCollectives(GlooCollectives):
         self._unread.remove(reading)
 
     def _sum(self, own: Tensor, out: Tensor, numbers: Mapping[int, int], *, add: bool) -> None:
-        """Sum `own` and what stands at the same place of the others' buckets, in rank order, into `out`.
+        """Sum `own` and the same elements of the others' buckets, in rank order, into `out`.
 
         Sums have `out`'s dtype, which may be wider than that of what is added.
         """
@@ -191,7 +191,7 @@ class Reading:
         self._read: Callable[[Mapping[int, int]], None] | None = read
 
     def attempt(self) -> bool:
-        """Read, if everybody has offered. Returns whether it has been read."""
+        """Read, if all ranks have offered. Returns whether it has been read."""
         if self._read is None:
             return True
         numbers = self._neighbours.offered(*self._offer)

@@ -6,7 +6,7 @@ The host issues and never waits: it looks at a step's control values in the next
 
 [Note: order on the device] Kernels of two communicators may wait for each other where a device cannot hold both. All
 ranks issue all collectives in one order (see order's [Note: one order]), and `NCCL_LAUNCH_ORDER_IMPLICIT=1` (NCCL 2.26
-and later) makes devices keep the order in which the host issues them, for whoever runs other collectives beside.
+and later) makes devices keep the order in which the host issues them, for programs that run other collectives beside.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 5e-6, 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Communicators:
-    """One for what is said in between, one for gathers, one for reductions."""
+    """One for control values, one for gathers, one for reductions."""
 
     control: dist.ProcessGroup
     gather: dist.ProcessGroup

@@ -1,9 +1,9 @@
 """The ranks of one node read each other's pieces, instead of sending them through sockets.
 
-board      who offered what, who took it, who is alive
-access     how a rank comes by what others offer: `foreign` reads other processes' memory, where the kernel allows it;
+board      which rank offered what, which has read it, which is alive
+access     how a rank reads what others offer: `foreign` reads other processes' memory, where the kernel allows it;
            `windows` needs no rights, but every offer is copied to where the others see it
-passing    how the node's ranks come by the files that they share
+passing    how the node's ranks exchange descriptors of the files that they share
 
 `meet` finds out which ranks are of one node and what works there, and all ranks of the group decide the same.
 
@@ -60,7 +60,7 @@ class Neighbours:
         self.route = access.route
         self._ranks, self._pids, self._board, self._access = list(pids), pids, board, access
         self._lent: defaultdict[tuple[Kind, int], list[tuple[int, int, int]]] = defaultdict(list)
-        """Offers that have not been found taken yet: which of its unit, under what number, bytes."""
+        """Offers not known to be taken yet: which of its unit, under what number, bytes."""
 
     def offer_piece(self, unit: int, piece: Tensor) -> int:
         """Let the others gather `piece`, until it is `taken`. Returns which offer of this unit it is."""
@@ -85,7 +85,7 @@ class Neighbours:
         return {peer: number for peer, number in zip(self._ranks, numbers, strict=True) if peer != self.rank}
 
     def take(self, kind: Kind, unit: int, count: int) -> None:
-        """Tell the others that this rank has read all it wants of this offer."""
+        """Mark this offer as read by this rank."""
         self._board.take(kind, unit, count)
 
     def taken(self, kind: Kind, unit: int, count: int) -> bool:
@@ -121,7 +121,7 @@ class Neighbours:
 
 @dataclass(frozen=True)
 class _Card:
-    """What a rank tells all others when they meet; numbers below 2⁶³."""
+    """What each rank sends to all others at the start; numbers below 2⁶³."""
 
     ways: int
     node: int
@@ -135,7 +135,7 @@ class _Card:
 def meet(group: dist.ProcessGroup, units: int) -> Neighbours | None:
     """Access to the ranks of this node, or None on all ranks of the group, which must be gloo's.
 
-    Where there are several nodes, a rank that is alone on its own has access to nobody.
+    Where there are several nodes, a rank that is alone on its own has access to no other.
     """
     rank, world = group.rank(), group.size()
     if world < 2:
@@ -163,15 +163,15 @@ def meet(group: dist.ProcessGroup, units: int) -> Neighbours | None:
             return None
         assert door is not None
         assert window is not None
-        found = _explore(rank, {peer: cards[peer] for peer in ranks}, units, door, window)
-        agreed = torch.tensor([found.ways])
+        explored = _explore(rank, {peer: cards[peer] for peer in ranks}, units, door, window)
+        agreed = torch.tensor([explored.ways])
         dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=group)
-        return found.neighbours(rank, Ways(int(agreed.item())), {peer: cards[peer].pid for peer in ranks})
+        return explored.neighbours(rank, Ways(int(agreed.item())), {peer: cards[peer].pid for peer in ranks})
 
 
 @dataclass
-class _Found:
-    """What serves on this rank, and what it takes."""
+class _Exploration:
+    """Which ways work on this rank, and the objects that they need."""
 
     ways: Ways
     board: Board | None = None
@@ -188,11 +188,11 @@ class _Found:
         return None
 
 
-def _explore(rank: int, cards: dict[int, _Card], units: int, door: Door, window: int) -> _Found:
+def _explore(rank: int, cards: dict[int, _Card], units: int, door: Door, window: int) -> _Exploration:
     """Exchange descriptors with the node's ranks, whose `cards` these are, and see whether they can be read."""
     ranks = list(cards)
     position = ranks.index(rank)
-    let_siblings_in([card.parent for card in cards.values()])  # before anybody tries to read
+    let_siblings_in([card.parent for card in cards.values()])  # before any of them tries to read
     try:
         if position == 0:
             shared = new_board(len(ranks), units)
@@ -207,11 +207,11 @@ def _explore(rank: int, cards: dict[int, _Card], units: int, door: Door, window:
     except (
         OSError,
         ValueError,
-    ):  # another size of board: ranks whose models differ, which they are told later
-        return _Found(Ways.SOCKETS)
+    ):  # another size of board: the ranks' models differ, which a later check reports
+        return _Exploration(Ways.SOCKETS)
     readable = all(can_read(card.pid, card.token_address, card.token) for card in cards.values())
     ways = min(Ways(card.ways) for card in cards.values())
-    return _Found(ways if readable else Ways.SHARED, board, dict(zip(ranks, windows, strict=True)))
+    return _Exploration(ways if readable else Ways.SHARED, board, dict(zip(ranks, windows, strict=True)))
 
 
 def _wanted() -> Ways:

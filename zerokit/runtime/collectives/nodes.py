@@ -1,7 +1,7 @@
 """Several nodes: pieces of the same node's ranks are read where they lie, those of other nodes travel through sockets.
 
 Both happen in one collective. What a rank of the same node offers is read as soon as all of that node have offered,
-into its place or, in a reduction, into scratch memory; so others are never kept waiting for messages from elsewhere.
+into the whole unit or, in a reduction, into scratch memory; so others never wait for messages from elsewhere.
 Sums are formed when everything is there, in rank order: the same bits as by any other route.
 """
 

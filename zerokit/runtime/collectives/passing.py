@@ -1,9 +1,9 @@
-"""Descriptors passed between the ranks of one node, over a socket without a place in the file system.
+"""Descriptors passed between the ranks of one node, over a socket without a path in the file system.
 
     first rank   door ── accepts everyone, then sends all of it ──────────────┐
     the others   connect, send a window's descriptor, receive the board's and everyone's window's
 
-Nobody gets an answer before everybody has come. Only processes of the same user are let in.
+No rank gets an answer before all have connected. Only processes of the same user are let in.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Door:
     def collect(self, count: int, board: int, own: int) -> list[int]:
         """The first rank: hand `board` and all windows to the other `count` − 1 ranks; returns the windows.
 
-        Ranks are told by their position among the node's. Raises `OSError` if somebody does not come; `own`, this
+        Ranks are identified by their position among the node's. Raises `OSError` if one does not connect; `own`, this
         rank's window, is closed then.
         """
         windows = {0: own}

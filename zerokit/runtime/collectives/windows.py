@@ -33,22 +33,22 @@ class Windows:
         self._own = self._windows[rank]
         self._end = 0
         self._free: defaultdict[int, list[int]] = defaultdict(list)
-        """Places that nobody reads, by size. They may hold pages only if they are in `_kept`."""
+        """Offsets that no rank reads, by size. Only those in `_kept` may hold pages."""
         self._kept: dict[int, int] = {}
         self._kept_bytes = 0
 
     def lend(self, pieces: Tensor, rows: Sequence[int]) -> int:
         size = _pages(pieces.numel() * pieces.element_size())
         if self._free[size]:
-            place = self._free[size].pop()
-            self._kept_bytes -= self._kept.pop(place, 0)
+            offset = self._free[size].pop()
+            self._kept_bytes -= self._kept.pop(offset, 0)
         else:
-            place, self._end = self._end, self._end + size
+            offset, self._end = self._end, self._end + size
             self._own.grow(self._end)
-        target = self._own.tensor(place, pieces.dtype, pieces.numel()).view_as(pieces)
+        target = self._own.tensor(offset, pieces.dtype, pieces.numel()).view_as(pieces)
         for row in rows:
             target[row].copy_(pieces[row])
-        return place
+        return offset
 
     def take_back(self, number: int, size_bytes: int) -> None:
         size = _pages(size_bytes)
@@ -66,8 +66,8 @@ class Windows:
         return self._windows[peer].tensor(number, scratch.dtype, scratch.numel())
 
     def trim(self) -> None:
-        for place, size in self._kept.items():
-            self._own.empty(place, size)
+        for offset, size in self._kept.items():
+            self._own.empty(offset, size)
         self._kept.clear()
         self._kept_bytes = 0
 
@@ -91,18 +91,18 @@ class _Window:
         if size > os.fstat(self._descriptor).st_size:
             os.truncate(self._descriptor, -(-size // _GROWTH_BYTES) * _GROWTH_BYTES)
 
-    def tensor(self, place: int, dtype: torch.dtype, numel: int) -> Tensor:
-        """What stands at `place`, in place."""
-        if self._map is None or place + numel * dtype.itemsize > self._mapped:
+    def tensor(self, offset: int, dtype: torch.dtype, numel: int) -> Tensor:
+        """The memory at `offset`, without a copy."""
+        if self._map is None or offset + numel * dtype.itemsize > self._mapped:
             self._mapped = os.fstat(self._descriptor).st_size
             self._map = mmap.mmap(self._descriptor, self._mapped)
-        return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=place)
+        return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=offset)
 
-    def empty(self, place: int, size: int) -> None:
+    def empty(self, offset: int, size: int) -> None:
         """Give pages back to the system; where it does not take them they are merely kept."""
         assert self._map is not None
         with contextlib.suppress(OSError):
-            self._map.madvise(mmap.MADV_REMOVE, place, size)
+            self._map.madvise(mmap.MADV_REMOVE, offset, size)
 
     @property
     def held_bytes(self) -> int:
