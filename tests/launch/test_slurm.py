@@ -80,7 +80,7 @@ def test_shellcheck_finds_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", ["gpu\nrm -rf x", "a b", "$(x)", "", "gpu\n"])
 def test_values_that_would_leave_their_line_are_refused(name: str, value: str) -> None:
     given: dict[str, Any] = {name: value}
-    with pytest.raises(UsageError, match="cannot stand in a line of a batch script"):
+    with pytest.raises(UsageError, match="cannot be written in a line of a batch script"):
         Request(1, **given)
 
 
@@ -91,7 +91,7 @@ def test_lines_that_are_no_options_are_refused(line: str) -> None:
 
 
 def test_a_folder_that_would_leave_its_line_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="cannot stand in a line"):
+    with pytest.raises(UsageError, match="cannot be written in a line"):
         render_script(Request(1), tmp_path / "arguments.json", tmp_path / "a\nrm -rf x")
 
 

@@ -28,7 +28,7 @@ GRACE_SECONDS = 5.0
 
 
 class Agent(Protocol):
-    """Who runs the ranks of one node."""
+    """A process that runs the ranks of one node."""
 
     node: int
     host: str | None
@@ -43,7 +43,7 @@ class Agent(Protocol):
         """Ask it to end its ranks by this signal."""
 
     def trouble(self) -> str | None:
-        """Why the agent itself could not go on, in words, where that is not what a rank did."""
+        """Why the agent itself failed, as text, where no rank was the cause."""
 
 
 def attend(agents: Sequence[Agent], interrupts: Interrupts, poll: Callable[[], None]) -> None:

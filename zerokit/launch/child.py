@@ -1,4 +1,4 @@
-"""One member's part of a launch on ranks that somebody else has started, and the cores it has for that."""
+"""One member's part of a launch on ranks that another launcher has started, and the cores it has for that."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Child:
 
         Args:
             member: which part.
-            asked: the launch, as the leader has told it.
+            asked: the launch, as the leader has sent it.
             folder: where the job's files lie here.
             log_dir: for its output.
         """
@@ -121,7 +121,7 @@ class Child:
         if code is None or code == 0 or self._member.whole_node:
             return code
         self._report(code)
-        return code if code > 0 else 128 - code  # a signal's number tells of an agent that it was killed
+        return code if code > 0 else 128 - code  # a negative code would mean that an agent was killed
 
     def _report(self, code: int) -> None:
         """How the rank ended, in the form of an agent's report."""

@@ -72,7 +72,7 @@ class Failure:
         name = signal_name(-self.exit_code)
         hint = ""
         if name == "SIGKILL":
-            hint = " (if nobody did that: the kernel does when memory runs out, see dmesg)"
+            hint = " (perhaps by the kernel, as when memory runs out: see dmesg)"
         return f"{where} was killed by {name}{hint}"
 
 

@@ -71,10 +71,10 @@ def inside(folder: Path, name: str) -> Path:
 def relocate(arguments: Sequence[str], folder: str, here: Path) -> list[str]:
     """A command line whose paths in `folder` are those in its copy `here`; an option's too, as in `--out=PATH`."""
     path = re.compile(rf"(?P<option>(?:-[^=]*=)?){re.escape(folder)}(?P<rest>(?:/.*)?)", re.DOTALL)
-    found = [path.fullmatch(argument) for argument in arguments]
+    matches = [path.fullmatch(argument) for argument in arguments]
     return [
         argument if match is None else f"{match['option']}{here}{match['rest']}"
-        for argument, match in zip(arguments, found, strict=True)
+        for argument, match in zip(arguments, matches, strict=True)
     ]
 
 

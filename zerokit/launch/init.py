@@ -40,14 +40,14 @@ def supervise() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return
     while True:
-        found = signal.sigwaitinfo(waited)
-        if found.si_signo == signal.SIGCHLD:
+        received = signal.sigwaitinfo(waited)
+        if received.si_signo == signal.SIGCHLD:
             if (code := _reap(child)) is not None:
                 os._exit(code)
         # Positive: from the kernel. A Ctrl-C at a terminal goes to the whole process group, hence to the child too.
-        elif found.si_code <= 0:
+        elif received.si_code <= 0:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(child, found.si_signo)
+                os.kill(child, received.si_signo)
 
 
 def _reap(child: int) -> int | None:

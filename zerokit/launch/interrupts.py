@@ -1,6 +1,6 @@
 """SIGINT, SIGTERM and SIGHUP as something to look at, not an exception that strikes anywhere.
 
-The first signal is remembered; whoever waits asks for it and cleans up. A second one raises
+The first signal is remembered; waiting code checks for it and cleans up. A second one raises
 KeyboardInterrupt at once, for the user who will not wait.
 """
 

@@ -1,9 +1,9 @@
-r"""Ranks that somebody else has started: torchrun, srun, mpirun or a TrainJob (see `membership`).
+r"""Ranks that another launcher has started: torchrun, srun, mpirun or a TrainJob (see `membership`).
 
     process 0 (leads)    zerokit bench ... -- launch -- child (rank 0)
     process 1 (follows)  zerokit bench ... -- follow -- child (rank 1)
 
-Every process runs the same command. The first does what the command says; the others do what it tells them, through a
+Every process runs the same command. The first runs the command; the others follow its requests, through a
 store: start their child for this launch, end it, stop. A child a launch, so that each begins in a fresh process, and
 its ranks meet at a port of their own.
 """
@@ -69,7 +69,7 @@ class Follower:
             self._code = 1
 
     def send_signal(self, number: int) -> None:
-        with contextlib.suppress(LaunchError):  # `poll` tells
+        with contextlib.suppress(LaunchError):  # `poll` reports it
             self._meeting.put(f"{self._key}/signal", number=number)
 
     def trouble(self) -> str | None:
@@ -158,7 +158,7 @@ class Leader:
 
 
 def follow(meeting: Meeting, asked: Sequence[str], interrupts: Interrupts) -> int:
-    """Do what the leader says until it is done; returns its exit code.
+    """Do what the leader requests until it is done; returns its exit code.
 
     Args:
         meeting: with the others.
@@ -217,7 +217,7 @@ def _take_part(
             _stay(meeting, interrupts)
     finally:
         child.end()
-        with contextlib.suppress(LaunchError):  # where the leader is gone nobody asks
+        with contextlib.suppress(LaunchError):  # a leader that is gone does not need it
             _bring_home(meeting, key, child, folder, frozenset(asked["files"]))
 
 

@@ -158,23 +158,23 @@ def _start_agent(
     variables: Mapping[str, str],
     command: Sequence[str],
 ) -> LocalAgent:
-    place = directory / f"node-{node}"
-    place.mkdir(parents=True)
+    folder = directory / f"node-{node}"
+    folder.mkdir(parents=True)
     torchrun = (
         f"--nnodes {nodes} --node-rank {node} --nproc-per-node {nproc_per_node} --max-restarts 0 "
         f"--rdzv-backend static --master-addr 127.0.0.1 --master-port {port} --redirects 3"
     ).split()
-    agent = [sys.executable, "-m", "zerokit.launch.agent", str(place / "report.json"), str(os.getpid())]
-    with (place / "agent.log").open("wb") as log:
+    agent = [sys.executable, "-m", "zerokit.launch.agent", str(folder / "report.json"), str(os.getpid())]
+    with (folder / "agent.log").open("wb") as log:
         process = subprocess.Popen(
-            [*agent, *torchrun, "--log-dir", str(place), "-m", "zerokit.launch.rank", *command],
+            [*agent, *torchrun, "--log-dir", str(folder), "-m", "zerokit.launch.rank", *command],
             env=variables,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            start_new_session=True,  # a Ctrl-C at the terminal comes to us alone, and we pass it on
+            start_new_session=True,  # a Ctrl-C at the terminal reaches us alone, and we pass it on
         )
-    return LocalAgent(node, process, place)
+    return LocalAgent(node, process, folder)
 
 
 def _end(agents: Sequence[LocalAgent], launch_id: str) -> None:

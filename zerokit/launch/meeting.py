@@ -1,4 +1,4 @@
-"""Where ranks that somebody else has started talk: a few keys in a store, and who is still alive."""
+"""How ranks that another launcher has started talk: a few keys in a store, and who is still alive."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Patience:
 
     Attributes:
         meet: for all to come.
-        lost: without a word of another until it counts as gone.
+        lost: without a sign of life of another until it counts as gone.
         alive: from one sign of life to the next.
     """
 
@@ -44,10 +44,10 @@ class Patience:
 
 
 class Meeting:
-    """Where the members talk, through a few keys. A thread says that this one is alive, whatever else it does."""
+    """Where the members talk, through a few keys. A thread shows that this one is alive, whatever else it does."""
 
     def __init__(self, member: Membership, patience: Patience | None = None) -> None:
-        """Meet all others; raises `LaunchError` where that takes longer than the patience has it."""
+        """Meet all others; raises `LaunchError` where that takes longer than the patience allows."""
         with _quiet_torch():
             from torch._C._distributed_c10d import PrefixStore, TCPStore
 
@@ -92,7 +92,7 @@ class Meeting:
     def _enter(self) -> str:
         """Ask the leader for the name of this meeting, and wait for the answer.
 
-        torchrun's store outlives the ranks, and after a restart still holds what the former ones said there.
+        torchrun's store outlives the ranks, and after a restart still holds the messages of the former ones.
         """
         index, asked, deadline = self.member.index, uuid.uuid4().hex, time.monotonic() + self.patience.meet
         self._hall.set(f"hello/{index}", asked)
@@ -107,7 +107,7 @@ class Meeting:
         )
 
     def admit(self, index: int) -> None:
-        """The leader tells another where the meeting is, if that has asked since."""
+        """The leader answers another member that has asked for the meeting, if any."""
         if not self.member.has_store:
             return
 
@@ -125,7 +125,7 @@ class Meeting:
                 self.put(f"alive/{self.member.index}", at=time.time())
 
     def close(self) -> None:
-        """Say no more that this member is alive."""
+        """Stop showing that this member is alive."""
         self._closed.set()
         self._calls.put(None)
         for thread in self._threads:
@@ -152,11 +152,11 @@ class Meeting:
         def read() -> dict[str, Any] | None:
             if not self._store.check([key]):
                 return None
-            found = json.loads(self._store.get(key))
-            if isinstance(found, int):
-                pieces = (self._store.get(f"{key}/piece/{number}") for number in range(found))
-                found = json.loads(b"".join(pieces))
-            content: dict[str, Any] = found
+            value = json.loads(self._store.get(key))
+            if isinstance(value, int):
+                pieces = (self._store.get(f"{key}/piece/{number}") for number in range(value))
+                value = json.loads(b"".join(pieces))
+            content: dict[str, Any] = value
             return content
 
         return self._call(read)
@@ -204,7 +204,7 @@ class Meeting:
 
 @contextlib.contextmanager
 def _quiet_torch() -> Iterator[None]:
-    """While torch is imported: its C++ half tells in many lines of every store that is gone, and we in one."""
+    """While torch is imported: its C++ half logs many lines for every store that is gone, and we one."""
     name = "TORCH_CPP_LOG_LEVEL"
     before = os.environ.get(name)
     os.environ.setdefault(name, "ERROR")

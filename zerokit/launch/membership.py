@@ -1,4 +1,4 @@
-"""Whether somebody else has started several of this process, and which of them this one is.
+"""Whether another launcher has started several of this process, and which of them this one is.
 
 torchrun            RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR, MASTER_PORT
 srun                SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID, SLURM_NODEID, SLURM_STEP_NODELIST
@@ -27,7 +27,7 @@ class Membership:
     """One of `count` processes that were started together; the first, number 0, leads.
 
     Attributes:
-        scheme: who started them, in words.
+        scheme: the launcher that started them, as messages name it.
         index: this one's number.
         count: how many there are.
         node: the number of its node.
@@ -54,7 +54,7 @@ class Membership:
 
     @property
     def leads(self) -> bool:
-        """Whether this process says what is run."""
+        """Whether this process decides what is run."""
         return self.index == 0
 
     def require_world(self, nodes: int, nproc_per_node: int) -> None:
@@ -75,9 +75,9 @@ class Membership:
 def find_membership(
     environment: Mapping[str, str], slurm_address: Callable[[str], str] = node_address
 ) -> Membership | None:
-    """What the environment says; None where nobody has started several of this process.
+    """The membership in the environment; None where this process was started alone.
 
-    `slurm_address` tells where a node of Slurm's is reached.
+    `slurm_address` gives the address of a node of Slurm's.
 
     Raises `UsageError` where the environment contradicts itself, or lacks something that cannot be guessed.
     """
@@ -122,7 +122,7 @@ def _ranks(
     address = environment.get("MASTER_ADDR") or (first if nodes > 1 else "127.0.0.1")
     if not address:
         raise UsageError(
-            f"{scheme} started ranks on {nodes} nodes, but does not tell where rank 0 is: set MASTER_ADDR to its host "
+            f"{scheme} started ranks on {nodes} nodes, but does not state where rank 0 is: set MASTER_ADDR to its host "
             "(mpirun -x MASTER_ADDR=HOST)"
         )
     # Two jobs on a machine should not meet at one port.

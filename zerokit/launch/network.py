@@ -10,7 +10,7 @@ _SIOCGIFADDR = 0x8915
 
 
 def free_port(address: str = "127.0.0.1") -> int:
-    """A TCP port of this address that nobody listens on at this moment."""
+    """A TCP port of this address that no process listens on at this moment."""
     with socket.socket() as probe:
         probe.bind((address, 0))
         port: int = probe.getsockname()[1]

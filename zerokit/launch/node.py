@@ -1,6 +1,6 @@
-"""One node of a launch from another machine: says who it is, runs torchrun's agent, and brings home what it wrote.
+"""One node of a launch from another machine: identifies itself, runs torchrun's agent, and sends back its files.
 
-    python -m zerokit.launch.node        what it is told, and says, stands in `frames`
+    python -m zerokit.launch.node        its messages are those of `frames`
 
 It imports no torch itself, so that it answers at once. When its input closes it ends everything that it started.
 """
@@ -39,14 +39,14 @@ _GRACE_SECONDS = 5.0
 
 def versions() -> dict[str, str]:
     """What must be equal on all nodes."""
-    found = {"python": ".".join(platform.python_version_tuple()[:2]), "zerokit": __version__}
+    versions_here = {"python": ".".join(platform.python_version_tuple()[:2]), "zerokit": __version__}
     with contextlib.suppress(PackageNotFoundError):
-        found["torch"] = version("torch").partition("+")[0]  # asked without importing it
-    return found
+        versions_here["torch"] = version("torch").partition("+")[0]  # asked without importing it
+    return versions_here
 
 
 class Launcher:
-    """The other end: threads read what it says and write what it is told, so that nobody ever waits for it."""
+    """The other end: threads read its messages and write ours, so that no call ever waits for it."""
 
     def __init__(self, incoming: BinaryIO, outgoing: BinaryIO) -> None:
         self._unsent: queue.Queue[bytes] = queue.Queue()
@@ -197,7 +197,7 @@ def main() -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _leave)
     outgoing = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what anybody prints must not get between the frames
+    os.dup2(2, 1)  # other prints must not get between the frames
     launcher = Launcher(sys.stdin.buffer, outgoing)
     folder = Path(tempfile.mkdtemp(prefix="zerokit-node-"))
     try:
@@ -212,7 +212,7 @@ def main() -> int:
         launcher.say("exit", code=_serve(launcher, start, folder))
         launcher.finish()
     except EOFError:
-        return 1  # nobody is left to be told
+        return 1  # the launcher is gone
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return 0

@@ -1,6 +1,6 @@
 """Ending processes for certain, and dying with one's parent.
 
-Every process of a launch inherits `MARK` in its environment. It is therefore found in /proc whatever became
+Every process of a launch inherits `MARK` in its environment. It can therefore be found in /proc whatever became
 of its parent, its process group and its session (torchrun gives each rank a session of its own).
 """
 
@@ -24,7 +24,7 @@ def die_with_parent(parent_pid: int) -> None:
     Nothing happens outside Linux.
 
     Args:
-        parent_pid: who the parent was when this process was asked for.
+        parent_pid: of the parent when it started this process.
     """
     if sys.platform != "linux":
         return
@@ -36,14 +36,14 @@ def die_with_parent(parent_pid: int) -> None:
 def marked(launch_id: str) -> list[int]:
     """Process ids of the launch that are alive, this process excepted; empty where there is no /proc."""
     wanted = f"{MARK}={launch_id}".encode()
-    found = []
+    pids = []
     for directory in Path("/proc").glob("[0-9]*"):
         pid = int(directory.name)
         # A process may end while it is looked at, and other users' are not readable. A zombie's is empty.
         with contextlib.suppress(OSError):
             if pid != os.getpid() and wanted in (directory / "environ").read_bytes().split(b"\0"):
-                found.append(pid)
-    return sorted(found)
+                pids.append(pid)
+    return sorted(pids)
 
 
 def kill_marked(launch_id: str, *, spare: frozenset[int] = frozenset(), seconds: float = 10.0) -> list[int]:

@@ -3,7 +3,7 @@ r"""Nodes on other machines, each reached by a command that runs `zerokit.launch
     launch -- ssh a … node -- agent (node 0) -- rank 0, rank 1
           \-- ssh b … node -- agent (node 1) -- rank 2, rank 3
 
-First every node says who it is; only then, with one version everywhere, ranks are started, by static rendezvous at
+First every node identifies itself; only then, with one version everywhere, ranks are started, by static rendezvous at
 node 0. The job's folder is sent to every node as it is, and what is written in it comes home, so that the machines
 need no directory in common.
 """
@@ -82,7 +82,7 @@ class RemoteAgent:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                start_new_session=True,  # a Ctrl-C at the terminal comes to us alone, and we pass it on
+                start_new_session=True,  # a Ctrl-C at the terminal reaches us alone, and we pass it on
             )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -105,7 +105,7 @@ class RemoteAgent:
                 self._damage = str(error)
 
     def say(self, kind: str, **content: Any) -> None:
-        """Tell the node; a connection that is gone shows itself by its exit code."""
+        """Send to the node; a connection that is gone shows by its exit code."""
         self._write(frame(kind, **content))
 
     def _write(self, line: bytes) -> None:
@@ -148,7 +148,7 @@ class RemoteAgent:
             with contextlib.suppress(OSError):
                 self._process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            # Who has not said hello has started nothing.
+            # A node that has not said hello has started nothing.
             self._process.wait(1.0 if self.hello is None else _END_SECONDS)
         if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
@@ -263,9 +263,9 @@ def _await_hellos(agents: Sequence[RemoteAgent], interrupts: Interrupts, seconds
             )
 
 
-def _say(found: object) -> str:
+def _say(versions: object) -> str:
     return (
-        ", ".join(f"{name} {number}" for name, number in found.items())
-        if isinstance(found, dict)
+        ", ".join(f"{name} {number}" for name, number in versions.items())
+        if isinstance(versions, dict)
         else "no zerokit"
     )

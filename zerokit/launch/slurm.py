@@ -86,11 +86,11 @@ class Request:
         for name in ("partition", "account", "time"):
             value = getattr(self, name)
             if value is not None and not re.fullmatch(r"[\w.,:+@-]+", value):
-                raise UsageError(f"{name} {value!r} cannot stand in a line of a batch script")
+                raise UsageError(f"{name} {value!r} cannot be written in a line of a batch script")
         for line in self.lines:
             if "\n" in line or not line.startswith("-"):
                 raise UsageError(
-                    f"{line!r} is no option of sbatch: give it as it stands behind #SBATCH, like '--qos=high'"
+                    f"{line!r} is no option of sbatch: give it as it is written behind #SBATCH, like '--qos=high'"
                 )
 
 
@@ -152,7 +152,7 @@ def srun_host(host: str, python: str, container: Container | None = None) -> Rem
 def _advise(said: str) -> str | None:
     lowered = said.lower()
     if "no module named" in lowered:
-        return "install zerokit there in the same place, or name its Python with --remote-python"
+        return "install zerokit there at the same path, or name its Python with --remote-python"
     if "container" in lowered and "unrecognized" in lowered:
         return "this Slurm has no Pyxis: use --container-runtime apptainer"
     if "requested node configuration is not available" in lowered or "invalid node name" in lowered:
@@ -170,7 +170,7 @@ def render_script(request: Request, arguments_file: Path, folder: Path, python: 
         python: with zerokit, on the first node.
     """
     if "\n" in str(folder):
-        raise UsageError(f"the folder {str(folder)!r} cannot stand in a line of a batch script")
+        raise UsageError(f"the folder {str(folder)!r} cannot be written in a line of a batch script")
     head = [
         "--job-name=zerokit-bench",
         f"--nodes={request.nodes}",
@@ -238,11 +238,11 @@ def follow(
         job: its number.
         folder: as given to `render_script`.
         interrupts: looked at while waiting.
-        show: is told its state when that changes.
+        show: called with its state when that changes.
         seconds: between looks at the queue.
 
     Raises:
-        LaunchError: the job ended without running to its end; the message says why Slurm says so.
+        LaunchError: the job ended without running to its end; the message has Slurm's reason.
         Interrupted: SIGINT or SIGTERM came; the job was cancelled.
     """
     code_file = folder / "exit-code"
@@ -265,7 +265,7 @@ def follow(
             "\n".join(filter(None, [f"Slurm's job {job} ended before the bench did: {_final(job)}", end]))
         )
     code = int(code_file.read_text())
-    if code >= 128:  # Slurm may have done that: at the job's time limit, or by somebody's scancel
+    if code >= 128:  # Slurm may have done that: at the job's time limit, or by a user's scancel
         show(f"job {job} was ended: {_final(job)}")
     return code
 
@@ -336,5 +336,5 @@ def _completed(job: str) -> bool:
 
 
 def _final(job: str) -> str:
-    found = re.findall(r"\b(JobState|Reason|ExitCode)=(\S+)", _show_job(job))
-    return ", ".join(f"{name} {value}" for name, value in found) or "Slurm does not know it any more"
+    members = re.findall(r"\b(JobState|Reason|ExitCode)=(\S+)", _show_job(job))
+    return ", ".join(f"{name} {value}" for name, value in members) or "Slurm does not know it any more"

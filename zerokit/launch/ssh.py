@@ -33,7 +33,7 @@ _REMEDIES = (
     ("network is unreachable", "the machine is in another network"),
     ("timed out", "the machine is down, or a firewall drops what is sent to it"),
     ("not responding", "the machine or the network between has stopped answering"),
-    ("no module named", "install zerokit there in the same place, or name its Python with --remote-python"),
+    ("no module named", "install zerokit there at the same path, or name its Python with --remote-python"),
     ("not found", "there is no such Python there: name one with --remote-python"),
     ("no such file or directory", "there is no such Python there: name one with --remote-python"),
 )
