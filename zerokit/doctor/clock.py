@@ -3,7 +3,7 @@
     rank 0   ──── its time T ───▶          offset = T + (b − a) / 2 − b
     rank r   a ─ asks ─── b, answered      uncertain by (b − a) / 2, so the fastest round of some counts
 
-Cristian's algorithm (Distributed Computing 3, 1989). Clocks of one machine are one clock: what is found there is the
+Cristian's algorithm (Distributed Computing 3, 1989). Clocks of one machine are one clock: any offset there is the
 noise of the measurement.
 """
 
@@ -80,7 +80,7 @@ def measure_offset(group: dist.ProcessGroup, now: Callable[[], float] = time.tim
 def judge_clocks(answers: Answers[Offset]) -> list[Finding]:
     """ZD501."""
     if len(answers) < 2:
-        return [finding("ZD501", skipped("one rank: nobody to compare with"))]
+        return [finding("ZD501", skipped("one rank: none to compare with"))]
     first, last = (pick(answers, key=lambda entry: entry[1].seconds) for pick in (min, max))
     skew = last[1].seconds - first[1].seconds
     doubt = first[1].uncertainty_s + last[1].uncertainty_s
@@ -89,7 +89,7 @@ def judge_clocks(answers: Answers[Offset]) -> list[Finding]:
 
 
 def _where(answers: Answers[Offset], first: Seat, last: Seat, skew: float) -> str:
-    """Who is apart; nobody where all agree."""
+    """The ranks whose clocks differ; empty where all agree."""
     if skew <= SKEW_NOTICED_S:
         return ""
     seats = [seat for seat, _ in answers]
@@ -99,7 +99,7 @@ def _where(answers: Answers[Offset], first: Seat, last: Seat, skew: float) -> st
 def _judge(skew: float, doubt: float, several: bool) -> Verdict:
     listed = f"{_time(skew)} apart at most (± {_time(doubt)})"
     remedy = "let every node follow a time server: timedatectl set-ntp true, chronyc makestep"
-    # What the measurement cannot tell from zero is no skew.
+    # What the measurement cannot distinguish from zero is no skew.
     if skew - doubt > SKEW_REFUSED_S:
         return fault(
             listed,

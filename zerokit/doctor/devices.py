@@ -44,7 +44,7 @@ class Devices:
         present: NVIDIA devices of the machine.
         visible: those that `CUDA_VISIBLE_DEVICES` leaves.
         built_for_cuda: whether torch was.
-        usable: devices that torch can use; None where torch was not asked.
+        usable: devices that torch can use; None where torch was not imported.
         used: the device of this rank.
     """
 
@@ -57,7 +57,7 @@ class Devices:
 
 
 def look_at_devices(used: Device | None = None, driver: Path = _DRIVER) -> Devices:
-    """What this process sees; torch is asked only where it is imported already.
+    """What this process sees; torch is used only where it is imported already.
 
     Args:
         used: the device that this rank computes on.
@@ -77,10 +77,10 @@ def look_at_devices(used: Device | None = None, driver: Path = _DRIVER) -> Devic
 
 def _version(path: Path) -> str | None:
     try:
-        found = re.search(r"\b\d+\.\d+(\.\d+)?\b", path.read_text())
+        match = re.search(r"\b\d+\.\d+(\.\d+)?\b", path.read_text())
     except OSError:
         return None
-    return found.group() if found else "of unknown version"
+    return match.group() if match else "of unknown version"
 
 
 def judge_devices(answers: Answers[Devices]) -> list[Finding]:

@@ -44,7 +44,7 @@ class Directory:
     """What one rank sees of it.
 
     Attributes:
-        path: what was asked for.
+        path: as given.
         existing: the part of it that exists: the ranks would make the rest.
         error: why nothing can be written there; None where something was.
         free_bytes: for this user.
@@ -210,5 +210,5 @@ def _judge_seen(saw: bool, path: str) -> Verdict:
     return fault(
         f"a file that rank 0 wrote to {path} is not there",
         "The ranks' files would lie on different disks: no save would be committed.",
-        "mount one file system at the same place on all nodes, or name a directory on one",
+        "mount one file system at the same path on all nodes, or name a directory on one",
     )

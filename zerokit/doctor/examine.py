@@ -1,4 +1,4 @@
-"""The examination: look around here, start the ranks, ask the tracking store, judge everything that is known.
+"""The examination: check this process, start the ranks, check the tracking store, judge all facts.
 
 What ranks saw before a launch failed is judged as well, for that is mostly why it failed.
 """
@@ -82,14 +82,14 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What was found, and the facts that it was found in.
+    """The findings, and the facts behind them.
 
     Attributes:
-        plan: what was asked.
+        plan: what was to be examined.
         quick: whether no ranks were started.
         created: when, UTC.
         here: what the process that started the ranks sees.
-        ranks: what ranks saw; of a launch that failed, those that came to tell.
+        ranks: what ranks saw; of a launch that failed, those that wrote it down.
         group: what they found out together; None if they never did.
         tracking: what was seen of the store.
         findings: in the order of their codes.
@@ -116,7 +116,7 @@ class Report:
         zerokit         the version
         created         ISO 8601, UTC
         quick           whether no ranks were started
-        nodes, nproc_per_node, directory, pairs, timeout_s    what was asked
+        nodes, nproc_per_node, directory, pairs, timeout_s    what was examined
         exit_code       0, or 5 if there is a fault
         counts          {"ok": …, "skipped": …, "warning": …, "fault": …}
         findings        [{code, severity, check, where, found, meaning, remedy}], by code, all strings; `where`
@@ -179,7 +179,7 @@ def examine(plan: Plan, launch: Launch, phase: Callable[[str], None] = lambda te
     Args:
         plan: what to examine.
         launch: starts the ranks.
-        phase: told what is going on.
+        phase: called with a text for each phase.
     """
     here = look_around(own_seat({}), plan.directory, 0)
     phase(f"asking {plan.tracking_uri.rpartition('@')[2]}")
@@ -273,7 +273,7 @@ def _run(plan: Plan, work: Path, launch: Launch) -> Finding | None:
 
 def _failed(plan: Plan, work: Path, reason: str, failures: Sequence[Failure] = ()) -> Finding:
     lines = reason.strip().splitlines()
-    # The end of a rank's stderr follows in lines of their own; often the first line has said it.
+    # The end of a rank's stderr follows in lines of their own; often they repeat the first line.
     said = [line[4:].strip() for line in lines[1:] if line.startswith("  | ")]
     last = f" ({said[-1][:200]})" if said and said[-1] not in lines[0] else ""
     where = ""
@@ -307,14 +307,14 @@ def _hung(plan: Plan, work: Path, reason: str) -> Finding:
 
 def _stages(plan: Plan, work: Path) -> Mapping[int, tuple[int, str]]:
     """How far each rank has come, and its host: an index of `STAGES`, -1 for one that never ran."""
-    found = {}
+    progress = {}
     for rank in range(plan.world):
         try:
             stage, host = (work / f"stage-{rank}").read_text().split("\n")
-            found[rank] = (STAGES.index(stage), host)
+            progress[rank] = (STAGES.index(stage), host)
         except (OSError, ValueError):
-            found[rank] = (-1, "")
-    return found
+            progress[rank] = (-1, "")
+    return progress
 
 
 def _progress(plan: Plan, work: Path) -> str:
@@ -330,13 +330,13 @@ def _progress(plan: Plan, work: Path) -> str:
 
 def _behind(plan: Plan, work: Path) -> str:
     """The nodes of the ranks that have come least far: the others wait for them."""
-    found = _stages(plan, work)
-    stages = {rank: stage for rank, (stage, _) in found.items()}
+    progress = _stages(plan, work)
+    stages = {rank: stage for rank, (stage, _) in progress.items()}
     least = min(stages.values())
     if least == max(stages.values()):
         return ""
     late = [rank for rank, stage in stages.items() if stage == least]
-    hosts = {rank // plan.nproc_per_node: host for rank, (_, host) in found.items() if host}
+    hosts = {rank // plan.nproc_per_node: host for rank, (_, host) in progress.items() if host}
     nodes = sorted({rank // plan.nproc_per_node for rank in late})
     named = [f"node {node}" + (f" ({hosts[node]})" if node in hosts else "") for node in nodes]
     return f"{', '.join(named)}, rank{'s' * (len(late) > 1)} {', '.join(map(str, late))}"
@@ -349,7 +349,7 @@ def _read(work: Path, world: int) -> tuple[list[RankFacts], GroupFacts | None]:
         try:
             ranks.append(from_plain(RankFacts, json.loads((work / f"rank-{rank}.json").read_text())))
         except (OSError, ValueError, SchemaError):
-            continue  # it never came so far: ZD901 tells
+            continue  # it never came so far: ZD901 reports it
     if len(ranks) < world:
         return ranks, None
     try:

@@ -43,7 +43,7 @@ class GroupFacts:
 
     Attributes:
         offsets: of the ranks' clocks.
-        routes: how each rank came by its neighbours' tensors; None for one that is alone on its node.
+        routes: how each rank reads its neighbours' tensors; None for one that is alone on its node.
         lookups: other nodes' names, as each rank's node looked them up.
         seen: whether each rank saw a file of rank 0 in the run directory; None where it could not write.
         all_reduce: over all ranks.

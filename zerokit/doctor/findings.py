@@ -1,7 +1,7 @@
 """Findings: what a check says, about which ranks, how bad that is, and what to do.
 
 Every check has a code, which stays the same for ever, and gives at least one finding whenever it could look. Ranks
-of which the same is to be said share a finding.
+with the same verdict share a finding.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ CHECKS = {
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a judge says of one rank or machine; where `meaning` is empty, the check's `why` stands for it."""
+    """The judgement of one rank or machine; where `meaning` is empty, the check's `why` is shown."""
 
     severity: Severity
     found: str
@@ -158,7 +158,7 @@ Answers = Sequence[tuple[Seat, T]]
 
 
 def machines(answers: Answers[T]) -> list[tuple[Seat, T]]:
-    """What the first rank of each machine tells."""
+    """The facts from the first rank of each machine."""
     first: dict[str, tuple[Seat, T]] = {}
     for seat, facts in answers:
         first.setdefault(seat.machine, (seat, facts))
@@ -171,7 +171,7 @@ def by_rank(code: str, answers: Answers[T], judge: Callable[[T], Verdict]) -> li
 
 
 def by_machine(code: str, answers: Answers[T], judge: Callable[[T], Verdict]) -> list[Finding]:
-    """The same, of facts that all ranks of a machine share: its first rank is asked."""
+    """The same, of facts that all ranks of a machine share: its first rank's are taken."""
     verdicts = {seat.machine: judge(facts) for seat, facts in machines(answers)}
     return _joined(
         code, [(seat, verdicts[seat.machine]) for seat, _ in answers], [seat for seat, _ in answers]
@@ -186,7 +186,7 @@ def _joined(code: str, verdicts: Iterable[tuple[Seat, Verdict]], seats: Sequence
 
 
 def where(group: Sequence[Seat], seats: Sequence[Seat]) -> str:
-    """The seats of `group` in words, among all `seats`: nothing, whole nodes, or ranks."""
+    """The seats of `group` as text, among all `seats`: nothing, whole nodes, or ranks."""
     if len(group) == len(seats):
         return ""
     nodes = sorted({seat.node for seat in group})

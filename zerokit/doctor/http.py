@@ -1,6 +1,6 @@
-"""An MLflow server, asked over HTTP without MLflow: does it answer, in which version, to whom, and may we write.
+"""An MLflow server, queried over HTTP without MLflow: does it answer, in which version, to whom, and may we write.
 
-`/health` and `/version` are open to everybody; what begins with `/api` is guarded by the server's checks of host name,
+`/health` and `/version` are open to all; what begins with `/api` is guarded by the server's checks of host name,
 origin and user.
 """
 
@@ -99,7 +99,7 @@ class Server:
     def write(self, listed: Answer) -> Answer | None:
         """Set a tag of the experiment that `read` found, and remove it; None where there is no experiment.
 
-        A server older than MLflow 3 cannot remove it: the tag then stays, and says that it may go.
+        A server older than MLflow 3 cannot remove it: the tag then stays; its value is "may be removed".
         """
         experiments = listed.json().get("experiments") or []
         if not experiments:

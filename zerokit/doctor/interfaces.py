@@ -55,7 +55,7 @@ class Interface:
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """A port of an InfiniBand or RoCE device, with the state that the kernel tells: "ACTIVE" where it works."""
+    """A port of an InfiniBand or RoCE device, with the state that the kernel reports: "ACTIVE" where it works."""
 
     device: str
     port: str
@@ -71,7 +71,7 @@ class Network:
     nccl: str | None = None
     ports: list[Port] = field(default_factory=list)
     own_addresses: list[str] = field(default_factory=list)
-    """What the host's own name stands for: gloo's choice where it is not told an interface."""
+    """Addresses of the host's own name: gloo's choice where no interface is given."""
 
     def gloo_takes(self) -> Interface | None:
         """The interface that gloo will listen on; None where that cannot be answers, or where it will fail."""
@@ -143,11 +143,11 @@ def _speed(name: str) -> int | None:
 
 
 def _addresses_6() -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+    addresses: dict[str, list[str]] = {}
     for line in _read(Path("/proc/net/if_inet6")).splitlines():
         digits, *_, name = line.split()
-        found.setdefault(name, []).append(str(IPv6Address(int(digits, 16))))
-    return found
+        addresses.setdefault(name, []).append(str(IPv6Address(int(digits, 16))))
+    return addresses
 
 
 def _read(path: Path) -> str:
@@ -209,9 +209,9 @@ def _judge_gloos_lookup(network: Network, several: bool) -> Verdict:
     remedy = f"set GLOO_SOCKET_IFNAME to the interface between the nodes: {_candidates(network)}"
     if taken is None:
         what = ", ".join(network.own_addresses) or "no address"
-        found = f"the host's own name stands for {what}, which no interface has"
+        listed = f"the host's own name stands for {what}, which no interface has"
         meaning = "gloo falls back to loopback, so that other nodes cannot reach it."
-        return fault(found, meaning, remedy) if several else warning(found, meaning, remedy)
+        return fault(listed, meaning, remedy) if several else warning(listed, meaning, remedy)
     if taken.loopback and several:
         return fault(
             f"the host's own name stands for loopback ({', '.join(network.own_addresses)})",
@@ -279,15 +279,15 @@ def _judge_mtu(answers: Answers[Network]) -> list[Finding]:
     sizes: dict[int, list[str]] = {}
     seats = [seat for seat, _ in answers]
     by_size: dict[int, list[int]] = {}
-    for place, (_, network) in enumerate(answers):
+    for index, (_, network) in enumerate(answers):
         if (taken := _between_nodes(network)) is not None:
             sizes.setdefault(taken.mtu, []).append(taken.name)
-            by_size.setdefault(taken.mtu, []).append(place)
+            by_size.setdefault(taken.mtu, []).append(index)
     if not sizes:
         return [finding("ZD305", skipped("no interface but loopback"))]
     if len(sizes) > 1:
         listed = "; ".join(
-            f"{size} on {names[0]}, {where([seats[place] for place in by_size[size]], seats)}"
+            f"{size} on {names[0]}, {where([seats[index] for index in by_size[size]], seats)}"
             for size, names in sizes.items()
         )
         return [

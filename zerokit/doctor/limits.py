@@ -29,7 +29,7 @@ SHM_LEAST_BYTES = 16 * _MIB
 SHM_SMALL_BYTES = 64 * _MIB
 """Docker's default."""
 MEMLOCK_LOW_BYTES = 8 * _MIB
-"""The kernel's own default since Linux 5.16; less is somebody's choice."""
+"""The kernel's own default since Linux 5.16; less was set on purpose."""
 FILES_BESIDES = 512
 """Files that a rank opens whatever the world size: libraries, data, logs, checkpoint files."""
 FILES_A_PEER = 6
@@ -60,7 +60,7 @@ class Limits:
 
 
 def look_at_limits(shm: Path = _SHM, yama: Path = _YAMA, devices: Path = Path("/sys/class")) -> Limits:
-    """Of this process; the arguments say where the system keeps what it tells."""
+    """Of this process; the arguments are the system's paths."""
     try:
         status = os.statvfs(shm)
         size, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
@@ -92,7 +92,7 @@ def judge_limits(answers: Answers[Limits], world: int, routes: Answers[str] | No
     Args:
         answers: the limits.
         world: ranks that there are, or will be.
-        routes: how the ranks of each node came by each other's tensors ("memory", "shared memory", "sockets"), where
+        routes: how the ranks of each node read each other's tensors ("memory", "shared memory", "sockets"), where
             they tried; empty where every rank is alone on its node.
     """
     findings = [
@@ -174,12 +174,12 @@ def _judge_route(route: str, cma: str, scope: int | None) -> Verdict:
     return _forbidden(f"through {route}", route, scope)
 
 
-def _forbidden(found: str, route: str, scope: int | None) -> Verdict:
+def _forbidden(listed: str, route: str, scope: int | None) -> Verdict:
     because = (
         f"Yama's ptrace_scope {scope} forbids" if (scope or 0) >= 2 else "the kernel or a sandbox forbids"
     )
     return warning(
-        found,
+        listed,
         f"{because} reading other processes' memory; {route} costs more copies. Results are the same bits.",
         "sysctl kernel.yama.ptrace_scope=1; in a container --cap-add SYS_PTRACE, and a seccomp profile with "
         "process_vm_readv; or ZEROKIT_CMA=shared, to say that it is meant so",

@@ -24,7 +24,7 @@ from zerokit.doctor.findings import (
 T = TypeVar("T")
 
 LOOKUP_SECONDS = 1.0
-"""A name server that does not answer makes `getaddrinfo` wait for many seconds; nobody wants to train like that."""
+"""A name server that does not answer makes `getaddrinfo` wait for many seconds: too long for training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +72,8 @@ def look_up(names: list[str]) -> Lookups:
 
 def addresses_of(name: str) -> list[str]:
     """Raises OSError."""
-    found = within(lambda: socket.getaddrinfo(name, None, type=socket.SOCK_STREAM))
-    return list(dict.fromkeys(str(entry[4][0]).partition("%")[0] for entry in found))
+    entries = within(lambda: socket.getaddrinfo(name, None, type=socket.SOCK_STREAM))
+    return list(dict.fromkeys(str(entry[4][0]).partition("%")[0] for entry in entries))
 
 
 def within(question: Callable[[], T], seconds: float = LOOKUP_SECONDS) -> T:
@@ -109,10 +109,10 @@ def judge_own_names(answers: Answers[OwnName]) -> list[Finding]:
 
 def _judge_own(own: OwnName, several: bool) -> Verdict:
     if own.error is not None:
-        found = f"{own.host} cannot be looked up: {own.error}"
+        listed = f"{own.host} cannot be looked up: {own.error}"
         meaning = "gloo falls back to loopback, and torchrun may not find its own node."
         remedy = f"add a line with this node's address and {own.host} to /etc/hosts, or to the name server"
-        return fault(found, meaning, remedy) if several else warning(found, meaning, remedy)
+        return fault(listed, meaning, remedy) if several else warning(listed, meaning, remedy)
     listed = f"{own.host} → {', '.join(own.addresses)}"
     if several and all(ipaddress.ip_address(address).is_loopback for address in own.addresses):
         return warning(

@@ -125,8 +125,8 @@ _NAMES = {"python": "Python", "cuda": "CUDA", "nccl": "NCCL", "mlflow": "MLflow"
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    found = re.match(r"\d+(\.\d+)*", version)
-    return tuple(int(part) for part in found.group().split(".")) if found else ()
+    match = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(part) for part in match.group().split(".")) if match else ()
 
 
 def _agreement(answers: Answers[Software]) -> Verdict:
@@ -139,7 +139,7 @@ def _agreement(answers: Answers[Software]) -> Verdict:
             differing[field.name] = versions
     if not differing:
         return ok(f"all {len(answers)} ranks have the same versions")
-    found = "; ".join(
+    listed = "; ".join(
         f"{_NAMES.get(name, name)}: "
         + ", ".join(f"{version} on rank {', '.join(map(str, ranks))}" for version, ranks in versions.items())
         for name, versions in differing.items()
@@ -147,7 +147,7 @@ def _agreement(answers: Answers[Software]) -> Verdict:
     severe = any(name in differing for name in _MUST_AGREE)
     return Verdict(
         Severity.FAULT if severe else Severity.WARNING,
-        found,
+        listed,
         "Ranks with different versions of zerokit, torch, CUDA or NCCL fail to meet, or compute different results."
         if severe
         else "Results or files may differ in details between ranks.",

@@ -1,6 +1,6 @@
 """Where MLflow runs would go: a server, a SQLite file, a folder; can it be reached and written to.
 
-MLflow itself is never imported: that takes longer than all the rest, and would create what it does not find.
+MLflow itself is never imported: that takes longer than all the rest, and would create what is missing.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Tracking:
     Attributes:
         uri: where it is, without a password.
         kind: "server", "SQLite", "folder", "database", or "other" for what cannot be looked at from here.
-        reached: whether it answered; None where nobody asked.
+        reached: whether it answered; None where that was not tried.
         version: MLflow's, of a server; or the schema's, of a database.
         status: the HTTP status of the first request that was refused.
-        error: what went wrong, in its own words.
-        host: the name that the server was asked by.
+        error: the message of what went wrong.
+        host: the server's name in requests.
         writable: None where that was not tried.
         write_error: why it is not.
     """
@@ -184,7 +184,7 @@ def _judge_silence(tracking: Tracking) -> Verdict:
     if tracking.kind in ("server", "database"):
         return fault(
             f"{tracking.uri}: {tracking.error}",
-            f"Nobody answers there. {lost} until somebody does.",
+            f"No server answers there. {lost} until one does.",
             "start the server (mlflow server), or correct MLFLOW_TRACKING_URI; look at firewalls and proxies",
         )
     return fault(
@@ -195,10 +195,10 @@ def _judge_silence(tracking: Tracking) -> Verdict:
 def _judge_access(tracking: Tracking) -> Verdict:
     if tracking.status is None:
         return ok(f"lets us in as {tracking.host}")
-    found = f"HTTP {tracking.status}: {tracking.error}"
+    listed = f"HTTP {tracking.status}: {tracking.error}"
     if "invalid host header" in (tracking.error or "").lower():
         return fault(
-            found,
+            listed,
             f"The server does not know the name {tracking.host}, by which it was asked, and takes the request for a "
             "DNS rebinding attack.",
             f"start it with mlflow server --allowed-hosts {tracking.host},localhost:* "
@@ -206,12 +206,12 @@ def _judge_access(tracking: Tracking) -> Verdict:
         )
     if tracking.status in (401, 403):
         return fault(
-            found,
+            listed,
             "The server, or a gateway before it, does not let this user in.",
             "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN; ask for the right "
             "to write",
         )
-    return fault(found, "Something else than MLflow answers there.", "correct MLFLOW_TRACKING_URI")
+    return fault(listed, "Something else than MLflow answers there.", "correct MLFLOW_TRACKING_URI")
 
 
 def _judge_writes(tracking: Tracking) -> Verdict:

@@ -105,7 +105,7 @@ def measure_pairs(group: dist.ProcessGroup, accelerator: Accelerator, leaders: S
     import torch
     import torch.distributed as dist
 
-    found = []
+    pairs = []
     for first, second in combinations(range(len(leaders)), 2):
         dist.barrier()
         pair = (leaders[first], leaders[second])
@@ -125,9 +125,9 @@ def measure_pairs(group: dist.ProcessGroup, accelerator: Accelerator, leaders: S
         size = LARGE_BYTES if max(seconds.item(), theirs.item()) < FAST_S else SMALL_BYTES
         taken = median(exchange(size) for _ in range(3))
         if group.rank() == pair[0]:
-            found.append(Pair(first, second, size, taken, size / taken / 1e9))
+            pairs.append(Pair(first, second, size, taken, size / taken / 1e9))
     dist.barrier()
-    return found
+    return pairs
 
 
 def _swap(outgoing: torch.Tensor, incoming: torch.Tensor, other: int, group: dist.ProcessGroup) -> None:
@@ -169,7 +169,7 @@ def _judge_all_reduce(measured: AllReduce, listed: str, link_mbit: int | None) -
     if not measured.correct:
         return fault(
             f"a wrong sum; {listed}",
-            "Ranks do not get what they should: gradients would be wrong without a word.",
+            "Ranks do not get what they should: gradients would be wrong silently.",
             "try other memory, cards or cables; test with NCCL_P2P_DISABLE=1, NCCL_IB_DISABLE=1",
         )
     remedy = (

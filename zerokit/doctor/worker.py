@@ -5,8 +5,8 @@
 The job is a `Job`. All files of it lie beside it, so that the folder can be copied to a node and back:
 
     rank-R.json    what rank R saw by itself, written before it meets the others
-    stage-R        what rank R was doing last, and on which host: it tells where a job hangs
-    group.json     what the ranks found out together, written by rank 0 at the end
+    stage-R        what rank R was doing last, and on which host: it shows where a job hangs
+    group.json     what the ranks measured together, written by rank 0 at the end
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def main(job_file: Path, look: Look = look_around, now: Callable[[], float] = ti
         _write(folder / f"stage-{seat.rank}", f"{stage}\n{seat.host}")
 
     at("looking around")
-    # Importing torch is the slow part, and may itself hang on a shared file system: the stage is told before.
+    # Importing torch is the slow part, and may itself hang on a shared file system: the stage is written before.
     import torch
     import torch.distributed as dist
 
@@ -149,7 +149,7 @@ def _gather(mine: T) -> list[T]:
 
 
 def _route(group: dist.ProcessGroup, on_node: int) -> str | None:
-    """How this rank comes by its neighbours' tensors, as zerokit's own collectives would."""
+    """How this rank reads its neighbours' tensors, as zerokit's own collectives would."""
     from zerokit.runtime.collectives.neighbours import meet
 
     neighbours = meet(group, units=1)
