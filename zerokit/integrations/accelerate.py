@@ -41,7 +41,7 @@ CHECKPOINT_NAME = "zerokit"
 ZERO_OPTIONS = frozenset(
     {"units", "bucket_mb", "prefetch", "process_group", "timeout", "init_fn", "loss_scale"}
 )
-"""What `zero_options` may hold; the other arguments of `ZeroOptimizer` have their own place."""
+"""What `zero_options` may hold; the other arguments of `ZeroOptimizer` are given elsewhere."""
 
 _DIVIDED = "_zerokit_divided"
 _PRECISIONS = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
@@ -49,7 +49,7 @@ _OTHER_ENGINES = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedTy
 
 
 class ZeroAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
-    """A `ZeroOptimizer` as accelerate holds it: steps with the last micro-batch only, tells skipped steps."""
+    """A `ZeroOptimizer` as accelerate holds it: steps with the last micro-batch only, reports skipped steps."""
 
     def __init__(self, optimizer: ZeroOptimizer) -> None:
         super().__init__(optimizer, device_placement=False)
@@ -69,7 +69,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
         precision: as in `ZeroOptimizer`; by default what `mixed_precision` stands for. Weights of "bf16" and "fp16" are
             half precision with fp32 masters, there is no autocast.
         zero_options: further arguments of `ZeroOptimizer`: units, bucket_mb, prefetch, init_fn, loss_scale, ….
-        mixed_precision: "no", "bf16" or "fp16"; by default what `accelerate launch` was told.
+        mixed_precision: "no", "bf16" or "fp16"; by default that of `accelerate launch`.
         **options: the other arguments of `Accelerator`.
 
     Micro-batches add up in whole gradients, as under DDP's `no_sync`;
@@ -121,7 +121,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
 
     @property
     def zero_optimizer(self) -> ZeroOptimizer | None:
-        """The `ZeroOptimizer` that was prepared, for `memory()`, `gathered()` and the like."""
+        """The `ZeroOptimizer` that was prepared, for `memory()`, `gathered()` and others."""
         for optimizer in self._optimizers:
             return optimizer.optimizer  # type: ignore[no-any-return]
         return None
@@ -153,19 +153,20 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
                 "together with its optimizer, prepare(model, optimizer, ...); put several models into one module"
             )
         model, optimizer = new_models[0], new_optimizers[0]
-        place = next(
-            (place for obj, place in zip(args, device_placement or (), strict=False) if obj is model), None
+        on_device = next(
+            (on_device for obj, on_device in zip(args, device_placement or (), strict=False) if obj is model),
+            None,
         )
-        zero = self._divide(model, optimizer, place)
+        zero = self._divide(model, optimizer, on_device)
         return super().prepare(
             *(zero if obj is optimizer else obj for obj in args), device_placement=device_placement
         )
 
-    def _divide(self, model: nn.Module, optimizer: Optimizer, place: bool | None) -> ZeroOptimizer:
+    def _divide(self, model: nn.Module, optimizer: Optimizer, on_device: bool | None) -> ZeroOptimizer:
         recipe = Recipe.of(optimizer)
         # What lies on meta is initialised where it belongs, by ZeroOptimizer.
         meta = any(parameter.is_meta for parameter in model.parameters())
-        if not meta and (self.device_placement if place is None else place):
+        if not meta and (self.device_placement if on_device is None else on_device):
             model.to(self.device)
         zero = recipe.build(model, **self.zero_arguments)
         hand_over(optimizer, zero)
@@ -179,8 +180,8 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
         """Prepare a model that is only evaluated; one that is trained goes to `prepare` with its optimizer."""
         if not evaluation_mode and _undivided(model):
             raise UsageError("prepare_model() of a trainable model: write prepare(model, optimizer) instead")
-        found: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)
-        return found
+        prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)
+        return prepared
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Optimizer:
         """Take a `ZeroOptimizer`; any other goes to `prepare` with its model."""
@@ -191,8 +192,8 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
             raise UsageError(
                 "prepare_optimizer() of a torch optimizer: write prepare(model, optimizer) instead"
             )
-        found: Optimizer = super().prepare_optimizer(optimizer, device_placement)
-        return found
+        prepared: Optimizer = super().prepare_optimizer(optimizer, device_placement)
+        return prepared
 
     # ---- the loop
 
@@ -261,7 +262,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
             if original != name:
                 state[name] = state[original]
             elif isinstance(value, Tensor) and value.untyped_storage().nbytes() != value.nbytes:
-                # A view of its unit's storage: who saves by storage would take the unit for one tensor.
+                # A view of its unit's storage: a writer that saves by storage would take the unit for one tensor.
                 state[name] = value.clone()
         return state
 

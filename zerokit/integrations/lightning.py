@@ -126,7 +126,7 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
     # ---- setting up
 
     def setup(self, trainer: Any) -> None:
-        """Called by the Trainer: places the module, and divides it where it is to be trained."""
+        """Called by the Trainer: moves the module to its device, and divides it where it is to be trained."""
         self.accelerator.setup(trainer)
         module = self.lightning_module
         fitting = trainer.state.fn == _FITTING
@@ -170,8 +170,8 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
 
     @property
     def optimizers(self) -> list[Any]:
-        found: list[Any] = self._optimizers
-        return found
+        optimizers: list[Any] = self._optimizers
+        return optimizers
 
     @optimizers.setter
     def optimizers(self, optimizers: list[Any]) -> None:
@@ -268,7 +268,7 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
                 zero,
                 step=int(checkpoint["global_step"]),
                 extra=extra,
-                weights_only="optimizer_states" not in checkpoint,  # so Lightning says save_weights_only
+                weights_only="optimizer_states" not in checkpoint,  # Lightning's mark of save_weights_only
             )
             together.on_first(commit)
 

@@ -1,4 +1,4 @@
-"""What Lightning is told of a checkpoint of zerokit's: whether a training can go on from it, and its weights."""
+"""A checkpoint of zerokit's for Lightning: whether a training can go on from it, and its weights."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def require_whole(path: Path) -> None:
 
 def weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
     """The weights and buffers of a checkpoint, whole, by every name."""
-    found = {}
+    tensors = {}
     for parameter in checkpoint.layout.parameters:
         stream = "master" if parameter.trainable else "param"
         value = torch.as_tensor(checkpoint.read(stream, parameter.name))
-        found.update(dict.fromkeys((parameter.name, *parameter.aliases), value))
+        tensors.update(dict.fromkeys((parameter.name, *parameter.aliases), value))
     tensors = Tensors(checkpoint)
-    return found | {
+    return tensors | {
         name.removeprefix(BUFFER_PREFIX): tensors[name] for name in tensors if name.startswith(BUFFER_PREFIX)
     }

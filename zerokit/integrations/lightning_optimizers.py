@@ -32,7 +32,7 @@ def only_optimizer(optimizers: list[Optimizer]) -> Optimizer:
 
 
 def attach(scheduler: Any, given: Optimizer, zero: ZeroOptimizer) -> None:
-    """Let a scheduler, and those it is made of, drive `zero` in the place of `given`."""
+    """Let a scheduler, and those it is made of, drive `zero` instead of `given`."""
     if getattr(scheduler, "optimizer", None) is given:
         scheduler.optimizer = zero
     for inner in getattr(scheduler, "_schedulers", ()):

@@ -67,7 +67,7 @@ class ZeroPrecision(_Plugin):  # type: ignore[misc]
             self.optimizer.backward(tensor, **kwargs)
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        """Scale gradients down to the global norm `clip_val`; `last_norm` tells what it was."""
+        """Scale gradients down to the global norm `clip_val`; `last_norm` is the norm before."""
         assert self.optimizer is not None
         self.optimizer.clip_grad_norm_(clip_val)
 

@@ -85,16 +85,16 @@ class ZeroTrainer(Trainer):
 
     @property
     def zero_optimizer(self) -> ZeroOptimizer | None:
-        """The `ZeroOptimizer`, once `train` has begun: for `memory()`, `gathered()` and the like."""
+        """The `ZeroOptimizer`, once `train` has begun: for `memory()`, `gathered()` and others."""
         return self.accelerator.zero_optimizer  # type: ignore[no-any-return]
 
     # ---- preparing
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
-        found = super()._build_accelerator_args(**kwargs)
-        found["mixed_precision"] = "no"  # ZeroOptimizer casts, and scales the loss
-        self._accelerator_arguments = found
-        return found
+        arguments = super()._build_accelerator_args(**kwargs)
+        arguments["mixed_precision"] = "no"  # ZeroOptimizer casts, and scales the loss
+        self._accelerator_arguments = arguments
+        return arguments
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the `ZeroAccelerator`, from the arguments that Trainer's own was made from."""
@@ -185,16 +185,16 @@ class ZeroTrainer(Trainer):
 
     def _newest_complete(self) -> str:
         """The newest checkpoint that was written to its end; rank 0 looks, all ranks take the same."""
-        found = [""]
+        newest = [""]
         if self.args.process_index == 0:
             complete = [path for path in sort_checkpoints(str(self.args.output_dir)) if _complete(Path(path))]
-            found = complete[-1:] or [""]
-        torch.distributed.broadcast_object_list(found)
-        if not found[0]:
+            newest = complete[-1:] or [""]
+        torch.distributed.broadcast_object_list(newest)
+        if not newest[0]:
             raise CheckpointError(
                 f"{self.args.output_dir}: no complete checkpoint in it: write train() to begin anew"
             )
-        return found[0]
+        return newest[0]
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Check what can be checked before the model is cut; `zerokit.load` then fills the shards."""
@@ -203,20 +203,20 @@ class ZeroTrainer(Trainer):
             raise CheckpointError(
                 f"{path}: has no {STATE_NAME}: it was not written to its end, or not by a Trainer"
             )
-        found: Any = None
+        user: Any = None
         try:
-            found = zerokit.Checkpoint(path).extra()["user"]
+            user = zerokit.Checkpoint(path).extra()["user"]
         except CheckpointError as error:
             raise CheckpointError(f"{error}. {_own_checkpoints(path)}") from error
-        if not (isinstance(found, dict) and found.keys() >= {"scheduler", "global_batch"}):
+        if not (isinstance(user, dict) and user.keys() >= {"scheduler", "global_batch"}):
             raise CheckpointError(
                 f"{path}: written by zerokit.save(), not by ZeroTrainer. {_own_checkpoints(path)}"
             )
-        saved, now = found["global_batch"], self._global_batch()
+        saved, now = user["global_batch"], self._global_batch()
         if saved != now and not self.args.ignore_data_skip:
             raise UsageError(
                 f"{path} was trained with {saved} samples a step, this run has {now} on {self.args.world_size} "
-                "ranks, so steps would not tell the position in the data: choose per_device_train_batch_size times "
+                "ranks, so steps would not give the position in the data: choose per_device_train_batch_size times "
                 f"gradient_accumulation_steps times ranks to be {saved}, or write ignore_data_skip=True"
             )
 
