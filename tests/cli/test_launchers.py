@@ -47,7 +47,7 @@ def bench(*arguments: str, **variables: str) -> Result:
         (["--launcher", "slurm", "--env", "NO_SUCH_VARIABLE"], "give it as NO_SUCH_VARIABLE=VALUE"),
         (
             ["--launcher", "slurm", "--dry-run", "--partition", "a b"],
-            "cannot stand in a line of a batch script",
+            "cannot be written in a line of a batch script",
         ),
         (["--launcher", "slurm", "--continue", "x"], "inside an allocation"),
         (["--arguments"], "--arguments needs a file, or env:NAME, with a JSON list of options"),

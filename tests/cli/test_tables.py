@@ -51,7 +51,7 @@ def test_a_sweep_of_single_runs_says_that_nothing_is_known() -> None:
     assert shown.startswith("gpt-34m (33.7 M parameters), fp32, 2 ranks on 2 nodes, batch 2, gloo\n")
     (row,) = re.findall(r"^zerokit 3 .*", shown, re.MULTILINE)
     assert "% ?" in row
-    assert "? is not known: a single run does not tell" in shown
+    assert "? is not known: a single run does not show" in shown
     assert "±" not in row.split("%")[0]
 
 
@@ -120,7 +120,7 @@ def test_a_job_that_was_restarted_tells_its_parts() -> None:
     for rank in record.ranks:
         rank.step_ms.clear()
     without = table([replace(record, results=None)], 160)
-    assert "a restart found all steps trained" in without
+    assert "all steps were trained before the restart" in without
     assert "steps 21–41  2 ranks; finished" in without
 
 

@@ -23,11 +23,11 @@ from zerokit.text import printable, printable_lines
 COMMANDS = {
     "bench": "Train models with several engines, measure them, write records, a report and MLflow runs.",
     "compare": "Set benches beside each other: figures, differences beside the noise, a page with pictures.",
-    "push": "Bring MLflow to where records on disk are.",
+    "push": "Write records on disk to MLflow.",
     "reshard": "Cut a checkpoint for another number of ranks.",
     "consolidate": "Write a checkpoint's weights as safetensors for Hugging Face's loaders.",
     "inspect": "Show what a checkpoint holds: parameters, streams, files.",
-    "verify": "Read every byte of a checkpoint, and say what is damaged.",
+    "verify": "Read every byte of a checkpoint, and report what is damaged.",
     "doctor": "Find what would make training fail, hang or crawl: software, network, disks, tracking.",
     "prune": "Remove a run's older steps, and what killed writers have left.",
     "diff": "Compare two checkpoints of any world sizes, without reading their data.",
@@ -43,8 +43,8 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        found: click.Command = import_module(f"zerokit.cli.{cmd_name}").command
-        return found
+        command: click.Command = import_module(f"zerokit.cli.{cmd_name}").command
+        return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
@@ -77,7 +77,7 @@ def _show(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    """zerokit's own warnings in plain words, as its errors are; others with the line that they come from."""
+    """zerokit's own warnings as plain text, as its errors are; others with the line that they come from."""
     if not issubclass(category, ZerokitWarning):
         _show_others(message, category, filename, lineno, file, line)
         return
@@ -87,7 +87,7 @@ def _show(
 
 
 def main() -> None:
-    """The program `zerokit`: errors raised on purpose are told in plain words, without a traceback."""
+    """The program `zerokit`: errors raised on purpose are shown as plain text, without a traceback."""
     leave_process_one()
     warnings.simplefilter("always", ZerokitWarning)
     warnings.showwarning = _show

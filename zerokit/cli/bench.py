@@ -50,7 +50,7 @@ def command(context: click.Context, /, **options: Any) -> None:
 
             joins = request.chosen.member is not None
             code = join(request.chosen, given_arguments(context), run) if joins else run(None)
-    except KeyboardInterrupt:  # of someone who would not wait for the first signal's end
+    except KeyboardInterrupt:  # a second signal, before the first had ended the work
         from zerokit.launch.interrupts import Interrupted
 
         raise Interrupted(signal.SIGINT) from None

@@ -131,7 +131,7 @@ _OPTIONS = (
         default=True,
         show_default=True,
         help="Also train each cell's compute-only twin, in turn with the cell: what a step takes longer is "
-        "communication, and the twin tells the machine's pace.",
+        "communication, and the twin shows the machine's pace.",
     ),
     click.option(
         "--lr",
@@ -178,7 +178,7 @@ _OPTIONS = (
         is_flag=True,
         help="Go on from --save with the ranks that remain when others are killed, and with more when nodes come: by "
         "itself here, elsewhere as torchrun restarts the ranks. --steps is the step at which the run ends, and "
-        "--save-every a tenth of it by default. One record tells of all parts. No twin.",
+        "--save-every a tenth of it by default. One record covers all parts. No twin.",
     ),
     click.option(
         "--max-restarts",

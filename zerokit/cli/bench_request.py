@@ -87,7 +87,7 @@ def parse(context: click.Context, options: dict[str, Any]) -> Request:
     return Request(
         chosen=chosen,
         cells=cells,
-        options=_asked(context, dimensions),
+        options=_chosen_options(context, dimensions),
         output=output,
         continued=continued,
         tracking=None if no_mlflow else Tracking(resolve_uri(tracking_uri), experiment),
@@ -139,17 +139,17 @@ def _from_command_line(context: click.Context, name: str) -> bool:
 
 def _given(context: click.Context, *names: str) -> str:
     """These options as they stood on the command line, each after a space, to be repeated in advice."""
-    found = ""
+    text = ""
     for parameter in context.command.params:
         if parameter.name in names and _from_command_line(context, parameter.name):
             value = context.params[parameter.name]
-            found += f" {parameter.opts[0]}" + ("" if value is True else f" {shlex.quote(str(value))}")
-    return found
+            text += f" {parameter.opts[0]}" + ("" if value is True else f" {shlex.quote(str(value))}")
+    return text
 
 
-def _asked(context: click.Context, dimensions: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+def _chosen_options(context: click.Context, dimensions: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
     """What the user chose, by the options' names; what was left at its default is in the cells."""
-    found: dict[str, Any] = {}
+    chosen: dict[str, Any] = {}
     left_out = {"output", "continued", "as_json", "tracking_uri", "experiment", "no_mlflow"}
     for parameter in context.command.params:
         name = parameter.name or ""
@@ -157,5 +157,5 @@ def _asked(context: click.Context, dimensions: Mapping[str, Sequence[Any]]) -> d
         if name in left_out or source in (None, click.core.ParameterSource.DEFAULT):
             continue
         values = dimensions.get(name)
-        found[parameter.opts[0].lstrip("-")] = list(values) if values else context.params[name]
-    return found
+        chosen[parameter.opts[0].lstrip("-")] = list(values) if values else context.params[name]
+    return chosen

@@ -128,7 +128,7 @@ def _record_file(settings: Settings, output: Path | None) -> RecordFile:
 
 
 def _warn(record: Record, display: Display) -> None:
-    """What a single bench has to say beside its figures."""
+    """Warnings of a single bench."""
     settings = record.settings
     if record.status is not Status.OK:
         memory = record.status is Status.OUT_OF_MEMORY
@@ -148,7 +148,7 @@ def _open_job(settings: Settings, output: Path | None) -> Job:
 
         check_run(run, overwrite=True)
     except ModuleNotFoundError:
-        pass  # zlib-ng is missing: the ranks say so
+        pass  # zlib-ng is missing: the ranks report it
     asked = output if output is not None and output.suffix == ".json" else None
     job = Journal(run).open_job(asked, lambda: record_path(output, settings, datetime.now()))
     require_writable(job.record.parent)

@@ -99,7 +99,7 @@ def command(
     """Set benches beside each other: figures, differences, and whether these exceed the noise.
 
     With one RUN, all its cells are compared with the first. With several, cells are matched by the settings that vary
-    within the runs, such as engine and stage, and the rest is told as what differs.
+    within the runs, such as engine and stage, and the rest is listed as what differs.
     """
     from zerokit.bench.comparison.cells import baselines, make_cells, side_by_side
     from zerokit.bench.comparison.differences import Rule, known_metric, regressions

@@ -89,7 +89,7 @@ def _device_notes(record: Record) -> dict[str, str]:
 def record_rows(record: Record) -> Iterator[tuple[str, str, str]]:
     """What is no figure, as a name, a value and a note: the parts of an elastic bench, and its checkpoints."""
     if record.results is None:
-        yield "figures", "none", "a restart found all steps trained, and had none to measure"
+        yield "figures", "none", "all steps were trained before the restart: none was left to measure"
     if record.restarts:
         yield "restarted", f"{record.restarts}×", "all figures but the losses are of the last part"
         for part in record.parts:

@@ -35,27 +35,27 @@ def command(context: click.Context, a: Path, b: Path, as_json: bool) -> None:
     from zerokit.text import printable
 
     try:
-        found = diff(a, b)
+        comparison = diff(a, b)
     except CheckpointError as error:
         click.echo(f"zerokit: {printable(str(error))}", err=True)
         context.exit(2)
-    note(found.notes)
+    note(comparison.notes)
     if as_json:
-        click.echo(json.dumps(found.plain(), indent=2))
+        click.echo(json.dumps(comparison.plain(), indent=2))
     else:
-        _print(found)
-    if found.unread:
+        _print(comparison)
+    if comparison.unread:
         context.exit(2)
-    if not found.same:
+    if not comparison.same:
         context.exit(1)
 
 
-def _print(found: Comparison) -> None:
+def _print(comparison: Comparison) -> None:
     from zerokit.cli.text import counted
     from zerokit.text import printable
 
     by_stream: dict[str, list[Difference]] = {}
-    for difference in found.differences:
+    for difference in comparison.differences:
         by_stream.setdefault(difference.stream, []).append(difference)
     for stream, differences in by_stream.items():
         for one in differences[:_SHOWN]:
@@ -65,10 +65,10 @@ def _print(found: Comparison) -> None:
             click.echo(
                 f"         and {len(differences) - _SHOWN} more of {printable(stream)} (--json lists all)"
             )
-    for line in found.layout:
+    for line in comparison.layout:
         click.echo(f"layout   {line} (no difference of the state)")
-    differ = counted(len(found.differences), "difference") if found.differences else "no difference"
-    click.echo(f"{differ}; {found.equal} equal by CRC-32")
+    differ = counted(len(comparison.differences), "difference") if comparison.differences else "no difference"
+    click.echo(f"{differ}; {comparison.equal} equal by CRC-32")
 
 
 def _short(side: str) -> str:

@@ -37,7 +37,7 @@ def report_tables(report: Report, width: int) -> list[RenderableType]:
     for kind in (Severity.WARNING, Severity.FAULT):
         for one in report.findings:
             if one.severity is kind:
-                parts += [Text(), *_told(one)]
+                parts += [Text(), *_explained(one)]
     return [*parts, Text(), _summary(report)]
 
 
@@ -55,17 +55,17 @@ def _table(findings: Sequence[Finding], width: int) -> RenderableType:
     rows = []
     for one in findings:
         style = "dim" if one.severity is Severity.SKIPPED else ""
-        found = f"{one.where}: {one.found}" if one.where else one.found
+        text = f"{one.where}: {one.found}" if one.where else one.found
         cells = (
             Text(one.severity, _STYLES[one.severity]),
             Text(one.code, style),
             Text(one.check, style),
         )
-        rows.append((cells, Text(printable(found), style)))
+        rows.append((cells, Text(printable(text), style)))
     return annotate(rows, width)
 
 
-def _told(one: Finding) -> list[RenderableType]:
+def _explained(one: Finding) -> list[RenderableType]:
     head = Text()
     head.append(one.severity, _STYLES[one.severity])
     head.append(f"  {one.code}  {one.check}", "bold")

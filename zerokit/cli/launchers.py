@@ -29,7 +29,7 @@ _OPTIONS = (
     click.option(
         "--launcher",
         type=click.Choice(LAUNCHERS),
-        help="Who starts the ranks: nodes simulated here, ssh, Slurm, Kubernetes, or somebody who has done so already "
+        help="Who starts the ranks: nodes simulated here, ssh, Slurm, Kubernetes, or env for those started already "
         "(torchrun, srun, mpirun, a TrainJob).  [default: env inside those, else local]",
     ),
     click.option("--hosts", metavar="HOST,…", help="For ssh: the nodes' hosts, the first is node 0."),
@@ -145,7 +145,7 @@ class FromFile(click.Command):
     """A command that also takes its options from a file, a JSON list, where `--arguments FILE` stands."""
 
     def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
-        """Put the file's options in the place of its name; raises `click.UsageError` for another file."""
+        """Replace the file's name by its options; raises `click.UsageError` for another file."""
         if "--arguments" in args:
             at = args.index("--arguments")
             where = args[at + 1] if at + 1 < len(args) else ""
@@ -169,7 +169,7 @@ class FromFile(click.Command):
 
 def given_arguments(context: click.Context, without: Sequence[str] = ()) -> list[str]:
     """The command line once more, as it would be given by hand, `without` these parameters."""
-    found: list[str] = []
+    arguments: list[str] = []
     for parameter in context.command.params:
         name = parameter.name or ""
         if (
@@ -180,12 +180,12 @@ def given_arguments(context: click.Context, without: Sequence[str] = ()) -> list
             continue
         value = context.params[name]
         if parameter.is_flag:
-            found.append(parameter.opts[0] if value else parameter.secondary_opts[0])
+            arguments.append(parameter.opts[0] if value else parameter.secondary_opts[0])
             continue
         for one in value if parameter.multiple else (value,):
             text = ",".join(map(str, one)) if isinstance(one, tuple | list) else str(one)
-            found += [parameter.opts[0], text]
-    return found
+            arguments += [parameter.opts[0], text]
+    return arguments
 
 
 @dataclass(frozen=True)
@@ -194,11 +194,11 @@ class Chosen:
 
     Attributes:
         name: of the launcher.
-        nodes, nproc_per_node: how many there are, if the user does not say; None where only the user can.
+        nodes, nproc_per_node: how many there are, unless the user chooses; None where only the user can.
         here: whether all ranks share this machine, so that what it has is looked at before any is started.
         options: of the command line.
         hosts: for ssh and Slurm.
-        member: where somebody has started ranks.
+        member: where another launcher has started ranks.
     """
 
     name: str
@@ -211,7 +211,7 @@ class Chosen:
 
     @property
     def submits(self) -> bool:
-        """Whether the bench runs elsewhere, as a job that somebody queues."""
+        """Whether the bench runs elsewhere, as a queued job."""
         return self.name == "kubernetes" or (self.name == "slurm" and not self.hosts)
 
     def launch(self, interrupts: Interrupts, leader: Leader | None) -> Launch:
@@ -277,21 +277,21 @@ def _split(line: str) -> list[str]:
 
 def read_variables(given: Sequence[str]) -> dict[str, str]:
     """`NAME=VALUE`, or `NAME` with this process's value; raises `UsageError` for a name that has none."""
-    found = {}
+    variables = {}
     for text in given:
         name, equals, value = text.partition("=")
         if not equals and name not in os.environ:
             raise UsageError(f"--env {name}: there is no such variable here; give it as {name}=VALUE")
         if not name.isidentifier():
             raise UsageError(f"--env {text}: {name!r} is no name of a variable")
-        found[name] = value if equals else os.environ[name]
-    return found
+        variables[name] = value if equals else os.environ[name]
+    return variables
 
 
 def choose_launcher(
     options: Mapping[str, Any], environment: Mapping[str, str], *, elastic: bool = False
 ) -> Chosen:
-    """What the options and the environment say; raises `UsageError` where they do not fit together.
+    """The launcher by the options and the environment; raises `UsageError` where they do not fit together.
 
     An `elastic` bench joins torchrun's one rank, too: the others may have been lost, or come later.
     """
@@ -301,7 +301,7 @@ def choose_launcher(
     member = find_membership(environment) if name in (None, "env") else None
     if name == "env" and member is None:
         raise UsageError(
-            "--launcher env joins ranks that somebody has started, but there are no variables of torchrun, srun, "
+            "--launcher env joins ranks that are started already, but there are no variables of torchrun, srun, "
             "mpirun or a TrainJob here: start zerokit by one of these, or use another launcher"
         )
     one_of_many = elastic and "TORCHELASTIC_RUN_ID" in environment
@@ -354,7 +354,7 @@ def _ssh(options: Mapping[str, Any]) -> Chosen:
 
 
 def join(chosen: Chosen, asked: Sequence[str], run: Callable[[Leader | None], int]) -> int:
-    """Take part in what somebody has started several of.
+    """Take part in a run of several processes that another launcher has started.
 
     Args:
         chosen: with the member that this process is.
@@ -388,6 +388,6 @@ def join(chosen: Chosen, asked: Sequence[str], run: Callable[[Leader | None], in
             code = 128 + error.signal_number
             raise
         finally:
-            with contextlib.suppress(LaunchError):  # the others see for themselves that the store is gone
+            with contextlib.suppress(LaunchError):  # the others notice that the store is gone
                 meeting.dismiss(code)
     return code

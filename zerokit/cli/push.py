@@ -30,7 +30,7 @@ from zerokit.text import printable
     help="Print the outcome of each record on stdout, as JSON.",
 )
 def command(paths: tuple[Path, ...], tracking_uri: str | None, experiment: str, as_json: bool) -> None:
-    """Bring MLflow to where records on disk are: a run a record, a parent run a sweep.
+    """Write records on disk to MLflow: a run a record, a parent run a sweep.
 
     For benches that ran without a tracking server, or whose server failed. Each record has one run, however often
     it is pushed, and even if it was tracked while it ran.
@@ -42,7 +42,7 @@ def command(paths: tuple[Path, ...], tracking_uri: str | None, experiment: str, 
     from zerokit.launch.interrupts import Interrupts
 
     try:
-        found = find_records(paths)
+        records = find_records(paths)
     except UsageError as error:
         raise click.UsageError(printable(str(error))) from error
     tracking = Tracking(resolve_uri(tracking_uri), experiment)
@@ -54,7 +54,7 @@ def command(paths: tuple[Path, ...], tracking_uri: str | None, experiment: str, 
         click.echo(printable(f"{_WORDS[done.outcome]:<14}{done.path}{reason}"), err=True)
 
     with Interrupts() as interrupts:
-        push(found, tracking, pictures, interrupted=interrupts.check, show=show)
+        push(records, tracking, pictures, interrupted=interrupts.check, show=show)
     counts = Counter(done.outcome for done in results)
     if as_json:
         content = [{**asdict(done), "path": str(done.path)} for done in results]
@@ -62,8 +62,8 @@ def command(paths: tuple[Path, ...], tracking_uri: str | None, experiment: str, 
             json.dumps({"tracking_uri": tracking.uri, "experiment": experiment, "records": content}, indent=2)
         )
     else:
-        told = ", ".join(f"{count} {_WORDS[outcome]}" for outcome, count in counts.items())
-        click.echo(f"{told}: experiment {experiment} at {tracking.uri}")
+        summary = ", ".join(f"{count} {_WORDS[outcome]}" for outcome, count in counts.items())
+        click.echo(f"{summary}: experiment {experiment} at {tracking.uri}")
         page = next((done.page for done in reversed(results) if done.page), None)
         click.echo("\n".join(open_lines(tracking.uri, page)))
     if counts["failed"]:

@@ -109,7 +109,7 @@ def _marks(cells: Sequence[Cell], partners: Mapping[int, Cell | None], shown: se
             marks.append("≈ is within the noise between runs.")
         if any(len(one.measured_records) == 1 for pair in pairs for one in pair):
             marks.append(
-                "? is not known: a single run does not tell the noise between runs; --repeats 3 does."
+                "? is not known: a single run does not show the noise between runs; --repeats 3 does."
             )
         if any(record.twin and record.twin.pace_ms for cell in cells for record in cell.measured_records):
             marks.append(

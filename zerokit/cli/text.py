@@ -26,6 +26,6 @@ def counted(number: int, noun: str) -> str:
 
 
 def note(lines: Iterable[str]) -> None:
-    """Say something on stderr that is no error."""
+    """Print lines on stderr that are no errors."""
     for line in lines:
         click.echo(printable(f"zerokit: {line}"), err=True)

@@ -13,7 +13,7 @@ import click
 @click.option("--json", "as_json", is_flag=True, help="Print the report on stdout, and nothing else there.")
 @click.pass_context
 def command(context: click.Context, checkpoint: Path, as_json: bool) -> None:
-    """Read every byte of CKPT, a step or a run, and say which file, parameter and range is bad."""
+    """Read every byte of CKPT, a step or a run, and report which file, parameter and range is bad."""
     from zerokit.checkpoint.verify import verify
     from zerokit.cli.text import counted, decimal_size
     from zerokit.cli.work import working
