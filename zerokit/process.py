@@ -86,7 +86,7 @@ def _space() -> int:
 
 
 def _start(pid: int) -> int | None:
-    """None where there is no such process, or it has ended and its parent has not asked how."""
+    """None where there is no such process, or it is a zombie."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -87,7 +87,7 @@ def consolidate(
         max_shard_size: largest size of the tensors in one file, in bytes or such as "5GB" (10^9) or "5GiB" (2^30);
             a single tensor that is larger has a file of its own.
         like: a folder that `from_pretrained` takes, such as the one that the training began with: its configuration,
-            tokenizer and the like are copied as they are, so that `from_pretrained(output)` works. Where it has weights
+            tokenizer and similar files are copied, so that `from_pretrained(output)` works. Where it has weights
             or their index, names and shapes must be those of `source`.
         force: replace an existing output.
         resume: take over the files that a killed one of the same output, source and arguments has finished. Without it

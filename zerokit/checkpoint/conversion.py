@@ -70,7 +70,7 @@ def converting(
                 work.journal.close()
         except BaseException as error:
             if origin is not None and not _of_contents(error):
-                with suppress(OSError):  # with what has come to it since
+                with suppress(OSError):  # with what was added to it since
                     files.system().rename(staging.work, origin)
             raise
         with explained(work.path / journal.NAME, "removed"):

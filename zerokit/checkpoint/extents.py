@@ -75,7 +75,7 @@ class Stream:
         return ELEMENT_BYTES[self.dtype]
 
     def among(self, positions: Iterable[int]) -> Iterator[int]:
-        """Those of `places` that it holds, in the order given."""
+        """Those of `positions` that it holds, in the order given."""
         for position in positions:
             index = bisect_left(self.parameters, position)
             if index < len(self.parameters) and self.parameters[index] == position:

@@ -144,7 +144,7 @@ class _Encoder:
         return {MARKER: "array" if is_array else "scalar", "tensor": self._add(name, array)}
 
     def _add(self, name: str, value: Any) -> str:
-        """Names need not be pretty, only unique: {"a/b": …} and {"a": {"b": …}} meet otherwise."""
+        """Names must be unique: {"a/b": …} and {"a": {"b": …}} would clash."""
         unique, number = name, 1
         while unique in self.tensors:
             number += 1

@@ -1,4 +1,4 @@
-"""What a conversion has finished: a journal in its work directory, for the one that goes on after a kill.
+"""What a conversion has finished: a journal in its work directory, for the one that resumes it after a kill.
 
     <crc> {"journal": 1, "target": "run-3", "source": 439041101, "wanted": {"world": 3, …}}
     <crc> {"pieces": [[0, 3, 1, 2048, 305419896, 8192], …]}     as many such lines as needed
@@ -75,7 +75,7 @@ class Journal:
     """
 
     def __init__(self, work: Path, end: int = 0, crc: int = 0) -> None:
-        """Go on after byte `end`; what follows there goes."""
+        """Go on after byte `end`; what follows it is cut off."""
         self._work, self._path, self._end, self._crc = work, work / NAME, end, crc
         calls = files.system()
         with explained(self._path, "opened"):
@@ -111,7 +111,7 @@ class Journal:
         return journal
 
     def note(self, path: Path, size: int, pieces: Mapping[Key, Piece]) -> None:
-        """Say that the file is whole and synced, and what was copied into it."""
+        """Record that the file is whole and synced, and what was copied into it."""
         sync_directory(path.parent)  # the file's name
         line: list[list[str | int]] = []
         room = _LINE_BYTES

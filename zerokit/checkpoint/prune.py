@@ -18,7 +18,7 @@ from zerokit.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True)
 class Doomed:
-    """A step, or a leftover, that goes; `size` in bytes."""
+    """A step, or a leftover, to be removed; `size` in bytes."""
 
     path: Path
     size: int
@@ -43,7 +43,7 @@ class Doomed:
 
 @dataclass(frozen=True, slots=True)
 class Pruning:
-    """What goes, `removed`, and what might have gone, `left`: its paths, and why it stays."""
+    """Steps and leftovers `removed`, and those `left` for a reason: paths, and why they stay."""
 
     run: Path
     dry_run: bool

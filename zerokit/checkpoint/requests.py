@@ -1,4 +1,4 @@
-"""Bytes of a rank's file that are elements of a tensor, written or read: what `save` and `load` ask of a disk."""
+"""Bytes of a rank's file that are elements of a tensor, written or read by `save` and `load`."""
 
 from __future__ import annotations
 

@@ -291,7 +291,7 @@ def _number(step: Path) -> int:
 
 
 def later_steps(run: Path, after: int) -> list[int]:
-    """Those of a run's steps that a training which begins `after` a step would come to, ascending."""
+    """Those of a run's steps that come after the step `after`, ascending."""
     return [step for step in list_steps(run) if step > after]
 
 

@@ -152,8 +152,8 @@ def save(
     cause: list[Exception] = []
     try:
         run = os.path.abspath(run_directory)
-        asked = Arguments(run, step, overwrite, weights_only, keep_last, keep_every)
-        part.append(take(optimizer, asked, extra, copied=not blocking))
+        arguments = Arguments(run, step, overwrite, weights_only, keep_last, keep_every)
+        part.append(take(optimizer, arguments, extra, copied=not blocking))
     except Exception as error:  # raised on every rank, below
         cause.append(error)
 
@@ -177,15 +177,15 @@ def _commit(together: Together, own: Callable[[], Part], retention: Retention) -
     cards = together.do(lambda: own().card)
     require_agreement(cards)
     part = own()
-    asked, layout, rank = part.card.asked, part.layout, together.rank
-    step = int(str(asked.step))
-    target = Path(asked.run) / step_name(step)
+    arguments, layout, rank = part.card.arguments, part.layout, together.rank
+    step = int(str(arguments.step))
+    target = Path(arguments.run) / step_name(step)
     streams, scalars, values = merge(layout, [card.description for card in cards])
     with ExitStack() as stack:
         staging: list[Staging] = []
 
         def begin() -> Path:
-            staging.append(_begin(target, overwrite=asked.overwrite))
+            staging.append(_begin(target, overwrite=arguments.overwrite))
             stack.callback(staging[0].discard)
             return staging[0].work
 
@@ -197,10 +197,10 @@ def _commit(together: Together, own: Callable[[], Part], retention: Retention) -
         )
 
         def finish() -> None:
-            if not asked.weights_only:
+            if not arguments.weights_only:
                 complete(part, cards, scalars, values)
-            contents = Contents(step, layout, streams, tuple(scalars), written, asked.weights_only)
-            _publish(staging[0], _finish(work, contents, part.rest), weights_only=asked.weights_only)
+            contents = Contents(step, layout, streams, tuple(scalars), written, arguments.weights_only)
+            _publish(staging[0], _finish(work, contents, part.rest), weights_only=arguments.weights_only)
             if retention.wanted:
                 try:
                     prune(target.parent, retention)

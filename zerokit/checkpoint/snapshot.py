@@ -43,7 +43,7 @@ class Arguments:
 class Card:
     """The summary of its part that a rank sends to the others."""
 
-    asked: Arguments
+    arguments: Arguments
     description: Description
     generators: dict[str, bytes]
     options: str
@@ -76,7 +76,7 @@ class Part:
     origin: rng.Origin | None
 
 
-def take(optimizer: ZeroOptimizer, asked: Arguments, extra: Any, *, copied: bool) -> Part:
+def take(optimizer: ZeroOptimizer, arguments: Arguments, extra: Any, *, copied: bool) -> Part:
     """This rank's part; its slices are the live tensors, or copies in the optimizer's `host_copy`.
 
     Raises `CheckpointError` for a state that cannot be saved.
@@ -85,22 +85,22 @@ def take(optimizer: ZeroOptimizer, asked: Arguments, extra: Any, *, copied: bool
     rank = parts.collectives.rank
     if optimizer.refusal:
         raise CheckpointError(f"this state cannot be saved: {optimizer.refusal}")
-    held = list(own_slices(parts, rank, weights_only=asked.weights_only))
+    held = list(own_slices(parts, rank, weights_only=arguments.weights_only))
     rest, options = Rest(), Rest()
     if rank == 0:
-        rest.members["step"] = asked.step
+        rest.members["step"] = arguments.step
         rest.add("user", extra, "extra")
         rest.tensors |= {
             BUFFER_PREFIX + name: snapshot(buffer) for name, buffer in persistent_buffers(parts.model).items()
         }
-    if not asked.weights_only:
+    if not arguments.weights_only:
         options.add("groups", _groups(optimizer), "groups")
         options.members["scaler"] = _scaler(optimizer)
     return Part(
         Card(
-            asked,
-            describe(parts, rank, weights_only=asked.weights_only),
-            {} if asked.weights_only else rng.capture(parts.collectives.device),
+            arguments,
+            describe(parts, rank, weights_only=arguments.weights_only),
+            {} if arguments.weights_only else rng.capture(parts.collectives.device),
             _text(options),
         ),
         _copies(optimizer, held)
@@ -148,7 +148,7 @@ def complete(
         record, stacked = origin.record, origin.stacked
     else:
         stacked = dict(rng.stack(states))
-        record = {"world": len(states), "seed": part.seed, "step": part.card.asked.step}
+        record = {"world": len(states), "seed": part.seed, "step": part.card.arguments.step}
     rest.members["rng"] = record
     rest.tensors |= {
         GENERATOR_PREFIX + name: tensor_of(data, "uint8", shape) for name, (shape, data) in stacked.items()
@@ -172,7 +172,7 @@ def require_agreement(cards: Sequence[Card]) -> None:
     Options of the groups must be equal as well: they are saved once, and a rank with others trains another model.
     """
     for key in ("step", "run", "overwrite", "weights_only", "keep_last", "keep_every"):
-        values = [repr(getattr(card.asked, key)) for card in cards]
+        values = [repr(getattr(card.arguments, key)) for card in cards]
         _require_equal(
             "the run directory" if key == "run" else key, values, "save() must be called alike on all"
         )

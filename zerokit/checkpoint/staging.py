@@ -71,7 +71,7 @@ class Leftover:
 class Staging:
     """A directory `work` beside `target` that `commit` renames to it.
 
-    Files in it must be synced by who writes them. Raises `CheckpointError` where `target` exists without `force`, or
+    Files in it must be synced by their writers. Raises `CheckpointError` where `target` exists without `force`, or
     is one that `require_vacant` refuses.
     """
 

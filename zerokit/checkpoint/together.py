@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class Together:
-    """The ranks of one optimizer, over a group of their own so that nothing meets the training's messages.
+    """The ranks of one optimizer, over a group of their own apart from the training's messages.
 
     Waits end with the optimizer's time-out, in a `ScheduleError` that names the ranks which did not come; the group is
     made anew then, so that a later save is not the victim of an earlier one. Made by all ranks together.
@@ -79,12 +79,12 @@ class Together:
         failed: dict[str, list[int]] = {}
         misused = True
         mine = (cause is not None, isinstance(cause, UsageError), text)
-        for rank, (fails, misuse, said) in enumerate(self.exchange(mine)):
+        for rank, (fails, misuse, message) in enumerate(self.exchange(mine)):
             if fails:
-                failed.setdefault(said, []).append(rank)
+                failed.setdefault(message, []).append(rank)
                 misused = misused and misuse
         if failed:
-            lines = (f"{self._named(ranks)}{said}" for said, ranks in failed.items())
+            lines = (f"{self._named(ranks)}{message}" for message, ranks in failed.items())
             raise (UsageError if misused else CheckpointError)("; ".join(lines)) from cause
         return result[0]
 

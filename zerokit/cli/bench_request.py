@@ -1,4 +1,4 @@
-"""What a command line of `zerokit bench` asks for: checked options as one value."""
+"""The request in a command line of `zerokit bench`: checked options as one value."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Request:
         tracking: MLflow; None without it.
         as_json: whether stdout is for a program.
         max_restarts: of an elastic bench whose ranks are started here.
-        given: options of MLflow as they stood on the command line, for advice that repeats it.
+        given: options of MLflow as given on the command line, for advice that repeats it.
     """
 
     chosen: Chosen
@@ -138,7 +138,7 @@ def _from_command_line(context: click.Context, name: str) -> bool:
 
 
 def _given(context: click.Context, *names: str) -> str:
-    """These options as they stood on the command line, each after a space, to be repeated in advice."""
+    """These options as given on the command line, each after a space, to be repeated in advice."""
     text = ""
     for parameter in context.command.params:
         if parameter.name in names and _from_command_line(context, parameter.name):

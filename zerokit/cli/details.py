@@ -38,7 +38,7 @@ def notes(record: Record) -> dict[str, str]:
     each = f"{rate(results.throughput_per_rank)} a rank"
     if results.throughput_per_device is not None and results.devices != len(record.ranks):
         each = f"{rate(results.throughput_per_device)} a device ({counted(results.devices or 0, 'device')})"
-    said = {
+    texts = {
         "step/p50_ms": f"of {step.count} steps, slowest rank of each; "
         f"95 % between {ms(step.median_low)} and {ms(step.median_high)}",
         "step/p90_ms": f"p10 {ms(step.p10)}, p99 {ms(step.p99)}",
@@ -51,39 +51,39 @@ def notes(record: Record) -> dict[str, str]:
         "loss_last": f"from {loss(results.loss_first)}; {len(record.loss)} steps, {settings.warmup} of them warm-up",
     }
     if (use := results.utilisation) is not None:
-        said["mfu"] = f"of {use.peak_flops_per_s / 1e12:,.0f} TFLOP/s, dense {use.precision}"
+        texts["mfu"] = f"of {use.peak_flops_per_s / 1e12:,.0f} TFLOP/s, dense {use.precision}"
     if (twin := record.twin) is not None and (cost := measure(METRICS["comm/cost_ms"], [record])) is not None:
         noise = within_noise("comm/cost_ms", cost)
         error = f"±{ms(cost.error)}: " if noise and cost.error is not None else ""
-        said["comm/cost_ms"] = (
+        texts["comm/cost_ms"] = (
             f"{error}a step is {'not measurably ' if noise else ''}longer than the {ms(twin.step.p50)} of "
             "compute-only steps beside it"
         )
     if (traffic := record.traffic) is not None:
         route = f", through {traffic.route}" if traffic.route else ""
-        said["traffic/mib_per_step"] = f"predicted {mib(traffic.predicted_bytes)}: {traffic.formula}{route}"
+        texts["traffic/mib_per_step"] = f"predicted {mib(traffic.predicted_bytes)}: {traffic.formula}{route}"
     if any(rank.predicted_memory_bytes for rank in record.ranks):
         most = max((rank.predicted_memory_bytes or {}).get("total", 0) for rank in record.ranks)
-        said["memory/state_mib"] = f"parameters, gradients, optimizer, buckets; predicted {mib(most)}"
+        texts["memory/state_mib"] = f"parameters, gradients, optimizer, buckets; predicted {mib(most)}"
     for one in record.bandwidth:
-        said[f"bus/{one.operation}_gb_per_s"] = f"{one.by}'s, {mib(one.size_bytes)} in {ms(one.ms)}"
-    return said | _device_notes(record)
+        texts[f"bus/{one.operation}_gb_per_s"] = f"{one.by}'s, {mib(one.size_bytes)} in {ms(one.ms)}"
+    return texts | _device_notes(record)
 
 
 def _device_notes(record: Record) -> dict[str, str]:
     """On CUDA: two clocks beside each other, and memory that torch's peak of the steps leaves out."""
-    said, rank = {}, max(record.ranks, key=lambda rank: rank.window_ms or 0.0)
+    texts, rank = {}, max(record.ranks, key=lambda rank: rank.window_ms or 0.0)
     if rank.window_ms is not None:
-        said["step/wall_mean_ms"] = (
+        texts["step/wall_mean_ms"] = (
             f"{ms(rank.window_ms)} for all steps on rank {rank.rank}; its events add up to {ms(sum(rank.step_ms))}"
         )
     most = max(record.ranks, key=lambda rank: rank.peak_allocated_bytes or 0)
     if (memory := most.device_memory) is not None:
-        said["memory/peak_allocated_mib"] = (
+        texts["memory/peak_allocated_mib"] = (
             f"torch's peak in these steps, {mib(memory.setup_allocated_bytes)} before; "
             f"of the device {mib(memory.used_bytes)} of {mib(memory.total_bytes)} are used"
         )
-    return said
+    return texts
 
 
 def record_rows(record: Record) -> Iterator[tuple[str, str, str]]:

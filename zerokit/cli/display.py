@@ -63,7 +63,7 @@ class Display:
         self._progress.stop()
 
     def phase(self, text: str) -> None:
-        """Say what is going on while no steps are made."""
+        """Show the current phase while no steps are made."""
         if self._task is not None:
             self._progress.update(self._task, description=text, note="")
 

@@ -142,7 +142,7 @@ def take_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 class FromFile(click.Command):
-    """A command that also takes its options from a file, a JSON list, where `--arguments FILE` stands."""
+    """A command that also takes its options from a file, a JSON list, given as `--arguments FILE`."""
 
     def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
         """Replace the file's name by its options; raises `click.UsageError` for another file."""
@@ -353,12 +353,12 @@ def _ssh(options: Mapping[str, Any]) -> Chosen:
     return Chosen("ssh", options, len(hosts), equal_slots(lines), here=False, hosts=hosts)
 
 
-def join(chosen: Chosen, asked: Sequence[str], run: Callable[[Leader | None], int]) -> int:
+def join(chosen: Chosen, command_line: Sequence[str], run: Callable[[Leader | None], int]) -> int:
     """Take part in a run of several processes that another launcher has started.
 
     Args:
         chosen: with the member that this process is.
-        asked: its command line, which must be the same on all.
+        command_line: of this process, which must be the same on all.
         run: what the leader does; returns the exit code.
 
     Returns the leader's exit code, on all of them.
@@ -374,10 +374,10 @@ def join(chosen: Chosen, asked: Sequence[str], run: Callable[[Leader | None], in
         click.echo(f"zerokit: {member.describe()} leads", err=True)
     with Interrupts() as interrupts, contextlib.closing(Meeting(member)) as meeting:
         if not member.leads:
-            return follow(meeting, asked, interrupts)
+            return follow(meeting, command_line, interrupts)
         code = 1
         try:
-            code = run(Leader(meeting, asked, interrupts))
+            code = run(Leader(meeting, command_line, interrupts))
         except click.ClickException as error:
             code = error.exit_code
             raise

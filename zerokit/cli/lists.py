@@ -34,7 +34,7 @@ class CommaList(click.ParamType[Any]):
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
-        """What may follow the last comma, apart from what stands before it."""
+        """What may follow the last comma, apart from what precedes it."""
         before, comma, last = incomplete.rpartition(",")
         taken = set(before.split(","))
         return [

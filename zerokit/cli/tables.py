@@ -137,8 +137,8 @@ def _annotated(cell: Cell, columns: Sequence[Column], width: int) -> RenderableT
 
 
 def _with_unit(column: Column) -> str:
-    said = column.entries[0].value == WITHIN_NOISE
-    return WITHIN_NOISE if said else f"{_figure(column, 0)} {column.unit}".rstrip()
+    noise = column.entries[0].value == WITHIN_NOISE
+    return WITHIN_NOISE if noise else f"{_figure(column, 0)} {column.unit}".rstrip()
 
 
 def _by_metric(cells: Sequence[Cell], columns: Sequence[Column]) -> Table:

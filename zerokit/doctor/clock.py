@@ -67,11 +67,11 @@ def measure_offset(group: dist.ProcessGroup, now: Callable[[], float] = time.tim
                 cell[0] = now()
                 dist.send(cell, peer, group=group)
                 continue
-            asked = now()
+            sent = now()
             dist.send(cell, 0, group=group)
             dist.recv(cell, 0, group=group)
             answered = now()
-            half = (answered - asked) / 2
+            half = (answered - sent) / 2
             if half < best.uncertainty_s:
                 best = Offset(answered - half - float(cell.item()), half)
     return best

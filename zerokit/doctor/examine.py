@@ -90,7 +90,7 @@ class Report:
         created: when, UTC.
         here: what the process that started the ranks sees.
         ranks: what ranks saw; of a launch that failed, those that wrote it down.
-        group: what they found out together; None if they never did.
+        group: what they measured together; None if they never did.
         tracking: what was seen of the store.
         findings: in the order of their codes.
     """
@@ -204,7 +204,7 @@ def judge(ranks: Sequence[RankFacts], group: GroupFacts | None, world: int) -> l
 
     Args:
         ranks: what each saw by itself, in their order; at least one.
-        group: what they found out together; None if they did not.
+        group: what they measured together; None if they did not.
         world: ranks that there are, or would be.
     """
     seats = [one.seat for one in ranks]
@@ -232,12 +232,12 @@ def judge(ranks: Sequence[RankFacts], group: GroupFacts | None, world: int) -> l
     ]
     if several:
         truth = {one.seat.host: _addresses(one) for one in ranks}
-        asked = [
+        neighbourhoods = [
             (seat, Neighbourhood(lookups, truth))
             for seat, lookups in zip(seats, group.lookups, strict=True)
             if seat.local_rank == 0
         ]
-        findings += judge_lookups(asked)
+        findings += judge_lookups(neighbourhoods)
     if group.pairs:
         findings += judge_pairs(group.pairs, seats)
     return findings
@@ -250,8 +250,8 @@ def _addresses(one: RankFacts) -> list[str]:
 def _run(plan: Plan, work: Path, launch: Launch) -> Finding | None:
     """Start the ranks and wait; what went wrong, if anything did."""
     job = work / JOB
-    asked = Job(str(plan.directory.absolute()), uuid.uuid4().hex, plan.pairs, plan.timeout_s)
-    job.write_text(json.dumps(to_plain(asked)))
+    request = Job(str(plan.directory.absolute()), uuid.uuid4().hex, plan.pairs, plan.timeout_s)
+    job.write_text(json.dumps(to_plain(request)))
     deadline = time.monotonic() + plan.timeout_s
 
     def poll() -> None:
@@ -274,8 +274,8 @@ def _run(plan: Plan, work: Path, launch: Launch) -> Finding | None:
 def _failed(plan: Plan, work: Path, reason: str, failures: Sequence[Failure] = ()) -> Finding:
     lines = reason.strip().splitlines()
     # The end of a rank's stderr follows in lines of their own; often they repeat the first line.
-    said = [line[4:].strip() for line in lines[1:] if line.startswith("  | ")]
-    last = f" ({said[-1][:200]})" if said and said[-1] not in lines[0] else ""
+    stderr = [line[4:].strip() for line in lines[1:] if line.startswith("  | ")]
+    last = f" ({stderr[-1][:200]})" if stderr and stderr[-1] not in lines[0] else ""
     where = ""
     if failures:
         cause = failures[0]

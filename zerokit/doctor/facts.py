@@ -39,7 +39,7 @@ class RankFacts:
 
 @dataclass(frozen=True, slots=True)
 class GroupFacts:
-    """What the ranks found out together; lists are by rank.
+    """What the ranks measured together; lists are by rank.
 
     Attributes:
         offsets: of the ranks' clocks.

@@ -106,8 +106,8 @@ def judge_limits(answers: Answers[Limits], world: int, routes: Answers[str] | No
         return [*findings, finding("ZD404", skipped("every rank is alone on its node"))]
     cma = answers[0][1].cma
     scopes = {seat: limits.ptrace_scope for seat, limits in answers}
-    asked = [(seat, (route, scopes.get(seat))) for seat, route in routes]
-    return [*findings, *by_rank("ZD404", asked, lambda one: _judge_route(one[0], cma, one[1]))]
+    routed = [(seat, (route, scopes.get(seat))) for seat, route in routes]
+    return [*findings, *by_rank("ZD404", routed, lambda one: _judge_route(one[0], cma, one[1]))]
 
 
 def _judge_shm(limits: Limits) -> Verdict:

@@ -25,12 +25,12 @@ def require_whole(path: Path) -> None:
 
 def weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
     """The weights and buffers of a checkpoint, whole, by every name."""
-    tensors = {}
+    whole = {}
     for parameter in checkpoint.layout.parameters:
         stream = "master" if parameter.trainable else "param"
         value = torch.as_tensor(checkpoint.read(stream, parameter.name))
-        tensors.update(dict.fromkeys((parameter.name, *parameter.aliases), value))
+        whole.update(dict.fromkeys((parameter.name, *parameter.aliases), value))
     tensors = Tensors(checkpoint)
-    return tensors | {
+    return whole | {
         name.removeprefix(BUFFER_PREFIX): tensors[name] for name in tensors if name.startswith(BUFFER_PREFIX)
     }

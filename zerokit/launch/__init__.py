@@ -1,12 +1,12 @@
 r"""Launchers: they start ranks that find torchrun's environment, and make sure that all of them end.
 
     local          N simulated nodes on this machine, an `agent` (torchrun itself) each
-    ssh, slurm     a `node` on each machine, reached by a command (`ssh`, `srun`), which runs an agent; `remote` speaks
-                   to them in `frames`, and `slurm` also writes the batch script of a job that does
+    ssh, slurm     a `node` on each machine, reached by a command (`ssh`, `srun`), which runs an agent; `remote` sends
+                   them `frames`, and `slurm` also writes the batch script of a job that does
     kubernetes     objects for pods that are nodes by themselves
     joined         ranks or nodes that another launcher has started (see `membership`): the first leads, others follow
 
 Each has the same call: `launch(module, arguments, nodes=, nproc_per_node=, log_dir=, poll=)`. Every rank is a `rank`
-process around the module; `agents` waits for them and says by `failures` why one failed; `processes` kills what must
-not be left behind; `interrupts` takes signals; `hosts` and `network` know names and addresses.
+process around the module; `agents` waits for them, `failures` explains why one failed; `processes` kills what must not
+be left behind; `interrupts` takes signals; `hosts` and `network` know names and addresses.
 """

@@ -80,7 +80,7 @@ def pass_on(agents: Sequence[Agent], number: int) -> None:
 
 
 def explain(agents: Sequence[Agent], logs: Path) -> WorkerFailed:
-    """What became of a launch of which some `agents` failed."""
+    """The error for a launch of which some `agents` failed."""
     failed = [agent for agent in agents if agent.poll() != 0]
     failures = [one for agent in failed for one in read_failures(agent.directory, agent.node, agent.host)]
     broken = next((agent for agent in failed if (agent.poll() or 0) < 0 or agent.trouble()), None)

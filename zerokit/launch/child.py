@@ -42,12 +42,12 @@ class Child:
 
     host: str | None = None
 
-    def __init__(self, member: Membership, asked: Mapping[str, Any], folder: Path, log_dir: Path) -> None:
+    def __init__(self, member: Membership, request: Mapping[str, Any], folder: Path, log_dir: Path) -> None:
         """Start it.
 
         Args:
             member: which part.
-            asked: the launch, as the leader has sent it.
+            request: the launch, as the leader has sent it.
             folder: where the job's files lie here.
             log_dir: for its output.
         """
@@ -56,29 +56,29 @@ class Child:
         self.directory.mkdir(parents=True)
         self._member = member
         self._launch_id = uuid.uuid4().hex
-        rank = ["-m", "zerokit.launch.rank", asked["module"]]
-        rank += relocate(asked["arguments"], asked["folder"], folder)
+        rank = ["-m", "zerokit.launch.rank", request["module"]]
+        rank += relocate(request["arguments"], request["folder"], folder)
         command = [sys.executable, *rank]
         if member.whole_node:
-            command = self._agent(asked, rank)
+            command = self._agent(request, rank)
         with (
             (self.directory / "agent.log").open("wb") as out,
             (self.directory / "stderr.log").open("wb") as err,
         ):
             self._process = subprocess.Popen(
                 command,
-                env=self._variables(asked),
+                env=self._variables(request),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out if member.whole_node else err,
                 start_new_session=True,
             )
 
-    def _agent(self, asked: Mapping[str, Any], rank: Sequence[str]) -> list[str]:
+    def _agent(self, request: Mapping[str, Any], rank: Sequence[str]) -> list[str]:
         torchrun = (
-            f"--nnodes {asked['nodes']} --node-rank {self._member.node} --nproc-per-node {asked['nproc_per_node']} "
+            f"--nnodes {request['nodes']} --node-rank {self._member.node} --nproc-per-node {request['nproc_per_node']} "
             f"--max-restarts 0 --rdzv-backend static --master-addr {self._member.master_addr} "
-            f"--master-port {asked['port']} --redirects 3"
+            f"--master-port {request['port']} --redirects 3"
         ).split()
         agent = [
             sys.executable,
@@ -89,14 +89,14 @@ class Child:
         ]
         return [*agent, *torchrun, "--log-dir", str(self.directory), *rank]
 
-    def _variables(self, asked: Mapping[str, Any]) -> dict[str, str]:
+    def _variables(self, request: Mapping[str, Any]) -> dict[str, str]:
         member = self._member
         ours = ("TORCHELASTIC_", "PET_")  # of the launch around: this one has others
         variables = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
         variables |= {MARK: self._launch_id, "ZEROKIT_AGENT_PID": str(os.getpid())}
-        threads = asked["threads"][member.index]
+        threads = request["threads"][member.index]
         if member.whole_node:
-            threads //= asked["nproc_per_node"]
+            threads //= request["nproc_per_node"]
         variables.setdefault("OMP_NUM_THREADS", str(max(1, threads)))
         with contextlib.suppress(OSError):
             # gloo otherwise looks the host's own name up, which on many machines leads to loopback.
@@ -108,10 +108,10 @@ class Child:
                 "RANK": str(member.index),
                 "WORLD_SIZE": str(member.count),
                 "LOCAL_RANK": str(member.local_rank),
-                "LOCAL_WORLD_SIZE": str(asked["nproc_per_node"]),
+                "LOCAL_WORLD_SIZE": str(request["nproc_per_node"]),
                 "GROUP_RANK": str(member.node),
                 "MASTER_ADDR": member.master_addr,
-                "MASTER_PORT": str(asked["port"]),
+                "MASTER_PORT": str(request["port"]),
                 "TORCHELASTIC_ERROR_FILE": str(self.directory / "error.json"),
             }
         return variables

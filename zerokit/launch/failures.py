@@ -1,4 +1,4 @@
-"""Why a launch failed: how each rank ended, which of them was the cause, and the end of what it said."""
+"""Why a launch failed: how each rank ended, which of them was the cause, and the end of its stderr."""
 
 from __future__ import annotations
 
@@ -143,6 +143,6 @@ def explain_failures(failures: Sequence[Failure], logs: Path) -> WorkerFailed:
     # The others mostly lost their peer, or were ended by their agent.
     if others := [one for one in failures[1:] if one.exit_code >= 0]:
         ranks = ", ".join(str(one.rank) for one in sorted(others, key=lambda one: one.rank))
-        said = textwrap.shorten(others[0].message, 120, placeholder=" …") or "without a message"
-        lines.append(f"after it failed: rank {ranks} ({said})")
+        consequence = textwrap.shorten(others[0].message, 120, placeholder=" …") or "without a message"
+        lines.append(f"after it failed: rank {ranks} ({consequence})")
     return WorkerFailed("\n".join([*lines, f"logs: {logs}"]), failures)

@@ -1,4 +1,4 @@
-"""What a launcher and a node on another machine say to each other: a JSON document a line, over a pipe each way.
+"""Messages between a launcher and a node on another machine: a JSON document a line, over a pipe each way.
 
     node -> launcher    hello, file (name, content), exit (code, trouble)
     launcher -> node    start, signal (number), and empty lines: the launcher is alive

@@ -50,9 +50,9 @@ def equal_slots(hosts: Sequence[HostSlots]) -> int | None:
     """The slots of all these hosts, or None where they are left open; raises `UsageError` when they differ."""
     slots = {one.slots for one in hosts}
     if len(slots) > 1:
-        said = ", ".join(f"{one.host} {one.slots or 'open'}" for one in hosts)
+        listed = ", ".join(f"{one.host} {one.slots or 'open'}" for one in hosts)
         raise UsageError(
-            f"every node runs as many ranks, but the hosts' slots differ: {said}; give --nproc-per-node"
+            f"every node runs as many ranks, but the hosts' slots differ: {listed}; give --nproc-per-node"
         )
     return slots.pop() if slots else None
 

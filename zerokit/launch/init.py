@@ -1,4 +1,4 @@
-"""What the first process of a container owes the others, so that an image needs no init program.
+"""The duties of the first process of a container, so that an image needs no init program.
 
 The kernel treats process 1 apart: a signal for which it has no handler does nothing, so `docker stop` during
 the imports would wait for its SIGKILL; and processes whose parents have died become its children and stay

@@ -79,8 +79,8 @@ class Follower:
 class Leader:
     """Starts launches on all members, one after the other."""
 
-    def __init__(self, meeting: Meeting, asked: Sequence[str], interrupts: Interrupts) -> None:
-        """Wait until all members have come, each with the same command line `asked`.
+    def __init__(self, meeting: Meeting, command_line: Sequence[str], interrupts: Interrupts) -> None:
+        """Wait until all members have come, each with the same `command_line`.
 
         Raises `UsageError` when one has another, and `LaunchError` when one does not come.
         """
@@ -99,10 +99,10 @@ class Leader:
                         f"{meeting.member.master_addr}:{meeting.member.master_port}"
                     )
                 time.sleep(POLL_SECONDS)
-            if ready["asked"] != list(asked):
+            if ready["asked"] != list(command_line):
                 raise UsageError(
                     f"all ranks must run the same command, but number {index} on {ready['host']} was given "
-                    f"{shlex.join(ready['asked'])!r}, and number 0 {shlex.join(asked)!r}"
+                    f"{shlex.join(ready['asked'])!r}, and number 0 {shlex.join(command_line)!r}"
                 )
             self._members.append((ready["host"], ready["cores"]))
 
@@ -126,7 +126,7 @@ class Leader:
         key = f"launch/{self._launches}"
         self._launches += 1
         files = {path.name: pack(path.read_bytes()) for path in log_dir.iterdir() if path.is_file()}
-        asked = {
+        request = {
             "module": module,
             "arguments": list(arguments),
             "folder": str(log_dir),
@@ -136,8 +136,8 @@ class Leader:
             "port": free_port(""),
             "threads": share_cores(self._members),
         }
-        self._meeting.put(key, **asked)
-        child = Child(member, asked, log_dir, log_dir)
+        self._meeting.put(key, **request)
+        child = Child(member, request, log_dir, log_dir)
         agents: list[Agent] = [child]
         agents += [
             Follower(self._meeting, index, self._members[index][0], key, log_dir)
@@ -157,18 +157,18 @@ class Leader:
             await_end(agents, GRACE_SECONDS)
 
 
-def follow(meeting: Meeting, asked: Sequence[str], interrupts: Interrupts) -> int:
+def follow(meeting: Meeting, command_line: Sequence[str], interrupts: Interrupts) -> int:
     """Do what the leader requests until it is done; returns its exit code.
 
     Args:
         meeting: with the others.
-        asked: this process's command line, which must be the leader's.
+        command_line: of this process, which must be the leader's.
         interrupts: looked at while waiting.
 
     Raises `LaunchError` if the leader is gone.
     """
     index = meeting.member.index
-    meeting.put(f"ready/{index}", asked=list(asked), host=socket.gethostname(), cores=own_cores())
+    meeting.put(f"ready/{index}", asked=list(command_line), host=socket.gethostname(), cores=own_cores())
     try:
         return _follow(meeting, interrupts)
     finally:
@@ -202,23 +202,23 @@ def _stay(meeting: Meeting, interrupts: Interrupts) -> None:
 
 
 def _take_part(
-    meeting: Meeting, key: str, asked: Mapping[str, Any], folder: Path, interrupts: Interrupts
+    meeting: Meeting, key: str, request: Mapping[str, Any], folder: Path, interrupts: Interrupts
 ) -> None:
-    for name, content in asked["files"].items():
+    for name, content in request["files"].items():
         put_file(folder, {"name": name, "content": content})
-    child = Child(meeting.member, asked, folder, folder)
+    child = Child(meeting.member, request, folder, folder)
     signalled = None
     try:
         while child.poll() is None:
-            said = meeting.get(f"{key}/signal")
-            if said is not None and said["number"] != signalled:
-                signalled = said["number"]
+            sent = meeting.get(f"{key}/signal")
+            if sent is not None and sent["number"] != signalled:
+                signalled = sent["number"]
                 child.send_signal(signalled)
             _stay(meeting, interrupts)
     finally:
         child.end()
         with contextlib.suppress(LaunchError):  # a leader that is gone does not need it
-            _bring_home(meeting, key, child, folder, frozenset(asked["files"]))
+            _bring_home(meeting, key, child, folder, frozenset(request["files"]))
 
 
 def _bring_home(meeting: Meeting, key: str, child: Child, folder: Path, inputs: frozenset[str]) -> None:

@@ -32,7 +32,7 @@ _LABEL = "zerokit-bench"
 
 @dataclass(frozen=True, slots=True)
 class Pods:
-    """What is asked of Kubernetes.
+    """A request to Kubernetes.
 
     Attributes:
         name: of everything that is made; a DNS label.

@@ -94,12 +94,12 @@ class Meeting:
 
         torchrun's store outlives the ranks, and after a restart still holds the messages of the former ones.
         """
-        index, asked, deadline = self.member.index, uuid.uuid4().hex, time.monotonic() + self.patience.meet
-        self._hall.set(f"hello/{index}", asked)
+        index, token, deadline = self.member.index, uuid.uuid4().hex, time.monotonic() + self.patience.meet
+        self._hall.set(f"hello/{index}", token)
         while time.monotonic() < deadline:
             if self._hall.check([f"welcome/{index}"]):
                 answered, _, name = self._hall.get(f"welcome/{index}").decode().partition(" ")
-                if answered == asked:
+                if answered == token:
                     return name
             time.sleep(POLL_SECONDS)
         raise LaunchError(
@@ -113,13 +113,13 @@ class Meeting:
 
         def answer() -> None:
             if self._hall.check([f"hello/{index}"]):
-                asked = self._hall.get(f"hello/{index}").decode()
-                self._hall.set(f"welcome/{index}", f"{asked} {self._round}")
+                token = self._hall.get(f"hello/{index}").decode()
+                self._hall.set(f"welcome/{index}", f"{token} {self._round}")
 
         self._call(answer)
 
     def _beat(self) -> None:
-        with contextlib.suppress(LaunchError):  # who needs the store will find it gone
+        with contextlib.suppress(LaunchError):  # the next use of the store raises
             self.put(f"alive/{self.member.index}", at=time.time())
             while not self._closed.wait(self.patience.alive):
                 self.put(f"alive/{self.member.index}", at=time.time())
@@ -166,18 +166,18 @@ class Meeting:
         answer: queue.SimpleQueue[_T | RuntimeError] = queue.SimpleQueue()
         self._calls.put((call, answer))
         try:
-            said = answer.get(timeout=self.patience.lost)
+            result = answer.get(timeout=self.patience.lost)
         except queue.Empty:
-            said = RuntimeError(f"no answer for {self.patience.lost:g} s")
-        if isinstance(said, RuntimeError):
+            result = RuntimeError(f"no answer for {self.patience.lost:g} s")
+        if isinstance(result, RuntimeError):
             raise LaunchError(
-                f"{self.member.describe()}: the others cannot be reached any more: {said}"
-            ) from said
-        return said
+                f"{self.member.describe()}: the others cannot be reached any more: {result}"
+            ) from result
+        return result
 
     def _serve(self) -> None:
-        while (asked := self._calls.get()) is not None:
-            call, answer = asked
+        while (queued := self._calls.get()) is not None:
+            call, answer = queued
             try:
                 answer.put(call())
             except RuntimeError as error:
@@ -185,16 +185,16 @@ class Meeting:
 
     def is_lost(self, index: int) -> bool:
         """Whether nothing was heard of a member for long."""
-        said, now = self.get(f"alive/{index}"), time.monotonic()
-        if index not in self._heard or self._heard[index][0] != said:
-            self._heard[index] = said, now
+        beat, now = self.get(f"alive/{index}"), time.monotonic()
+        if index not in self._heard or self._heard[index][0] != beat:
+            self._heard[index] = beat, now
         return now - self._heard[index][1] > self.patience.lost
 
     def dismiss(self, code: int) -> None:
         """The leader lets the others end with this exit code."""
         self.put("end", code=code)
         deadline = time.monotonic() + GRACE_SECONDS
-        # The store lives in this process: who has not read it yet would find it gone.
+        # The store lives in this process: a member that has not read it yet would lose it.
         for index in range(1, self.member.count):
             while (
                 self.get(f"gone/{index}") is None and not self.is_lost(index) and time.monotonic() < deadline
@@ -212,4 +212,4 @@ def _quiet_torch() -> Iterator[None]:
         yield
     finally:
         if before is None:
-            del os.environ[name]  # ranks speak as they like
+            del os.environ[name]  # ranks log as they like

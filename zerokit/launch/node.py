@@ -51,7 +51,7 @@ class Launcher:
     def __init__(self, incoming: BinaryIO, outgoing: BinaryIO) -> None:
         self._unsent: queue.Queue[bytes] = queue.Queue()
         self._gone = False
-        self._said: queue.SimpleQueue[tuple[str, dict[str, Any]] | None] = queue.SimpleQueue()
+        self._received: queue.SimpleQueue[tuple[str, dict[str, Any]] | None] = queue.SimpleQueue()
         self._heard = time.monotonic()
         threading.Thread(target=self._read, args=(incoming,), daemon=True).start()
         threading.Thread(target=self._write, args=(outgoing,), daemon=True).start()
@@ -59,9 +59,9 @@ class Launcher:
     def _read(self, incoming: BinaryIO) -> None:
         for line in incoming:
             self._heard = time.monotonic()
-            if (said := parse(line)) is not None:
-                self._said.put(said)
-        self._said.put(None)
+            if (message := parse(line)) is not None:
+                self._received.put(message)
+        self._received.put(None)
 
     def _write(self, outgoing: BinaryIO) -> None:
         while True:
@@ -76,14 +76,14 @@ class Launcher:
     def hear(self) -> tuple[str, dict[str, Any]] | None:
         """What was said next, if anything; raises `EOFError` if the launcher is gone."""
         try:
-            said = self._said.get_nowait()
+            message = self._received.get_nowait()
         except queue.Empty:
             if self._gone or time.monotonic() - self._heard > frames.SILENCE_SECONDS:
                 raise EOFError from None
             return None
-        if said is None:
+        if message is None:
             raise EOFError
-        return said
+        return message
 
     def say(self, kind: str, **content: Any) -> None:
         """Have it written, without waiting for that."""
@@ -171,13 +171,13 @@ def _serve(launcher: Launcher, start: Mapping[str, Any], folder: Path) -> int:
     try:
         looked = time.monotonic()
         while process.poll() is None:
-            said = launcher.hear()
-            if said is not None and said[0] == "signal":
-                process.send_signal(int(said[1]["number"]))
+            message = launcher.hear()
+            if message is not None and message[0] == "signal":
+                process.send_signal(int(message[1]["number"]))
             if time.monotonic() - looked > _FILES_SECONDS:
                 files.send(launcher, logs=False)
                 looked = time.monotonic()
-            if said is None:
+            if message is None:
                 time.sleep(_POLL_SECONDS)
     finally:
         if process.poll() is None:
@@ -204,9 +204,9 @@ def main() -> int:
         launcher.say(
             "hello", versions=versions(), host=socket.gethostname(), pid=os.getpid(), port=free_port("")
         )
-        while (said := launcher.hear()) is None:
+        while (message := launcher.hear()) is None:
             time.sleep(_POLL_SECONDS)
-        kind, start = said
+        kind, start = message
         if kind != "start":
             return 2
         launcher.say("exit", code=_serve(launcher, start, folder))

@@ -31,7 +31,7 @@ def _record(error: Exception) -> None:
         "py_callstack": traceback.format_exc(),
         "timestamp": str(int(now)),
         "time": now,
-        # An error that zerokit raises on purpose says all there is to know; others deserve a traceback.
+        # An error that zerokit raises on purpose is complete; others deserve a traceback.
         "expected": isinstance(error, ZerokitError),
     }
     kind = "" if isinstance(error, ZerokitError) else f"{type(error).__name__}: "

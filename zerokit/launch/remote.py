@@ -47,7 +47,7 @@ class RemoteHost:
 
     name: str
     command: tuple[str, ...]
-    advise: Callable[[str], str | None] = lambda said: None
+    advise: Callable[[str], str | None] = lambda output: None
 
 
 def node_command(python: str, directory: Path | None = None) -> str:
@@ -90,17 +90,17 @@ class RemoteAgent:
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            said = parse(line)
+            message = parse(line)
             try:
-                if said is None:
+                if message is None:
                     with self._log.open("ab") as log:
                         log.write(line)
-                elif said[0] == "hello":
-                    self.hello = said[1]
-                elif said[0] == "file":
-                    put_file(self._log_dir, said[1])
-                elif said[0] == "exit":
-                    self._code = int(said[1]["code"])
+                elif message[0] == "hello":
+                    self.hello = message[1]
+                elif message[0] == "file":
+                    put_file(self._log_dir, message[1])
+                elif message[0] == "exit":
+                    self._code = int(message[1]["code"])
             except (KeyError, ValueError, OSError, ZerokitError) as error:
                 self._damage = str(error)
 
@@ -129,17 +129,17 @@ class RemoteAgent:
         self.say("signal", number=number)
 
     def trouble(self) -> str | None:
-        """What became of the connection, where the node could not say how its ranks ended."""
+        """How the connection ended, where the node could not report how its ranks did."""
         if self._process.poll() is None:
             return None
         where = name_node(self.node, self.host)
         if self._code is not None:
             return self._damage and f"{where}: what it sent could not be kept: {self._damage}"
-        said = tail(self._log)
+        output = tail(self._log)
         remedy = self._advise(self._log.read_text(errors="replace"))
         what = "did not start" if self.hello is None else "was lost while its ranks ran: the connection ended"
         detail = "" if self._damage is None else f" ({self._damage})"
-        lines = [f"{where} {what} with exit code {self._process.returncode}{detail}", said, remedy]
+        lines = [f"{where} {what} with exit code {self._process.returncode}{detail}", output, remedy]
         return "\n".join(line for line in lines if line)
 
     def end(self) -> None:

@@ -64,7 +64,7 @@ class Container:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is asked of Slurm.
+    """A request to Slurm.
 
     Attributes:
         nodes: how many.
@@ -149,8 +149,8 @@ def srun_host(host: str, python: str, container: Container | None = None) -> Rem
     return RemoteHost(host, ("srun", *options, *command), _advise)
 
 
-def _advise(said: str) -> str | None:
-    lowered = said.lower()
+def _advise(output: str) -> str | None:
+    lowered = output.lower()
     if "no module named" in lowered:
         return "install zerokit there at the same path, or name its Python with --remote-python"
     if "container" in lowered and "unrecognized" in lowered:
@@ -164,7 +164,7 @@ def render_script(request: Request, arguments_file: Path, folder: Path, python: 
     """The batch script that runs `zerokit bench --arguments FILE` on the first node of the allocation.
 
     Args:
-        request: what is asked of Slurm.
+        request: the request to Slurm.
         arguments_file: the bench's own options, seen on every node.
         folder: for the job's log and exit code, seen here and there.
         python: with zerokit, on the first node.

@@ -74,9 +74,9 @@ class Ssh:
         return host.rpartition("@")[2]
 
 
-def advise(said: str) -> str | None:
+def advise(output: str) -> str | None:
     """The remedy for what ssh, or the shell behind it, has said."""
-    lowered = said.lower()
+    lowered = output.lower()
     return next((remedy for words, remedy in _REMEDIES if words in lowered), None)
 
 

@@ -67,7 +67,7 @@ class StepControl:
             raise LayoutMismatch(_DIFFERENT_PATHS)
 
     def end(self) -> None:
-        """The optimizer goes: warn of what the last step has shown, without waiting for it."""
+        """The optimizer is deleted: warn of what the last step has shown, without waiting for it."""
         pending, self._pending = self._pending, None
         with suppress(RuntimeError):  # the device may be gone
             if pending is not None and pending.arrived() and _differ(pending.get()):

@@ -51,7 +51,7 @@ def in_backward() -> bool:
 
 
 def transforming() -> bool:
-    """Whether torch.func (vmap, grad, jvp) is at work: hooks on its tensors tell nothing."""
+    """Whether torch.func (vmap, grad, jvp) is at work: hooks on its tensors are no guide."""
     return torch._C._functorch.maybe_current_level() is not None
 
 

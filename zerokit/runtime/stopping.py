@@ -140,7 +140,7 @@ class StopSignal:
         collectives = self._collectives
         notes = torch.tensor([note * collectives.world + collectives.rank if note else 0])
         if collectives.world > 1:
-            if self._group is None:  # asked for once: that a group is still good, others have to be asked
+            if self._group is None:  # once: whether a group is still good, all ranks must agree on
                 self._group = collectives.side_group("StopSignal")
             with collectives.watch.waiting("StopSignal.requested(), which all ranks call once a step"):
                 dist.all_reduce(notes, op=dist.ReduceOp.MAX, group=self._group)

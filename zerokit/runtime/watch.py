@@ -90,8 +90,8 @@ class Watch:
         missing = [rank for rank in range(self.world) if rank != self.rank]
         while missing:
             for rank in list(missing):
-                said = self._look_up(rank, "says")
-                number, _, text = (said or "0").partition(" ")
+                published = self._look_up(rank, "says")
+                number, _, text = (published or "0").partition(" ")
                 if int(number) == self._agreements and text != what:
                     raise ScheduleError(f"rank {self.rank} {what}; rank {rank} {text}. {_SAME_PATH}")
                 if int(number) >= self._agreements:

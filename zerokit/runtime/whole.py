@@ -97,7 +97,7 @@ def install_model_methods(
     """Make the model's own methods behave as without zerokit, or raise an error with advice.
 
     `state_dict()` gives whole, current tensors and `load_state_dict()` reaches the masters. Both are collective: all
-    ranks must call them. At stage 3 `state_dict` copies, unit by unit, because the gathered memory goes again;
+    ranks must call them. At stage 3 `state_dict` copies, unit by unit, because the gathered memory is freed again;
     loading needs the whole model in memory at once. `zero_grad()` also calls `clear`, the optimizer's.
     """
     _install_state_dict(model, storages, gathering)

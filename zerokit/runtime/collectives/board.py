@@ -74,8 +74,8 @@ class Board:
 
     def is_alive(self, position: int) -> bool:
         """Whether another rank still has its board; see [Note: locks show who is alive]."""
-        asked = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, position, 1, 0)
-        held: int = _LOCK.unpack(fcntl.fcntl(self._descriptor, fcntl.F_GETLK, asked))[0]
+        query = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, position, 1, 0)
+        held: int = _LOCK.unpack(fcntl.fcntl(self._descriptor, fcntl.F_GETLK, query))[0]
         return held != fcntl.F_UNLCK
 
     def _cell(self, position: int, kind: Kind, unit: int) -> int:

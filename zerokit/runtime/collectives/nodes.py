@@ -125,7 +125,7 @@ class _Arrival:
 
 
 class _Waiter:
-    """A thread that waits for gloo's messages, which cannot be asked whether they have arrived.
+    """A thread that waits for gloo's messages, which offer no way to poll for their arrival.
 
     It waits only while this rank does, too, so nothing is left in a call to gloo when the program ends.
     """
