@@ -108,7 +108,7 @@ def test_a_host_name_that_cannot_be_looked_up(tmp_path: Path) -> None:
     _, found = doctor(tmp_path, script, "--uts", "--net")
     assert found["ZD303"]["severity"] == "warning"
     assert found["ZD303"]["found"].startswith("nowhere-to-be-found cannot be looked up: ")
-    assert found["ZD301"]["found"] == "the host's own name stands for no address, which no interface has"
+    assert found["ZD301"]["found"] == "the host's own name resolves to no address, which no interface has"
 
 
 @pytest.mark.parametrize(

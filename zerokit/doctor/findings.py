@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Severity(StrEnum):
-    """How bad a finding is; `SKIPPED` says that the check could not look, or had nothing to look at."""
+    """How bad a finding is; `SKIPPED`: the check was not possible, or there was nothing to check."""
 
     OK = "ok"
     SKIPPED = "skipped"

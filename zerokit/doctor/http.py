@@ -64,7 +64,7 @@ class Server:
         self._context = _certificates() if parts.scheme == "https" else None
 
     def get(self, path: str) -> Answer:
-        """Ask for `path`."""
+        """Get `path`."""
         return self._ask(path, None)
 
     def post(self, path: str, content: dict[str, str]) -> Answer:
@@ -93,7 +93,7 @@ class Server:
             return Answer(None, "", f"no HTTP: {type(error).__name__}: {str(error)[:80]}")
 
     def read(self) -> Answer:
-        """Ask for one experiment, as any client of MLflow does."""
+        """Get one experiment, as any client of MLflow does."""
         return self.get(f"{_API}/experiments/search?max_results=1")
 
     def write(self, listed: Answer) -> Answer | None:

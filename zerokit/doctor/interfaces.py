@@ -43,7 +43,7 @@ SMALL_MTU = 1280
 
 @dataclass(frozen=True, slots=True)
 class Interface:
-    """One of this machine's; `running` says that it is up and has a carrier, `speed_mbit` is None where unknown."""
+    """One of this machine's; `running`: it is up and has a carrier, `speed_mbit` is None where unknown."""
 
     name: str
     running: bool
@@ -64,7 +64,7 @@ class Port:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """Interfaces and ports, and what the environment says of them: `GLOO_SOCKET_IFNAME`, `NCCL_SOCKET_IFNAME`."""
+    """Interfaces and ports, and the variables that choose among them: `GLOO_SOCKET_IFNAME`, `NCCL_SOCKET_IFNAME`."""
 
     interfaces: list[Interface]
     gloo: str | None = None
@@ -92,7 +92,7 @@ def look_at_network(own_addresses: Sequence[str], devices: Path = _CLASS) -> Net
     """What this process sees.
 
     Args:
-        own_addresses: what the host's own name stands for.
+        own_addresses: what the host's own name resolves to.
         devices: the kernel's folder of device classes.
     """
     return Network(
@@ -209,12 +209,12 @@ def _judge_gloos_lookup(network: Network, several: bool) -> Verdict:
     remedy = f"set GLOO_SOCKET_IFNAME to the interface between the nodes: {_candidates(network)}"
     if taken is None:
         what = ", ".join(network.own_addresses) or "no address"
-        listed = f"the host's own name stands for {what}, which no interface has"
+        listed = f"the host's own name resolves to {what}, which no interface has"
         meaning = "gloo falls back to loopback, so that other nodes cannot reach it."
         return fault(listed, meaning, remedy) if several else warning(listed, meaning, remedy)
     if taken.loopback and several:
         return fault(
-            f"the host's own name stands for loopback ({', '.join(network.own_addresses)})",
+            f"the host's own name resolves to loopback ({', '.join(network.own_addresses)})",
             "gloo would listen where the other nodes cannot reach it.",
             remedy,
         )

@@ -156,7 +156,7 @@ def _judge_files(limits: Limits, world: int) -> Verdict:
 
 
 def _judge_rules(limits: Limits) -> Verdict:
-    """What the rules say, where no rank has tried."""
+    """What the rules allow, where no rank has tried."""
     if limits.cma != "1":
         return ok(f"not used: ZEROKIT_CMA={limits.cma}")
     if (limits.ptrace_scope or 0) >= 2:

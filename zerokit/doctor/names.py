@@ -29,7 +29,7 @@ LOOKUP_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class OwnName:
-    """The host's name, the addresses it stands for, and the name that the first of them leads back to."""
+    """The host's name, the addresses it resolves to, and the name that the first of them resolves back to."""
 
     host: str
     addresses: list[str]
@@ -117,7 +117,7 @@ def _judge_own(own: OwnName, several: bool) -> Verdict:
     if several and all(ipaddress.ip_address(address).is_loopback for address in own.addresses):
         return warning(
             listed,
-            "The name stands for loopback, an address that other nodes cannot use.",
+            "The name resolves to loopback, an address that other nodes cannot use.",
             f"give {own.host} its address on the network between the nodes in /etc/hosts",
         )
     if own.back is None:

@@ -50,7 +50,7 @@ class Tracking:
 
 
 def look_at_tracking(uri: str, *, quick: bool) -> Tracking:
-    """Ask the store; `quick` waits less and writes nothing."""
+    """Contact the store; `quick` waits less and writes nothing."""
     parts = urllib.parse.urlsplit(uri)
     scheme = parts.scheme.partition("+")[0]
     shown = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl() if "@" in parts.netloc else uri

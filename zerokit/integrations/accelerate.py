@@ -66,7 +66,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
 
     Args:
         stage: what is divided, as in `ZeroOptimizer`.
-        precision: as in `ZeroOptimizer`; by default what `mixed_precision` stands for. Weights of "bf16" and "fp16" are
+        precision: as in `ZeroOptimizer`; by default that of `mixed_precision`. Weights of "bf16" and "fp16" are
             half precision with fp32 masters, there is no autocast.
         zero_options: further arguments of `ZeroOptimizer`: units, bucket_mb, prefetch, init_fn, loss_scale, ….
         mixed_precision: "no", "bf16" or "fp16"; by default that of `accelerate launch`.
@@ -350,7 +350,7 @@ def save_inside(directory: Path, zero: ZeroOptimizer, extra: Any) -> None:
 
 
 def choose_precision(precision: str | Precision | None, mixed: str, argument: str) -> Precision:
-    """`precision`, or what accelerate's name `mixed` stands for. Raises `UsageError` if they contradict each other."""
+    """`precision`, or that of accelerate's name `mixed`. Raises `UsageError` if they contradict each other."""
     if mixed not in _PRECISIONS:
         raise UsageError(f"{argument}={mixed!r}: expected one of {', '.join(map(repr, _PRECISIONS))}")
     implied = Precision.of(_PRECISIONS[mixed])

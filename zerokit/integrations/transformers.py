@@ -53,7 +53,7 @@ class ZeroTrainer(Trainer):
 
     In `save_model` the rank that writes holds the whole model, the others a unit of it at a time.
 
-    Other trainers come in by inheritance, `class MyTrainer(ZeroTrainer, Seq2SeqTrainer)`; generate with
+    Other trainers are combined by inheritance, `class MyTrainer(ZeroTrainer, Seq2SeqTrainer)`; generate with
     `synced_gpus=True` at stage 3, since all ranks must take part until the longest text ends.
 
     Raises `UsageError` for arguments that divide or compile the model in another way, that need whole weights, or that

@@ -68,7 +68,7 @@ class Precision:
 
     @classmethod
     def of(cls, precision: str | Precision) -> Precision:
-        """`precision` itself, or what its name stands for: "fp32", "bf16" or "fp16"."""
+        """`precision` itself, or the one of its name: "fp32", "bf16" or "fp16"."""
         if isinstance(precision, Precision):
             return precision
         if precision not in _NAMES:
