@@ -188,7 +188,7 @@ def _nobody_asks(directory: str) -> None:
         saving = save(directory, zero, step=1, blocking=False)
         while not saving.done():
             time.sleep(0.01)
-    with pytest.warns(zerokit.ZerokitWarning, match=r"its result was never read: .*No space left on device"):
+    with pytest.warns(zerokit.ZerokitWarning, match=r"without a wait\(\): .*No space left on device"):
         background.warn_of_failures()
     with pytest.raises(zerokit.CheckpointError):
         saving.wait()

@@ -12,17 +12,15 @@ from weakref import WeakKeyDictionary
 from zerokit.errors import CheckpointError, ZerokitWarning
 from zerokit.runtime import ZeroOptimizer
 
-_UNTOLD: dict[threading.Event, str] = {}
+_UNREAD: dict[threading.Event, str] = {}
 """Errors of saves that this rank has not been given, by their ends."""
 
 
 @atexit.register
 def warn_of_failures() -> None:
-    """When the program ends: warn of failed saves whose result was never read. All saves have ended by then."""
-    for text in _UNTOLD.values():
-        warnings.warn(
-            f"a background save failed, and its result was never read: {text}", ZerokitWarning, stacklevel=1
-        )
+    """When the program ends, and so all saves have: warn of those that failed and were not waited for."""
+    for text in _UNREAD.values():
+        warnings.warn(f"a background save failed without a wait(): {text}", ZerokitWarning, stacklevel=1)
 
 
 class Saving:
@@ -56,7 +54,7 @@ class Saving:
         if not self._ended.wait(timeout):
             raise TimeoutError(f"the save has not ended after {timeout:g} s")
         self.seen = True
-        _UNTOLD.pop(self._ended, None)
+        _UNREAD.pop(self._ended, None)
         return self._error
 
     def done(self) -> bool:
@@ -68,7 +66,7 @@ class Saving:
             self._path = self._work()
         except Exception as error:
             self._error = error
-            _UNTOLD[self._ended] = str(error)
+            _UNREAD[self._ended] = str(error)
         finally:
             del self._work
             self._ended.set()

@@ -65,9 +65,7 @@ class Comparison:
         return {
             "same": self.same,
             "equal": self.equal,
-            "differences": [
-                asdict(difference) | {"change": difference.change} for difference in self.differences
-            ],
+            "differences": [asdict(one) | {"change": one.change} for one in self.differences],
             "layout": list(self.layout),
             "unread": list(self.unread),
             "notes": list(self.notes),
@@ -83,15 +81,13 @@ def diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Comparison:
     a damaged one.
     """
     left, right = Checkpoint(a), Checkpoint(b)
-    differences: list[Difference] = []
+    changes: list[Difference] = []
     if left.step != right.step:
-        differences.append(Difference("checkpoint", "step", str(left.step), str(right.step)))
+        changes.append(Difference("checkpoint", "step", str(left.step), str(right.step)))
     mixed = left.weights_only != right.weights_only
     if mixed:
-        differences.append(
-            Difference("checkpoint", "content", _describe_content(left), _describe_content(right))
-        )
-    differences += _compare("parameter", _parameters(left), _parameters(right), _describe_parameter)
+        changes.append(Difference("checkpoint", "content", _describe_content(left), _describe_content(right)))
+    changes += _compare("parameter", _parameters(left), _parameters(right), _describe_parameter)
     equal = 0
     kinds = dict.fromkeys(stream.kind for checkpoint in (left, right) for stream in checkpoint.streams)
     for kind in kinds:
@@ -99,7 +95,7 @@ def diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Comparison:
             continue
         ours, theirs = _whole(left, kind), _whole(right, kind)
         equal += sum(theirs.get(name) == value for name, value in ours.items())
-        differences += _compare(kind, ours, theirs, _describe_whole)
+        changes += _compare(kind, ours, theirs, _describe_whole)
     common, extra = partial(_common, weights=mixed), partial(_extra, weights=mixed)
     unread = []
     for stream, ours_of, theirs_of, read in (
@@ -107,13 +103,13 @@ def diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Comparison:
         ("extra", left.manifest.extra, right.manifest.extra, extra),
     ):
         try:
-            differences += _files(left, right, stream, ours_of, theirs_of, read)
+            changes += _files(left, right, stream, ours_of, theirs_of, read)
         except CheckpointError as error:
             sides = f"{ours_of.crc:08x}", f"{theirs_of.crc:08x}"
-            differences.append(Difference(stream, f"unreadable: {error}", *sides))
+            changes.append(Difference(stream, f"unreadable: {error}", *sides))
             unread.append(ours_of.name)
     notes = (*left.notes, *right.notes)
-    return Comparison(equal, tuple(differences), tuple(_layouts(left, right)), tuple(unread), notes)
+    return Comparison(equal, tuple(changes), tuple(_layouts(left, right)), tuple(unread), notes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -198,9 +198,7 @@ def _wants(
         own: dict[str, Tensor] = {}
         for kind in kinds:
             dtypes = {
-                manifest.streams[streams[kind, position]].dtype
-                for position in peers
-                if (kind, position) in streams
+                manifest.streams[streams[kind, peer]].dtype for peer in peers if (kind, peer) in streams
             }
             if len(dtypes) > 1:
                 raise CheckpointError(

@@ -60,13 +60,10 @@ def damaged(manifest: Manifest, by_rank: Sequence[Mapping[PieceKey, Piece]]) -> 
     pieces: dict[tuple[int, int, int], dict[int, set[Piece]]] = {}
     for held in by_rank:
         for key, piece in held.items():
-            pieces.setdefault((key.stream, key.position, key.source), {}).setdefault(key.start, set()).add(
-                piece
-            )
+            by_start = pieces.setdefault((key.stream, key.position, key.source), {})
+            by_start.setdefault(key.start, set()).add(piece)
     line = list(manifest.layout.parameters)
-    cuts = {
-        position: dict(manifest.layout.cuts(line[position].name)) for position in {key[1] for key in pieces}
-    }
+    cuts = {index: dict(manifest.layout.cuts(line[index].name)) for index in {key[1] for key in pieces}}
     expected = {
         (number, name, rank): crc
         for number in range(len(manifest.streams))

@@ -181,9 +181,7 @@ def merge(
         for kind, held_values in description.values.items():
             _join(values.setdefault(kind, {}), held_values, line, kind, rank)
     stacked = {
-        Scalars(kind, dtype, shape, tuple(sorted(held))): b"".join(
-            held[position] for position in sorted(held)
-        )
+        Scalars(kind, dtype, shape, tuple(sorted(held))): b"".join(held[index] for index in sorted(held))
         for (kind, dtype, shape), held in sorted(scalars.items())
     }
     names = [scalar.kind for scalar in stacked]
@@ -195,10 +193,7 @@ def merge(
     return (
         tuple(streams),
         stacked,
-        {
-            kind: {line[position].name: held[position] for position in sorted(held)}
-            for kind, held in values.items()
-        },
+        {kind: {line[index].name: held[index] for index in sorted(held)} for kind, held in values.items()},
     )
 
 

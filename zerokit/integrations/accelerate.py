@@ -154,8 +154,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
             )
         model, optimizer = new_models[0], new_optimizers[0]
         on_device = next(
-            (on_device for obj, on_device in zip(args, device_placement or (), strict=False) if obj is model),
-            None,
+            (moves for obj, moves in zip(args, device_placement or (), strict=False) if obj is model), None
         )
         zero = self._divide(model, optimizer, on_device)
         return super().prepare(

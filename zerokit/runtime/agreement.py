@@ -52,31 +52,29 @@ def _differences(first: object, other: object) -> list[str]:
         first,
         other,
     )
-    differences = [
+    lines = [
         f"{key} is {other_settings.get(key)}, not {value}"
         for key, value in settings.items()
         if other_settings.get(key) != value
     ]
     if bucket != other_bucket:
-        differences.append(f"bucket_mb counts {other_bucket} bytes, not {bucket}")
+        lines.append(f"bucket_mb counts {other_bucket} bytes, not {bucket}")
     if len(parameters) != len(other_parameters):
-        differences.append(f"{len(other_parameters)} parameters, not {len(parameters)}")
+        lines.append(f"{len(other_parameters)} parameters, not {len(parameters)}")
     names = [
         name
         for name in {**parameters, **other_parameters}
         if parameters.get(name) != other_parameters.get(name)
     ]
     for name in names[:_NAMED]:
-        differences.append(
-            f"{name} is {_text(other_parameters.get(name))}, not {_text(parameters.get(name))}"
-        )
+        lines.append(f"{name} is {_text(other_parameters.get(name))}, not {_text(parameters.get(name))}")
     if len(names) > _NAMED:
-        differences.append(f"and {len(names) - _NAMED} more parameters differ")
-    if not differences and units != other_units:
-        differences.append(
+        lines.append(f"and {len(names) - _NAMED} more parameters differ")
+    if not lines and units != other_units:
+        lines.append(
             f"{len(other_units)} units ({other_units[0]}, …), not {len(units)} ({units[0]}, …): compare units="
         )
-    return differences
+    return lines
 
 
 def _text(parameter: tuple[list[int], str, int, bool] | None) -> str:

@@ -200,9 +200,7 @@ class Gathering:
                 last = index
         for index in range(len(self._units)):
             if index not in order:
-                before = max(
-                    (position for position, other in enumerate(order) if other == index - 1), default=-1
-                )
+                before = max((at for at, other in enumerate(order) if other == index - 1), default=-1)
                 order.insert(before + 1, index)
         return order
 
