@@ -39,7 +39,7 @@ class Process:
 
     @staticmethod
     def parse(text: str) -> Process | None:
-        """What `str` gave; None for anything else."""
+        """The reverse of `str`; None for other text."""
         if not re.fullmatch(PATTERN, text, re.ASCII):
             return None
         host, machine, boot, space, pid, start = text.split(".")

@@ -13,7 +13,7 @@ from zerokit.errors import CheckpointError, ZerokitWarning
 from zerokit.runtime import ZeroOptimizer
 
 _UNREAD: dict[threading.Event, str] = {}
-"""Errors of saves that this rank has not been given, by their ends."""
+"""Errors of failed saves that this rank has not raised yet, by the event of their end."""
 
 
 @atexit.register
@@ -32,7 +32,7 @@ class Saving:
         self._error: Exception | None = None
         self.seen = False
         """Whether this rank has been given the error."""
-        # Not the thread's own end: where Control-C meets a wait for that, Python takes it for ended.
+        # Not `Thread.join`: interrupted by Control-C, it makes Python take the thread for ended.
         self._ended = threading.Event()
         # No daemon: a program that ends lets it finish.
         threading.Thread(target=self._run, name="zerokit-save").start()

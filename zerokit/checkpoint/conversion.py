@@ -24,7 +24,7 @@ from zerokit.errors import CheckpointError, ZerokitWarning
 
 @dataclass
 class Work:
-    """A conversion in the directory `path`: what is whole there already, and where to note what has become so.
+    """A conversion in the directory `path`: its finished files, and the journal for those to come.
 
     `taken` are files that an interrupted conversion has finished, by their paths in `path`, with their sizes in bytes;
     `pieces` the checksums of what it has read for them.

@@ -174,7 +174,7 @@ def _files(
 
 
 def _common(checkpoint: Checkpoint, *, weights: bool) -> dict[str, str]:
-    """By name, or of them the ones that a checkpoint of weights has."""
+    """Descriptions by name; with `weights`, only of what a checkpoint of weights has."""
     tensors = {}
     for name in checkpoint.common_names:
         if weights and not name.startswith(("buffers/", "extra")):

@@ -171,7 +171,7 @@ def _wants(
         for number, stream in enumerate(manifest.streams)
         for position in stream.parameters
     }
-    # A parameter is in one of the two; the other one's values do as well where they are wanted.
+    # A parameter is in one of the two streams of weights, and its values come from that one.
     weights = {position: number for (kind, position), number in streams.items() if kind in WEIGHT_KINDS}
     line = list(manifest.layout.parameters)
     kinds = (

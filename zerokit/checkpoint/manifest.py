@@ -27,7 +27,7 @@ VERSION = (1, 1)
 What holds the whole state is written as 1.0, so that older readers have the bytes they know."""
 
 WEIGHTS = "weights"
-"""What the member "content" says where there are parameters and buffers only (1.1); a whole state has none."""
+"""The member "content" where there are parameters and buffers only (1.1); a whole state has none."""
 
 WEIGHT_KINDS = ("master", "param")
 """Streams of parameters: of trained ones, and of frozen ones. All others are the optimizer's."""

@@ -36,7 +36,7 @@ def match_state(
 ) -> Match:
     """Find each live parameter and group in the checkpoint; with `weights_only` no groups, and frozen or not.
 
-    `averaged` says whether the weights have an average here.
+    `averaged`: whether the weights have an average here.
 
     Raises `CheckpointError` for anything that is on one side only or of another shape or kind, if `strict`.
     """

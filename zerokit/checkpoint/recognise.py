@@ -19,7 +19,7 @@ from zerokit.checkpoint.run import LATEST_NAME, STEP, stated_checksum
 from zerokit.errors import CheckpointError
 
 PRODUCER = "zerokit"
-"""What the member "producer" says in the metadata of consolidated weights."""
+"""The member "producer" in the metadata of consolidated weights."""
 
 _STEP_FILE = re.compile(
     rf"rank-\d{{5,}}-of-\d{{5,}}\.safetensors|{re.escape(COMMON_NAME)}|{re.escape(EXTRA_NAME)}"

@@ -55,7 +55,7 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What the manifest says of the ranks' files."""
+    """The manifest's part about the ranks' files."""
 
     step: int
     layout: Layout

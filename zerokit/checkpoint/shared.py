@@ -61,7 +61,7 @@ class Shared:
         inner = parts.inner
         group = inner.param_groups[flat.group]
         state = dict(inner.state.get(flat.tensor, {}))
-        # A piece that is all padding belongs to no parameter: its count is any one's of the unit.
+        # A piece that is all padding belongs to no parameter: it takes the count of any in the unit.
         fitting = storage.positions_in(flat) or [
             index for index, p in enumerate(storage.unit.parameters) if p.group == flat.group
         ]

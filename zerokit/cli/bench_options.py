@@ -26,7 +26,7 @@ _OPTIONS = (
         default=_DEFAULTS.engine,
         show_default=True,
         metavar="NAME,…",
-        help=f"Who trains: {', '.join(ENGINES)}.",
+        help=f"Training engines: {', '.join(ENGINES)}.",
     ),
     click.option(
         "--model",
@@ -34,7 +34,7 @@ _OPTIONS = (
         default=_DEFAULTS.model,
         show_default=True,
         metavar="NAME,…",
-        help=f"What is trained: {', '.join(WORKLOADS)}; or package.module:factory for your own, which returns a "
+        help=f"Workloads: {', '.join(WORKLOADS)}; or package.module:factory for your own, which returns a "
         "zerokit.bench.workloads.own.Own.",
     ),
     click.option(

@@ -45,7 +45,9 @@ Exit codes: 0 no fault (there may be warnings), 1 failure, 2 wrong use,
     metavar="N",
     help="Ranks of each node.  [default: its visible CUDA devices; 2 on a CPU]",
 )
-@click.option("--quick", is_flag=True, help="Look around here only, in a second: no ranks, no measurements.")
+@click.option(
+    "--quick", is_flag=True, help="Check this process only, in a second: no ranks, no measurements."
+)
 @click.option("--pairs", is_flag=True, help="Measure the bandwidth between all pairs of nodes.")
 @click.option(
     "--timeout",

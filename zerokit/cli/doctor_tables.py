@@ -1,4 +1,4 @@
-"""A doctor's report for people: what is well in a table, then warnings, and faults last, where the eye rests."""
+"""A doctor's report for people: what is well in a table, then warnings, and faults last, nearest to the prompt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`zerokit bench` as a job that Slurm or Kubernetes queues, and its records brought home."""
+"""`zerokit bench` as a job that Slurm or Kubernetes queues, and its records fetched."""
 
 from __future__ import annotations
 

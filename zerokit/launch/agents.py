@@ -21,7 +21,7 @@ from zerokit.launch.failures import (
 from zerokit.launch.interrupts import Interrupts
 
 POLL_SECONDS = 0.05
-# A node whose peer has died fails by itself within moments (its sockets close), and then says what it saw.
+# A node whose peer has died fails by itself within moments (its sockets close), and reports why.
 PEERS_FOLLOW_SECONDS = 3.0
 # How long ranks may take to end after SIGTERM or SIGINT before they are killed.
 GRACE_SECONDS = 5.0

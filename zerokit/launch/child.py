@@ -29,7 +29,7 @@ def own_cores() -> list[int]:
 
 
 def share_cores(members: Sequence[tuple[str, Sequence[int]]]) -> list[int]:
-    """How many threads each member has for itself, from its host and cores: it shares those that others also use."""
+    """Threads for each member, from its host and cores: cores that several may use are divided among them."""
     shares = []
     for host, cores in members:
         sharing = sum(1 for other, theirs in members if other == host and not set(cores).isdisjoint(theirs))

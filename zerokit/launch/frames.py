@@ -23,7 +23,7 @@ from zerokit.errors import ZerokitError
 HEARTBEAT_SECONDS = 2.0
 SILENCE_SECONDS = 20.0
 MOST_LOG_BYTES = 1 << 20
-"""Of each log only the end is brought home."""
+"""Only the end of each log is sent back."""
 
 
 class FrameError(ZerokitError):

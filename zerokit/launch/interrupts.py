@@ -1,4 +1,4 @@
-"""SIGINT, SIGTERM and SIGHUP as something to look at, not an exception that strikes anywhere.
+"""SIGINT, SIGTERM and SIGHUP as a flag to check, not an exception at any point.
 
 The first signal is remembered; waiting code checks for it and cleans up. A second one raises
 KeyboardInterrupt at once, for the user who will not wait.

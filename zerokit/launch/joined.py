@@ -218,11 +218,11 @@ def _take_part(
     finally:
         child.end()
         with contextlib.suppress(LaunchError):  # a leader that is gone does not need it
-            _bring_home(meeting, key, child, folder, frozenset(request["files"]))
+            _send_back(meeting, key, child, folder, frozenset(request["files"]))
 
 
-def _bring_home(meeting: Meeting, key: str, child: Child, folder: Path, inputs: frozenset[str]) -> None:
-    """What the ranks wrote beside their job, and the ends of their logs."""
+def _send_back(meeting: Meeting, key: str, child: Child, folder: Path, inputs: frozenset[str]) -> None:
+    """Send what the ranks wrote beside their job, and the ends of their logs."""
     files = {}
     for path in folder.rglob("*"):
         name = path.relative_to(folder).as_posix()

@@ -2,7 +2,7 @@
 
 Sources: https://www.kubeflow.org/docs/components/trainer/ (the runtime `torch-distributed` sets torchrun's PET_
 variables), https://jobset.sigs.k8s.io/docs/concepts/ (names of pods). The bench's options travel in a ConfigMap; the
-record comes home in the log of node 0, where `--json` prints it.
+record is read from the log of node 0, where `--json` prints it.
 """
 
 from __future__ import annotations

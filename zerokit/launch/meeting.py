@@ -33,7 +33,7 @@ class Patience:
     """How long members wait, in seconds.
 
     Attributes:
-        meet: for all to come.
+        meet: until all have joined.
         lost: without a sign of life of another until it counts as gone.
         alive: from one sign of life to the next.
     """

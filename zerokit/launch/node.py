@@ -97,7 +97,7 @@ class Launcher:
 
 
 class Files:
-    """What the launch's folder holds here, as far as it has been brought home."""
+    """The files in the launch's folder here, and which of them have been sent back."""
 
     def __init__(self, folder: Path, inputs: Mapping[str, str]) -> None:
         self._folder = folder

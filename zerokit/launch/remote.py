@@ -4,7 +4,7 @@ r"""Nodes on other machines, each reached by a command that runs `zerokit.launch
           \-- ssh b … node -- agent (node 1) -- rank 2, rank 3
 
 First every node identifies itself; only then, with one version everywhere, ranks are started, by static rendezvous at
-node 0. The job's folder is sent to every node as it is, and what is written in it comes home, so that the machines
+node 0. The job's folder is sent to every node as it is, and files written in it are sent back, so that the machines
 need no directory in common.
 """
 
