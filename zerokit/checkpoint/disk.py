@@ -156,12 +156,12 @@ def read_whole(path: Path, size: int | None = None, *, limit: int = MAX_TEXT_BYT
     Raises `CheckpointError`, naming the file.
     """
     with opened(path) as fd:
-        found = os.fstat(fd).st_size
+        actual = os.fstat(fd).st_size
         if size is not None:
             check_size(fd, size, path)
-        if found > limit:
-            raise CheckpointError(f"{path}: {found} bytes, more than the {limit} that it may have")
-        content = bytearray(found)
+        if actual > limit:
+            raise CheckpointError(f"{path}: {actual} bytes, more than the {limit} that it may have")
+        content = bytearray(actual)
         read_exactly(fd, [content], 0, path)
     return bytes(content)
 

@@ -148,11 +148,11 @@ def _judge_lookups(one: Neighbourhood) -> Verdict:
             "torchrun and ssh fail where nodes are given by name; addresses work.",
             remedy,
         )
-    for name, found in one.lookups.found.items():
-        if not set(found) & set(one.truth.get(name, found)):
+    for name, addresses in one.lookups.found.items():
+        if not set(addresses) & set(one.truth.get(name, addresses)):
             return warning(
-                f"{name} → {', '.join(found)}, but it has {', '.join(one.truth[name])}",
+                f"{name} → {', '.join(addresses)}, but it has {', '.join(one.truth[name])}",
                 "Connections by this name reach another machine, or none.",
                 remedy,
             )
-    return ok(", ".join(f"{name} → {found[0]}" for name, found in one.lookups.found.items()))
+    return ok(", ".join(f"{name} → {addresses[0]}" for name, addresses in one.lookups.found.items()))

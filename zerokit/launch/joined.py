@@ -3,7 +3,7 @@ r"""Ranks that another launcher has started: torchrun, srun, mpirun or a TrainJo
     process 0 (leads)    zerokit bench ... -- launch -- child (rank 0)
     process 1 (follows)  zerokit bench ... -- follow -- child (rank 1)
 
-Every process runs the same command. The first runs the command; the others follow its requests, through a
+Every process is started with one command. The first executes it; the others follow its requests, through a
 store: start their child for this launch, end it, stop. A child a launch, so that each begins in a fresh process, and
 its ranks meet at a port of their own.
 """
