@@ -96,7 +96,7 @@ def test_a_node_has_a_rank_for_each_of_its_devices(
         return 0
 
     monkeypatch.setattr(
-        "zerokit.cli.bench.visible_devices", lambda: [Gpu(f"GPU-{n}", None) for n in range(4)]
+        "zerokit.cli.bench_request.visible_devices", lambda: [Gpu(f"GPU-{n}", None) for n in range(4)]
     )
     monkeypatch.setattr("zerokit.cli.bench._single", single)
     result = CliRunner().invoke(cli, ["bench", "--no-mlflow", *arguments])

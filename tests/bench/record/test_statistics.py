@@ -46,6 +46,15 @@ def test_the_interval_of_the_median_has_the_tabulated_ranks(count: int, place: i
     assert (low, high) == (place, count - 1 - place)
 
 
+@pytest.mark.parametrize("count", [1023, 1024, 5000])
+def test_the_interval_of_thousands_of_values_is_the_binomials(count: int) -> None:
+    """2^1024 is no float."""
+    from scipy.stats import binom
+
+    below = int(binom.ppf(0.025, count, 0.5)) - 1
+    assert median_interval([float(number) for number in range(count)]) == (below, count - 1 - below)
+
+
 @pytest.mark.parametrize("draw", ["normal", "lognormal", "exponential"])
 def test_the_interval_covers_the_median_of_known_distributions(draw: str) -> None:
     generator = np.random.default_rng(0)

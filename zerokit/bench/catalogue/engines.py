@@ -45,6 +45,6 @@ ENGINES: Mapping[str, Engine] = MappingProxyType(
         "parameter-server": Engine("gradients pushed to rank 0, parameters pulled from it", (0,), 0),
         # The floor, and the twin that a cell's communication is measured against. At stages 1 to 3 each rank steps the
         # optimizer for a 1/N share of the parameters only, as the engines with these stages do.
-        "compute-only": Engine("every rank alone, without communication", (0, 1, 2, 3), 0, fp16=True),
+        "compute-only": Engine("every rank alone, without communication", (0, 1), 0, fp16=True),
     }
 )

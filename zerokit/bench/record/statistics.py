@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from statistics import fmean, median, stdev, variance
 
 CONFIDENCE = 0.95
@@ -41,14 +42,15 @@ def median_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> 
     if not values:
         raise ValueError("an interval needs values")
     ordered, count = sorted(values), len(values)
-    tail, below = 0, 0  # P(X < below) · 2^count
-    while below < count // 2:
-        grown = tail + math.comb(count, below)
-        if 2 * grown > (1.0 - confidence) * 2**count:
-            break
-        tail, below = grown, below + 1
-    place = max(below - 1, 0)
-    return ordered[place], ordered[count - 1 - place]
+    # Whole numbers: 2^count is no float from 1,024 values on.
+    limit = Fraction(str(1 - confidence)).limit_denominator(10**6) * 2**count
+    ways, tail, below = 1, 0, 0  # of choosing `below` values; P(X < below) · 2^count
+    while below < count // 2 and 2 * (tail + ways) <= limit:
+        tail += ways
+        ways = ways * (count - below) // (below + 1)
+        below += 1
+    position = max(below - 1, 0)
+    return ordered[position], ordered[count - 1 - position]
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float]:
