@@ -14,6 +14,7 @@ from tests.cli.commands import environment, zerokit
 from zerokit.bench.machine.devices import Gpu
 from zerokit.bench.record.settings import Settings
 from zerokit.cli import COMMANDS, cli
+from zerokit.cli.bench_request import Request
 
 
 def test_help_answers_without_torch_mlflow_or_rich(tmp_path: Path) -> None:
@@ -91,14 +92,14 @@ def test_a_node_has_a_rank_for_each_of_its_devices(
 ) -> None:
     asked: list[Settings] = []
 
-    def single(settings: Settings, *_: object, **__: object) -> int:
-        asked.append(settings)
+    def run(request: Request, _: object) -> int:
+        asked.extend(request.cells)
         return 0
 
     monkeypatch.setattr(
         "zerokit.cli.bench_request.visible_devices", lambda: [Gpu(f"GPU-{n}", None) for n in range(4)]
     )
-    monkeypatch.setattr("zerokit.cli.bench._single", single)
+    monkeypatch.setattr("zerokit.cli.bench_run.run_bench", run)
     result = CliRunner().invoke(cli, ["bench", "--no-mlflow", *arguments])
     assert result.exit_code == 0, result.output
     assert [settings.nproc_per_node for settings in asked] == [ranks]
