@@ -13,7 +13,7 @@ import zerokit as package
 from tests.cli.commands import environment, zerokit
 from zerokit.bench.machine.devices import Gpu
 from zerokit.bench.record.settings import Settings
-from zerokit.cli import COMMANDS, cli
+from zerokit.cli import COMMANDS, cli, main
 from zerokit.cli.bench_request import Request
 
 
@@ -125,3 +125,17 @@ def test_a_failure_ends_with_one_and_plain_words(tmp_path: Path, arguments: list
     assert done.stderr.startswith(message)
     assert done.stdout == ""
     assert not (tmp_path / "mlflow.db").exists()
+
+
+def test_an_interruption_before_a_command_has_begun_ends_with_its_signal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("zerokit.cli.import_module", interrupt)
+    monkeypatch.setattr("sys.argv", ["zerokit", "bench"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == "zerokit: interrupted by SIGINT\n"

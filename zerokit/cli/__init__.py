@@ -6,10 +6,11 @@ command that a signal ended leaves with 128 + its number, as shells do. diff: 1 
 
 from __future__ import annotations
 
+import signal
 import sys
 import warnings
 from importlib import import_module
-from typing import TextIO
+from typing import Any, TextIO
 
 import click
 
@@ -45,6 +46,13 @@ class _Commands(click.Group):
             return None
         command: click.Command = import_module(f"zerokit.cli.{cmd_name}").command
         return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """An interruption while modules are imported, too, ends with the code of its signal; click's would be 1."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise Interrupted(signal.SIGINT) from None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

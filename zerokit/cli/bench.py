@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -36,22 +35,15 @@ def command(context: click.Context, /, **options: Any) -> None:
     from zerokit.cli.bench_request import parse
 
     request = parse(context, options)
-    try:
-        if request.chosen.submits:
-            from zerokit.cli.submission import submit
+    if request.chosen.submits:
+        from zerokit.cli.submission import submit
 
-            code = submit(context, request)
-        else:
+        context.exit(submit(context, request))
 
-            def run(leader: Leader | None) -> int:
-                from zerokit.cli.bench_run import run_bench
+    def run(leader: Leader | None) -> int:
+        from zerokit.cli.bench_run import run_bench
 
-                return run_bench(request, leader)
+        return run_bench(request, leader)
 
-            joins = request.chosen.member is not None
-            code = join(request.chosen, given_arguments(context), run) if joins else run(None)
-    except KeyboardInterrupt:  # a second signal, before the first had ended the work
-        from zerokit.launch.interrupts import Interrupted
-
-        raise Interrupted(signal.SIGINT) from None
-    context.exit(code)
+    joins = request.chosen.member is not None
+    context.exit(join(request.chosen, given_arguments(context), run) if joins else run(None))
