@@ -54,9 +54,7 @@ def drift_notes(cells: Sequence[Cell]) -> list[str]:
         record.results.step.drift for cell in cells for record in cell.measured_records if record.results
     ]
     if not found and (most := max(map(abs, drifts), default=0.0)) > DRIFT:
-        found.append(
-            f"The machine's pace changed in the course of a run: steps took up to {most:.0%} more or less."
-        )
+        found.append(f"The machine's pace changed in the course of a run, by up to {most:.0%} of a step.")
     if found and any(len(cell.measured_records) == 1 for cell in cells):
         found.append("Take several rounds (--repeats 3) and compare no single runs.")
     return [note.replace("%", " %") for note in found]

@@ -59,15 +59,15 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def difference_interval(before: Sequence[float], after: Sequence[float]) -> tuple[float, float]:
-    """How much larger the mean of `after` is, and half of its 95 % interval by Welch's t; at least two values each."""
-    parts = [variance(values) / len(values) for values in (before, after)]
-    if not (whole := sum(parts)):
-        return fmean(after) - fmean(before), 0.0
-    # Welch and Satterthwaite's degrees of freedom.
-    freedom = whole**2 / sum(
-        part**2 / (len(values) - 1) for part, values in zip(parts, (before, after), strict=True)
-    )
-    return fmean(after) - fmean(before), _student(freedom) * math.sqrt(whole)
+    """How much larger the mean of `after` is, and half of its 95 % interval by Student's t; at least two values each.
+
+    The variance is taken as equal on both sides, as it is where both ran on one machine: with three values each,
+    Welch's interval would find a fifth less of what there is.
+    """
+    freedom = len(before) + len(after) - 2
+    pooled = sum((len(values) - 1) * variance(values) for values in (before, after)) / freedom
+    width = _student(freedom) * math.sqrt(pooled * (1 / len(before) + 1 / len(after)))
+    return fmean(after) - fmean(before), width
 
 
 def repeats_for(before: Sequence[float], after: Sequence[float], half_width: float) -> int | None:
