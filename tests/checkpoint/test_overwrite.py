@@ -126,6 +126,23 @@ def test_a_read_only_run_is_read_although_a_replacement_was_killed_in_it(tmp_pat
 # --- what is refused before training -----------------------------------------------------------------------
 
 
+def test_a_read_only_file_system_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux mounts some for every process."""
+    read_only = next((path for path in map(Path, ("/sys", "/proc/sys")) if _is_read_only(path)), None)
+    if read_only is None:
+        truth = os.statvfs(tmp_path)
+        fields = [*truth[:8], truth.f_flag | os.ST_RDONLY, *truth[9:]]
+        monkeypatch.setattr("os.statvfs", lambda path: os.statvfs_result(fields))
+    with pytest.raises(
+        zerokit.CheckpointError, match="is on a read-only file system: choose another directory"
+    ):
+        zerokit.check_run((read_only or tmp_path) / "run")
+
+
+def _is_read_only(path: Path) -> bool:
+    return path.is_dir() and bool(os.statvfs(path).f_flag & os.ST_RDONLY)
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """A run with steps 20 and 100."""

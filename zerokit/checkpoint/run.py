@@ -330,6 +330,10 @@ def _require_writable(run: Path) -> None:
         raise CheckpointError(
             f"{run}: cannot be created: {existing} is not a directory: choose another directory"
         )
+    if os.statvfs(existing).f_flag & os.ST_RDONLY:
+        raise CheckpointError(
+            f"{run}: cannot be written to: {existing} is on a read-only file system: choose another directory"
+        )
     if not os.access(existing, os.W_OK | os.X_OK):
         raise CheckpointError(
             f"{run}: cannot be written to: {existing} allows it to others: check its permissions and its owner"
