@@ -199,10 +199,11 @@ def test_the_doctor_looks_at_torchruns_ranks(tmp_path: Path) -> None:
 
 
 BENCHES = """
-import sys
+import sys, tempfile
 from pathlib import Path
 from tests.cli.commands import zerokit_forked
 if __name__ == "__main__":
+    tempfile.tempdir = "/tmp"  # a socket's path is short
     for route in ("1", "shared", "0"):
         output = ("--output", f"{route}.json", "--nproc-per-node", "2", "--no-mlflow")
         done = zerokit_forked(Path(), *sys.argv[1:], *output, ZEROKIT_CMA=route, OMP_NUM_THREADS="1")

@@ -117,7 +117,7 @@ def test_restarts_are_bounded_and_the_job_can_go_on(tmp_path: Path, settings: Se
     kills = iter([ended((2, 2, KILL)), ended((1, 1, KILL)), None])
     record, worlds, _ = run(settings, tmp_path, kills, max_restarts=1)
     assert (record.status, worlds) == ("failed", [3, 2])
-    assert [(part.world, part.ended.partition(" (if")[0]) for part in record.parts] == [
+    assert [(part.world, part.ended.partition(" (perhaps")[0]) for part in record.parts] == [
         (3, "rank 2 (node 2, pid 77) was killed by SIGKILL"),
         (2, "rank 1 (node 1, pid 77) was killed by SIGKILL"),
     ]
