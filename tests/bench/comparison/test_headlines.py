@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from tests.bench.records import make_cell, make_sweep
 from zerokit.bench.comparison.cells import baselines, make_cells
+from zerokit.bench.comparison.differences import difference
 from zerokit.bench.comparison.headlines import Headline, best_headlines, change_headlines
 from zerokit.bench.record import Record
 from zerokit.bench.record.runs import Run
@@ -30,6 +31,19 @@ def test_rounds_have_winners_and_single_runs_have_none() -> None:
     assert list(single) == [f"{what}, best single run" for what in ("Throughput", "Memory", "Communication")]
     assert {one.also for one in single.values()} == {"single runs tell no winner: take several rounds"}
     assert list(best(make_cell())) == ["Throughput", "Memory", "Communication"]
+
+
+def test_ranks_that_train_alone_win_nothing_and_their_losses_are_their_own() -> None:
+    """They are the floor that the others are measured against."""
+    records = [
+        make_cell(engine, 0, ms, repeat=repeat, twin=False)
+        for repeat in range(3)
+        for engine, ms in (("ddp", 700.0), ("compute-only", 500.0))
+    ]
+    assert {one.who for one in best(*records).values()} == {"DDP"}
+    alone, ddp = sorted(make_cells([Run("", tuple(records))]), key=lambda cell: cell.label == "DDP")
+    assert difference(alone, ddp, "loss_last") is None
+    assert difference(alone, ddp, "step/p50_ms") is not None
 
 
 def test_who_is_within_the_noise_of_the_best_is_so_in_the_table_too() -> None:

@@ -17,6 +17,9 @@ from zerokit.bench.record.runs import Run
 from zerokit.bench.record.schema import to_plain
 from zerokit.bench.record.words import ENGINE_TITLES, value_in_words
 
+ALONE = "compute-only"
+"""The engine whose ranks train alone, each with its own losses."""
+
 # How long was measured, what for, and how often: not what was measured.
 _ASIDE = ("repeat", "steps", "warmup", "twin", "save", "save_every", "resume", "elastic")
 

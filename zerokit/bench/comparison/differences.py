@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal
 
-from zerokit.bench.comparison.cells import Cell
+from zerokit.bench.comparison.cells import ALONE, Cell
 from zerokit.bench.record import Record
 from zerokit.bench.record.metrics import METRICS, Measured, Metric, values_of
 from zerokit.bench.record.statistics import difference_interval, mean_interval, repeats_for
@@ -92,12 +92,15 @@ PACE = (*_WORK, "precision", "device", "nodes", "nproc_per_node")
 def comparable(cell: Cell, baseline: Cell, name: str) -> bool:
     """Whether both values are of the same work.
 
-    A step of twice the batch is not slower because it takes longer, nor the last loss of more steps better.
+    A step of twice the batch is not slower because it takes longer, nor the last loss of more steps better,
+    nor that of ranks which train alone worse.
     """
     own, other = cell.settings, baseline.settings
     if own["model"] != other["model"]:
         return not name.startswith((*_OF_A_STEP, "throughput/"))
     if name == "loss_last" and len(steps_of([cell, baseline])) > 1:
+        return False
+    if name.startswith("loss_") and (own["engine"] == ALONE) != (other["engine"] == ALONE):
         return False
     return not name.startswith(_OF_A_STEP) or all(own[work] == other[work] for work in _WORK)
 

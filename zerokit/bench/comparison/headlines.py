@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from zerokit.bench.comparison.cells import Cell
+from zerokit.bench.comparison.cells import ALONE, Cell
 from zerokit.bench.comparison.differences import Verdict, difference
 from zerokit.bench.comparison.figures import percent, scale_of, within_noise
 from zerokit.bench.comparison.roles import memory_metric
@@ -41,7 +41,11 @@ def _figure(cell: Cell, name: str) -> str:
 
 
 def best_headlines(cells: Sequence[Cell]) -> list[Headline]:
-    """Who is best at what. Nobody is where different models, or units, were measured."""
+    """Which cell is best at what; none where different models, or units, were measured.
+
+    Ranks that train alone are a floor, and no competitor.
+    """
+    cells = [cell for cell in cells if cell.settings["engine"] != ALONE] or cells
     units = [
         unit for unit in UNITS if any(cell.value(f"throughput/{unit}_per_s") is not None for cell in cells)
     ]

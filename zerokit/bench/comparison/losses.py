@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from zerokit.bench.comparison.cells import Cell
+from zerokit.bench.comparison.cells import ALONE, Cell
 from zerokit.bench.record.settings import Settings
 from zerokit.errors import ZerokitError
 
@@ -66,7 +66,7 @@ def _alike(cells: Sequence[Cell], apart: Callable[[Settings], bool]) -> list[lis
         for record in cell.measured_records:
             settings = record.settings
             resumed = settings.elastic or record.checkpoints.resumed_from is not None
-            if settings.engine != "compute-only" and not resumed:
+            if settings.engine != ALONE and not resumed:
                 key = tuple(getattr(settings, name) for name in _DECISIVE)
                 engine = settings.engine if apart(settings) else None
                 groups.setdefault((*key, engine), []).append((cell.label, record.loss))
