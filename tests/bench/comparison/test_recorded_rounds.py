@@ -67,6 +67,8 @@ def test_equal_code_is_seldom_told_apart(rounds: int) -> None:
 
 def test_slower_code_is_found() -> None:
     assert told_apart(ratios(), 0.2) >= 0.9
+    assert told_apart(ratios(), 0.1) >= 0.4
+    assert told_apart(ratios(), 0.1, rounds=5) >= 0.8
     assert told_apart(ratios(), 0.1, rounds=6) >= 0.9
 
 
