@@ -55,10 +55,9 @@ def notes(record: Record) -> dict[str, str]:
     if (twin := record.twin) is not None and (cost := measure(METRICS["comm/cost_ms"], [record])) is not None:
         noise = within_noise("comm/cost_ms", cost)
         error = f"±{ms(cost.error)}: " if noise and cost.error is not None else ""
-        texts["comm/cost_ms"] = (
-            f"{error}a step is {'not measurably ' if noise else ''}longer than the {ms(twin.step.p50)} of "
-            "compute-only steps beside it"
-        )
+        longer = "not measurably longer" if noise else "longer"
+        beside = f"than a compute-only one beside it, {ms(twin.step.p50)} there"
+        texts["comm/cost_ms"] = f"{error}a step is {longer} {beside}"
     if (traffic := record.traffic) is not None:
         route = f", through {traffic.route}" if traffic.route else ""
         texts["traffic/mib_per_step"] = f"predicted {mib(traffic.predicted_bytes)}: {traffic.formula}{route}"
