@@ -1,6 +1,5 @@
-"""Benches beside each other, from records to a page.
+"""Benches beside each other, as figures and text; the command line and the page draw them.
 
-`runs` finds records, `cells` groups and matches them, `differences` sets them beside the noise, `figures` writes
-numbers, `plots` draws with the shapes of `drawing`, `charts` chooses what is drawn, `tables` and `page` what is said,
-`report` writes the HTML.
+`cells` groups and matches records, `differences` compares them beside the noise, `conditions` says what differed around
+them, `losses` whether they trained the same; `figures` writes numbers, `tables` and `headlines` what is shown first.
 """
