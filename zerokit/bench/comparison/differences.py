@@ -20,7 +20,7 @@ from typing import Literal
 
 from zerokit.bench.comparison.cells import ALONE, Cell
 from zerokit.bench.record import Record
-from zerokit.bench.record.metrics import METRICS, Measured, Metric, values_of
+from zerokit.bench.record.metrics import METRICS, Metric, values_of
 from zerokit.bench.record.statistics import difference_interval, mean_interval, repeats_for
 from zerokit.errors import UsageError, ZerokitError
 
@@ -50,16 +50,6 @@ class Difference:
     verdict: Verdict
 
     @classmethod
-    def of(cls, metric: Metric, baseline: Measured, measured: Measured) -> Difference:
-        """Of two figures whose rounds are not at hand."""
-        before, after = baseline.value, measured.value
-        relative = _share(after - before, before)
-        errors = [one.error if one.rounds > 1 or not one.error else None for one in (baseline, measured)]
-        known = [error for error in errors if error is not None]
-        noise = abs(_share(math.hypot(*known), before)) if len(known) == 2 else None
-        return cls.judge(metric, relative, noise, _logarithm(before, after))
-
-    @classmethod
     def judge(
         cls, metric: Metric, relative: float, noise: float | None, logarithm: float | None
     ) -> Difference:
@@ -76,10 +66,6 @@ def _share(change: float, whole: float) -> float:
     if change == 0.0:
         return 0.0
     return change / abs(whole) if whole else math.copysign(math.inf, change)
-
-
-def _logarithm(before: float, after: float) -> float | None:
-    return math.log(after / before) if before > 0 < after else None
 
 
 # What a step of another batch, or of another model, is not compared by. Memory and rates a second always are.
