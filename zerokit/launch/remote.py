@@ -240,11 +240,9 @@ def _await_hellos(agents: Sequence[RemoteAgent], interrupts: Interrupts, seconds
     while missing := [agent for agent in agents if agent.hello is None]:
         interrupts.check()
         running(agents)  # those that have answered hear that we are alive
-        if any(agent.poll() is not None for agent in missing):
+        if any(_never_answered(agent) for agent in missing):
             await_end(missing, 1.0)  # others that fail by the same cause are named too
-            raise LaunchError(
-                "\n".join(agent.trouble() or "" for agent in missing if agent.poll() is not None)
-            )
+            raise LaunchError("\n".join(agent.trouble() or "" for agent in missing if _never_answered(agent)))
         if time.monotonic() > deadline:
             names = ", ".join(name_node(agent.node, agent.host) for agent in missing)
             raise LaunchError(
@@ -261,6 +259,11 @@ def _await_hellos(agents: Sequence[RemoteAgent], interrupts: Interrupts, seconds
                 f"{name_node(agent.node, agent.host)} has {_say(theirs)}, but this machine has {_say(ours)}: install "
                 "the same versions on every node, or name the right Python there with --remote-python"
             )
+
+
+def _never_answered(agent: RemoteAgent) -> bool:
+    """Whether it has ended without a hello; asked in this order, as `poll` reads what an ended one said last."""
+    return agent.poll() is not None and agent.hello is None
 
 
 def _say(versions: object) -> str:
