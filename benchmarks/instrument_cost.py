@@ -28,7 +28,7 @@ from benchmarks.ranks import run_ranks
 from zerokit.bench.engines.trainer import make
 from zerokit.bench.machine.accelerator import Accelerator
 from zerokit.bench.measure.sampler import Sampler
-from zerokit.bench.record.settings import Settings
+from zerokit.bench.sweeps.cells import product
 from zerokit.bench.worker.training import Loop
 from zerokit.bench.workloads.build import load
 
@@ -41,7 +41,8 @@ def measure(model: str, blocks: int, steps: int, interval: float) -> dict[str, A
 
     Only one rank of a node samples.
     """
-    settings = Settings(model=model, precision="fp32", device="cpu", nproc_per_node=dist.get_world_size())
+    options = {"model": [model], "precision": ["fp32"], "nproc_per_node": [dist.get_world_size()]}
+    (settings,) = product(options, {"device": "cpu"})
     accelerator = Accelerator(torch.device("cpu"), "gloo")
     loaded = load(settings)
     trainer = make(loaded, settings, accelerator)

@@ -5,6 +5,7 @@ Invariant: when `attend` has raised or returned and `end_all` has run, nothing t
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,6 +26,8 @@ POLL_SECONDS = 0.05
 PEERS_FOLLOW_SECONDS = 3.0
 # How long ranks may take to end after SIGTERM or SIGINT before they are killed.
 GRACE_SECONDS = 5.0
+# Of a disk on which an agent may have failed to write its log.
+_LEAST_FREE = 64 * 2**10
 
 
 class Agent(Protocol):
@@ -90,8 +93,15 @@ def explain(agents: Sequence[Agent], logs: Path) -> WorkerFailed:
     code = agent.poll() or 0
     how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with code {code}"
     message = agent.trouble() or f"{name_node(agent.node, agent.host)}: its torchrun agent {how}"
+    lines = [message, tail(agent.directory / "agent.log"), _full_disk(logs), f"logs: {logs}"]
     return WorkerFailed(
-        "\n".join(filter(None, [message, tail(agent.directory / "agent.log"), f"logs: {logs}"])),
-        failures,
-        [one.node for one in failed if (one.poll() or 0) < 0],
+        "\n".join(filter(None, lines)), failures, [one.node for one in failed if (one.poll() or 0) < 0]
+    )
+
+
+def _full_disk(logs: Path) -> str:
+    """What an agent cannot write where it writes its log; empty where there is room."""
+    free = shutil.disk_usage(logs).free
+    return (
+        "" if free >= _LEAST_FREE else f"its disk has {free} bytes left: make room, or set TMPDIR to another"
     )

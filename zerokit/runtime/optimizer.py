@@ -292,7 +292,7 @@ class ZeroOptimizer(Optimizer):
         return dataclasses.replace(held, host_copy=0 if self.host_copy is None else self.host_copy.nbytes)
 
     def predicted_memory(self) -> MemoryReport:
-        """What `memory()` must be after the first step, from the layout alone."""
+        """What `memory()` must be after the first step, from the layout alone; without `host_copy`."""
         buffers = sum(buffer.untyped_storage().nbytes() for buffer in self.parts.model.buffers())
         return predict_memory(
             self.layout,
