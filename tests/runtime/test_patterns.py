@@ -18,7 +18,7 @@ from tests.runtime.patterns.table import PATH, render
 from tests.support.distributed import ROOT
 
 #: Patterns that share a launch, which costs as much as two runs: few enough that two workers are equally busy.
-BATCH = 8
+BATCH = 16
 
 
 def _kind(pattern: Pattern) -> tuple[object, ...]:

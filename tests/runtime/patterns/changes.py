@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
-from tests.runtime.patterns.engines import STEPS, Engine
+from tests.runtime.patterns.engines import STEPS, VARIED_STEPS, Engine
 from tests.runtime.patterns.harness import Refused, always, pattern, usage
 from tests.runtime.patterns.models import Block, Mlp, Words, square
 
@@ -59,7 +59,7 @@ def constrained(engine: Engine) -> None:
 
 @pattern("frozen between backward and `step()`", Mlp)
 def frozen_late(engine: Engine) -> None:
-    for step in range(STEPS):
+    for step in range(VARIED_STEPS):
         loss = square(engine.model(engine.data(4, 8)))
         engine.record(loss)
         engine.backward(loss)

@@ -14,7 +14,11 @@ from torch import Tensor, nn
 
 import zerokit
 
-STEPS = 4
+STEPS = 3
+"""The first records the order of units, the second one is the first to know it."""
+
+VARIED_STEPS = 4
+"""Where one step differs from another."""
 
 SMALL = 0.0005
 """MiB: 16 KB matrices are larger, so that every unit stands alone."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import zerokit
-from tests.runtime.patterns.engines import STEPS, Engine, Plain
+from tests.runtime.patterns.engines import STEPS, VARIED_STEPS, Engine, Plain
 from tests.runtime.patterns.harness import OUTSIDE, pattern
 from tests.runtime.patterns.models import WIDTH, Block, Mlp, square
 
@@ -68,7 +68,7 @@ class Timed(nn.Module):
 
 @pattern("bf16: sines of an fp32 time step of 1001, given to the model", Timed, **BF16)
 def time_step(engine: Engine) -> None:
-    for step in range(STEPS):
+    for step in range(VARIED_STEPS):
         time = torch.tensor([1001.0, 997.0 - step, 3.0 + engine.rank])
         x = engine.data(3, 8)
         engine.update(square(engine.model(x, time)))

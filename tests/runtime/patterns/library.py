@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from tests.runtime.patterns.engines import STEPS, Engine
+from tests.runtime.patterns.engines import STEPS, VARIED_STEPS, Engine
 from tests.runtime.patterns.harness import pattern
 from tests.runtime.patterns.models import WIDTH, Block, Mlp, Words, chain, square
 
@@ -83,7 +83,7 @@ class Cells(nn.Module):
 
 @pattern("a loop over GRU cells, as long as the sequence is", Cells)
 def cells(engine: Engine) -> None:
-    for step in range(STEPS):
+    for step in range(VARIED_STEPS):
         engine.update(square(engine.model(engine.data(2 + (step * 2) % 5, 3, 8))), max_norm=0.1)
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
-from tests.runtime.patterns.engines import STEPS, Engine
+from tests.runtime.patterns.engines import STEPS, VARIED_STEPS, Engine
 from tests.runtime.patterns.harness import Refused, always, pattern, usage
 from tests.runtime.patterns.models import Mlp, Words, chain, square
 
@@ -79,7 +79,7 @@ def accumulate_everything(engine: Engine) -> None:
 
 @pattern("a number of micro-batches that changes from step to step", Mlp)
 def varying_micro_batches(engine: Engine) -> None:
-    for step in range(STEPS):
+    for step in range(VARIED_STEPS):
         for _ in range(1 + step % 3):
             loss = square(engine.model(engine.data(4, 8)))
             engine.backward(loss)
@@ -150,7 +150,7 @@ def groups(engine: Engine) -> None:
 
 @pattern("a learning rate changed by hand in `param_groups`", Mlp, params=two_groups)
 def learning_rate_by_hand(engine: Engine) -> None:
-    for step in range(STEPS):
+    for step in range(VARIED_STEPS):
         for group in engine.optimizer.param_groups:
             group["lr"] = 0.01 / (step + 1)
         engine.update(square(engine.model(engine.data(4, 8))))
@@ -176,7 +176,7 @@ def lambda_lr(engine: Engine) -> None:
 @pattern("ReduceLROnPlateau", Mlp)
 def plateau(engine: Engine) -> None:
     schedule = lr_scheduler.ReduceLROnPlateau(engine.optimizer, patience=0)
-    for step in range(STEPS):
+    for step in range(VARIED_STEPS):
         engine.update(square(engine.model(engine.data(4, 8))))
         schedule.step(float(step))
 
@@ -247,7 +247,7 @@ def dropped_forward(engine: Engine) -> None:
 
 @pattern("a loss times zero, on another rank at each step", Mlp)
 def zero_loss(engine: Engine) -> None:
-    for step in range(STEPS):
+    for step in range(VARIED_STEPS):
         loss = square(engine.model(engine.data(4, 8)))
         engine.update(loss * 0.0 if step % engine.world == engine.rank else loss)
 

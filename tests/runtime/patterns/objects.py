@@ -24,7 +24,7 @@ def _then_train(engine: Engine, does: Callable[[], Any]) -> None:
     """A step, then something that plain torch allows, then more steps."""
     engine.update(square(engine.model(engine.data(4, 8))))
     does()
-    for _ in range(STEPS - 1):
+    for _ in range(STEPS):
         engine.update(square(engine.model(engine.data(4, 8))))
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.runtime.patterns.engines import STEPS, Engine
+from tests.runtime.patterns.engines import STEPS, VARIED_STEPS, Engine
 from tests.runtime.patterns.harness import Refused, always, pattern
 from tests.runtime.patterns.models import WIDTH, Block, Mlp, square
 
@@ -24,7 +24,7 @@ class Skips(Mlp):
 
 def _skips(engine: Engine, *places: list[int]) -> None:
     """Every rank its own blocks; steps begin the list one further."""
-    for step in range(STEPS):
+    for step in range(VARIED_STEPS):
         own = places[(engine.rank + step // 2) % len(places)]
         engine.update(square(engine.model(engine.data(4, 8), own)), max_norm=0.1)
 
@@ -74,7 +74,7 @@ def repeated(engine: Engine) -> None:
 
 @pattern("layer drop, its seed differing by rank", lambda: Skips(4), world=3)
 def layer_drop(engine: Engine) -> None:
-    for _ in range(STEPS):
+    for _ in range(VARIED_STEPS):
         places = [place for place in range(4) if torch.rand(()) > 0.4]
         engine.update(square(engine.model(engine.data(4, 8), places)))
 
@@ -87,7 +87,7 @@ def layer_drop(engine: Engine) -> None:
     timeout=4.0,
 )
 def shared_layer_drop(engine: Engine) -> None:
-    for _ in range(STEPS):
+    for _ in range(VARIED_STEPS):
         places = [place % 2 for place in range(6) if torch.rand(()) > 0.4]
         engine.update(square(engine.model(engine.data(4, 8), places)))
 
@@ -147,7 +147,7 @@ def experts_recomputed(engine: Engine) -> None:
 
 @pattern("a rank whose loss is zero times something", Mlp)
 def zero_times(engine: Engine) -> None:
-    for step in range(STEPS):
+    for step in range(VARIED_STEPS):
         loss = square(engine.model(engine.data(4, 8)))
         engine.update(loss * float(step % engine.world != engine.rank))
 
@@ -165,20 +165,20 @@ class Tasks(Mlp):
 
 @pattern("a head for each task, ranks with different tasks, one head never used", Tasks)
 def tasks(engine: Engine) -> None:
-    for step in range(STEPS):
+    for step in range(VARIED_STEPS):
         engine.update(square(engine.model(engine.data(4, 8), (engine.rank + step) % 2)))
 
 
 @pattern("a batch of no rows on one rank", Mlp)
 def no_rows(engine: Engine) -> None:
-    for step in range(STEPS):
+    for step in range(VARIED_STEPS):
         rows = 0 if step % engine.world == engine.rank else 4
         engine.update(engine.model(engine.data(rows, 8)).square().sum())
 
 
 @pattern("sequences and batches of different sizes", Mlp, world=3)
 def sizes(engine: Engine) -> None:
-    for step in range(STEPS):
+    for step in range(VARIED_STEPS):
         shape = (1 + engine.rank, 2 + (step + engine.rank) % 3, 8)
         engine.update(square(engine.model(engine.data(*shape))))
 
@@ -203,7 +203,7 @@ def same_evaluation(engine: Engine) -> None:
 
 @pattern("a masked loss: nothing but ignored targets on one rank", Mlp)
 def ignored(engine: Engine) -> None:
-    for step in range(STEPS):
+    for step in range(VARIED_STEPS):
         targets = engine.ids(8, 4)
         if step % engine.world == engine.rank:
             targets.fill_(-100)
@@ -220,7 +220,7 @@ def ignored(engine: Engine) -> None:
     timeout=4.0,
 )
 def fewer_backwards(engine: Engine) -> None:
-    for step in range(STEPS):
+    for step in range(VARIED_STEPS):
         with engine.accumulate():
             for micro in range(2):
                 loss = square(engine.model(engine.data(4, 8)))

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from tests.runtime.patterns.engines import STEPS, Engine
+from tests.runtime.patterns.engines import STEPS, VARIED_STEPS, Engine
 from tests.runtime.patterns.harness import pattern
 from tests.runtime.patterns.models import WIDTH, Block, Mlp, square
 
@@ -146,7 +146,7 @@ def no_early_stop(engine: Engine) -> None:
 
 @pattern("in every second step only", lambda: Recomputed(each))
 def every_second_step(engine: Engine) -> None:
-    for step in range(STEPS):
+    for step in range(VARIED_STEPS):
         engine.model.how = each if step % 2 else _run
         engine.update(square(engine.model(engine.data(4, 8))))
 

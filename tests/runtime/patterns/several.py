@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.runtime.patterns.engines import STEPS, Engine
+from tests.runtime.patterns.engines import STEPS, VARIED_STEPS, Engine
 from tests.runtime.patterns.harness import pattern
 from tests.runtime.patterns.models import WIDTH, Mlp, chain, square
 
@@ -159,7 +159,7 @@ def root_never(engine: Engine) -> None:
 
 @pattern("two submodules trained in turn (alternating minimization)", TwoParts)
 def in_turn(engine: Engine) -> None:
-    for step in range(STEPS):
+    for step in range(VARIED_STEPS):
         parts = [engine.model.encoder, engine.model.decoder]
         engine.update(square(parts[step % 2](engine.data(4, WIDTH))))
 
@@ -216,7 +216,7 @@ def joint(engine: Engine) -> None:
 @pattern("two optimizers in alternate steps", Mlp)
 def alternate(engine: Engine) -> None:
     other = engine.another(Mlp(2))
-    for step in range(STEPS):
+    for step in range(VARIED_STEPS):
         each = (engine, other)[step % 2]
         each.update(square(each.model(engine.data(4, 8))))
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.runtime.patterns.engines import STEPS, Engine
+from tests.runtime.patterns.engines import STEPS, VARIED_STEPS, Engine
 from tests.runtime.patterns.harness import pattern
 from tests.runtime.patterns.models import WIDTH, Block, Mlp, chain, square
 
@@ -70,7 +70,7 @@ class Choice(Mlp):
 
 @pattern("ModuleDict, another entry at each step", Choice)
 def module_dict(engine: Engine) -> None:
-    for step in range(STEPS):
+    for step in range(VARIED_STEPS):
         engine.update(square(engine.model(engine.data(4, 8), "ab"[step % 2])))
 
 
@@ -104,7 +104,7 @@ class Loop(Mlp):
 
 @pattern("blocks in a loop, its length changing from step to step", Loop)
 def loop(engine: Engine) -> None:
-    for step in range(STEPS):
+    for step in range(VARIED_STEPS):
         engine.update(square(engine.model(engine.data(4, 8), (3, 1, 0, 4)[step])))
 
 

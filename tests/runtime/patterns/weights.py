@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.runtime.patterns.engines import STEPS, Engine
+from tests.runtime.patterns.engines import STEPS, VARIED_STEPS, Engine
 from tests.runtime.patterns.harness import OUTSIDE, Refused, always, pattern, usage
 from tests.runtime.patterns.models import Mlp, Words, square
 
@@ -267,7 +267,7 @@ def swapped(engine: Engine) -> None:
 
 @pattern("`p.requires_grad_(False)` after construction", Mlp)
 def freeze_later(engine: Engine) -> None:
-    for step in range(STEPS):
+    for step in range(VARIED_STEPS):
         if step == 2:
             engine.model.first.requires_grad_(False)
             engine.model.blocks[1].inner.weight.requires_grad_(False)
@@ -276,7 +276,7 @@ def freeze_later(engine: Engine) -> None:
 
 @pattern("frozen for a step, then trained again", Mlp)
 def freeze_and_thaw(engine: Engine) -> None:
-    for step in range(STEPS):
+    for step in range(VARIED_STEPS):
         engine.model.blocks[1].requires_grad_(step % 2 == 0)
         engine.update(square(engine.model(engine.data(4, 8))), max_norm=0.1)
 
@@ -290,7 +290,7 @@ def freeze_and_thaw(engine: Engine) -> None:
     timeout=5.0,
 )
 def freeze_one_rank(engine: Engine) -> None:
-    for step in range(STEPS):
+    for step in range(VARIED_STEPS):
         if step == 1 and engine.rank == 1 and not engine.plain:
             engine.model.blocks[1].requires_grad_(False)
         engine.update(square(engine.model(engine.data(4, 8))))
