@@ -21,10 +21,13 @@ from torch.distributed.fsdp import fully_shard
 import zerokit
 from tests.support.distributed import run_ranks, run_ranks_expecting_errors
 
+COMPILED = 2
+"""Layers of models that are compiled: dynamo takes a second over each."""
 
-def _model() -> nn.Sequential:
+
+def _model(depth: int = 4) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+    return nn.Sequential(*(nn.Linear(16, 16) for _ in range(depth)))
 
 
 def _optimizer(model: nn.Module, stage: int) -> zerokit.ZeroOptimizer:
@@ -44,7 +47,7 @@ def _train(model: Callable[[torch.Tensor], torch.Tensor], optimizer: zerokit.Zer
 
 
 def _plain(stage: int) -> list[float]:
-    model = _model()
+    model = _model(COMPILED)
     return _train(model, _optimizer(model, stage))
 
 
@@ -76,14 +79,14 @@ def _compile_before(stage: int) -> Any:
 
 def _compile_after(stage: int) -> list[float]:
     warnings.simplefilter("ignore")  # dynamo's, of what it does not trace
-    model = _model()
+    model = _model(COMPILED)
     optimizer = _optimizer(model, stage)
     return _train(torch.compile(model, backend="eager"), optimizer)
 
 
 def _compile_in_place(stage: int) -> list[float]:
     warnings.simplefilter("ignore")
-    model = _model()
+    model = _model(COMPILED)
     optimizer = _optimizer(model, stage)
     model.compile(backend="eager")
     return _train(model, optimizer)
@@ -92,7 +95,7 @@ def _compile_in_place(stage: int) -> list[float]:
 def _compile_parts(stage: int) -> list[float]:
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16)) for _ in range(4)))
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16)) for _ in range(COMPILED)))
     optimizer = _optimizer(model, stage)
     for block in model:
         assert isinstance(block, nn.Sequential)
