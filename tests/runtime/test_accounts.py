@@ -70,7 +70,7 @@ PAPER = {
 }
 
 
-# By turns on one, two, three and four ranks; the small ones on all of them.
+# By turns on one, two, three and four ranks.
 @pytest.mark.parametrize(
     ("name", "precision", "bucket_mb", "world"),
     [
@@ -78,8 +78,8 @@ PAPER = {
         ("gpt_groups", "bf16", MIDDLE, 3),
         ("gpt", "bf16/bf16", SMALL, 2),
         ("gpt", "bf16/bf16", SMALL, 4),
-        *(("tiny_parameters", "bf16", SMALL, world) for world in (1, 2, 3, 4)),
-        *(("lora", "bf16", SMALL, world) for world in (1, 2, 3, 4)),
+        *(("tiny_parameters", "bf16", SMALL, world) for world in (1, 4)),
+        *(("lora", "bf16", SMALL, world) for world in (2, 3)),
         ("resnet", "fp32", MIDDLE, 2),
         ("resnet", "fp32", MIDDLE, 3),
         ("mlp_784_256_10", "fp32", 64.0, 1),
@@ -169,12 +169,12 @@ def test_memory_is_what_the_interpreter_holds(
 
 
 def _traffic(name: str, precision: str = "fp32") -> list[dict[str, Any]]:
-    """What each stage's fourth step moved."""
+    """What each stage's third step moved."""
     case, found = CASES[name], []
     for stage in STAGES:
         model = build_seeded(case, 0)
         optimizer = wrap(model, case, Run(stage=stage, precision=precision))
-        for step in range(4):
+        for step in range(3):
             one_step(model, optimizer, case, Run(), step, Trajectory())
         moved, expected = optimizer.traffic(), optimizer.predicted_traffic()
         found.append(
@@ -191,8 +191,20 @@ def _traffic(name: str, precision: str = "fp32") -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", ["gpt", "tiny_parameters", "unit_unused_on_rank_1", "mlp_784_256_10"])
+# By turns on one, two, three and four ranks.
+@pytest.mark.parametrize(
+    ("name", "world"),
+    [
+        ("gpt", 2),
+        ("gpt", 4),
+        ("tiny_parameters", 1),
+        ("tiny_parameters", 3),
+        ("unit_unused_on_rank_1", 2),
+        ("unit_unused_on_rank_1", 3),
+        ("mlp_784_256_10", 1),
+        ("mlp_784_256_10", 4),
+    ],
+)
 def test_traffic_equals_the_formula(name: str, world: int) -> None:
     """(N-1)·kΨ elements, received, payload, summed over ranks; k = 2, 2, 2 and at most 3."""
     for stages in run_ranks(world, _traffic, name):
@@ -223,7 +235,11 @@ def test_traffic_of_frozen_half_and_repeated_units_equals_its_prediction(name: s
                 assert found["bytes"] == (4 + 2) * found["psi"]
 
 
-def _micro_batches(micro: int, accumulate: bool) -> list[tuple[int, int]]:
+def _micro_batches(micro: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    return _moved(micro, True), _moved(micro, False)
+
+
+def _moved(micro: int, accumulate: bool) -> list[tuple[int, int]]:
     case, found = CASES["gpt"], []
     for stage in STAGES:
         run = Run(stage=stage, micro=micro, accumulate=accumulate)
@@ -241,12 +257,11 @@ def _micro_batches(micro: int, accumulate: bool) -> list[tuple[int, int]]:
 def test_traffic_of_micro_batches(micro: int) -> None:
     """Inside accumulate() gradients travel once; without it, at stages 2 and 3, with every micro-batch."""
     psi = count(CASES["gpt"].build())
-    for stages in run_ranks(2, _micro_batches, micro, True):
-        for stage, (elements, predicted) in enumerate(stages):
+    for inside, outside in run_ranks(2, _micro_batches, micro):
+        for stage, (elements, predicted) in enumerate(inside):
             assert elements == predicted
             assert elements == 2 * psi if stage < 3 else elements <= (2 * micro + 1) * psi
-    for stages in run_ranks(2, _micro_batches, micro, False):
-        for stage, (elements, predicted) in enumerate(stages):
+        for stage, (elements, predicted) in enumerate(outside):
             assert elements == predicted
             if stage == 2:
                 assert elements == (micro + 1) * psi
@@ -291,9 +306,11 @@ def _really_received(stage: int, steps: int, sockets: bool, precision: Any = "fp
     return (bytes_received() if sockets else read[0]) - before, claimed
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("sockets", [True, False], ids=["sockets", "memory"])
+@pytest.mark.parametrize(
+    ("world", "stage", "sockets"),
+    [(2, 0, True), (3, 0, False), (3, 1, True), (2, 1, False), (2, 2, False), (3, 2, True)]
+    + [(world, 3, sockets) for world, sockets in ((2, True), (3, True), (3, False))],
+)
 def test_ranks_received_what_traffic_says(world: int, stage: int, sockets: bool) -> None:
     if not sockets:
         require_memory_route()

@@ -5,12 +5,15 @@ Both ways are tested: out of the other processes' memory, and out of windows tha
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import datetime
 import errno
 import gc
 import os
 import signal
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -111,14 +114,21 @@ def _by_every_route(name: str, runs: dict[str, Run]) -> list[dict[str, Trajector
 
 
 @pytest.mark.parametrize(
-    ("name", "world"), [("gpt", 2), ("gpt", 3), ("tiny_parameters", 4), ("bert", 3), ("lora", 2)]
+    ("name", "world", "ways"),
+    [
+        ("gpt", 2, [(0, "fp32"), (3, "fp32")]),
+        ("gpt", 3, [(1, "bf16"), (2, "fp16")]),
+        ("tiny_parameters", 4, [(2, "fp16"), (3, "fp32")]),
+        ("bert", 3, [(0, "fp32"), (3, "fp32")]),
+        ("lora", 2, [(1, "bf16"), (2, "fp16")]),
+    ],
 )
-def test_every_route_gives_the_same_bits(name: str, world: int) -> None:
+def test_every_route_gives_the_same_bits(name: str, world: int, ways: list[tuple[int, str]]) -> None:
     runs = {
         f"stage {stage}, {precision}": Run(
             stage=stage, precision=precision, bucket_mb=SMALL, micro=2, clip=0.5, steps=3
         )
-        for stage, precision in ((0, "fp32"), (1, "bf16"), (2, "fp16"), (3, "fp32"))
+        for stage, precision in ways
     }
     for memory, shared, sockets in run_ranks(world, _by_every_route, name, runs):
         for label in runs:
@@ -171,7 +181,10 @@ def _at_different_paces(way: str, stage: int) -> list[list[str]]:
     return train_at_two_paces(stage)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("way", "stage"),
+    [("memory", 0), ("shared memory", 1), ("memory", 2), ("shared memory", 3), ("memory", 3)],
+)
 def test_slow_ranks_read_what_quick_ones_offered(way: str, stage: int) -> None:
     for quick, slow in run_ranks(3, _at_different_paces, way, stage):
         assert quick == slow
@@ -195,10 +208,25 @@ def _one_leaves_first(way: str, stage: int) -> float:
     return loss
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("way", "stage"), [("memory", 1), ("shared memory", 2), ("memory", 3), ("shared memory", 3)]
+)
 def test_a_rank_that_leaves_has_been_read(way: str, stage: int) -> None:
     first, second = run_ranks(2, _one_leaves_first, way, stage)
     assert first == second
+
+
+@contextlib.contextmanager
+def _stays_until_the_first_is_done() -> Iterator[None]:
+    """Rank 1 lives on until rank 0 is through with what it does here, or has failed in it."""
+    store = dist.distributed_c10d._get_default_store()
+    try:
+        yield
+    finally:
+        if dist.get_rank() == 0:
+            store.set("rank 0 is done", "")
+        else:
+            store.wait(["rank 0 is done"], datetime.timedelta(seconds=100))
 
 
 def _dies(way: str, how: str) -> None:
@@ -207,12 +235,11 @@ def _dies(way: str, how: str) -> None:
     whole = torch.zeros(4)
     collectives.all_gather(whole, 0, 4).wait()
     collectives.wait_for_readers()
-    if dist.get_rank() == 1:
-        if how == "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(4.0)
-        return
-    collectives.all_gather(whole, 0, 4).wait()
+    if dist.get_rank() == 1 and how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    with _stays_until_the_first_is_done():
+        if dist.get_rank() == 0:
+            collectives.all_gather(whole, 0, 4).wait()
 
 
 def test_a_rank_that_ends_is_named_at_once(way: str) -> None:
@@ -236,8 +263,8 @@ def _closes_its_memory() -> None:
     else:
         _drop_capabilities()
     dist.barrier()
-    collectives.all_gather(whole, 0, 4).wait()
-    collectives.wait_for_readers()
+    with _stays_until_the_first_is_done():
+        collectives.all_gather(whole, 0, 4).wait()
 
 
 def _drop_capabilities() -> None:
@@ -248,7 +275,7 @@ def _drop_capabilities() -> None:
 
 
 def test_a_read_that_is_refused_later_names_the_remedy() -> None:
-    reader, _ = run_ranks_expecting_errors(2, _closes_its_memory, timeout=20.0)
+    reader, _ = run_ranks_expecting_errors(2, _closes_its_memory, **AT_ONCE)
     assert reader.raised("ScheduleError"), reader.describe()
     assert "rank 1 (process" in reader.error
     assert "cannot be read: Operation not permitted" in reader.error
@@ -282,9 +309,13 @@ def test_a_rank_that_does_not_come_ends_in_a_time_out(way: str) -> None:
     assert "timed out after 2 s" in waiting.error
 
 
-def _unread(way: str, stage: int) -> dict[str, Any]:
-    """What is left on the books, and in the window, after a backward pass."""
+def _unread_at_each_stage(way: str) -> list[dict[str, Any]]:
     choose(way)
+    return [_unread(stage) for stage in range(4)]
+
+
+def _unread(stage: int) -> dict[str, Any]:
+    """What is left on the books, and in the window, after a backward pass."""
     case, run = CASES["unit_unused_on_rank_1"], Run(stage=stage)
     model = build_seeded(case, 0)
     optimizer = wrap(model, case, run)
@@ -303,7 +334,6 @@ def _unread(way: str, stage: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_step_leaves_nothing_unread(way: str, stage: int) -> None:
-    for found in run_ranks(2, _unread, way, stage):
-        assert found == {"unread": 0, "offered": 0, "window": 0, "lent": 0}
+def test_a_step_leaves_nothing_unread(way: str) -> None:
+    for found in run_ranks(2, _unread_at_each_stage, way):
+        assert found == [{"unread": 0, "offered": 0, "window": 0, "lent": 0}] * 4

@@ -199,10 +199,10 @@ def _constant(module: nn.Module) -> None:
 def _meta_build(
     stages: tuple[int, ...], init: bool, precision: str, same_seed: bool
 ) -> list[tuple[str, str]]:
-    """The weights after construction and after two steps, for each stage and another bucket size."""
+    """The weights after construction and after two steps, for each stage; buckets by turns, at stage 3 both."""
     found = []
     for stage in stages:
-        for bucket_mb in (1e-6, 64.0):
+        for bucket_mb in (1e-6, 64.0) if stage == 3 else (1e-6,) if stage % 2 else (64.0,):
             torch.manual_seed(31 if same_seed else 31 + dist.get_rank())
             with torch.device("meta"):
                 model = Gpt(depth=2)
@@ -217,8 +217,7 @@ def _meta_build(
     return found
 
 
-@pytest.mark.parametrize("init", [False, True])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("precision", "init"), [("fp32", True), ("bf16", False)])
 def test_meta_models_get_the_same_weights_for_every_world_and_stage(init: bool, precision: str) -> None:
     starts, ends = set(), set()
     for world in (1, 2, 3):

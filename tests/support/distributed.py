@@ -38,11 +38,13 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 
-#: Imported once in the server; `torch._dynamo` because a process's first optimizer imports it (1.5 s).
+#: Imported once in the server; `torch._dynamo` because a process's first optimizer imports it (1.5 s), and its
+#: backends because the first compilation does.
 PRELOAD = [
     "torch",
     "torch.distributed",
     "torch._dynamo",
+    "torch._dynamo.backends.debugging",
     "torch.utils.checkpoint",
     "torch.nn.parallel",
     "pytest",
