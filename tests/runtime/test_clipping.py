@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,22 +24,28 @@ NORMS = {"2": 2.0, "1": 1.0, "inf": math.inf}
 @pytest.mark.parametrize("norm_type", NORMS.values(), ids=NORMS)
 @pytest.mark.parametrize("name", ["gpt", "unit_unused_on_rank_1"])
 def test_norms_equal_those_of_one_process(name: str, norm_type: float) -> None:
-    runs = {f"stage {s}": Run(stage=s, clip=math.inf, norm_type=norm_type, steps=4) for s in range(4)}
-    alone = run_alone(train_alone, name, Run(clip=math.inf, norm_type=norm_type, steps=4), 3)
+    run = Run(clip=math.inf, norm_type=norm_type, steps=3)
+    runs = {f"stage {stage}": replace(run, stage=stage) for stage in range(4)}
+    alone = run_alone(train_alone, name, run, 3)
     for results in run_ranks(3, train_all, name, runs):
         for result in results.values():
             assert result.norms == alone[0].norms
 
 
 @pytest.mark.parametrize("norm_type", NORMS.values(), ids=NORMS)
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_clipped_training_follows_torchs_clipping(stage: int, norm_type: float) -> None:
+def test_clipped_training_follows_torchs_clipping(norm_type: float) -> None:
     """The limit is below every norm, so every step is scaled; SGD shows the scale (Adam would hide it)."""
-    run = Run(stage=stage, optimizer="sgd", clip=0.05, norm_type=norm_type, steps=5)
+    run = Run(optimizer="sgd", clip=0.05, norm_type=norm_type, steps=5)
     alone = run_alone(train_alone, "gpt", run, 2)
-    for results in run_ranks(2, train_all, "gpt", {"run": run}):
-        assert min(results["run"].norms) > 0.05
-        assert results["run"].norms == pytest.approx(alone[0].norms, rel=1e-6)
+    runs = {f"stage {stage}": replace(run, stage=stage) for stage in (0, 2, 3)}
+    for results in run_ranks(2, train_all, "gpt", runs):
+        for label, result in results.items():
+            assert min(result.norms) > 0.05, label
+            assert result.norms == pytest.approx(alone[0].norms, rel=1e-6), label
+
+
+def _update_sizes(norm_type: float) -> list[tuple[float, float, tuple[Any, ...]]]:
+    return [_update_size(stage, limit, norm_type) for stage, limit in ((1, 0.125), (3, 0.125), (2, 1e6))]
 
 
 def _update_size(stage: int, max_norm: float, norm_type: float) -> tuple[float, float, tuple[Any, ...]]:
@@ -62,13 +69,16 @@ def _update_size(stage: int, max_norm: float, norm_type: float) -> tuple[float, 
 
 @pytest.mark.parametrize("norm_type", NORMS.values(), ids=NORMS)
 def test_gradients_are_scaled_to_the_limit_and_never_up(norm_type: float) -> None:
-    for stage in (1, 3):
-        for size, norm, kind in run_ranks(2, _update_size, stage, 0.125, norm_type):
+    for *clipped, (whole, whole_norm, _) in run_ranks(2, _update_sizes, norm_type):
+        for size, norm, kind in clipped:
             assert norm > 0.125
             assert size == pytest.approx(0.125, rel=1e-3)
             assert kind == (torch.float32, 0, False)
-    for size, norm, _ in run_ranks(2, _update_size, 2, 1e6, norm_type):
-        assert size == pytest.approx(norm, rel=1e-3)
+        assert whole == pytest.approx(whole_norm, rel=1e-3)
+
+
+def _with_and_without(stage: int) -> tuple[dict[str, int], dict[str, int]]:
+    return _collectives(stage, 1.0), _collectives(stage, None)
 
 
 def _collectives(stage: int, clip: float | None) -> dict[str, int]:
@@ -86,9 +96,7 @@ def _collectives(stage: int, clip: float | None) -> dict[str, int]:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_clipping_costs_exactly_one_all_reduce(stage: int) -> None:
-    with_clipping = run_ranks(2, _collectives, stage, 1.0)
-    without = run_ranks(2, _collectives, stage, None)
-    for more, less in zip(with_clipping, without, strict=True):
+    for more, less in run_ranks(2, _with_and_without, stage):
         assert sum(less.values()) > 0, "the profiler sees no collective: this test needs another way to count"
         difference = {op: n - less.get(op, 0) for op, n in more.items() if n != less.get(op, 0)}
         assert difference == {"c10d::allreduce_": 1}
@@ -108,6 +116,10 @@ def test_norms_that_do_not_exist_are_refused(norm_type: float) -> None:
     run_ranks(1, _bad_norm, norm_type)
 
 
+def _clip_twice_each(precision: str) -> list[tuple[float, float]]:
+    return [_clip_twice(stage, precision) for stage in (1, 3)]
+
+
 def _clip_twice(stage: int, precision: str) -> tuple[float, float]:
     case, run = CASES["mlp_10_64_2"], Run(stage=stage, precision=precision)
     model = build_seeded(case, 0)
@@ -118,10 +130,14 @@ def _clip_twice(stage: int, precision: str) -> tuple[float, float]:
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_clipping_twice_sees_the_clipped_gradients(precision: str) -> None:
-    for stage in (1, 3):
-        for first, second in run_ranks(2, _clip_twice, stage, precision):
+    for stages in run_ranks(2, _clip_twice_each, precision):
+        for first, second in stages:
             assert first > 0.125
             assert second == pytest.approx(0.125, rel=1e-3)
+
+
+def _after_bad_norms() -> list[tuple[float, float]]:
+    return [_after_a_bad_norm(stage) for stage in range(4)]
 
 
 def _after_a_bad_norm(stage: int) -> tuple[float, float]:
@@ -137,11 +153,11 @@ def _after_a_bad_norm(stage: int) -> tuple[float, float]:
     return bad, optimizer.clip_grad_norm_(1.0).item()
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_norm_that_is_not_finite_leaves_nothing_behind(stage: int) -> None:
-    for bad, good in run_ranks(2, _after_a_bad_norm, stage):
-        assert not math.isfinite(bad)
-        assert math.isfinite(good)
+def test_a_norm_that_is_not_finite_leaves_nothing_behind() -> None:
+    for stages in run_ranks(2, _after_bad_norms):
+        for stage, (bad, good) in enumerate(stages):
+            assert not math.isfinite(bad), f"stage {stage}"
+            assert math.isfinite(good), f"stage {stage}"
 
 
 def _zero_norm(stage: int) -> tuple[float, bool]:

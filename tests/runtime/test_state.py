@@ -53,8 +53,16 @@ def _round_trip(name: str, stage: int, precision: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("name", ["gpt", "encoder_decoder", "tiny_parameters", "lora"])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [
+        *((name, 3) for name in ("gpt", "encoder_decoder", "tiny_parameters", "lora")),
+        ("gpt", 0),
+        ("encoder_decoder", 1),
+        ("tiny_parameters", 2),
+        ("lora", 1),
+    ],
+)
 def test_state_dict_round_trip(name: str, stage: int) -> None:
     ranks = run_ranks(3, _round_trip, name, stage, "fp32")
     for found in ranks:
@@ -65,11 +73,14 @@ def test_state_dict_round_trip(name: str, stage: int) -> None:
         assert found["digest"] == ranks[0]["digest"]
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_loading_into_half_precision_reaches_the_masters(stage: int) -> None:
+def test_loading_into_half_precision_reaches_the_masters() -> None:
     """The masters are the loaded weights then; a stale master would undo the load at the next step."""
-    for found in run_ranks(2, _load_half, stage):
-        assert found < 0.1
+    for found in run_ranks(2, _load_half_at_each_stage):
+        assert max(found) < 0.1, found
+
+
+def _load_half_at_each_stage() -> list[float]:
+    return [_load_half(stage) for stage in STAGES]
 
 
 def _load_half(stage: int) -> float:
@@ -152,16 +163,19 @@ def _gathered(stage: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_gathered_shows_whole_current_parameters(stage: int) -> None:
-    ranks = run_ranks(3, _gathered, stage)
-    plain = run_ranks(3, _gathered, 0)
-    for found in ranks:
-        assert found["inside"]
-        assert found["shapes"]
-        assert found["outside"]
-        assert found["held"] == 0
-        assert found["after"] == plain[0]["after"]
+def _gathered_at_each_stage() -> list[dict[str, Any]]:
+    return [_gathered(stage) for stage in STAGES]
+
+
+def test_gathered_shows_whole_current_parameters() -> None:
+    ranks = run_ranks(3, _gathered_at_each_stage)
+    for stages in ranks:
+        for stage, found in enumerate(stages):
+            assert found["inside"], f"stage {stage}"
+            assert found["shapes"], f"stage {stage}"
+            assert found["outside"], f"stage {stage}"
+            assert found["held"] == 0, f"stage {stage}"
+            assert found["after"] == ranks[0][0]["after"], f"stage {stage}"
 
 
 def _edit_gathered(stage: int) -> tuple[str, str, str]:
@@ -180,12 +194,15 @@ def _edit_gathered(stage: int) -> tuple[str, str, str]:
     return edited, digest(plain.named_parameters()), digest(whole_weights(model).items())
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_changes_inside_gathered_are_kept(stage: int) -> None:
-    expected = run_ranks(2, _edit_gathered, 0)[0][2]
-    for edited, plain, after in run_ranks(2, _edit_gathered, stage):
-        assert edited == plain
-        assert after == expected
+def _edit_at_each_stage() -> list[tuple[str, str, str]]:
+    return [_edit_gathered(stage) for stage in STAGES]
+
+
+def test_changes_inside_gathered_are_kept() -> None:
+    for stages in run_ranks(2, _edit_at_each_stage):
+        for stage, (edited, plain, after) in enumerate(stages):
+            assert edited == plain, f"stage {stage}"
+            assert after == stages[0][2], f"stage {stage}"
 
 
 # --- meta --------------------------------------------------------------------------------------------------
