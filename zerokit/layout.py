@@ -27,7 +27,7 @@ import json
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import groupby, islice
 
@@ -77,6 +77,9 @@ class Parameter:
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+
+_PARAMETER_FIELDS = tuple(each.name for each in fields(Parameter))
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,7 +298,13 @@ class Layout:
             "alignment": ALIGNMENT,
             "bucket_bytes": self.bucket_bytes,
             "units": [
-                {"scopes": unit.scopes, "parameters": [asdict(parameter) for parameter in unit.parameters]}
+                {
+                    "scopes": unit.scopes,
+                    "parameters": [
+                        {name: getattr(parameter, name) for name in _PARAMETER_FIELDS}
+                        for parameter in unit.parameters
+                    ],
+                }
                 for unit in self.units
             ],
         }

@@ -246,8 +246,10 @@ def _mutated(device: str, name: str, stages: tuple[int, ...]) -> dict[int, tuple
             expected = _bits_of(mutation.loop, at(SCENES[mutation.scene], stage=0, steps=3), place)
         for stage in stages:
             scene = at(SCENES[mutation.scene], stage=stage, steps=3)
-            with lagging(device):
-                right = _bits_of(mutation.loop, scene, place) == expected
+            right = True
+            if stage in mutation.stages:  # else the run without the wait is right itself
+                with lagging(device):
+                    right = _bits_of(mutation.loop, scene, place) == expected
             try:
                 with lagging(device), pytest.MonkeyPatch.context() as patch:
                     mutation.apply(patch)
