@@ -105,7 +105,7 @@ def _with_exceptions(stage: int, first: bool) -> list[tuple[str, list[str]]]:
     """
     found = []
     case = CASES["gpt"]
-    places = [(place, (stage + turn) % 2 + (1 if first else 0)) for turn, place in enumerate(IN_BLOCKS)]
+    places = [(place, (stage // 2 + turn) % 2 + (1 if first else 0)) for turn, place in enumerate(IN_BLOCKS)]
     for place, block in [("", 0), *places, *((place, 0) for place in OUTSIDE)]:
         model = _fused_gpt()
         optimizer = wrap(model, case, Run(stage=stage))
@@ -124,8 +124,7 @@ def _with_exceptions(stage: int, first: bool) -> list[tuple[str, list[str]]]:
     return found
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("first", [True, False], ids=["in the first step", "later"])
+@pytest.mark.parametrize(("stage", "first"), [(0, True), (1, False), (2, True), (3, True), (3, False)])
 def test_an_exception_on_every_rank_leaves_no_trace(stage: int, first: bool) -> None:
     for found in run_ranks(2, _with_exceptions, stage, first):
         (_, expected), *others = found
