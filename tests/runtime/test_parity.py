@@ -63,7 +63,8 @@ def worlds_of(name: str) -> list[int]:
 def runs_of(name: str, world: int) -> dict[str, dict[str, Run]]:
     """Sets of runs that must agree bit for bit, as far as the shorter one goes; `plain` also meets the oracles.
 
-    Other buckets and other loops meet two stages each, stage 3 and another or two by turns.
+    Other buckets and other loops meet two stages each, stage 3 and another or two by turns; clipping and repeated
+    reductions meet all models of `DEEP`, and of the others each a half.
     """
     turn = NAMES.index(name)
     buckets = {s: SMALL if s % 2 else MIDDLE for s in STAGES}
@@ -79,8 +80,10 @@ def runs_of(name: str, world: int) -> dict[str, dict[str, Run]]:
             plain[f"stage {stage}, buckets of {bucket_mb} MiB"] = run
         others = {"accumulated": Run(clip=math.inf, micro=3, accumulate=True, steps=2)}
         if name not in VARIANTS:
-            others["clipped"] = Run(clip=0.3, steps=3)
-            others["repeated"] = Run(clip=math.inf, micro=2, steps=2)
+            clipped, repeated = Run(clip=0.3, steps=3), Run(clip=math.inf, micro=2, steps=2)
+            others |= {"repeated": repeated} if turn % 2 else {"clipped": clipped}
+            if name in DEEP:
+                others |= {"clipped": clipped, "repeated": repeated}
         for number, (label, base) in enumerate(others.items()):
             sets[label] = {
                 f"{label}, stage {s}": replace(base, stage=s, bucket_mb=buckets[s])
