@@ -1,4 +1,4 @@
-"""Every pattern is what it is declared to be, at stage 3 and in two other ways by turns; and the table says so.
+"""Every pattern is, at every stage, what it is declared to be; and the table says so.
 
 `python -m tests.runtime.patterns KEY` tries one alone.
 """

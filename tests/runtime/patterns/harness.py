@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from itertools import combinations, product
+from itertools import product
 from typing import Any
 from zlib import crc32
 
@@ -80,28 +80,24 @@ class Pattern:
     tolerance: float = 2e-6
     """Relative and absolute."""
     short: bool = False
-    """Whether stage 3 is tried once only: for what is slow or needs a launch for each."""
+    """Whether only one setting of each stage is tried: for what is slow or needs a launch for each."""
     apart: bool = False
     """Whether a refusal leaves the ranks out of step, so that the next setting needs new processes."""
     timeout: float = 20.0
 
     def settings(self, *, full: bool = False) -> list[Setting]:
-        """Stage 3 with units that stand alone, and by turns two of stages 0, 1, 2 and stage 3 with joined ones.
+        """Every stage, and for a half of the patterns stage 3 with joined units as well; all products only if `full`.
 
-        Optimizers take turns too, and so do the buckets of stages 1 and 2: the reference is computed once, and
-        neither changes what a pattern asks of the hooks. All stages, buckets and optimizers in all products only if
-        `full`.
+        Optimizers and the buckets of stages 1 and 2 take turns: the reference is computed once, and neither changes
+        what a pattern asks of the hooks.
         """
         if full:
             return [Setting(*each) for each in product(STAGES, (SMALL, None), ("adamw", "sgd"))]
         turn = crc32(self.key.encode())
         turn, optimizer = turn // 2, ("adamw", "sgd")[turn % 2]
         turn, buckets = turn // 2, ((SMALL, None), (None, SMALL))[turn % 2]
-        others = [Setting(stage, mb, optimizer) for stage, mb in enumerate((SMALL, *buckets))]
-        if not self.short:
-            others.append(Setting(3, None, optimizer))
-        pairs = list(combinations(others, 2))
-        return [*pairs[turn % len(pairs)], Setting(3, SMALL, optimizer)]
+        settings = [Setting(stage, mb, optimizer) for stage, mb in enumerate((SMALL, *buckets, SMALL))]
+        return settings if self.short or turn % 2 else [*settings, Setting(3, None, optimizer)]
 
     def accepts(self, setting: Setting, verdicts: list[Verdict]) -> bool:
         """Whether what became of all ranks is as declared."""
