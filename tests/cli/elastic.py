@@ -24,6 +24,7 @@ from zerokit.bench.workloads.own import Own
 
 SEEN = Path(__file__).parent / "seen"
 FREE = (SEEN / "free").exists()  # asked once: ranks that have started before stay held
+(SEEN / f"pid-{os.environ.get('RANK')}").write_text(str(os.getpid()))
 steps = 0
 
 def held():
@@ -105,11 +106,10 @@ def words_of(pid: int) -> list[str]:
         return []
 
 
-def kill_rank(folder: Path, rank: int) -> None:
-    """By SIGKILL."""
-    for pid, seen in processes_of(folder).items():
-        if seen.get("RANK") == str(rank) and "zerokit.launch.rank" in words_of(pid):
-            os.kill(pid, signal.SIGKILL)
+def kill_rank(seen: Path, rank: int) -> None:
+    """By SIGKILL, the newest one; the others go on, and meet their dead peer."""
+    os.kill(int((seen / f"pid-{rank}").read_text()), signal.SIGKILL)
+    hold_at(seen, 1000)
 
 
 def kill_node(folder: Path, node: int) -> None:

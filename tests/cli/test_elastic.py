@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import signal
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
-from tests.cli.commands import processes_of, start, zerokit, zerokit_forked
+from tests.cli.commands import processes_of, start, zerokit_forked
 from tests.cli.elastic import (
     MODEL,
     copy_run,
@@ -21,8 +25,9 @@ from tests.cli.elastic import (
     trained,
     until,
 )
-from tests.launch.clusters import logged_runs
+from tests.cli.inside import Strike, zerokit_inside
 from zerokit.bench.record import Record, read_record
+from zerokit.cli.bench import command
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # MLflow's
@@ -32,15 +37,41 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # the bits depend on it
 ELASTIC = ("bench", *MODEL, "--elastic", "--save", "run", "--save-every", "3", "--output", "record.json")
 
 
-def started(folder: Path, *options: str) -> subprocess.Popen[str]:
-    return start(folder, [*ELASTIC, *options], **ONE_THREAD)
+class Bench:
+    """Elastic benches in a folder, with an experiment of its own in the MLflow of all."""
+
+    def __init__(self, folder: Path, uri: str) -> None:
+        self._folder, self._uri = folder, uri
+
+    def __call__(
+        self, *options: str, strike: Strike | None = None, code: int = 0, mlflow: bool = True
+    ) -> CompletedProcess[str]:
+        where = ("--tracking-uri", self._uri, "--experiment", str(self._folder))
+        words = (*ELASTIC, *options, *(where if mlflow else ("--no-mlflow",)))
+        done = zerokit_inside(self._folder, *words, meanwhile=strike or (lambda starter: None), **ONE_THREAD)
+        assert done.returncode == code, done.stdout + done.stderr
+        assert strike is None or strike.done
+        return done
+
+    def runs(self) -> list[Any]:
+        """Of MLflow."""
+        from mlflow import MlflowClient
+
+        client = MlflowClient(self._uri)
+        experiment = client.get_experiment_by_name(str(self._folder))
+        assert experiment is not None
+        return list(client.search_runs([experiment.experiment_id]))
 
 
-def ended(process: subprocess.Popen[str], code: int = 0) -> str:
-    """Its stderr."""
-    stdout, stderr = process.communicate(timeout=250)
-    assert process.returncode == code, stdout + stderr
-    return stderr
+@pytest.fixture(scope="module")
+def uri(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A store takes seconds to make."""
+    return f"sqlite:///{tmp_path_factory.mktemp('mlflow') / 'mlflow.db'}"
+
+
+@pytest.fixture
+def bench(tmp_path: Path, uri: str) -> Bench:
+    return Bench(tmp_path, uri)
 
 
 def resumed(folder: Path, step: int, steps: int, *world: str) -> Record:
@@ -53,15 +84,23 @@ def resumed(folder: Path, step: int, steps: int, *world: str) -> Record:
     return read_record(folder / "copy.json")
 
 
-def test_a_killed_node_leaves_the_others_ranks_with_the_bits_of_a_run_of_their_number(tmp_path: Path) -> None:
-    """Killed between two saves: exactly the steps since the first of them are repeated."""
-    seen = prepare(tmp_path, hold=5)
-    with started(tmp_path, "--nodes", "2", "--nproc-per-node", "2", "--steps", "9") as process:
-        until(trained(tmp_path, 0, 5), process)
+def kill_when(condition: Callable[[], bool], seen: Path, rank: int) -> Strike:
+    """Kill a rank that is held; those of the next part are not held."""
+
+    def kill(starter: int) -> None:
         let_go(seen)
-        kill_node(tmp_path, 1)
-        said = ended(process)
-    assert "node 1: its torchrun agent" in said
+        kill_rank(seen, rank)
+
+    return Strike(condition, kill)
+
+
+def test_a_killed_rank_leaves_the_other_nodes_ranks_with_the_bits_of_a_run_of_their_number(
+    tmp_path: Path, bench: Bench
+) -> None:
+    """Killed between two saves: exactly the steps since the first of them are repeated."""
+    strike = kill_when(trained(tmp_path, 0, 5), prepare(tmp_path, hold=5), rank=3)
+    said = bench("--nodes", "2", "--nproc-per-node", "2", "--steps", "9", strike=strike).stderr
+    assert "rank 3 (node 1, pid" in said
     assert "restart 1 of at most 3: 2 ranks left" in said
     record = read_record(tmp_path / "record.json")
     first, second = record.parts
@@ -78,21 +117,41 @@ def test_a_killed_node_leaves_the_others_ranks_with_the_bits_of_a_run_of_their_n
     plain = resumed(tmp_path, 3, 6, "--nproc-per-node", "2")
     assert record.loss[3:] == plain.loss
     assert record.gradient_norm[3:] == plain.gradient_norm
-    (run,) = logged_runs(tmp_path)
+    (run,) = bench.runs()
     assert (run.info.status, run.data.params["world"]) == ("FINISHED", "2")
+
+
+def test_a_killed_node_leaves_the_other_one(tmp_path: Path) -> None:
+    """With torchrun's agents."""
+    seen = prepare(tmp_path, hold=4)
+    options = ("--nodes", "2", "--nproc-per-node", "1", "--steps", "6", "--no-mlflow")
+    with start(tmp_path, [*ELASTIC, *options], **ONE_THREAD) as process:
+        until(trained(tmp_path, 0, 4), process)
+        let_go(seen)
+        kill_node(tmp_path, 1)
+        _, said = process.communicate(timeout=250)
+    assert process.returncode == 0, said
+    assert "node 1: its torchrun agent" in said
+    assert "restart 1 of at most 3: 1 rank left" in said
+    record = read_record(tmp_path / "record.json")
+    first, second = record.parts
+    assert (first.world, first.nodes, first.first_step, first.last_step) == (2, 2, 1, 4)
+    assert "was killed by SIGKILL" in first.ended
+    assert (second.world, second.nodes, second.first_step, second.last_step) == (1, 1, 4, 6)
+    assert second.ended == "finished"
+    require_plain_order(tmp_path, record.parts)
     assert processes_of(tmp_path) == {}
 
 
-def test_an_interrupted_job_goes_on_with_more_ranks_and_leaves_one_record_and_one_run(tmp_path: Path) -> None:
+def test_an_interrupted_job_goes_on_with_more_ranks_and_leaves_one_record_and_one_run(
+    tmp_path: Path, bench: Bench
+) -> None:
     seen = prepare(tmp_path, hold=4)
-    with started(tmp_path, "--steps", "8") as process:
-        until(trained(tmp_path, 0, 4), process)
-        process.send_signal(signal.SIGINT)
-        ended(process, 128 + signal.SIGINT)
+    interrupt = Strike(trained(tmp_path, 0, 4), lambda starter: os.kill(os.getpid(), signal.SIGINT))
+    bench("--steps", "8", strike=interrupt, code=128 + signal.SIGINT)
     assert read_record(tmp_path / "record.json").status == "killed"
     let_go(seen)
-    with started(tmp_path, "--steps", "8", "--nodes", "2") as process:
-        ended(process)
+    bench("--steps", "8", "--nodes", "2")
     record = read_record(tmp_path / "record.json")
     assert [(part.world, part.first_step, part.last_step, part.ended) for part in record.parts] == [
         (1, 1, 4, "interrupted by SIGINT"),
@@ -101,20 +160,15 @@ def test_an_interrupted_job_goes_on_with_more_ranks_and_leaves_one_record_and_on
     require_plain_order(tmp_path, record.parts)
     plain = resumed(tmp_path, 3, 5, "--nodes", "2")
     assert record.loss[3:] == plain.loss
-    assert [run.info.status for run in logged_runs(tmp_path)] == ["FINISHED"]
+    assert [run.info.status for run in bench.runs()] == ["FINISHED"]
     # All is trained: there is nothing left to begin, and more steps are another job.
-    again = zerokit(tmp_path, *ELASTIC, "--steps", "8", "--no-mlflow")
-    assert again.returncode == 1
+    again = bench("--steps", "8", code=1, mlflow=False)
     assert "run holds step 8 already, and an elastic bench ends at step 8: give more --steps" in again.stderr
 
 
-def test_a_rank_killed_before_the_first_save_leads_to_the_beginning(tmp_path: Path) -> None:
-    seen = prepare(tmp_path, hold=2)
-    with started(tmp_path, "--nproc-per-node", "2", "--steps", "5", "--no-mlflow") as process:
-        until(trained(tmp_path, 0, 2), process)
-        let_go(seen)
-        kill_rank(tmp_path, 1)
-        ended(process)
+def test_a_rank_killed_before_the_first_save_leads_to_the_beginning(tmp_path: Path, bench: Bench) -> None:
+    strike = kill_when(trained(tmp_path, 0, 2), prepare(tmp_path, hold=2), rank=1)
+    bench("--nproc-per-node", "2", "--steps", "5", strike=strike, mlflow=False)
     record = read_record(tmp_path / "record.json")
     assert [(part.world, part.first_step, part.last_step) for part in record.parts] == [(2, 1, 2), (1, 1, 5)]
     require_plain_order(tmp_path, record.parts)
@@ -123,32 +177,30 @@ def test_a_rank_killed_before_the_first_save_leads_to_the_beginning(tmp_path: Pa
     assert record.loss == read_record(tmp_path / "fresh.json").loss
 
 
-def test_an_error_of_the_program_is_not_restarted(tmp_path: Path) -> None:
+def test_an_error_of_the_program_is_not_restarted(tmp_path: Path, bench: Bench) -> None:
     seen = prepare(tmp_path, hold=None)
     (seen / "fail").touch()
-    with started(tmp_path, "--nproc-per-node", "2", "--steps", "5", "--no-mlflow") as process:
-        said = ended(process, 1)
+    said = bench("--nproc-per-node", "2", "--steps", "5", code=1, mlflow=False).stderr
     assert "ValueError: a fault of the program" in said
     assert "restart" not in said
     record = read_record(tmp_path / "record.json")
     assert (record.status, len(record.parts)) == ("failed", 1)
 
 
-def test_a_job_killed_after_its_last_step_is_told_to_the_end_without_figures(tmp_path: Path) -> None:
+def test_a_job_killed_after_its_last_step_is_told_to_the_end_without_figures(
+    tmp_path: Path, bench: Bench
+) -> None:
     """As by a kill between the last save and the record: nothing is trained twice to have something to measure."""
     seen = prepare(tmp_path, hold=5)  # in the pass that counts memory, after the last step
-    with started(tmp_path, "--nproc-per-node", "2", "--steps", "5") as process:
-        until(trained(tmp_path, 0, 5), process)
-        until((tmp_path / "run" / "step-00000005" / "manifest.json").exists, process)
-        let_go(seen)
-        kill_rank(tmp_path, 1)
-        ended(process)
+    reached, saved = trained(tmp_path, 0, 5), (tmp_path / "run" / "step-00000005" / "manifest.json").exists
+    strike = kill_when(lambda: reached() and saved(), seen, rank=1)
+    bench("--nproc-per-node", "2", "--steps", "5", strike=strike)
     record = read_record(tmp_path / "record.json")
     assert record.status == "ok"
     assert (record.results, record.phases, len(record.loss)) == (None, None, 5)
     assert [(part.world, part.first_step, part.last_step) for part in record.parts] == [(2, 1, 5), (1, 6, 5)]
-    assert [run.info.status for run in logged_runs(tmp_path)] == ["FINISHED"]
-    compared = zerokit(tmp_path, "compare", "record.json", "--html", "page.html")
+    assert [run.info.status for run in bench.runs()] == ["FINISHED"]
+    compared = zerokit_inside(tmp_path, "compare", "record.json", "--html", "page.html")
     assert compared.returncode in (0, 1), compared.stderr
     assert "Traceback" not in compared.stderr
 
@@ -163,8 +215,11 @@ def test_a_job_killed_after_its_last_step_is_told_to_the_end_without_figures(tmp
         (["--elastic", "--save", "run", "--engine", "ddp"], "--save writes zerokit's checkpoints"),
     ],
 )
-def test_wrong_uses_are_refused(tmp_path: Path, options: list[str], said: str) -> None:
-    done = zerokit(tmp_path, "bench", *options)
-    assert done.returncode == 2
+def test_wrong_uses_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(command, options)
+    assert done.exit_code == 2
     assert said in " ".join(done.stderr.replace("│", " ").split())
     assert not (tmp_path / "run").exists()
