@@ -6,12 +6,13 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.support.forked import run_forked
+from tests.support.forked import ForkedProcess, run_forked
 
 ROOT = Path(__file__).parents[2]
 # Small enough that most of the time goes into starting Python.
@@ -48,6 +49,47 @@ def zerokit_forked(folder: Path, *arguments: str, **more: str) -> subprocess.Com
     Not with MLflow, which has threads of its own: a fork would lack them, and what they hold would stay locked.
     """
     return run_forked(folder, arguments, environment(folder, **more))
+
+
+class Torchrun(ForkedProcess):
+    """torchrun with these arguments in `folder`, a fork of the tests' server; its workers are processes of their own.
+
+    Its end is the context's, by SIGKILL where it has not ended before.
+    """
+
+    def __init__(self, folder: Path, arguments: Sequence[str], **more: str) -> None:
+        self._outputs = Path(tempfile.mkdtemp(dir=folder, prefix="torchrun-"))
+        super().__init__(self._outputs, environment(folder, **more), _torchrun, str(folder), list(arguments))
+
+    def __enter__(self) -> Torchrun:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.kill()
+
+    def poll(self) -> int | None:
+        """As a `Popen`'s."""
+        return self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """As a `Popen`'s, but for the error: `TimeoutError`."""
+        _, errors = super().communicate(timeout)
+        return (self._outputs / "stdout").read_text(), errors
+
+
+def _torchrun(folder: str, arguments: list[str]) -> None:
+    os.chdir(folder)
+    from torch.distributed.run import main
+
+    main(arguments)
+
+
+def torchrun(folder: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+    """Run it to its end."""
+    with Torchrun(folder, arguments, **more) as process:
+        said, errors = process.communicate(240)
+    assert process.returncode is not None
+    return subprocess.CompletedProcess(list(arguments), process.returncode, said, errors)
 
 
 class _Started(subprocess.Popen[str]):
@@ -92,7 +134,9 @@ def rank_pid(folder: Path, rank: int) -> int:
     return next(pid for pid, seen in processes_of(folder).items() if seen.get("RANK") == str(rank))
 
 
-def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str], seconds: float = 120.0) -> None:
+def wait_for(
+    condition: Callable[[], bool], process: subprocess.Popen[str] | Torchrun, seconds: float = 120.0
+) -> None:
     """Until the condition holds; an error if the process ends before."""
     deadline = time.monotonic() + seconds
     while not condition():

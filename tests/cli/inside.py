@@ -46,7 +46,9 @@ def zerokit_inside(
         meanwhile: called again and again while there are ranks, with the process id of their parent.
         more: of the environment.
     """
-    context = server_context()  # before TMPDIR changes: the server's socket is there, and its path must be short
+    context = (
+        server_context()
+    )  # before TMPDIR changes: the server's socket is there, and its path must be short
     said, errors = io.StringIO(), io.StringIO()
     code: int | str | None = 0
     modules = frozenset(sys.modules)

@@ -24,6 +24,7 @@ from tests.cli.commands import (
     zerokit,
     zerokit_forked,
 )
+from tests.cli.inside import Strike, zerokit_inside
 from zerokit.bench.catalogue.workloads import describe
 from zerokit.bench.record import Record, read_record
 
@@ -166,7 +167,7 @@ def test_nothing_is_left_behind(finished: Finished) -> None:
 
 def test_a_tracking_server_that_is_down_loses_nothing_and_json_is_alone_on_stdout(tmp_path: Path) -> None:
     """Stage 3 on one rank and other options on the way."""
-    process = zerokit(
+    process = zerokit_inside(
         tmp_path,
         "bench",
         "--json",
@@ -215,7 +216,8 @@ def test_a_killed_rank_ends_the_command_and_is_named(
 def test_an_interrupt_ends_everything_and_the_run_is_killed(
     finished: Finished, client: MlflowClient, tmp_path: Path
 ) -> None:
-    arguments = [
+    interrupt = Strike(lambda: training(tmp_path), lambda starter: os.kill(os.getpid(), signal.SIGINT))
+    arguments = (
         "bench",
         "--nproc-per-node",
         "2",
@@ -224,14 +226,10 @@ def test_an_interrupt_ends_everything_and_the_run_is_killed(
         "1000000",
         "--tracking-uri",
         finished.uri,
-    ]
-    with start(tmp_path, arguments) as process:
-        wait_for(lambda: training(tmp_path), process)
-        process.send_signal(signal.SIGINT)
-        _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGINT
-    assert stderr == "zerokit: interrupted by SIGINT\n"
-    assert processes_of(tmp_path) == {}
+    )
+    done = zerokit_inside(tmp_path, *arguments, meanwhile=interrupt)
+    assert done.returncode == 128 + signal.SIGINT
+    assert done.stderr == "zerokit: interrupted by SIGINT\n"
     assert list((tmp_path / "tmp").glob("zerokit-*")) == []
     assert newest_run(client).info.status == "KILLED"
 
@@ -271,4 +269,4 @@ def test_a_bench_resumes_with_the_same_bits_and_at_another_world_size_and_stage(
     refused = zerokit_forked(tmp_path, "bench", "--no-mlflow", *TINY, *save, "--resume", "--seed", "5")
     assert refused.returncode == 1
     assert "trained with --seed 0, not 5" in refused.stderr
-    assert zerokit(tmp_path, "bench", "--resume", *TINY).returncode == 2
+    assert zerokit_inside(tmp_path, "bench", "--resume", *TINY).returncode == 2

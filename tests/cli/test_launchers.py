@@ -6,13 +6,12 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
-from tests.cli.commands import TINY, environment, processes_of, zerokit_forked
+from tests.cli.commands import TINY, environment, processes_of, torchrun, zerokit_forked
 from tests.launch.clusters import logged_runs
 from zerokit.bench.record import read_record
 from zerokit.cli.bench import command
@@ -141,57 +140,60 @@ def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def torchrun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    starter = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"]
-    port = ("--master-port", str(free_port()))
-    return run(folder, *starter, *port, sys.executable, "-m", "zerokit.cli", *arguments)
+def by_torchrun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    options = ("--nproc-per-node", "2", "--master-port", str(free_port()), "--no-python")
+    return torchrun(folder, *options, sys.executable, "-m", "zerokit.cli", *arguments, OMP_NUM_THREADS="1")
 
 
-def mpirun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def by_mpirun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     starter = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2")
     return run(folder, *starter, sys.executable, "-m", "zerokit.cli", *arguments)
 
 
-@pytest.mark.parametrize(
-    "starter",
-    [
-        torchrun,
-        pytest.param(
-            mpirun,
-            marks=pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed"),
-        ),
-    ],
-)
-def test_others_ranks_leave_one_record_one_run_and_the_losses_of_ranks_started_here(
-    tmp_path: Path, starter: Callable[..., subprocess.CompletedProcess[str]]
+@pytest.fixture(scope="module")
+def losses(tmp_path_factory: pytest.TempPathFactory) -> list[float | None]:
+    """Of ranks started here."""
+    folder = tmp_path_factory.mktemp("here")
+    here = zerokit_forked(folder, *BENCH, "--nproc-per-node", "2", "--no-mlflow", OMP_NUM_THREADS="1")
+    assert here.returncode == 0, here.stderr
+    return read_record(folder / "record.json").loss
+
+
+def require_one_record(
+    folder: Path, done: subprocess.CompletedProcess[str], losses: list[float | None]
 ) -> None:
-    folder = tmp_path / "joined"
-    folder.mkdir()
-    done = starter(folder, *BENCH)
+    """Of all ranks, with the losses of ranks started here, and nothing is left."""
     assert done.returncode == 0, done.stderr
     assert len(list(folder.glob("*.json"))) == 1
     record = read_record(folder / "record.json")
     assert record.status == "ok"
     assert [(rank.rank, rank.node, len(rank.step_ms)) for rank in record.ranks] == [(0, 0, 4), (1, 0, 4)]
+    assert record.loss == losses
     assert done.stderr.count("leads") == 1
     assert "TCPStore" not in done.stderr
     assert list((folder / "tmp").glob("zerokit-*")) == []
     assert processes_of(folder) == {}
-    assert [run.info.status for run in logged_runs(folder)] == ["FINISHED"]
-    here = zerokit_forked(tmp_path, *BENCH, "--nproc-per-node", "2", "--no-mlflow", OMP_NUM_THREADS="1")
-    assert here.returncode == 0, here.stderr
-    assert read_record(tmp_path / "record.json").loss == record.loss
+
+
+def test_torchruns_ranks_leave_one_record_and_one_run(tmp_path: Path, losses: list[float | None]) -> None:
+    require_one_record(tmp_path, by_torchrun(tmp_path, *BENCH), losses)
+    assert [run.info.status for run in logged_runs(tmp_path)] == ["FINISHED"]
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed")
+def test_mpiruns_ranks_leave_one_record(tmp_path: Path, losses: list[float | None]) -> None:
+    require_one_record(tmp_path, by_mpirun(tmp_path, *BENCH, "--no-mlflow"), losses)
 
 
 def test_torchruns_ranks_refuse_other_numbers_of_ranks(tmp_path: Path) -> None:
-    done = torchrun(tmp_path, *BENCH, "--nproc-per-node", "4")
+    done = by_torchrun(tmp_path, *BENCH, "--nproc-per-node", "4")
     assert done.returncode == 1  # torchrun's own
     assert "leave out --nodes and --nproc-per-node" in " ".join(done.stderr.split())
     assert not (tmp_path / "record.json").exists()
 
 
 def test_the_doctor_looks_at_torchruns_ranks(tmp_path: Path) -> None:
-    done = torchrun(tmp_path, "doctor", "--json")
+    done = by_torchrun(tmp_path, "doctor", "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     ranks = json.loads(done.stdout)["facts"]["ranks"]
     assert [one["seat"]["rank"] for one in ranks] == [0, 1]

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from tests.cli.commands import TINY, processes_of, rank_pid, start, training, wait_for, zerokit
+from tests.cli.commands import TINY, processes_of, start, training, wait_for, zerokit
+from tests.cli.inside import Strike, ranks_of, zerokit_inside
 from zerokit.bench.record import Record, read_record
 from zerokit.bench.record.sweep import SweepFolder
 from zerokit.cli import cli
@@ -45,21 +46,19 @@ def test_a_sweep_survives_an_interruption_and_a_killed_rank(tmp_path: Path) -> N
     assert list((tmp_path / "tmp").glob("zerokit-*")) == []
     assert statuses(tmp_path) == ["killed"]
 
-    with start(tmp_path, ["bench", "--continue", "sweep", "--no-mlflow"]) as process:
-        wait_for(lambda: training(tmp_path), process)
-        os.kill(rank_pid(tmp_path, 0), signal.SIGKILL)
-        stdout, stderr = process.communicate(timeout=120)
-    assert process.returncode == 1
+    kill = Strike(lambda: training(tmp_path), lambda starter: os.kill(ranks_of(starter)[0], signal.SIGKILL))
+    done = zerokit_inside(tmp_path, "bench", "--continue", "sweep", "--no-mlflow", meanwhile=kill)
+    assert done.returncode == 1
     assert re.search(
-        r"\[1/2\] zerokit stage 2  failed: rank 0 \(node 0, pid \d+\) was killed by SIGKILL", stderr
+        r"\[1/2\] zerokit stage 2  failed: rank 0 \(node 0, pid \d+\) was killed by SIGKILL", done.stderr
     )
-    assert "[2/2] ddp stage 2  unsupported: ddp has no stage 2: it has stage 0 only" in stderr
-    assert "to run the failed cells again: zerokit bench --continue sweep --no-mlflow" in stderr
-    assert "zerokit 2: failed: rank 0" in stdout
-    assert processes_of(tmp_path) == {}
+    assert "[2/2] ddp stage 2  unsupported: ddp has no stage 2: it has stage 0 only" in done.stderr
+    assert "to run the failed cells again: zerokit bench --continue sweep --no-mlflow" in done.stderr
+    assert "zerokit 2: failed: rank 0" in done.stdout
     assert statuses(tmp_path) == ["failed", "unsupported"]
 
-    done = zerokit(tmp_path, "bench", "--continue", "sweep", "--json")
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    done = zerokit_inside(tmp_path, "bench", "--continue", "sweep", "--json", "--tracking-uri", uri)
     assert done.returncode == 0, done.stderr
     content = json.loads(done.stdout)
     records = [Record.from_json(json.dumps(record)) for record in content["records"]]
@@ -73,10 +72,10 @@ def test_a_sweep_survives_an_interruption_and_a_killed_rank(tmp_path: Path) -> N
     assert "report  sweep/report.html" in done.stderr
     assert (tmp_path / "sweep" / "report.html").read_text().startswith("<!")
 
-    pushed = zerokit(tmp_path, "push", "sweep", "--json")
+    pushed = zerokit_inside(tmp_path, "push", "sweep", "--json", "--tracking-uri", uri)
     assert pushed.returncode == 0, pushed.stderr
     assert [entry["outcome"] for entry in json.loads(pushed.stdout)["records"]] == ["there", "left out"]
-    other = zerokit(tmp_path, "bench", *options, "--steps", "5")
+    other = zerokit_inside(tmp_path, "bench", *options, "--steps", "5")
     assert other.returncode == 2
     assert "sweep holds a sweep of other cells" in other.stderr
 
@@ -131,7 +130,7 @@ def test_there_must_be_a_sweep_to_continue(tmp_path: Path, content: str | None, 
     (tmp_path / "sweep").mkdir()
     if content is not None:
         (tmp_path / "sweep" / "sweep.json").write_text(content)
-    done = zerokit(tmp_path, "bench", "--continue", "sweep")
+    done = zerokit_inside(tmp_path, "bench", "--continue", "sweep")
     assert done.returncode == 1
     assert message in done.stderr
     assert "Traceback" not in done.stderr
