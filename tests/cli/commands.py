@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -52,7 +53,7 @@ def zerokit_forked(folder: Path, *arguments: str, **more: str) -> subprocess.Com
 
 
 class Torchrun(ForkedProcess):
-    """torchrun with these arguments in `folder`, a fork of the tests' server; its workers are processes of their own.
+    """torchrun with these arguments in `folder`, a fork of the tests' server.
 
     Its end is the context's, by SIGKILL where it has not ended before.
     """
@@ -79,17 +80,36 @@ class Torchrun(ForkedProcess):
 
 def _torchrun(folder: str, arguments: list[str]) -> None:
     os.chdir(folder)
+    import torch
     from torch.distributed.run import main
 
+    # For workers that are forks: torch has read the variable long ago.
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     main(arguments)
+
+
+FORKS = ("--run-path", "--start-method", "fork")
+"""Options of torchrun by which its workers are forks of it, and run a file: `CLI`, say."""
+CLI = str(ROOT / "zerokit" / "cli" / "__main__.py")
 
 
 def torchrun(folder: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
     """Run it to its end."""
-    with Torchrun(folder, arguments, **more) as process:
+    with Torchrun(folder, arguments, OMP_NUM_THREADS="1", **more) as process:
         said, errors = process.communicate(240)
     assert process.returncode is not None
     return subprocess.CompletedProcess(list(arguments), process.returncode, said, errors)
+
+
+def children_of(parent: int) -> list[int]:
+    """The process ids of a process's children, the oldest first."""
+    pids = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = path.read_text().rpartition(")")[2].split()
+            if int(fields[1]) == parent:
+                pids.append((int(fields[19]), int(path.parent.name)))
+    return [pid for _, pid in sorted(pids)]
 
 
 class _Started(subprocess.Popen[str]):

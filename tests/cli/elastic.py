@@ -156,7 +156,7 @@ def require_plain_order(folder: Path, parts: list[Part]) -> None:
 
 def copy_run(run: Path, target: Path, step: int) -> None:
     """A run that ends with this step."""
-    target.mkdir()
+    target.mkdir(parents=True)
     name = f"step-{step:08d}"
     shutil.copytree(run / name, target / name)
     (target / "latest").write_text(f"{name} {zerokit.Checkpoint(run / name).manifest_crc:08x}\n")

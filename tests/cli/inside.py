@@ -138,16 +138,6 @@ def _start(
     pipe.send(failures)
 
 
-def ranks_of(starter: int) -> list[int]:
-    """The process ids of a starter's ranks."""
-    pids = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            if int(path.read_text().rpartition(")")[2].split()[1]) == starter:
-                pids.append(int(path.parent.name))
-    return sorted(pids)
-
-
 class Strike:
     """For `meanwhile`: does something as soon as a condition holds, once."""
 

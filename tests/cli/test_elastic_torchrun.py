@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.commands import Torchrun, processes_of, zerokit_forked
+from tests.cli.commands import CLI, FORKS, Torchrun, children_of, processes_of, zerokit_forked
 from tests.cli.elastic import (
     MODEL,
     copy_run,
@@ -33,7 +33,7 @@ BENCH = ("bench", *MODEL, "--elastic", "--save", "run", "--save-every", "3", "--
 @contextlib.contextmanager
 def torchrun(folder: Path, tag: str, *options: str) -> Iterator[Torchrun]:
     """An agent; its processes are known by `tag`, and end with this context."""
-    words = (*options, "-m", "zerokit.cli", *BENCH, "--steps", "12", "--no-mlflow")
+    words = (*FORKS, *options, CLI, *BENCH, "--steps", "12", "--no-mlflow")
     variables = {
         "TAG": tag,
         "OMP_NUM_THREADS": "1",
@@ -45,16 +45,17 @@ def torchrun(folder: Path, tag: str, *options: str) -> Iterator[Torchrun]:
         try:
             yield process
         finally:
-            process.kill()
-            kill_all(folder, tag)
+            kill_all(folder, tag, process)
 
 
-def kill_all(folder: Path, tag: str) -> None:
-    """All that an agent has started."""
-    for pid, seen in processes_of(folder).items():
-        if seen.get("TAG") == tag:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+def kill_all(folder: Path, tag: str, agent: Torchrun) -> None:
+    """A machine that is gone: the agent and all that it has started, before one of them notices."""
+    agent.send_signal(signal.SIGSTOP)
+    ranks = [pid for pid, seen in processes_of(folder).items() if seen.get("TAG") == tag]
+    for pid in [*children_of(agent.pid), *ranks]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    agent.kill()
 
 
 def ended(process: Torchrun) -> None:
@@ -101,8 +102,7 @@ def test_a_node_that_leaves_shrinks_the_job_and_one_that_comes_grows_it(tmp_path
     with torchrun(tmp_path, "first", *nodes, host) as first:
         with torchrun(tmp_path, "second", *nodes, guest) as second:
             until(trained(tmp_path, 0, 5), first)
-            second.kill()  # a machine that is gone
-            kill_all(tmp_path, "second")
+            kill_all(tmp_path, "second", second)
             hold_at(seen, 1000)
             until(lambda: b"ended" in part(tmp_path, 0) or bool(part(tmp_path, 1)), first)
             hold_at(seen, 4)

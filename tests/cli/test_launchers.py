@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from tests.cli.commands import TINY, environment, processes_of, torchrun, zerokit_forked
+from tests.cli.commands import CLI, FORKS, TINY, environment, processes_of, torchrun, zerokit_forked
 from tests.launch.clusters import logged_runs
 from zerokit.bench.record import read_record
 from zerokit.cli.bench import command
@@ -141,8 +141,8 @@ def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def by_torchrun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    options = ("--nproc-per-node", "2", "--master-port", str(free_port()), "--no-python")
-    return torchrun(folder, *options, sys.executable, "-m", "zerokit.cli", *arguments, OMP_NUM_THREADS="1")
+    port = ("--master-port", str(free_port()))
+    return torchrun(folder, "--nproc-per-node", "2", *port, *arguments)
 
 
 def by_mpirun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -176,7 +176,7 @@ def require_one_record(
 
 
 def test_torchruns_ranks_leave_one_record_and_one_run(tmp_path: Path, losses: list[float | None]) -> None:
-    require_one_record(tmp_path, by_torchrun(tmp_path, *BENCH), losses)
+    require_one_record(tmp_path, by_torchrun(tmp_path, "-m", "zerokit.cli", *BENCH), losses)
     assert [run.info.status for run in logged_runs(tmp_path)] == ["FINISHED"]
 
 
@@ -186,14 +186,14 @@ def test_mpiruns_ranks_leave_one_record(tmp_path: Path, losses: list[float | Non
 
 
 def test_torchruns_ranks_refuse_other_numbers_of_ranks(tmp_path: Path) -> None:
-    done = by_torchrun(tmp_path, *BENCH, "--nproc-per-node", "4")
+    done = by_torchrun(tmp_path, *FORKS, CLI, *BENCH, "--nproc-per-node", "4")
     assert done.returncode == 1  # torchrun's own
     assert "leave out --nodes and --nproc-per-node" in " ".join(done.stderr.split())
     assert not (tmp_path / "record.json").exists()
 
 
 def test_the_doctor_looks_at_torchruns_ranks(tmp_path: Path) -> None:
-    done = by_torchrun(tmp_path, "doctor", "--json")
+    done = by_torchrun(tmp_path, *FORKS, CLI, "doctor", "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     ranks = json.loads(done.stdout)["facts"]["ranks"]
     assert [one["seat"]["rank"] for one in ranks] == [0, 1]

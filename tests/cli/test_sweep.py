@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from tests.cli.commands import TINY, processes_of, start, training, wait_for, zerokit
-from tests.cli.inside import Strike, ranks_of, zerokit_inside
+from tests.cli.commands import TINY, children_of, processes_of, start, training, wait_for, zerokit
+from tests.cli.inside import Strike, zerokit_inside
 from zerokit.bench.record import Record, read_record
 from zerokit.bench.record.sweep import SweepFolder
 from zerokit.cli import cli
@@ -46,7 +46,9 @@ def test_a_sweep_survives_an_interruption_and_a_killed_rank(tmp_path: Path) -> N
     assert list((tmp_path / "tmp").glob("zerokit-*")) == []
     assert statuses(tmp_path) == ["killed"]
 
-    kill = Strike(lambda: training(tmp_path), lambda starter: os.kill(ranks_of(starter)[0], signal.SIGKILL))
+    kill = Strike(
+        lambda: training(tmp_path), lambda starter: os.kill(children_of(starter)[0], signal.SIGKILL)
+    )
     done = zerokit_inside(tmp_path, "bench", "--continue", "sweep", "--no-mlflow", meanwhile=kill)
     assert done.returncode == 1
     assert re.search(

@@ -1,4 +1,4 @@
-"""Every example runs on two ranks, one of them by the line in its head, and what it prints holds."""
+"""Every example runs on two ranks, one of them by torchrun as its head says, and what it prints holds."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import math
 import os
 import re
 import runpy
-import shutil
-import subprocess
 import sys
 import warnings
 from importlib.util import find_spec
@@ -22,7 +20,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 import zerokit
-from tests.cli.commands import ROOT, environment
+from tests.cli.commands import FORKS, ROOT, torchrun
+from tests.cli.elastic import copy_run
 from tests.support.distributed import LIBRARIES, preload, run_ranks
 
 EXAMPLES = ROOT / "examples"
@@ -40,6 +39,7 @@ def _run_rank(folder: str, script: str, arguments: tuple[str, ...]) -> str:
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT="1", TORCHELASTIC_RUN_ID="test", HF_HUB_OFFLINE="1"
     )
+    os.environ["OMP_NUM_THREADS"] = "1"
     for module in ("transformers", "lightning", "pytorch_lightning"):
         warnings.filterwarnings("ignore", module=module)
     os.chdir(folder)
@@ -61,14 +61,13 @@ def _numbers(pattern: str, text: str) -> list[float]:
     return [float(number) for number in found.groups()]
 
 
-def test_the_line_in_its_head_runs_the_plain_loop(tmp_path: Path) -> None:
-    done = _torchrun(tmp_path, 2, str(EXAMPLES / "plain_loop.py"))
-    assert done.returncode == 0, done.stderr
-    losses = [float(loss) for loss in re.findall(r"loss (\S+),", done.stdout)]
+def test_plain_loop(tmp_path: Path) -> None:
+    printed = _run(tmp_path, "plain_loop")
+    losses = [float(loss) for loss in re.findall(r"loss (\S+),", printed)]
     assert len(losses) == 4
     assert losses[-1] < losses[0]
-    assert "rate 0.00e+00" in done.stdout
-    assert "saved runs/plain_loop/step-00000020" in done.stdout
+    assert "rate 0.00e+00" in printed
+    assert "saved runs/plain_loop/step-00000020" in printed
     checkpoint = zerokit.Checkpoint(tmp_path / "runs/plain_loop")
     assert (checkpoint.step, checkpoint.world) == (20, 2)
     assert checkpoint.extra()["user"]["schedule"]["last_epoch"] == 20
@@ -153,27 +152,16 @@ def test_resume(tmp_path: Path) -> None:
             assert loss == pytest.approx(losses[2][step], abs=2e-6)
 
 
-def _torchrun(folder: Path, nproc: int, *arguments: str) -> subprocess.CompletedProcess[str]:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
-    return subprocess.run(
-        [*torchrun, *arguments],
-        cwd=folder,
-        env=environment(folder, OMP_NUM_THREADS="1", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"),
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-
-
 def _steps(printed: str) -> list[tuple[int, int, int, int, str]]:
     """Step, ranks, first and last sample, and the loss with all its digits."""
     pattern = r"step (\d+) on (\d+) ranks: samples (\d+) to (\d+), loss (\S+)"
     return [(*map(int, found[:4]), found[4]) for found in re.findall(pattern, printed)]
 
 
-def test_elastic(tmp_path: Path) -> None:
-    folders = whole, killed, smaller = [tmp_path / name for name in ("whole", "killed", "smaller")]
+def test_elastic_by_the_line_in_its_head(tmp_path: Path) -> None:
+    folders = whole, killed, smaller, again = [
+        tmp_path / name for name in ("whole", "killed", "smaller", "again")
+    ]
     for folder in folders:
         folder.mkdir()
     script = str(EXAMPLES / "elastic.py")
@@ -181,7 +169,8 @@ def test_elastic(tmp_path: Path) -> None:
     assert [step[2:4] for step in expected] == [(8 * n, 8 * n + 7) for n in range(18)]
 
     # A killed worker: torchrun starts both anew, and after the repeated steps all is as if nothing had been.
-    done = _torchrun(killed, 2, "--max-restarts", "1", script, "--kill")
+    words = ("--standalone", "--nproc-per-node", "2", "--max-restarts", "1", script, "--kill")
+    done = torchrun(killed, *FORKS, *words, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
     assert done.returncode == 0, done.stderr
     assert _steps(done.stdout) == [*expected[:7], *expected[5:]]
     for folder in (whole, killed):
@@ -192,14 +181,23 @@ def test_elastic(tmp_path: Path) -> None:
     assert compared.equal == 3 * 6
 
     # With one rank left, the next sample follows the last one that was saved.
-    done = _torchrun(smaller, 2, "--max-restarts", "0", script, "--kill")
-    assert done.returncode != 0
-    assert _steps(done.stdout) == expected[:7]
-    shutil.copytree(smaller / "runs", tmp_path / "runs")
+    for folder in folders[2:]:
+        copy_run(whole / "runs/elastic", folder / "runs/elastic", 5)
     rest = _steps(_run(smaller, "elastic", world=1))
     assert [step[:2] for step in rest] == [(step, 1) for step in range(6, 32)]
     assert [number for step in rest for number in range(step[2], step[3] + 1)] == list(range(40, 144))
-    assert _steps(_run(tmp_path, "elastic", world=1)) == rest
+    assert _steps(_run(again, "elastic", world=1)) == rest
+
+
+def test_trainer(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    pytest.importorskip("transformers")
+    preload(LIBRARIES)
+    printed = _run(tmp_path, "trainer", "out")
+    first, second = _numbers(r"loss (\S+) over the first 10 steps, (\S+) over the next 10", printed)
+    assert second < 0.9 * first
+    assert "loaded again: LlamaForCausalLM" in printed
+    assert (tmp_path / "out/checkpoint-20/latest").is_file()
 
 
 def test_each_is_tested_and_tells_how_to_run_it() -> None:
