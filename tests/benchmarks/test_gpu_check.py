@@ -8,14 +8,16 @@ import os
 import re
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.bench.records import make_cell, make_failure
+from tests.support.distributed import run_alone
 from zerokit.bench.record import write_record
 from zerokit.cli.bench import command as bench
 
@@ -41,12 +43,6 @@ def test_without_a_gpu_it_says_so_and_does_not_pass() -> None:
     assert "finds no CUDA device here; nothing was checked" in done.stderr
 
 
-def test_an_unknown_part_is_a_usage_error() -> None:
-    done = start("speed")
-    assert done.returncode == 2
-    assert "no part is called speed" in done.stderr
-
-
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The script as a module, on a machine that seems to have a GPU."""
@@ -70,6 +66,13 @@ def write_tests(path: Path, **bodies: str) -> tuple[str, ...]:
     return (str(path), "-W", "ignore::pytest.PytestUnknownMarkWarning")
 
 
+def test_an_unknown_part_is_a_usage_error(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        script.main(["speed"])
+    assert end.value.code == 2
+    assert "no part is called speed" in capsys.readouterr().err
+
+
 def test_parts_stand_in_order_of_their_evidence(script: ModuleType) -> None:
     expected = "late sync ahead api save stages kernels bench steps steps-clip compiled"
     assert list(script.PARTS) == expected.split()
@@ -77,25 +80,29 @@ def test_parts_stand_in_order_of_their_evidence(script: ModuleType) -> None:
     assert script.TOTAL_LIMIT_S + script._LAST_WORDS_S <= 540
 
 
-_COLLECT = """
-import json, sys, pytest
-
 class Names:
-    def __init__(self): self.found = []
-    def pytest_collection_modifyitems(self, items): pass
-    def pytest_collection_finish(self, session): self.found = [item.nodeid for item in session.items]
+    """Of the tests that pytest finds."""
 
-def collect(selection):
-    names = Names()
-    pytest.main(["--collect-only", "-qq", "-m", "gpu", "-p", "no:cacheprovider", *selection], plugins=[names])
-    return names.found
+    def __init__(self) -> None:
+        self.found: list[str] = []
 
-answer = [collect(selection) for selection in json.loads(sys.argv[1])]
-open(sys.argv[2], "w").write(json.dumps(answer))
-"""
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self.found = [item.nodeid for item in session.items]
 
 
-def test_every_test_for_gpus_belongs_to_one_part(script: ModuleType, tmp_path: Path) -> None:
+def collect(selections: list[tuple[str, ...]]) -> list[list[str]]:
+    """The tests for GPUs of each selection."""
+    os.chdir(ROOT)
+    found = []
+    for selection in selections:
+        names = Names()
+        options = ["--collect-only", "-qq", "-m", "gpu", "-p", "no:cacheprovider"]
+        pytest.main([*options, *selection], plugins=[names])
+        found.append(names.found)
+    return found
+
+
+def test_every_test_for_gpus_belongs_to_one_part(script: ModuleType) -> None:
     parts = {name: part.selection for name, part in script.PARTS.items() if isinstance(part, script.Tests)}
     files = [
         str(path.relative_to(ROOT))
@@ -105,9 +112,7 @@ def test_every_test_for_gpus_belongs_to_one_part(script: ModuleType, tmp_path: P
     files += [
         str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests/runtime").glob("test_device*.py"))
     ]
-    command = [sys.executable, "-c", _COLLECT, json.dumps([sorted(set(files)), *parts.values()])]
-    subprocess.run([*command, str(tmp_path / "names.json")], cwd=ROOT, check=True, capture_output=True)
-    everything, *selected = json.loads((tmp_path / "names.json").read_text())
+    everything, *selected = run_alone(collect, [tuple(sorted(set(files))), *parts.values()])
     assert len(everything) > 20
     assert sorted(everything) == sorted(name for names in selected for name in names)
     assert all(selected), dict(zip(parts, selected, strict=True))
@@ -172,10 +177,29 @@ def test_a_failed_part_is_no_end_and_rows_come_as_parts_end(
 def test_a_part_that_lasts_too_long_is_stopped_and_tells_how_far_it_came(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    slow = write_tests(tmp_path / "test_slow.py", fine="pass", hangs="time.sleep(300)")
+    hangs = tmp_path / "hangs"
+    body = f"open({str(hangs)!r}, 'w').close(); time.sleep(300)"
+    slow = write_tests(tmp_path / "test_slow.py", fine="pass", hangs=body)
+    now = [0.0]
+
+    class Limited(subprocess.Popen[bytes]):
+        """Its time is over as soon as the test hangs."""
+
+        def wait(self, timeout: float | None = None) -> int:
+            if timeout != 50.0:
+                return super().wait(timeout)
+            while not hangs.exists():
+                assert self.poll() is None
+                time.sleep(0.05)
+            now[0] += timeout
+            raise subprocess.TimeoutExpired("pytest", timeout)
+
     monkeypatch.setattr(script, "PARTS", {"slow": script.Tests(slow), "never": script.Tests(slow)})
-    monkeypatch.setattr(script, "PART_LIMIT_S", 12.0)
-    outcomes = script.run_parts(["slow", "never"], tmp_path, DEVICE, total_s=16.0)
+    monkeypatch.setattr(script, "PART_LIMIT_S", 50.0)
+    monkeypatch.setattr(script, "_LAST_WORDS_S", 60.0)
+    monkeypatch.setattr(script, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(script, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": Limited}))
+    outcomes = script.run_parts(["slow", "never"], tmp_path, DEVICE, total_s=100.0)
     assert [outcome.result for outcome in outcomes] == ["timed out", "not run"]
     assert [test["name"] for test in outcomes[0].tests] == ["test_fine"]
     assert not any(outcome.passed for outcome in outcomes)

@@ -10,6 +10,7 @@ import pytest
 from benchmarks.measuring import bar_holds, in_rounds, plain_table, ratio, spread
 from benchmarks.ranks import run_ranks
 from benchmarks.stage_costs import measure
+from tests.cli.inside import Launch
 from zerokit.launch.failures import WorkerFailed
 
 
@@ -48,6 +49,8 @@ def test_a_bar_and_whether_it_holds(capsys: pytest.CaptureFixture[str]) -> None:
 def test_ranks_run_a_script_s_function_and_a_failure_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Forks here; test_compare_checkpoints starts processes."""
+    monkeypatch.setattr("benchmarks.ranks.launch", Launch())
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     first, second = run_ranks(measure, "gpt-tiny", 3)
     assert first == second

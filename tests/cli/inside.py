@@ -3,7 +3,7 @@
 MLflow takes three seconds of processor time to import, which the tests' process does once. It has threads, so ranks are
 not forks of this process: another, forked from the tests' server, forks them.
 
-    zerokit_inside ── cli.main() ── _launch ──► the starter ── launch_forks ──► rank 0, rank 1
+    zerokit_inside ── cli.main() ── Launch ──► the starter ── launch_forks ──► rank 0, rank 1
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 from tests.cli.commands import environment
@@ -46,9 +45,7 @@ def zerokit_inside(
         meanwhile: called again and again while there are ranks, with the process id of their parent.
         more: of the environment.
     """
-    context = (
-        server_context()
-    )  # before TMPDIR changes: the server's socket is there, and its path must be short
+    launch = Launch(meanwhile)
     said, errors = io.StringIO(), io.StringIO()
     code: int | str | None = 0
     modules = frozenset(sys.modules)
@@ -58,7 +55,7 @@ def zerokit_inside(
         for name, value in (("argv", ["zerokit", *arguments]), ("path", list(sys.path))):
             stack.enter_context(mock.patch.object(sys, name, value))
         stack.enter_context(mock.patch.object(tempfile, "tempdir", None))
-        stack.enter_context(mock.patch("zerokit.launch.local.launch", _Launch(context, meanwhile)))
+        stack.enter_context(mock.patch("zerokit.launch.local.launch", launch))
         stack.enter_context(warnings.catch_warnings())
         stack.enter_context(contextlib.redirect_stdout(said))
         stack.enter_context(contextlib.redirect_stderr(errors))
@@ -74,11 +71,11 @@ def zerokit_inside(
     return subprocess.CompletedProcess(list(arguments), code, said.getvalue(), errors.getvalue())
 
 
-class _Launch:
-    """`zerokit.launch.local.launch` by a starter."""
+class Launch:
+    """`zerokit.launch.local.launch` by a starter; made before TMPDIR changes, as the server's socket is there."""
 
-    def __init__(self, context: Any, meanwhile: Callable[[int], None]) -> None:
-        self._context, self._meanwhile = context, meanwhile
+    def __init__(self, meanwhile: Callable[[int], None] = lambda starter: None) -> None:
+        self._context, self._meanwhile = server_context(), meanwhile
 
     def __call__(
         self,
@@ -89,13 +86,14 @@ class _Launch:
         nproc_per_node: int,
         log_dir: Path,
         interrupts: Interrupts,
-        poll: Callable[[], None],
+        environment: Mapping[str, str] | None = None,
+        poll: Callable[[], None] = lambda: None,
     ) -> None:
         ours, theirs = self._context.Pipe()
         with tempfile.TemporaryDirectory() as outputs, contextlib.closing(ours):
             starter = forked.ForkedProcess(
                 Path(outputs),
-                dict(os.environ),
+                os.environ | dict(environment or {}),
                 _start,
                 *(theirs, os.getcwd(), module, list(arguments)),
                 {"nodes": nodes, "nproc_per_node": nproc_per_node, "log_dir": log_dir.absolute()},

@@ -59,21 +59,21 @@ def test_two_records_in_columns_and_what_differs(folder: Path) -> None:
     assert "mfu: no cell has it" in only.stdout
 
 
-@pytest.mark.parametrize("width", [40, 60, 80, 120, 200])
 @pytest.mark.parametrize("names", [("sweep",), ("old.json", "new.json")])
 def test_no_figure_is_cut_on_a_terminal(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, width: int, names: tuple[str, ...]
+    folder: Path, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]
 ) -> None:
-    terminal = partial(Console, width=width, force_terminal=True, color_system=None)
     wide = compare(*(folder / name for name in names)).stdout
-    monkeypatch.setattr("rich.console.Console", terminal)
-    done = compare(*(folder / name for name in names))
-    assert "…" not in done.stdout
     figures = re.findall(r"[\d.,]+ ±[\d.,]+", wide)
     assert figures
-    shown = done.stdout.splitlines()
-    for figure in figures:
-        assert any(figure in line and len(line) <= width for line in shown), (figure, done.stdout)
+    for width in (40, 60, 80, 120, 200):
+        terminal = partial(Console, width=width, force_terminal=True, color_system=None)
+        monkeypatch.setattr("rich.console.Console", terminal)
+        done = compare(*(folder / name for name in names))
+        assert "…" not in done.stdout
+        shown = done.stdout.splitlines()
+        for figure in figures:
+            assert any(figure in line and len(line) <= width for line in shown), (figure, done.stdout)
 
 
 def test_the_baseline_can_be_chosen(folder: Path) -> None:
@@ -158,17 +158,24 @@ def test_a_rule_that_cannot_be_checked_is_a_failure(folder: Path) -> None:
 
 
 def test_as_a_process(folder: Path) -> None:
-    done = zerokit(folder, "compare", "sweep", "--html", "page.html")
+    done = zerokit(folder, "compare", "sweep")
     assert done.returncode == 0, done.stderr
-    assert "report  page.html" in done.stderr
-    assert (folder / "page.html").read_text(encoding="utf-8").startswith("<!doctype html>")
+    assert "FSDP2 3" in done.stdout
     (folder / "bad.json").write_text("{")
     bad = zerokit(folder, "compare", "bad.json")
     assert (bad.returncode, bad.stdout) == (1, "")
     assert "bad.json: not a bench record" in bad.stderr
-    unwritable = zerokit(folder, "compare", "old.json", "--html", "old.json/page.html")
-    assert unwritable.returncode == 1
-    assert "cannot be written" in unwritable.stderr
+
+
+def test_a_page_is_written_or_its_error_told(folder: Path) -> None:
+    page = folder / "page.html"
+    done = compare(folder / "sweep", "--html", page)
+    assert done.exit_code == 0, done.output
+    assert f"report  {page}" in done.stderr
+    assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
+    done = compare(folder / "old.json", "--html", folder / "old.json" / "page.html")
+    assert isinstance(done.exception, ZerokitError)
+    assert "cannot be written" in str(done.exception)
 
 
 def test_torch_and_mlflow_are_not_imported_for_files(folder: Path) -> None:

@@ -9,9 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from tests.cli.commands import environment, start, wait_for, zerokit
+from tests.cli.inside import zerokit_inside
 from zerokit.bench.record.schema import from_plain
+from zerokit.cli import cli
 from zerokit.doctor.facts import GroupFacts, RankFacts
 from zerokit.doctor.findings import CHECKS, Severity
 
@@ -65,7 +68,7 @@ def test_a_fault_is_told_last_and_in_full(tmp_path: Path) -> None:
 
 
 def test_json_is_one_document_with_facts_by_rank(tmp_path: Path) -> None:
-    done = zerokit(tmp_path, "doctor", "--json", "--nodes", "2", "--nproc-per-node", "1", "--pairs")
+    done = zerokit_inside(tmp_path, "doctor", "--json", "--nodes", "2", "--nproc-per-node", "1", "--pairs")
     assert done.returncode == 0, done.stdout + done.stderr
     document = json.loads(done.stdout)
     assert document["format"] == "zerokit.doctor/1"
@@ -96,14 +99,17 @@ def test_json_is_one_document_with_facts_by_rank(tmp_path: Path) -> None:
         (["a", "b"], "Got unexpected extra argument (b)"),
     ],
 )
-def test_wrong_use(tmp_path: Path, arguments: list[str], message: str) -> None:
-    done = zerokit(tmp_path, "doctor", *arguments)
-    assert done.returncode == 2
+def test_wrong_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(cli, ["doctor", *arguments])
+    assert done.exit_code == 2
     assert message in done.stderr
 
 
 def test_a_signal_ends_it_and_its_ranks(tmp_path: Path) -> None:
-    process = start(tmp_path, ["doctor", "--nodes", "2"])
+    process = start(tmp_path, ["doctor", "--nproc-per-node", "2"])
     wait_for(lambda: any((tmp_path / "tmp").glob("zerokit-doctor-*/stage-0")), process)
     process.terminate()
     assert process.wait(60) == 128 + 15
