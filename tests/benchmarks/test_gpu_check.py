@@ -66,6 +66,11 @@ def write_tests(path: Path, **bodies: str) -> tuple[str, ...]:
     return (str(path), "-W", "ignore::pytest.PytestUnknownMarkWarning")
 
 
+def test_torch_is_imported_by_parts_alone() -> None:
+    code = "import sys; sys.path[:0] = ['scripts']; import gpu_check; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
 def test_an_unknown_part_is_a_usage_error(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         script.main(["speed"])

@@ -10,14 +10,14 @@ import subprocess
 import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
-
-import torch
-import torch.distributed as dist
+from typing import TYPE_CHECKING
 
 import zerokit
-from zerokit.bench.machine.accelerator import Accelerator
 from zerokit.bench.machine.host import cores, memory_bytes, processor_name
 from zerokit.bench.record import Environment
+
+if TYPE_CHECKING:
+    from zerokit.bench.machine.accelerator import Accelerator
 
 # Packages that can take part in a step, beside torch; named in the record where a rank has imported them.
 _PACKAGES = ("deepspeed", "torchvision", "transformers", "triton")
@@ -33,6 +33,9 @@ _GIT_SECONDS = 10.0
 
 def look_around(accelerator: Accelerator) -> Environment:
     """The environment of this rank, inside its process group. Starts `git`: not for a timed step."""
+    import torch
+    import torch.distributed as dist
+
     on_cuda = accelerator.is_cuda
     return Environment(
         zerokit=zerokit.__version__,
