@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import time
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -102,7 +103,10 @@ def collect(selections: list[tuple[str, ...]]) -> list[list[str]]:
     for selection in selections:
         names = Names()
         options = ["--collect-only", "-qq", "-m", "gpu", "-p", "no:cacheprovider"]
-        pytest.main([*options, *selection], plugins=[names])
+        # Plugins may have been imported in the tests' server.
+        options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
+        with warnings.catch_warnings(action="ignore", category=pytest.PytestAssertRewriteWarning):
+            pytest.main([*options, *selection], plugins=[names])
         found.append(names.found)
     return found
 

@@ -16,6 +16,7 @@ import pytest
 
 from tests.cli.commands import (
     TINY,
+    children_of,
     processes_of,
     rank_pid,
     start,
@@ -190,13 +191,9 @@ def test_a_tracking_server_that_is_down_loses_nothing_and_json_is_alone_on_stdou
     assert "record  mine.json" in process.stderr
 
 
-def test_a_killed_rank_ends_the_command_and_is_named(
-    finished: Finished, client: MlflowClient, tmp_path: Path
-) -> None:
-    arguments = ["bench", "--nodes", "2", *TINY, "--steps", "1000000", "--tracking-uri", finished.uri]
-    with start(tmp_path, arguments) as process:
+def test_a_killed_rank_ends_the_command_and_is_named(tmp_path: Path) -> None:
+    with start(tmp_path, ["bench", "--nodes", "2", *TINY, "--steps", "1000000", "--no-mlflow"]) as process:
         wait_for(lambda: training(tmp_path), process)
-        assert newest_run(client).info.status == "RUNNING"
         victim = rank_pid(tmp_path, 1)
         os.kill(victim, signal.SIGKILL)
         stdout, stderr = process.communicate(timeout=60)
@@ -206,11 +203,26 @@ def test_a_killed_rank_ends_the_command_and_is_named(
     assert processes_of(tmp_path) == {}
     (path,) = (tmp_path / "zerokit-bench").iterdir()
     assert read_record(path).status == "failed"
-    run = newest_run(client)
-    assert run.info.status == "FAILED"
-    assert f"pid {victim}" in run.data.tags["zerokit.reason"]
     (logs,) = re.findall(r"logs: (.*)", stderr)
     assert list(Path(logs).glob("node-1/*/attempt_0/0/stderr.log"))
+
+
+def test_the_run_of_a_killed_rank_is_running_and_then_failed(
+    finished: Finished, client: MlflowClient, tmp_path: Path
+) -> None:
+    victims: list[int] = []
+
+    def kill(starter: int) -> None:
+        assert newest_run(client).info.status == "RUNNING"
+        victims.append(children_of(starter)[1])
+        os.kill(victims[0], signal.SIGKILL)
+
+    arguments = ("bench", "--nodes", "2", *TINY, "--steps", "1000000", "--tracking-uri", finished.uri)
+    done = zerokit_inside(tmp_path, *arguments, meanwhile=Strike(lambda: training(tmp_path), kill))
+    assert done.returncode == 1
+    run = newest_run(client)
+    assert run.info.status == "FAILED"
+    assert f"rank 1 (node 1, pid {victims[0]}) was killed by SIGKILL" in run.data.tags["zerokit.reason"]
 
 
 def test_an_interrupt_ends_everything_and_the_run_is_killed(

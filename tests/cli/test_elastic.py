@@ -63,15 +63,9 @@ class Bench:
         return list(client.search_runs([experiment.experiment_id]))
 
 
-@pytest.fixture(scope="module")
-def uri(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A store takes seconds to make."""
-    return f"sqlite:///{tmp_path_factory.mktemp('mlflow') / 'mlflow.db'}"
-
-
 @pytest.fixture
-def bench(tmp_path: Path, uri: str) -> Bench:
-    return Bench(tmp_path, uri)
+def bench(tmp_path: Path, mlflow_uri: str) -> Bench:
+    return Bench(tmp_path, mlflow_uri)
 
 
 def resumed(folder: Path, step: int, steps: int, *world: str) -> Record:

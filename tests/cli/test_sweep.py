@@ -29,7 +29,7 @@ def statuses(folder: Path) -> list[str]:
     return [read_record(path).status for path in sorted((folder / "sweep" / "cells").iterdir())]
 
 
-def test_a_sweep_survives_an_interruption_and_a_killed_rank(tmp_path: Path) -> None:
+def test_a_sweep_survives_an_interruption_and_a_killed_rank(tmp_path: Path, mlflow_uri: str) -> None:
     """Ctrl-C in the first cell, SIGKILL to its rank the next time, and then to the end, with MLflow."""
     options = ["--engine", "zerokit,ddp", "--stage", "2", "--repeats", "1", "--output", "sweep", *LONG]
     with start(tmp_path, ["bench", "--no-mlflow", *options]) as process:
@@ -59,8 +59,8 @@ def test_a_sweep_survives_an_interruption_and_a_killed_rank(tmp_path: Path) -> N
     assert "zerokit 2: failed: rank 0" in done.stdout
     assert statuses(tmp_path) == ["failed", "unsupported"]
 
-    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
-    done = zerokit_inside(tmp_path, "bench", "--continue", "sweep", "--json", "--tracking-uri", uri)
+    tracking = ("--tracking-uri", mlflow_uri, "--experiment", str(tmp_path))
+    done = zerokit_inside(tmp_path, "bench", "--continue", "sweep", "--json", *tracking)
     assert done.returncode == 0, done.stderr
     content = json.loads(done.stdout)
     records = [Record.from_json(json.dumps(record)) for record in content["records"]]
@@ -74,7 +74,7 @@ def test_a_sweep_survives_an_interruption_and_a_killed_rank(tmp_path: Path) -> N
     assert "report  sweep/report.html" in done.stderr
     assert (tmp_path / "sweep" / "report.html").read_text().startswith("<!")
 
-    pushed = zerokit_inside(tmp_path, "push", "sweep", "--json", "--tracking-uri", uri)
+    pushed = zerokit_inside(tmp_path, "push", "sweep", "--json", *tracking)
     assert pushed.returncode == 0, pushed.stderr
     assert [entry["outcome"] for entry in json.loads(pushed.stdout)["records"]] == ["there", "left out"]
     other = zerokit_inside(tmp_path, "bench", *options, "--steps", "5")
