@@ -177,6 +177,7 @@ def test_a_tracking_server_that_is_down_loses_nothing_and_json_is_alone_on_stdou
         *("--stage", "3", "--precision", "bf16", "--wire", "bf16", "--clip", "0", "--data", "synthetic"),
         *TINY,
         MLFLOW_TRACKING_URI="http://127.0.0.1:1",
+        OMP_NUM_THREADS="1",
         ZEROKIT_BENCH_SEED="7",
     )
     assert process.returncode == 0, process.stderr
@@ -249,7 +250,8 @@ def test_an_interrupt_ends_everything_and_the_run_is_killed(
 def test_a_bench_resumes_with_the_same_bits_and_at_another_world_size_and_stage(tmp_path: Path) -> None:
     def run(name: str, steps: str, *options: str) -> Record:
         output = ("--output", f"{name}.json", "--no-mlflow")
-        done = zerokit_forked(tmp_path, "bench", *TINY, "--warmup", "0", "--steps", steps, *output, *options)
+        words = ("bench", *TINY, "--warmup", "0", "--steps", steps, *output, *options)
+        done = zerokit_forked(tmp_path, *words, OMP_NUM_THREADS="1")
         assert done.returncode == 0, done.stderr
         said.append(done.stderr)
         return read_record(tmp_path / f"{name}.json")

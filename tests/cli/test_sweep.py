@@ -23,6 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 # About a second of steps: time enough to strike.
 LONG = (*TINY, "--steps", "200", "--data", "synthetic")
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # two would spin, each until the other is done
 
 
 def statuses(folder: Path) -> list[str]:
@@ -32,7 +33,7 @@ def statuses(folder: Path) -> list[str]:
 def test_a_sweep_survives_an_interruption_and_a_killed_rank(tmp_path: Path, mlflow_uri: str) -> None:
     """Ctrl-C in the first cell, SIGKILL to its rank the next time, and then to the end, with MLflow."""
     options = ["--engine", "zerokit,ddp", "--stage", "2", "--repeats", "1", "--output", "sweep", *LONG]
-    with start(tmp_path, ["bench", "--no-mlflow", *options]) as process:
+    with start(tmp_path, ["bench", "--no-mlflow", *options], **ONE_THREAD) as process:
         wait_for(lambda: training(tmp_path), process)
         process.send_signal(signal.SIGINT)
         stdout, stderr = process.communicate(timeout=60)
@@ -49,7 +50,9 @@ def test_a_sweep_survives_an_interruption_and_a_killed_rank(tmp_path: Path, mlfl
     kill = Strike(
         lambda: training(tmp_path), lambda starter: os.kill(children_of(starter)[0], signal.SIGKILL)
     )
-    done = zerokit_inside(tmp_path, "bench", "--continue", "sweep", "--no-mlflow", meanwhile=kill)
+    done = zerokit_inside(
+        tmp_path, "bench", "--continue", "sweep", "--no-mlflow", meanwhile=kill, **ONE_THREAD
+    )
     assert done.returncode == 1
     assert re.search(
         r"\[1/2\] zerokit stage 2  failed: rank 0 \(node 0, pid \d+\) was killed by SIGKILL", done.stderr
@@ -60,7 +63,7 @@ def test_a_sweep_survives_an_interruption_and_a_killed_rank(tmp_path: Path, mlfl
     assert statuses(tmp_path) == ["failed", "unsupported"]
 
     tracking = ("--tracking-uri", mlflow_uri, "--experiment", str(tmp_path))
-    done = zerokit_inside(tmp_path, "bench", "--continue", "sweep", "--json", *tracking)
+    done = zerokit_inside(tmp_path, "bench", "--continue", "sweep", "--json", *tracking, **ONE_THREAD)
     assert done.returncode == 0, done.stderr
     content = json.loads(done.stdout)
     records = [Record.from_json(json.dumps(record)) for record in content["records"]]
