@@ -21,9 +21,8 @@ from zerokit.cli import cli
 # MLflow and what it imports warn of their own deprecations.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-# About a second of steps: time enough to strike.
-LONG = (*TINY, "--steps", "200", "--data", "synthetic")
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # two would spin, each until the other is done
+# About two seconds of steps, time enough to strike, with one thread: two spin beside each other on a busy machine.
+LONG = (*TINY, "--steps", "2000", "--data", "synthetic")
 
 
 def statuses(folder: Path) -> list[str]:
@@ -33,7 +32,7 @@ def statuses(folder: Path) -> list[str]:
 def test_a_sweep_survives_an_interruption_and_a_killed_rank(tmp_path: Path, mlflow_uri: str) -> None:
     """Ctrl-C in the first cell, SIGKILL to its rank the next time, and then to the end, with MLflow."""
     options = ["--engine", "zerokit,ddp", "--stage", "2", "--repeats", "1", "--output", "sweep", *LONG]
-    with start(tmp_path, ["bench", "--no-mlflow", *options], **ONE_THREAD) as process:
+    with start(tmp_path, ["bench", "--no-mlflow", *options], OMP_NUM_THREADS="1") as process:
         wait_for(lambda: training(tmp_path), process)
         process.send_signal(signal.SIGINT)
         stdout, stderr = process.communicate(timeout=60)
@@ -51,7 +50,7 @@ def test_a_sweep_survives_an_interruption_and_a_killed_rank(tmp_path: Path, mlfl
         lambda: training(tmp_path), lambda starter: os.kill(children_of(starter)[0], signal.SIGKILL)
     )
     done = zerokit_inside(
-        tmp_path, "bench", "--continue", "sweep", "--no-mlflow", meanwhile=kill, **ONE_THREAD
+        tmp_path, "bench", "--continue", "sweep", "--no-mlflow", meanwhile=kill, OMP_NUM_THREADS="1"
     )
     assert done.returncode == 1
     assert re.search(
@@ -63,7 +62,8 @@ def test_a_sweep_survives_an_interruption_and_a_killed_rank(tmp_path: Path, mlfl
     assert statuses(tmp_path) == ["failed", "unsupported"]
 
     tracking = ("--tracking-uri", mlflow_uri, "--experiment", str(tmp_path))
-    done = zerokit_inside(tmp_path, "bench", "--continue", "sweep", "--json", *tracking, **ONE_THREAD)
+    words = ("bench", "--continue", "sweep", "--json", *tracking)
+    done = zerokit_inside(tmp_path, *words, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     content = json.loads(done.stdout)
     records = [Record.from_json(json.dumps(record)) for record in content["records"]]
