@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -200,9 +201,9 @@ def member(rank: int, port: int) -> Membership:
 
 def test_a_follower_whose_leader_stays_away_says_so(members: Members) -> None:
     with pytest.raises(
-        LaunchError, match=r"rank 1 of 2 .* no meeting with the others at 127.0.0.1:\d+ within 2 s"
+        LaunchError, match=r"rank 1 of 2 .* no meeting with the others at 127.0.0.1:\d+ within 1 s"
     ):
-        Meeting(member(1, members.port), Patience(meet=2.0))
+        Meeting(member(1, members.port), Patience(meet=1.0))
 
 
 def test_a_name_that_leads_nowhere_is_told(members: Members) -> None:
@@ -236,7 +237,7 @@ def test_a_follower_that_is_gone_is_named(members: Members, tmp_path: Path, numb
     follower.send_signal(number)
     _, said = leader.communicate(timeout=60)
     assert leader.returncode == 1
-    assert "WorkerFailed: nothing was heard of rank 1 of 2, node 0 for 6 s" in said
+    assert "WorkerFailed: nothing was heard of rank 1 of 2, node 0 for 4 s" in said
     follower.kill()
     wait_for(lambda: all_ended(tmp_path))
 
@@ -258,16 +259,36 @@ def test_a_signal_to_all_ends_all(members: Members, tmp_path: Path) -> None:
 
 def test_a_busy_leader_is_not_taken_for_dead(members: Members) -> None:
     """Between two launches it may write a report for longer than others would wait for a word."""
-    patience = Patience(lost=3.0, alive=0.1)
+    patience = Patience(lost=2.0, alive=0.05)
     leading = Meeting(member(0, members.port), patience)
     following = Meeting(member(1, members.port), patience)
-    deadline = time.monotonic() + 4.0
+    deadline = time.monotonic() + 2.5
     while time.monotonic() < deadline:
         assert not following.is_lost(0)
         time.sleep(0.05)
     leading.close()
     wait_for(lambda: following.is_lost(0))
     following.close()
+
+
+def test_a_store_that_hangs_is_waited_for_once(members: Members, monkeypatch: pytest.MonkeyPatch) -> None:
+    meeting = Meeting(member(0, members.port), Patience(lost=0.2, alive=600.0))
+    let_go = threading.Event()
+
+    class Hanging:
+        def check(self, keys: list[str]) -> bool:
+            return not let_go.wait(600.0)
+
+        def set(self, key: str, value: str) -> None: ...
+
+    monkeypatch.setattr(meeting, "_store", Hanging())
+    with pytest.raises(LaunchError, match=r"no answer for 0.2 s"):
+        meeting.get("anything")
+    meeting.patience = Patience(lost=600.0)
+    with pytest.raises(LaunchError, match="cannot be reached any more: no answer"):
+        meeting.get("anything")
+    let_go.set()
+    meeting.close()
 
 
 def test_cores_are_shared_among_those_that_use_them() -> None:

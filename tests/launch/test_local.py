@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.launch.ranks import ROOT, WORKLOAD, alive, started, wait_for
+from zerokit.launch import agents
 from zerokit.launch.failures import Failure, WorkerFailed
 from zerokit.launch.interrupts import Interrupted, Interrupts
 from zerokit.launch.local import launch, threads_per_rank
@@ -24,6 +25,7 @@ from zerokit.launch.network import free_port
 def _workload_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(agents, "PEERS_FOLLOW_SECONDS", 0.5)
 
 
 @pytest.fixture

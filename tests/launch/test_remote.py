@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.launch.ranks import ROOT, WORKLOAD, all_ended, started, wait_for
+from zerokit.launch import agents
 from zerokit.launch.failures import LaunchError, WorkerFailed
 from zerokit.launch.frames import SILENCE_SECONDS, frame, pack
 from zerokit.launch.interrupts import Interrupted, Interrupts
@@ -36,6 +37,7 @@ HASTY = (
 def _workload_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(agents, "PEERS_FOLLOW_SECONDS", 0.5)
     (tmp_path / "copies").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "copies"))
     monkeypatch.setattr(tempfile, "tempdir", None)
@@ -105,12 +107,22 @@ def test_ranks_of_two_nodes_find_the_torchrun_environment(tmp_path: Path, logs: 
 
 
 def test_results_come_whole_and_of_long_logs_the_end(tmp_path: Path, logs: Path) -> None:
+    """What a login shell prints is kept as the connection's log."""
+    noise = "echo Welcome; echo '[1, 2]'; printf '\\377\\n'; echo a warning >&2; echo; "
     (logs / "job").write_text("work")
-    run(tmp_path, logs, "talk", remote(), copied=str(logs / "job"))
+    run(
+        tmp_path,
+        logs,
+        "talk",
+        remote("first", noise + node_command(sys.executable)),
+        copied=str(logs / "job"),
+    )
     assert (logs / "result-0").stat().st_size == 12 << 20
     (log,) = logs.glob("node-0/**/stdout.log")
     assert log.stat().st_size == 1 << 20
     assert log.read_text().endswith("the last line\n")
+    said = (logs / "node-0" / "connection.log").read_bytes()
+    assert sorted(said.split(b"\n")) == sorted([b"Welcome", b"[1, 2]", b"\xff", b"a warning", b"", b""])
 
 
 def test_a_killed_rank_is_named_and_the_other_node_ends(tmp_path: Path, logs: Path) -> None:
@@ -228,15 +240,6 @@ def test_a_node_waits_for_slower_ones(tmp_path: Path, logs: Path) -> None:
 
 def cmdline(pid: int) -> bytes:
     return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
-
-
-def test_what_a_login_shell_prints_is_kept_as_the_connections_log(tmp_path: Path, logs: Path) -> None:
-    noise = "echo Welcome; echo '[1, 2]'; printf '\\377\\n'; echo a warning >&2; echo; " + node_command(
-        sys.executable
-    )
-    run(tmp_path, logs, "finish", remote("first", noise))
-    said = (logs / "node-0" / "connection.log").read_bytes()
-    assert sorted(said.split(b"\n")) == sorted([b"Welcome", b"[1, 2]", b"\xff", b"a warning", b"", b""])
 
 
 @pytest.mark.parametrize(

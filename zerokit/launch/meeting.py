@@ -85,6 +85,7 @@ class Meeting:
         self._heard: dict[int, tuple[object, float]] = {}
         self._closed = threading.Event()
         self._calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._hangs = False
         self._threads = [threading.Thread(target=work, daemon=True) for work in (self._serve, self._beat)]
         for thread in self._threads:
             thread.start()
@@ -166,8 +167,9 @@ class Meeting:
         answer: queue.SimpleQueue[_T | RuntimeError] = queue.SimpleQueue()
         self._calls.put((call, answer))
         try:
-            result = answer.get(timeout=self.patience.lost)
+            result = answer.get(timeout=0.0 if self._hangs else self.patience.lost)
         except queue.Empty:
+            self._hangs = True  # later calls would wait behind this one
             result = RuntimeError(f"no answer for {self.patience.lost:g} s")
         if isinstance(result, RuntimeError):
             raise LaunchError(

@@ -51,7 +51,8 @@ def main(module: str, arguments: list[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.argv = [module, *arguments]
     try:
-        import_torch()
+        if module.startswith("zerokit."):  # all that a launch runs of these use torch
+            import_torch()
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     except Exception as error:
         _record(error)
