@@ -7,13 +7,18 @@ node-2  eth0 10.88.0.3 ─┘
 
 from __future__ import annotations
 
+import ctypes
 import os
+import runpy
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
+
+from tests.support.forked import ForkedProcess
 from zerokit.errors import ZerokitError
 
 NODES = 3
@@ -95,7 +100,8 @@ class Cluster:
     ) -> None:
         """A launcher: the ranks find torchrun's environment."""
         assert nproc_per_node == 1
-        ranks = []
+        ranks: list[ForkedProcess] = []
+        outputs = [log_dir / f"log-{node}" for node in range(nodes)]
         try:
             for node in range(nodes):
                 rank = {
@@ -106,25 +112,34 @@ class Cluster:
                     "LOCAL_WORLD_SIZE": 1,
                 }
                 meeting = {"MASTER_ADDR": address(0), "MASTER_PORT": "29500", "OMP_NUM_THREADS": "1"}
-                with (log_dir / f"log-{node}").open("wb") as log:
-                    ranks.append(
-                        subprocess.Popen(
-                            [*self._enter(node), sys.executable, "-m", module, *arguments],
-                            env=os.environ | meeting | {name: str(value) for name, value in rank.items()},
-                            stdout=log,
-                            stderr=log,
-                        )
-                    )
-            while any(rank.poll() is None for rank in ranks):
+                variables = os.environ | meeting | {name: str(value) for name, value in rank.items()}
+                outputs[node].mkdir()
+                holder = self._holders[node].pid
+                ranks.append(
+                    ForkedProcess(outputs[node], variables, _be_rank, holder, module, list(arguments))
+                )
+            while any(rank.returncode is None for rank in ranks):
                 poll()
                 time.sleep(0.05)
             for node, one in enumerate(ranks):
                 if one.returncode:
-                    raise ZerokitError(f"node {node} failed: {(log_dir / f'log-{node}').read_text()[-1000:]}")
+                    raise ZerokitError(f"node {node} failed: {one.communicate()[1][-1000:]}")
         finally:
             for one in ranks:
                 one.kill()
-                one.wait()
+                one.communicate()
+
+
+def _be_rank(holder: int, module: str, arguments: list[str]) -> None:
+    """Run the module on a node: in the namespaces of its `holder`."""
+    system = ctypes.CDLL(None, use_errno=True)
+    for kind in ("net", "uts", "mnt"):
+        with open(f"/proc/{holder}/ns/{kind}") as namespace:
+            if system.setns(namespace.fileno(), 0):
+                raise OSError(ctypes.get_errno(), f"setns to {kind}")
+    torch.set_num_threads(1)
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def address(node: int) -> str:

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 from tests.doctor.cluster import Cluster
+from tests.support.distributed import server_context
 from zerokit.doctor.examine import Plan, Report, examine
 from zerokit.doctor.findings import Finding, Severity
 
 
 @pytest.fixture
 def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    server_context()  # its files lie elsewhere
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "ZEROKIT_CMA"):
@@ -63,7 +64,7 @@ def test_nodes_that_are_named_after_loopback_do_not_meet(plan: Plan, tmp_path: P
         for node in range(3):
             table = tmp_path / f"hosts-{node}"
             table.write_text(f"127.0.1.1 node-{node}\n")
-        report = examine(replace(plan, timeout_s=30.0), cluster.launch)
+        report = examine(replace(plan, timeout_s=15.0), cluster.launch)
     assert report.exit_code == 5
     assert of(report, "ZD901").severity is Severity.FAULT
     assert of(report, "ZD301").severity is Severity.FAULT

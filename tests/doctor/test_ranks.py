@@ -1,14 +1,12 @@
-"""Real ranks: what they find out together, and launches that fail or hang."""
+"""Ranks: what they find out together, and launches that fail or hang."""
 
 from __future__ import annotations
 
 import os
 import socket
-import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,14 +14,13 @@ from unittest import mock
 import pytest
 
 from tests.doctor.healthy import SERVER, bad
-from tests.support.distributed import run_alone
+from tests.support.distributed import run_alone, server_context
 from tests.support.forked import launch_forks
 from zerokit.doctor import examine as examination
 from zerokit.doctor.examine import FAULTS, Plan, Report, examine
 from zerokit.doctor.findings import Finding, Severity
 from zerokit.errors import ZerokitError
 from zerokit.launch.interrupts import Interrupts
-from zerokit.launch.local import launch
 
 # These depend on what else the machine does meanwhile.
 BUSY = {"ZD305", "ZD502", "ZD503", "ZD603", "ZD701"}
@@ -31,7 +28,7 @@ BUSY = {"ZD305", "ZD502", "ZD503", "ZD603", "ZD701"}
 
 @pytest.fixture
 def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    server_context()  # its files lie elsewhere
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "ZEROKIT_CMA"):
@@ -40,26 +37,9 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
     return Plan(2, 1, tmp_path / "run", f"sqlite:///{tmp_path}/runs.db")
 
 
-def examined(plan: Plan, **changes: Any) -> Report:
-    with Interrupts() as interrupts:
-        return examine(replace(plan, **changes), partial(launch, interrupts=interrupts))
-
-
-def wrapped(plan: Plan, monkeypatch: pytest.MonkeyPatch, what: str, **changes: Any) -> Report:
-    """With the worker of `tests.doctor.wrapped` in place of the real one."""
-    monkeypatch.setenv("WRAPPED", what)
-    with Interrupts() as interrupts:
-        start: Callable[..., None] = partial(launch, interrupts=interrupts)
-
-        def instead(module: str, arguments: Sequence[str], **more: Any) -> None:
-            start("tests.doctor.wrapped", arguments, **more)
-
-        return examine(replace(plan, **changes), instead)
-
-
-def forked(plan: Plan, what: str) -> Report:
-    """As `wrapped`, in forks of the tests' server, with a tracking store that is well."""
-    return run_alone(_examine_in_forks, plan, what, dict(os.environ))  # type: ignore[no-any-return]
+def examined(plan: Plan, what: str = "", **changes: Any) -> Report:
+    """With the worker of `tests.doctor.wrapped`, in forks of the tests' server, and a tracking store that is well."""
+    return run_alone(_examine_in_forks, replace(plan, **changes), what, dict(os.environ))  # type: ignore[no-any-return]
 
 
 def _examine_in_forks(plan: Plan, what: str, variables: dict[str, str]) -> Report:
@@ -98,13 +78,13 @@ def test_two_nodes_of_two_ranks_are_well(plan: Plan, tmp_path: Path) -> None:
 
 
 def test_versions_that_differ(plan: Plan) -> None:
-    found = faults(forked(plan, "software"))
+    found = faults(examined(plan, "software"))
     assert set(found) == {"ZD102"}
     assert found["ZD102"].found == "NCCL: none on rank 0, 2.1 on rank 1"
 
 
 def test_a_clock_that_is_ahead(plan: Plan) -> None:
-    report = forked(plan, "clock")
+    report = examined(plan, "clock")
     assert set(faults(report)) == {"ZD501"}
     assert report.group is not None
     assert report.group.offsets[1].seconds == pytest.approx(3600.0, abs=0.5)
@@ -113,43 +93,32 @@ def test_a_clock_that_is_ahead(plan: Plan) -> None:
 
 def test_a_directory_that_is_another_one_on_a_rank(plan: Plan) -> None:
     (plan.directory / "local").mkdir()
-    found = faults(forked(plan, "elsewhere"))
+    found = faults(examined(plan, "elsewhere"))
     assert set(found) == {"ZD604"}
     assert found["ZD604"].where.startswith("node 1 ")
 
 
-@pytest.mark.netns
-def test_ranks_that_may_not_read_each_other(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Root may always: it must lose that right for good, and the process is marked as not to be read."""
-    monkeypatch.setattr(
-        "zerokit.launch.local.sys.executable", str(_without_ptrace(plan.directory.parent / "python"))
-    )
-    report = wrapped(plan, monkeypatch, "unreadable", nodes=1, nproc_per_node=2)
+def test_ranks_that_may_not_read_each_other(plan: Plan) -> None:
+    report = examined(plan, "unreadable", nodes=1, nproc_per_node=2)
     found = {one.code: one for one in report.findings}["ZD404"]
     assert (found.severity, found.found) == (Severity.WARNING, "through shared memory")
     assert report.exit_code == 0
 
 
-def _without_ptrace(path: Path) -> Path:
-    path.write_text(f'#!/bin/sh\nexec setpriv --bounding-set=-sys_ptrace {sys.executable} "$@"\n')
-    path.chmod(0o755)
-    return path
-
-
-def test_a_rank_that_hangs_is_named_in_time(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    report = wrapped(plan, monkeypatch, "hang", timeout_s=30.0)
+def test_a_rank_that_hangs_is_named_in_time(plan: Plan) -> None:
+    report = examined(plan, "hang", timeout_s=15.0)
     assert report.exit_code == FAULTS
     found = faults(report)["ZD901"]
     assert found.where == f"node 1 ({socket.gethostname()}), rank 1"
     assert found.found == (
-        "the ranks did not end within 30 s; last seen rank 1 looking around; rank 0 meeting the others"
+        "the ranks did not end within 15 s; last seen rank 1 looking around; rank 0 meeting the others"
     )
     # What rank 0 saw before is in the report.
     assert [one.seat.rank for one in report.ranks] == [0]
 
 
-def test_a_rank_that_dies_is_named(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = faults(wrapped(plan, monkeypatch, "die"))
+def test_a_rank_that_dies_is_named(plan: Plan) -> None:
+    found = faults(examined(plan, "die"))
     assert set(found) == {"ZD901"}
     assert "rank 1 (node 1, pid" in found["ZD901"].found
     assert "was killed by SIGKILL" in found["ZD901"].found

@@ -24,6 +24,8 @@ from zerokit.doctor.findings import Seat
 from zerokit.doctor.worker import main
 
 _PR_SET_DUMPABLE = 4
+_CAPABILITY_VERSION = 0x20080522
+_CAP_SYS_PTRACE = 19
 
 
 def _look(seat: Seat, directory: Path, trial_bytes: int, used: Device | None) -> RankFacts:
@@ -45,7 +47,19 @@ def _now() -> float:
     return time.time() + 3600.0 * ahead
 
 
+def _be_unreadable() -> None:
+    """Root may read any process: it must lose that right, and the process be marked as not to be read."""
+    system = ctypes.CDLL(None, use_errno=True)
+    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
+    sets = (ctypes.c_uint32 * 6)()  # effective, permitted and inheritable, of two words each
+    assert system.capget(header, sets) == 0
+    for which in range(3):
+        sets[which] &= ~(1 << _CAP_SYS_PTRACE)
+    assert system.capset(header, sets) == 0
+    assert system.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0) == 0
+
+
 if __name__ == "__main__":
     if os.environ["WRAPPED"] == "unreadable":
-        assert ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0) == 0
+        _be_unreadable()
     main(Path(sys.argv[1]), _look, _now)
