@@ -27,10 +27,7 @@ pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="other systems cannot tie a process to its parent"
 )
 
-# The node program, with less patience.
-HASTY = (
-    "import os; from zerokit.launch import frames, node; frames.SILENCE_SECONDS = 5.0; os._exit(node.main())"
-)
+HASTY = f"exec {sys.executable} -m tests.launch.hasty_node"
 
 
 @pytest.fixture(autouse=True)
@@ -179,7 +176,7 @@ def node_programs(launcher: int) -> list[int]:
     def began(pid: int) -> int:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
 
-    programs = [child for child in children(launcher) if b"zerokit.launch" in cmdline(child)]
+    programs = [child for child in children(launcher) if b".launch." in cmdline(child)]
     return sorted(programs, key=lambda pid: (began(pid), pid))
 
 
@@ -233,8 +230,8 @@ def test_a_host_that_never_answers_is_given_up(tmp_path: Path, logs: Path) -> No
 
 def test_a_node_waits_for_slower_ones(tmp_path: Path, logs: Path) -> None:
     """Longer than it would wait for a launcher that says nothing."""
-    late = remote("second", f"sleep 7; {node_command(sys.executable)}")
-    run(tmp_path, logs, "finish", remote("first", "exec " + python(HASTY)), late)
+    late = remote("second", f"sleep 7; {HASTY}")
+    run(tmp_path, logs, "finish", remote("first", HASTY), late)
     assert sorted(started(tmp_path)) == [0, 1]
 
 
@@ -272,7 +269,7 @@ test_remote.run(pathlib.Path(folder), pathlib.Path(logs), "wait", *machines)
 @pytest.fixture
 def launcher(tmp_path: Path, logs: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A launcher in a process of its own, whose two ranks wait."""
-    arguments = [str(tmp_path), str(logs), "exec " + python(HASTY)]
+    arguments = [str(tmp_path), str(logs), HASTY]
     with subprocess.Popen([sys.executable, "-c", LAUNCHER, *arguments]) as process:
         wait_for(lambda: len(started(tmp_path)) == 2)
         yield process
@@ -300,7 +297,7 @@ def test_a_launcher_that_says_nothing_any_more_is_left(
     wait_for(lambda: no_copies(tmp_path))
     launcher.send_signal(signal.SIGCONT)
     assert launcher.wait(30) == 1
-    assert SILENCE_SECONDS > 5.0  # what HASTY changes is still there
+    assert SILENCE_SECONDS > 5.0  # what the hasty node changes is still there
 
 
 def test_a_nodes_command_line_survives_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

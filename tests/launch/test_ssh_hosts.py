@@ -1,11 +1,13 @@
-"""`zerokit bench --launcher ssh` between two hosts: network namespaces with an sshd each."""
+"""`--launcher ssh` between two hosts: network namespaces with an sshd each."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from tests.launch.clusters import LONG, ROOT, SHORT, ZEROKIT, logged_runs
-from tests.launch.ranks import wait_for
+from tests.launch.clusters import ROOT, SHORT, ZEROKIT, logged_runs
+from tests.launch.ranks import all_ended, started, wait_for
 from tests.support.forked import run_forked
 from tests.support.namespaces import Hosts, two_hosts
 
@@ -56,8 +58,15 @@ def run(hosts: Hosts, *words: str, **options: Any) -> subprocess.CompletedProces
     )
 
 
+def everything(hosts: Hosts, host: str) -> list[int]:
+    """What a launch may have started there."""
+    return [pid for package in ("zerokit", "tests") for pid in hosts.processes(host, f"{package}.launch.")]
+
+
 def left_over(hosts: Hosts) -> list[int]:
-    return [pid for host in ("a", "b") for pid in hosts.processes(host, "zerokit.")]
+    return [
+        pid for host in ("a", "b") for pid in everything(hosts, host) + hosts.processes(host, "zerokit.cli")
+    ]
 
 
 def require_nothing_left(hosts: Hosts, seconds: float = 30.0) -> None:
@@ -113,20 +122,22 @@ def test_a_wrong_key_is_named(hosts: Hosts, tmp_path: Path) -> None:
     assert "ssh-copy-id" in json.loads(done.stdout)["reason"]
 
 
-@pytest.fixture
-def training(hosts: Hosts, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A bench whose ranks run on both hosts."""
+@contextlib.contextmanager
+def running(hosts: Hosts, folder: Path, python: str) -> Iterator[subprocess.Popen[str]]:
+    """A launcher on host a, once ranks that wait run on both hosts. Its output says what became of it."""
+    words = ["-m", "tests.launch.over_ssh", str(hosts.config), python, str(folder), "wait"]
     with subprocess.Popen(
-        command(hosts, *LONG),
+        [*hosts.inside("a"), sys.executable, *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
     ) as process:
         try:
-            wait_for(lambda: process.poll() is not None or all(ranks(hosts, host) for host in "ab"))
+            wait_for(lambda: process.poll() is not None or len(started(folder)) == 2)
             assert process.poll() is None, process.communicate()
-            time.sleep(3)
+            assert [rank["pid"] in everything(hosts, "a") for rank in by_rank(folder)] == [True, False]
+            assert [rank["pid"] in everything(hosts, "b") for rank in by_rank(folder)] == [False, True]
             yield process
         finally:
             with_children = subprocess.run(
@@ -136,65 +147,68 @@ def training(hosts: Hosts, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
                 os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
     require_nothing_left(hosts, 60.0)
+    assert all_ended(folder)
 
 
-def ranks(hosts: Hosts, host: str) -> list[int]:
-    """The ranks themselves: torchrun's agent has the same words in its command line."""
-    return hosts.processes(host, "zerokit.launch.rank zerokit.bench.worker", without="zerokit.launch.agent")
+def by_rank(folder: Path) -> list[dict[str, Any]]:
+    return [rank for _, rank in sorted(started(folder).items())]
 
 
-def outcome(process: subprocess.Popen[str]) -> tuple[int, dict[str, Any]]:
+@pytest.fixture
+def launcher(hosts: Hosts, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    python = tmp_path / "hasty-python"
+    python.write_text(f"#!/bin/sh\nexec {sys.executable} -m tests.launch.hasty_node\n")
+    python.chmod(0o755)
+    with running(hosts, tmp_path, str(python)) as process:
+        yield process
+
+
+def ended(process: subprocess.Popen[str], code: int) -> str:
+    """What it said."""
     out, err = process.communicate(timeout=120)
-    assert out, err
-    return process.returncode, json.loads(out)
+    assert process.returncode == code, err
+    return out
 
 
-def test_a_killed_rank_is_named_with_its_host(hosts: Hosts, training: subprocess.Popen[str]) -> None:
-    os.kill(ranks(hosts, "b")[0], signal.SIGKILL)
-    code, record = outcome(training)
-    assert code == 1
-    assert record["status"] in ("failed", "out of memory")
-    assert "rank 1 (node 1 on b" in record["reason"]
-    assert "killed by SIGKILL" in record["reason"]
+def test_a_killed_rank_is_named_with_its_host(hosts: Hosts, tmp_path: Path) -> None:
+    with running(hosts, tmp_path, sys.executable) as launcher:
+        pid = started(tmp_path)[1]["pid"]
+        os.kill(pid, signal.SIGKILL)
+        said = ended(launcher, 1)
+    assert said.startswith(f"rank 1 (node 1 on b, pid {pid}) was killed by SIGKILL")
 
 
-def test_a_killed_sshd_is_a_lost_node(hosts: Hosts, training: subprocess.Popen[str]) -> None:
+def test_a_killed_sshd_is_a_lost_node(hosts: Hosts, launcher: subprocess.Popen[str]) -> None:
     for pid in hosts.processes("b", "sshd"):
         os.kill(pid, signal.SIGKILL)
     hosts.servers["b"].wait()
-    code, record = outcome(training)
+    said = ended(launcher, 1)
     hosts.start_sshd("b")
-    assert code == 1
-    assert "node 1 on b was lost" in record["reason"]
+    assert "node 1 on b was lost" in said
 
 
-def test_a_wire_that_is_cut_is_a_lost_node(hosts: Hosts, training: subprocess.Popen[str]) -> None:
+def test_a_wire_that_is_cut_is_a_lost_node(hosts: Hosts, launcher: subprocess.Popen[str]) -> None:
     hosts.set_wire("b", "down")
     try:
-        code, record = outcome(training)
+        said = ended(launcher, 1)
         # The ranks there hear nothing of their launcher: they end while the wire is still cut.
-        wait_for(lambda: not hosts.processes("b", "zerokit."), 60.0)
+        wait_for(lambda: not everything(hosts, "b"), 60.0)
     finally:
         hosts.set_wire("b", "up")
-    assert code == 1
-    assert "node 1 on b" in record["reason"]
+    assert "node 1 on b" in said
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_everything_everywhere(
-    hosts: Hosts, training: subprocess.Popen[str], number: signal.Signals
-) -> None:
-    launcher = hosts.processes("a", "zerokit.cli bench")[0]
-    os.kill(launcher, number)
-    training.communicate(timeout=60)
-    assert training.returncode == 128 + number
+def test_a_signal_ends_everything_everywhere(hosts: Hosts, launcher: subprocess.Popen[str]) -> None:
+    (pid,) = hosts.processes("a", "tests.launch.over_ssh")
+    os.kill(pid, signal.SIGINT)
+    ended(launcher, 128 + signal.SIGINT)
     require_nothing_left(hosts)
 
 
-def test_a_killed_launcher_leaves_nothing(hosts: Hosts, training: subprocess.Popen[str]) -> None:
-    for pid in hosts.processes("a", "zerokit.cli bench"):
+def test_a_killed_launcher_leaves_nothing(hosts: Hosts, launcher: subprocess.Popen[str]) -> None:
+    for pid in hosts.processes("a", "tests.launch.over_ssh"):
         os.kill(pid, signal.SIGKILL)
-    training.communicate(timeout=60)
+    launcher.communicate(timeout=60)
     require_nothing_left(hosts, 40.0)
 
 
