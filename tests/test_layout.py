@@ -1,4 +1,4 @@
-"""Properties of the layout, over thousands of generated models; small ones are checked element by element."""
+"""Properties of the layout, over more than a thousand generated models; small ones are checked element by element."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def units_of(segments: list[Segment], world: int, bucket: int) -> tuple[Unit, ..
     return build_layout(segments, world=world, bucket_bytes=bucket).units
 
 
-@settings(max_examples=700)
+@settings(max_examples=300)
 @given(models(), WORLDS, BUCKETS)
 def test_shards_tile_every_unit_and_every_parameter_exactly(
     segments: list[Segment], world: int, bucket: int
@@ -102,7 +102,7 @@ def test_shards_tile_every_unit_and_every_parameter_exactly(
             assert position.get(parameter.name, 0) == parameter.numel
 
 
-@settings(max_examples=700)
+@settings(max_examples=300)
 @given(models(), WORLDS, BUCKETS)
 def test_starts_and_lengths_are_aligned_and_padding_is_bounded(
     segments: list[Segment], world: int, bucket: int
@@ -116,7 +116,7 @@ def test_starts_and_lengths_are_aligned_and_padding_is_bounded(
         assert padding == sum(gap.numel for gap in unit.gaps())
 
 
-@settings(max_examples=500)
+@settings(max_examples=250)
 @given(models(), WORLDS, BUCKETS)
 def test_every_parameter_lies_in_one_unit_and_kinds_do_not_mix(
     segments: list[Segment], world: int, bucket: int
@@ -140,7 +140,7 @@ def test_every_parameter_lies_in_one_unit_and_kinds_do_not_mix(
         assert by_group == sorted(by_group)
 
 
-@settings(max_examples=600)
+@settings(max_examples=300)
 @given(
     models(6).filter(lambda s: sum(p.numel for x in s for p in x.parameters) < 20_000),
     st.integers(1, 9),
@@ -181,7 +181,7 @@ def test_small_models_painted_element_by_element(segments: list[Segment], world:
                     assert owner[position] == group_of[entry_here[0]]
 
 
-@settings(max_examples=300)
+@settings(max_examples=200)
 @given(models(), WORLDS, BUCKETS)
 def test_find_and_cuts_agree_with_what_ranks_own(segments: list[Segment], world: int, bucket: int) -> None:
     layout = build_layout(segments, world=world, bucket_bytes=bucket)
@@ -199,7 +199,7 @@ def test_find_and_cuts_agree_with_what_ranks_own(segments: list[Segment], world:
         layout.find("no such parameter")
 
 
-@settings(max_examples=500)
+@settings(max_examples=250)
 @given(models(), st.integers(1, 9), BUCKETS)
 def test_segments_join_exactly_while_they_fit_the_bucket(
     segments: list[Segment], world: int, bucket: int
