@@ -15,6 +15,7 @@ import yaml
 from kubeflow_trainer_api import models
 
 from zerokit.errors import UsageError
+from zerokit.launch import kubernetes
 from zerokit.launch.failures import LaunchError
 from zerokit.launch.interrupts import Interrupted, Interrupts
 from zerokit.launch.kubernetes import FORMS, Pods, apply, find_json, follow, render, to_yaml
@@ -90,6 +91,7 @@ def test_the_record_is_found_between_other_lines() -> None:
 @pytest.fixture
 def kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A `kubectl` that keeps what it was asked, and answers from the files `state` and `log`."""
+    monkeypatch.setattr(kubernetes, "_FOLLOW_SECONDS", 0.1)
     program = tmp_path / "kubectl"
     program.write_text(
         f"""#!/bin/sh
