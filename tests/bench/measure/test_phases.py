@@ -102,7 +102,7 @@ def test_the_profilers_events_are_as_expected() -> None:
     """Of a CPU, since there may be no other: the attributes that `on_device` reads exist, nothing ran on a device."""
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
         torch.ones(8).sum()
     events = list(profiler.events() or ())
     assert events

@@ -348,5 +348,5 @@ def vmap_units(engine: Engine) -> None:
 
 @pattern("inside `torch.profiler.profile`", Mlp)
 def profiled(engine: Engine) -> None:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True):
         _usual(engine, 4, 8)

@@ -107,7 +107,7 @@ def _trace(trainer: Trainer, batches: Batches, accelerator: Accelerator) -> tupl
     """Milliseconds a step takes under the profiler, and how many of these only NCCL's kernels run."""
     trainer.step(batches(0))
     accelerator.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         started = _now(accelerator)
         for step in range(TRACED_STEPS):
             trainer.step(batches(step))
