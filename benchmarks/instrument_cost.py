@@ -41,7 +41,11 @@ def measure(model: str, blocks: int, steps: int, interval: float) -> dict[str, A
 
     Only one rank of a node samples.
     """
-    options = {"model": [model], "precision": ["fp32"], "nproc_per_node": [dist.get_world_size()]}
+    options: dict[str, list[str] | list[int]] = {
+        "model": [model],
+        "precision": ["fp32"],
+        "nproc_per_node": [dist.get_world_size()],
+    }
     (settings,) = product(options, {"device": "cpu"})
     accelerator = Accelerator(torch.device("cpu"), "gloo")
     loaded = load(settings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 from collections.abc import Callable
 
@@ -27,6 +28,13 @@ def pytest_configure() -> None:
     if hasattr(os, "SCHED_BATCH"):
         with contextlib.suppress(OSError):
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    gc.disable()  # until all is imported
+
+
+def pytest_collection_finish() -> None:
+    """Takes what was imported for kept: looking for garbage in it takes a tenth of the time that the imports do."""
+    gc.freeze()
+    gc.enable()
 
 
 def _no_gpu() -> str | None:
