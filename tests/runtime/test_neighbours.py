@@ -11,10 +11,12 @@ import datetime
 import errno
 import gc
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -38,7 +40,7 @@ from zerokit.runtime.collectives import Collectives, foreign, host, make_collect
 from zerokit.runtime.collectives.foreign import SWITCH, ForeignMemory
 from zerokit.runtime.collectives.gloo import GlooCollectives
 from zerokit.runtime.collectives.host import HostCollectives
-from zerokit.runtime.collectives.neighbours import meet
+from zerokit.runtime.collectives.neighbours import Neighbours, meet
 from zerokit.runtime.collectives.windows import Windows
 
 WAYS = {"memory": "1", "shared memory": "shared"}
@@ -337,3 +339,20 @@ def _unread(stage: int) -> dict[str, Any]:
 def test_a_step_leaves_nothing_unread(way: str) -> None:
     for found in run_ranks(2, _unread_at_each_stage, way):
         assert found == [{"unread": 0, "offered": 0, "window": 0, "lent": 0}] * 4
+
+
+def test_all_that_have_ended_are_named() -> None:
+    """Those that failed for want of the first are gone as well, perhaps before this rank looks."""
+    alive = [False, False, True, True]
+    mine = SimpleNamespace(
+        rank=2,
+        _ranks=range(4),
+        _pids=[10, 11, 12, 13],
+        _board=SimpleNamespace(is_alive=alive.__getitem__),
+    )
+    both = re.escape("rank 0 (process 10) and rank 1 (process 11) have ended, or dropped their models")
+    with pytest.raises(RuntimeError, match=both):
+        Neighbours.require_alive(cast(Neighbours, mine))
+    alive[1] = True
+    with pytest.raises(RuntimeError, match=re.escape("rank 0 (process 10) has ended, or dropped its model")):
+        Neighbours.require_alive(cast(Neighbours, mine))

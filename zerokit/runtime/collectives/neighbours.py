@@ -111,12 +111,17 @@ class Neighbours:
         self._access.trim()
 
     def require_alive(self) -> None:
-        """Raise `RuntimeError` naming a rank of this node whose process has ended."""
-        for position, peer in enumerate(self._ranks):
-            if peer != self.rank and not self._board.is_alive(position):
-                raise RuntimeError(
-                    f"rank {peer} (process {self._pids[peer]}) has ended, or dropped its model"
-                )
+        """Raise `RuntimeError` naming all ranks of this node whose processes have ended: one may be the cause."""
+        gone = [
+            f"rank {peer} (process {self._pids[peer]})"
+            for position, peer in enumerate(self._ranks)
+            if peer != self.rank and not self._board.is_alive(position)
+        ]
+        if gone:
+            what = (
+                "has ended, or dropped its model" if len(gone) == 1 else "have ended, or dropped their models"
+            )
+            raise RuntimeError(f"{' and '.join(gone)} {what}")
 
 
 @dataclass(frozen=True)
