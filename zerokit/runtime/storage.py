@@ -15,7 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ from zerokit.runtime.guard import (
 )
 from zerokit.runtime.memory import unit_memory
 from zerokit.runtime.profiling import profiled
+from zerokit.runtime.versions import set_versions
 from zerokit.stages import Stage
 
 
@@ -256,7 +257,7 @@ class FlatUnit:
             self._shown = True
             for parameter, view in zip(self.parameters, self._views, strict=True):
                 parameter.data = view
-            _set_versions(self.parameters, self._versions)
+            set_versions(self.parameters, self._versions)
 
     def complete(self) -> None:
         """Wait for a gather in flight, and leave the parameters guarded."""
@@ -279,7 +280,7 @@ class FlatUnit:
             with torch._C.DisableTorchFunctionSubclass():
                 for parameter, placeholder in zip(self.parameters, self._placeholders, strict=True):
                     parameter.data = placeholder
-            _set_versions(self.parameters, [version + 1 for version in versions])
+            set_versions(self.parameters, [version + 1 for version in versions])
         self.memory.shrink()
         self.resident = False
         self.guard()
@@ -394,25 +395,3 @@ class FlatUnit:
                         "updates. Do it before, or choose precision="
                     )
         self.note_requires_grad()
-
-
-_set_version: Any = torch._C._autograd._unsafe_set_version_counter
-
-
-def _sets_several() -> bool:
-    try:
-        _set_version((), ())
-    except TypeError:  # torch 2.6 takes one tensor and one number
-        return False
-    return True
-
-
-_SETS_SEVERAL = _sets_several()
-
-
-def _set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
-    if _SETS_SEVERAL:
-        _set_version(tuple(tensors), tuple(versions))
-    else:
-        for tensor, version in zip(tensors, versions, strict=True):
-            _set_version(tensor, version)
