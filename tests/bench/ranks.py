@@ -1,8 +1,11 @@
-"""Made-up ranks: what a launcher of `zerokit.bench.run.session` looks like, without processes."""
+"""Made-up ranks: what a launcher of `zerokit.bench.run.session` looks like, without processes; and an import for real
+ones.
+"""
 
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -95,3 +98,10 @@ class Watcher:
 def host(ranks: Ranks, watcher: Watcher, interrupted: Callable[[], None] = lambda: None) -> Host:
     """This test."""
     return Host(launch=ranks, interrupted=interrupted, interruptions=(Stopped,), watch=watcher)
+
+
+def import_optimizers() -> None:
+    """For ZeroRedundancyOptimizer, without the warnings of compiling functional ones at import (torch 2.13)."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)
+        import torch.distributed.optim  # noqa: F401

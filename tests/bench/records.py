@@ -6,10 +6,12 @@ import random
 from dataclasses import replace
 
 from zerokit.bench.record import (
+    MEMORY_KINDS,
     Bandwidth,
     Data,
     DeviceMemory,
     Environment,
+    MemoryTimeline,
     Model,
     Phases,
     Rank,
@@ -92,6 +94,14 @@ def make_record(loss: list[float | None] | None = None) -> Record:
 
 PSI = 33_674_240
 SWEEP = "5" * 32
+
+
+def make_timeline() -> MemoryTimeline:
+    """Three readings of a step of two seconds."""
+    sizes = dict(zip(MEMORY_KINDS, ([8, 8, 8], [0, 4, 4], [16, 16, 16], [1, 1, 1], [0, 20, 0]), strict=True))
+    readings = {kind: [size * MIB for size in of_kind] for kind, of_kind in sizes.items()}
+    parts = {"forward": [0.0], "backward": [0.5], "optimizer": [1.5]}
+    return MemoryTimeline(parts, [0.0, 1.0, 2.0], readings)
 
 
 def make_cell(

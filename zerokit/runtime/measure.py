@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -16,11 +17,21 @@ from zerokit.runtime.probe import OptimizerStates
 from zerokit.runtime.storage import FlatUnit
 
 
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """Bytes of one tensor, under the line of `MemoryReport` that has those in use."""
+
+    line: str
+    tensor: Tensor
+    used: int
+    padding: int
+
+
 class _Ledger:
-    """Adds up storages, each once."""
+    """Lists storages, each once."""
 
     def __init__(self) -> None:
-        self.lines = MemoryReport().as_dict()
+        self.holdings: list[Holding] = []
         self._seen: set[int] = set()
 
     def add(self, line: str, tensor: Tensor, payload: int | None = None) -> None:
@@ -29,23 +40,33 @@ class _Ledger:
         if storage.nbytes() == 0 or storage.data_ptr() in self._seen:
             return
         self._seen.add(storage.data_ptr())
-        self._book(line, storage.nbytes(), payload, tensor.element_size())
+        self._book(line, tensor, storage.nbytes(), payload)
 
     def add_bytes(self, line: str, tensor: Tensor, payload: int | None = None) -> None:
         """Count `tensor`'s own elements, not its storage."""
         self._seen.add(tensor.untyped_storage().data_ptr())
-        self._book(line, tensor.numel() * tensor.element_size(), payload, tensor.element_size())
+        self._book(line, tensor, tensor.numel() * tensor.element_size(), payload)
 
-    def _book(self, line: str, held: int, payload: int | None, element_bytes: int) -> None:
-        real = held if payload is None else payload * element_bytes
-        self.lines[line] += real
-        self.lines["padding"] += held - real
+    def _book(self, line: str, tensor: Tensor, held: int, payload: int | None) -> None:
+        used = held if payload is None else payload * tensor.element_size()
+        self.holdings.append(Holding(line, tensor, used, held - used))
 
 
 def measure_memory(
     model: nn.Module, storages: Sequence[FlatUnit], gradients: Gradients, inner: Optimizer
 ) -> MemoryReport:
     """Bytes of every storage that the runtime, the optimizer and the model's buffers hold on this rank."""
+    lines = MemoryReport().as_dict()
+    for one in list_holdings(model, storages, gradients, inner):
+        lines[one.line] += one.used
+        lines["padding"] += one.padding
+    return MemoryReport(**lines)
+
+
+def list_holdings(
+    model: nn.Module, storages: Sequence[FlatUnit], gradients: Gradients, inner: Optimizer
+) -> list[Holding]:
+    """What `measure_memory` adds up, tensor by tensor."""
     ledger = _Ledger()
     for storage in storages:
         unit = storage.unit
@@ -78,7 +99,7 @@ def measure_memory(
         ledger.add("buckets", bucket)
     for buffer in model.buffers():
         ledger.add("buffers", buffer)
-    return MemoryReport(**ledger.lines)
+    return ledger.holdings
 
 
 def traffic_of(counters: Counters) -> TrafficReport:

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.bench.ranks import import_optimizers
 from tests.support.distributed import run_ranks
 from zerokit.bench.catalogue import workloads as catalogue
 from zerokit.bench.catalogue.engines import ENGINES
@@ -108,10 +109,7 @@ def train(settings: Settings) -> Curve:
 def train_all(settings: list[Settings]) -> list[Curve]:
     """On a rank: one bench after the other, in one process group."""
     catalogue.WORKLOADS = WITH_SMALL
-    with warnings.catch_warnings():
-        # torch compiles its functional optimizers at import (torch 2.13).
-        warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)
-        import torch.distributed.optim  # noqa: F401 - for ZeroRedundancyOptimizer
+    import_optimizers()
     return [train(one) for one in settings]
 
 

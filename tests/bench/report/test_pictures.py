@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from tests.bench.records import MIB, make_cell, make_failure, make_sweep
+from tests.bench.records import MIB, make_cell, make_failure, make_sweep, make_timeline
 from zerokit.bench.comparison.cells import baselines, make_cells
 from zerokit.bench.comparison.headlines import pareto
 from zerokit.bench.record import Record, Samples
 from zerokit.bench.record.runs import Run
 from zerokit.bench.record.statistics import slowest
+from zerokit.bench.report.labels import text_width
 from zerokit.bench.report.pictures import Picture, make_pictures
-from zerokit.bench.report.plots import Row, Series, bars, curves, scatter, strips, text_width
+from zerokit.bench.report.plots import Row, Series, bars, curves, scatter, strips
 from zerokit.bench.report.theme import COLOURS, in_light
 
 
@@ -147,6 +149,19 @@ def test_memory_over_time_is_what_the_sampler_read(
     picture = pictures_of(record)["memory-over-time"]
     assert picture.title == f"{title} memory over time, MiB"
     assert max(y for _, y in rows_of(picture.plot)[0]["at"]) == pytest.approx(peak)
+
+
+def test_memory_in_a_step_stands_on_each_other_in_its_kinds() -> None:
+    picture = pictures_of(replace(make_cell(), timeline=make_timeline()))["memory-in-a-step"]
+    assert picture.title == "Memory in the course of a step, MiB on rank 0"
+    assert picture.label.endswith("peak 49.0, activations 20.0 of it")
+    areas, borders, wholes = (rows_of(picture.plot, layer) for layer in (0, 1, 4))
+    # From below: parameters, gradients, optimizer, buffers, activations.
+    assert [row["at"][1] for row in areas] == [
+        [0.5, a, b] for a, b in ((0, 8), (8, 12), (12, 28), (28, 29), (29, 49))
+    ]
+    assert [row["x"] for row in borders] == [0.25, 0.75]
+    assert wholes[0]["at"][1] == [0.5, 0, 8, 4, 16, 1, 20]
 
 
 def test_losses_that_lie_on_each_other_share_a_name(sweep: dict[str, Picture]) -> None:

@@ -55,7 +55,7 @@ class Settling(Trainer):
     def update(self) -> None:
         pass
 
-    def step(self, batches: object) -> tuple[list[Tensor], Tensor | None]:
+    def step(self, batches: object, mark: object = None) -> tuple[list[Tensor], Tensor | None]:
         assert isinstance(batches, list)
         self.seen.append(batches)
         slow = dist.get_rank() == 1 and len(self.seen) <= self.slow_steps

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, ClassVar
 
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from zerokit.bench.catalogue.check import unsupported
 from zerokit.bench.catalogue.engines import ENGINES
 from zerokit.bench.machine.accelerator import Accelerator
+from zerokit.bench.record import MEMORY_KINDS
 from zerokit.bench.record.settings import Settings
 from zerokit.errors import UsageError
 
@@ -22,6 +23,15 @@ if TYPE_CHECKING:
     from zerokit.runtime import ZeroOptimizer
 
 Batch = tuple[Tensor, ...]
+
+PARAMETERS, GRADIENTS, OPTIMIZER, BUFFERS, _ = MEMORY_KINDS
+Held = tuple[str, Tensor, int | None]
+"""What memory is for (of `MEMORY_KINDS`), a tensor in it, and the bytes in use, where these are not its whole storage.
+"""
+
+
+def unmarked(part: str) -> None:
+    """Nobody wants to know that a part of a step begins."""
 
 
 class Trainer:
@@ -101,22 +111,53 @@ class Trainer:
         """Scale the gradients down to a norm of `largest`; returns their norm before."""
         return nn.utils.clip_grad_norm_(self.model.parameters(), largest)
 
-    def differentiate(self, batches: Sequence[Batch]) -> list[Tensor]:
-        """Forward and backward over the micro-batches of a step: their losses, detached."""
+    def held(self) -> Iterator[Held]:
+        """What the engine holds from step to step, as far as it can be asked."""
+        for parameter in self.model.parameters():
+            yield from _with_gradient(PARAMETERS, parameter)
+        for buffer in self.model.buffers():
+            yield BUFFERS, buffer, None
+        yield from held_by(self.optimizer)
+
+    def differentiate(self, batches: Sequence[Batch], mark: Callable[[str], None] = unmarked) -> list[Tensor]:
+        """Forward and backward over the micro-batches of a step: their losses, detached. `mark` is called with each."""
         losses = []
         for number, batch in enumerate(batches):
             with self.micro_batch(last=number == len(batches) - 1):
+                mark("forward")
                 loss = self.forward(batch)
+                mark("backward")
                 self.backward(loss / len(batches))
             losses.append(loss.detach())
         return losses
 
-    def step(self, batches: Sequence[Batch]) -> tuple[list[Tensor], Tensor | None]:
+    def step(
+        self, batches: Sequence[Batch], mark: Callable[[str], None] = unmarked
+    ) -> tuple[list[Tensor], Tensor | None]:
         """One optimizer step over micro-batches: their losses, detached, and what `update` returned.
 
         These tensors are read when later steps may be over already: no step writes to those of another.
         """
-        return self.differentiate(batches), self.update()
+        losses = self.differentiate(batches, mark)
+        mark("optimizer")
+        return losses, self.update()
+
+
+def held_by(optimizer: Optimizer) -> Iterator[Held]:
+    """What an optimizer steps, and its state."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            yield from _with_gradient(OPTIMIZER, parameter)
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, Tensor):
+                yield OPTIMIZER, value, None
+
+
+def _with_gradient(kind: str, parameter: Tensor) -> Iterator[Held]:
+    yield kind, parameter, None
+    if parameter.grad is not None:
+        yield GRADIENTS, parameter.grad, None
 
 
 def trainable(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:

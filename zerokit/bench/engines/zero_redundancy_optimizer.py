@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from zerokit.bench.engines.ddp import DdpTrainer
-from zerokit.bench.engines.trainer import trainable
+from zerokit.bench.engines.trainer import Held, held_by, trainable
 
 
 class ZeroRedundancyOptimizerTrainer(DdpTrainer):
     """Each rank steps its share of the parameters, whole ones, and broadcasts them."""
+
+    optimizer: ZeroRedundancyOptimizer
 
     def make_optimizer(self) -> ZeroRedundancyOptimizer:
         return ZeroRedundancyOptimizer(
@@ -20,3 +24,7 @@ class ZeroRedundancyOptimizerTrainer(DdpTrainer):
             lr=self.settings.lr,
             fused=True,
         )
+
+    def held(self) -> Iterator[Held]:
+        yield from super().held()
+        yield from held_by(self.optimizer.optim)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -9,9 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zerokit.bench.engines.trainer import Trainer
+from zerokit.bench.engines.trainer import BUFFERS, GRADIENTS, OPTIMIZER, PARAMETERS, Held, Trainer
 from zerokit.bench.workloads.build import Loaded
 from zerokit.runtime import Precision, ZeroOptimizer
+from zerokit.runtime.measure import list_holdings
+
+_KINDS = {
+    "parameters": PARAMETERS,
+    "frozen": PARAMETERS,
+    "gathered": PARAMETERS,
+    "gradients": GRADIENTS,
+    "optimizer": OPTIMIZER,
+    "scalars": OPTIMIZER,
+    "buffers": BUFFERS,
+    "buckets": BUFFERS,
+}
 
 
 class ZerokitTrainer(Trainer):
@@ -53,6 +66,11 @@ class ZerokitTrainer(Trainer):
     @property
     def waited_s(self) -> float:
         return self.zero.parts.collectives.watch.waited_s
+
+    def held(self) -> Iterator[Held]:
+        parts = self.zero.parts
+        for one in list_holdings(parts.model, parts.storages, parts.gradients, parts.inner):
+            yield _KINDS[one.line], one.tensor, one.used + one.padding
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[object]:
         return nullcontext() if last else self.zero.accumulate()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -78,24 +79,17 @@ def combine(by_rank: Sequence[Sequence[Parts]], traced: Sequence[tuple[float, fl
 
 def _step_in_parts(trainer: Trainer, batches: Sequence[Batch], accelerator: Accelerator) -> Parts:
     """`Trainer.step`, with the device waited for after each part."""
-    forward = backward = 0.0
     # On CUDA the host is past a collective before it has begun: only a trace knows.
     before = None if accelerator.is_cuda else trainer.waited_s
-    for number, batch in enumerate(batches):
-        with trainer.micro_batch(last=number == len(batches) - 1):
-            started = _now(accelerator)
-            loss = trainer.forward(batch)
-            between = _now(accelerator)
-            trainer.backward(loss / len(batches))
-            ended = _now(accelerator)
-        forward += between - started
-        backward += ended - between
-    started = _now(accelerator)
-    trainer.update()
-    optimizer = _now(accelerator) - started
+    marks: list[tuple[str, float]] = []
+    trainer.step(batches, lambda part: marks.append((part, _now(accelerator))))
+    marks.append(("end", _now(accelerator)))
+    took = dict.fromkeys(("forward", "backward", "optimizer"), 0.0)
+    for (part, begun), (_, ended) in pairwise(marks):
+        took[part] += (ended - begun) * 1000.0
     after = None if before is None else trainer.waited_s
     waited_ms = None if before is None or after is None else (after - before) * 1000.0
-    return Parts(forward * 1000.0, backward * 1000.0, optimizer * 1000.0, waited_ms)
+    return Parts(**took, waited=waited_ms)
 
 
 def _now(accelerator: Accelerator) -> float:

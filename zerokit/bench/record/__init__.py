@@ -4,11 +4,13 @@ Nothing here imports another room of the bench.
 """
 
 from zerokit.bench.record.measured import (
+    MEMORY_KINDS,
     Bandwidth,
     Checkpoints,
     Data,
     DeviceMemory,
     Environment,
+    MemoryTimeline,
     Model,
     Phases,
     Rank,
@@ -34,11 +36,13 @@ from zerokit.bench.record.status import Outcome, Status
 
 __all__ = [
     "FORMAT",
+    "MEMORY_KINDS",
     "Bandwidth",
     "Checkpoints",
     "Data",
     "DeviceMemory",
     "Environment",
+    "MemoryTimeline",
     "Model",
     "Outcome",
     "Phases",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
+
+from zerokit.bench.record.measured import MEMORY_KINDS
 
 if TYPE_CHECKING:
     from zerokit.bench.record import Record
@@ -25,11 +27,17 @@ def check_record(record: Record) -> None:
             if len(getattr(record.twin, name)) not in (0, len(record.twin.step_ms)):
                 raise ValueError(f"twin.{name}: has another number of steps than step_ms")
     for node, samples in enumerate(record.system):
-        for name, series in samples.series.items():
-            if len(series) != len(samples.seconds):
-                raise ValueError(
-                    f"system[{node}].series.{name}: has {len(series)} values at {len(samples.seconds)} moments"
-                )
+        _check_series(f"system[{node}].series", samples.series, samples.seconds)
+    if record.timeline is not None:
+        if sorted(record.timeline.bytes) != sorted(MEMORY_KINDS):
+            raise ValueError(f"timeline.bytes: expected {', '.join(MEMORY_KINDS)}")
+        _check_series("timeline.bytes", record.timeline.bytes, record.timeline.seconds)
+
+
+def _check_series(path: str, series: Mapping[str, Sequence[object]], seconds: Sequence[float]) -> None:
+    for name, values in series.items():
+        if len(values) != len(seconds):
+            raise ValueError(f"{path}.{name}: has {len(values)} values at {len(seconds)} moments")
 
 
 def _check_counts(value: Any, path: str) -> None:

@@ -268,6 +268,24 @@ class Samples:
     cost_ms: float
 
 
+MEMORY_KINDS = ("parameters", "gradients", "optimizer", "buffers and buckets", "activations")
+"""The last is all that torch allocates in a step and no engine holds beyond it."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryTimeline:
+    """What rank 0 held in the course of one extra step, in which looking at memory took time of its own.
+
+    `parts` has the seconds when parts of the step began: "forward" and "backward" of each micro-batch, "optimizer".
+    `seconds` are those of the readings since the step began, and `bytes` has one list of the same length for each of
+    `MEMORY_KINDS`.
+    """
+
+    parts: dict[str, list[float]]
+    seconds: list[float]
+    bytes: dict[str, list[int]]
+
+
 @dataclass(frozen=True, slots=True)
 class Results:
     """What is computed from the ranks' numbers; a step's time is that of its slowest rank.

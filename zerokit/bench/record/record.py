@@ -21,6 +21,7 @@ from zerokit.bench.record.measured import (
     Checkpoints,
     Data,
     Environment,
+    MemoryTimeline,
     Model,
     Phases,
     Rank,
@@ -67,6 +68,7 @@ class Record:
         ranks: in rank order.
         traffic: of zerokit; null for other engines.
         bandwidth: of single collectives, after the training.
+        timeline: memory in the course of a step; null in records from before it was noted.
         system: one a node.
         checkpoints: what was saved and resumed, between the steps.
         batches_repeat_after: steps after which batches came again, since not all lay ready on a CUDA device; null where
@@ -88,6 +90,7 @@ class Record:
     bandwidth: list[Bandwidth] = field(default_factory=list)
     phases: Phases | None = None
     twin: Twin | None = None
+    timeline: MemoryTimeline | None = None
     system: list[Samples] = field(default_factory=list)
     loss: list[float | None] = field(default_factory=list)
     gradient_norm: list[float | None] = field(default_factory=list)

@@ -61,7 +61,7 @@ def make_pictures(cells: Sequence[Cell], partners: Partners) -> list[Picture]:
         found += [_front(cells, roles, unit) for unit in UNITS]
         found += [picture for unit in UNITS for picture in _over(cells, roles, unit)]
     found += [_steps(cells, roles), _communication(cells, roles), _phases(cells), _state(cells)]
-    found += [_memory(cells, roles), _loss(cells, roles)]
+    found += [_in_a_step(cells), _memory(cells, roles), _loss(cells, roles)]
     return [picture for picture in found if picture is not None]
 
 
@@ -268,6 +268,31 @@ def _state(cells: Sequence[Cell]) -> Picture | None:
         rows.append(Row(cell.label, parts, scale.text(total), extra, mark=mark))
     title = f"Model state beside its formula, {scale.unit} a rank"
     return _barred("state", title, rows, scale, _STATE)
+
+
+def _in_a_step(cells: Sequence[Cell]) -> Picture | None:
+    found = [(cell, cell.first.timeline) for cell in cells if cell.status == "ok"]
+    shown = [(cell, timeline) for cell, timeline in found if timeline is not None and timeline.seconds]
+    if not shown:
+        return None
+    kinds = _STATE | {"activations": "fourth"}
+    wholes = [[sum(sizes) for sizes in zip(*one.bytes.values(), strict=True)] for _, one in shown]
+    scale = Scale.of("MiB", [max(whole) / MIB for whole in wholes])
+    rows = []
+    for (cell, timeline), whole in zip(shown, wholes, strict=True):
+        amounts = zip(
+            *([size / MIB * scale.factor for size in timeline.bytes[kind]] for kind in kinds), strict=True
+        )
+        points = list(zip(timeline.seconds, amounts, strict=True))
+        end = timeline.seconds[-1] or 1.0
+        borders = [at / end for part in ("backward", "optimizer") for at in timeline.parts.get(part, ())]
+        most = timeline.bytes["activations"][whole.index(max(whole))] / MIB
+        text = f"peak {scale.text(max(whole) / MIB)}, activations {scale.text(most)} of it"
+        rows.append(plots.Band(cell.label, [(at / end, sizes) for at, sizes in points], text, borders))
+    title = f"Memory in the course of a step, {scale.unit} on rank 0"
+    label = _say(title, ((row.label, row.text) for row in rows))
+    plot = plots.bands(rows, "share of the step", kinds)
+    return Picture("in a step", "memory-in-a-step", title, label, plot)
 
 
 def _memory(cells: Sequence[Cell], roles: Roles) -> Picture | None:

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import altair as alt
 
 from zerokit.bench.record.statistics import quantile
+from zerokit.bench.report.labels import BESIDE, HEIGHT, NAME, lines_of, place_labels, text_width
 from zerokit.bench.report.theme import colour
 
 HOVER = "hover"  # the layer that is there to be pointed at: a picture without scripts leaves it out
 NARROW = 350  # pixels: the narrowest column that a picture has to fit, that of a telephone
 DOTS = 300
 """Of a strip, and points of a curve: more cannot be told apart, and make a page heavy."""
-_HEIGHT, _BAR = 270, 14
-# Labels up to this width stand beside their bars, longer ones above; names in a plot are cut at this width.
-_BESIDE, _NAME = 112.0, 150.0
+_BAR = 14
 # A low-discrepancy sequence spreads dots evenly and the same every time.
 _JITTER = alt.ExprRef(f"((datum.x * 0.6180339887) % 1 - 0.5) * {_BAR}")
 _FORMAT = ",.4~g"
@@ -74,6 +74,19 @@ class Series:
         } | more
 
 
+@dataclass(frozen=True, slots=True)
+class Band:
+    """Amounts on each other in the course of something: at each x from 0 to 1, one of every kind.
+
+    `text` stands at the right above; at each of `borders` something else begins.
+    """
+
+    label: str
+    points: Sequence[tuple[float, Sequence[float]]]
+    text: str
+    borders: Sequence[float] = ()
+
+
 def bars(rows: Sequence[Row], unit: str, legend: Mapping[str, str] | None = None) -> Plot:
     """Horizontal bars from zero, one a row; `legend` has names and roles of parts that no label explains."""
 
@@ -98,10 +111,7 @@ def bars(rows: Sequence[Row], unit: str, legend: Mapping[str, str] | None = None
     known = {"error": "±"} if any(row.error for row in rows) else {}
     fill = _OWN
     if legend:
-        # In one row, or two names a row where a page is narrow.
-        columns = f"width < {sum(text_width(name) + 36 for name in legend):.0f} ? 2 : {len(legend)}"
-        shades = alt.Scale(domain=list(legend), range=[colour(role) for role in legend.values()])
-        fill = alt.Color("part:N", scale=shades, legend=alt.Legend(columns=alt.ExprRef(columns)))
+        fill = _shades(legend)
 
     def x(field: str, stack: Any = None) -> alt.X:
         return alt.X(field, type="quantitative", axis=None, scale=scale, stack=stack)
@@ -160,6 +170,53 @@ def strips(rows: Sequence[Series], unit: str) -> Plot:
     return _labelled([row.label for row in rows], layers)
 
 
+def bands(rows: Sequence[Band], across: str, legend: Mapping[str, str]) -> Plot:
+    """Bands of stacked areas, all of one scale; `legend` has the kinds from below, each with its role."""
+    reach = max(sum(amounts) for row in rows for _, amounts in row.points) or 1.0
+    # The label stands above its band, and the text beside it, or below where a narrow page has no room for both.
+    below = any(text_width(row.label) + text_width(row.text) + 12 > NARROW for row in rows)
+    tall, gap = 64, 48 if below else 32  # pixels
+    step = reach * (tall + gap) / tall
+    areas, wholes, ends, borders = [], [], [], []
+    for number, row in enumerate(reversed(rows)):
+        base = step * number
+        stacks = [(x, [base, *(base + up for up in accumulate(amounts))]) for x, amounts in row.points]
+        for kind, part in enumerate(legend):
+            at = [_short(x, stack[kind], stack[kind + 1]) for x, stack in stacks]
+            areas.append({"cell": row.label, "part": part, "at": at})
+        wholes.append({"cell": row.label, "at": [_short(x, base, *amounts) for x, amounts in row.points]})
+        ends.append({"cell": row.label, "text": row.text, "y": base + reach})
+        borders += [{"x": x, "y": base, "high": base + reach} for x in row.borders]
+    scale = alt.Scale(domain=[0.0, step * len(rows)], nice=False)
+    x = alt.X("x:Q", scale=alt.Scale(domain=[0.0, 1.0], nice=False), axis=_axis(across, format=".0%"))
+    y, high = alt.Y("y:Q", scale=scale, axis=None), alt.Y2("high:Q")
+    taken = {"x": "datum.at[0]", "y": "datum.at[1]"}
+    amounts = {f"n{kind}": f"datum.at[{kind + 2}]" for kind in range(len(legend))}
+    told = _told("cell", x=across, **dict(zip(amounts, legend, strict=True)))
+    label, text = alt.value(0), alt.value(0 if below else "width")
+    return _finished(
+        _chart(areas)
+        .transform_flatten(["at"])
+        .transform_calculate(**taken, high="datum.at[2]")
+        .mark_area()
+        .encode(x=x, y=y, y2=high, detail="cell:N", color=_shades(legend)),
+        _chart(borders)
+        .mark_rule(strokeDash=[3, 3], color=colour("text"), opacity=0.5)
+        .encode(x=x, y=y, y2=high),
+        _chart(ends).mark_text(align="left", dy=16 - gap).encode(x=label, y=y, text="cell:N"),
+        _chart(ends)
+        .mark_text(align="left" if below else "right", dy=-16)
+        .encode(x=text, y=y, text="text:N", color=alt.value(colour("muted" if below else "text"))),
+        _chart(wholes)
+        .transform_flatten(["at"])
+        .transform_calculate(**taken, **amounts, high=f"datum.at[1] + {reach}")
+        .mark_bar(size=8, opacity=0)
+        .encode(x=x, y=y, y2=high, tooltip=told)
+        .properties(name=HOVER),
+        height=(tall + gap) * len(rows),
+    )
+
+
 def scatter(points: Sequence[Series], x_title: str, y_title: str) -> Plot:
     """Labelled points; neither axis starts at zero, because places beside each other are what is looked at."""
     rows = [
@@ -172,7 +229,7 @@ def scatter(points: Sequence[Series], x_title: str, y_title: str) -> Plot:
     y = alt.Y("y:Q", scale=alt.Scale(domain=ys, nice=False), axis=_axis())
     tries = [(10, 0, "left"), (-10, 0, "right"), (0, -15, "center"), (0, 15, "center")]
     tries += [(dx, dy, align) for dy in (-14, 14, -28, 28) for dx, align in ((6, "left"), (-6, "right"))]
-    names = _placed(rows, tries, (xs, ys, NARROW - 56.0, 0.0))
+    names = place_labels(rows, tries, (xs, ys, NARROW - 56.0, 0.0))
     fill = alt.condition("datum.marked", alt.Fill("colour:N", scale=None), alt.value(colour("ground")))
     return _finished(
         _chart([row for row in rows if row["marked"]])
@@ -203,7 +260,7 @@ def curves(
     ys = [0.0, ys[1]] if ticks else ys
     values = [x for row in rows for x, _ in row.points]
     xs = [min(values), max(values)]
-    room = 12 + min(max(text_width(line) for row in rows for line in _lines(row.name)), _NAME)
+    room = 12 + min(max(text_width(line) for row in rows for line in lines_of(row.name)), NAME)
     far = bool(ticks) and 0 < 8 * ticks[0] <= ticks[-1]
     scale = _scale(xs, 8, room, **({"type": "log", "base": 2, "zero": alt.Undefined} if far else {}))
     places = {"values": list(ticks), "labelExpr": "format(datum.value, ',~g')"} if ticks else {}
@@ -213,8 +270,8 @@ def curves(
     dash = alt.condition("datum.marked", alt.value([4, 4]), alt.value([1, 0]))
     line = each.mark_line(clip=True, strokeWidth=2 if ticks else 1.5)
     ends = [row.row(x=row.points[-1][0], y=row.points[-1][1]) for row in rows if row.name]
-    lanes = [0, *(side * step for step in range(8, _HEIGHT, 8) for side in (-1, 1))]
-    names = _placed(ends, [(8, lane, "left") for lane in lanes], (xs, ys, NARROW - 48.0 - room, room))
+    lanes = [0, *(side * step for step in range(8, HEIGHT, 8) for side in (-1, 1))]
+    names = place_labels(ends, [(8, lane, "left") for lane in lanes], (xs, ys, NARROW - 48.0 - room, room))
     told = [*_told("cell", x=x_title), alt.Tooltip("y:Q", title=y_title, format=form)]
     dots = each.mark_circle(size=45 if ticks else 250).encode(tooltip=told)
     if not ticks:
@@ -232,58 +289,10 @@ def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     return list(points[(len(points) - 1) % every :: every]) if points else []
 
 
-def text_width(text: str) -> float:
-    """About how wide a text of 12 pixels will be."""
-    return 6.84 * len(text)
-
-
-def _lines(name: str) -> list[str]:
-    """A long name with each of its parts on a line of its own."""
-    return name.split(" · ") if text_width(name) > _BESIDE else [name]
-
-
-def _placed(
-    rows: Sequence[Plot],
-    tries: Sequence[tuple[float, float, str]],
-    area: tuple[list[float], list[float], float, float],
-) -> list[Plot]:
-    """Labels beside their points, the first of `tries` where nothing else is; none where there is no free place.
-
-    Only in the margin, beside a point at the right edge, is a label further away still known to be that point's.
-    Places are looked for at the narrowest width: at any other, points are further apart and the labels no longer.
-    `area` has both axes' domains, the pixels across, and those that are free beside.
-    """
-    xs, ys, width, room = area
-
-    def pixels(row: Plot) -> tuple[float, float]:
-        right = (row["x"] - xs[0]) / ((xs[1] - xs[0]) or 1.0)
-        return right * width, (ys[1] - row["y"]) / (ys[1] - ys[0]) * _HEIGHT
-
-    taken = [(x - 6, y - 6, x + 6, y + 6) for x, y in map(pixels, rows)]
-    found = []
-    for row in rows:
-        lines, (x, y) = _lines(row["name"]), pixels(row)
-        across, tall = min(max(map(text_width, lines)), _NAME), 7.5 * len(lines)
-        for dx, dy, align in tries:
-            left = x + dx - {"left": 0.0, "center": across / 2, "right": across}[align]
-            box = (left, y + dy - tall, left + across, y + dy + tall)
-            inside = box[0] >= 0 and box[2] <= width + room and box[1] >= 0 and box[3] <= _HEIGHT + 8
-            near = abs(dy) < 30 or row["x"] == xs[1]
-            if (
-                inside
-                and near
-                and all(box[2] <= a or c <= box[0] or box[3] <= b or d <= box[1] for a, b, c, d in taken)
-            ):
-                taken.append(box)
-                found.append({**row, "name": lines, "dx": dx, "dy": dy - tall + 7.5, "align": align})
-                break
-    return found
-
-
 def _names(rows: Sequence[Plot], x: alt.X, y: alt.Y) -> list[alt.Chart]:
-    """Labels as `_placed` has placed them, above a rim that keeps them readable where they cross a line."""
+    """Labels as `place_labels` has placed them, above a rim that keeps them readable where they cross a line."""
     mark: dict[str, Any] = {name: alt.ExprRef(f"datum.{name}") for name in ("dx", "dy", "align")}
-    mark |= {"baseline": "middle", "limit": _NAME, "lineHeight": 15}
+    mark |= {"baseline": "middle", "limit": NAME, "lineHeight": 15}
     texts = _chart(rows).encode(x=x, y=y, text="name:N")
     rim = texts.mark_text(**mark, stroke=colour("ground"), strokeWidth=4, strokeJoin="round")
     return [rim, texts.mark_text(**mark).encode(color=_OWN)]
@@ -291,7 +300,7 @@ def _names(rows: Sequence[Plot], x: alt.X, y: alt.Y) -> list[alt.Chart]:
 
 def _labelled(labels: Sequence[str], layers: Iterable[alt.Chart]) -> Plot:
     """Layers over rows, whose labels stand beside them, or above where a narrow page has no room for them."""
-    above = max(map(text_width, labels)) > _BESIDE
+    above = max(map(text_width, labels)) > BESIDE
     look: dict[str, Any] = {"labelFontSize": 12, "labelLimit": 0, "labelColor": colour("text")}
     axis = alt.Axis(title=None, grid=False, domain=True, domainColor=colour("soft"), labels=not above, **look)
     y = alt.Y("cell:N", axis=axis, scale=alt.Scale(domain=list(labels), paddingInner=0, paddingOuter=0))
@@ -303,7 +312,19 @@ def _labelled(labels: Sequence[str], layers: Iterable[alt.Chart]) -> Plot:
     return _finished(*layers, height=len(labels) * (44 if above else 26))
 
 
-def _finished(*layers: Any, height: int = _HEIGHT) -> Plot:
+def _shades(legend: Mapping[str, str]) -> alt.Color:
+    """Parts in their colours, named in one row, or two a row where a page is narrow."""
+    columns = f"width < {sum(text_width(name) + 36 for name in legend):.0f} ? 2 : {len(legend)}"
+    shades = alt.Scale(domain=list(legend), range=[colour(role) for role in legend.values()])
+    return alt.Color("part:N", scale=shades, legend=alt.Legend(columns=alt.ExprRef(columns)))
+
+
+def _short(*values: float) -> list[float]:
+    """With the digits that a picture can show."""
+    return [float(f"{value:.5g}") for value in values]
+
+
+def _finished(*layers: Any, height: int = HEIGHT) -> Plot:
     return alt.layer(*layers).properties(height=height).to_dict()
 
 
