@@ -112,7 +112,7 @@ def test_push_says_what_it_did_and_fails_in_plain_words(tmp_path: Path, serve: S
         "pushed",
         "pushed",
     ]
-    assert "records/c.json: records/c.json: not a bench record" in done.stderr
+    assert " records/c.json: not a bench record" in done.stderr
     assert done.stdout.splitlines() == [
         "1 not a record, 2 pushed: experiment mine at sqlite:///mlflow.db",
         "serve   mlflow ui --backend-store-uri sqlite:///mlflow.db",

@@ -174,6 +174,16 @@ def test_engines_on_two_ranks() -> None:
             assert min(state) <= held <= max(state)
 
 
+def test_other_devices_are_not_counted() -> None:
+    elsewhere = torch.ones(10, device="meta")
+    with MemoryTracker(lambda: iter([(OPTIMIZER, elsewhere, None)])) as tracker:
+        there = elsewhere + 1
+        assert track(tracker) == dict.fromkeys(MEMORY_KINDS, 0)
+        kept = torch.ones(10)
+        assert track(tracker)[ACTIVATIONS] == kept.numel() * ELEMENT
+    assert there.is_meta
+
+
 def test_tensors_without_a_storage_are_let_be() -> None:
     with MemoryTracker(nothing) as tracker:
         sparse: Tensor = torch.eye(3).to_sparse()

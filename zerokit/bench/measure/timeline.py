@@ -47,12 +47,16 @@ class MemoryTracker(TorchDispatchMode):
 
     Args:
         held: says what the engine holds.
+        device: whose memory: "cpu", "cuda".
         interval_s: between two readings at least: each one looks at every storage.
     """
 
-    def __init__(self, held: Callable[[], Iterable[Held]], interval_s: float = 0.0) -> None:
+    def __init__(
+        self, held: Callable[[], Iterable[Held]], device: str = "cpu", interval_s: float = 0.0
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self._held = held
+        self._device = device
         self._interval_s = interval_s
         self._followed: dict[int, _Followed] = {}
         self.begin_step()
@@ -73,6 +77,8 @@ class MemoryTracker(TorchDispatchMode):
         for one in self._followed.values():
             one.used = None
         for kind, tensor, used in self._held():
+            if tensor.device.type != self._device:
+                continue
             one = self._follow(tensor)
             # Without an exact account the first purpose counts: an optimizer steps parameters, too.
             if used is not None or one.kind == _TEMPORARY:
@@ -101,7 +107,9 @@ class MemoryTracker(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         for value in tree_leaves(result):
-            if isinstance(value, Tensor) and value.layout == torch.strided:
+            if not isinstance(value, Tensor):
+                continue
+            if value.device.type == self._device and value.layout == torch.strided:
                 self._follow(value)
         if time.perf_counter() >= self._due:
             self.read()
@@ -118,7 +126,9 @@ def measure_timeline(trainer: Trainer, batches: Batches, step_ms: float) -> Memo
 
     In the first step it becomes known what storages are for.
     """
-    tracker = MemoryTracker(trainer.held, step_ms / 1000.0 / READINGS) if dist.get_rank() == 0 else None
+    tracker = None
+    if dist.get_rank() == 0:
+        tracker = MemoryTracker(trainer.held, trainer.accelerator.device.type, step_ms / 1000.0 / READINGS)
     for step in range(2):
         if tracker is None:
             trainer.step(batches(step))

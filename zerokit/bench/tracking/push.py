@@ -56,7 +56,7 @@ def find_records(paths: Sequence[Path]) -> Found:
             try:
                 record = read_record(file)
             except ZerokitError as error:
-                damaged.append(Done(file, "failed", None, str(error)))
+                damaged.append(Done(file, "failed", None, str(error).removeprefix(f"{file}: ")))
                 continue
             records.setdefault(record.id, (file, record))
             folders[file.parent.parent] = SweepFolder(file.parent.parent)
