@@ -362,7 +362,7 @@ def test_generation_half_precision_skipped_steps_and_a_second_training(tmp_path:
 # ---- what is refused
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"torch_compile": True}, "compile inner modules"),
+    ({"torch_compile": True}, "compile the model in place"),
     ({"auto_find_batch_size": True}, "per_device_train_batch_size"),
     ({"save_on_each_node": True}, "all nodes share"),
     ({"bf16_full_eval": True}, "bf16=True"),

@@ -19,6 +19,7 @@ from zerokit.checkpoint.state import Description, Held, describe, own_slices, te
 from zerokit.errors import CheckpointError
 from zerokit.layout import Layout
 from zerokit.runtime import ZeroOptimizer
+from zerokit.runtime.modules import plain_name
 
 Slices = dict[tuple[str, str], Tensor]
 """By stream and parameter's name, flat."""
@@ -163,7 +164,7 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
         for path, module in model.named_modules()
         for name in module._non_persistent_buffers_set
     }
-    return {name: buffer for name, buffer in model.named_buffers() if name not in transient}
+    return {plain_name(name): buffer for name, buffer in model.named_buffers() if name not in transient}
 
 
 def require_agreement(cards: Sequence[Card]) -> None:

@@ -110,8 +110,8 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
             )
         if self.state.dynamo_plugin.backend.value != "NO":
             raise UsageError(
-                "the whole model would be compiled, which hides its modules' hooks: leave dynamo_backend out, and "
-                "compile inner modules, `for block in model.blocks: block.mlp.compile()`"
+                "prepare() would return another model, a compiled one: leave dynamo_backend out, and compile the model "
+                "in place, `model.compile()`, or its blocks, `for block in model.blocks: block.compile()`"
             )
         if not self.even_batches:
             raise UsageError(

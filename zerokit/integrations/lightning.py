@@ -370,8 +370,8 @@ def _share_methods(root: nn.Module, module: nn.Module) -> None:
 def _refuse_conflicts(module: Any, trainer: Any) -> None:
     if getattr(module, "_compiler_ctx", None) is not None:
         raise UsageError(
-            "the whole module is compiled, which hides its modules' hooks: compile the repeated blocks instead, for "
-            "example `for block in self.blocks: block.mlp.compile()` in __init__, and pass the plain module to fit()"
+            "the whole module is compiled, and its training_step with it: compile the repeated blocks instead, for "
+            "example `for block in self.blocks: block.compile()` in __init__, and pass the plain module to fit()"
         )
     if any(ticket_of(parameter) is not None for parameter in module.parameters()):
         raise UsageError(

@@ -272,7 +272,8 @@ def require_supported(args: TrainingArguments) -> None:
         ),
         "torch_compile": (
             args.torch_compile,
-            "leave it out and compile inner modules, `for layer in model.model.layers: layer.mlp.compile()`",
+            "leave it out and compile the model in place, `model.compile()`, or its layers, "
+            "`for layer in model.model.layers: layer.compile()`",
         ),
         "auto_find_batch_size": (
             args.auto_find_batch_size,

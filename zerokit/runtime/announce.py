@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from zerokit.runtime.hooks import Hook
+from zerokit.runtime.hooks import Hook, TracedHook, is_compiled
 from zerokit.runtime.modules import Anatomy, announcers
 from zerokit.runtime.storage import FlatUnit
 
@@ -53,7 +53,7 @@ class Announcements:
             if len(units) > 1:
                 self._inside.pop(module, None)
         self._handles: dict[nn.Module, list[RemovableHandle]] = {}
-        self._cast: Hook | None = None
+        self._cast: TracedHook | None = None
 
     def install(
         self,
@@ -63,7 +63,7 @@ class Announcements:
         cast: Callable[..., Any],
     ) -> None:
         """Call `before(units, ...)` and `after(units, ...)` around each module's forward, or `cast` alone."""
-        self._cast = Hook(walk, cast)
+        self._cast = TracedHook(walk, cast)
         for module, units in self._users.items():
             self._handles[module] = [
                 module.register_forward_pre_hook(Hook(walk, before, units), with_kwargs=True, prepend=True),
@@ -80,15 +80,23 @@ class Announcements:
             for handles in self._handles.values():
                 if len(handles) == 2:
                     handles.pop().remove()
-        for module, scopes in self._inside.items():
-            if scopes and scopes <= self.called:
-                for handle in self._handles.pop(module):
-                    handle.remove()
-                if module in self._casting and self._cast is not None:
-                    handle = module.register_forward_pre_hook(self._cast, with_kwargs=True, prepend=True)
-                    self._handles[module] = [handle]
+        self._drop_inside(self.called)
         self._inside.clear()
         self.called.clear()
+
+    def spare_compilers(self, model: nn.Module) -> None:
+        """Where parts of the model are compiled, remove all hooks inside units: they would divide graphs for good."""
+        if Hook.under_compiler or any(map(is_compiled, model.modules())):
+            self._drop_inside(set(self._users))
+
+    def _drop_inside(self, called: set[nn.Module]) -> None:
+        for module in [module for module, scopes in self._inside.items() if scopes and scopes <= called]:
+            del self._inside[module]
+            for handle in self._handles.pop(module):
+                handle.remove()
+            if module in self._casting and self._cast is not None:
+                handle = module.register_forward_pre_hook(self._cast, with_kwargs=True, prepend=True)
+                self._handles[module] = [handle]
 
     def remove(self) -> None:
         for handles in self._handles.values():

@@ -23,7 +23,7 @@ from zerokit.layout import Layout, build_layout, default_bucket_bytes, pooled_un
 from zerokit.runtime.agreement import require_agreement
 from zerokit.runtime.collectives import Collectives, make_collectives
 from zerokit.runtime.control import StepControl
-from zerokit.runtime.gathering import COMPILE_PARTS, Gathering
+from zerokit.runtime.gathering import Gathering
 from zerokit.runtime.gradients import Gradients
 from zerokit.runtime.guard import ticket_of
 from zerokit.runtime.heap import Heap
@@ -80,6 +80,8 @@ def build(
             f"{optimizer_class!r} is no optimizer class: pass the class itself, such as torch.optim.AdamW, and its "
             "options as keywords; zerokit builds it over flat parameters"
         )
+    if isinstance(model, torch._dynamo.OptimizedModule):
+        model = model._orig_mod  # what it compiles, whose names are the model's own
     _check_arguments(model, bucket_mb, prefetch)
     group = _group_of_this_rank(process_group)
     groups = _as_groups(model, params)
@@ -210,10 +212,6 @@ def _check_arguments(model: nn.Module, bucket_mb: float | None, prefetch: int) -
     if not dist.is_initialized():
         raise UsageError(
             "no process group: call torch.distributed.init_process_group() first (torchrun sets its environment)"
-        )
-    if isinstance(model, torch._dynamo.OptimizedModule):
-        raise UsageError(
-            f"the whole model is compiled, which hides its modules' hooks: {COMPILE_PARTS}, and pass the plain model"
         )
     for path, module in model.named_modules():
         wrapper = type(module).__name__

@@ -227,16 +227,12 @@ class Gathering:
             unit.unguard()
 
 
-COMPILE_PARTS = (
-    "compile the inner modules of its units instead, such as `for block in model.blocks: block.mlp.compile()`"
-)
-
-
 def refuse_reading(name: str) -> UsageError:
     """The error for using a freed parameter where its unit cannot be gathered."""
     if torch._guards.CompileContext.try_get() is not None:
         return UsageError(
-            f"torch.compile of the whole model reads {name}, which stage 3 has divided over ranks: {COMPILE_PARTS}"
+            f"a graph of torch.compile reads {name}, which stage 3 has divided over ranks, outside its unit's module: "
+            "compile the units instead, `for block in model.blocks: block.compile()`"
         )
     return UsageError(
         f"{name} is divided over ranks between its uses (stage 3), so it cannot be read or changed here: do it inside "

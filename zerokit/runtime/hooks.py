@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import types
 import weakref
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
+from torch import nn
+from torch._dynamo.decorators import skip
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
@@ -17,19 +20,34 @@ from torch.nn.modules.module import (
 from zerokit.errors import UsageError
 
 _NOTHING = contextlib.nullcontext()
+_set_compiler: Callable[[Any], Any] = torch._C._dynamo.eval_frame.set_eval_frame
 
 
 class Hook:
-    """A method of an object with its first arguments, for PyTorch to call; nothing, once the object is gone."""
+    """A method of an object with its first arguments, for PyTorch to call; nothing, once the object is gone.
+
+    Compilers leave it, and what it calls, out of their graphs.
+    """
 
     __slots__ = ("_arguments", "_method", "_target")
+    under_compiler: ClassVar[bool] = False
+    """Whether any hook was called while torch.compile was at work on what is around it."""
 
     def __init__(self, target: weakref.ref[Any], method: Callable[..., Any], *arguments: Any) -> None:
         self._target, self._method, self._arguments = target, method, arguments
 
+    @skip
     def __call__(self, *args: Any) -> Any:
         target = self._target()
-        return None if target is None else self._method(target, *self._arguments, *args)
+        if target is None:
+            return None
+        compiler = _set_compiler(None)  # for what is called from here
+        if compiler is not None:
+            Hook.under_compiler = True
+        try:
+            return self._method(target, *self._arguments, *args)
+        finally:
+            _set_compiler(compiler)
 
     def __deepcopy__(self, memo: object) -> Callable[..., None]:
         return _ignore  # a copied module is a plain one
@@ -39,6 +57,24 @@ class Hook:
             "a module under ZeroOptimizer cannot be pickled, its parameters may be divided over ranks: save its "
             "state_dict(), inside `with optimizer.gathered():` where all ranks enter, or use zerokit.save()"
         )
+
+
+class TracedHook(Hook):
+    """A hook that works on tensors alone: compilers take it into their graphs."""
+
+    __slots__ = ()
+
+    def __call__(self, *args: Any) -> Any:
+        target = self._target()
+        return None if target is None else self._method(target, *self._arguments, *args)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether the module, or a function that it holds, has been through torch.compile."""
+    if module._compiled_call_impl is not None:
+        return True
+    functions = (value for value in module.__dict__.values() if isinstance(value, types.FunctionType))
+    return any(hasattr(function, "_torchdynamo_orig_callable") for function in functions)
 
 
 def _ignore(*args: Any) -> None:

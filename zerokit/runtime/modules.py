@@ -41,7 +41,7 @@ def take_apart(model: nn.Module, rule: UnitRule | None, groups: Mapping[nn.Param
     Raises `UsageError` where `rule` matches no module.
     """
     scopes = _unit_modules(model, rule)
-    named = dict(model.named_parameters())
+    named = {plain_name(name): parameter for name, parameter in model.named_parameters()}
     first_name = {parameter: name for name, parameter in named.items()}
     aliases: dict[str, list[str]] = {}
     users: dict[str, dict[str | None, None]] = {}
@@ -50,7 +50,7 @@ def take_apart(model: nn.Module, rule: UnitRule | None, groups: Mapping[nn.Param
         scope = next((name for name in scopes if path == name or path.startswith(f"{name}.")), None)
         for local, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             name = first_name[parameter]
-            alias = f"{path}.{local}" if path else local
+            alias = plain_name(f"{path}.{local}" if path else local)
             if alias != name:
                 aliases.setdefault(name, []).append(alias)
             users.setdefault(name, {})[scope] = None
@@ -79,6 +79,11 @@ def take_apart(model: nn.Module, rule: UnitRule | None, groups: Mapping[nn.Param
     if members:
         segments.append(Segment(current, tuple(members)))
     return Anatomy(named, segments, owners)
+
+
+def plain_name(name: str) -> str:
+    """The name as it is without torch.compile, which puts a module of its own around each that it replaces."""
+    return name.replace("_orig_mod.", "")
 
 
 def _unit_modules(model: nn.Module, rule: UnitRule | None) -> dict[str, nn.Module]:

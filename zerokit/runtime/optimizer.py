@@ -116,7 +116,7 @@ class ZeroOptimizer(Optimizer):
         self._optimizer_step_pre_hooks = self.parts.inner._optimizer_step_pre_hooks
         self._optimizer_step_post_hooks = self.parts.inner._optimizer_step_post_hooks
         install_model_methods(
-            model, self.parts.storages, self.parts.gathering, weakref.WeakMethod(self.zero_grad)
+            self.parts.model, self.parts.storages, self.parts.gathering, weakref.WeakMethod(self.zero_grad)
         )
         self.parts.collectives.counters = Counters()
         weakref.finalize(self, self.parts.control.end)

@@ -136,6 +136,8 @@ class ModelWalk:
         if self._in_forward:
             self.gathering.free_all()  # the last forward ended in an exception
         self._known.require_same(module)
+        if not self.gathering.recorded:
+            self._modules.spare_compilers(module)
         self._in_forward = True
         self._given.clear()
         self._passes.begin(training=torch.is_grad_enabled())
