@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from zerokit.runtime.hooks import Hook, TracedHook, is_compiled
+from zerokit.runtime.hooks import Compilers, Hook, TracedHook, is_compiled
 from zerokit.runtime.modules import Anatomy, announcers
 from zerokit.runtime.storage import FlatUnit
 
@@ -86,7 +86,7 @@ class Announcements:
 
     def spare_compilers(self, model: nn.Module) -> None:
         """Where parts of the model are compiled, remove all hooks inside units: they would divide graphs for good."""
-        if Hook.under_compiler or any(map(is_compiled, model.modules())):
+        if Compilers.seen or any(map(is_compiled, model.modules())):
             self._drop_inside(set(self._users))
 
     def _drop_inside(self, called: set[nn.Module]) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from zerokit.errors import UsageError
-from zerokit.runtime.hooks import Hook
+from zerokit.runtime.hooks import Hook, uncompiled
 
 TICKET = "_zerokit"
 """The attribute of a managed parameter that leads to its unit."""
@@ -101,6 +101,7 @@ class _WithoutGradient(nn.Parameter):
     """A parameter whose gradient zerokit holds: `grad` is a `HeldGradient` while there is one, and None clears it."""
 
     @property
+    @uncompiled
     def grad(self) -> Tensor | None:
         real = shown_gradient(self)
         ticket = ticket_of(self)
@@ -110,6 +111,7 @@ class _WithoutGradient(nn.Parameter):
         return HeldGradient.of(self, ticket) if guard.has_gradient(ticket.unit, ticket.positions) else None
 
     @grad.setter
+    @uncompiled
     def grad(self, value: Tensor | None) -> None:
         ticket = ticket_of(self)
         guard = None if ticket is None else ticket.ask()
@@ -129,6 +131,7 @@ class Guarded(_WithoutGradient):
     """The behaviour of a guarded parameter; `guarded_class` joins it to the parameter's own class."""
 
     @classmethod
+    @uncompiled
     def __torch_function__(
         cls,
         function: Callable[..., Any],
@@ -194,6 +197,7 @@ class HeldGradient(Tensor):
         return held
 
     @classmethod
+    @uncompiled
     def __torch_function__(
         cls,
         function: Callable[..., Any],

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import types
 import weakref
 from collections.abc import Callable
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -19,35 +20,48 @@ from torch.nn.modules.module import (
 
 from zerokit.errors import UsageError
 
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
 _NOTHING = contextlib.nullcontext()
 _set_compiler: Callable[[Any], Any] = torch._C._dynamo.eval_frame.set_eval_frame
 
 
-class Hook:
-    """A method of an object with its first arguments, for PyTorch to call; nothing, once the object is gone.
+class Compilers:
+    """What torch.compile does in this process."""
 
-    Compilers leave it, and what it calls, out of their graphs.
-    """
+    seen: ClassVar[bool] = False
+    """Whether it was ever at work on what is around a function of ours that it leaves alone."""
+
+
+def uncompiled(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
+    """A function that torch.compile leaves out of its graphs, and all that it calls."""
+
+    @functools.wraps(function)
+    def call(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+        compiler = _set_compiler(None)
+        if compiler is not None:
+            Compilers.seen = True
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _set_compiler(compiler)
+
+    skipped: Callable[_Args, _Result] = skip(call)
+    return skipped
+
+
+class Hook:
+    """A method of an object with its first arguments, for PyTorch to call; nothing, once the object is gone."""
 
     __slots__ = ("_arguments", "_method", "_target")
-    under_compiler: ClassVar[bool] = False
-    """Whether any hook was called while torch.compile was at work on what is around it."""
 
     def __init__(self, target: weakref.ref[Any], method: Callable[..., Any], *arguments: Any) -> None:
         self._target, self._method, self._arguments = target, method, arguments
 
-    @skip
+    @uncompiled
     def __call__(self, *args: Any) -> Any:
         target = self._target()
-        if target is None:
-            return None
-        compiler = _set_compiler(None)  # for what is called from here
-        if compiler is not None:
-            Hook.under_compiler = True
-        try:
-            return self._method(target, *self._arguments, *args)
-        finally:
-            _set_compiler(compiler)
+        return None if target is None else self._method(target, *self._arguments, *args)
 
     def __deepcopy__(self, memo: object) -> Callable[..., None]:
         return _ignore  # a copied module is a plain one
