@@ -323,7 +323,7 @@ def _compiled(device: str) -> tuple[str, dict[int, list[float]]]:
             training = Training(at(SCENES["plain"], stage=max(stage, 0)), placed(device))
             if stage >= 0:
                 for block in training.model.get_submodule("blocks").children():
-                    block.get_submodule("mlp").compile()
+                    block.compile()
             for step in range(training.run.steps):
                 training.step(step)
             losses[stage] = training.losses()
