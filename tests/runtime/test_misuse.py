@@ -128,7 +128,6 @@ CONSTRUCTIONS: dict[str, tuple[Callable[[], Any], str, tuple[str, ...]]] = {
     "units of no kind": (lambda: make(units="blocks"), "UsageError", ("units",)),
     "an instance": (lambda: make(cls=torch.optim.SGD(small().parameters())), "UsageError", ("class",)),
     "unknown option": (lambda: make(learning_rate=3.0), "TypeError", ("learning_rate",)),
-    "compiled": (lambda: make(torch.compile(small(), backend="eager")), "UsageError", ("compile",)),
     "complex": (lambda: make(nn.Linear(2, 2, dtype=torch.complex64)), "UsageError", ("complex64",)),
     "float64": (lambda: make(small().double()), "UsageError", ("float64",)),
 }
