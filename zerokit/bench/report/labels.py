@@ -46,7 +46,7 @@ def place_labels(
         for dx, dy, align in tries:
             left = x + dx - {"left": 0.0, "center": across / 2, "right": across}[align]
             box = (left, y + dy - tall, left + across, y + dy + tall)
-            inside = box[0] >= 0 and box[2] <= width + room and box[1] >= 0 and box[3] <= HEIGHT + 8
+            inside = box[0] >= 0 and box[2] <= width + room and box[1] >= 0 and box[3] <= HEIGHT
             near = abs(dy) < 30 or row["x"] == xs[1]
             if (
                 inside
