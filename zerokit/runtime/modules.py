@@ -83,7 +83,7 @@ def take_apart(model: nn.Module, rule: UnitRule | None, groups: Mapping[nn.Param
 
 def plain_name(name: str) -> str:
     """The name as it is without torch.compile, which puts a module of its own around each that it replaces."""
-    return name.replace("_orig_mod.", "")
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
 def _unit_modules(model: nn.Module, rule: UnitRule | None) -> dict[str, nn.Module]:

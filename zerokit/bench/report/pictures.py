@@ -283,12 +283,12 @@ def _in_a_step(cells: Sequence[Cell]) -> Picture | None:
         amounts = zip(
             *([size / MIB * scale.factor for size in timeline.bytes[kind]] for kind in kinds), strict=True
         )
-        points = list(zip(timeline.seconds, amounts, strict=True))
         end = timeline.seconds[-1] or 1.0
+        points = [(at / end, sizes) for at, sizes in zip(timeline.seconds, amounts, strict=True)]
         borders = [at / end for part in ("backward", "optimizer") for at in timeline.parts.get(part, ())]
         most = timeline.bytes["activations"][whole.index(max(whole))] / MIB
         text = f"peak {scale.text(max(whole) / MIB)}, activations {scale.text(most)} of it"
-        rows.append(plots.Band(cell.label, [(at / end, sizes) for at, sizes in points], text, borders))
+        rows.append(plots.Band(cell.label, points, text, borders))
     title = f"Memory in the course of a step, {scale.unit} on rank 0"
     label = _say(title, ((row.label, row.text) for row in rows))
     plot = plots.bands(rows, "share of the step", kinds)
