@@ -24,6 +24,7 @@ from typing import Any
 
 from zerokit.bench.comparison.cells import make_cells
 from zerokit.bench.comparison.differences import Difference, difference
+from zerokit.bench.record.metrics import PACED
 from zerokit.bench.record.runs import Run
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.run.session import Host, run_cell
@@ -84,7 +85,7 @@ def compare(settings: Settings, rounds: int, share: float, interrupts: Interrupt
                 runs.append((place, run_cell(asked, path, hosts[place if share else 0])))
     records = [tuple(record for place, record in runs if place == which) for which in (0, 1)]
     first, second = make_cells([Run("first", records[0]), Run("second", records[1])])
-    return difference(second, first, "step/p50_ms")
+    return difference(second, first, PACED)
 
 
 def main() -> int:

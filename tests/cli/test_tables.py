@@ -59,7 +59,7 @@ def test_rounds_are_one_row_with_their_error() -> None:
     shown = table(make_sweep(3), 200)
     (row,) = re.findall(r"^zerokit 3 .*", shown, re.MULTILINE)
     assert re.search(r"zerokit 3 +9\d\d ±\d+ +\+2\d %", row)
-    assert "medians of 3 rounds" in shown
+    assert "means of 3 rounds" in shown
     assert " ? " not in shown
     partly = [make_cell("ddp", 0), replace(make_failure("failed", "boom", "ddp", 0, repeat=1), sweep=None)]
     assert "DDP (1 of 2 rounds): failed: boom" in table(partly, 100)

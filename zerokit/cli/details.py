@@ -10,7 +10,7 @@ from rich.text import Text
 
 from zerokit.bench.comparison.cells import Cell
 from zerokit.bench.comparison.figures import within_noise
-from zerokit.bench.comparison.tables import usual_metrics
+from zerokit.bench.comparison.tables import in_order, usual_metrics
 from zerokit.bench.record import Rank, Record
 from zerokit.bench.record.metrics import METRICS, OPERATIONS, measure
 from zerokit.bench.record.statistics import quantile
@@ -26,7 +26,7 @@ def detailed_metrics(cells: Sequence[Cell]) -> list[str]:
     """Those of a single run."""
     skipped = ["skipped_steps"] if cells[0].first.skipped_steps else []
     names = {*usual_metrics(cells), *_MORE, *skipped} - {"step/skew_p50_ms"}
-    return [name for name in METRICS if name in names]
+    return in_order(names)
 
 
 def notes(record: Record) -> dict[str, str]:
@@ -46,7 +46,6 @@ def notes(record: Record) -> dict[str, str]:
         f"{settings.samples_per_step * model.units_per_sample:,} {model.unit} a step",
         "memory/peak_host_mib": "of the largest process, construction included",
         "comm/exposed_ms": "a step waits for communication alone",
-        "phase/forward_ms": "phases are waited for one by one",
         "skipped_steps": "gradients overflowed in fp16",
         "loss_last": f"from {loss(results.loss_first)}; {len(record.loss)} steps, {settings.warmup} of them warm-up",
     }

@@ -13,7 +13,16 @@ from zerokit.bench.comparison.cells import Cell, unsupported, varying
 from zerokit.bench.comparison.conditions import conditions, drift_notes
 from zerokit.bench.comparison.figures import count
 from zerokit.bench.comparison.losses import loss_note
-from zerokit.bench.comparison.tables import FEW, WITHIN_NOISE, Column, columns_of, usual_metrics
+from zerokit.bench.comparison.tables import (
+    EXTRA_STEPS,
+    FEW,
+    INSTRUMENTED,
+    WITHIN_NOISE,
+    Column,
+    columns_of,
+    usual_metrics,
+)
+from zerokit.bench.record.metrics import PACED, instrumented
 from zerokit.cli.columns import annotate
 from zerokit.cli.details import detailed_metrics, notes, rank_table, record_rows
 from zerokit.cli.text import counted
@@ -79,7 +88,7 @@ def _common(cells: Sequence[Cell]) -> str:
         words.append(first.environment.backend)
     rounds = sorted({len(cell.measured_records) for cell in cells if cell.measured_records})
     if rounds and rounds != [1]:
-        words.append(f"medians of {' or '.join(map(str, rounds))} rounds")
+        words.append(f"means of {' or '.join(map(str, rounds))} rounds")
     return ", ".join(words)
 
 
@@ -111,10 +120,10 @@ def _marks(cells: Sequence[Cell], partners: Mapping[int, Cell | None], shown: se
             marks.append(
                 "? is not known: a single run does not show the noise between runs; --repeats 3 does."
             )
-        if any(record.twin and record.twin.pace_ms for cell in cells for record in cell.measured_records):
-            marks.append(
-                "Speed is compared by the step against compute-only steps beside it: the machine's pace cancels."
-            )
+    if PACED in shown:
+        marks.append(
+            "The paced step is in units of compute-only passes beside it, so that the machine's pace cancels."
+        )
     if max(rounds) > 1:
         marks.append("± is half of the 95 % interval over rounds.")
     if "comm/cost_ms" in shown and len(cells) > 1:
@@ -126,14 +135,22 @@ def _annotated(cell: Cell, columns: Sequence[Column], width: int) -> RenderableT
     """A single run: each figure with what it means, then what is no figure."""
     meaning = notes(cell.first)
     rows = [(column.title, _with_unit(column), meaning.get(column.metric, "")) for column in columns]
+    measured = _measured(columns)
+    extra = [(EXTRA_STEPS, "", INSTRUMENTED)] if rows[measured:] else []
+    rows = [*rows[:measured], *record_rows(cell.first), *extra, *rows[measured:]]
     return annotate(
         [
             ((Text(printable(name), "bold"), Text(printable(value))), Text(printable(note), "dim"))
-            for name, value, note in [*rows, *record_rows(cell.first)]
+            for name, value, note in rows
         ],
         width,
         right=1,
     )
+
+
+def _measured(columns: Sequence[Column]) -> int:
+    """How many are of the measured steps; the others follow."""
+    return sum(not instrumented(column.metric) for column in columns)
 
 
 def _with_unit(column: Column) -> str:
@@ -153,7 +170,9 @@ def _by_metric(cells: Sequence[Cell], columns: Sequence[Column]) -> Table:
         table.add_column(Text(printable(cell.label)), justify="right", min_width=figures)
         if changed[position]:
             table.add_column("", no_wrap=True)
-    for column in columns:
+    for number, column in enumerate(columns):
+        if number == _measured(columns):
+            table.add_row(Text(EXTRA_STEPS, "dim"))
         row = [Text(column.title), Text(column.unit)]
         for position, change in enumerate(changed):
             row += [_figure(column, position), *([_change(column, position)] if change else [])]

@@ -23,7 +23,7 @@ from zerokit.bench.comparison.differences import (
 )
 from zerokit.bench.comparison.figures import Scale, percent, scale_of
 from zerokit.bench.record import Record
-from zerokit.bench.record.metrics import METRICS
+from zerokit.bench.record.metrics import METRICS, Metric
 from zerokit.bench.record.runs import Run
 from zerokit.errors import UsageError, ZerokitError
 
@@ -36,14 +36,16 @@ def over(*values: float) -> list[float]:
     return [math.log(value) for value in values]
 
 
-def apart(before: list[float], after: list[float], paired: bool = False) -> Rounds:
-    return Rounds(over(*before), over(*after), logarithmic=True, paired=paired)
+def judge(
+    before: list[float], after: list[float], metric: Metric = STEP, *, paired: bool = False
+) -> Difference:
+    return Rounds(metric, before, after, paired).difference()
 
 
 def test_the_interval_is_student_s() -> None:
-    before, after = over(100, 104, 97), over(118, 121, 112)
-    interval = stats.ttest_ind(after, before).confidence_interval()
-    found = Rounds(before, after, logarithmic=True, paired=False).difference(STEP)
+    before, after = [100.0, 104.0, 97.0], [118.0, 121.0, 112.0]
+    interval = stats.ttest_ind(over(*after), over(*before)).confidence_interval()
+    found = judge(before, after)
     assert found.noise == pytest.approx((interval.high - interval.low) / 2)
     assert math.log1p(found.relative) == pytest.approx((interval.high + interval.low) / 2)
     assert (found.verdict, found.worsening) == ("worse", found.relative)
@@ -53,25 +55,24 @@ def test_rounds_of_one_sweep_are_compared_pair_by_pair() -> None:
     """The machine's pace doubles, and a tenth is found all the same."""
     before, after = [100.0, 150.0, 200.0], [110.0, 166.0, 219.0]
     interval = stats.ttest_rel(over(*after), over(*before)).confidence_interval()
-    found = apart(before, after, paired=True).difference(STEP)
+    found = judge(before, after, paired=True)
     assert found.noise == pytest.approx((interval.high - interval.low) / 2)
     assert found.verdict == "worse"
-    assert apart(before, after).difference(STEP).verdict == "within noise"
+    assert judge(before, after).verdict == "within noise"
 
 
 def test_more_throughput_is_better_and_more_time_worse() -> None:
     before, after = [100.0, 101.0, 99.0], [110.0, 111.0, 109.0]
-    assert apart(before, after).difference(THROUGHPUT).verdict == "better"
-    slower = apart(after, before).difference(THROUGHPUT)
+    assert judge(before, after, THROUGHPUT).verdict == "better"
+    slower = judge(after, before, THROUGHPUT)
     assert slower.verdict == "worse"
     assert slower.worsening == pytest.approx(0.0909, rel=1e-2)
 
 
 def test_one_round_is_not_known_unless_it_is_counted() -> None:
-    assert apart([100.0], [110.0, 111.0]).difference(STEP).verdict == "noise unknown"
-    assert apart([100.0], [100.0]).difference(STEP).verdict == "within noise"
-    counted = Rounds(over(100), over(110), logarithmic=True, paired=False, counted=True)
-    assert counted.difference(STEP).verdict == "worse"
+    assert judge([100.0], [110.0, 111.0]).verdict == "noise unknown"
+    assert judge([100.0], [100.0]).verdict == "within noise"
+    assert Rounds(STEP, [100.0], [110.0], paired=False, counted=True).difference().verdict == "worse"
 
 
 ROUNDS = st.lists(st.floats(1, 1e6), min_size=2, max_size=5)
@@ -79,19 +80,19 @@ ROUNDS = st.lists(st.floats(1, 1e6), min_size=2, max_size=5)
 
 @given(ROUNDS, ROUNDS)
 def test_a_verdict_never_contradicts_its_numbers(before: list[float], after: list[float]) -> None:
-    found = apart(before, after).difference(STEP)
+    found = judge(before, after)
     assert found.noise is not None
     if found.verdict == "worse":
         assert found.relative > found.noise  # the logarithm is the stricter for a rise
     elif found.verdict == "better":
         assert found.relative < 0
-    rates = apart([1 / one for one in before], [1 / one for one in after]).difference(THROUGHPUT)
+    rates = judge([1 / one for one in before], [1 / one for one in after], THROUGHPUT)
     assert rates.verdict == found.verdict or math.log1p(found.relative) == pytest.approx(found.noise)
 
 
 def test_costs_around_zero_are_compared_by_their_distance() -> None:
     def of(*after: float) -> Difference:
-        return Rounds([2.0, 4.0, 0.0], list(after), logarithmic=False, paired=False).difference(COST)
+        return judge([2.0, 4.0, 0.0], list(after), COST)
 
     assert of(-3.0, 2.0, 5.0).verdict == "within noise"
     assert of(30.0, 32.0, 29.0).verdict == "worse"
@@ -108,15 +109,33 @@ def paced(pace: float, step: float, repeat: int, **options: object) -> Record:
 def test_the_pace_of_the_machine_cancels() -> None:
     """Yesterday's runs were on a machine that was a third faster: a tenth is found, nothing is not."""
     base = [paced(1.0, 700.0, repeat) for repeat in range(3)]
-    assert judged("step/p50_ms:6%", base, [paced(1.33, 700.0, n, seed=1) for n in range(3)]) == []
-    (message,) = judged("step/p50_ms:6%", base, [paced(1.33, 770.0, n, seed=1) for n in range(3)])
+    assert judged("step/paced:6%", base, [paced(1.33, 700.0, n, seed=1) for n in range(3)]) == []
+    (message,) = judged("step/paced:6%", base, [paced(1.33, 770.0, n, seed=1) for n in range(3)])
     assert "is 10.0% worse than" in message
-    assert judged("throughput/tokens_per_s:6%", base, [paced(1.33, 700.0, n, seed=1) for n in range(3)]) == []
+    # The step itself is what the clock showed, and so is the throughput.
+    (message,) = judged("step/p50_ms:6%", base, [paced(1.33, 700.0, n, seed=1) for n in range(3)])
+    assert "is 33.0% worse than" in message
     # Another batch is other work, whose pace is another.
-    (message,) = judged(
-        "throughput/tokens_per_s:6%", base, [paced(2.5, 700.0, n, batch_size=4) for n in range(3)]
-    )
-    assert "worse than" in message
+    with pytest.raises(ZerokitError, match="did not do the same work"):
+        judged("step/paced:6%", base, [paced(2.5, 700.0, n, batch_size=4) for n in range(3)])
+
+
+def test_a_noisy_step_is_answered_with_the_paced_one() -> None:
+    base = [paced(pace, 700.0, n) for n, pace in enumerate((1.0, 1.4, 0.8))]
+    other = [paced(pace, 700.0, n, seed=1) for n, pace in enumerate((1.3, 0.9, 1.1))]
+    (undecided,) = found("step/p50_ms:6%", base, other)
+    assert not undecided.known
+    assert "step/paced, from which the machine's pace cancels, has less" in undecided.message
+    assert found("step/paced:6%", base, other) == []
+
+
+@given(ROUNDS, ROUNDS)
+def test_a_percentage_is_the_ratio_of_the_values_beside_it(before: list[float], after: list[float]) -> None:
+    """And a throughput is the work over the step beside it, however many rounds there are."""
+    change = judge(before, after)
+    assert 1 + change.relative == pytest.approx(STEP.centre(after) / STEP.centre(before))
+    rates = [512 / one for one in before]
+    assert THROUGHPUT.centre(rates) == pytest.approx(512 / STEP.centre(before))
 
 
 @pytest.mark.parametrize("text", ["step/p50_ms:3%", "step/p50_ms:3", " step/p50_ms:3 % "])

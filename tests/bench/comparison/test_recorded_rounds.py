@@ -8,7 +8,6 @@ run: the measured steps, and those that took turns with the twin's (`own`, `pace
 from __future__ import annotations
 
 import json
-import math
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +16,8 @@ from statistics import median
 import pytest
 
 from tests.bench.records import make_cell
-from zerokit.bench.comparison.differences import Rounds, pace_ratio
-from zerokit.bench.record.metrics import METRICS
+from zerokit.bench.comparison.differences import Rounds
+from zerokit.bench.record.metrics import METRICS, PACED
 
 RUNS = json.loads(Path(__file__).with_name("recorded_rounds.json").read_text())
 STEP = METRICS["step/p50_ms"]
@@ -30,13 +29,13 @@ def ratios() -> list[float]:
     record = make_cell()
     assert record.twin is not None
     twins = [replace(record.twin, own_ms=run["own"], pace_ms=run["pace"]) for run in RUNS]
-    found = [pace_ratio(replace(record, twin=twin)) for twin in twins]
+    found = [METRICS[PACED].value(replace(record, twin=twin)) for twin in twins]
     return [ratio for ratio in found if ratio is not None]
 
 
 def medians() -> list[float]:
     """Their median steps: what one would compare without twins."""
-    return [math.log(median(run["step"])) for run in RUNS]
+    return [median(run["step"]) for run in RUNS]
 
 
 def told_apart(values: list[float], slower_by: float, rounds: int = 3, *, paired: bool = False) -> float:
@@ -48,8 +47,8 @@ def told_apart(values: list[float], slower_by: float, rounds: int = 3, *, paired
             pair = values[first], values[first + 1]
             one, other = pair if number % 2 == 0 else pair[::-1]
             before.append(one)
-            after.append(other + math.log1p(slower_by))
-        found = Rounds(before, after, logarithmic=True, paired=paired).difference(STEP)
+            after.append(other * (1 + slower_by))
+        found = Rounds(STEP, before, after, paired).difference()
         count += found.verdict != "within noise"
     return count / DRAWS
 

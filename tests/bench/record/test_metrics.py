@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
-from statistics import median
+from statistics import fmean, median, stdev
 
 import pytest
 
@@ -109,8 +109,10 @@ def test_the_noise_of_rounds_is_student_s_and_throughput_s_is_equal() -> None:
     runs = [with_steps([base] * 30) for base in (100.0, 110.0, 120.0)]
     measured = measure(P50, runs)
     assert measured is not None
-    assert (measured.value, measured.rounds) == (110.0, 3)
-    assert measured.error == pytest.approx(4.3027 * 10 / math.sqrt(3), rel=1e-4)  # t of 2 degrees of freedom
+    logarithms = [math.log(base) for base in (100.0, 110.0, 120.0)]
+    assert (measured.value, measured.rounds) == (pytest.approx(math.exp(fmean(logarithms))), 3)
+    half = 4.3027 * stdev(logarithms) / math.sqrt(3)  # t of 2 degrees of freedom
+    assert measured.error == pytest.approx(half * measured.value, rel=1e-4)
 
 
 def test_the_noise_within_a_run_is_not_taken_for_that_between_runs() -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from statistics import median
 from typing import Any
 
 from zerokit.bench.catalogue.engines import ENGINES
@@ -69,7 +68,7 @@ class Cell:
     def value(self, name: str) -> float | None:
         """The same without its error, which may take a bootstrap."""
         values = values_of(METRICS[name], self.measured_records)
-        return median(values) if values else None
+        return METRICS[name].centre(values) if values else None
 
 
 def make_cells(runs: Sequence[Run]) -> list[Cell]:

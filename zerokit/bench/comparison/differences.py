@@ -5,7 +5,9 @@ run. So from one repetition no difference is known, and of several each counts a
 
     step of a cell      120 ms    168 ms    121 ms      each round, and its compute-only twin beside it:
     its twin's pace     100 ms    141 ms    100 ms      when the machine is slower, both are
-    their ratio           1.20      1.19      1.21      what is compared between cells
+    their ratio           1.20      1.19      1.21      the paced step, a metric of its own
+
+A difference is that of the two values which a table shows, never of others.
 """
 
 from __future__ import annotations
@@ -15,20 +17,16 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 from typing import Literal
 
 from zerokit.bench.comparison.cells import ALONE, Cell
-from zerokit.bench.record import Record
-from zerokit.bench.record.metrics import METRICS, Metric, values_of
+from zerokit.bench.record.metrics import METRICS, PACED, Metric, values_of
 from zerokit.bench.record.statistics import difference_interval, mean_interval, repeats_for
 from zerokit.errors import UsageError, ZerokitError
 
 Verdict = Literal["better", "worse", "within noise", "noise unknown"]
 
 DEFAULT_REPEATS = 3
-# Of a ratio: its exponential is still a float.
-_LARGEST_LOG = 700.0
 _RULE = re.compile(r"(?P<metric>.+):(?P<percent>\d+(?:\.\d+)?)\s*%?")
 
 
@@ -84,6 +82,8 @@ def comparable(cell: Cell, baseline: Cell, name: str) -> bool:
     own, other = cell.settings, baseline.settings
     if own["model"] != other["model"]:
         return not name.startswith((*_OF_A_STEP, "throughput/"))
+    if name == PACED and not _same_twins(baseline, cell):
+        return False
     if name == "loss_last" and len(steps_of([cell, baseline])) > 1:
         return False
     if name.startswith("loss_") and (own["engine"] == ALONE) != (other["engine"] == ALONE):
@@ -101,7 +101,7 @@ def difference(cell: Cell, baseline: Cell | None, name: str) -> Difference | Non
     if baseline is None or not comparable(cell, baseline, name):
         return None
     found = Rounds.of(baseline, cell, name)
-    return None if found is None else found.difference(METRICS[name])
+    return None if found is None else found.difference()
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,89 +109,74 @@ class Rounds:
     """A metric's values in the rounds of two cells, `before` being the baseline's.
 
     Attributes:
-        logarithmic: whether the values are logarithms: of all that is above 0.
         paired: whether values at the same position are of the same round, and so of nearly the same time.
         counted: whether a value is known exactly, and not measured.
     """
 
+    metric: Metric
     before: list[float]
     after: list[float]
-    logarithmic: bool
     paired: bool
     counted: bool = False
 
     @classmethod
     def of(cls, baseline: Cell, cell: Cell, name: str) -> Rounds | None:
-        """None where a cell does not have the metric.
-
-        What follows from a step's time is taken relative to the machine's pace, where every round of both cells knows
-        it: that is closer in time than another cell of the same round.
-        """
+        """None where a cell does not have the metric."""
         metric, records = METRICS[name], (baseline.measured_records, cell.measured_records)
-        if name == "step/p50_ms" or name.startswith(("throughput/", "mfu", "model_tflops")):
-            paces = [[pace_ratio(record) for record in one] for one in records]
-            known = [[pace for pace in one if pace is not None] for one in paces]
-            if paces == known and all(known) and _same_work(baseline, cell) and cell.value(name) is not None:
-                sign = 1.0 if metric.better == "lower" else -1.0
-                first, second = ([sign * pace for pace in one] for one in known)
-                return cls(first, second, logarithmic=True, paired=False)
         before, after = (values_of(metric, one) for one in records)
         if not before or not after:
             return None
-        logarithmic = min(*before, *after) > 0
         counted = any(metric.error(record) == 0.0 for one in records for record in one)
         if counted and len({*before}) == len({*after}) == 1:
             before, after = before[:1], after[:1]
         turns = [[(record.sweep, record.settings.repeat) for record in one] for one in records]
-        paired = sorted(turns[0]) == sorted(turns[1]) and len(before) == len(after) == len(turns[0])
+        # The twin of a paced step is closer to it in time than another cell of the same round.
+        paired = name != PACED and sorted(turns[0]) == sorted(turns[1])
+        paired = paired and len(before) == len(after) == len(turns[0])
         if paired:
             before, after = (
                 [value for _, value in sorted(zip(turn, values, strict=True))]
                 for turn, values in zip(turns, (before, after), strict=True)
             )
-        if logarithmic:
-            before, after = ([math.log(value) for value in values] for values in (before, after))
-        return cls(before, after, logarithmic, paired, counted)
+        return cls(metric, before, after, paired, counted)
 
-    def difference(self, metric: Metric) -> Difference:
+    @property
+    def _logarithmic(self) -> bool:
+        return self.metric.has_ratios([*self.before, *self.after])
+
+    def _scaled(self) -> tuple[list[float], list[float]]:
+        """The values as they are compared: their logarithms, where they have ratios."""
+        if not self._logarithmic:
+            return self.before, self.after
+        return [math.log(value) for value in self.before], [math.log(value) for value in self.after]
+
+    def difference(self) -> Difference:
         """With its noise, by Student's t of the rounds; a single one has none."""
-        change = fmean(self.after) - fmean(self.before)
-        noise: float | None = None
-        if min(len(self.before), len(self.after)) > 1:
+        before, after = (self.metric.centre(values) for values in (self.before, self.after))
+        relative, noise = _share(after - before, before), None
+        scaled = self._scaled()
+        if min(map(len, scaled)) > 1:
             noise = (
-                mean_interval([b - a for a, b in zip(self.before, self.after, strict=True)])[1]
+                mean_interval([b - a for a, b in zip(*scaled, strict=True)])[1]
                 if self.paired
-                else difference_interval(self.before, self.after)[1]
+                else difference_interval(*scaled)[1]
             )
         elif self.counted:
             noise = 0.0
-        relative = (
-            math.expm1(min(change, _LARGEST_LOG)) if self.logarithmic else _share(change, fmean(self.before))
+        if self._logarithmic:
+            return Difference.judge(self.metric, relative, noise, math.log(after) - math.log(before))
+        return Difference.judge(
+            self.metric, relative, None if noise is None else abs(_share(noise, before)), None
         )
-        if not self.logarithmic and noise is not None:
-            noise = abs(_share(noise, fmean(self.before)))
-        return Difference.judge(metric, relative, noise, change if self.logarithmic else None)
 
     def repeats_for(self, percent: float) -> int | None:
         """As many repetitions as would tell a difference of so much; None for more than are reasonable."""
-        if min(len(self.before), len(self.after)) < 2 or not self.logarithmic:
+        if min(len(self.before), len(self.after)) < 2 or not self._logarithmic:
             return DEFAULT_REPEATS
-        return repeats_for(self.before, self.after, math.log1p(percent / 100))
+        return repeats_for(*self._scaled(), math.log1p(percent / 100))
 
 
-def pace_ratio(record: Record) -> float | None:
-    """By how much the steps of this cell were longer than forward and backward of its twin: the mean of the middle
-    half of the logarithms, pair by pair."""
-    twin = record.twin
-    pairs = [] if twin is None else list(zip(twin.own_ms, twin.pace_ms, strict=False))
-    if not pairs or min(map(min, pairs)) <= 0:
-        return None
-    ratios = sorted(math.log(own / pace) for own, pace in pairs)
-    aside = len(ratios) // 4
-    return fmean(ratios[aside : len(ratios) - aside])
-
-
-def _same_work(one: Cell, other: Cell) -> bool:
+def _same_twins(one: Cell, other: Cell) -> bool:
     """Whether both twins do the same on an equal machine."""
     places = [cell.first.environment for cell in (one, other)]
     return all(one.settings[name] == other.settings[name] for name in PACE) and (
@@ -268,7 +253,7 @@ def _check(rule: Rule, cell: Cell, partner: Cell) -> Regression | None:
     if values is None:
         lacking = " and ".join(one.label for one in (partner, cell) if one.measure(rule.metric) is None)
         raise ZerokitError(f"{rule.metric} cannot be checked: {lacking} has no such figure")
-    change, allowed = values.difference(METRICS[rule.metric]), rule.percent / 100
+    change, allowed = values.difference(), rule.percent / 100
     said = f"{cell.label}: {rule.metric}"
     if change.noise is None:
         return Regression(
@@ -293,6 +278,8 @@ def _check(rule: Rule, cell: Cell, partner: Cell) -> Regression | None:
         if repeats is None
         else f"bench both with --repeats {repeats}"
     )
+    if rule.metric == "step/p50_ms" and difference(cell, partner, PACED) is not None:
+        advice += f"; {PACED}, from which the machine's pace cancels, has less"
     return Regression(
         cell.label,
         rule,

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zerokit.bench.comparison.cells import ALONE, Cell
-from zerokit.bench.comparison.differences import Verdict, difference
+from zerokit.bench.comparison.differences import Verdict, comparable, difference
 from zerokit.bench.comparison.figures import percent, scale_of, within_noise
 from zerokit.bench.comparison.roles import memory_metric
 from zerokit.bench.record.metrics import METRICS, UNITS
+
+_STEP, _COST = "step/p50_ms", "comm/cost_ms"
+_UNDECIDED: tuple[Verdict, ...] = ("within noise", "noise unknown")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +37,11 @@ def _best(cells: Sequence[Cell], name: str) -> Cell | None:
     return min(found, key=lambda cell: sign * (cell.value(name) or 0.0), default=None)
 
 
-def _figure(cell: Cell, name: str) -> str:
-    """A value with its unit."""
-    scale = scale_of(name, METRICS[name].unit, [cell.value(name)])
-    return f"{scale.text(cell.value(name))} {scale.unit}".rstrip()
-
-
 def best_headlines(cells: Sequence[Cell]) -> list[Headline]:
     """Which cell is best at what; none where different models, or units, were measured.
 
-    Ranks that train alone are a floor, and no competitor.
+    Nothing is called best unless it differs from all others by more than the noise. Ranks that train alone are a floor,
+    and no competitor.
     """
     cells = [cell for cell in cells if cell.settings["engine"] != ALONE] or cells
     units = [
@@ -55,67 +53,68 @@ def best_headlines(cells: Sequence[Cell]) -> list[Headline]:
     fastest, smallest = _best(cells, speed), _best(cells, memory)
     if fastest is None:
         return []
-    several = sum(cell.value(speed) is not None for cell in cells) > 1
-    single = several and any(len(cell.measured_records) == 1 for cell in cells)
-    doubt = "single runs tell no winner: take several rounds" if single else ""
-
-    def title(best: str, alone: str) -> str:
-        return f"{alone}, best single run" if single else best if several else alone
-
-    found = [
-        Headline(
-            title("Fastest", "Throughput"),
-            fastest.label,
-            f"{_figure(fastest, speed)}, {_figure(fastest, 'step/p50_ms')} a step",
-            doubt or _equals(cells, fastest, speed),
-        )
-    ]
+    found = [_contest("Fastest", "Throughput", cells, fastest, speed)]
+    found[0] = replace(
+        found[0], what=f"{found[0].what}, {_range(_unbeaten(cells, fastest, speed), _STEP)} a step"
+    )
     if smallest is not None:
-        found.append(
-            Headline(
-                title("Least memory", "Memory"),
-                smallest.label,
-                f"{_figure(smallest, memory)} a rank ({memory_words.removesuffix(' memory')})",
-                doubt or _trade(smallest, fastest, memory, speed),
-            )
-        )
-    costly = [cell for cell in cells if cell.measure("comm/cost_ms") and cell.first.settings.world > 1]
-    cheapest = min(costly, key=_share, default=None)
-    cost = None if cheapest is None else cheapest.measure("comm/cost_ms")
+        held = _contest("Least memory", "Memory", cells, smallest, memory)
+        trade = "" if _rivals(cells, fastest, speed) else _trade(smallest, fastest, memory, speed)
+        what = f"{held.what} a rank ({memory_words.removesuffix(' memory')})"
+        found.append(replace(held, what=what, also=held.also or trade))
+    costly = [cell for cell in cells if cell.measure(_COST) and cell.first.settings.world > 1]
+    cheapest = _best(costly, _COST)
+    cost = None if cheapest is None else cheapest.measure(_COST)
     # A cost that is not above its error, or negative, is no achievement.
-    if cheapest is not None and cost is not None and not within_noise("comm/cost_ms", cost):
-        found.append(
-            Headline(
-                title("Cheapest communication", "Communication"),
-                cheapest.label,
-                f"{100 * _share(cheapest):.0f} % of a step, {_figure(cheapest, 'comm/cost_ms')}",
-                doubt or _equals(cells, cheapest, "comm/cost_ms"),
-            )
-        )
+    if (
+        cheapest is not None
+        and cost is not None
+        and not within_noise(_COST, cost)
+        and all(comparable(cell, cheapest, _COST) for cell in costly)
+    ):
+        tile = _contest("Cheapest communication", "Communication", costly, cheapest, _COST)
+        if not tile.also:
+            share = cost.value / (cheapest.value(_STEP) or 1.0)
+            tile = replace(tile, what=f"{100 * share:.0f} % of a step, {tile.what}")
+        found.append(tile)
     if (busiest := _best(cells, "mfu")) is not None and busiest.first.results is not None:
+        tile = _contest("Highest MFU", "Model FLOPs utilisation", cells, busiest, "mfu")
         use = busiest.first.results.utilisation
-        peak = f"of {use.peak_flops_per_s / 1e12:g} TFLOP/s" if use is not None else ""
-        found.append(
-            Headline("Model FLOPs utilisation", busiest.label, f"{_figure(busiest, 'mfu')} {peak}".rstrip())
-        )
+        peak = f" of {use.peak_flops_per_s / 1e12:g} TFLOP/s" if use is not None else ""
+        found.append(replace(tile, what=tile.what + peak))
     return found
 
 
-def _share(cell: Cell) -> float:
-    """Of communication in the step."""
-    return (cell.value("comm/cost_ms") or 0.0) / (cell.value("step/p50_ms") or 1.0)
-
-
-def _equals(cells: Sequence[Cell], best: Cell, name: str) -> str:
-    """Who cannot be told from the best, by the same differences as everywhere."""
+def _rivals(cells: Sequence[Cell], best: Cell, name: str) -> list[Cell]:
+    """Who is not known to differ from the best, by the same differences as everywhere."""
     changes = [(cell, difference(cell, best, name)) for cell in cells if cell is not best]
-    labels = [
-        cell.label for cell, change in changes if change is not None and change.verdict == "within noise"
-    ]
-    others = sum(cell is not best and cell.measure(name) is not None for cell in cells)
-    if labels and len(labels) == others:
-        return "no verdict: all others are within the noise of it"
-    return f"within the noise of it: {listed(labels)}" if labels else ""
+    return [cell for cell, change in changes if change is not None and change.verdict in _UNDECIDED]
+
+
+def _unbeaten(cells: Sequence[Cell], best: Cell, name: str) -> list[Cell]:
+    """The best and its rivals."""
+    return [best, *_rivals(cells, best, name)]
+
+
+def _contest(superlative: str, plain: str, cells: Sequence[Cell], best: Cell, name: str) -> Headline:
+    """The tile of one metric: the winner, or that the noise leaves several."""
+    unbeaten = _unbeaten(cells, best, name)
+    if len(unbeaten) > 1:
+        single = any(len(cell.measured_records) == 1 for cell in unbeaten)
+        also = f"not told apart: {listed([cell.label for cell in unbeaten])}"
+        if single:
+            also = "single runs tell no winner: take several rounds (--repeats 3)"
+        return Headline(superlative, "no clear winner", _range(unbeaten, name), also)
+    contested = sum(cell.measure(name) is not None for cell in cells) > 1
+    return Headline(superlative if contested else plain, best.label, _range([best], name))
+
+
+def _range(cells: Sequence[Cell], name: str) -> str:
+    """The least and the largest value with their unit."""
+    values = [value for cell in cells if (value := cell.value(name)) is not None]
+    scale = scale_of(name, METRICS[name].unit, values)
+    ends = dict.fromkeys(scale.text(value) for value in (min(values), max(values)))
+    return f"{' to '.join(ends)} {scale.unit}".rstrip()
 
 
 def _trade(smallest: Cell, fastest: Cell, memory: str, speed: str) -> str:

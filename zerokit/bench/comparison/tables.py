@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from zerokit.bench.comparison.cells import Cell
 from zerokit.bench.comparison.differences import Difference, difference, steps_of
 from zerokit.bench.comparison.figures import percent, scale_of, within_noise
 from zerokit.bench.comparison.roles import memory_metric, roles_of
-from zerokit.bench.record.metrics import METRICS, UNITS
+from zerokit.bench.record.metrics import METRICS, PACED, UNITS, instrumented
 
 WITHIN_NOISE = "within noise"
+EXTRA_STEPS = "in extra steps"
+INSTRUMENTED = "each part waited for by itself, so they are longer than the measured steps"
 FEW = 4
 """Up to so many cells are compared in detail."""
 _REASON = 400
@@ -23,7 +25,7 @@ _DETAILS = (
     "comm/exposed_ms",
     *("phase/forward_ms", "phase/backward_ms", "phase/optimizer_ms", "traffic/mib_per_step", "loss_last"),
 )
-_OF_A_PAGE = ("step/p90_ms", "memory/state_mib", "traffic/mib_per_step", "loss_last")
+_OF_A_PAGE = ("memory/state_mib", "loss_last")
 
 
 def usual_metrics(cells: Sequence[Cell], details: Sequence[str] | None = None) -> list[str]:
@@ -31,10 +33,18 @@ def usual_metrics(cells: Sequence[Cell], details: Sequence[str] | None = None) -
     if details is None:
         details = _DETAILS if len(cells) <= FEW else ()
     wanted = {"step/p50_ms", "mfu", memory_metric(cells)[0], "comm/cost_ms", *details}
+    if len(cells) > 1:
+        wanted.add(PACED)
     wanted |= {f"throughput/{unit}_per_s" for unit in UNITS}
     if len(steps_of(cells)) > 1:
         wanted.discard("loss_last")
-    return [name for name in METRICS if name in wanted]
+    return in_order(wanted)
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """Figures of the measured steps, then those of extra steps that were looked into."""
+    wanted = set(names)
+    return sorted((name for name in METRICS if name in wanted), key=instrumented)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +79,7 @@ def columns_of(
         values = [cell.value(name) for cell in cells]
         if any(value is not None for value in values):
             scale = scale_of(name, METRICS[name].unit, values)
-            entries = []
+            rate, entries = name.startswith("throughput"), []
             for cell in cells:
                 measured, partner = cell.measure(name), partners[id(cell)]
                 if measured is not None and within_noise(name, measured):
@@ -79,8 +89,11 @@ def columns_of(
                 entries.append(
                     Entry(
                         scale.text(measured.value if measured else None),
-                        f"±{scale.text(error)}" if error and not name.startswith("throughput") else "",
-                        *_change(difference(cell, partner, name)),
+                        f"±{scale.text(error)}" if error and not rate else "",
+                        # That of a throughput is that of the step beside it, the other way round.
+                        *_change(
+                            None if rate and "step/p50_ms" in names else difference(cell, partner, name)
+                        ),
                     )
                 )
             columns.append(Column(name, METRICS[name].title, scale.unit, tuple(entries)))
@@ -173,7 +186,9 @@ def figures_table(cells: Sequence[Cell]) -> Table:
     """Every metric that any cell has: a row a metric, a column a cell."""
     well = [cell for cell in cells if cell.status == "ok"]
     rows = []
-    for column in columns_of(well, {id(cell): None for cell in well}, list(METRICS)):
+    for column in columns_of(well, {id(cell): None for cell in well}, in_order(METRICS)):
+        if instrumented(column.metric) and not any(row.said for row in rows):
+            rows.append(Line(EXTRA_STEPS, "", (), INSTRUMENTED))
         label = f"{column.metric} ({', '.join(filter(None, (column.title, column.unit)))})"
         rows.append(Line(label, "", tuple(Item(entry.value, "value") for entry in column.entries)))
     return Table("metric", tuple(Head(cell.label, "") for cell in well), tuple(rows))

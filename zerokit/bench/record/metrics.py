@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ from zerokit.bench.record.statistics import mean_interval, median_interval
 
 MIB = 2.0**20
 UNITS = ("tokens", "images", "samples")
+PACED = "step/paced"
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 
 Better = Literal["lower", "higher"]
@@ -26,7 +27,7 @@ Read = Callable[[Record], float | None]
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One figure.
+    """One figure, and how its rounds make one value.
 
     Attributes:
         name: as in MLflow, which takes letters, digits and `_ - . / :`.
@@ -36,6 +37,7 @@ class Metric:
         value: in that unit; None where the record does not have it.
         error: half of the 95 % interval of the value, in the same unit, where one run can tell: 0 for what is
             counted and comes out equal every time; None where only repetitions can tell.
+        additive: whether it is a difference, which may be around 0, and so has no ratios.
     """
 
     name: str
@@ -44,6 +46,23 @@ class Metric:
     better: Better
     value: Read
     error: Read
+    additive: bool = False
+
+    def has_ratios(self, values: Iterable[float]) -> bool:
+        """Whether these values are compared by their ratios, and so averaged by their logarithms."""
+        return not self.additive and min(values) > 0
+
+    def centre(self, values: Sequence[float]) -> float:
+        """The value of a cell from those of its rounds: the geometric mean where they have ratios, else the mean.
+
+        It is the one estimator of every table, tile and picture. A throughput is the work over the step beside it, and
+        the ratio of two cells is the mean of their rounds' ratios, neither of which holds for medians.
+        """
+        if min(values) == max(values):
+            return values[0]
+        if self.has_ratios(values):
+            return math.exp(fmean(map(math.log, values)))
+        return fmean(values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +92,7 @@ def metrics_of(record: Record) -> dict[str, float]:
 
 
 def measure(metric: Metric, records: Sequence[Record]) -> Measured | None:
-    """One figure of a cell from its repetitions (at least one): their median. None where no record has it.
+    """One figure of a cell from its repetitions (at least one): `Metric.centre`. None where no record has it.
 
     With several, its error is that of their mean by Student's t, however exact each run by itself seems: the noise
     within a run is not the noise between runs. With one, it is the error that a run can tell, if any.
@@ -85,7 +104,10 @@ def measure(metric: Metric, records: Sequence[Record]) -> Measured | None:
         return Measured(
             values[0], next((metric.error(one) for one in records if metric.value(one) is not None), None)
         )
-    return Measured(median(values), mean_interval(values)[1], len(values))
+    centre = metric.centre(values)
+    if metric.has_ratios(values):
+        return Measured(centre, centre * mean_interval([math.log(value) for value in values])[1], len(values))
+    return Measured(centre, mean_interval(values)[1], len(values))
 
 
 def values_of(metric: Metric, records: Sequence[Record]) -> list[float]:
@@ -140,6 +162,20 @@ def _bandwidth(operation: str) -> Read:
     return value
 
 
+def _paced(record: Record) -> float | None:
+    """How many times as long steps were as forward and backward of the compute-only twin beside them.
+
+    The geometric mean of the middle half of the pairs. When the machine is slower for a while, both are.
+    """
+    twin = record.twin
+    pairs = [] if twin is None else list(zip(twin.own_ms, twin.pace_ms, strict=False))
+    if not pairs or min(map(min, pairs)) <= 0:
+        return None
+    ratios = sorted(math.log(own / pace) for own, pace in pairs)
+    aside = len(ratios) // 4
+    return math.exp(fmean(ratios[aside : len(ratios) - aside]))
+
+
 def _wall(record: Record) -> float | None:
     """A step's share of the host's clock over all measured ones; None where each was timed by it."""
     windows = [rank.window_ms for rank in record.ranks if rank.window_ms is not None]
@@ -170,6 +206,7 @@ def _table() -> Iterator[tuple[str, str, str, Read]]:
     """Name, title, unit and value of each."""
     for name in ("p50", "p10", "p90", "p99", "mean"):
         yield f"step/{name}_ms", f"step {name}", "ms", _read(f"results.step.{name}")
+    yield PACED, "step, paced", "×", _paced
     yield "step/wall_mean_ms", "step mean, wall", "ms", _wall
     for name in ("spread", "drift"):
         yield f"step/{name}", f"step {name}", "", _read(f"results.step.{name}")
@@ -232,6 +269,11 @@ def _error_of(name: str) -> Read:
     return lambda record: error
 
 
+def instrumented(name: str) -> bool:
+    """Whether a figure is of extra steps that were looked into, or of collectives by themselves."""
+    return name.startswith(("phase/", "bus/")) or name == "comm/exposed_ms"
+
+
 METRICS: Mapping[str, Metric] = MappingProxyType(
     {
         name: Metric(
@@ -239,6 +281,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
             better="higher" if unit.endswith("/s") or name == "mfu" else "lower",
             value=value,
             error=_error_of(name),
+            additive=name in ("comm/cost_ms", "step/drift"),
         )
         for name, title, unit, value in _table()
     }

@@ -13,7 +13,7 @@ from zerokit.bench.comparison.figures import Scale, percent, within_noise
 from zerokit.bench.comparison.headlines import pareto
 from zerokit.bench.comparison.roles import memory_metric, roles_of
 from zerokit.bench.record.metrics import METRICS, MIB, UNITS
-from zerokit.bench.record.statistics import quantile, slowest
+from zerokit.bench.record.statistics import slowest
 from zerokit.bench.report import plots
 from zerokit.bench.report.plots import Plot, Row, Series
 
@@ -47,6 +47,11 @@ class Picture:
     plot: Plot
     told: Any = None
     up: str = ""
+
+    @property
+    def instrumented(self) -> bool:
+        """Whether it shows extra steps that were looked into, and not the measured ones."""
+        return self.kind in ("phases", "in a step")
 
 
 def make_pictures(cells: Sequence[Cell], partners: Partners) -> list[Picture]:
@@ -196,17 +201,20 @@ def _courses(
 
 def _steps(cells: Sequence[Cell], roles: Roles) -> Picture | None:
     scale = Scale.of("ms", [cell.value("step/p50_ms") for cell in cells])
-    rows, many = [], False
+    rows, middles, many = [], [], False
     for cell in cells:
         of_ranks = ([rank.step_ms for rank in record.ranks] for record in cell.measured_records)
         if times := [ms for ranks in of_ranks for ms in slowest(ranks)]:
             many |= len(times) > plots.DOTS
             points = [(float(step), float(f"{ms * scale.factor:.5g}")) for step, ms in enumerate(times)]
-            rows.append(Series(cell.label, points, roles[id(cell)], scale.text(quantile(times, 0.5))))
+            rows.append(Series(cell.label, points, roles[id(cell)], scale.text(cell.value("step/p50_ms"))))
+            middles.append((cell.value("step/p50_ms") or 0.0) * scale.factor)
     if not rows:
         return None
-    label = _say(f"Median step, {scale.unit}", ((row.label, row.name) for row in rows))
-    return Picture("steps", "steps", f"Step time, {scale.unit}", label, plots.strips(rows, scale.unit), many)
+    label = _say(f"Step p50, {scale.unit}", ((row.label, row.name) for row in rows))
+    return Picture(
+        "steps", "steps", f"Step time, {scale.unit}", label, plots.strips(rows, middles, scale.unit), many
+    )
 
 
 def _communication(cells: Sequence[Cell], roles: Roles) -> Picture | None:
@@ -307,7 +315,7 @@ def _memory(cells: Sequence[Cell], roles: Roles) -> Picture | None:
     if not rows:
         return None
     title = f"{'Device' if on_device else 'Main'} memory over time, MiB"
-    plot = plots.curves(rows, "seconds since the first measured step", "MiB")
+    plot = plots.curves(rows, "seconds since the first measured step", "MiB", from_zero=True)
     return _curved("over time", "memory-over-time", title, rows, plot, on_device)
 
 

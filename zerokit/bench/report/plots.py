@@ -135,8 +135,8 @@ def bars(rows: Sequence[Row], unit: str, legend: Mapping[str, str] | None = None
     return _labelled([row.label for row in rows], layers)
 
 
-def strips(rows: Sequence[Series], unit: str) -> Plot:
-    """Values as dots above a common axis, with the median and the range that holds 80 %.
+def strips(rows: Sequence[Series], middles: Sequence[float], unit: str) -> Plot:
+    """Values as dots above a common axis, with a tick at each row's middle and the range that holds 80 %.
 
     Those far beyond the rest are drawn at the edge and counted there.
     """
@@ -145,11 +145,11 @@ def strips(rows: Sequence[Series], unit: str) -> Plot:
     typical = max(quantile(own, 0.9) for own in values)
     limit = most if most <= least + 1.8 * (typical - least) else least + 1.5 * (typical - least)
     low, high = (least, limit) if limit > least else (0.9 * least, 1.1 * least or 1.0)
-    fractions = {"low": 0.1, "median": 0.5, "high": 0.9}
+    shown = ("low", "p50", "high")
     ends = []
-    for row, own in zip(rows, values, strict=True):
+    for row, own, middle in zip(rows, values, middles, strict=True):
         beyond = sum(value > high for value in own)
-        quantiles = {name: quantile(own, fraction) for name, fraction in fractions.items()}
+        quantiles = {"low": quantile(own, 0.1), "p50": middle, "high": quantile(own, 0.9)}
         ends.append(row.row(name=row.name + (f" (+{beyond} ▸)" if beyond else ""), **quantiles))
     scale = _scale([low, high], 4, 12 + max(text_width(row["name"]) for row in ends), clamp=True)
     axis = alt.Axis(title=unit, titleAnchor="end", tickCount=alt.ExprRef("max(2, width / 90)"))
@@ -164,7 +164,7 @@ def strips(rows: Sequence[Series], unit: str) -> Plot:
         _flat(rows)
         .mark_circle(size=14, opacity=opacity, yOffset=_JITTER)
         .encode(x=x("y"), color=_OWN, tooltip=told),
-        _tick(ends).encode(x=x("median"), tooltip=_told("cell", **{name: name for name in fractions})),
+        _tick(ends).encode(x=x("p50"), tooltip=_told("cell", **{name: name for name in shown})),
         _chart(ends).mark_text(align="right").encode(x=alt.value("width"), text="name:N"),
     ]
     return _labelled([row.label for row in rows], layers)
@@ -218,13 +218,14 @@ def bands(rows: Sequence[Band], across: str, legend: Mapping[str, str]) -> Plot:
 
 
 def scatter(points: Sequence[Series], x_title: str, y_title: str) -> Plot:
-    """Labelled points; neither axis starts at zero, because places beside each other are what is looked at."""
+    """Labelled points. The x axis starts at zero; the y axis does not, so that points lie apart."""
     rows = [
         point.row(x=x, y=y, name=point.label)
         for point in sorted(points, key=lambda point: not point.marked)
         for x, y in point.points
     ]
     xs, ys = (_padded([row[axis] for row in rows], 0.12) for axis in "xy")
+    xs[0] = 0.0
     x = alt.X("x:Q", scale=alt.Scale(domain=xs, nice=False), axis=_axis(x_title))
     y = alt.Y("y:Q", scale=alt.Scale(domain=ys, nice=False), axis=_axis())
     tries = [(10, 0, "left"), (-10, 0, "right"), (0, -15, "center"), (0, 15, "center")]
@@ -249,15 +250,21 @@ def scatter(points: Sequence[Series], x_title: str, y_title: str) -> Plot:
 
 
 def curves(
-    rows: Sequence[Series], x_title: str, y_title: str, ticks: Sequence[float] = (), form: str = _FORMAT
+    rows: Sequence[Series],
+    x_title: str,
+    y_title: str,
+    ticks: Sequence[float] = (),
+    form: str = _FORMAT,
+    *,
+    from_zero: bool = False,
 ) -> Plot:
-    """Curves with their names at their ends; `form` writes the values of the y axis.
+    """Curves with their names at their ends; `form` writes the values of the y axis, which `from_zero` begins at zero.
 
     With `ticks` each value is a point of its own, the y axis begins at zero, and the x axis has these values. Without,
     what is between may be of interest too, and can be zoomed into.
     """
     ys = _padded([y for row in rows for _, y in row.points], 0.04)
-    ys = [0.0, ys[1]] if ticks else ys
+    ys = [0.0, ys[1]] if ticks or from_zero else ys
     values = [x for row in rows for x, _ in row.points]
     xs = [min(values), max(values)]
     room = 12 + min(max(text_width(line) for row in rows for line in lines_of(row.name)), NAME)
