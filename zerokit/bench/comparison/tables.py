@@ -185,7 +185,7 @@ def shortened(reason: str | None) -> str:
 def figures_table(cells: Sequence[Cell]) -> Table:
     """Every metric that any cell has: a row a metric, a column a cell."""
     well = [cell for cell in cells if cell.status == "ok"]
-    rows = []
+    rows: list[Line] = []
     for column in columns_of(well, {id(cell): None for cell in well}, in_order(METRICS)):
         if instrumented(column.metric) and not any(row.said for row in rows):
             rows.append(Line(EXTRA_STEPS, "", (), INSTRUMENTED))
