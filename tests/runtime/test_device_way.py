@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -29,15 +28,15 @@ from tests.support.devices import (
     train,
 )
 from tests.support.distributed import run_ranks
-from zerokit.runtime.collectives import Work
+from tests.support.missing_waits import MUTATIONS
 from zerokit.runtime.collectives.nccl import NcclCollectives
-from zerokit.runtime.gradients import Gradients
-from zerokit.runtime.storage import FlatUnit
 
 # --- results that come late --------------------------------------------------------------------------------
 
 
-def _late_and_prompt(device: str, cases: Sequence[tuple[str, Any, Sequence[int]]]) -> list[str]:
+def _late_and_prompt(
+    device: str, cases: Sequence[tuple[str, Any, Sequence[int]]], threaded: bool = False
+) -> list[str]:
     """Where late results change something, of scenes in a precision at some stages."""
     place = placed(device)
     scenes = [(at(SCENES[name], precision=precision), stages) for name, precision, stages in cases]
@@ -49,7 +48,7 @@ def _late_and_prompt(device: str, cases: Sequence[tuple[str, Any, Sequence[int]]
                 f"{case}, stage {stage}"
                 for case, (scene, stages), bits in zip(cases, scenes, expected, strict=True)
                 for stage in stages
-                if train(at(scene, stage=stage), place) != bits
+                if train(at(scene, stage=stage), place, threaded=threaded) != bits
             ]
 
 
@@ -59,6 +58,14 @@ def test_late_results_change_no_bit(name: str) -> None:
     ways, turn = [*PRECISIONS, WIRE], list(SCENES).index(name)
     cases = [(name, way, [(number + turn) % 4]) for number, way in enumerate(ways)]
     assert run_on("cpu", _late_and_prompt, cases) == [[], []]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_hooks_in_a_thread_of_their_own_change_no_bit(stage: int) -> None:
+    """On CUDA forward's hooks run in the main thread, and those of backward in autograd's thread of the device."""
+    ways = [*PRECISIONS, WIRE]
+    cases = [(name, ways[(number + stage) % 4], [stage]) for number, name in enumerate(SCENES)]
+    assert run_on("cpu", _late_and_prompt, cases, True) == [[], []]
 
 
 @pytest.mark.gpu
@@ -98,137 +105,6 @@ def test_what_is_rounded_lives_until_it_has_been_sent(device: str) -> None:
 
 
 # --- one wait taken away -----------------------------------------------------------------------------------
-
-
-def _twice(training: Training) -> None:
-    """Two updates from the same gradients: the second one changes what the gathers of the first still read."""
-    for step in range(training.run.steps):
-        training.differentiate(step)
-        training.optimizer.step()
-        training.update()
-
-
-def _show_gradients(training: Training) -> None:
-    for step in range(training.run.steps):
-        training.differentiate(step)
-        with training.optimizer.gathered_gradients():
-            torch.nn.utils.clip_grad_norm_(training.model.parameters(), 0.1)
-        training.update()
-
-
-def _fail_in_backward(training: Training) -> None:
-    """A backward pass that ends in an exception while reductions are in flight, then a step as usual."""
-
-    def fail(*gradients: Any) -> None:
-        raise ArithmeticError("in the middle of backward")
-
-    for step in range(training.run.steps):
-        handle = training.model.get_submodule("blocks.1").register_full_backward_pre_hook(fail)
-        with pytest.raises(ArithmeticError):
-            training.differentiate(step)
-        handle.remove()
-        training.optimizer.zero_grad()
-        training.step(step)
-
-
-def _clear_late(training: Training) -> None:
-    """Gradients are dropped between forward and backward: nothing but forward waits for what a step has gathered."""
-    for step in range(training.run.steps):
-        training.differentiate(step, clear=True)
-        training.optimizer.step()
-
-
-def _all_steps(training: Training) -> None:
-    for step in range(training.run.steps):
-        training.step(step)
-
-
-def _forget_to_wait_for_gathers(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(FlatUnit, "complete", lambda self: setattr(self, "pending", None))
-
-
-def _give_buckets_back_too_early(patch: pytest.MonkeyPatch) -> None:
-    def finish_oldest(self: Gradients) -> None:
-        unit, _ = self._reductions.popleft()
-        chained = self._chains(unit)
-        unit.finish(self.pool)
-        if unit.stage.gathers_gradients and not chained:
-            self._gather(unit)
-
-    patch.setattr(Gradients, "_finish_oldest", finish_oldest)
-
-
-def _forget_the_readers(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(NcclCollectives, "wait_for_readers", lambda self: None)
-
-
-def _break_the_chain(patch: pytest.MonkeyPatch) -> None:
-    gather = Gradients._gather
-    patch.setattr(Gradients, "_gather", lambda self, unit, after=None: gather(self, unit))
-
-
-def _forget_to_wait_for_shown_gradients(patch: pytest.MonkeyPatch) -> None:
-    from zerokit.runtime import whole
-
-    class Impatient:
-        """Hands on all that `_show` uses of the collectives, but no wait."""
-
-        def __init__(self, collectives: NcclCollectives) -> None:
-            self._collectives = collectives
-
-        def all_gather(self, *arguments: Any) -> Work:
-            self._collectives.all_gather(*arguments)
-            return Nothing()
-
-    class Nothing:
-        def wait(self) -> None:
-            pass
-
-    show = whole._show
-    patch.setattr(whole, "_show", lambda unit, collectives: show(unit, Impatient(collectives)))  # type: ignore[arg-type]
-
-
-def _forget_reductions_when_forgetting(patch: pytest.MonkeyPatch) -> None:
-    """What `forget` waits for, `free_all` waits for once more: both must go."""
-    _forget_the_readers(patch)
-    forget = Gradients.forget
-
-    def forget_without_waiting(self: Gradients) -> None:
-        self._reductions.clear()
-        self._gathers.clear()
-        forget(self)
-
-    patch.setattr(Gradients, "forget", forget_without_waiting)
-
-
-@dataclass(frozen=True)
-class Mutation:
-    """A wait that is taken away, how to train then, and the stages at which that must be noticed."""
-
-    apply: Callable[[pytest.MonkeyPatch], None]
-    stages: tuple[int, ...]
-    loop: Callable[[Training], None] = _all_steps
-    scene: str = "plain"
-
-
-MUTATIONS = {
-    # A model without indices: on a GPU a gather that is not waited for overwrites memory of others.
-    "gathers are not waited for": Mutation(
-        _forget_to_wait_for_gathers, (1, 2, 3), loop=_clear_late, scene="units used again"
-    ),
-    "buckets come back too early": Mutation(_give_buckets_back_too_early, (2, 3)),
-    "sums are added to too early": Mutation(
-        _give_buckets_back_too_early, (0, 1, 2, 3), scene="repeated reductions"
-    ),
-    "the gather of sums begins too early": Mutation(_break_the_chain, (0,)),
-    "readers are not waited for": Mutation(_forget_the_readers, (1, 2), loop=_twice),
-    "shown gradients are not waited for": Mutation(
-        _forget_to_wait_for_shown_gradients, (1, 2, 3), loop=_show_gradients
-    ),
-    "a failed backward leaves reductions behind": Mutation(
-        _forget_reductions_when_forgetting, (0, 1, 2, 3), loop=_fail_in_backward
-    ),
-}
 
 
 def _bits_of(loop: Callable[[Training], None], scene: Scene, device: torch.device) -> list[str]:

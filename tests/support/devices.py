@@ -10,6 +10,7 @@ import contextlib
 import os
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -69,10 +70,12 @@ class Training:
 
     Args:
         device: where the model and the batches lie.
+        threaded: backward runs in a thread of its own, as on CUDA, where autograd has one a device.
         options: passed to `ZeroOptimizer`.
     """
 
-    def __init__(self, scene: Scene, device: torch.device, **options: Any) -> None:
+    def __init__(self, scene: Scene, device: torch.device, *, threaded: bool = False, **options: Any) -> None:
+        self._autograd = ThreadPoolExecutor(1) if threaded else None
         self.case, self.run, self.device = CASES[scene.case], scene.run, device
         self.model = _build(self.case, device, meta=scene.meta)
         self.optimizer = wrap(self.model, self.case, self.run, **options)
@@ -99,8 +102,14 @@ class Training:
                 loss = self.case.loss(self.model, batch) / self.run.micro
                 if clear:
                     self.optimizer.zero_grad()
-                self.optimizer.backward(loss)
+                self._backward(loss)
             self._losses.append(loss.detach())
+
+    def _backward(self, loss: Tensor) -> None:
+        if self._autograd is None:
+            self.optimizer.backward(loss)
+        else:
+            self._autograd.submit(self.optimizer.backward, loss).result()
 
     def update(self) -> None:
         """The rest of a step."""

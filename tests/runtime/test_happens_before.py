@@ -1,0 +1,174 @@
+"""Every access of the device's way waits for the ones before it, by torch's sanitizer for CUDA, on hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.devices import PRECISIONS, SCENES, STAGES, WIRE, Training, at, run_on, train
+from tests.support.happens_before import followed
+from tests.support.missing_waits import MUTATIONS, all_steps
+from zerokit.runtime.collectives import streams
+from zerokit.runtime.collectives.streams import CudaEvent, CudaStream, Operation
+
+
+def _races(device: str, cases: Sequence[tuple[str, Any, int]]) -> list[str]:
+    """What does not wait, in these scenes at a precision and a stage each."""
+    found = []
+    for name, precision, stage in cases:
+        with followed() as cuda:
+            train(at(SCENES[name], precision=precision, stage=stage), torch.device(device))
+        found += [f"{name}, {precision}, stage {stage}: {fault}" for fault in cuda.faults]
+    return found
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_nothing_races(stage: int) -> None:
+    ways = [*PRECISIONS, WIRE]
+    cases = [(name, ways[(number + stage) % 4], stage) for number, name in enumerate(SCENES)]
+    assert run_on("cpu", _races, cases) == [[], []]
+
+
+# --- one wait, or one record, taken away -------------------------------------------------------------------
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+
+def _launch(*, waits: bool = True, chained: bool = True, records_first: bool = False) -> Callable[..., Any]:
+    """`CudaStream.launch` without one of its parts."""
+
+    def launch(self: CudaStream, operation: Operation, after: Any = None) -> CudaEvent:
+        cuda = _torch().cuda
+        if isinstance(after, CudaEvent) and chained:
+            self.stream.wait_event(after.event)
+        elif waits and after is None:
+            self.stream.wait_stream(cuda.current_stream(self._device))
+        with cuda.stream(self.stream):
+            early = self.stream.record_event()
+            operation.run()
+            event = early if records_first else self.stream.record_event()
+        return CudaEvent(event, self._device)
+
+    return launch
+
+
+def _torch() -> Any:
+    """What the module of streams takes for torch: the fake."""
+    return vars(streams)["torch"]
+
+
+def _fetch_early(self: CudaStream, values: torch.Tensor) -> Callable[[], torch.Tensor | None]:
+    """The event stands before the copy."""
+    arrived = _torch().empty(values.shape, dtype=values.dtype, pin_memory=True)
+    with _torch().cuda.stream(self.stream):
+        event = self.stream.record_event()
+        arrived.copy_(values, non_blocking=True)
+    return lambda: arrived if event.query() else None
+
+
+STREAM_PATCHES: dict[str, tuple[Patch, tuple[int, ...]]] = {
+    "work begins before the computation has written": (
+        lambda patch: patch.setattr(CudaStream, "launch", _launch(waits=False)),
+        STAGES,
+    ),
+    "a gather begins before its reduction": (
+        lambda patch: patch.setattr(CudaStream, "launch", _launch(chained=False)),
+        (0,),
+    ),
+    "the event stands before the work": (
+        lambda patch: patch.setattr(CudaStream, "launch", _launch(records_first=True)),
+        STAGES,
+    ),
+    "the computation does not wait": (
+        lambda patch: patch.setattr(CudaEvent, "wait", lambda self: None),
+        STAGES,
+    ),
+    "the host reads before the copy": (
+        lambda patch: patch.setattr(CudaStream, "fetch", _fetch_early),
+        STAGES,
+    ),
+}
+
+
+def _faults(device: str, apply: Patch, loop: Callable[[Training], None], scene: str, stage: int) -> int:
+    with followed() as cuda, pytest.MonkeyPatch.context() as patch:
+        apply(patch)
+        loop(Training(at(SCENES[scene], stage=stage, steps=3), torch.device(device)))
+    return len(cuda.faults)
+
+
+def _noticed(device: str, name: str) -> dict[int, int]:
+    """The number of races by stage without this part of a stream."""
+    apply, stages = STREAM_PATCHES[name]
+    return {stage: _faults(device, apply, all_steps, "repeated reductions", stage) for stage in stages}
+
+
+@pytest.mark.parametrize("name", STREAM_PATCHES)
+def test_a_stream_without_one_of_its_waits_races(name: str) -> None:
+    for found in run_on("cpu", _noticed, name):
+        assert all(found.values()), found
+
+
+def _noticed_elsewhere(device: str, names: Sequence[str]) -> dict[str, dict[int, tuple[int, int]]]:
+    """Races of a loop as it is, and without one of its waits, by stage."""
+    found = {}
+    for name in names:
+        mutation = MUTATIONS[name]
+        found[name] = {
+            stage: (
+                _faults(device, lambda patch: None, mutation.loop, mutation.scene, stage),
+                _faults(device, mutation.apply, mutation.loop, mutation.scene, stage),
+            )
+            for stage in mutation.stages
+        }
+    return found
+
+
+def test_a_wait_that_is_missing_elsewhere_races() -> None:
+    for found in run_on("cpu", _noticed_elsewhere, list(MUTATIONS)):
+        for name, by_stage in found.items():
+            for stage, (before, after) in by_stage.items():
+                assert (before, after > 0) == (0, True), f"{name}, stage {stage}"
+
+
+# --- and none too many -------------------------------------------------------------------------------------
+
+
+def _wait_at_once(patch: pytest.MonkeyPatch) -> None:
+    launch = CudaStream.launch
+
+    def launch_and_wait(self: CudaStream, operation: Operation, after: Any = None) -> Any:
+        work = launch(self, operation, after)
+        work.wait()
+        return work
+
+    patch.setattr(CudaStream, "launch", launch_and_wait)
+
+
+def _overlaps(device: str, stage: int) -> list[int]:
+    """How many waits of a step find several operations of the computation between the collective and themselves.
+
+    As it is, and where every collective is waited for at once.
+    """
+    found = []
+    for apply in (lambda patch: None, _wait_at_once):
+        with followed() as cuda, pytest.MonkeyPatch.context() as patch:
+            apply(patch)
+            training = Training(at(SCENES["plain"], stage=stage), torch.device(device))
+            training.step(0)
+            training.step(1)
+            cuda.overlaps.clear()
+            training.differentiate(2)
+            found.append(sum(behind >= 8 for behind in cuda.overlaps))
+    return found
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_collectives_run_beside_the_computation(stage: int) -> None:
+    """The model has five units: reductions behind backward, and gathers ahead of the units that use them."""
+    for beside, at_once in run_on("cpu", _overlaps, stage):
+        assert beside >= 7
+        assert at_once == 0

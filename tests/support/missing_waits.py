@@ -1,0 +1,147 @@
+"""Waits of the device's way, each taken away, and the training in which that must be noticed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.devices import Training
+from zerokit.runtime.collectives import Work
+from zerokit.runtime.collectives.nccl import NcclCollectives
+from zerokit.runtime.gradients import Gradients
+from zerokit.runtime.storage import FlatUnit
+
+
+def _twice(training: Training) -> None:
+    """Two updates from the same gradients: the second one changes what the gathers of the first still read."""
+    for step in range(training.run.steps):
+        training.differentiate(step)
+        training.optimizer.step()
+        training.update()
+
+
+def _show_gradients(training: Training) -> None:
+    for step in range(training.run.steps):
+        training.differentiate(step)
+        with training.optimizer.gathered_gradients():
+            torch.nn.utils.clip_grad_norm_(training.model.parameters(), 0.1)
+        training.update()
+
+
+def _fail_in_backward(training: Training) -> None:
+    """A backward pass that ends in an exception while reductions are in flight, then a step as usual."""
+
+    def fail(*gradients: Any) -> None:
+        raise ArithmeticError("in the middle of backward")
+
+    for step in range(training.run.steps):
+        handle = training.model.get_submodule("blocks.1").register_full_backward_pre_hook(fail)
+        with pytest.raises(ArithmeticError):
+            training.differentiate(step)
+        handle.remove()
+        training.optimizer.zero_grad()
+        training.step(step)
+
+
+def _clear_late(training: Training) -> None:
+    """Gradients are dropped between forward and backward: nothing but forward waits for what a step has gathered."""
+    for step in range(training.run.steps):
+        training.differentiate(step, clear=True)
+        training.optimizer.step()
+
+
+def all_steps(training: Training) -> None:
+    for step in range(training.run.steps):
+        training.step(step)
+
+
+def _forget_to_wait_for_gathers(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(FlatUnit, "complete", lambda self: setattr(self, "pending", None))
+
+
+def _give_buckets_back_too_early(patch: pytest.MonkeyPatch) -> None:
+    def finish_oldest(self: Gradients) -> None:
+        unit, _ = self._reductions.popleft()
+        chained = self._chains(unit)
+        unit.finish(self.pool)
+        if unit.stage.gathers_gradients and not chained:
+            self._gather(unit)
+
+    patch.setattr(Gradients, "_finish_oldest", finish_oldest)
+
+
+def _forget_the_readers(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(NcclCollectives, "wait_for_readers", lambda self: None)
+
+
+def _break_the_chain(patch: pytest.MonkeyPatch) -> None:
+    gather = Gradients._gather
+    patch.setattr(Gradients, "_gather", lambda self, unit, after=None: gather(self, unit))
+
+
+def _forget_to_wait_for_shown_gradients(patch: pytest.MonkeyPatch) -> None:
+    from zerokit.runtime import whole
+
+    class Impatient:
+        """Hands on all that `_show` uses of the collectives, but no wait."""
+
+        def __init__(self, collectives: NcclCollectives) -> None:
+            self._collectives = collectives
+
+        def all_gather(self, *arguments: Any) -> Work:
+            self._collectives.all_gather(*arguments)
+            return Nothing()
+
+    class Nothing:
+        def wait(self) -> None:
+            pass
+
+    show = whole._show
+    patch.setattr(whole, "_show", lambda unit, collectives: show(unit, Impatient(collectives)))  # type: ignore[arg-type]
+
+
+def _forget_reductions_when_forgetting(patch: pytest.MonkeyPatch) -> None:
+    """What `forget` waits for, `free_all` waits for once more: both must go."""
+    _forget_the_readers(patch)
+    forget = Gradients.forget
+
+    def forget_without_waiting(self: Gradients) -> None:
+        self._reductions.clear()
+        self._gathers.clear()
+        forget(self)
+
+    patch.setattr(Gradients, "forget", forget_without_waiting)
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A wait that is taken away, how to train then, and the stages at which that must be noticed."""
+
+    apply: Callable[[pytest.MonkeyPatch], None]
+    stages: tuple[int, ...]
+    loop: Callable[[Training], None] = all_steps
+    scene: str = "plain"
+
+
+MUTATIONS = {
+    # A model without indices: on a GPU a gather that is not waited for overwrites memory of others.
+    "gathers are not waited for": Mutation(
+        _forget_to_wait_for_gathers, (1, 2, 3), loop=_clear_late, scene="units used again"
+    ),
+    "buckets come back too early": Mutation(_give_buckets_back_too_early, (2, 3)),
+    "sums are added to too early": Mutation(
+        _give_buckets_back_too_early, (0, 1, 2, 3), scene="repeated reductions"
+    ),
+    "the gather of sums begins too early": Mutation(_break_the_chain, (0,)),
+    "readers are not waited for": Mutation(_forget_the_readers, (1, 2), loop=_twice),
+    "shown gradients are not waited for": Mutation(
+        _forget_to_wait_for_shown_gradients, (1, 2, 3), loop=_show_gradients
+    ),
+    "a failed backward leaves reductions behind": Mutation(
+        _forget_reductions_when_forgetting, (0, 1, 2, 3), loop=_fail_in_backward
+    ),
+}
