@@ -40,7 +40,7 @@ class StepControl:
         received = self._gradients.received
         previous, self._pending = self._pending, None
         reading = self._collectives.agree_soon(
-            [path, -path, float(received)], None if finite is None else finite.logical_not()
+            [path, -path, float(received)], None if finite is None else ~finite
         )
         if previous is not None and _differ(previous.get()):
             self._explain_paths()
