@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
+import numpy
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -17,7 +19,7 @@ from zerokit.runtime.buckets import UnitGradients
 from zerokit.runtime.collectives import Collectives
 from zerokit.runtime.gathering import Gathering
 from zerokit.runtime.gradients import Gradients
-from zerokit.runtime.guard import show_gradient, shown_gradient
+from zerokit.runtime.guard import TICKET, show_gradient, shown_gradient
 from zerokit.runtime.storage import FlatUnit
 
 
@@ -97,8 +99,8 @@ def install_model_methods(
     """Make the model's own methods behave as without zerokit, or raise an error with advice.
 
     `state_dict()` gives whole, current tensors and `load_state_dict()` reaches the masters. Both are collective: all
-    ranks must call them. At stage 3 `state_dict` copies, unit by unit, because the gathered memory is freed again;
-    loading needs the whole model in memory at once. `zero_grad()` also calls `clear`, the optimizer's.
+    ranks must call them. At stage 3 both need the whole model in memory, and `state_dict` copies, unit by unit, because
+    the gathered memory is freed again. `zero_grad()` also calls `clear`, the optimizer's.
     """
     _install_state_dict(model, storages, gathering)
 
@@ -130,29 +132,25 @@ def install_model_methods(
 
 
 def _install_state_dict(model: nn.Module, storages: Sequence[FlatUnit], gathering: Gathering) -> None:
-    def copy_whole(module: nn.Module, storage: FlatUnit, state: dict[str, Any], prefix: str) -> None:
-        mine = {id(parameter) for parameter in storage.parameters}
-        with torch._C.DisableTorchFunctionSubclass():
-            for name, parameter in module.named_parameters(remove_duplicate=False):
-                if id(parameter) in mine and prefix + name in state:
-                    state[prefix + name] = parameter.detach().clone()
+    me = weakref.ref(model)
 
-    def before_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        gathering.free_all()
-        for storage in storages:
-            storage.unguard()  # copying placeholders is harmless: whole values replace them
-
-    def after_save(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        for storage in storages:
-            if storage.stage.divides_parameters and gathering.is_open:
-                copy_whole(module, storage, state, prefix)
-            elif storage.stage.divides_parameters:
-                storage.gather()
-                storage.ready()
-                copy_whole(module, storage, state, prefix)
-                storage.free()
-            storage.guard()
-        storages[0].collectives.wait_for_readers()
+    def state_dict(*args: Any, **kwargs: Any) -> Any:
+        living = me()
+        if living is None or gathering.is_open:
+            return type(living).state_dict(living, *args, **kwargs) if living is not None else {}
+        # Every hook and override of the model's modules finds whole weights, whatever it makes of them.
+        gathering.open()
+        try:
+            holders = [_holders(storage) for storage in storages]
+            state = type(living).state_dict(living, *args, **kwargs)
+            _take_changes(storages)
+            for storage, count in zip(storages, holders, strict=True):
+                if storage.stage.divides_parameters:
+                    _keep_copies(state, storage, count)
+                    storage.free()
+        finally:
+            gathering.close()
+        return state
 
     def before_load(module: nn.Module, state: Mapping[str, Tensor], prefix: str, *rest: Any) -> None:
         gathering.open()
@@ -161,10 +159,73 @@ def _install_state_dict(model: nn.Module, storages: Sequence[FlatUnit], gatherin
         _take_changes(storages)
         gathering.close()
 
-    model.register_state_dict_pre_hook(before_save)
-    model.register_state_dict_post_hook(after_save)
+    def before_load_of_part(module: nn.Module, state: Mapping[str, Tensor], prefix: str, *rest: Any) -> None:
+        if not gathering.is_open and any(True for _ in module.parameters(recurse=False)):
+            raise UsageError(
+                f"load_state_dict() of {type(module).__name__}, a part of the model, whose parameters stage 3 has "
+                "divided over ranks: call it inside `with optimizer.gathered():`, which all ranks enter"
+            )
+
+    model.__dict__["state_dict"] = state_dict
     model.register_load_state_dict_pre_hook(before_load)
     model.register_load_state_dict_post_hook(after_load)
+    if any(storage.stage.divides_parameters for storage in storages):
+        for module in model.modules():
+            if module is not model:
+                module.register_load_state_dict_pre_hook(before_load_of_part)
+
+
+def _holders(storage: FlatUnit) -> int:
+    """How many tensors refer to the memory of `storage`."""
+    return torch._C._storage_Use_Count(storage.whole.untyped_storage()._cdata)
+
+
+def _keep_copies(state: Any, storage: FlatUnit, holders: int) -> None:
+    """Replace what lies in the memory of `storage`, which is about to be freed, by copies.
+
+    Raises:
+        UsageError: where more than `holders` refer to that memory then: in an object that cannot be looked into.
+    """
+    memory = storage.whole.untyped_storage()
+
+    def lies_there(value: Any) -> bool:
+        if isinstance(value, numpy.ndarray):
+            return memory.data_ptr() <= value.ctypes.data < memory.data_ptr() + memory.nbytes()
+        # A parameter itself (`keep_vars=True`) is guarded again.
+        return (
+            isinstance(value, Tensor)
+            and TICKET not in value.__dict__
+            and value.untyped_storage().data_ptr() == memory.data_ptr()
+        )
+
+    copies: dict[tuple[Any, ...], Tensor] = {}  # tied weights stay tied
+
+    def copied(value: Any) -> Any:
+        if lies_there(value):
+            if isinstance(value, numpy.ndarray):
+                return value.copy()
+            view = value.storage_offset(), value.shape, value.stride(), value.dtype
+            if view not in copies:
+                copies[view] = value.detach().clone()
+            return copies[view]
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                value[key] = copied(inner)
+        elif isinstance(value, list):
+            value[:] = map(copied, value)
+        elif type(value) is tuple:
+            return tuple(map(copied, value))
+        return value
+
+    copied(state)
+    if _holders(storage) > holders:
+        gc.collect()  # cycles
+        if _holders(storage) > holders:
+            raise UsageError(
+                f"state_dict() of this model keeps views of {storage.unit.name} in an object that is no tensor, array, "
+                "dict, list or tuple. Stage 3 frees that memory: put copies there (weight.detach().clone()), or call "
+                "state_dict() inside `with optimizer.gathered():` and use it there"
+            )
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from tests.runtime.patterns import (
     ranks,
     recomputation,
     several,
+    states,
     structure,
     weights,
 )
@@ -34,6 +35,7 @@ _MODULES = (
     recomputation,
     functional,
     several,
+    states,
     ranks,
     half,
     objects,
