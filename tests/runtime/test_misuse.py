@@ -60,6 +60,31 @@ class RowMean(torch.optim.Optimizer):
                     p.sub_(group["lr"] * (p.grad - p.grad.mean(-1, keepdim=True)))
 
 
+class GlobalNorm(torch.optim.SGD):
+    """Clips by the norm over all of its parameters before each step."""
+
+    def step(self, closure: Any = None) -> Any:
+        nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.5)
+        return super().step(closure)
+
+
+class LateRows(RowMean):
+    """Looks at rows from the eleventh step on."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        self.steps = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.steps += 1
+        if self.steps > 10:
+            super().step()
+
+
+def _lazy() -> None:
+    make(nn.Sequential(nn.LazyLinear(4)))
+
+
 def _two_groups() -> None:
     model = small()
     make(model, params=[{"params": model.parameters()}, {"params": [model[2].weight]}])
@@ -124,12 +149,20 @@ CONSTRUCTIONS: dict[str, tuple[Callable[[], Any], str, tuple[str, ...]]] = {
     "SparseAdam": (lambda: make(cls=torch.optim.SparseAdam), "UnsupportedOptimizer", ("SparseAdam",)),
     "whole norms": (lambda: make(cls=WholeNorm), "UnsupportedOptimizer", ("WholeNorm",)),
     "row means": (lambda: make(cls=RowMean), "UnsupportedOptimizer", ("RowMean",)),
+    "norms over all": (lambda: make(cls=GlobalNorm), "UnsupportedOptimizer", ("GlobalNorm", "norm")),
+    "rows, later": (lambda: make(cls=LateRows), "UnsupportedOptimizer", ("LateRows",)),
+    "whole norms, lr 0": (lambda: make(cls=WholeNorm, lr=0.0), "UnsupportedOptimizer", ("WholeNorm",)),
     "units that match nothing": (lambda: make(units=nn.Conv2d), "UsageError", ("Conv2d", "units")),
     "units of no kind": (lambda: make(units="blocks"), "UsageError", ("units",)),
     "an instance": (lambda: make(cls=torch.optim.SGD(small().parameters())), "UsageError", ("class",)),
     "unknown option": (lambda: make(learning_rate=3.0), "TypeError", ("learning_rate",)),
-    "complex": (lambda: make(nn.Linear(2, 2, dtype=torch.complex64)), "UsageError", ("complex64",)),
-    "float64": (lambda: make(small().double()), "UsageError", ("float64",)),
+    "complex": (
+        lambda: make(nn.Linear(2, 2, dtype=torch.complex64)),
+        "UsageError",
+        ("complex64", "view_as_real"),
+    ),
+    "float64": (lambda: make(small().double()), "UsageError", ("float64", "model.float()")),
+    "a lazy module": (_lazy, "UsageError", ("0.weight", "one forward")),
 }
 if hasattr(torch.optim, "Muon"):
     CONSTRUCTIONS["Muon"] = (

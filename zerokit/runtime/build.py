@@ -28,7 +28,7 @@ from zerokit.runtime.gradients import Gradients
 from zerokit.runtime.guard import ticket_of
 from zerokit.runtime.heap import Heap
 from zerokit.runtime.materialize import Materializer
-from zerokit.runtime.modules import UnitRule, take_apart
+from zerokit.runtime.modules import UnitRule, require_own_memory, take_apart
 from zerokit.runtime.precision import FLOATING, Precision
 from zerokit.runtime.probe import OptimizerStates, choose_kernel, probe
 from zerokit.runtime.sharded import ShardedGathering
@@ -233,10 +233,20 @@ def _check_arguments(model: nn.Module, bucket_mb: float | None, prefetch: int) -
             )
         if type(parameter).__name__ == "DTensor" or hasattr(parameter, "device_mesh"):
             raise UsageError(f"{name} is a DTensor (fully_shard or tensor parallelism): pass the plain model")
-        if parameter.requires_grad and parameter.dtype not in FLOATING:
+        if isinstance(parameter, nn.UninitializedParameter):
             raise UsageError(
-                f"{name} is {parameter.dtype}: trainable parameters must be float32, bfloat16 or float16"
+                f"{name} is not initialised yet (a lazy module): run one forward before ZeroOptimizer is built"
             )
+        if parameter.requires_grad and parameter.dtype not in FLOATING:
+            remedy = (
+                "keep it as torch.view_as_real(weight) and call torch.view_as_complex() in forward"
+                if parameter.is_complex()
+                else "call model.float() before ZeroOptimizer is built, or freeze it with requires_grad_(False)"
+            )
+            raise UsageError(
+                f"{name} is {parameter.dtype}: trainable parameters must be float32, bfloat16 or float16; {remedy}"
+            )
+    require_own_memory(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UsageError("the model has no parameter that requires a gradient")
 

@@ -64,7 +64,7 @@ class Changes(Protocol):
     def take_exact(self, position: int, values: Tensor) -> None:
         """`values` were copied into a parameter and may have been rounded: masters take them as they are."""
 
-    def suspect(self, alias: Tensor) -> None:
+    def suspect(self, position: int, alias: Tensor) -> None:
         """A tensor over a parameter's memory was handed out: its elements may be changed while it lives."""
 
     def set_trainable(self, position: int, trainable: bool) -> None:
@@ -295,7 +295,7 @@ def _note_changes(parameter: Guarded, name: str, args: Sequence[Any], result: An
     if storage is None or ticket is None:
         return
     if name == "data":
-        storage.suspect(result)
+        storage.suspect(ticket.positions[0], result)
     elif name == "copy_" and len(args) > 1 and args[0] is parameter and isinstance(args[1], Tensor):
         storage.take_exact(ticket.positions[0], args[1])
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from zerokit.errors import UsageError
 from zerokit.layout import Parameter, Segment, Unit
@@ -79,6 +81,56 @@ def take_apart(model: nn.Module, rule: UnitRule | None, groups: Mapping[nn.Param
     if members:
         segments.append(Segment(current, tuple(members)))
     return Anatomy(named, segments, owners)
+
+
+def require_own_memory(model: nn.Module) -> None:
+    """Raise `UsageError` where two tensors of the model share elements, though they are not the same object.
+
+    Each parameter gets memory of its own, so that the other one would no longer follow it.
+    """
+    by_memory: dict[int, list[tuple[str, Tensor]]] = {}
+    for name, tensor in _tensors_of(model):
+        if not tensor.is_meta and tensor.numel():
+            by_memory.setdefault(tensor.untyped_storage().data_ptr(), []).append((name, tensor))
+    for sharing in by_memory.values():
+        for (name, tensor), (other, second) in itertools.combinations(sharing, 2):
+            involved = isinstance(tensor, nn.Parameter) or isinstance(second, nn.Parameter)
+            if tensor is not second and involved and _overlap(tensor, second):
+                raise UsageError(
+                    f"{name} and {other} share memory, but are not the same parameter: ZeroOptimizer gives each its own. "
+                    "Use one parameter in both places (b.weight = a.weight, with .t() or a slice taken in forward), or "
+                    "copy: .detach().clone()"
+                )
+
+
+def _tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, buffers and plain attributes, each object once."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+    for path, module in model.named_modules():
+        # The older spectral norm leaves an attribute that it computes anew in each forward.
+        derived = {getattr(hook, "name", None) for hook in module._forward_pre_hooks.values()}
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor) and name not in derived:
+                yield f"{path}.{name}" if path else name, value
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one storage have an element in common."""
+    spans = []
+    for tensor in (one, other):
+        last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+        start = tensor.storage_offset() * tensor.element_size()
+        spans.append((start, start + (last + 1) * tensor.element_size()))
+    (start, stop), (second_start, second_stop) = spans
+    if start >= second_stop or second_start >= stop:
+        return False
+    if one.dtype != other.dtype or (one.is_contiguous() and other.is_contiguous()):
+        return True
+    # Strided views may lie between each other, as the parts of a fused projection do.
+    numbers = torch.arange(max(stop, second_stop) // one.element_size())
+    first, second = (numbers.as_strided(t.shape, t.stride(), t.storage_offset()) for t in (one, other))
+    return bool(torch.isin(first, second).any())
 
 
 def plain_name(name: str) -> str:

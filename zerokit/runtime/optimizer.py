@@ -6,6 +6,7 @@ import dataclasses
 import datetime
 import math
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn, overload
@@ -26,6 +27,7 @@ from zerokit.runtime.norms import all_finite, clip_coefficient, global_norm
 from zerokit.runtime.precision import LossScale, Precision
 from zerokit.runtime.profiling import profiled
 from zerokit.runtime.rank_state import load_state, take_state
+from zerokit.runtime.states import States
 from zerokit.runtime.whole import gathered, gathered_gradients, install_model_methods
 from zerokit.stages import Stage
 
@@ -108,13 +110,15 @@ class ZeroOptimizer(Optimizer):
         """The buffer that background saves write from, once there was one."""
         self.averaged = False
         """Whether the model has its averaged weights, inside `Ema.applied()`."""
+        self._states = States(self.parts)
         self._last_counters = Counters()
         self._norm: Tensor | None = None
         self._unscaled = False
         self._finite: Tensor | None = None
         """Whether the gradients are finite, 0-d, where a norm has shown it."""
-        self._optimizer_step_pre_hooks = self.parts.inner._optimizer_step_pre_hooks
-        self._optimizer_step_post_hooks = self.parts.inner._optimizer_step_post_hooks
+        # Hooks run while gradients are guarded: what they read as whole parameters are flat ones.
+        self._optimizer_step_pre_hooks = OrderedDict()
+        self._optimizer_step_post_hooks = OrderedDict()
         install_model_methods(
             self.parts.model, self.parts.storages, self.parts.gathering, weakref.WeakMethod(self.zero_grad)
         )
@@ -222,10 +226,14 @@ class ZeroOptimizer(Optimizer):
                 self._unscaled = True
         self.parts.walk.absorb_changes()
         self.parts.collectives.wait_for_readers()
+        for hook in self._optimizer_step_pre_hooks.values():
+            hook(self, (), {})
         with profiled("update"):
             self.parts.update.run()
         self._end_step()
         self.parts.gathering.gather_updated()
+        for hook in self._optimizer_step_post_hooks.values():
+            hook(self, (), {})
         return loss
 
     def require_own_weights(self, call: str) -> None:
@@ -262,7 +270,10 @@ class ZeroOptimizer(Optimizer):
         """
         self.parts.control.finish()
         with gathered(self.parts.storages, self.parts.gathering):
-            yield
+            try:
+                yield
+            finally:
+                self._states.take_changes()
 
     @contextmanager
     def gathered_gradients(self) -> Iterator[None]:
@@ -345,11 +356,12 @@ class ZeroOptimizer(Optimizer):
 
     @property
     def state(self) -> Any:
-        return self.parts.inner.state
+        return self._states
 
     @state.setter
     def state(self, state: Any) -> None:
-        self.parts.inner.state = state
+        if state is not self._states:
+            self.parts.inner.state = state
 
     @property
     def defaults(self) -> dict[str, Any]:

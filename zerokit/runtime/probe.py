@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,7 +14,10 @@ from torch.optim import Optimizer
 from zerokit.errors import UnsupportedOptimizer
 
 _SHAPE = (16, 24)
-_STEPS = 3
+_STEPS = 30
+"""As many as show what begins late: preconditioners that are refreshed every tenth step, rectified variances."""
+_LEARNING_RATE = 1e-2
+"""At least: with the one that a warm-up begins with, nothing would move."""
 _ADVICE = (
     "zerokit shards elementwise optimizers: AdamW, Adam, SGD, Adagrad, RMSprop, NAdam, "
     "or your own that treats every element alike"
@@ -24,12 +28,14 @@ _ADVICE = (
 class OptimizerStates:
     """What the optimizer keeps for one flat parameter: bytes an element, and bytes beside.
 
-    `kinds` names the states that have the parameter's shape.
+    `kinds` names the states that have the parameter's shape, with their `dtypes`; `others` those that are numbers.
     """
 
     element_bytes: int
     scalar_bytes: int
     kinds: frozenset[str]
+    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
+    others: tuple[str, ...] = ()
 
 
 def choose_kernel(
@@ -46,7 +52,7 @@ def choose_kernel(
     fused = {**options, "fused": True}
     tried = nn.Parameter(torch.ones(64, dtype=master, device=device))
     try:
-        _run(optimizer_class([tried], **fused), [tried], [[torch.ones_like(tried)]])
+        _run(optimizer_class([tried], **fused), tried, [torch.ones_like(tried)])
     except (TypeError, ValueError, RuntimeError, NotImplementedError):
         # Which kernels exist differs with the device and PyTorch's version: Adagrad's came to CUDA in 2026.
         return options
@@ -54,7 +60,7 @@ def choose_kernel(
 
 
 def probe(optimizer_class: type[Optimizer], options: dict[str, Any], master: torch.dtype) -> OptimizerStates:
-    """Step `optimizer_class` on a matrix and on the same elements flattened and cut in two; they must agree.
+    """Step `optimizer_class` on a matrix, and on each half of the same elements by itself; they must agree.
 
     Raises `UnsupportedOptimizer` where they do not, or where the optimizer refuses the plain call.
     """
@@ -63,28 +69,32 @@ def probe(optimizer_class: type[Optimizer], options: dict[str, Any], master: tor
     start = torch.randn(_SHAPE, generator=generator)
     gradients = [torch.randn(_SHAPE, generator=generator) for _ in range(_STEPS)]
     half = start.numel() // 2
-    whole = [nn.Parameter(start.clone())]
-    optimizer = optimizer_class(whole, **options)  # a wrong option raises its own error
+    whole = nn.Parameter(start.clone())
+    if isinstance(options.get("lr"), float | int):
+        options = options | {"lr": max(options["lr"], _LEARNING_RATE)}
+    optimizer = optimizer_class([whole], **options)  # a wrong option raises its own error
     try:
-        _run(optimizer, whole, [[gradient] for gradient in gradients])
+        _run(optimizer, whole, gradients)
         cut = [nn.Parameter(piece.clone()) for piece in start.flatten().split(half)]
-        _run(
-            optimizer_class(cut, **options),
-            cut,
-            [list(gradient.flatten().split(half)) for gradient in gradients],
-        )
+        for number, piece in enumerate(cut):
+            # In an optimizer of its own, as on a rank of its own: norms over all parameters show as well.
+            _run(
+                optimizer_class([piece], **options),
+                piece,
+                [g.flatten().split(half)[number] for g in gradients],
+            )
         typed = nn.Parameter(start.flatten().to(master))
         optimizer = optimizer_class([typed], **options)
-        _run(optimizer, [typed], [[gradient.flatten().to(master)] for gradient in gradients])
+        _run(optimizer, typed, [gradient.flatten().to(master) for gradient in gradients[:3]])
     except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, AssertionError) as error:
         raise UnsupportedOptimizer(
             f"{name} cannot be stepped on flat parameters ({type(error).__name__}: {error}). {_ADVICE}"
         ) from error
     together = torch.cat([piece.detach() for piece in cut]).view(_SHAPE)
-    if not torch.allclose(whole[0].detach(), together, rtol=1e-4, atol=1e-6):
+    if not torch.allclose(whole.detach(), together, rtol=1e-4, atol=1e-6):
         raise UnsupportedOptimizer(
-            f"{name} updates an element by looking at others (the shape or the norm of its matrix matters), so cutting "
-            f"the line would change the training. {_ADVICE}"
+            f"{name} updates an element by looking at others (the shape of its matrix, or a norm over it or over all "
+            f"parameters, matters), so cutting the line would change the training. {_ADVICE}"
         )
     tensors = {k: value for k, value in optimizer.state[typed].items() if isinstance(value, torch.Tensor)}
     elementwise = {kind: value for kind, value in tensors.items() if value.shape == typed.shape}
@@ -93,11 +103,16 @@ def probe(optimizer_class: type[Optimizer], options: dict[str, Any], master: tor
         sum(value.element_size() for value in elementwise.values()),
         sum(value.untyped_storage().nbytes() for value in others),
         frozenset(elementwise),
+        {kind: value.dtype for kind, value in elementwise.items()},
+        tuple(kind for kind, value in optimizer.state[typed].items() if _is_number(value)),
     )
 
 
-def _run(optimizer: Optimizer, parameters: list[nn.Parameter], gradients: list[list[torch.Tensor]]) -> None:
-    for step in gradients:
-        for parameter, gradient in zip(parameters, step, strict=True):
-            parameter.grad = gradient.clone()
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, torch.Tensor) and not value.dim())
+
+
+def _run(optimizer: Optimizer, parameter: nn.Parameter, gradients: list[torch.Tensor]) -> None:
+    for gradient in gradients:
+        parameter.grad = gradient.clone()
         optimizer.step()

@@ -77,13 +77,14 @@ class ShardedGathering(Gathering):
 
     def read(self, index: int, name: str, *, in_forward: bool, in_backward: bool) -> None:
         unit = self._units[index]
-        if self._open:
+        if self._open or (index in self._pinned and unit.resident):
             return
         if in_backward:
             self._use(unit)
         elif in_forward:
             self._read_early.add(index)
             self.enter(unit)
+            unit.guard()  # what is done to its other parameters is to be noticed, too
         else:
             raise refuse_reading(name)
         self.pin(unit)

@@ -99,7 +99,8 @@ class FlatUnit:
         self._plain: list[type[nn.Parameter]] = []
         self._guarded: list[type[Guarded]] = []
         self._versions: list[int] = []
-        self._aliases: list[weakref.ref[Tensor]] = []
+        self._aliases: list[tuple[int, Tensor, int]] = []
+        """Tensors over a parameter's memory that were handed out: its position, the tensor, its version then."""
         self._shown = True
         self.renormed: frozenset[int] = frozenset()
         """Positions of parameters that their module renormalises in forward."""
@@ -119,19 +120,16 @@ class FlatUnit:
             members = zip(self.parameters, self._views, self.unit.slices, strict=True)
             for parameter, view, part in members:
                 target = exact[part.offset : part.offset + part.parameter.numel].view(part.parameter.shape)
-                if not parameter.is_meta:
-                    target.copy_(parameter)
-                    parameter.data = view
-                    continue
-                target.copy_(initial[parameter])
-                # `.data` cannot cross from meta to a device; swapping keeps the object, so ties and groups hold.
-                # Only then does it become a view: made from one, it would share the storage's version counter,
-                # and autograd would take every gather for a change of the parameter.
-                real = nn.Parameter(
-                    torch.empty(0, dtype=self.dtype, device=self.device), parameter.requires_grad
-                )
-                real.__dict__.update(parameter.__dict__)
-                torch.utils.swap_tensors(parameter, real)
+                target.copy_(initial[parameter] if parameter.is_meta else parameter)
+                if parameter.is_meta or parameter.nbytes < parameter.untyped_storage().nbytes():
+                    # `.data` cannot cross from meta to a device; swapping keeps the object, so ties and groups hold.
+                    # Only then does it become a view: made from one, of this storage or of one that the user has cut
+                    # up, it would share a version counter with others, whose changes would be taken for its own.
+                    real = nn.Parameter(
+                        torch.empty(0, dtype=self.dtype, device=self.device), parameter.requires_grad
+                    )
+                    real.__dict__.update(parameter.__dict__)
+                    torch.utils.swap_tensors(parameter, real)
                 parameter.data = view
         self._plain = [type(parameter) for parameter in self.parameters]
         self._guarded = [guarded_class(plain) for plain in self._plain]
@@ -201,13 +199,17 @@ class FlatUnit:
                     target = flat.tensor[both.start - flat.interval.start : both.stop - flat.interval.start]
                     target.copy_(flattened[both.start - part.offset : both.stop - part.offset])
 
-    def suspect(self, alias: Tensor) -> None:
+    def suspect(self, position: int, alias: Tensor) -> None:
         """A tensor that shares memory, but no version counter, with a parameter was handed out."""
-        self._aliases.append(weakref.ref(alias))
+        self._aliases.append((position, alias, alias._version))
 
     def note_versions(self) -> None:
         """From now on, other versions of the parameters mean that the user changed them."""
-        self._aliases = [alias for alias in self._aliases if alias() is not None]
+        handed_out = [(position, weakref.ref(alias)) for position, alias, _ in self._aliases]
+        self._aliases.clear()
+        for position, reference in handed_out:
+            if (alias := reference()) is not None:
+                self.suspect(position, alias)
         self._versions = self._current_versions()
 
     def note_update(self) -> None:
@@ -355,10 +357,11 @@ class FlatUnit:
 
     def _require_renorm(self) -> None:
         """Weights may change in forward only by an idempotent operation: Embedding's max_norm."""
-        versions = self._current_versions()
-        for position, layout in enumerate(self.unit.parameters):
-            if versions[position] != self._versions[position] and position not in self.renormed:
-                self._refuse_change(layout.name)
+        pairs = enumerate(zip(self._current_versions(), self._versions, strict=True))
+        changed = {position for position, (version, known) in pairs if version != known}
+        changed |= {position for position, alias, version in self._aliases if alias._version != version}
+        for position in sorted(changed - self.renormed):
+            self._refuse_change(self.unit.parameters[position].name)
 
     def note_requires_grad(self) -> None:
         """Take note of what was frozen or unfrozen while the parameters were not guarded."""

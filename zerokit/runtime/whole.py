@@ -152,6 +152,13 @@ def _install_state_dict(model: nn.Module, storages: Sequence[FlatUnit], gatherin
             gathering.close()
         return state
 
+    def save_pretrained(*args: Any, **kwargs: Any) -> Any:
+        """The method of transformers, PEFT and diffusers also asks parts of the model for their states."""
+        living = me()
+        assert living is not None
+        with gathered(storages, gathering):
+            return type(living).save_pretrained(living, *args, **kwargs)  # type: ignore[operator]
+
     def before_load(module: nn.Module, state: Mapping[str, Tensor], prefix: str, *rest: Any) -> None:
         gathering.open()
 
@@ -167,6 +174,8 @@ def _install_state_dict(model: nn.Module, storages: Sequence[FlatUnit], gatherin
             )
 
     model.__dict__["state_dict"] = state_dict
+    if hasattr(model, "save_pretrained"):
+        model.__dict__["save_pretrained"] = save_pretrained
     model.register_load_state_dict_pre_hook(before_load)
     model.register_load_state_dict_post_hook(after_load)
     if any(storage.stage.divides_parameters for storage in storages):

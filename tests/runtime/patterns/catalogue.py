@@ -11,6 +11,7 @@ from tests.runtime.patterns import (
     hooks,
     library,
     loops,
+    momentum,
     objects,
     passing,
     ranks,
@@ -24,6 +25,7 @@ from tests.runtime.patterns.harness import PATTERNS
 
 _MODULES = (
     loops,
+    momentum,
     weights,
     changes,
     gradients,

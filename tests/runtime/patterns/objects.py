@@ -221,3 +221,46 @@ def built_anew(engine: Engine) -> None:
     model = Mlp()
     model.load_state_dict(weights)
     _then_train(engine.another(model), lambda: None)
+
+
+STATE = always(usage("optimizer.state", "gathered()"))
+
+
+@pattern("`optimizer.state[p]` read and halved inside `gathered()`", Mlp)
+def state_of_parameters(engine: Engine) -> None:
+    for _ in range(STEPS):
+        engine.update(square(engine.model(engine.data(4, 8))))
+        with engine.gathered():
+            for parameter in engine.model.parameters():
+                state = engine.optimizer.state[parameter]
+                for name in sorted(state):
+                    engine.record(state[name].double().sum())
+                    if state[name].shape == parameter.shape:
+                        state[name].mul_(0.5)
+    engine.update(square(engine.model(engine.data(4, 8))))
+
+
+@pattern("`optimizer.state[p]` outside `gathered()`", Mlp, refused=STATE)
+def state_outside(engine: Engine) -> None:
+    engine.update(square(engine.model(engine.data(4, 8))))
+    engine.record(len(engine.optimizer.state[engine.model.head.weight]))
+
+
+@pattern("`optimizer.state.pop(p)` to begin a parameter's moments anew", Mlp, refused=STATE)
+def state_popped(engine: Engine) -> None:
+    engine.update(square(engine.model(engine.data(4, 8))))
+    engine.optimizer.state.pop(engine.model.head.weight, None)
+
+
+@pattern(
+    "`register_step_pre_hook` that clips every `p.grad` of `param_groups`",
+    Mlp,
+    refused=always(usage("clip_grad_norm_()", "gathered_gradients()")),
+)
+def step_hooks_over_gradients(engine: Engine) -> None:
+    def clip(optimizer: Any, *args: Any) -> None:
+        for group in optimizer.param_groups:
+            nn.utils.clip_grad_norm_(group["params"], 1e-3)
+
+    engine.optimizer.register_step_pre_hook(clip)
+    engine.update(square(engine.model(engine.data(4, 8))))

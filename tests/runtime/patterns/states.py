@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-call"
 """State dicts that the model's own code shapes."""
 
 from __future__ import annotations
@@ -204,3 +205,17 @@ def with_parameters(engine: Engine) -> None:
         assert all(state[name] is parameter for name, parameter in engine.model.named_parameters())
         with engine.gathered():
             engine.record(_sum(state))
+
+
+class Pretrained(Mlp):
+    """Has the method that transformers, PEFT and diffusers save by, and asks a part for its state."""
+
+    def save_pretrained(self) -> float:
+        return _sum(self.head.state_dict()) + _sum(self.state_dict())
+
+
+@pattern("`save_pretrained()` that asks parts of the model for their states", Pretrained)
+def pretrained(engine: Engine) -> None:
+    for _ in range(STEPS):
+        engine.update(square(engine.model(engine.data(4, 8))))
+        engine.record(engine.model.save_pretrained())

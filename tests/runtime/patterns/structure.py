@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.runtime.patterns.engines import STEPS, VARIED_STEPS, Engine
-from tests.runtime.patterns.harness import pattern
+from tests.runtime.patterns.harness import always, pattern, usage
 from tests.runtime.patterns.models import WIDTH, Block, Mlp, chain, square
 
 
@@ -245,3 +246,71 @@ def scanned(engine: Engine) -> None:
 @pattern("units chosen by `units=nn.Linear`", Mlp, options={"units": nn.Linear})
 def units_of_a_class(engine: Engine) -> None:
     _usual(engine)
+
+
+class Shared(Mlp):
+    """Two weights that share memory without being one parameter."""
+
+    def __init__(self, share: Callable[[Mlp], None]) -> None:
+        super().__init__()
+        share(self)
+
+
+def _transposed(model: Mlp) -> None:
+    model.head.weight = nn.Parameter(model.first.weight.data.t())
+
+
+def _sliced(model: Mlp) -> None:
+    model.head.bias = nn.Parameter(model.first.bias.data[:8])
+
+
+def _as_buffer(model: Mlp) -> None:
+    model.register_buffer("copy_of_bias", model.head.bias.data)
+
+
+def _as_attribute(model: Mlp) -> None:
+    model.seen = model.head.weight.detach()
+
+
+def _apart(model: Mlp) -> None:
+    rows = torch.randn(128, 64) / 64
+    for place in (0, 1):
+        model.blocks[place].inner.weight = nn.Parameter(rows[64 * place : 64 * place + 64])
+
+
+SHARED = always(usage("share memory", "clone()"))
+
+
+@pattern("a weight tied by `.data.t()`", lambda: Shared(_transposed), refused=SHARED, short=True)
+def tied_transposed(engine: Engine) -> None:
+    _usual(engine)
+
+
+@pattern("a bias tied by `.data[:8]`", lambda: Shared(_sliced), refused=SHARED, short=True)
+def tied_slice(engine: Engine) -> None:
+    _usual(engine)
+
+
+@pattern("a buffer over a parameter's memory", lambda: Shared(_as_buffer), refused=SHARED, short=True)
+def buffer_over(engine: Engine) -> None:
+    _usual(engine)
+
+
+@pattern("an attribute over a parameter's memory", lambda: Shared(_as_attribute), refused=SHARED, short=True)
+def attribute_over(engine: Engine) -> None:
+    _usual(engine)
+
+
+@pattern("parameters in one memory that share no element of it", lambda: Shared(_apart))
+def fused(engine: Engine) -> None:
+    _usual(engine)
+
+
+@pattern(
+    "a float64 parameter",
+    lambda: Mlp().double(),
+    refused=always(usage("float64", "model.float()")),
+    short=True,
+)
+def float64(engine: Engine) -> None:
+    engine.update(square(engine.model(engine.data(4, 8).double())))
