@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class States(MutableMapping[Any, Any]):
     """The inner optimizer's states by flat tensor.
 
-    Inside `gathered()` a parameter of the model gives whole arrays, which all ranks must ask for alike; changes in place
-    are kept at its end. Anything else that is asked by a parameter raises `UsageError`.
+    Inside `gathered()` a parameter of the model gives whole arrays, which all ranks must ask for alike; changes made in
+    place are kept at its end. Anything else that is asked by a parameter raises `UsageError`.
     """
 
     def __init__(self, parts: Parts) -> None:

@@ -157,7 +157,8 @@ def _install_state_dict(model: nn.Module, storages: Sequence[FlatUnit], gatherin
         living = me()
         assert living is not None
         with gathered(storages, gathering):
-            return type(living).save_pretrained(living, *args, **kwargs)  # type: ignore[operator]
+            method: Any = getattr(type(living), "save_pretrained")  # noqa: B009 - no method that nn.Module knows
+            return method(living, *args, **kwargs)
 
     def before_load(module: nn.Module, state: Mapping[str, Tensor], prefix: str, *rest: Any) -> None:
         gathering.open()
@@ -227,6 +228,7 @@ def _keep_copies(state: Any, storage: FlatUnit, holders: int) -> None:
         return value
 
     copied(state)
+    storage.note_versions()  # it held what had been handed out
     if _holders(storage) > holders:
         gc.collect()  # cycles
         if _holders(storage) > holders:

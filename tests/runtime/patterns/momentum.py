@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-any-return"
 """Weights of one part that follow those of another, changed in the model's forward."""
 
 from __future__ import annotations

@@ -275,7 +275,7 @@ def _as_attribute(model: Mlp) -> None:
 def _apart(model: Mlp) -> None:
     rows = torch.randn(128, 64) / 64
     for place in (0, 1):
-        model.blocks[place].inner.weight = nn.Parameter(rows[64 * place : 64 * place + 64])
+        model.get_submodule(f"blocks.{place}.inner").weight = nn.Parameter(rows[64 * place : 64 * place + 64])
 
 
 SHARED = always(usage("share memory", "clone()"))
