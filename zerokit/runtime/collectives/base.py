@@ -6,6 +6,7 @@ Tensors are whole units or gradients of them: `world` equal pieces, piece r belo
 from __future__ import annotations
 
 import datetime
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -266,6 +267,10 @@ class Numbers:
         return numbers
 
 
+_clones: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+"""How many communicators have been made like a group; its ranks make them together."""
+
+
 def clone(
     group: dist.ProcessGroup,
     backend: str,
@@ -280,6 +285,12 @@ def clone(
     whole_world = len(ranks) == dist.get_world_size()
     default = dist.distributed_c10d._get_default_group()
     bound, default.bound_device_id = default.bound_device_id, None
+    # torch names a group of some ranks after how many groups this rank knows of, which ranks of a pipeline do not agree
+    # on: they would wait for each other under different names.
+    number = _clones[group] = _clones.get(group, 0) + 1
+    name = f"zerokit/{dist.distributed_c10d._world.pg_names.get(group, '')}/{number}"
+    naming = dist.distributed_c10d._hash_ranks_to_str
+    dist.distributed_c10d._hash_ranks_to_str = lambda ranks: name
     try:
         # A bound default group would be split, in which all of its ranks must take part: those of a subset would
         # wait for ever.
@@ -292,5 +303,6 @@ def clone(
         )
     finally:
         default.bound_device_id = bound
+        dist.distributed_c10d._hash_ranks_to_str = naming
     assert isinstance(clone, dist.ProcessGroup)
     return clone
