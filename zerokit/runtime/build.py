@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from zerokit.errors import UsageError
 from zerokit.layout import Layout, build_layout, default_bucket_bytes, pooled_units
 from zerokit.runtime.agreement import require_agreement
+from zerokit.runtime.casting import keep_statistics
 from zerokit.runtime.collectives import Collectives, make_collectives
 from zerokit.runtime.control import StepControl
 from zerokit.runtime.gathering import Gathering
@@ -144,6 +145,7 @@ def build(
         if stage.divides_parameters
         else Gathering(storages, collectives, stage)
     )
+    keep_statistics(model, precision.compute)
     walk = ModelWalk(model, anatomy, storages, gathering, gradients, collectives, precision)
     for number, entry in enumerate(groups):
         entry["params"] = [

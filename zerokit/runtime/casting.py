@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.parametrize import is_parametrized
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 _LISTS = (nn.ParameterList, nn.ParameterDict)
 
@@ -80,3 +82,39 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 def _cast_leaf(leaf: Any, dtype: torch.dtype) -> Any:
     # Containers that pytree does not know are not entered.
     return leaf if isinstance(leaf, list | tuple | dict) else _cast(leaf, dtype)
+
+
+def keep_statistics(model: nn.Module, compute: torch.dtype) -> None:
+    """Let normalisation layers with running statistics work in half precision as under autocast.
+
+    Their statistics stay in fp32, and meet weights in fp32: those of this pass are copies in the module's `__dict__`,
+    which hides its parameters. Spectral norm's vectors take the dtype of the weight that they are multiplied by, as
+    with `model.bfloat16()`.
+    """
+    if compute == torch.float32:
+        return
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None:
+            module.register_forward_pre_hook(_show_exact)
+            module.register_forward_hook(_hide_exact, always_call=True)
+        spectral = isinstance(module, _SpectralNorm)
+        names = {f"{hook.name}{end}" for hook in _older_spectral_norms(module) for end in ("_u", "_v")}
+        for name, buffer in module.named_buffers(recurse=False):
+            if (spectral or name in names) and buffer.is_floating_point():
+                module._buffers[name] = buffer.to(compute)
+
+
+def _older_spectral_norms(module: nn.Module) -> list[SpectralNorm]:
+    hooks = module._forward_pre_hooks.values()
+    return [hook for hook in hooks if isinstance(hook, SpectralNorm)]
+
+
+def _show_exact(module: nn.Module, args: Any) -> None:
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            module.__dict__[name] = parameter.float()
+
+
+def _hide_exact(module: nn.Module, args: Any, output: Any) -> None:
+    for name in module._parameters:
+        module.__dict__.pop(name, None)

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from zerokit.errors import ScheduleError, UsageError
 from zerokit.runtime.buckets import BucketPool, Phase, UnitGradients
 from zerokit.runtime.collectives import Collectives, Work
+from zerokit.runtime.guard import hooked
 from zerokit.runtime.profiling import profiled
 from zerokit.runtime.storage import Flat, FlatUnit
 from zerokit.stages import Stage
@@ -98,6 +99,12 @@ class Gradients:
         unit = self.units[index]
         if unit.storage.guarded:
             unit.storage.unguard()
+        if position in unit.received and hooked(parameter):
+            raise UsageError(
+                f"a hook of {unit.unit.parameters[position].name} (register_post_accumulate_grad_hook) would see this "
+                "backward's gradient alone, and not the sum of those since zero_grad(): run one backward a step, or "
+                "look at whole sums inside `with optimizer.gathered_gradients():`"
+            )
         unit.received.add(position)
         gradient, parameter.grad = parameter.grad, None
         if gradient is None:

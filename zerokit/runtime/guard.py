@@ -300,6 +300,11 @@ def _note_changes(parameter: Guarded, name: str, args: Sequence[Any], result: An
         storage.take_exact(ticket.positions[0], args[1])
 
 
+def hooked(parameter: Tensor) -> bool:
+    """Whether the user has registered a hook that sees the accumulated gradient."""
+    return any(not isinstance(hook, Hook) for hook in (parameter._post_accumulate_grad_hooks or {}).values())
+
+
 def _run_last(parameter: Tensor) -> None:
     """Let zerokit take the gradient after all hooks of the user have seen it."""
     hooks: Any = parameter._post_accumulate_grad_hooks

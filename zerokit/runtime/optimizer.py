@@ -137,13 +137,13 @@ class ZeroOptimizer(Optimizer):
                 "backward() after step() or clip_grad_norm_() without zero_grad(): these gradients are unscaled already"
             )
         self._unscaled, self._finite = False, None
-        self.parts.walk.scaling = True
+        before, LossScale.current = LossScale.current, None if self.scaler is None else self.scaler.value
         try:
             (loss if self.scaler is None else loss * self.scaler.value).backward(
                 retain_graph=retain_graph, create_graph=create_graph
             )
         finally:
-            self.parts.walk.scaling = False
+            LossScale.current = before
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -173,7 +173,7 @@ class ZeroOptimizer(Optimizer):
         self._finite = norm.isfinite()
         factor = 1.0
         if self.scaler is not None and not self._unscaled:
-            factor = 1.0 / self.scaler.value
+            factor = 1.0 / self.parts.walk.gradient_scale
             norm = norm * factor
             self._unscaled = True
         coefficient = clip_coefficient(norm, max_norm)
@@ -215,7 +215,7 @@ class ZeroOptimizer(Optimizer):
                 finite = all_finite(self.parts.gradients.shards(), self.parts.collectives.device)
         overflow = not self.parts.control.agree(finite)
         if self.scaler is not None:
-            scale = self.scaler.value
+            scale = self.parts.walk.gradient_scale
             self.scaler.update(overflow)
             if overflow:
                 self.skipped_steps += 1
@@ -244,6 +244,12 @@ class ZeroOptimizer(Optimizer):
             )
 
     def _require_reduced(self, call: str) -> None:
+        if self.scaler is None and self.parts.walk.gradient_scale != 1.0 and self.parts.gradients.received:
+            raise UsageError(
+                f"{call}: another optimizer's backward() has brought gradients of a loss scaled by "
+                f"{self.parts.walk.gradient_scale:g} for fp16: call zero_grad() before this optimizer's own "
+                "backward(), or give both precision='fp16'"
+            )
         if self.parts.gradients.shown:
             raise UsageError(
                 f"{call} inside gathered_gradients(): changes made there are taken over at its end, so leave it first"
@@ -286,7 +292,7 @@ class ZeroOptimizer(Optimizer):
         self.parts.walk.finish()
         if self.scaler is not None and not self._unscaled:
             self._finite = all_finite(self.parts.gradients.shards(), self.parts.collectives.device)
-            self.parts.gradients.scale(1.0 / self.scaler.value)
+            self.parts.gradients.scale(1.0 / self.parts.walk.gradient_scale)
             self._unscaled = True
         with gathered_gradients(self.parts.gradients, self.parts.collectives):
             yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -109,6 +110,8 @@ class LossScale:
     interval: int = 2000
     floor: float = 1.0
     good_steps: int = 0
+    current: ClassVar[float | None] = None
+    """The factor of the loss that some optimizer's `backward` differentiates now; None for plain `loss.backward()`."""
 
     def __post_init__(self) -> None:
         if not (self.growth > 1 > self.backoff > 0 and self.interval > 0 and 0 < self.floor <= self.value):

@@ -36,7 +36,7 @@ from zerokit.runtime.leaves import Leaves
 from zerokit.runtime.modules import Anatomy, KnownParameters
 from zerokit.runtime.outputs import follow, origin, tensors_in
 from zerokit.runtime.passes import ForwardPass, Passes
-from zerokit.runtime.precision import Precision
+from zerokit.runtime.precision import LossScale, Precision
 from zerokit.runtime.sharded import ShardedGathering
 from zerokit.runtime.storage import FlatUnit
 
@@ -68,8 +68,8 @@ class ModelWalk:
         self._keeps_graph = False
         """Whether the backward pass under way makes a graph of its own (create_graph)."""
         self._had_gradients = False
-        self.scaling = False
-        """Whether a scaled loss is being differentiated."""
+        self.gradient_scale = 1.0
+        """The factor of the loss that the gradients held now come from."""
         self._early: list[int] | None = None
         self._given: dict[nn.Module, set[tuple[object, int]]] = {}
         """Where the inputs of modules at work come from."""
@@ -304,10 +304,8 @@ class ModelWalk:
         if self._task is not None:
             return
         self._accumulates = self._leaves.will_accumulate()
-        if self._precision.scaled and not self.scaling and self._accumulates:
-            raise UsageError(
-                "fp16 gradients underflow without loss scaling: call optimizer.backward(loss), not loss.backward()"
-            )
+        if self._accumulates:
+            self._note_scale()
         self._task = torch._C._current_graph_task_id()
         torch.autograd.Variable._execution_engine.queue_callback(
             Hook(weakref.ref(self), ModelWalk._end_backward)
@@ -315,6 +313,21 @@ class ModelWalk:
         self._had_gradients = self._gradients.received
         self._early, self._keeps_graph = None, False
         self._start_backward(current)
+
+    def _note_scale(self) -> None:
+        """Gradients keep the scale of the loss that they come from, whichever optimizer's `backward` it is."""
+        scale = LossScale.current
+        if self._precision.scaled and scale is None:
+            raise UsageError(
+                "fp16 gradients underflow without loss scaling: call optimizer.backward(loss), not loss.backward()"
+            )
+        if self._gradients.received and self.gradient_scale != (scale or 1.0):
+            raise UsageError(
+                f"this backward brings gradients of a loss scaled by {scale or 1.0:g} to an optimizer that holds "
+                f"others scaled by {self.gradient_scale:g}: call its zero_grad() or step() in between, or sum the losses and "
+                "call backward() of one optimizer"
+            )
+        self.gradient_scale = scale or 1.0
 
     def _start_backward(self, current: ForwardPass | None) -> None:
         plan = self.gathering.plan if current is None or current.plan is None else current.plan

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import zerokit
 from tests.runtime.patterns.engines import STEPS, VARIED_STEPS, Engine, Plain
-from tests.runtime.patterns.harness import OUTSIDE, pattern
+from tests.runtime.patterns.harness import OUTSIDE, always, pattern, usage
 from tests.runtime.patterns.models import WIDTH, Block, Mlp, square
 
 # bf16 has 8 bits: a loss or a weight that is rounded once more or less differs by 0.4 %.
@@ -193,3 +193,88 @@ def looked_at(engine: Engine) -> None:
             engine.record(sum(p.double().mean() for p in engine.model.parameters()))
 
     _small_updates(engine, between)
+
+
+class Normed(nn.Module):
+    """Convolutions with BatchNorm, by itself as a unit as well, and one that averages over all steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, WIDTH, 3, padding=1)
+        self.norm = nn.BatchNorm2d(WIDTH)
+        self.blocks = nn.Sequential(
+            nn.Conv2d(WIDTH, WIDTH, 1),
+            nn.BatchNorm2d(WIDTH, momentum=None),
+            nn.ReLU(),
+            nn.InstanceNorm2d(WIDTH),
+        )
+        self.last = nn.BatchNorm1d(WIDTH, affine=False)
+        self.head = nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks(self.norm(self.first(x)).relu())
+        return self.head(self.last(x.mean((2, 3))))
+
+
+def _with_statistics(engine: Engine, max_norm: float | None) -> None:
+    model = engine.model
+    for _ in range(STEPS):
+        engine.update(square(model(engine.data(4, 3, 6, 6))), max_norm)
+        statistics = {name: value for name, value in model.named_buffers() if "running" in name}
+        assert {value.dtype for value in statistics.values()} == {torch.float32}
+        for value in statistics.values():
+            engine.record(value.sum())
+    model.eval()
+    with torch.no_grad():
+        engine.record(square(model(engine.data(4, 3, 6, 6))))
+    model.train()
+
+
+@pattern("bf16: BatchNorm, whose running statistics stay in fp32", Normed, **BF16 | {"reference": "stage 0"})
+def batch_norm(engine: Engine) -> None:
+    _with_statistics(engine, 0.1)
+
+
+@pattern("fp16: BatchNorm", Normed, options={"precision": "fp16"}, reference="stage 0", tolerance=1e-3)
+def batch_norm_fp16(engine: Engine) -> None:
+    _with_statistics(engine, None)
+
+
+FP16: dict[str, Any] = {"options": {"precision": "fp16"}, "reference": "stage 0", "tolerance": 1e-3}
+
+
+@pattern("fp16: a GAN whose generator's loss goes through the critic", Mlp, **FP16)
+def gan_fp16(engine: Engine) -> None:
+    critic = engine.another(Mlp(2, 8, 1), precision="fp16")
+    for _ in range(STEPS):
+        fake = engine.model(engine.data(4, 8))
+        critic.update(square(critic.model(fake.detach()) - 1) + square(critic.model(engine.data(4, 8))))
+        engine.update(square(critic.model(fake)))
+        critic.zero_grad()
+
+
+@pattern("fp16: one joint loss for two optimizers whose scales differ", Mlp, **FP16)
+def joint_fp16(engine: Engine) -> None:
+    other = engine.another(Mlp(2), precision="fp16", loss_scale=zerokit.LossScale(2.0**4))
+    for _ in range(STEPS):
+        loss = square(other.model(engine.model(engine.data(4, 8))))
+        engine.record(loss)
+        engine.backward(loss)
+        for each in (engine, other):
+            engine.record(each.clip(0.1))
+            each.step()
+            each.zero_grad()
+
+
+@pattern(
+    "fp16: gradients of two optimizers' losses in one of them, without `zero_grad()`",
+    Mlp,
+    options={"precision": "fp16"},
+    refused=always(usage("scaled by 16", "scaled by 65536", "zero_grad()")),
+    short=True,
+)
+def mixed_fp16(engine: Engine) -> None:
+    scale: Any = {} if engine.plain else {"loss_scale": zerokit.LossScale(2.0**4)}
+    other = engine.another(Mlp(2), precision="fp16", **scale)
+    engine.backward(square(engine.model(engine.data(4, 8))))
+    other.update(square(other.model(engine.model(engine.data(4, 8)))))

@@ -6,8 +6,10 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from tests.runtime.patterns.engines import STEPS, Engine
-from tests.runtime.patterns.harness import pattern
+from tests.runtime.patterns.harness import always, pattern, usage
 from tests.runtime.patterns.models import WIDTH, Block, Mlp, square
+
+SECOND = always(usage("blocks.1", "register_post_accumulate_grad_hook", "gathered_gradients()"))
 
 
 def _usual(engine: Engine) -> None:
@@ -80,3 +82,33 @@ def auxiliary(engine: Engine) -> None:
     for _ in range(STEPS):
         loss = square(engine.model(engine.data(4, WIDTH)))
         engine.update(loss + sum(block.auxiliary for block in engine.model))
+
+
+def _watched(engine: Engine) -> None:
+    for parameter in engine.model.blocks[1].parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: engine.record(p.grad is not None))
+
+
+@pattern("a post-accumulate hook of the user's, one backward a step", Mlp)
+def accumulated_once(engine: Engine) -> None:
+    _watched(engine)
+    _usual(engine)
+
+
+@pattern("a post-accumulate hook of the user's, a second micro-batch", Mlp, refused=SECOND)
+def accumulated_twice(engine: Engine) -> None:
+    _watched(engine)
+    for _ in range(STEPS):
+        engine.backward(square(engine.model(engine.data(4, 8))))
+        engine.update(square(engine.model(engine.data(4, 8))))
+
+
+@pattern(
+    "a post-accumulate hook of the user's, a second micro-batch inside `accumulate()`", Mlp, refused=SECOND
+)
+def accumulated_inside(engine: Engine) -> None:
+    _watched(engine)
+    for _ in range(STEPS):
+        with engine.accumulate():
+            engine.backward(square(engine.model(engine.data(4, 8))))
+        engine.update(square(engine.model(engine.data(4, 8))))
