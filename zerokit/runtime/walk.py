@@ -324,8 +324,8 @@ class ModelWalk:
         if self._gradients.received and self.gradient_scale != (scale or 1.0):
             raise UsageError(
                 f"this backward brings gradients of a loss scaled by {scale or 1.0:g} to an optimizer that holds "
-                f"others scaled by {self.gradient_scale:g}: call its zero_grad() or step() in between, or sum the losses and "
-                "call backward() of one optimizer"
+                f"others scaled by {self.gradient_scale:g}: call its zero_grad() or step() in between, or sum the "
+                "losses and call backward() of one optimizer"
             )
         self.gradient_scale = scale or 1.0
 
