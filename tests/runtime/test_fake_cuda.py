@@ -1,4 +1,4 @@
-"""Norms, clipping, finiteness and control values on CUDA without a GPU: fake tensors with a device and no values.
+"""What CUDA needs, without a GPU. Norms, clipping and control values are fake tensors with a device and no values.
 
 Whoever looks at a value on the host, or mixes devices, raises.
 """
@@ -7,20 +7,28 @@ from __future__ import annotations
 
 import datetime
 import math
+import threading
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.support.recording import Group, RecordingRoute
 from tests.support.streams import PromptStream
+from zerokit.errors import ScheduleError
+from zerokit.layout import Interval
+from zerokit.runtime import collectives, watch
+from zerokit.runtime.collectives import make_collectives, nccl
 from zerokit.runtime.collectives.nccl import Communicators, NcclCollectives
 from zerokit.runtime.control import StepControl
 from zerokit.runtime.gradients import Gradients
+from zerokit.runtime.memory import ResizedMemory
 from zerokit.runtime.norms import all_finite, clip_coefficient, global_norm
 from zerokit.runtime.watch import Watch
 
@@ -95,6 +103,66 @@ def test_control_values_are_not_read_within_a_step(
     assert control.agree(None)
     (values,) = route.reduced
     assert (values.device.type, values.dtype, values.shape) == ("cuda", torch.float64, (4,))
+
+
+class _NamedStream(PromptStream):
+    """Notes which threads ask for what is unfinished."""
+
+    asked: ClassVar[set[str]] = set()
+
+    def unfinished(self) -> str:
+        self.asked.add(threading.current_thread().name)
+        return "all-gather of unit 7"
+
+
+def test_a_device_is_asked_by_the_thread_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that publishes long waits has set no device: it would begin a context on the first one."""
+    store = HashStore()
+    monkeypatch.setattr(dist.distributed_c10d, "_get_process_group_store", lambda group: store)
+    monkeypatch.setattr(watch, "PUBLISH_AFTER_S", 0.02)
+    group = Group(0, 2)
+    route = NcclCollectives(
+        Communicators(group, group, group),
+        torch.device("cuda"),
+        Watch(group),
+        datetime.timedelta(seconds=0.5),
+        make_stream=_NamedStream,
+    )
+    _NamedStream.asked.clear()
+    with pytest.raises(ScheduleError, match="did not get through its all-gather of unit 7"):
+        route.until(lambda: None)
+    assert _NamedStream.asked == {threading.current_thread().name}
+    assert "all-gather of unit 7" in store.get(f"zerokit/{group.group_name}/0").decode()
+
+
+def test_communicators_outlive_every_wait_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[datetime.timedelta] = []
+
+    def make(group: object, device: object, timeout: datetime.timedelta, watch: object) -> Communicators:
+        made.append(timeout)
+        return Communicators(Group(0, 1), Group(0, 1), Group(0, 1))
+
+    monkeypatch.setattr(collectives, "communicators_of", make)
+    monkeypatch.setattr(collectives, "require_own_device", lambda group, device: None)
+    monkeypatch.setattr(collectives, "_backend_of", lambda group, device: "nccl")
+    monkeypatch.setattr(nccl, "CudaStream", PromptStream)
+    monkeypatch.setattr(
+        NcclCollectives.__init__, "__kwdefaults__", {"make_stream": PromptStream, "averages": True}
+    )
+    wait = datetime.timedelta(seconds=30)
+    route = make_collectives(Group(0, 1), torch.device("cuda"), wait, units=1)
+    assert made == [wait + datetime.timedelta(minutes=1)]
+    assert route._timeout_s == wait.total_seconds()
+
+
+def test_memory_that_is_there_is_not_allocated_anew() -> None:
+    memory = ResizedMemory(torch.arange(8.0), Interval(0, 4))
+    address = memory.whole.data_ptr()
+    memory.grow()
+    assert memory.whole.data_ptr() == address
+    memory.shrink()
+    memory.grow()
+    assert memory.whole.untyped_storage().nbytes() == 32
 
 
 def test_finiteness_is_known_to_the_device_alone(shards: Sequence[Tensor], route: RecordingRoute) -> None:

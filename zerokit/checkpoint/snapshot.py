@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -124,7 +125,9 @@ def _copies(optimizer: ZeroOptimizer, held: Sequence[Held]) -> Slices:
     if optimizer.host_copy is None or optimizer.host_copy.nbytes < size:  # weights alone need less
         optimizer.host_copy = None  # before the next is made
         # Written to at once: pages that are not there yet would make copies into them slow.
-        optimizer.host_copy = torch.zeros(size, dtype=torch.uint8, pin_memory=bool(devices))
+        optimizer.host_copy = torch.zeros(size, dtype=torch.uint8)
+        if devices:
+            _pin(optimizer.host_copy)
     slices = {}
     for one, start in zip(held, starts, strict=True):
         copy = optimizer.host_copy[start : start + one.tensor.nbytes].view(one.tensor.dtype)
@@ -133,6 +136,14 @@ def _copies(optimizer: ZeroOptimizer, held: Sequence[Held]) -> Slices:
     for device in devices:
         torch.cuda.current_stream(device).synchronize()
     return slices
+
+
+def _pin(memory: Tensor) -> None:
+    """Let devices copy into `memory` by themselves. torch's own pinned memory is rounded up to a power of two."""
+    cudart: Any = torch.cuda.cudart()
+    address = memory.data_ptr()
+    if int(cudart.cudaHostRegister(address, memory.nbytes, 0)) == 0:
+        weakref.finalize(memory, cudart.cudaHostUnregister, address).atexit = False
 
 
 def complete(

@@ -288,6 +288,10 @@ class Gradients:
                     unit.bucket[gap.start : gap.stop].zero_()
 
     def _prepare(self, unit: UnitGradients) -> None:
+        if unit.stage.divides_gradients and unit.unit.numel > self.pool.numel and unit.bucket is None:
+            # Its memory is not the pool's, which would otherwise say when there is no more.
+            while len(self._reductions) >= self._most_in_flight:
+                self._finish_oldest()
         while not unit.prepare(self.pool):
             if self._reductions:
                 self._finish_oldest()

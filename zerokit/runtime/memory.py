@@ -73,7 +73,8 @@ class ResizedMemory:
         self._bytes = whole.untyped_storage().nbytes()
 
     def grow(self) -> None:
-        self.whole.untyped_storage().resize_(self._bytes)
+        if self.whole.untyped_storage().nbytes() < self._bytes:  # else it would be allocated anew and copied
+            self.whole.untyped_storage().resize_(self._bytes)
 
     def shrink(self) -> None:
         self.whole.untyped_storage().resize_(0)

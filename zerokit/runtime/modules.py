@@ -98,8 +98,8 @@ def require_own_memory(model: nn.Module) -> None:
             if tensor is not second and involved and _overlap(tensor, second):
                 raise UsageError(
                     f"{name} and {other} share memory, but are not the same parameter: ZeroOptimizer gives each its "
-                    "own. Use one parameter in both places (b.weight = a.weight, with .t() or a slice taken in forward), "
-                    "or copy: .detach().clone()"
+                    "own. Use one parameter in both places (b.weight = a.weight, with .t() or a slice taken in "
+                    "forward), or copy: .detach().clone()"
                 )
 
 

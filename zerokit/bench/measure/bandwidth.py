@@ -5,7 +5,6 @@ zerokit's own are measured at the size of its layout's largest unit, torch's at 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from statistics import median
 from typing import TYPE_CHECKING
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from zerokit.bench.machine.accelerator import Accelerator
+from zerokit.bench.measure.clock import clock_of
 from zerokit.bench.record import Bandwidth
 from zerokit.bench.record.settings import Settings
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 WARMUP = 2
 MOST, LEAST = 20, 3
 BUDGET_S = 1.0
+_CALLS_ON_A_DEVICE = 10
 """Of one collective: a slow wire gets fewer repetitions."""
 
 _TORCH_BUCKET_BYTES = 25 * 2**20
@@ -117,14 +118,21 @@ def _torchs(numel: int, world: int, dtype: torch.dtype, accelerator: Accelerator
 
 
 def _time(call: Callable[[], object], accelerator: Accelerator) -> list[float]:
-    """Seconds of each repetition on its slowest rank; ranks agree on how many there are."""
+    """Seconds of each repetition on its slowest rank; ranks agree on how many there are.
+
+    A device makes several calls between two events, behind a barrier, as nccl-tests does: single calls between two
+    synchronisations would show the host's launches.
+    """
+    clock = clock_of(accelerator)
+    calls = _CALLS_ON_A_DEVICE if clock.runs_ahead else 1
 
     def once() -> float:
-        accelerator.synchronize()
-        started = time.perf_counter()
-        call()
-        accelerator.synchronize()
-        return time.perf_counter() - started
+        accelerator.maximum([0.0])
+        clock.begin()
+        for _ in range(calls):
+            call()
+        clock.end()
+        return clock.read()[0] / 1000.0 / calls
 
     last_warmup = accelerator.maximum([once() for _ in range(WARMUP)])[-1]
     repetitions = max(LEAST, min(MOST, int(BUDGET_S / max(last_warmup, 1e-9))))

@@ -27,6 +27,9 @@ from zerokit.runtime.watch import Watch
 __all__ = ["Collectives", "Counters", "Done", "Reading", "Work", "make_collectives"]
 
 
+_GRACE = datetime.timedelta(minutes=1)
+
+
 def make_collectives(
     group: dist.ProcessGroup, device: torch.device, timeout: datetime.timedelta | None, *, units: int
 ) -> Collectives:
@@ -51,7 +54,9 @@ def make_collectives(
         everyone = len(neighbours.peers) == own.size() - 1
         return (HostCollectives if everyone else NodesCollectives)(own, device, watch, neighbours, waits)
     if backend == "nccl":
-        return NcclCollectives(communicators_of(group, device, timeout, watch), device, watch, waits)
+        # Longer than any wait of ours: NCCL's watchdog would end the process before ranks and units are named.
+        communicators = communicators_of(group, device, waits + _GRACE, watch)
+        return NcclCollectives(communicators, device, watch, waits)
     raise UsageError(
         f"zerokit has no collectives for backend {backend!r} on {device.type}: "
         "initialise the process group with 'nccl' (CUDA) or 'gloo'"

@@ -100,14 +100,16 @@ class NcclCollectives(Collectives):
         """Wait for the device. Raises `ScheduleError` after the time-out, naming what it has not got through."""
         streams = (self._gathers, self._reductions, self._control)
 
-        def unfinished() -> str:
-            names = [name for name in (stream.unfinished() for stream in streams) if name]
-            return names[0] if names else "computation of a step"
-
+        # Looked up in this thread: another one would begin a context on the first device by asking an event.
+        name = "computation of a step"
         start, pause = time.monotonic(), _FIRST_PAUSE_S
-        with self.watch.waiting(unfinished):
+        with self.watch.waiting(lambda: name):
             while (values := arrived()) is None:
-                if time.monotonic() - start > self._timeout_s:
+                late = time.monotonic() - start > self._timeout_s
+                if late or pause >= _LONGEST_PAUSE_S:
+                    names = (stream.unfinished() for stream in streams)
+                    name = next(filter(None, names), "computation of a step")
+                if late:
                     raise RuntimeError(f"timed out after {self._timeout_s:g} s")
                 time.sleep(pause)
                 pause = min(pause * 1.5, _LONGEST_PAUSE_S)
