@@ -46,7 +46,7 @@ def make_run(run: Path, *steps: int, weights: tuple[int, ...] = (), latest: int 
 
 def name_latest(run: Path, step: int, *superseded: int) -> None:
     crcs = {number: stated_checksum(run / f"step-{number:08d}") or 0 for number in (step, *superseded)}
-    listed = tuple((f"step-{number:08d}", crcs[number]) for number in superseded)
+    listed = {f"step-{number:08d}": crcs[number] for number in superseded}
     write_latest(run, Latest(f"step-{step:08d}", (crcs[step],), listed))
 
 
@@ -115,10 +115,10 @@ def test_what_goes_and_what_stays(
 
 
 @pytest.mark.parametrize("name", ["keep_last", "keep_every"])
-@pytest.mark.parametrize("value", [0, -1, True, 1.5])
+@pytest.mark.parametrize("value", [0, -1, True, 1.5, 10**30])
 def test_impossible_numbers(tmp_path: Path, name: str, value: object) -> None:
     run = make_run(tmp_path / "run", 1, 2)
-    with pytest.raises(UsageError, match=f"{name}={value}: expected an integer of at least 1"):
+    with pytest.raises(UsageError, match=f"{name}={value}: expected an integer from 1 to "):
         zerokit.prune(run, **{name: value})  # type: ignore[arg-type]
     assert list_steps(run) == [1, 2]
 
@@ -178,11 +178,11 @@ def test_a_save_leaves_superseded_steps_until_it_has_passed_them(tmp_path: Path)
     crc = stated_checksum(run / "step-00000007") or 0
     latest = next_latest(run, "step-00000007", crc, weights_only=False)
     assert latest is not None
-    assert [name for name, _ in latest.superseded] == ["step-00000008", "step-00000009"]
+    assert list(latest.superseded) == ["step-00000008", "step-00000009"]
     name_latest(run, 3, 4, 5, 6)
     latest = next_latest(run, "step-00000007", crc, weights_only=False)
     assert latest is not None
-    assert [name for name, _ in latest.superseded] == [f"step-0000000{n}" for n in (4, 5, 6, 8, 9)]
+    assert list(latest.superseded) == [f"step-0000000{n}" for n in (4, 5, 6, 8, 9)]
     write_latest(run, latest)
     prune_after_save(run, Retention(keep_last=2))
     assert list_steps(run) == [3, 7, 8, 9]

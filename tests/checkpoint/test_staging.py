@@ -202,7 +202,7 @@ def test_latest_is_replaced_in_one_step(tmp_path: Path) -> None:
 
 
 def test_latest_says_again_what_was_written(tmp_path: Path) -> None:
-    latest = Latest("step-00000002", (1, 2), (("step-00000007", 3), ("step-00000009", 4)))
+    latest = Latest("step-00000002", (1, 2), {"step-00000007": 3, "step-00000009": 4})
     write_latest(tmp_path, latest)
     assert read_latest(tmp_path) == latest
 
@@ -312,6 +312,26 @@ def test_a_journal_of_what_is_no_more_is_in_nobodys_way(tmp_path: Path) -> None:
     (tmp_path / ".out.replacing").write_text(f'{{"new": "{new}", "old": "{new}.old"}}')
     finish_replacement(tmp_path / "out", patience=0.0)
     assert not names(tmp_path)
+
+
+def test_latest_may_list_many_steps(tmp_path: Path) -> None:
+    latest = Latest("step-00000002", (1,), {f"step-{number:08d}": number for number in range(3, 40_000)})
+    write_latest(tmp_path, latest)
+    assert read_latest(tmp_path) == latest
+
+
+def test_a_journal_is_read_with_the_guards_of_all_files(tmp_path: Path) -> None:
+    journal = tmp_path / ".out.replacing"
+    other = _left(tmp_path, Process.current()).rename(tmp_path / f".other.tmp-{Process.current()}.abcdef")
+    for text in (f'{{"new": "{other.name}", "old": "{other.name}.old"}}', " " * 5000):
+        journal.write_text(text)
+        with pytest.raises(CheckpointError, match="replacing: "):
+            finish_replacement(tmp_path / "out", patience=0.0)
+        assert other.is_dir()
+    journal.unlink()
+    os.mkfifo(journal)  # to open it would wait for a writer
+    with pytest.raises(CheckpointError, match="not a regular file"):
+        finish_replacement(tmp_path / "out", patience=0.0)
 
 
 def test_a_journal_of_somebody_elses_moves_nothing(tmp_path: Path) -> None:

@@ -9,12 +9,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
 from zerokit.checkpoint.reader import Checkpoint
-from zerokit.checkpoint.state import dtype_name
+from zerokit.checkpoint.state import dtype_name, tensor_of
 
 
 def snapshot(value: Any) -> Tensor:
@@ -39,15 +38,13 @@ class Tensors(Mapping[str, Tensor]):
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        self._names = checkpoint.common_names
-        self._path = checkpoint.path / checkpoint.manifest.common.name
+        self._checkpoint, self._names = checkpoint, checkpoint.common_names
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._names:
             raise KeyError(name)
-        with safe_open(self._path, framework="pt") as file:
-            tensor: Tensor = file.get_tensor(name)
-            return tensor.clone()  # of the mapped file, which may be removed or replaced
+        dtype, shape, content = self._checkpoint.common_tensor(name)
+        return tensor_of(content, dtype, shape)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)

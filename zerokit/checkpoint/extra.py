@@ -68,6 +68,11 @@ def decode(plain: Any, tensors: Mapping[str, Any], path: str = "extra") -> Any:
     return _Decoder(tensors).decode(plain, _Location(None, path), 0)
 
 
+def mapping(encoded: dict[str, Any]) -> dict[str, Any]:
+    """A dict whose keys are text and whose items are encoded already, encoded."""
+    return {MARKER: "dict", "items": list(map(list, encoded.items()))} if MARKER in encoded else encoded
+
+
 class _Encoder:
     def __init__(self) -> None:
         self.tensors: dict[str, Any] = {}
@@ -121,8 +126,8 @@ class _Encoder:
                     self.encode(item, inner, f"{name}/{part}", depth + 1),
                 ]
             )
-        if type(value) is dict and all(type(key) is str for key in value) and MARKER not in value:
-            return dict(encoded)
+        if type(value) is dict and all(type(key) is str for key in value):
+            return mapping(dict(encoded))
         return {MARKER: type(value).__name__, "items": encoded}
 
     def _torch(self, value: Any, where: str, name: str) -> dict[str, Any]:

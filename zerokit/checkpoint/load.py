@@ -81,12 +81,26 @@ def load(
     failed = background.failure(optimizer)
     together = Together(parts.collectives)
     together.raise_any(failed)
-    checkpoint = together.each(lambda: Checkpoint(Path(path), whole=not weights_only))
+    while True:
+        checkpoint = together.each(lambda: Checkpoint(Path(path), whole=not weights_only))
+        try:
+            return _load(checkpoint, optimizer, together, strict=strict, weights_only=weights_only)
+        except CheckpointError:
+            # A save beside this load may have removed an older step: there is a newer one now.
+            if not any(together.exchange(checkpoint.run is not None and not checkpoint.path.exists())):
+                raise
+
+
+def _load(
+    checkpoint: Checkpoint, optimizer: ZeroOptimizer, together: Together, *, strict: bool, weights_only: bool
+) -> Any:
+    parts = optimizer.parts
     seen = together.exchange((checkpoint.path.name, checkpoint.manifest_crc))
     if len(set(seen)) > 1:
         raise CheckpointError(
-            f"{path}: ranks see different checkpoints ({', '.join(sorted({name for name, _ in seen}))}): is the "
-            "directory shared between the nodes, and is no other process saving?"
+            f"{checkpoint.run or checkpoint.path}: ranks see different checkpoints "
+            f"({', '.join(sorted({name for name, _ in seen}))}): is the directory shared between the nodes, and is no "
+            "other process saving?"
         )
     match, extra = together.each(
         lambda: _prepare(

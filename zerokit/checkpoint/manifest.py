@@ -35,6 +35,7 @@ WEIGHT_KINDS = ("master", "param")
 _PREFIX = '{"crc32":"%08x",'
 PREFIX_BYTES = len(_PREFIX % 0)
 MAX_WORLD = 1 << 20
+MAX_STEP = 1 << 59
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from zerokit.checkpoint.manifest import (
     COMMON_NAME,
     EXTRA_NAME,
     FORMAT,
+    MAX_STEP,
     MAX_WORLD,
     PREFIX_BYTES,
     VERSION,
@@ -73,7 +74,7 @@ def _manifest(plain: Any) -> Manifest:
     if weights_only:
         _check_weights_only(top, streams, scalars)
     return Manifest(
-        bounded(top, "step", 0),
+        bounded(top, "step", 0, MAX_STEP),
         layout,
         tuple(streams),
         scalars,

@@ -16,9 +16,8 @@ from zerokit.checkpoint.disk import check_size, opened, read_exactly, read_whole
 from zerokit.checkpoint.extents import RankFile, Stream, rank_file
 from zerokit.checkpoint.extra import decode
 from zerokit.checkpoint.manifest import NAME, File
-from zerokit.checkpoint.rest import check_generators, check_rest
+from zerokit.checkpoint.rest import check_generators, parse_rest
 from zerokit.checkpoint.run import find_step, read_manifest
-from zerokit.checkpoint.strict import parse_json, typed
 from zerokit.errors import CheckpointError, UsageError, ZerokitWarning
 from zerokit.layout import Layout
 
@@ -209,12 +208,7 @@ class Checkpoint:
         content = read_whole(path, stated.size)
         if crc32(content) != stated.crc:
             raise _damaged(path, crc32(content), stated.crc)
-        try:
-            plain = typed(parse_json(content), dict, stated.name)
-            check_rest(plain, self.manifest)
-        except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{path}: not valid: {error}") from None
-        return plain
+        return parse_rest(content, self.manifest, str(path))
 
     def check_generators(self, plain: dict[str, Any]) -> None:
         """Raises `CheckpointError` unless `common` has the states of the generators that `extra.json` lists."""

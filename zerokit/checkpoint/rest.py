@@ -10,8 +10,9 @@ from typing import Any
 
 from zerokit.checkpoint.extra import MARKER, MAX_DEPTH
 from zerokit.checkpoint.header import Header
-from zerokit.checkpoint.manifest import MAX_WORLD, Manifest
-from zerokit.checkpoint.strict import bounded, member, members, typed
+from zerokit.checkpoint.manifest import MAX_STEP, MAX_WORLD, Manifest
+from zerokit.checkpoint.strict import bounded, member, members, parse_json, typed
+from zerokit.errors import CheckpointError
 from zerokit.nesting import require_shallow
 
 GENERATOR_PREFIX = "rng/"
@@ -24,10 +25,20 @@ _DEEPEST = 3 * (MAX_DEPTH + 2)
 """JSON's levels: an encoded mapping takes three."""
 
 
-def check_rest(plain: dict[str, Any], manifest: Manifest) -> None:
+def parse_rest(content: bytes, manifest: Manifest, where: str) -> dict[str, Any]:
+    """The members of `extra.json`. Raises `CheckpointError`, naming `where`, unless they are valid."""
+    try:
+        plain = typed(parse_json(content), dict, manifest.extra.name)
+        _check_rest(plain, manifest)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{where}: not valid: {error}") from None
+    return plain
+
+
+def _check_rest(plain: dict[str, Any], manifest: Manifest) -> None:
     """Raises `ValueError`, naming the member of `extra.json`, unless all are there and of their kinds."""
     require_shallow(plain, _DEEPEST, stated=MAX_DEPTH)
-    step = bounded(plain, "step", 0)
+    step = bounded(plain, "step", 0, MAX_STEP)
     if step != manifest.step:
         raise ValueError(f"'step' is {step}, but the manifest's is {manifest.step}")
     if "user" not in plain:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
 from zerokit import files
 from zerokit.checkpoint.disk import explained
+from zerokit.checkpoint.manifest import MAX_STEP
 from zerokit.checkpoint.recognise import foreign_to_step
 from zerokit.checkpoint.run import find_step, list_steps, read_latest, read_sound, step_name, superseded
 from zerokit.errors import CheckpointError, UsageError
@@ -32,11 +33,26 @@ class Retention:
         return any(limit is not None for limit in (self.keep_last, self.keep_every, self.keep))
 
     def check(self) -> None:
-        """Raises `UsageError` for numbers below 1."""
+        """Raises `UsageError` for what is no count, and for a `keep` that is no function."""
         for name in ("keep_last", "keep_every"):
             value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < 1):
-                raise UsageError(f"{name}={value!r}: expected an integer of at least 1")
+            if value is not None and (type(value) is not int or not 1 <= value <= MAX_STEP):
+                raise UsageError(f"{name}={value!r}: expected an integer from 1 to {MAX_STEP}")
+        if self.keep is not None and not callable(self.keep):
+            raise UsageError(f"keep={self.keep!r}: expected a function of a step's number")
+
+    def asked(self, steps: Iterable[int]) -> Retention:
+        """The same with `keep`'s answers for these steps; others, which come meanwhile, it spares.
+
+        Raises `UsageError` where `keep` raises.
+        """
+        if self.keep is None:
+            return self
+        try:
+            answers = {step: bool(self.keep(step)) for step in steps}
+        except Exception as error:
+            raise UsageError(f"keep raised {type(error).__name__}: {error}") from error
+        return replace(self, keep=lambda step: answers.get(step, True))
 
     def removed(self, steps: list[int], newest: int, intact: Callable[[int], bool]) -> list[int]:
         """Those of `steps` that go, ascending: all before the last `keep_last` that are `intact`, `newest` included.

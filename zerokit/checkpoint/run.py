@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from zerokit import files
@@ -29,7 +29,6 @@ _LATEST = re.compile(
     r"(?:(?P=name) (?P<old>[0-9a-f]{8})\n)?"
     r"(?P<superseded>(?:superseded step-\d{8,20} [0-9a-f]{8}\n)*)"
 )
-_LATEST_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +41,12 @@ class Latest:
 
     name: str
     crcs: tuple[int, ...]
-    superseded: tuple[tuple[str, int], ...] = ()
+    superseded: dict[str, int] = field(default_factory=dict)
 
     def text(self) -> str:
         """The file's contents."""
         lines = [f"{self.name} {crc:08x}\n" for crc in self.crcs]
-        return "".join(lines + [f"superseded {name} {crc:08x}\n" for name, crc in self.superseded])
+        return "".join(lines + [f"superseded {name} {crc:08x}\n" for name, crc in self.superseded.items()])
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +81,14 @@ def read_latest(run: Path) -> Latest | None:
     with explained(path, "looked at"):
         if not os.path.lexists(path):
             return None
-    match = _LATEST.fullmatch(read_whole(path, limit=_LATEST_BYTES).decode("latin-1"))
+    match = _LATEST.fullmatch(read_whole(path).decode("latin-1"))
     if match is None:
         raise CheckpointError(f"{path}: damaged: expected 'step-######## ' and eight hexadecimal digits")
     superseded = (line.split() for line in match["superseded"].splitlines())
     return Latest(
         match["name"],
         tuple(int(crc, 16) for crc in (match["crc"], match["old"]) if crc),
-        tuple((name, int(crc, 16)) for _, name, crc in superseded),
+        {name: int(crc, 16) for _, name, crc in superseded},
     )
 
 
@@ -136,6 +135,8 @@ def _newest(run: Path, *, whole: bool, sound: bool) -> Choice:
             try:
                 manifest = read_sound(path)
             except CheckpointError as error:
+                if not os.path.lexists(path):  # a prune beside this has removed it: there is a newer one now
+                    return _newest(run, whole=whole, sound=sound)
                 passed.append(str(error))
                 continue
         if whole and manifest is not None and manifest[0].weights_only:
@@ -212,7 +213,7 @@ def stated_checksum(step: Path) -> int | None:
 
 def superseded(step: Path, latest: Latest | None) -> bool:
     """Whether `latest` lists the step as one of a training that was begun anew before it."""
-    listed = dict(latest.superseded) if latest else {}
+    listed = latest.superseded if latest else {}
     return step.name in listed and listed[step.name] == stated_checksum(step)
 
 
@@ -304,12 +305,19 @@ def next_latest(run: Path, name: str, crc: int, *, weights_only: bool) -> Latest
     latest: Latest | None = None
     with suppress(CheckpointError):  # nothing that could be read there is lost
         latest = read_latest(run)
-    later = [path for path in committed(run) if _number(path) > _number(run / name)]
-    if weights_only and any(not superseded(path, latest) for path in later):
-        return None
-    passed = [path for path in committed(run) if path not in later and superseded(path, latest)]
-    others = ((path.name, stated_checksum(path)) for path in passed + later if path.name != name)
-    return Latest(name, (crc,), tuple((other, stated) for other, stated in others if stated is not None))
+    listed = latest.superseded if latest else {}
+    others: dict[str, int] = {}
+    for path in committed(run):
+        later = _number(path) > _number(run / name)
+        if path.name == name or not (later or path.name in listed):
+            continue
+        stated = stated_checksum(path)
+        known = stated is not None and listed.get(path.name) == stated
+        if later and not known and weights_only:
+            return None
+        if stated is not None and (later or known):
+            others[path.name] = stated
+    return Latest(name, (crc,), others)
 
 
 def unreferenced(step: Path) -> bool:

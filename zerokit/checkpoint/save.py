@@ -16,16 +16,30 @@ from zerokit.checkpoint import background
 from zerokit.checkpoint.background import Saving
 from zerokit.checkpoint.checksum import crc32
 from zerokit.checkpoint.common import encode as encode_tensors
-from zerokit.checkpoint.disk import explained, new_file, write_exactly, write_file
-from zerokit.checkpoint.extents import RankFile, Stream, file_name, names_of, rank_file
-from zerokit.checkpoint.manifest import COMMON_NAME, EXTRA_NAME, NAME, File, Manifest, Scalars, own_checksum
+from zerokit.checkpoint.disk import MAX_TEXT_BYTES, explained, new_file, write_exactly, write_file
+from zerokit.checkpoint.extents import RankFile, Stream, file_name, names_of, rank_file, slice_count
+from zerokit.checkpoint.extra import decode
+from zerokit.checkpoint.header import LENGTH_BYTES, header_size, parse_header
+from zerokit.checkpoint.manifest import (
+    COMMON_NAME,
+    EXTRA_NAME,
+    MAX_STEP,
+    NAME,
+    File,
+    Manifest,
+    Scalars,
+    own_checksum,
+)
+from zerokit.checkpoint.parsing import parse_manifest
 from zerokit.checkpoint.plan import PieceKey
 from zerokit.checkpoint.recognise import foreign_to_step
 from zerokit.checkpoint.requests import Request, write
+from zerokit.checkpoint.rest import parse_rest
 from zerokit.checkpoint.retention import Retention, prune
 from zerokit.checkpoint.run import (
     LATEST_NAME,
     Latest,
+    list_steps,
     next_latest,
     read_latest,
     require_run,
@@ -55,14 +69,11 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """The manifest's part about the ranks' files."""
+    """What rank 0 writes: the small files, and the manifest but for what the ranks' files turn out to be."""
 
-    step: int
-    layout: Layout
-    streams: tuple[Stream, ...]
-    scalars: tuple[Scalars, ...]
-    written: list[Written]
-    weights_only: bool
+    common: bytes
+    extra: bytes
+    manifest: Manifest
 
 
 @overload
@@ -133,11 +144,13 @@ def save(
         keep_last: once this step is committed, remove others but for the newest so many that are intact. Later ones, of
             another training, stay until this one has passed them. A step that cannot be removed is a warning.
         keep_every: spares steps whose number is a multiple of it.
-        keep: spares steps for which it returns True; asked on rank 0. Where `keep_last` is not given, the newest step
-            and what these two spare stay.
+        keep: spares steps for which it returns True; asked on rank 0, before anything is written. Where `keep_last` is
+            not given, the newest step and what these two spare stay.
 
     Returns the step's directory, or a `Saving`. Raises `CheckpointError` on every rank if any of them fails, or the
-    background save before this one did and some rank has not raised its error yet; then the directory is as before.
+    background save before this one did and some rank has not raised its error yet; then the directory is as before,
+    unless one of the last two calls failed, the sync of the renamed step or the replacement of `latest`: the new step
+    may be there then, whole, and `load` takes it.
     Ranks whose arguments, or whose options of the optimizer, differ are named. A rank that does not come raises
     `ScheduleError` on the others after the optimizer's time-out.
     """
@@ -160,8 +173,8 @@ def save(
     def own() -> Part:
         if cause:
             raise cause[0]
-        if type(step) is not int or step < 0:
-            raise UsageError(f"step={step!r}: expected an integer of at least 0")
+        if type(step) is not int or not 0 <= step <= MAX_STEP:
+            raise UsageError(f"step={step!r}: expected an integer from 0 to {MAX_STEP}")
         retention.check()
         return part[0]
 
@@ -183,8 +196,14 @@ def _commit(together: Together, own: Callable[[], Part], retention: Retention) -
     streams, scalars, values = merge(layout, [card.description for card in cards])
     with ExitStack() as stack:
         staging: list[Staging] = []
+        contents: list[Contents] = []
+        asked: list[Retention] = []
 
         def begin() -> Path:
+            asked.append(retention.asked({*list_steps(target.parent), step}))
+            if not arguments.weights_only:
+                complete(part, cards, scalars, values)
+            contents.append(_contents(arguments, layout, streams, tuple(scalars), part.rest))
             staging.append(_begin(target, overwrite=arguments.overwrite))
             stack.callback(staging[0].discard)
             return staging[0].work
@@ -197,13 +216,11 @@ def _commit(together: Together, own: Callable[[], Part], retention: Retention) -
         )
 
         def finish() -> None:
-            if not arguments.weights_only:
-                complete(part, cards, scalars, values)
-            contents = Contents(step, layout, streams, tuple(scalars), written, arguments.weights_only)
-            _publish(staging[0], _finish(work, contents, part.rest), weights_only=arguments.weights_only)
+            content = _finish(work, contents[0], written)
+            _publish(staging[0], content, weights_only=arguments.weights_only)
             if retention.wanted:
                 try:
-                    prune(target.parent, retention)
+                    prune(target.parent, asked[0])
                 except CheckpointError as error:
                     warnings.warn(
                         f"{target} is saved, but older steps stay: {error}", ZerokitWarning, stacklevel=2
@@ -250,32 +267,68 @@ def _write_rank(
     return Written(file.size, len(file.header), crc32(file.header), crcs)
 
 
-def _finish(work: Path, contents: Contents, rest: Rest) -> bytes:
+def _contents(
+    arguments: Arguments,
+    layout: Layout,
+    streams: tuple[Stream, ...],
+    scalars: tuple[Scalars, ...],
+    rest: Rest,
+) -> Contents:
+    """What rank 0 is to write. Raises `CheckpointError` for what `load` would refuse."""
+    step, target = int(str(arguments.step)), Path(arguments.run)
+    where = f"{target / step_name(step)} cannot be saved"
+    common = encode_tensors(rest.tensors)
+    extra = json.dumps(rest.members, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+    manifest = Manifest(
+        step,
+        layout,
+        streams,
+        scalars,
+        tuple((0,) * slice_count(layout, stream) for stream in streams),
+        tuple(
+            File(file_name(rank, layout.world), LENGTH_BYTES, LENGTH_BYTES, 0) for rank in range(layout.world)
+        ),
+        File(COMMON_NAME, len(common), 0, crc32(common)),
+        File(EXTRA_NAME, len(extra), 0, crc32(extra)),
+        arguments.weights_only,
+    )
+    content = manifest.to_bytes()
+    for name, text in ((NAME, content), (EXTRA_NAME, extra)):
+        if len(text) > MAX_TEXT_BYTES:
+            raise CheckpointError(
+                f"{where}: {name} would have {len(text)} bytes, more than the {MAX_TEXT_BYTES} that it may have: give "
+                "long data as tensors or arrays"
+            )
+    parse_manifest(content, f"{where}: {NAME}")
+    parse_header(
+        common[: header_size(common[:LENGTH_BYTES], len(common), where)],
+        len(common),
+        f"{where}: {COMMON_NAME}",
+    )
+    plain = parse_rest(extra, manifest, f"{where}: {EXTRA_NAME}")
+    for key in ("user", "groups", "values"):
+        decode(plain.get(key), rest.tensors, f"{where}: {key}")
+    return Contents(common, extra, manifest)
+
+
+def _finish(work: Path, contents: Contents, written: list[Written]) -> bytes:
     """Rank 0's part: common, extra and the manifest, whose bytes are returned."""
-    layout, streams, step, written = contents.layout, contents.streams, contents.step, contents.written
+    draft = contents.manifest
     for rank, file in enumerate(written):
-        path = work / file_name(rank, layout.world)
+        path = work / draft.files[rank].name
         if not path.exists() or path.stat().st_size != file.size:
             raise CheckpointError(
                 f"{path}: rank {rank}'s file is not there: the run directory is not shared between the nodes"
             )
-    common = encode_tensors(rest.tensors)
-    write_file(work / COMMON_NAME, common)
-    text = json.dumps(rest.members, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
-    write_file(work / EXTRA_NAME, text)
-    content = Manifest(
-        step,
-        layout,
-        streams,
-        contents.scalars,
-        _checksums(layout, streams, step, written),
-        tuple(
-            File(file_name(rank, layout.world), w.size, w.header_size, w.header_crc)
-            for rank, w in enumerate(written)
+    write_file(work / COMMON_NAME, contents.common)
+    write_file(work / EXTRA_NAME, contents.extra)
+    content = replace(
+        draft,
+        checksums=_checksums(draft.layout, draft.streams, draft.step, written),
+        files=tuple(
+            File(stated.name, w.size, w.header_size, w.header_crc)
+            for stated, w in zip(draft.files, written, strict=True)
         ),
-        File(COMMON_NAME, len(common), 0, crc32(common)),
-        File(EXTRA_NAME, len(text), 0, crc32(text)),
-        contents.weights_only,
     ).to_bytes()
     write_file(work / NAME, content)
     return content

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from zerokit.checkpoint import rng
 from zerokit.checkpoint.common import snapshot
-from zerokit.checkpoint.extra import encode
+from zerokit.checkpoint.extra import encode, mapping
 from zerokit.checkpoint.manifest import BUFFER_PREFIX, Scalars
 from zerokit.checkpoint.rest import GENERATOR_PREFIX
-from zerokit.checkpoint.state import Description, Held, describe, own_slices, tensor_of
+from zerokit.checkpoint.state import Description, Encoded, Held, describe, own_slices, tensor_of
 from zerokit.errors import CheckpointError
 from zerokit.layout import Layout
 from zerokit.runtime import ZeroOptimizer
@@ -147,7 +147,10 @@ def _pin(memory: Tensor) -> None:
 
 
 def complete(
-    part: Part, cards: Sequence[Card], scalars: Mapping[Scalars, bytes], values: Mapping[str, Any]
+    part: Part,
+    cards: Sequence[Card],
+    scalars: Mapping[Scalars, bytes],
+    values: Mapping[str, Mapping[str, Encoded]],
 ) -> None:
     """Add to rank 0's part what is known of all ranks only."""
     rest, origin = part.rest, part.origin
@@ -165,7 +168,13 @@ def complete(
     rest.tensors |= {
         GENERATOR_PREFIX + name: tensor_of(data, "uint8", shape) for name, (shape, data) in stacked.items()
     }
-    rest.add("values", dict(values), "values")
+    rest.members["values"] = mapping(
+        {kind: mapping({name: one.plain for name, one in held.items()}) for kind, held in values.items()}
+    )
+    for one in (one for held in values.values() for one in held.values()):
+        rest.tensors |= {
+            name: tensor_of(data, dtype, shape) for name, (dtype, shape, data) in one.tensors.items()
+        }
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:

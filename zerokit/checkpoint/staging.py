@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zerokit import files
-from zerokit.checkpoint.disk import explained
+from zerokit.checkpoint.disk import explained, read_whole
 from zerokit.checkpoint.journal import interrupted
+from zerokit.checkpoint.strict import member, parse_json, typed
 from zerokit.errors import CheckpointError
 from zerokit.process import Process
 
@@ -28,6 +29,7 @@ IDLE_SECONDS = 3600.0
 """A writer that cannot be checked (on another host) counts as gone when nothing was written for so long."""
 
 _JOURNAL = ".{}.replacing"
+_JOURNAL_BYTES = 4096
 _PATIENCE_SECONDS = 2.0
 
 _replacing: set[Path] = set()
@@ -151,16 +153,27 @@ def finish_replacement(target: Path, *, patience: float = _PATIENCE_SECONDS) -> 
         return
     calls = files.system()
     try:
-        plain = json.loads(journal.read_bytes())
-        new, old = (journal.with_name(Path(str(plain[key])).name) for key in ("new", "old"))
-    except FileNotFoundError:
-        return
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{journal}: damaged: look at what lies beside it, and remove it") from error
-    if not all(files.TEMPORARY.fullmatch(path.name) for path in (new, old)):
+        content = read_whole(journal, limit=_JOURNAL_BYTES)
+        plain = typed(parse_json(content), dict, "the journal")
+        names = [member(plain, key, str) for key in ("new", "old")]
+    except CheckpointError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            return
+        if isinstance(error.__cause__, OSError):
+            raise error.__cause__ from None
+        raise
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(
-            f"{journal}: names {new.name} and {old.name}, which zerokit does not write: remove it"
+            f"{journal}: damaged ({error}): look at what lies beside it, and remove it"
+        ) from error
+    matches = [files.TEMPORARY.fullmatch(name) for name in names]
+    if any("/" in name for name in names) or not all(
+        m and m["target"] == files.stem(target.name) for m in matches
+    ):
+        raise CheckpointError(
+            f"{journal}: names {' and '.join(map(repr, names))}, which zerokit does not write there: remove it"
         )
+    new, old = (journal.with_name(name) for name in names)
     deadline = time.monotonic() + patience
     while _at_work(journal, new):
         if os.path.lexists(target):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from zerokit.checkpoint.extents import ELEMENT_BYTES, Stream
+from zerokit.checkpoint.extra import encode
 from zerokit.checkpoint.manifest import Scalars
 from zerokit.errors import CheckpointError
 from zerokit.layout import Interval, Layout, Slice
@@ -37,6 +38,17 @@ class Held:
     tensor: Tensor
 
 
+@dataclass(frozen=True, slots=True, repr=False)
+class Encoded:
+    """A state that is no tensor, as it was when it was taken; by name dtype, shape and bytes of the tensors in it."""
+
+    plain: Any
+    tensors: dict[str, tuple[str, tuple[int, ...], bytes]]
+
+    def __repr__(self) -> str:
+        return repr(self.plain)
+
+
 @dataclass
 class Description:
     """What one rank holds, by position in the line."""
@@ -45,7 +57,7 @@ class Description:
     """By kind and dtype."""
     scalars: dict[tuple[str, str, tuple[int, ...]], dict[int, bytes]] = field(default_factory=dict)
     """By kind, dtype and shape."""
-    values: dict[str, dict[int, Any]] = field(default_factory=dict)
+    values: dict[str, dict[int, Encoded]] = field(default_factory=dict)
     """States that are no tensors."""
 
 
@@ -66,7 +78,7 @@ def host_bytes(tensor: Tensor) -> memoryview:
 
 def tensor_of(data: ReadableBuffer, dtype: str, shape: Sequence[int]) -> Tensor:
     """A new tensor of these bytes: the reverse of `host_bytes`."""
-    content = bytearray(data)
+    content = data if isinstance(data, bytearray) else bytearray(data)
     kind = getattr(torch, dtype)
     # frombuffer refuses a buffer of no bytes.
     return (torch.frombuffer(content, dtype=kind) if content else torch.empty(0, dtype=kind)).reshape(shape)
@@ -126,34 +138,46 @@ def describe(parts: Parts, rank: int, *, weights_only: bool = False) -> Descript
     """
     held_here = Description()
     for held in own_slices(parts, rank, weights_only=weights_only):
-        if held.kind in (MASTER, PARAM) or ("/" not in held.kind and held.kind):
-            held_here.kinds.setdefault((held.kind, dtype_name(held.tensor)), []).append(held.position)
-        else:
-            raise CheckpointError(f"optimizer state {held.kind!r} cannot be saved: rename it without '/'")
+        held_here.kinds.setdefault((held.kind, dtype_name(held.tensor)), []).append(held.position)
     if weights_only:
         return held_here
     positions = parts.layout.positions
     for storage, flat, state in flats(parts):
         for kind, value in state.items():
-            if _elementwise(value, flat):
-                if kind in (MASTER, PARAM):
-                    raise CheckpointError(
-                        f"optimizer state {kind!r} cannot be saved: that name is the checkpoint's own"
-                    )
-                continue
-            for part in members(storage, flat):
+            elementwise = _elementwise(value, flat)
+            _require_name(kind, elementwise=elementwise)
+            for part in () if elementwise else members(storage, flat):
                 position = positions[part.parameter.name]
                 if isinstance(value, Tensor):
                     key = (kind, dtype_name(value), tuple(value.shape))
                     held_here.scalars.setdefault(key, {})[position] = bytes(host_bytes(value))
                 else:
-                    held_here.values.setdefault(kind, {})[position] = value
+                    held_here.values.setdefault(kind, {})[position] = _encoded(
+                        value, f"values/{kind}/{part.parameter.name}"
+                    )
     return held_here
+
+
+def _require_name(kind: object, *, elementwise: bool) -> None:
+    if not isinstance(kind, str):
+        raise CheckpointError(f"optimizer state {kind!r} cannot be saved: its name must be text")
+    if kind in (MASTER, PARAM):
+        raise CheckpointError(f"optimizer state {kind!r} cannot be saved: that name is the checkpoint's own")
+    if elementwise and ("/" in kind or not kind):
+        raise CheckpointError(f"optimizer state {kind!r} cannot be saved: rename it without '/'")
+
+
+def _encoded(value: Any, path: str) -> Encoded:
+    plain, found = encode(value, path)
+    tensors = {name: torch.as_tensor(tensor) for name, tensor in found.items()}
+    return Encoded(
+        plain, {name: (dtype_name(t), tuple(t.shape), bytes(host_bytes(t))) for name, t in tensors.items()}
+    )
 
 
 def merge(
     layout: Layout, by_rank: Sequence[Description]
-) -> tuple[tuple[Stream, ...], dict[Scalars, bytes], dict[str, Any]]:
+) -> tuple[tuple[Stream, ...], dict[Scalars, bytes], dict[str, dict[str, Encoded]]]:
     """The streams of all ranks together, the scalars with their bytes, and the values that are no tensors.
 
     Raises `CheckpointError` where ranks that share a parameter disagree.
@@ -174,7 +198,7 @@ def merge(
         key=lambda s: s.order,
     )
     scalars: dict[tuple[str, str, tuple[int, ...]], dict[int, bytes]] = {}
-    values: dict[str, dict[int, Any]] = {}
+    values: dict[str, dict[int, Encoded]] = {}
     for rank, description in enumerate(by_rank):
         for form, held_bytes in description.scalars.items():
             _join(scalars.setdefault(form, {}), held_bytes, line, form[0], rank)

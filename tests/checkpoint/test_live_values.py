@@ -1,0 +1,169 @@
+"""What a save takes beside tensors: as it is at the moment of the save, and only what `load` can read."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import zerokit
+from tests.support.distributed import run_ranks
+from tests.support.models import CASES
+from tests.support.training import Run, Trajectory, build_seeded, one_step, wrap
+from zerokit import files
+from zerokit.checkpoint import load as load_module
+from zerokit.checkpoint import run as run_module
+from zerokit.checkpoint.load import load
+from zerokit.checkpoint.save import save
+
+CASE = CASES["gpt_groups"]
+
+
+class Held(files.System):
+    """A disk that takes nothing before `open` is set."""
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+
+    def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self.open.wait()
+        return super().write(fd, buffers, offset)
+
+
+def _trained() -> zerokit.ZeroOptimizer:
+    run = Run(stage=2)
+    model = build_seeded(CASE, 0)
+    zero = wrap(model, CASE, run)
+    one_step(model, zero, CASE, run, 0, Trajectory())
+    return zero
+
+
+def _states(zero: zerokit.ZeroOptimizer) -> list[dict[Any, Any]]:
+    return list(zero.parts.inner.state.values())
+
+
+def _changing(directory: str) -> None:
+    zero = _trained()
+    for state in _states(zero):
+        state |= {"history": [1], "seen": {"ids": {3, 4}}, "table": np.arange(3.0), "loss": float("nan")}
+    disk = Held()
+    with files.replaced(disk):
+        saving = save(directory, zero, step=1, blocking=False)
+        for state in _states(zero):
+            state["history"].append(2)
+            state["seen"]["ids"].add(5)
+            state["table"] += 1
+        disk.open.set()
+        saving.wait()
+    load(directory, zero)
+    for state in _states(zero):
+        assert state["history"] == [1]
+        assert state["seen"] == {"ids": {3, 4}}
+        assert state["table"].tolist() == [0.0, 1.0, 2.0]
+        assert state["loss"] != state["loss"]  # NaN
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_background_save_holds_values_of_its_moment(tmp_path: Path, world: int) -> None:
+    run_ranks(world, _changing, str(tmp_path / "run"))
+
+
+def _unreadable(directory: str) -> None:
+    zero = _trained()
+    with pytest.raises(zerokit.UsageError, match="step="):
+        save(directory, zero, step=time.time_ns())
+    with (
+        patch("zerokit.checkpoint.save.MAX_TEXT_BYTES", 20_000),
+        pytest.raises(zerokit.CheckpointError, match=r"extra\.json would have \d+ bytes"),
+    ):
+        save(directory, zero, step=1, extra="x" * 20_000)
+    kind: Any
+    for kind, value in (
+        ("master", torch.tensor(1.0)),
+        ("master", 1.0),
+        ("param", 1),
+        (7, torch.tensor(1.0)),
+        (7, 1),
+    ):
+        for state in _states(zero):
+            state[kind] = value
+        with pytest.raises(zerokit.CheckpointError, match=f"optimizer state {kind!r} cannot be saved"):
+            save(directory, zero, step=1)
+        for state in _states(zero):
+            del state[kind]
+    with (
+        patch("zerokit.checkpoint.snapshot._scaler", lambda zero: {"value": "1.5", "good_steps": 0}),
+        pytest.raises(zerokit.CheckpointError, match=r"cannot be saved: extra\.json: not valid: 'scaler'"),
+    ):
+        save(directory, zero, step=1)
+    keep: Any
+    for keep in (3, lambda step: 1 // 0):
+        with pytest.raises(zerokit.UsageError, match="keep"):
+            save(directory, zero, step=1, keep=keep)
+    assert not os.path.exists(directory)
+    save(directory, zero, step=1, keep=lambda step: True)
+    load(directory, zero)
+
+
+def test_what_load_would_refuse_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    run_ranks(2, _unreadable, str(tmp_path / "run"))
+
+
+def _pruned_meanwhile(directory: str) -> None:
+    zero = _trained()
+    for step in (1, 2, 3):
+        save(directory, zero, step=step, extra=step)
+    read = load_module.read_extra
+
+    def prune_and_read(checkpoint: Any, **options: Any) -> Any:
+        dist.barrier()  # all have found the step
+        if checkpoint.step == 3 and dist.get_rank() == 0:
+            os.rename(f"{directory}/step-00000003", f"{directory}/gone")
+            Path(f"{directory}/latest").unlink()
+        dist.barrier()
+        return read(checkpoint, **options)
+
+    with patch.object(load_module, "read_extra", prune_and_read), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # no `latest`
+        assert load(directory, zero) == 2
+    if dist.get_rank():
+        return
+    os.rename(f"{directory}/gone", f"{directory}/step-00000003")
+    sound = run_module.read_sound
+
+    def prune_and_look(path: Path) -> Any:
+        if path.name == "step-00000003" and not os.path.exists(f"{directory}/step-00000004"):
+            os.rename(path, f"{directory}/step-00000004.tmp")
+            os.rename(f"{directory}/step-00000001", f"{directory}/step-00000004")
+        return sound(path)
+
+    with patch.object(run_module, "read_sound", prune_and_look):
+        # Step 4's manifest is step 1's: so it is passed over, but it was looked at.
+        assert "step-00000004" in "; ".join(run_module.find_step(Path(directory)).notes)
+
+
+def test_a_load_beside_a_prune_goes_to_the_step_that_is_there(tmp_path: Path) -> None:
+    run_ranks(2, _pruned_meanwhile, str(tmp_path / "run"))
+
+
+def _at_a_path(directory: str) -> None:
+    zero = _trained()
+    save(directory, zero, step=1, extra={"table": torch.arange(3)})
+    assert load(directory, zero)["table"].tolist() == [0, 1, 2]
+    save(directory, zero, step=1, overwrite=True)
+
+
+def test_a_path_that_is_not_utf8(tmp_path: Path) -> None:
+    directory = os.fsdecode(os.fsencode(tmp_path) + b"/run-\xff")
+    run_ranks(2, _at_a_path, directory)
+    assert zerokit.verify(directory).intact
