@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +206,21 @@ def test_the_command_tells_intact_from_damaged(step: Path, tmp_path: Path) -> No
     report = json.loads(done.stdout)
     assert (done.returncode, done.stderr, report["intact"]) == (1, "", False)
     assert report["findings"][0].keys() == {"file", "problem", "stream", "parameter", "start", "stop"}
+
+
+def test_every_step_of_a_run_is_read_or_said_not_to_be(step: Path, tmp_path: Path) -> None:
+    old = step.with_name("step-00000050")
+    write_checkpoint(old, example_layout(WORLD), replace(example_content(example_layout(WORLD)), step=50))
+    content = bytearray((old / RANK_1).read_bytes())
+    content[-1] ^= 1
+    (old / RANK_1).write_bytes(content)
+    done = zerokit(tmp_path, "verify", "run")
+    assert done.returncode == 0
+    assert done.stdout.endswith("1 other step of the run not read: --all reads every one\n")
+    done = zerokit(tmp_path, "verify", "--all", "run")
+    assert (done.returncode, done.stdout.count(": intact: "), done.stdout.count(": damaged: ")) == (1, 1, 1)
+    report = json.loads(zerokit(tmp_path, "verify", "--all", "--json", "run").stdout)
+    assert (report["intact"], [one["intact"] for one in report["steps"]]) == (False, [False, True])
 
 
 def test_the_command_says_what_is_no_checkpoint(tmp_path: Path) -> None:

@@ -160,6 +160,29 @@ def test_an_interrupted_job_goes_on_with_more_ranks_and_leaves_one_record_and_on
     assert "run holds step 8 already, and an elastic bench ends at step 8: give more --steps" in again.stderr
 
 
+def test_a_job_killed_while_mlflow_is_filled_is_completed_by_the_same_command(
+    tmp_path: Path, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare(tmp_path, hold=None)
+
+    class Killed(BaseException):
+        pass
+
+    def kill(*arguments: object) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patched:
+        patched.setattr("zerokit.bench.tracking.mirror.Mirror.push", kill)
+        with pytest.raises(Killed):
+            bench("--steps", "5")
+    before = (tmp_path / "record.json").read_bytes()
+    assert [run.info.status for run in bench.runs()] == ["RUNNING"]
+    bench("--steps", "5")
+    assert (tmp_path / "record.json").read_bytes() == before
+    assert [run.info.status for run in bench.runs()] == ["FINISHED"]
+    assert not (tmp_path / "run" / "elastic").exists()
+
+
 def test_a_rank_killed_before_the_first_save_leads_to_the_beginning(tmp_path: Path, bench: Bench) -> None:
     strike = kill_when(trained(tmp_path, 0, 2), prepare(tmp_path, hold=2), rank=1)
     bench("--nproc-per-node", "2", "--steps", "5", strike=strike, mlflow=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from zerokit.checkpoint.checksum import crc32
@@ -13,7 +13,7 @@ from zerokit.checkpoint.disk import explained, opened, read_exactly
 from zerokit.checkpoint.extents import Extent, RankFile
 from zerokit.checkpoint.manifest import NAME
 from zerokit.checkpoint.reader import Checkpoint, check_header
-from zerokit.checkpoint.run import LATEST_NAME, find_step
+from zerokit.checkpoint.run import LATEST_NAME, committed, find_step
 from zerokit.errors import CheckpointError
 
 _BUFFER_BYTES = 4 << 20
@@ -41,7 +41,10 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The result of `verify`. `step`, `world` and `slices` are the manifest's: None and 0 if it cannot be read."""
+    """The result of `verify`. `step`, `world` and `slices` are the manifest's: None and 0 if it cannot be read.
+
+    `unread`: how many other steps the run has, of which nothing was read.
+    """
 
     path: Path
     step: int | None
@@ -49,6 +52,7 @@ class Report:
     slices: int
     bytes_read: int
     findings: tuple[Finding, ...]
+    unread: int = 0
 
     @property
     def intact(self) -> bool:
@@ -65,14 +69,26 @@ def verify(path: str | os.PathLike[str], progress: Progress | None = None) -> Re
     Damage is reported, not raised. Raises `CheckpointError` only where there is no checkpoint.
     """
     choice = find_step(Path(path), sound=False)
-    step = choice.path
+    report = _verify(choice.path, choice.faults, progress)
+    others = 0 if choice.run is None else len(committed(choice.run)) - 1
+    return replace(report, unread=others)
+
+
+def verify_all(path: str | os.PathLike[str], progress: Progress | None = None) -> tuple[Report, ...]:
+    """`verify` of every step of the run at `path`, ascending; of the one step where `path` is a step's directory."""
+    choice = find_step(Path(path), sound=False)
+    steps = [choice.path] if choice.run is None else committed(choice.run)
+    return tuple(_verify(step, choice.faults if step == choice.path else (), progress) for step in steps)
+
+
+def _verify(step: Path, faults: tuple[str, ...], progress: Progress | None) -> Report:
     try:
         checkpoint = Checkpoint(step)
     except CheckpointError as error:
         return Report(step, None, None, 0, 0, (_finding(NAME, error, step),))
     verification = _Verification(checkpoint, progress or (lambda done, total: None))
     findings = list(verification.run())
-    findings[:0] = [_finding(LATEST_NAME, fault, step.parent) for fault in choice.faults]
+    findings[:0] = [_finding(LATEST_NAME, fault, step.parent) for fault in faults]
     slices = sum(map(len, checkpoint.manifest.checksums))
     return Report(step, checkpoint.step, checkpoint.world, slices, verification.bytes_read, tuple(findings))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import click
 
-from zerokit.bench.record import Record, Status, require_writable
+from zerokit.bench.record import Record, RecordError, Status, read_record, require_writable
 from zerokit.bench.record.journal import Job, Journal
 from zerokit.bench.record.schema import to_plain
 from zerokit.bench.record.settings import Settings
@@ -92,6 +92,9 @@ def run_bench(request: Request, leader: Leader | None) -> int:
             live.end_sweep(sweep.id, records, content, sweep_status(sweep, records))
     if folder is None and refused is None:
         _warn(records[0], display)
+    if folder is None and records[0].settings.elastic and records[0].status is Status.OK:
+        # Last of all: until then the same command completes what a kill has left.
+        Journal(Path(str(request.cells[0].save))).finish()
     shown = any(record.status is Status.OK for record in records) or folder is not None
     if request.as_json:
         click.echo(_json(sweep, records, single=folder is None), nl=False)
@@ -124,7 +127,20 @@ def _record_file(settings: Settings, output: Path | None) -> RecordFile:
     if not settings.elastic:
         return RecordFile(record_path(output, settings, datetime.now()))
     job = _open_job(settings, output)
-    return RecordFile(job.record, job.identity)
+    record = _finished(job)
+    if record is not None and record.settings.steps < settings.steps:
+        Journal(Path(str(settings.save))).finish()  # more steps are another job
+        return _record_file(settings, output)
+    return RecordFile(job.record, job.identity, record)
+
+
+def _finished(job: Job) -> Record | None:
+    """The job's record, if all is trained: its launcher was killed while it filled MLflow."""
+    with suppress(RecordError):
+        record = read_record(job.record) if job.record.exists() else None
+        if record is not None and record.id == job.identity and record.status is Status.OK:
+            return record
+    return None
 
 
 def _warn(record: Record, display: Display) -> None:

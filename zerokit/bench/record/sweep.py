@@ -84,18 +84,22 @@ class Sweep:
 
 @dataclass(frozen=True, slots=True)
 class RecordFile:
-    """What a sweep of one cell, run once, leaves behind; `identity` is the record's where it is known before."""
+    """What a sweep of one cell, run once, leaves behind; `identity` is the record's where it is known before.
+
+    `finished`: the record of an elastic bench whose launcher was killed after it was written.
+    """
 
     path: Path
     identity: str | None = None
+    finished: Record | None = None
 
     def record(self, cell: Trial) -> Path:
         """The file of the record."""
         return self.path
 
     def existing(self, cell: Trial) -> Record | None:
-        """None: the bench runs, whatever is there."""
-        return None
+        """None: the bench runs, unless it has only to be told to MLflow."""
+        return self.finished
 
 
 class SweepFolder:

@@ -173,10 +173,7 @@ def run_cell(
     finally:
         if not keep:
             shutil.rmtree(work, ignore_errors=True)
-    put(record)
-    if journal is not None and record.status is Status.OK:
-        journal.finish()
-    return record
+    return put(record)
 
 
 def refusal(settings: Settings, host: Host) -> Outcome | None:
