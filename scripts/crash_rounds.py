@@ -33,6 +33,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 import torch._dynamo  # noqa: E402 - a process's first optimizer imports it
 import torch.distributed as dist  # noqa: E402
+from crash_commands import play_conversions, play_elastic  # noqa: E402
 from torch._C._distributed_c10d import FileStore  # noqa: E402
 
 import zerokit  # noqa: E402
@@ -45,6 +46,7 @@ TIMEOUT_S = 10.0
 """Of collectives; a closed connection is noticed at once."""
 PATIENCE_S = 60.0
 """Ranks that say nothing for so long hang."""
+KINDS = ("saves", "background", "elastic", "conversions")
 KEPT = 2
 SAVES = 4
 """At most so many are begun before the kill."""
@@ -89,6 +91,8 @@ class Round:
     world: int
     stage: int
     exchanges: bool
+    background: bool
+    """Every save is beside the training."""
     last: bool
     """Nobody is killed: it resumes, saves once and ends."""
 
@@ -166,7 +170,7 @@ def rank_main(this: Round, rank: int, run: Path, store: Path, pipe: int) -> None
             step += 1
             train(optimizer, step)
             found = digest(optimizer)
-            blocking, again = draw.random() < 0.5, draw.random() < 0.2
+            blocking, again = draw.random() < 0.5 and not this.background, draw.random() < 0.2
             if rank == 0:
                 say("begins", step, found)
             for overwrite in (False, True)[: 1 + again]:
@@ -331,7 +335,7 @@ class Rounds:
         self._report.notes.append(f"round {this.number}: {text}")
 
 
-def play_all(report: Report, run: Path, stores: Path, *, quiet: bool) -> None:
+def play_all(report: Report, run: Path, stores: Path, *, quiet: bool, background: bool = False) -> None:
     """All rounds, and one that only resumes and saves."""
     rounds = Rounds(run, stores, report)
     draw = random.Random(report.seed)
@@ -343,6 +347,7 @@ def play_all(report: Report, run: Path, stores: Path, *, quiet: bool) -> None:
             world,
             draw.randint(0, 3),
             exchanges=draw.random() < 0.7,
+            background=background,
             last=number == report.rounds,
         )
         rounds.play(this)
@@ -359,6 +364,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of kills, worlds, stages and ways to save")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--json", action="store_true", help="the report as JSON")
+    parser.add_argument("--kind", choices=KINDS, default="saves", help="what is killed")
     options = parser.parse_args()
     report = Report(options.rounds, options.seed, options.ranks)
     gc.freeze()  # what is imported is no rank's garbage
@@ -366,7 +372,13 @@ def main() -> int:
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="zerokit-crashes-")))
         (folder / "stores").mkdir()
-        play_all(report, folder / "run", folder / "stores", quiet=options.json)
+        if options.kind == "conversions":
+            play_conversions(report, folder, rounds=options.rounds, seed=options.seed)
+        elif options.kind == "elastic":
+            play_elastic(report, folder, rounds=options.rounds, seed=options.seed)
+        else:
+            background = options.kind == "background"
+            play_all(report, folder / "run", folder / "stores", quiet=options.json, background=background)
     if options.json:
         print(json.dumps(asdict(report) | {"faults": report.faults}, indent=2))
     else:

@@ -178,7 +178,11 @@ def measured(path: Path) -> tuple[int, float]:
     Links are not followed; what goes away meanwhile does not count.
     """
     size, newest = 0, 0.0
-    for entry in [path, *(path.rglob("*") if path.is_dir() and not path.is_symlink() else ())]:
+    entries = [path]
+    if not path.is_symlink():
+        for folder, folders, names in os.walk(path):  # which passes over what it cannot list
+            entries += [Path(folder, name) for name in (*folders, *names)]
+    for entry in entries:
         with suppress(OSError):
             status = entry.lstat()
             newest = max(newest, status.st_mtime)

@@ -155,6 +155,29 @@ def test_a_load_beside_a_prune_goes_to_the_step_that_is_there(tmp_path: Path) ->
     run_ranks(2, _pruned_meanwhile, str(tmp_path / "run"))
 
 
+def _beside_another_job(directory: str) -> None:
+    zero = _trained()
+    save(directory, zero, step=1)
+    content = Path(directory, "latest").read_text()
+    save(directory, zero, step=2)
+    dist.barrier()
+    Path(directory, "latest").write_text(content)  # as another job would name its own step
+    dist.barrier()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        save(directory, zero, step=3)
+        save(directory, zero, step=4)
+    texts = [str(one.message) for one in caught if issubclass(one.category, zerokit.ZerokitWarning)]
+    assert len(texts) == (dist.get_rank() == 0)
+    assert all(
+        "another process has saved step-00000001 since this one saved step-00000002" in t for t in texts
+    )
+
+
+def test_another_job_in_the_same_run_is_noticed(tmp_path: Path) -> None:
+    run_ranks(2, _beside_another_job, str(tmp_path / "run"))
+
+
 def _at_a_path(directory: str) -> None:
     zero = _trained()
     save(directory, zero, step=1, extra={"table": torch.arange(3)})

@@ -9,6 +9,7 @@ import os
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -312,6 +313,23 @@ def test_a_journal_of_what_is_no_more_is_in_nobodys_way(tmp_path: Path) -> None:
     (tmp_path / ".out.replacing").write_text(f'{{"new": "{new}", "old": "{new}.old"}}')
     finish_replacement(tmp_path / "out", patience=0.0)
     assert not names(tmp_path)
+
+
+def test_what_goes_away_while_it_is_measured_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "work" / "inner").mkdir(parents=True)
+    (tmp_path / "work" / "file").write_text("half")
+    scandir = os.scandir
+
+    def pruned_meanwhile(path: Any = ".") -> Any:
+        if str(path).endswith("inner"):
+            os.rmdir(path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", pruned_meanwhile)
+    assert files.measured(tmp_path / "work")[0] == 4
+    assert not (tmp_path / "work" / "inner").exists()
 
 
 def test_latest_may_list_many_steps(tmp_path: Path) -> None:

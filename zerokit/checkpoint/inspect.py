@@ -172,6 +172,8 @@ def _run(run: Path) -> RunSummary:
         try:
             weights_only = read_sound(path)[0].weights_only
         except CheckpointError as error:
+            if not path.exists():
+                continue  # a save beside this has removed it
             damaged = str(error)
         size, _ = files.measured(path)
         steps.append(StepSummary(path.name, size, weights_only, superseded(path, latest), damaged))

@@ -6,7 +6,7 @@ import json
 import os
 import warnings
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -55,6 +55,9 @@ from zerokit.checkpoint.together import Together
 from zerokit.errors import CheckpointError, UsageError, ZerokitWarning
 from zerokit.layout import Layout
 from zerokit.runtime import ZeroOptimizer
+
+_NAMED: dict[Path, Latest] = {}
+"""By run, what this process has last written as `latest`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,8 +232,23 @@ def _commit(together: Together, own: Callable[[], Part], retention: Retention) -
         together.on_first(finish)
 
 
+def _warn_of_another_job(run: Path) -> None:
+    latest: Latest | None = None
+    named = _NAMED.get(run.resolve())
+    with suppress(CheckpointError):  # of a damaged one nobody knows
+        latest = read_latest(run)
+    if latest is not None and named is not None and latest != named:
+        warnings.warn(
+            f"{run}: another process has saved {latest.name} since this one saved {named.name}: two jobs in one run "
+            "directory supersede each other's steps: give each a directory of its own",
+            ZerokitWarning,
+            stacklevel=2,
+        )
+
+
 def _begin(target: Path, *, overwrite: bool) -> Staging:
     require_run(target.parent)
+    _warn_of_another_job(target.parent)
     replaces = overwrite
     if os.path.lexists(target) and not overwrite:
         if not unreferenced(target):
@@ -346,6 +364,7 @@ def _publish(staging: Staging, manifest: bytes, *, weights_only: bool) -> None:
     staging.commit()
     if latest is not None:
         write_latest(run, latest)
+        _NAMED[run] = latest
     staging.discard()
     remove_gone(run, name, LATEST_NAME)
 

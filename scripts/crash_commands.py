@@ -1,0 +1,215 @@
+"""Kills of what scripts/crash-rounds does not train itself: conversions with `--resume`, and elastic benches.
+
+A conversion is killed at random moments until one comes to its end: its output must be that of one nobody killed. An
+elastic bench's launcher is killed in one of its phases: the same command must then bring the job to its end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
+
+import zerokit
+from zerokit.checkpoint.run import list_steps
+from zerokit.checkpoint.staging import leftovers
+
+STEPS, SAVE_EVERY = 6, 2
+PHASES = ("init", "first save", "save", "end", "mlflow")
+PATIENCE_S = 300.0
+"""For a bench to come to its phase, or its processes to end after a kill."""
+
+
+class Findings(Protocol):
+    """What rounds add to."""
+
+    kills_of_all: int
+    saves: int
+    resumes: int
+    lost_steps: int
+    blocked_resumes: int
+    damaged_steps: int
+    left_behind: int
+    unclear_ends: int
+    notes: list[str]
+
+
+def forked(work: Callable[[], object]) -> int:
+    """The number of a process that does this and ends with 0, or with 1 where it raised."""
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        work()
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def ended(pid: int) -> int:
+    """Its exit code."""
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def play_conversions(report: Findings, folder: Path, *, rounds: int, seed: int) -> None:
+    """Reshard one checkpoint again and again, killed up to three times before it may end."""
+    source, reference = folder / "source", folder / "reference"
+    if ended(forked(lambda: _write_source(source, folder / "store"))):
+        raise RuntimeError("the source could not be written")
+    draw, begun = random.Random(f"conversions {seed}"), time.monotonic()
+    zerokit.reshard(source, 3, reference)
+    took = time.monotonic() - begun
+    expected = _contents(reference)
+    for number in range(rounds):
+        output = folder / f"out-{number}"
+        for _ in range(draw.randint(1, 3)):
+            pid = forked(lambda output=output: zerokit.reshard(source, 3, output, resume=True))  # type: ignore[misc]
+            time.sleep(draw.uniform(0.0, 1.5 * took))
+            os.kill(pid, signal.SIGKILL)
+            report.kills_of_all += ended(pid) == -signal.SIGKILL
+            if output.exists():
+                break
+        if not output.exists():
+            report.resumes += any(left.target == output.name for left in leftovers(folder))
+            if ended(forked(lambda output=output: zerokit.reshard(source, 3, output, resume=True))):  # type: ignore[misc]
+                report.blocked_resumes += 1
+                report.notes.append(f"conversion {number} did not come to its end after a kill")
+                continue
+        report.saves += 1
+        if _contents(output) != expected:
+            report.damaged_steps += 1
+            report.notes.append(f"conversion {number} has other bytes than one that nobody killed")
+        if left := [one.path.name for one in leftovers(folder)]:
+            report.left_behind += len(left)
+            report.notes.append(f"conversion {number} left {', '.join(left)}")
+
+
+def _write_source(run: Path, store: Path) -> None:
+    seconds = timedelta(seconds=60)
+    dist.init_process_group("gloo", store=FileStore(str(store), 1), rank=0, world_size=1, timeout=seconds)
+    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(12)))
+    optimizer = zerokit.ZeroOptimizer(model, torch.optim.AdamW, stage=2, precision="fp32", lr=1e-3)
+    optimizer.backward(model(torch.ones(1, 512)).sum())
+    optimizer.step()
+    zerokit.save(run, optimizer, step=1)
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def play_elastic(report: Findings, folder: Path, *, rounds: int, seed: int) -> None:
+    """Kill the launcher of an elastic bench in each phase by turns, and give the same command again."""
+    draw = random.Random(f"elastic {seed}")
+    for number in range(rounds):
+        _play_bench(report, folder / f"bench-{number}", number, PHASES[number % len(PHASES)], draw)
+
+
+def _play_bench(report: Findings, folder: Path, number: int, phase: str, draw: random.Random) -> None:
+    folder.mkdir()
+    run, store = folder / "run", f"sqlite:///{folder / 'mlflow.db'}"
+    words = (
+        f"bench --elastic --model linear --device cpu --batch-size 2 --steps {STEPS} --warmup 1 --save run"
+    )
+    words += (
+        f" --save-every {SAVE_EVERY} --nproc-per-node 2 --no-twin --output record.json --tracking-uri {store}"
+    )
+    command = [str(Path(sys.executable).with_name("zerokit")), *words.split()]
+
+    def start() -> subprocess.Popen[bytes]:
+        with (folder / "log").open("ab") as log:
+            return subprocess.Popen(command, cwd=folder, stdout=log, stderr=log)
+
+    def note(text: str) -> None:
+        report.notes.append(f"elastic {number}, killed in {phase}: {text}")
+
+    process, reached, deadline = start(), _reached(phase, folder), time.monotonic() + PATIENCE_S
+    while process.poll() is None and not reached() and time.monotonic() < deadline:
+        time.sleep(0.002)
+    time.sleep(draw.uniform(0.0, 3.0 if phase == "init" else 0.05))
+    process.kill()
+    code = process.wait()
+    report.kills_of_all += code == -signal.SIGKILL
+    if not _gone(folder):
+        report.unclear_ends += 1
+        note("its processes did not end")
+    committed = max(list_steps(run), default=0)
+    if code == 0:
+        return  # it was quicker than the kill
+    if start().wait():
+        report.blocked_resumes += 1
+        note(f"the same command failed: {(folder / 'log').read_text(errors='replace')[-600:]}")
+        return
+    report.resumes += 1
+    record = json.loads((folder / "record.json").read_text())
+    report.saves += len(list_steps(run))
+    if max(list_steps(run), default=0) < max(committed, STEPS) or len(record["loss"]) != STEPS:
+        report.lost_steps += 1
+        note(f"steps {list_steps(run)}, {len(record['loss'])} losses")
+    if not zerokit.verify(run).intact:
+        report.damaged_steps += 1
+        note("the newest step is damaged")
+    if left := [one.path.name for one in leftovers(run)]:
+        report.left_behind += len(left)
+        note(f"left {', '.join(left)}")
+    if (statuses := _statuses(store)) != ["FINISHED"]:
+        report.left_behind += 1
+        note(f"MLflow has runs {statuses}")
+
+
+def _reached(phase: str, folder: Path) -> Callable[[], bool]:
+    run = folder / "run"
+
+    def writing(saved: int) -> bool:
+        return len(list_steps(run)) >= saved and any(
+            path.name.startswith(".step-") for path in run.glob(".*")
+        )
+
+    return {
+        "init": lambda: True,
+        "first save": lambda: run.exists() and writing(0),
+        "save": lambda: run.exists() and writing(1),
+        "end": lambda: run.exists() and STEPS in list_steps(run),
+        "mlflow": (folder / "record.json").exists,
+    }[phase]
+
+
+def _gone(folder: Path) -> bool:
+    """Whether all processes that work in the folder have ended."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        if not any(_works_in(path, folder) for path in Path("/proc").glob("[0-9]*")):
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def _works_in(process: Path, folder: Path) -> bool:
+    try:
+        return Path(os.readlink(process / "cwd")) == folder
+    except OSError:
+        return False
+
+
+def _statuses(store: str) -> list[str]:
+    text = (
+        "import sys; from mlflow import MlflowClient; c = MlflowClient(sys.argv[1]); "
+        "ids = [e.experiment_id for e in c.search_experiments()]; "
+        "print(*(r.info.status for r in c.search_runs(ids)))"
+    )
+    done = subprocess.run([sys.executable, "-c", text, store], capture_output=True, text=True, check=True)
+    return done.stdout.split()
