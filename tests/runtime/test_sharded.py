@@ -352,7 +352,7 @@ def test_reading_gathers_inside_passes_and_is_refused_outside() -> None:
     def read(unit: int) -> None:
         if unit == 0:
             walk.gathering.read(2, "unit2.0", in_forward=True, in_backward=False)
-            walk.require_current(walk.units[2])
+            walk.require_current(walk.units[2], guarded=True)  # what is done to its others is noticed, too
 
     current = walk.forward([0, 1, 2], read)
     assert 2 in walk.gathering.kept  # read outside its modules: it stays from now on

@@ -118,9 +118,9 @@ class Walk:
         parameter.grad = torch.full((4,), float(index + 1))
         self.gradients.accept(index, 0, parameter)
 
-    def require_current(self, unit: FlatUnit) -> None:
-        """The unit's parameter holds its values, and its class is plain."""
-        assert not unit.guarded
+    def require_current(self, unit: FlatUnit, *, guarded: bool = False) -> None:
+        """The unit's parameter holds its values, and its class is plain, or guarded."""
+        assert unit.guarded == guarded
         first = 4.0 * unit.unit.index
         assert unit.parameters[0].tolist() == [first + 1, first + 2, first + 3, first + 4]
 
