@@ -52,4 +52,4 @@ def test_every_dependency_is_pinned() -> None:
     for extra in project["project"]["optional-dependencies"].values():
         needed += extra
     names = {re.split(r"[<>=!~ \[]", requirement)[0].lower() for requirement in needed}
-    assert names <= pins
+    assert names - {"zerokit"} <= pins  # an extra may name another one

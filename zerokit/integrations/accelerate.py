@@ -33,7 +33,7 @@ try:
     from accelerate import Accelerator, DistributedType
     from accelerate.optimizer import AcceleratedOptimizer
 except ImportError as error:
-    raise ImportError("accelerate is not installed: pip install 'zerokit[hf]'") from error
+    raise ImportError("accelerate is not installed: pip install 'zerokit[accelerate]'") from error
 
 CHECKPOINT_NAME = "zerokit"
 """The directory of zerokit's checkpoint inside the one that `save_state` writes."""

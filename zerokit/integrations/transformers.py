@@ -49,7 +49,8 @@ class ZeroTrainer(Trainer):
         stage: what is divided, as in `ZeroOptimizer`.
         precision: as in `ZeroOptimizer`, instead of `bf16` and `fp16`, or beside them for its other dtypes.
         zero_options: further arguments of `ZeroOptimizer`: units, bucket_mb, prefetch, init_fn, loss_scale, ….
-        *more, **options: the other arguments of `Trainer`.
+        **options: the other arguments of `Trainer`, or of the trainer it is combined with, by name: which come after
+            the model differs among trainers.
 
     In `save_model` the rank that writes holds the whole model, the others a unit of it at a time.
 
@@ -64,7 +65,7 @@ class ZeroTrainer(Trainer):
         self,
         model: nn.Module | None = None,
         args: TrainingArguments | None = None,
-        *more: Any,
+        *,
         stage: int = 3,
         precision: str | Precision | None = None,
         zero_options: Mapping[str, Any] | None = None,
@@ -80,7 +81,7 @@ class ZeroTrainer(Trainer):
         }
         self._writes_checkpoint = False
         self._generators: dict[str, bytes] = {}
-        super().__init__(model, args, *more, **options)
+        super().__init__(model, args=args, **options)
         self._require_elementwise()
 
     @property

@@ -1,0 +1,95 @@
+"""TRL's trainers combined with `ZeroTrainer`, beside the same trainers with DDP; model and tokens are made here."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("accelerate")
+pytest.importorskip("transformers")
+
+from transformers import Trainer
+
+from tests.integrations.launched import as_launched
+from tests.integrations.trainers import VOCABULARY, arguments, build, texts
+from tests.support.distributed import run_ranks
+from zerokit.integrations.transformers import ZeroTrainer
+
+
+class _Preferring(Trainer):
+    """Takes its arguments in the order of TRL's DPOTrainer."""
+
+    def __init__(self, model: Any = None, ref_model: Any = None, args: Any = None, **options: Any) -> None:
+        self.ref_model = ref_model
+        super().__init__(model, args, **options)
+
+
+class _ZeroPreferring(ZeroTrainer, _Preferring):
+    pass
+
+
+def _combine(directory: Path) -> None:
+    as_launched()
+    args = arguments(directory)
+    made = _ZeroPreferring(build(), args, train_dataset=texts(4), ref_model="reference")
+    assert (made.args, made.ref_model) == (args, "reference")
+
+
+def test_a_trainer_whose_second_argument_is_another_gets_args(tmp_path: Path) -> None:
+    run_ranks(1, _combine, tmp_path)
+
+
+def _tokenizer() -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<pad>", "<eos>", "<unk>", *(f"w{number}" for number in range(3, VOCABULARY))]
+    made = Tokenizer(models.WordLevel({word: place for place, word in enumerate(words)}, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+
+
+def _losses(kind: str, directory: Path) -> list[list[float]]:
+    as_launched()
+    warnings.simplefilter("ignore", FutureWarning)  # TRL's defaults have names that transformers renames
+    import trl
+    from datasets import Dataset
+
+    plain = getattr(trl, f"{kind}Trainer")
+    zero = type(f"Zero{kind}Trainer", (ZeroTrainer, plain), {})
+    lines = [f"w{3 + row} w4 w{5 + row} w6" for row in range(8)]
+    columns = {"text": lines}
+    if kind == "DPO":
+        columns = {"prompt": lines, "chosen": ["w3 w4"] * 8, "rejected": ["w5 w6"] * 8}
+    found = []
+    for stage in (None, 0, 3):
+        args = getattr(trl, f"{kind}Config")(
+            str(directory), use_cpu=True, bf16=False, per_device_train_batch_size=2, max_steps=3,
+            learning_rate=1e-2, logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True,
+            gradient_checkpointing=False, dataloader_pin_memory=False,
+        )  # fmt: skip
+        options: dict[str, Any] = {
+            "train_dataset": Dataset.from_dict(columns),
+            "processing_class": _tokenizer(),
+        }
+        if kind == "DPO":
+            options["ref_model"] = build()
+        trainer, given = (plain, {}) if stage is None else (zero, {"stage": stage})
+        made = trainer(build(), args=args, **options, **given)
+        made.train()
+        found.append([entry["loss"] for entry in made.state.log_history if "loss" in entry])
+    return found
+
+
+@pytest.mark.parametrize("kind", ["SFT", "DPO"])
+def test_trainers_of_trl_lose_as_with_ddp(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    for plain, *divided in run_ranks(2, _losses, kind, tmp_path):
+        assert len(set(plain)) == 3
+        for losses in divided:
+            assert losses == pytest.approx(plain, rel=1e-5)
