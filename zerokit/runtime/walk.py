@@ -142,8 +142,9 @@ class ModelWalk:
         self._given.clear()
         self._passes.begin(training=torch.is_grad_enabled())
         self.absorb_changes()
-        if self._sharded and torch.is_autocast_enabled(self._device):
-            # Weights cast in an earlier forward would receive their gradients after everything of this one.
+        if torch.is_autocast_enabled(self._device):
+            # Weights cast in an earlier forward would receive their gradients after everything of this one, and both
+            # forwards' would be added in half precision where the weight stays: equal bits at all stages need neither.
             torch.clear_autocast_cache()
         with outside_transforms():
             self.gathering.begin_forward(self._passes.current)

@@ -339,6 +339,14 @@ def autocast(engine: Engine) -> None:
         engine.update(square(y))
 
 
+@pattern("two forwards in one autocast, a loss of both: equal bits", Mlp, reference="stage 0", tolerance=0.0)
+def autocast_twice(engine: Engine) -> None:
+    for _ in range(STEPS):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = square(engine.model(engine.data(4, 8))) + square(engine.model(engine.data(4, 8)))
+        engine.update(loss)
+
+
 @pattern("autocast, its first forward under `no_grad`", Mlp)
 def autocast_evaluates_first(engine: Engine) -> None:
     for _ in range(STEPS):
