@@ -124,6 +124,8 @@ def build(
     for buffer in model.buffers():
         collectives.broadcast(buffer)
 
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # the model's old memory, block by block, fits nothing that follows
     if precision.wire is not None:
         collectives.expect_exchanges()
     gradients = Gradients(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, overload
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
 from torch.optim import Optimizer
 
 from zerokit.errors import UsageError
@@ -137,6 +138,12 @@ class ZeroOptimizer(Optimizer):
                 "backward() after step() or clip_grad_norm_() without zero_grad(): these gradients are unscaled already"
             )
         self._unscaled, self._finite = False, None
+        if compiled_autograd.compiled_autograd_enabled:
+            raise UsageError(
+                "compiled autograd runs backward on tensors without values, whose gradients zerokit cannot reduce: "
+                "leave torch._dynamo.config.compiled_autograd off, and compile the model or its blocks (their backward "
+                "is compiled all the same)"
+            )
         before, LossScale.current = LossScale.current, None if self.scaler is None else self.scaler.value
         try:
             (loss if self.scaler is None else loss * self.scaler.value).backward(

@@ -17,6 +17,11 @@ _STUCK_AFTER_S = 3.0
 """A rank that has waited this long for what this one has not issued will wait for ever."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2e-4, 2e-2
 
+_SAME_CALLS = (
+    "Ranks must make the same calls in the same order: between two steps as many backward passes, at stage 3 also as "
+    "many forwards, and of the model itself, not of its blocks. A rank with less data runs another batch with its "
+    "loss times 0. Otherwise look for the first error of the rank named last."
+)
 _SAME_PATH = "Ranks may leave units out, but must otherwise follow rank 0's first forward pass or all leave it together"
 
 
@@ -152,9 +157,7 @@ class Watch:
                     )
         except RuntimeError as unreachable:
             lines.append(f"  the store cannot be asked about the others: {unreachable}")
-        lines.append(
-            "  Ranks must call the same methods in the same order; look for the first error of the rank named last."
-        )
+        lines.append(f"  {_SAME_CALLS}")
         return "\n".join(lines)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.runtime.patterns.engines import STEPS, Engine
-from tests.runtime.patterns.harness import pattern
+from tests.runtime.patterns.harness import always, pattern, usage
 from tests.runtime.patterns.models import WIDTH, Block, Mlp, chain, square
 
 grad = torch.autograd.grad
@@ -333,3 +333,14 @@ def retain_grad(engine: Engine) -> None:
         engine.record(y.grad.norm())
         engine.step()
         engine.zero_grad()
+
+
+@pattern(
+    "compiled autograd", Mlp, refused=always(usage("compiled autograd", "compile the model")), short=True
+)
+def compiled(engine: Engine) -> None:
+    loss = square(engine.model(engine.data(4, 8)))
+    engine.record(loss)
+    if not engine.plain:
+        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+            engine.backward(loss)

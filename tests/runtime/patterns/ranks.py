@@ -229,3 +229,71 @@ def fewer_backwards(engine: Engine) -> None:
                     engine.backward(loss)
         engine.step()
         engine.zero_grad()
+
+
+UNEQUAL = Refused(
+    "ScheduleError", ("as many backward passes", "loss times 0"), everywhere=False, or_right=True
+)
+
+
+@pattern(
+    "a number of backward passes that differs by rank",
+    Mlp,
+    refused=always(UNEQUAL),
+    apart=True,
+    timeout=4.0,
+    short=True,
+)
+def more_backward_passes(engine: Engine) -> None:
+    for _ in range(STEPS):
+        for _ in range(1 if engine.plain else engine.rank + 1):
+            engine.backward(square(engine.model(engine.data(4, 8))))
+        engine.step()
+        engine.zero_grad()
+    engine.record(1)
+
+
+@pattern(
+    "a number of micro-batches inside `accumulate()` that differs by rank",
+    Mlp,
+    refused={3: UNEQUAL},
+    apart=True,
+    timeout=4.0,
+    short=True,
+)
+def more_micro_batches(engine: Engine) -> None:
+    for _ in range(STEPS):
+        with engine.accumulate():
+            for _ in range(engine.rank + 1):
+                engine.backward(square(engine.model(engine.data(4, 8))))
+        engine.update(square(engine.model(engine.data(4, 8))))
+
+
+@pattern("a rank that only calls `step()`", Mlp, refused={3: UNEQUAL}, apart=True, timeout=4.0, short=True)
+def only_steps(engine: Engine) -> None:
+    for step in range(STEPS):
+        if engine.rank == 0 or step == 0:
+            engine.backward(square(engine.model(engine.data(4, 8))))
+        engine.step()
+        engine.zero_grad()
+    engine.record(1)
+
+
+@pattern(
+    "a rank that calls the blocks past the model",
+    Mlp,
+    refused={3: UNEQUAL},
+    apart=True,
+    timeout=4.0,
+    short=True,
+)
+def past_the_model(engine: Engine) -> None:
+    for step in range(STEPS):
+        model, x = engine.model, engine.data(4, 8)
+        past = step == 1 and engine.rank == 0
+        y = (
+            model.head(model.blocks[2](model.blocks[1](model.blocks[0](model.first(x)))))
+            if past
+            else model(x)
+        )
+        engine.update(square(y))

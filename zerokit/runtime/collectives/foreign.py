@@ -60,7 +60,7 @@ class ForeignMemory:
 def _meaning(error: OSError) -> str:
     """Why a read fails that was allowed when the ranks met, and what helps."""
     if error.errno in (errno.ESRCH, errno.EFAULT):
-        return "it has ended, or dropped its model"
+        return "it has ended, or dropped its model: look for its error, which came first"
     return (
         "it was allowed when the ranks met and no longer is: since then a policy of the kernel changed (Yama's "
         "ptrace_scope, seccomp), or a rank changed its user or made itself undumpable; start the ranks with "
