@@ -271,3 +271,14 @@ def test_generated_names_and_shapes(
         return
     with pytest.raises(CheckpointError, match="are not those of the checkpoint"):
         check_like(folder, ours, {})
+
+
+def test_a_model_with_adapters_is_refused(tmp_path: Path) -> None:
+    """Also beside a folder without weights: `from_pretrained` would know none of the names."""
+    for name in (
+        "base_model.model.lm_head.weight",
+        "layers.0.q_proj.lora_A.default.weight",
+        "h.base_layer.weight",
+    ):
+        with pytest.raises(CheckpointError, match=r"PEFT model .*save_pretrained\(DIR\).*merge_and_unload"):
+            check_like(tmp_path, {name: (2, 2)}, {})

@@ -45,6 +45,11 @@ _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgp
 _DERIVED = re.compile(r"(^|\.)(attn\.(bias|masked_bias)|rotary_emb\.inv_freq|position_ids)$")
 """Buffers that older versions of transformers saved and newer ones compute: they may be missing."""
 
+_ADAPTER = re.compile(
+    r"^base_model\.model\.|\.(lora_(A|B|embedding_A|embedding_B)|base_layer|modules_to_save)\."
+)
+"""Names that PEFT gives to parameters of the models that it wraps."""
+
 _SHOWN = 3
 
 Shape = tuple[int, ...]
@@ -90,11 +95,20 @@ def require_like(model: Path) -> None:
 def check_like(model: Path, ours: Mapping[str, Shape], aliases: Mapping[str, str]) -> None:
     """Raises `CheckpointError` where weights in the folder `model` have other names or shapes than `ours`.
 
+    Also for a PEFT model, which `from_pretrained` would not find under its names.
+
     Args:
         model: a folder with weights, with their index alone, or with neither: then nothing is compared.
         ours: every tensor's shape by its name.
         aliases: other names of tied tensors, and the name in `ours`.
     """
+    adapted = next((name for name in ours if _ADAPTER.search(name)), None)
+    if adapted is not None:
+        raise CheckpointError(
+            f"the checkpoint is of a PEFT model ({adapted}), whose names from_pretrained() does not know: it would begin "
+            "with random weights. Load it into the model with zerokit.load(), then call model.save_pretrained(DIR) for "
+            "the adapter, which all ranks call, or, inside `with optimizer.gathered():`, model.merge_and_unload()"
+        )
     theirs = _weights(model)
     if theirs is None:
         return

@@ -189,7 +189,7 @@ def communicators_of(
     made = _MADE.setdefault(group, {})
     if timeout in made and all(map(_lives, _members(made[timeout]))):
         return made[timeout]
-    # Before any of them: devices then keep the host's order of launches, also for programs with collectives beside ours.
+    # Before any of them: devices then keep the host's order of launches, also beside collectives of the program.
     os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     with watch.waiting("creation of communicators"):
         communicators = Communicators(*(clone(group, "nccl", timeout, device) for _ in range(3)))
