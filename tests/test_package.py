@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import zerokit
+from zerokit.text import without_secrets
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -53,3 +54,13 @@ def test_every_dependency_is_pinned() -> None:
         needed += extra
     names = {re.split(r"[<>=!~ \[]", requirement)[0].lower() for requirement in needed}
     assert names - {"zerokit"} <= pins  # an extra may name another one
+
+
+def test_secrets_of_uris_are_not_shown() -> None:
+    for uri, shown in (
+        ("postgresql+psycopg2://me:p@ss:w@host:5432/runs", "postgresql+psycopg2://***@host:5432/runs"),
+        ("see http://me:s3cret@host/a and ftp://x/y@z", "see http://***@host/a and ftp://x/y@z"),
+        ("mysql://host/db?user=me&password=s3cret&ssl=1", "mysql://host/db?user=me&password=***&ssl=1"),
+        ("sqlite:///mlflow.db", "sqlite:///mlflow.db"),
+    ):
+        assert without_secrets(uri) == shown

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
+_LOGIN = re.compile(r"(?<=://)[^/\s?#]*@")
+_NAMES = "password|passwd|pwd|token|secret|api_?key|access_?key"
+_PARAMETER = re.compile(rf"([?&;](?:{_NAMES})[^=&\s]*=)[^&;\s'\"]+", re.IGNORECASE)
+
 
 def printable(text: str) -> str:
     """In one line, without what steers a terminal: control and format characters become escapes such as "\\x1b".
@@ -15,3 +21,8 @@ def printable(text: str) -> str:
 def printable_lines(text: str) -> str:
     """The same, but lines stay lines: for text of several lines, such as the end of a log."""
     return "\n".join(printable(line) for line in text.expandtabs().split("\n"))
+
+
+def without_secrets(text: str) -> str:
+    """URIs in `text` without user, password and token: "postgresql://***@host/db?password=***"."""
+    return _PARAMETER.sub(r"\1***", _LOGIN.sub("***@", text))

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -41,6 +41,8 @@ def serving(says: Says) -> Iterator[tuple[str, list[tuple[str, str, str]]]]:
             asked.append((self.command, self.path, self.headers.get("Authorization", "")))
             status, text = says(*asked[-1])
             self.send_response(status)
+            if status == 302:
+                self.send_header("Location", text + self.path)
             self.end_headers()
             self.wfile.write(text.encode())
 
@@ -184,6 +186,42 @@ def test_passwords_are_sent_and_never_shown(monkeypatch: pytest.MonkeyPatch) -> 
     assert asked[0][2].startswith("Basic ")
     assert asked[1][2] == "Bearer t0ken"
     assert "s3cret" not in repr(seen) + texts(judge_tracking(seen))
+
+
+def test_a_redirect_takes_no_password_elsewhere() -> None:
+    with serving(mlflow_like) as (elsewhere, theirs), serving(lambda *_: (302, elsewhere)) as (uri, asked):
+        looked(uri.replace("http://", "http://me:s3cret@"))
+    assert asked[0][2].startswith("Basic ")
+    assert theirs
+    assert {authorization for _, _, authorization in theirs} == {""}
+
+
+@pytest.mark.parametrize(
+    "text", ["[1]", '"abc"', "[" * 200_000, '{"experiments": [1]}', '{"experiments": "abc"}', "{", "null"]
+)
+def test_an_answer_that_is_not_mlflow_s(text: str) -> None:
+    with serving(lambda *_: (200, text)) as (uri, _):
+        assert looked(uri)
+
+
+def test_a_server_that_drips_does_not_hold_the_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PATIENT_SECONDS", 0.3)
+    over = threading.Event()
+    with closing(socket.create_server(("127.0.0.1", 0))) as dripping:
+
+        def drip() -> None:
+            connection, _ = dripping.accept()
+            with connection, suppress(OSError):
+                while not over.wait(0.1):
+                    connection.sendall(b"H")
+
+        thread = threading.Thread(target=drip)
+        thread.start()
+        findings = looked(f"http://127.0.0.1:{dripping.getsockname()[1]}")
+        over.set()
+        thread.join()
+    assert bad(findings) == {"ZD801": Severity.FAULT}
+    assert "no whole answer within 0.6 s" in findings[0].found
 
 
 def test_a_server_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from zerokit.bench.record.progress import Progress as BenchProgress
 from zerokit.bench.record.sweep import Trial
 from zerokit.bench.tracking.mirror import Live
 from zerokit.cli.numbers import mib, ms, rate
-from zerokit.text import printable, printable_lines
+from zerokit.text import printable, printable_lines, without_secrets
 
 # Narrower than this, bars are short and notes are left out.
 _NARROW = 70
@@ -136,6 +136,7 @@ class Display:
 
 def open_lines(uri: str, page: str | None) -> list[str]:
     """How to see the runs: the server of a store that has none, and the page."""
+    uri = without_secrets(uri)
     serve = [] if uri.startswith("http") else [f"serve   mlflow ui --backend-store-uri {shlex.quote(uri)}"]
     return [*serve, f"open    {page or uri}"]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from zerokit.errors import UsageError
-from zerokit.text import printable
+from zerokit.text import printable, without_secrets
 
 
 @click.command(
@@ -46,6 +46,7 @@ def command(paths: tuple[Path, ...], tracking_uri: str | None, experiment: str, 
     except UsageError as error:
         raise click.UsageError(printable(str(error))) from error
     tracking = Tracking(resolve_uri(tracking_uri), experiment)
+    shown = without_secrets(tracking.uri)
     results: list[Done] = []
 
     def show(done: Done) -> None:
@@ -59,11 +60,14 @@ def command(paths: tuple[Path, ...], tracking_uri: str | None, experiment: str, 
     if as_json:
         content = [{**asdict(done), "path": str(done.path)} for done in results]
         click.echo(
-            json.dumps({"tracking_uri": tracking.uri, "experiment": experiment, "records": content}, indent=2)
+            json.dumps(
+                {"tracking_uri": shown, "experiment": experiment, "records": content},
+                indent=2,
+            )
         )
     else:
         summary = ", ".join(f"{count} {_WORDS[outcome]}" for outcome, count in counts.items())
-        click.echo(f"{summary}: experiment {experiment} at {tracking.uri}")
+        click.echo(f"{summary}: experiment {experiment} at {shown}")
         page = next((done.page for done in reversed(results) if done.page), None)
         click.echo("\n".join(open_lines(tracking.uri, page)))
     if counts["failed"]:

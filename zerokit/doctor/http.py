@@ -9,7 +9,9 @@ from __future__ import annotations
 import base64
 import json
 import os
+import queue
 import ssl
+import threading
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -33,7 +35,7 @@ class Answer:
         """Empty where the text is no JSON object."""
         try:
             content = json.loads(self.text)
-        except ValueError:
+        except (ValueError, RecursionError):
             return {}
         return content if isinstance(content, dict) else {}
 
@@ -61,7 +63,10 @@ class Server:
             )
         elif token:
             self._headers["Authorization"] = f"Bearer {token}"
-        self._context = _certificates() if parts.scheme == "https" else None
+        handlers: list[urllib.request.BaseHandler] = [_Redirects()]
+        if parts.scheme == "https":
+            handlers.append(urllib.request.HTTPSHandler(context=_certificates()))
+        self._opener = urllib.request.build_opener(*handlers)
 
     def get(self, path: str) -> Answer:
         """Get `path`."""
@@ -72,10 +77,19 @@ class Server:
         return self._ask(path, json.dumps(content).encode())
 
     def _ask(self, path: str, content: bytes | None) -> Answer:
+        """The answer, if all of it comes in time: a time-out of sockets begins anew with every byte."""
+        answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+        threading.Thread(target=lambda: answers.put(self._request(path, content)), daemon=True).start()
+        try:
+            return answers.get(timeout=2 * self._timeout_s)
+        except queue.Empty:
+            return Answer(None, "", f"no whole answer within {2 * self._timeout_s:g} s")
+
+    def _request(self, path: str, content: bytes | None) -> Answer:
         address = f"{self._base.rstrip('/')}/{path}"
         try:
             request = urllib.request.Request(address, content, self._headers)
-            with urllib.request.urlopen(request, timeout=self._timeout_s, context=self._context) as response:
+            with self._opener.open(request, timeout=self._timeout_s) as response:
                 return Answer(response.status, response.read(1 << 20).decode(errors="replace"))
         except urllib.error.HTTPError as error:
             with error:
@@ -101,14 +115,30 @@ class Server:
 
         A server older than MLflow 3 cannot remove it: the tag then stays; its value is "may be removed".
         """
-        experiments = listed.json().get("experiments") or []
-        if not experiments:
+        experiments = listed.json().get("experiments")
+        first = experiments[0] if isinstance(experiments, list) and experiments else None
+        if not isinstance(first, dict) or "experiment_id" not in first:
             return None
-        tag = {"experiment_id": str(experiments[0]["experiment_id"]), "key": _TAG}
+        tag = {"experiment_id": str(first["experiment_id"]), "key": _TAG}
         written = self.post(f"{_API}/experiments/set-experiment-tag", {**tag, "value": "may be removed"})
         if written.status == 200:
             self.post(f"{_API}/experiments/delete-experiment-tag", tag)
         return written
+
+
+class _Redirects(urllib.request.HTTPRedirectHandler):
+    """Follows redirects; the user and the password go to the scheme, host and port that they are meant for alone."""
+
+    def redirect_request(self, req: Any, fp: Any, code: Any, msg: Any, headers: Any, newurl: Any) -> Any:
+        request = super().redirect_request(req, fp, code, msg, headers, newurl)
+        if request is not None and _origin(request.full_url) != _origin(req.full_url):
+            request.remove_header("Authorization")
+        return request
+
+
+def _origin(url: str) -> tuple[str, str | None, int | None]:
+    parts = urllib.parse.urlsplit(url)
+    return parts.scheme, parts.hostname, parts.port or {"http": 80, "https": 443}.get(parts.scheme)
 
 
 def _certificates() -> ssl.SSLContext:

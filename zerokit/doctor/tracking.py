@@ -17,6 +17,7 @@ from pathlib import Path
 
 from zerokit.doctor.findings import Finding, Verdict, fault, finding, ok, skipped, warning
 from zerokit.doctor.http import Answer, Server, excerpt
+from zerokit.text import without_secrets
 
 QUICK_SECONDS, PATIENT_SECONDS = 0.7, 5.0
 _PORTS = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}
@@ -53,7 +54,7 @@ def look_at_tracking(uri: str, *, quick: bool) -> Tracking:
     """Contact the store; `quick` waits less and writes nothing."""
     parts = urllib.parse.urlsplit(uri)
     scheme = parts.scheme.partition("+")[0]
-    shown = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl() if "@" in parts.netloc else uri
+    shown = without_secrets(uri).replace("***@", "")
     if scheme in ("http", "https"):
         return _server(uri, shown, parts.netloc.rpartition("@")[2], quick)
     if scheme == "sqlite":

@@ -13,6 +13,7 @@ from zerokit.bench.record import FORMAT, Record, RecordError, read_record
 from zerokit.bench.record.runs import Run, in_folder, is_record, unique
 from zerokit.bench.tracking.store import connect, failing, pages, resolve_uri
 from zerokit.errors import UsageError
+from zerokit.text import without_secrets
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
@@ -41,7 +42,7 @@ def load_run(name: str, tracking_uri: str | None = None) -> Run:
         if found is None:
             raise UsageError(
                 f"{name!r} is no file or folder here, and neither a run id nor an experiment of MLflow at "
-                f"{resolve_uri(tracking_uri)}"
+                f"{without_secrets(resolve_uri(tracking_uri))}"
             )
         records = found
     if not records:
@@ -53,7 +54,7 @@ def load_experiment(name: str, tracking_uri: str | None = None) -> Run:
     """The records of an MLflow experiment; raises as `load_run` does."""
     records = _of_experiment(_client(name, tracking_uri), name)
     if records is None:
-        raise UsageError(f"MLflow has no experiment {name!r} at {resolve_uri(tracking_uri)}")
+        raise UsageError(f"MLflow has no experiment {name!r} at {without_secrets(resolve_uri(tracking_uri))}")
     if not records:
         raise RecordError(f"experiment {name!r} holds no bench record ({FORMAT})")
     return Run(name, tuple(unique(records)))

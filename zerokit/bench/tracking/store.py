@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from zerokit.bench.tracking.content import Point, Status
 from zerokit.errors import ZerokitError
+from zerokit.text import without_secrets
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -191,7 +192,7 @@ class Store:
 
     def link(self, *, run_id: str | None = None, view: str | None = None) -> str:
         """The page of a run, or of the runs of a view; of a store without a server, as `mlflow ui` would serve it."""
-        uri = self.tracking.uri
+        uri = without_secrets(self.tracking.uri).replace("***@", "")
         root = uri.rstrip("/") if uri.startswith("http") else "http://127.0.0.1:5000"
         page = f"{root}/#/experiments/{self._experiment_id}/runs"
         return f"{page}?viewStateShareKey={view}" if run_id is None else f"{page}/{run_id}"
@@ -238,4 +239,5 @@ def failing(what: str) -> Iterator[None]:
         root = root if isinstance(root, OSError) else error
         text = str(root).strip().splitlines()
         why = f"{type(root).__name__}: {text[0] if text else 'no message'}"[:300]
-        raise TrackingError(f"{what}: {why}") from error
+        # The cause would show the URI of the store with its password, where somebody prints the trace.
+        raise TrackingError(without_secrets(f"{what}: {why}")) from None
