@@ -56,8 +56,8 @@ from zerokit.errors import CheckpointError, UsageError, ZerokitWarning
 from zerokit.layout import Layout
 from zerokit.runtime import ZeroOptimizer
 
-_NAMED: dict[Path, Latest] = {}
-"""By run, what this process has last written as `latest`."""
+_NAMED: dict[Path, set[str]] = {}
+"""By run, the steps that this process has saved, and so may be named by `latest`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,9 +237,9 @@ def _warn_of_another_job(run: Path) -> None:
     named = _NAMED.get(run.resolve())
     with suppress(CheckpointError):  # of a damaged one nobody knows
         latest = read_latest(run)
-    if latest is not None and named is not None and latest != named:
+    if latest is not None and named and latest.name not in named:
         warnings.warn(
-            f"{run}: another process has saved {latest.name} since this one saved {named.name}: two jobs in one run "
+            f"{run}: another process has saved {latest.name} since this one saved {max(named)}: two jobs in one run "
             "directory supersede each other's steps: give each a directory of its own",
             ZerokitWarning,
             stacklevel=2,
@@ -359,12 +359,13 @@ def _publish(staging: Staging, manifest: bytes, *, weights_only: bool) -> None:
     assert crc is not None
     latest = next_latest(run, name, crc, weights_only=weights_only)
     replaced = _referenced_checksum(run, name)
+    if latest is not None:
+        _NAMED.setdefault(run.resolve(), set()).add(name)
     if latest is not None and replaced is not None:
         write_latest(run, replace(latest, crcs=(crc, replaced)))
     staging.commit()
     if latest is not None:
         write_latest(run, latest)
-        _NAMED[run] = latest
     staging.discard()
     remove_gone(run, name, LATEST_NAME)
 

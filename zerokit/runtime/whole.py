@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -156,7 +157,9 @@ def _install_state_dict(model: nn.Module, storages: Sequence[FlatUnit], gatherin
         """The method of transformers, PEFT and diffusers also asks parts of the model for their states."""
         living = me()
         assert living is not None
-        with gathered(storages, gathering):
+        # One rank saves what all have gathered, as trainers do.
+        given = kwargs.get("state_dict") is not None
+        with contextlib.nullcontext() if given else gathered(storages, gathering):
             method: Any = getattr(type(living), "save_pretrained")  # noqa: B009 - no method that nn.Module knows
             return method(living, *args, **kwargs)
 
