@@ -66,7 +66,7 @@ def test_wrong_use_ends_with_two_and_says_what_is_wrong(arguments: list[str], me
 def test_an_unknown_command_is_wrong_use() -> None:
     result = CliRunner().invoke(cli, ["bnech"])
     assert result.exit_code == 2
-    assert "No such command 'bnech'" in result.stderr
+    assert "No such command 'bnech'. Did you mean bench?" in result.stderr
 
 
 def test_the_environment_gives_options_that_flags_overrule() -> None:

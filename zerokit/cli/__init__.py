@@ -6,6 +6,7 @@ command that a signal ended leaves with 128 + its number, as shells do. diff: 1 
 
 from __future__ import annotations
 
+import difflib
 import signal
 import sys
 import warnings
@@ -46,6 +47,16 @@ class _Commands(click.Group):
             return None
         command: click.Command = import_module(f"zerokit.cli.{cmd_name}").command
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """A mistyped command is answered with the nearest."""
+        if args and args[0] not in COMMANDS and not ctx.resilient_parsing:
+            near = difflib.get_close_matches(args[0], COMMANDS, n=1)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            ctx.fail(f"No such command {args[0]!r}.{hint}")
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         """An interruption while modules are imported, too, ends with the code of its signal; click's would be 1."""

@@ -11,7 +11,9 @@ def ms(value: float) -> str:
 
 
 def mib(size_bytes: float) -> str:
-    """MiB, or GiB from ten on."""
+    """MiB; GiB from ten on, and KiB below a tenth."""
+    if 0 < size_bytes < MIB / 10:
+        return f"{size_bytes / 1024:,.1f} KiB"
     if size_bytes >= 10 * 1024 * MIB:
         return f"{size_bytes / MIB / 1024:,.1f} GiB"
     return f"{size_bytes / MIB:,.1f} MiB"
