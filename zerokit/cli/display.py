@@ -7,10 +7,19 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.text import Text
 
 from zerokit.bench.record import Record
@@ -22,6 +31,20 @@ from zerokit.text import printable, printable_lines, without_secrets
 
 # Narrower than this, bars are short and notes are left out.
 _NARROW = 70
+
+
+class _Count(MofNCompleteColumn):
+    """Steps done of all, once it is known how many there are."""
+
+    def render(self, task: Task) -> Text:
+        return Text() if task.total is None else super().render(task)
+
+
+class _Clock(TimeElapsedColumn):
+    """Goes on after the last step, while a bench finishes."""
+
+    def render(self, task: Task) -> Text:
+        return Text(str(timedelta(seconds=int(task.elapsed or 0.0))), style="progress.elapsed")
 
 
 class Display:
@@ -39,9 +62,9 @@ class Display:
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=10 if narrow else 24),
-            MofNCompleteColumn(),
+            _Count(),
             *([] if narrow else [TextColumn("{task.fields[note]}")]),
-            TimeElapsedColumn(),
+            _Clock(),
             console=self._errors,
             disable=not self._errors.is_terminal,
             transient=True,

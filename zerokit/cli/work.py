@@ -11,6 +11,7 @@ from pathlib import Path
 import click
 
 from zerokit.cli.bar import byte_bar
+from zerokit.cli.text import counted, decimal_size
 from zerokit.errors import UsageError
 from zerokit.launch.interrupts import Interrupts
 from zerokit.text import printable
@@ -37,7 +38,10 @@ def working(task: str) -> Iterator[Callable[[int, int], None]]:
 
 def print_output(output: Path, as_json: bool, **more: object) -> None:
     """Print what a command has written, on stdout: its path, or JSON with its files."""
+    sizes = [path.stat().st_size for path in output.rglob("*") if path.is_file()]
     if not as_json:
+        if sys.stderr.isatty():
+            click.echo(f"{counted(len(sizes), 'file')}, {decimal_size(sum(sizes))}", err=True)
         # Unchanged for a program, escaped for a terminal.
         click.echo(printable(str(output)) if sys.stdout.isatty() else output)
         return
