@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 
 from tests.support.devices import PRECISIONS, SCENES, STAGES, WIRE, Training, at, run_on, train
-from tests.support.happens_before import followed
+from tests.support.happens_before import FakeCuda, followed
 from tests.support.missing_waits import MUTATIONS, all_steps
 from zerokit.runtime.collectives import streams
 from zerokit.runtime.collectives.streams import CudaEvent, CudaStream, Operation
@@ -132,6 +133,26 @@ def test_a_wait_that_is_missing_elsewhere_races() -> None:
         for name, by_stage in found.items():
             for stage, (before, after) in by_stage.items():
                 assert (before, after > 0) == (0, True), f"{name}, stage {stage}"
+
+
+# --- threads -----------------------------------------------------------------------------------------------
+
+
+def test_a_thread_that_has_set_no_device_is_refused() -> None:
+    """It would make a context on the first GPU, from every rank."""
+    cuda = FakeCuda()
+    stream = cuda.Stream()
+    event = stream.record_event()
+
+    def ask() -> None:
+        for call in (event.query, stream.record_event, lambda: stream.wait_event(event), cuda.current_stream):
+            with pytest.raises(AssertionError, match="without set_device"):
+                call()
+        cuda.set_device(0)
+        assert not event.query()
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(ask).result()
 
 
 # --- and none too many -------------------------------------------------------------------------------------
