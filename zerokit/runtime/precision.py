@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 
 from zerokit.errors import LossScaleError, UsageError
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16)
+
+DtypeName = Literal["fp32", "bf16", "fp16"]
+"""What these dtypes are called."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,17 @@ class Precision:
     cast_inputs: bool = True
     wire: torch.dtype | None = None
     """None where gradients travel in `reduce`, given so or by default."""
+
+    if TYPE_CHECKING:  # names are taken as well, and are dtypes from then on
+
+        def __init__(
+            self,
+            compute: torch.dtype | DtypeName = torch.float32,
+            reduce: torch.dtype | DtypeName = torch.float32,
+            master: torch.dtype | DtypeName = torch.float32,
+            cast_inputs: bool = True,
+            wire: torch.dtype | DtypeName | None = None,
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         roles = _ROLES if self.wire is None else (*_ROLES, "wire")
