@@ -61,6 +61,10 @@ def test_secrets_of_uris_are_not_shown() -> None:
         ("postgresql+psycopg2://me:p@ss:w@host:5432/runs", "postgresql+psycopg2://***@host:5432/runs"),
         ("see http://me:s3cret@host/a and ftp://x/y@z", "see http://***@host/a and ftp://x/y@z"),
         ("mysql://host/db?user=me&password=s3cret&ssl=1", "mysql://host/db?user=me&password=***&ssl=1"),
+        ("postgresql://u:pa/s?s#1@h/db", "postgresql://***@h/db"),
+        ("postgresql://h/db?sslpassword=s3cret", "postgresql://h/db?sslpassword=***"),
+        ("mssql://?odbc_connect=PWD%3Ds3cret", "mssql://?odbc_connect=***"),
+        ("http://host:5000/#/experiments/1", "http://host:5000/#/experiments/1"),
         ("sqlite:///mlflow.db", "sqlite:///mlflow.db"),
     ):
         assert without_secrets(uri) == shown

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 
-_LOGIN = re.compile(r"(?<=://)[^/\s?#]*@")
-_NAMES = "password|passwd|pwd|token|secret|api_?key|access_?key"
-_PARAMETER = re.compile(rf"([?&;](?:{_NAMES})[^=&\s]*=)[^&;\s'\"]+", re.IGNORECASE)
+# A password may hold "/", "?", "#" and "@", as SQLAlchemy reads it: up to the last "@".
+_LOGIN = re.compile(r"(?<=://)(?:[^:/\s]*:[^\s'\"]*|[^/\s?#]*)@")
+_NAMES = "password|passwd|pwd|token|secret|api_?key|access_?key|odbc_connect"
+_PARAMETER = re.compile(rf"([?&;][\w.-]*(?:{_NAMES})[\w.-]*=)[^&;\s'\"]+", re.IGNORECASE)
 
 
 def printable(text: str) -> str:

@@ -29,6 +29,7 @@ from zerokit.launch.frames import MOST_LOG_BYTES, FrameError, pack, put_file
 from zerokit.launch.interrupts import Interrupted, Interrupts
 from zerokit.launch.meeting import POLL_SECONDS, Meeting
 from zerokit.launch.network import free_port
+from zerokit.text import without_secrets
 
 
 class Follower:
@@ -100,9 +101,10 @@ class Leader:
                     )
                 time.sleep(POLL_SECONDS)
             if ready["asked"] != list(command_line):
+                theirs, ours = (without_secrets(shlex.join(one)) for one in (ready["asked"], command_line))
                 raise UsageError(
                     f"all ranks must run the same command, but number {index} on {ready['host']} was given "
-                    f"{shlex.join(ready['asked'])!r}, and number 0 {shlex.join(command_line)!r}"
+                    f"{theirs!r}, and number 0 {ours!r}"
                 )
             self._members.append((ready["host"], ready["cores"]))
 
