@@ -68,6 +68,25 @@ class GlobalNorm(torch.optim.SGD):
         return super().step(closure)
 
 
+class Distance(torch.optim.Optimizer):
+    """D-Adaptation's idea: the step grows from next to nothing with what all gradients have in common."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+        self.distance, self.along, self.sums = 1e-6, 0.0, {}  # type: ignore[var-annotated]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                total = self.sums.setdefault(p, torch.zeros_like(p))
+                self.along += self.distance * group["lr"] * float((p.grad * total).sum())
+                total.add_(p.grad, alpha=self.distance)
+                p.sub_(p.grad * (group["lr"] * self.distance))
+        size = sum(float(total.abs().sum()) for total in self.sums.values())
+        self.distance = max(self.distance, 2 * self.along / (group["lr"] * size))
+
+
 class LateRows(RowMean):
     """Looks at rows from the eleventh step on."""
 
@@ -150,6 +169,7 @@ CONSTRUCTIONS: dict[str, tuple[Callable[[], Any], str, tuple[str, ...]]] = {
     "whole norms": (lambda: make(cls=WholeNorm), "UnsupportedOptimizer", ("WholeNorm",)),
     "row means": (lambda: make(cls=RowMean), "UnsupportedOptimizer", ("RowMean",)),
     "norms over all": (lambda: make(cls=GlobalNorm), "UnsupportedOptimizer", ("GlobalNorm", "norm")),
+    "a distance over all": (lambda: make(cls=Distance, lr=1.0), "UnsupportedOptimizer", ("Distance",)),
     "rows, later": (lambda: make(cls=LateRows), "UnsupportedOptimizer", ("LateRows",)),
     "whole norms, lr 0": (lambda: make(cls=WholeNorm, lr=0.0), "UnsupportedOptimizer", ("WholeNorm",)),
     "units that match nothing": (lambda: make(units=nn.Conv2d), "UsageError", ("Conv2d", "units")),

@@ -67,7 +67,8 @@ def probe(optimizer_class: type[Optimizer], options: dict[str, Any], master: tor
     name = optimizer_class.__name__
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(_SHAPE, generator=generator)
-    gradients = [torch.randn(_SHAPE, generator=generator) for _ in range(_STEPS)]
+    # Of one direction: what estimates a distance from all gradients (D-Adaptation) stays at its tiny start otherwise.
+    gradients = [0.3 * torch.randn(_SHAPE, generator=generator) + start.sign() for _ in range(_STEPS)]
     half = start.numel() // 2
     whole = nn.Parameter(start.clone())
     if isinstance(options.get("lr"), float | int):
