@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import signal
@@ -20,7 +21,7 @@ from tests.support.distributed import run_ranks, run_ranks_expecting_errors
 from tests.support.models import CASES
 from tests.support.training import Run, Trajectory, build_seeded, digest, one_step, whole_weights, wrap
 from zerokit import files
-from zerokit.checkpoint import background
+from zerokit.checkpoint import background, snapshot
 from zerokit.checkpoint.background import Saving
 from zerokit.checkpoint.load import load
 from zerokit.checkpoint.save import save
@@ -252,3 +253,33 @@ def test_a_rank_that_is_lost_is_named_within_the_time_out(tmp_path: Path, way: s
         assert "rank 1" in message or "ranks [1]" in message, message
     if way != "first":
         assert zerokit.verify(tmp_path / "run").intact
+
+
+class _Cudart:
+    """Registers memory, or refuses to."""
+
+    def __init__(self, status: int) -> None:
+        self.status, self.calls = status, list[tuple[str, int]]()
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        self.calls.append(("register", address))
+        return self.status
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.calls.append(("unregister", address))
+        return 0
+
+
+@pytest.mark.parametrize("status", [0, 2])
+def test_a_copy_is_registered_for_devices_or_a_refusal_is_said(
+    monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    cudart = _Cudart(status)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    memory = torch.zeros(4096, dtype=torch.uint8)
+    address = memory.data_ptr()
+    with pytest.warns(zerokit.ZerokitWarning, match="error 2") if status else contextlib.nullcontext():
+        snapshot._pin(memory)
+    del memory
+    expected = [("register", address)] if status else [("register", address), ("unregister", address)]
+    assert cudart.calls == expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from zerokit.checkpoint.extra import encode, mapping
 from zerokit.checkpoint.manifest import BUFFER_PREFIX, Scalars
 from zerokit.checkpoint.rest import GENERATOR_PREFIX
 from zerokit.checkpoint.state import Description, Encoded, Held, describe, own_slices, tensor_of
-from zerokit.errors import CheckpointError
+from zerokit.errors import CheckpointError, ZerokitWarning
 from zerokit.layout import Layout
 from zerokit.runtime import ZeroOptimizer
 from zerokit.runtime.modules import plain_name
@@ -142,8 +143,16 @@ def _pin(memory: Tensor) -> None:
     """Let devices copy into `memory` by themselves. torch's own pinned memory is rounded up to a power of two."""
     cudart: Any = torch.cuda.cudart()
     address = memory.data_ptr()
-    if int(cudart.cudaHostRegister(address, memory.nbytes, 0)) == 0:
-        weakref.finalize(memory, cudart.cudaHostUnregister, address).atexit = False
+    status = int(cudart.cudaHostRegister(address, memory.nbytes, 0))
+    if status != 0:
+        warnings.warn(
+            f"CUDA does not register {memory.nbytes} bytes for background saves (error {status}; a limit of locked "
+            "memory?): the device's copies into them are slower",
+            ZerokitWarning,
+            stacklevel=2,
+        )
+        return
+    weakref.finalize(memory, cudart.cudaHostUnregister, address).atexit = False
 
 
 def complete(

@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 WARMUP = 2
 MOST, LEAST = 20, 3
 BUDGET_S = 1.0
-_CALLS_ON_A_DEVICE = 10
 """Of one collective: a slow wire gets fewer repetitions."""
+_CALLS_ON_A_DEVICE = 10
+"""Between two events."""
 
 _TORCH_BUCKET_BYTES = 25 * 2**20
 """DDP's default."""
@@ -135,5 +136,5 @@ def _time(call: Callable[[], object], accelerator: Accelerator) -> list[float]:
         return clock.read()[0] / 1000.0 / calls
 
     last_warmup = accelerator.maximum([once() for _ in range(WARMUP)])[-1]
-    repetitions = max(LEAST, min(MOST, int(BUDGET_S / max(last_warmup, 1e-9))))
+    repetitions = max(LEAST, min(MOST, int(BUDGET_S / max(last_warmup * calls, 1e-9))))
     return accelerator.maximum([once() for _ in range(repetitions)])
