@@ -5,6 +5,7 @@
     ahead          a step returns while the device is still busy
     api            optimizers, states, gathered weights, misuse, another current stream
     save           checkpoints of CUDA tensors (needs zlib-ng)
+    ranks          all of the above between several GPUs, a rank each (needs two)
     stages         stages are equal bits, memory and traffic their predictions: NCCL, gloo with 2 and 4 ranks
     steps          step time and peak memory beside DDP and FSDP2: one rank on NCCL, bf16
     steps-clip     the same, with clipped gradients
@@ -218,6 +219,7 @@ PARTS: dict[str, Part] = {
     "ahead": Tests((_CUDA, "-k", "busy")),
     "api": Tests((_CUDA, "-k", "not synchronis and not busy and not checkpoints and not compiled")),
     "save": Tests((_CUDA, "-k", "checkpoints"), may_skip=True),
+    "ranks": Tests(("tests/runtime/test_cuda_ranks.py",), may_skip=True),
     "stages": Tests(("tests/runtime/test_cuda_parity.py",)),
     "kernels": Tests(("tests/runtime/test_cuda_norms.py", "tests/runtime/test_probe.py")),
     "bench": Tests(_BENCH),

@@ -32,10 +32,13 @@ class MemoryReport:
     gathered: int = 0
     host_copy: int = 0
     """Of background saves, in the host's memory."""
+    transient: int = 0
+    """In backward alone, and so not in `total`: the most that gradients of units above the bucket size took at once on
+    their way between ranks."""
 
     @property
     def total(self) -> int:
-        return sum(self.as_dict().values())
+        return sum(self.as_dict().values()) - self.transient
 
     def as_dict(self) -> dict[str, int]:
         return {field.name: getattr(self, field.name) for field in fields(self)}
@@ -111,7 +114,13 @@ def stored_bytes(dtype: str, compute_bytes: int) -> int:
 
 
 def predict_memory(
-    layout: Layout, *, rank: int, stage: int, sizes: ElementBytes, buffers: int = 0
+    layout: Layout,
+    *,
+    rank: int,
+    stage: int,
+    sizes: ElementBytes,
+    buffers: int = 0,
+    reductions: Sequence[int] | None = None,
 ) -> MemoryReport:
     """What rank `rank` holds between backward and step, once the optimizer has stepped.
 
@@ -120,6 +129,7 @@ def predict_memory(
         stage: 0, 1, 2 or 3.
         sizes: bytes an element.
         buffers: bytes of the model's buffers, which every rank holds whole.
+        reductions: units in the order in which their gradients are reduced; by default reversed line order.
     """
     divided = Stage.of(stage)
     lines = dict.fromkeys((field.name for field in fields(MemoryReport)), 0)
@@ -141,7 +151,14 @@ def predict_memory(
             hold("optimizer", unit.payload_within(stretch), stretch.numel, sizes.master + sizes.states)
             lines["scalars"] += sizes.scalars
     pooled = pooled_units(layout)
-    lines["buckets"] = min(divided.pooled_buckets, len(pooled)) * max(pooled, default=0) * sizes.reduce
+    largest = max(pooled, default=0)
+    lines["buckets"] = min(divided.pooled_buckets, len(pooled)) * largest * sizes.reduce
+    if reductions is None:
+        reductions = [unit.index for unit in reversed(layout.units) if unit.trainable]
+    # As many reductions are in flight as there would be buckets for them, and these units have buckets of their own.
+    own = [numel if (numel := layout.units[index].numel) > largest else 0 for index in reductions]
+    together = (sum(own[at : at + divided.pooled_buckets]) for at in range(len(own)))
+    lines["transient"] = max(together, default=0) * sizes.reduce
     lines["buffers"] = buffers
     return MemoryReport(**lines)
 

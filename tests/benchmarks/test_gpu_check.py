@@ -80,7 +80,7 @@ def test_an_unknown_part_is_a_usage_error(script: ModuleType, capsys: pytest.Cap
 
 
 def test_parts_stand_in_order_of_their_evidence(script: ModuleType) -> None:
-    expected = "late sync ahead api save stages kernels bench steps steps-clip compiled"
+    expected = "late sync ahead api save ranks stages kernels bench steps steps-clip compiled"
     assert list(script.PARTS) == expected.split()
     assert script.PART_LIMIT_S <= 150
     assert script.TOTAL_LIMIT_S + script._LAST_WORDS_S <= 540

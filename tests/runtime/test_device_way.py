@@ -34,13 +34,13 @@ from zerokit.runtime.collectives.nccl import NcclCollectives
 # --- results that come late --------------------------------------------------------------------------------
 
 
-def _late_and_prompt(
+def late_and_prompt(
     device: str, cases: Sequence[tuple[str, Any, Sequence[int]]], threaded: bool = False
 ) -> list[str]:
     """Where late results change something, of scenes in a precision at some stages."""
-    place = placed(device)
     scenes = [(at(SCENES[name], precision=precision), stages) for name, precision, stages in cases]
     with alone_on_gpu(device):
+        place = placed(device)
         with prompt(device):
             expected = [train(at(scene, stage=0), place) for scene, _ in scenes]
         with lagging(device):
@@ -57,7 +57,7 @@ def test_late_results_change_no_bit(name: str) -> None:
     """Each scene at each stage and in each precision; and these two with each other, by turns."""
     ways, turn = [*PRECISIONS, WIRE], list(SCENES).index(name)
     cases = [(name, way, [(number + turn) % 4]) for number, way in enumerate(ways)]
-    assert run_on("cpu", _late_and_prompt, cases) == [[], []]
+    assert run_on("cpu", late_and_prompt, cases) == [[], []]
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -65,14 +65,14 @@ def test_hooks_in_a_thread_of_their_own_change_no_bit(stage: int) -> None:
     """On CUDA forward's hooks run in the main thread, and those of backward in autograd's thread of the device."""
     ways = [*PRECISIONS, WIRE]
     cases = [(name, ways[(number + stage) % 4], [stage]) for number, name in enumerate(SCENES)]
-    assert run_on("cpu", _late_and_prompt, cases, True) == [[], []]
+    assert run_on("cpu", late_and_prompt, cases, True) == [[], []]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_late_results_change_no_bit_on_a_gpu(precision: str) -> None:
     cases = [(name, precision, STAGES) for name in SCENES]
-    assert run_on("cuda", _late_and_prompt, cases) == [[]]
+    assert run_on("cuda", late_and_prompt, cases) == [[]]
 
 
 def _rounded_reductions(device: str) -> list[bool]:
@@ -115,9 +115,10 @@ def _bits_of(loop: Callable[[Training], None], scene: Scene, device: torch.devic
 
 def _mutated(device: str, name: str, stages: tuple[int, ...]) -> dict[int, tuple[bool, str]]:
     """By stage: whether the run is right with all its waits, and what happens without one."""
-    mutation, place = MUTATIONS[name], placed(device)
+    mutation = MUTATIONS[name]
     found = {}
     with alone_on_gpu(device):
+        place = placed(device)
         with prompt(device):
             expected = _bits_of(mutation.loop, at(SCENES[mutation.scene], stage=0, steps=3), place)
         for stage in stages:

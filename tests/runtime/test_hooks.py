@@ -33,6 +33,7 @@ from tests.support.training import (
     whole_weights,
     wrap,
 )
+from zerokit.runtime.hooks import require_no_graphs
 
 STAGES = (0, 1, 2, 3)
 
@@ -499,3 +500,28 @@ def _adversaries(stage: int) -> list[str]:
 def test_two_models_trained_against_each_other() -> None:
     for found in run_ranks(2, _each, STAGES, _adversaries):
         assert found == [found[0]] * 4
+
+
+def _refused_modes() -> dict[str, list[str]]:
+    warnings.simplefilter("ignore", DeprecationWarning)  # what Inductor imports
+    found: dict[str, list[str]] = {}
+    for mode in ("default", "reduce-overhead", "max-autotune-no-cudagraphs"):
+        in_place, replaced = (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(2))
+        in_place[1].compile(mode=mode)
+        replaced[1] = torch.compile(replaced[1], mode=mode)  # type: ignore[assignment]
+        found[mode] = []
+        for model in (in_place, replaced):
+            try:
+                require_no_graphs(model)
+            except zerokit.UsageError as error:
+                found[mode].append(str(error))
+    return found
+
+
+def test_blocks_compiled_with_cuda_graphs_are_refused_by_name() -> None:
+    """Stage 3 on CUDA asks so in its first forward; nothing is compiled yet."""
+    found = run_alone(_refused_modes)
+    assert found.pop("default") == found.pop("max-autotune-no-cudagraphs") == []
+    ((in_place, replaced),) = found.values()
+    assert "1 is compiled with CUDA graphs" in in_place
+    assert "mode='default'" in replaced

@@ -81,6 +81,24 @@ def test_an_error_asks_for_the_name_and_a_silent_rank_is_said_to_be_silent(
         raise RuntimeError("connection closed")
 
 
+def test_publishing_goes_on_after_an_error_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Moody(HashStore):
+        errors = 2
+
+        def set(self, key: str, value: str) -> None:
+            if self.errors:
+                self.errors -= 1
+                raise RuntimeError("connection reset")
+            super().set(key, value)
+
+    store = Moody()
+    monkeypatch.setattr(dist.distributed_c10d, "_get_process_group_store", lambda group: store)
+    monkeypatch.setattr(watch, "PUBLISH_AFTER_S", 0.01)
+    one = Watch(Group(0, 2))
+    with one.waiting("all-gather of unit 3"):
+        assert store.get(one._key(0)).decode() == "waits for the all-gather of unit 3 (wait 1)"
+
+
 def test_errors_of_other_kinds_pass(ranks: tuple[Watch, Watch]) -> None:
     with pytest.raises(KeyError), ranks[0].waiting("broadcast"):
         raise KeyError("mine")

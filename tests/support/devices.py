@@ -7,6 +7,7 @@ cuda     NCCL on the first GPU, on which this rank must be alone
 from __future__ import annotations
 
 import contextlib
+import datetime
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -180,7 +181,7 @@ def run_on(device: str, function: Callable[..., Any], *args: Any) -> list[Any]:
 
 def placed(device: str) -> torch.device:
     """The device of this rank's tensors."""
-    return torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
 
 
 @contextlib.contextmanager
@@ -200,7 +201,7 @@ def lagging(device: str, make_stream: StreamMaker | None = None) -> Iterator[tor
 
 @contextlib.contextmanager
 def alone_on_gpu(device: str, *, bound: bool = False) -> Iterator[None]:
-    """On "cuda" the default group is NCCL's, of this rank alone; inside another `alone_on_gpu` that one serves on.
+    """On "cuda" the default group is NCCL's, a GPU for each rank; inside another `alone_on_gpu` that one serves on.
 
     Its store must live as long as the group: communicators that are made later ask it for their keys.
     """
@@ -208,19 +209,23 @@ def alone_on_gpu(device: str, *, bound: bool = False) -> Iterator[None]:
         yield
         return
     require_deterministic_kernels()
-    torch.cuda.set_device(0)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    assert world <= torch.cuda.device_count(), "NCCL takes one rank a GPU"
+    torch.cuda.set_device(rank)
     if dist.get_backend() == "nccl":
         yield
         return
-    assert dist.get_world_size() == 1, "NCCL takes one rank a GPU"
-    dist.destroy_process_group()
     with tempfile.TemporaryDirectory(prefix="zerokit-nccl-") as folder:
+        shared = [folder]
+        dist.broadcast_object_list(shared)
+        dist.destroy_process_group()
         dist.init_process_group(
             "nccl",
-            init_method=f"file://{folder}/store",
-            rank=0,
-            world_size=1,
-            device_id=torch.device("cuda", 0) if bound else None,
+            init_method=f"file://{shared[0]}/store",
+            rank=rank,
+            world_size=world,
+            timeout=datetime.timedelta(seconds=20),
+            device_id=torch.device("cuda", rank) if bound else None,
         )
         try:
             yield

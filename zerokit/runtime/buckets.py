@@ -168,7 +168,12 @@ class UnitGradients:
                 torch._foreach_mul_(pieces, factor)
         if later:
             pieces = [self._pieces[position] for position in later]
-            torch._foreach_add_(pieces, [self.waiting[position] for position in later], alpha=factor)
+            gradients = [self.waiting[position] for position in later]
+            if gradients[0].dtype != self.dtype:  # they would be added one by one
+                wide = [torch.empty_like(piece) for piece in pieces]
+                torch._foreach_copy_(wide, gradients)
+                gradients = wide
+            torch._foreach_add_(pieces, gradients, alpha=factor)
         self.filled.update(first)
         self.waiting.clear()
 

@@ -56,9 +56,7 @@ class Gradients:
         self._collectives = collectives
         mean = 1.0 / collectives.world
         self._fill_factor = 1.0 if collectives.runs_ahead else mean
-        # What is rounded on its way must be the mean's share already: then it is the same by every route.
-        averaged = collectives.averages and wire is None
-        self._reduce_factor = mean if collectives.runs_ahead and not averaged else 1.0
+        self._reduce_factor = mean if collectives.runs_ahead and not collectives.averages else 1.0
         count = stage.pooled_buckets
         self.pool = BucketPool(fitting if count else (), count, dtype, collectives.device)
         self._most_in_flight = count or (len(self.units) if collectives.runs_ahead else _MOST_IN_FLIGHT)
@@ -86,6 +84,8 @@ class Gradients:
         }
         self._completed: list[int] = []
         self._next = 0
+        self.transient = 0
+        """The most bytes that buckets of units' own have had in flight at once since the last `forget`."""
         self._reductions: deque[tuple[UnitGradients, Work]] = deque()
         self._gathers: list[Work] = []
         """Of summed gradients, at stage 0."""
@@ -212,7 +212,7 @@ class Gradients:
             self._collectives.wait_for_readers()
         for unit in self.units.values():
             unit.forget(self.pool)
-        self._next = 0
+        self._next = self.transient = 0
         self.received = self.spoiled = False
         self._cleared.clear()
         self._idle.clear()
@@ -325,6 +325,9 @@ class Gradients:
                 self._gather(unit, after=work)
         self._reductions.append((unit, work))
         self._next += 1
+        if unit.stage.divides_gradients and unit.unit.numel > self.pool.numel:
+            buckets = [one.bucket for one, _ in self._reductions if one.unit.numel > self.pool.numel]
+            self.transient = max(self.transient, sum(one.nbytes for one in buckets if one is not None))
 
     def _finish_oldest(self) -> None:
         unit, work = self._reductions.popleft()

@@ -87,8 +87,23 @@ def is_compiled(module: nn.Module) -> bool:
     """Whether the module, or a function that it holds, has been through torch.compile."""
     if module._compiled_call_impl is not None:
         return True
-    functions = (value for value in module.__dict__.values() if isinstance(value, types.FunctionType))
-    return any(hasattr(function, "_torchdynamo_orig_callable") for function in functions)
+    return any(hasattr(function, "_torchdynamo_orig_callable") for function in _functions_of(module))
+
+
+def _functions_of(module: nn.Module) -> list[types.FunctionType]:
+    return [value for value in module.__dict__.values() if isinstance(value, types.FunctionType)]
+
+
+def require_no_graphs(model: nn.Module) -> None:
+    """Raise `UsageError` for parts compiled with CUDA graphs: they replay addresses, which parameters may have left."""
+    for name, module in model.named_modules():
+        asked = [getattr(one, "get_compiler_config", None) for one in _functions_of(module)]
+        if any((ask() or {}).get("triton.cudagraphs") for ask in asked if ask is not None):
+            raise UsageError(
+                f"{name or 'the model'} is compiled with CUDA graphs, which are recorded for one address of each "
+                "parameter; stage 3 gives their memory back between uses: compile it with mode='default' or "
+                "'max-autotune-no-cudagraphs', or train at stage 0, 1 or 2"
+            )
 
 
 def _ignore(*args: Any) -> None:

@@ -60,7 +60,7 @@ def measure_memory(
     for one in list_holdings(model, storages, gradients, inner):
         lines[one.line] += one.used
         lines["padding"] += one.padding
-    return MemoryReport(**lines)
+    return MemoryReport(**lines | {"transient": gradients.transient})
 
 
 def list_holdings(

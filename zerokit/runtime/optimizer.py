@@ -324,6 +324,7 @@ class ZeroOptimizer(Optimizer):
             stage=self.stage,
             sizes=element_bytes(self.precision, self.parts.states, averaged=self.ema is not None),
             buffers=buffers,
+            reductions=self.parts.gradients.order,
         )
 
     @property

@@ -329,6 +329,8 @@ class ShardedGathering(Gathering):
             issue(order.issued + 1)
 
     def _gather(self, unit: FlatUnit) -> None:
+        # Also where this rank still has the unit (pinned, or its modules at work): others may have freed it, and a
+        # gather is everybody's.
         unit.gather()
         self._out.add(unit.unit.index)
 

@@ -31,7 +31,7 @@ from zerokit.runtime.casting import cast_inputs, modules_that_cast
 from zerokit.runtime.collectives import Collectives
 from zerokit.runtime.gathering import Gathering
 from zerokit.runtime.gradients import Gradients
-from zerokit.runtime.hooks import Hook, in_backward, outside_transforms, transforming
+from zerokit.runtime.hooks import Hook, in_backward, outside_transforms, require_no_graphs, transforming
 from zerokit.runtime.leaves import Leaves
 from zerokit.runtime.modules import Anatomy, KnownParameters
 from zerokit.runtime.outputs import follow, origin, tensors_in
@@ -138,6 +138,8 @@ class ModelWalk:
         self._known.require_same(module)
         if not self.gathering.recorded:
             self._modules.spare_compilers(module)
+            if self._sharded and self._device == "cuda":
+                require_no_graphs(module)
         self._in_forward = True
         self._given.clear()
         self._passes.begin(training=torch.is_grad_enabled())

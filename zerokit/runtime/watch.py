@@ -173,8 +173,6 @@ def _publish_long_waits(wake: threading.Event, reference: weakref.ref[Watch]) ->
         watch = reference()
         if watch is None:
             return
-        try:
+        with suppress(RuntimeError):  # the store may answer again, or is gone for good
             watch.publish_if_long()
-        except RuntimeError:
-            return  # the store is gone: the process group was destroyed
         del watch

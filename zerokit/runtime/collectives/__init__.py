@@ -54,8 +54,9 @@ def make_collectives(
         everyone = len(neighbours.peers) == own.size() - 1
         return (HostCollectives if everyone else NodesCollectives)(own, device, watch, neighbours, waits)
     if backend == "nccl":
-        # Longer than any wait of ours: NCCL's watchdog would end the process before ranks and units are named.
-        communicators = communicators_of(group, device, waits + _GRACE, watch)
+        # NCCL's watchdog counts from a collective's launch, `until` from the host's wait for it, up to a step later: it
+        # would end the process before ranks and units are named.
+        communicators = communicators_of(group, device, 2 * waits + _GRACE, watch)
         return NcclCollectives(communicators, device, watch, waits)
     raise UsageError(
         f"zerokit has no collectives for backend {backend!r} on {device.type}: "

@@ -123,8 +123,9 @@ class Collectives:
     ) -> Work:
         """Write (or add) the ranks' sum of this rank's piece of `bucket` [world × shard] to `out` [shard].
 
-        Where the route `averages`, it is their mean. With a `wire` every rank's piece is rounded to that dtype, this
-        rank's too, and it is their sum by any route: in `out`'s dtype, in rank order. One rank rounds nothing.
+        Where the route `averages`, it is their mean: every piece counts 1 / world times. With a `wire` every rank's
+        piece is rounded to that dtype, this rank's too, and they are added in `out`'s dtype, in rank order, by any
+        route. One rank rounds nothing.
 
         `out` may be that piece of `bucket` itself, unless `add`. The other pieces are lost, their padding aside.
         """

@@ -31,6 +31,11 @@ from zerokit.runtime.collectives.streams import CudaStream, Operation, SideStrea
 from zerokit.runtime.watch import Watch
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 5e-6, 1e-3
+# torch 2.13 renamed both and warns about the old names.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+_REHEARSED_NUMEL = 4 << 20
+"""16 MiB, the default size of a large model's buckets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +53,7 @@ class NcclCollectives(Collectives):
     Args:
         communicators: over the same ranks.
         make_stream: makes a side stream; another kind serves tests.
-        averages: whether the communicators know `ReduceOp.AVG`.
+        averages: whether reductions divide by the number of ranks, for which communicators must know `ReduceOp.AVG`.
     """
 
     route = "nccl"
@@ -70,9 +75,6 @@ class NcclCollectives(Collectives):
         self._control = make_stream(device)
         self.averages = averages
         self._sum = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
-        # torch 2.13 renamed both and warns about the old names.
-        self._all_gather_op = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-        self._reduce_scatter_op = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
     def wait_for_readers(self) -> None:
         self._gathers.join()
@@ -119,20 +121,27 @@ class NcclCollectives(Collectives):
         return torch.tensor(values, dtype=torch.float64, pin_memory=self.device.type == "cuda")
 
     def _gather_piece(self, whole: Tensor, unit: int, own: Tensor | None, after: Work | None) -> Work:
-        pieces = list(whole.view(self.world, -1).unbind())
+        size = whole.numel() // self.world
         if own is None or self._in_place(own, whole):
-            own = pieces.pop(self.rank)
-        run = partial(self._all_gather_op, whole, own, group=self._gather_group)
-        return self._gathers.launch(Operation(f"all-gather of unit {unit}", run, [own], pieces), after)
+            start = self.rank * size
+            own = whole[start : start + size]
+            arrives = [whole[:start], whole[start + size :]]
+        else:
+            arrives = [whole]
+        run = partial(_all_gather, whole, own, group=self._gather_group)
+        return self._gathers.launch(Operation(f"all-gather of unit {unit}", run, [own], arrives), after)
 
     def _reduce_scatter(self, bucket: Tensor, out: Tensor, unit: int, add: bool, wire: torch.dtype) -> Work:
         def reduce() -> None:
             # Allocated and freed on this stream: the allocator cannot hand it to another one too early.
             result = torch.empty_like(out) if add else out
             if wire == bucket.dtype:
-                self._reduce_scatter_op(result, bucket, op=self._sum, group=self._reduce_group)
+                _reduce_scatter(result, bucket, op=self._sum, group=self._reduce_group)
             else:
-                first, *others = self._exchange(bucket.to(wire))
+                # Each rank's share of the mean is what is rounded: then it is the same by every route. One kernel.
+                share = 1.0 / self.world if self.averages else 1.0
+                rounded = torch.mul(bucket, share, out=torch.empty_like(bucket, dtype=wire))
+                first, *others = self._exchange(rounded)
                 result.copy_(first)
                 for piece in others:
                     result.add_(piece)
@@ -144,7 +153,7 @@ class NcclCollectives(Collectives):
 
     def expect_exchanges(self) -> None:
         if self.world > 1:
-            self._exchange(torch.zeros(self.world, device=self.device))
+            self._exchange(_rehearsal(self.world, self.device))
 
     def _exchange(self, sent: Tensor) -> Sequence[Tensor]:
         """Every rank's piece for this one, in rank order, from what each of them has for all [world × shard]."""
@@ -193,9 +202,12 @@ def communicators_of(
     os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     with watch.waiting("creation of communicators"):
         communicators = Communicators(*(clone(group, "nccl", timeout, device) for _ in range(3)))
-        for one in _members(communicators):
-            # The first collective still makes connections: not in the middle of a step.
-            dist.all_reduce(torch.zeros(1, device=device), group=one)
+        # The first of its kind and size still makes connections: not in the middle of a step.
+        whole = _rehearsal(group.size(), device)
+        own = whole.view(group.size(), -1)[group.rank()]
+        dist.all_reduce(torch.zeros(1, device=device), group=communicators.control)
+        _all_gather(whole, own, group=communicators.gather)
+        _reduce_scatter(own, whole, group=communicators.reduce)
         torch.cuda.synchronize(device)
     made[timeout] = communicators
     weakref.finalize(group, _destroy, _members(communicators)).atexit = False
@@ -234,6 +246,11 @@ def _claim(store: Any, key: str, rank: int, device: torch.device) -> None:
             "torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before the model is built, start as many ranks as "
             "there are GPUs, or initialise the process group with 'gloo'"
         )
+
+
+def _rehearsal(world: int, device: torch.device) -> Tensor:
+    """Zeros [world × piece] of about the size that a unit has: NCCL chooses its algorithm by size."""
+    return torch.zeros(world * (_REHEARSED_NUMEL // world), device=device)
 
 
 def _members(communicators: Communicators) -> tuple[dist.ProcessGroup, ...]:
