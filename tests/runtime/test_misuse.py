@@ -68,6 +68,21 @@ class GlobalNorm(torch.optim.SGD):
         return super().step(closure)
 
 
+class FallingNorm(torch.optim.SGD):
+    """AdaNorm's idea: a gradient whose norm falls below the average of past ones is made as large."""
+
+    average = 0.0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                norm = float(p.grad.norm())
+                self.average = 0.95 * self.average + 0.05 * norm
+                p.grad.mul_(max(self.average / norm, 1.0))
+        return super().step(closure)
+
+
 class Distance(torch.optim.Optimizer):
     """D-Adaptation's idea: the step grows from next to nothing with what all gradients have in common."""
 
@@ -170,6 +185,12 @@ CONSTRUCTIONS: dict[str, tuple[Callable[[], Any], str, tuple[str, ...]]] = {
     "row means": (lambda: make(cls=RowMean), "UnsupportedOptimizer", ("RowMean",)),
     "norms over all": (lambda: make(cls=GlobalNorm), "UnsupportedOptimizer", ("GlobalNorm", "norm")),
     "a distance over all": (lambda: make(cls=Distance, lr=1.0), "UnsupportedOptimizer", ("Distance",)),
+    "a distance over all, small lr": (
+        lambda: make(cls=Distance, lr=1e-3),
+        "UnsupportedOptimizer",
+        ("Distance",),
+    ),
+    "norms that fall": (lambda: make(cls=FallingNorm), "UnsupportedOptimizer", ("FallingNorm",)),
     "rows, later": (lambda: make(cls=LateRows), "UnsupportedOptimizer", ("LateRows",)),
     "whole norms, lr 0": (lambda: make(cls=WholeNorm, lr=0.0), "UnsupportedOptimizer", ("WholeNorm",)),
     "units that match nothing": (lambda: make(units=nn.Conv2d), "UsageError", ("Conv2d", "units")),

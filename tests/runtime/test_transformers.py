@@ -17,7 +17,41 @@ from tests.support.training import SMALL, digest, exact, whole_weights
 
 pytest.importorskip("transformers")
 
-NAMES = ["gpt2", "bert", "t5", "llama"]
+_SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 16,
+}
+_EXPERTS = {"num_experts_per_tok": 2, "head_dim": 12, "sliding_window": 4}
+_T5 = {"vocab_size": 61, "d_model": 24, "d_kv": 12, "d_ff": 40, "num_layers": 2, "num_heads": 2}
+_START = {"decoder_start_token_id": 0}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "GPT2LMHeadModel": (
+        "GPT2Config",
+        {"vocab_size": 61, "n_positions": 16, "n_embd": 24, "n_layer": 2, "n_head": 2},
+    ),
+    "BertForMaskedLM": ("BertConfig", _SIZES),
+    "LlamaForCausalLM": ("LlamaConfig", _SIZES),
+    "T5ForConditionalGeneration": ("T5Config", _T5 | _START),
+    "SwitchTransformersForConditionalGeneration": (
+        "SwitchTransformersConfig",
+        _T5 | _START | {"num_experts": 2, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
+    ),
+    "AlbertForMaskedLM": ("AlbertConfig", _SIZES | {"embedding_size": 16}),
+    "MixtralForCausalLM": (
+        "MixtralConfig",
+        _SIZES | _EXPERTS | {"num_local_experts": 4, "output_router_logits": True},
+    ),
+    "GptOssForCausalLM": ("GptOssConfig", _SIZES | _EXPERTS | {"num_local_experts": 4}),
+    "Gemma3ForCausalLM": ("Gemma3TextConfig", _SIZES | {"head_dim": 12, "sliding_window": 4}),
+    "MambaForCausalLM": ("MambaConfig", _SIZES | {"state_size": 4}),
+    "RwkvForCausalLM": ("RwkvConfig", _SIZES | {"attention_hidden_size": 24, "context_length": 16}),
+}
+"""Classes of transformers and their configurations."""
 
 
 def _build(name: str) -> nn.Module:
@@ -25,38 +59,9 @@ def _build(name: str) -> nn.Module:
     import transformers as hf
 
     torch.manual_seed(8)
-    model: Any
-    if name == "gpt2":
-        model = hf.GPT2LMHeadModel(
-            hf.GPT2Config(vocab_size=61, n_positions=16, n_embd=24, n_layer=2, n_head=2)
-        )
-    elif name == "bert":
-        model = hf.BertForMaskedLM(
-            hf.BertConfig(
-                vocab_size=61,
-                hidden_size=24,
-                num_hidden_layers=2,
-                num_attention_heads=2,
-                intermediate_size=40,
-                max_position_embeddings=16,
-            )
-        )
-    elif name == "t5":
-        config = hf.T5Config(vocab_size=61, d_model=24, d_kv=12, d_ff=40, num_layers=2, num_heads=2)
-        config.decoder_start_token_id = 0
-        model = hf.T5ForConditionalGeneration(config)
-    else:
-        model = hf.LlamaForCausalLM(
-            hf.LlamaConfig(
-                vocab_size=61,
-                hidden_size=24,
-                intermediate_size=40,
-                num_hidden_layers=2,
-                num_attention_heads=2,
-                num_key_value_heads=1,
-                max_position_embeddings=16,
-            )
-        )
+    configuration, sizes = MODELS[name]
+    model: Any = getattr(hf, name)(getattr(hf, configuration)(**sizes))
+    if name == "LlamaForCausalLM":
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.config.use_cache = False
     return model  # type: ignore[no-any-return]
@@ -89,6 +94,22 @@ def _train_at(name: str, stage: int) -> list[str]:
 
 
 def test_stages_are_identical_bits() -> None:
-    for models in run_ranks(2, _train, NAMES, (0, 1, 2, 3)):
+    for models in run_ranks(2, _train, list(MODELS), (0, 1, 2, 3)):
         for name, results in models.items():
             assert results == [results[0]] * 4, name
+
+
+def _evaluate() -> list[str]:
+    model = _build("RwkvForCausalLM")
+    optimizer = zerokit.ZeroOptimizer(model, torch.optim.AdamW, stage=3, precision="fp32", lr=1e-3)
+    assert optimizer.stage == 3
+    model.eval()
+    with torch.no_grad(), pytest.raises(zerokit.UsageError, match="gathered") as refused:
+        model(input_ids=torch.ones(2, 9, dtype=torch.long))
+    return [str(refused.value)]
+
+
+def test_a_model_that_rescales_its_weights_for_evaluation_is_refused_at_stage_3() -> None:
+    """RWKV divides some weights by a power of two in eval(), in forward, unless `rescale_every` is 0."""
+    for (message,) in run_ranks(2, _evaluate):
+        assert "rwkv.blocks.0.attention.output.weight" in message

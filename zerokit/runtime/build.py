@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import datetime
 import secrets
-import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -153,7 +152,7 @@ def build(
         entry["params"] = [
             flat.tensor for storage in storages for flat in storage.flats if flat.group == number
         ]
-    model.__dict__[_MARK] = weakref.ref(walk)
+    model.__dict__[_MARK] = walk  # a model outlives its optimizer where a function trains it and returns it
     inner = optimizer_class(groups, **options)
     return Parts(
         model,

@@ -16,8 +16,8 @@ from zerokit.errors import UnsupportedOptimizer
 _SHAPE = (16, 24)
 _STEPS = 30
 """As many as show what begins late: preconditioners that are refreshed every tenth step, rectified variances."""
-_LEARNING_RATE = 1e-2
-"""At least: with the one that a warm-up begins with, nothing would move."""
+_LEARNING_RATE = 1.0
+"""At least: with a small one, what is estimated from how far weights have come (Prodigy) stays at its tiny start."""
 _ADVICE = (
     "zerokit shards elementwise optimizers: AdamW, Adam, SGD, Adagrad, RMSprop, NAdam, "
     "or your own that treats every element alike"
@@ -67,9 +67,15 @@ def probe(optimizer_class: type[Optimizer], options: dict[str, Any], master: tor
     name = optimizer_class.__name__
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(_SHAPE, generator=generator)
-    # Of one direction: what estimates a distance from all gradients (D-Adaptation) stays at its tiny start otherwise.
-    gradients = [0.3 * torch.randn(_SHAPE, generator=generator) + start.sign() for _ in range(_STEPS)]
     half = start.numel() // 2
+    # Of one direction: what estimates a distance from all gradients (D-Adaptation) stays at its tiny start otherwise.
+    # The halves' sizes rise and fall apart: a norm of both, or whether it rises or falls, is not that of one.
+    sizes = 2.0 ** torch.stack([torch.arange(_STEPS) % 5 - 2, -(torch.arange(_STEPS) // 5 % 3)], dim=1)
+    gradients = [
+        (0.3 * torch.randn(_SHAPE, generator=generator) + start.sign())
+        * size.repeat_interleave(half).view(_SHAPE)
+        for size in sizes
+    ]
     whole = nn.Parameter(start.clone())
     if isinstance(options.get("lr"), float | int):
         options = options | {"lr": max(options["lr"], _LEARNING_RATE)}

@@ -163,7 +163,14 @@ def _install_state_dict(model: nn.Module, storages: Sequence[FlatUnit], gatherin
             method: Any = getattr(type(living), "save_pretrained")  # noqa: B009 - no method that nn.Module knows
             return method(living, *args, **kwargs)
 
-    def before_load(module: nn.Module, state: Mapping[str, Tensor], prefix: str, *rest: Any) -> None:
+    def before_load(
+        module: nn.Module, state: Mapping[str, Tensor], prefix: str, metadata: dict[str, Any], *rest: Any
+    ) -> None:
+        if metadata.get("assign_to_params_buffers"):
+            raise UsageError(
+                "load_state_dict(assign=True) would put other parameters into the model, which nothing updates: leave "
+                "assign=True out, and values are copied"
+            )
         gathering.open()
 
     def after_load(module: nn.Module, incompatible: Any) -> None:

@@ -15,10 +15,12 @@ from tests.runtime.patterns import (
     objects,
     passing,
     ranks,
+    recipes,
     recomputation,
     several,
     states,
     structure,
+    threads,
     weights,
 )
 from tests.runtime.patterns.harness import PATTERNS
@@ -37,6 +39,8 @@ _MODULES = (
     recomputation,
     functional,
     several,
+    recipes,
+    threads,
     states,
     ranks,
     half,

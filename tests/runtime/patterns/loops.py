@@ -347,6 +347,20 @@ def autocast_twice(engine: Engine) -> None:
         engine.update(loss)
 
 
+@pattern("two models in one autocast: equal bits", Mlp, reference="stage 0", tolerance=0.0)
+def autocast_of_two(engine: Engine) -> None:
+    other = engine.another(Mlp())
+    for _ in range(STEPS):
+        x = engine.data(4, 8)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = square(engine.model(x) - other.model(x)) + square(engine.model(2 * x))
+        engine.record(loss)
+        engine.backward(loss)
+        for one in (engine, other):
+            one.step()
+            one.zero_grad()
+
+
 @pattern("autocast, its first forward under `no_grad`", Mlp)
 def autocast_evaluates_first(engine: Engine) -> None:
     for _ in range(STEPS):

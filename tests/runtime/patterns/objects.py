@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 from collections.abc import Callable
@@ -212,6 +213,17 @@ def from_vector(engine: Engine) -> None:
 def step_hooks(engine: Engine) -> None:
     engine.optimizer.register_step_post_hook(lambda *args: engine.record(7))
     _then_train(engine, lambda: None)
+
+
+@pattern("a function that builds the optimizer, trains, and returns the model, which is evaluated", Mlp)
+def optimizer_gone(engine: Engine) -> None:
+    for _ in range(STEPS):
+        engine.update(square(engine.model(engine.data(4, 8))))
+    engine.optimizer = None
+    gc.collect()
+    engine.model.eval()
+    with torch.no_grad():
+        engine.record(square(engine.model(engine.data(4, 8))))
 
 
 @pattern("weights carried to a new model with an optimizer of its own", Mlp)

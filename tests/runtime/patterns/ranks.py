@@ -280,6 +280,22 @@ def only_steps(engine: Engine) -> None:
 
 
 @pattern(
+    "a rank with an extra forward under `no_grad`",
+    Mlp,
+    refused={3: UNEQUAL},
+    apart=True,
+    timeout=4.0,
+    short=True,
+)
+def extra_forward(engine: Engine) -> None:
+    for step in range(STEPS):
+        if step == 1 and engine.rank == 0:
+            with torch.no_grad():
+                engine.model(torch.ones(2, 8))
+        engine.update(square(engine.model(engine.data(4, 8))))
+
+
+@pattern(
     "a rank that calls the blocks past the model",
     Mlp,
     refused={3: UNEQUAL},
