@@ -49,6 +49,7 @@ def bench(*arguments: str, **variables: str) -> Result:
             "cannot be written in a line of a batch script",
         ),
         (["--launcher", "slurm", "--continue", "x"], "inside an allocation"),
+        (["--launcher", "slurm", "--nodes", "1,3", "--dry-run"], "one number of nodes"),
         (["--arguments"], "--arguments needs a file, or env:NAME, with a JSON list of options"),
     ],
 )
@@ -73,11 +74,11 @@ def test_a_file_without_options_is_refused(tmp_path: Path, text: str) -> None:
 def test_options_come_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And go into the job's, as they were given."""
     monkeypatch.chdir(tmp_path)
-    options = ["--launcher", "slurm", "--nodes", "1,3", "--partition", "gpu"]
+    options = ["--launcher", "slurm", "--nodes", "3", "--gpus-per-node", "4", "--partition", "gpu"]
     (tmp_path / "options").write_text(json.dumps(options))
     done = bench("--arguments", "options", "--dry-run")
     assert done.exit_code == 0, done.output
-    assert "#SBATCH --nodes=3\n" in done.output
+    assert "#SBATCH --nodes=3\n#SBATCH --ntasks-per-node=4\n" in done.output
     assert "#SBATCH --partition=gpu\n" in done.output
 
 
@@ -97,6 +98,8 @@ NOTHING = (
     "partition",
     "account",
     "time_limit",
+    "cpus_per_task",
+    "memory",
 )
 UNSET = dict.fromkeys([*NOTHING, "gpus_per_node", "container_image"]) | {
     "ssh_option": (),

@@ -15,6 +15,7 @@ from unittest import mock
 
 import pytest
 import yaml
+from click.testing import CliRunner
 
 from zerokit.cli import cli
 from zerokit.cli.bench import command as bench
@@ -225,12 +226,16 @@ def test_the_jobset_says_what_a_trainer_would() -> None:
     _parses(container["args"], variables)
 
 
-def test_slurms_script_starts_the_bench_with_the_launcher_that_reads_its_variables() -> None:
+def test_slurms_script_is_what_the_command_in_it_prints() -> None:
     text = (DOCKER / "slurm/bench.sbatch").read_text()
-    line = re.search(r"^bench=\(zerokit (.*) \"\$@\"\)$", text, re.MULTILINE)
+    line = re.search(r"^# zerokit (.*)$", text, re.MULTILINE)
     assert line is not None
-    _parses(shlex.split(line[1]), {})
-    assert len(re.findall(r"exec srun .*?\"\$\{bench\[@\]\}\"", text, re.DOTALL)) == 3
+    printed = CliRunner().invoke(cli, [*shlex.split(line[1]), "--dry-run"])
+    assert printed.exit_code == 0, printed.output
+    assert printed.output == text
+    started = re.search(r"^srun .* -m zerokit.cli (bench .*)$", text, re.MULTILINE)
+    assert started is not None
+    _parses(shlex.split(started[1]), {})
 
 
 def test_the_launcher_of_all_of_these_is_one_of_the_benchs() -> None:

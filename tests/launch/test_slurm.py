@@ -17,10 +17,13 @@ from zerokit.launch import slurm
 from zerokit.launch.failures import LaunchError
 from zerokit.launch.interrupts import Interrupted, Interrupts
 from zerokit.launch.slurm import (
+    JOB_FOLDER,
     Container,
     Request,
     allocated_hosts,
+    folder_of,
     follow,
+    log_of,
     node_address,
     render_script,
     srun_host,
@@ -28,55 +31,80 @@ from zerokit.launch.slurm import (
 )
 
 
-def test_a_script_asks_for_what_the_request_says(tmp_path: Path) -> None:
-    request = Request(2, 8, "gpu", "us", "00:30:00", ("--qos=high", "--exclusive"))
-    script = render_script(request, tmp_path / "arguments.json", tmp_path, "/opt/python")
-    asked = [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH")]
-    assert asked == [
+def asked(request: Request) -> list[str]:
+    script = render_script(request, ["true"])
+    return [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH")]
+
+
+def test_a_script_asks_for_what_the_request_says() -> None:
+    assert asked(Request(2, 8, 8, 12, "64G", "gpu", "us", "00:30:00", ("--qos=high",))) == [
         "--job-name=zerokit-bench",
         "--nodes=2",
-        "--ntasks-per-node=1",
-        f"--output={tmp_path / 'slurm.log'}",
+        "--ntasks-per-node=8",
+        "--cpus-per-task=12",
+        "--mem=64G",
+        "--gpus-per-node=8",
         "--partition=gpu",
         "--account=us",
         "--time=00:30:00",
-        "--gpus-per-node=8",
+        "--signal=TERM@60",
+        "--output=zerokit-%j.log",
         "--qos=high",
-        "--exclusive",
     ]
+
+
+def test_nodes_are_taken_whole_unless_cores_are_asked_for() -> None:
+    assert {"--exclusive", "--mem=0"} <= set(asked(Request(1)))
+    assert not {"--exclusive", "--mem=0"} & set(asked(Request(1, cpus_per_task=2)))
 
 
 ODD = 'it\'s 100% $(touch injected); `touch injected` "x"'
 
 
 @pytest.mark.parametrize(
-    ("body", "code"), [("exit 3", 3), ("trap 'exit 143' TERM; sleep 0.5; kill -TERM $PPID; sleep 0.3", 143)]
+    ("given", "cores"),
+    [
+        ({"SLURM_CPUS_ON_NODE": "9", "SLURM_NTASKS_PER_NODE": "2"}, 4),
+        ({"SLURM_CPUS_ON_NODE": "2", "SLURM_NTASKS_PER_NODE": "4"}, 1),
+        ({"SLURM_CPUS_ON_NODE": "9", "SLURM_NTASKS_PER_NODE": "2", "SLURM_CPUS_PER_TASK": "3"}, 3),
+    ],
 )
-def test_a_script_runs_the_bench_and_leaves_its_code(tmp_path: Path, body: str, code: int) -> None:
-    """In folders of any name; when it is told to end, after the bench has ended."""
-    folder = tmp_path / ODD
-    folder.mkdir()
-    python = folder / "python"
-    python.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > {tmp_path}/said\n{body}\n')
-    python.chmod(0o755)
+def test_a_script_starts_ranks_with_their_cores_and_leaves_their_code(
+    tmp_path: Path, given: dict[str, str], cores: int
+) -> None:
+    """By srun, in folders of any name, with words and variables that mean something to a shell."""
+    (folder := tmp_path / ODD).mkdir()
+    (folder / "srun").write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" "$ODD" > {tmp_path}/said\nexit 3\n')
+    (folder / "srun").chmod(0o755)
+    request = Request(1, variables={"ODD": ODD}, container=Container("image", "pyxis"))
     script = tmp_path / "job.sh"
-    script.write_text(render_script(Request(1), folder / "arguments.json", folder, str(python)))
-    done = subprocess.run(["bash", str(script)], cwd=tmp_path, check=False, capture_output=True, timeout=20)
-    assert (done.returncode, done.stderr) == (code, b"")
-    assert (folder / "exit-code").read_text() == f"{code}\n"
-    assert (tmp_path / "said").read_text().splitlines()[-2:] == ["--arguments", f"{folder}/arguments.json"]
+    script.write_text(render_script(request, ["bench", ODD, "--output", f"{JOB_FOLDER}/record.json", "HERE"]))
+    environment = os.environ | given | {"SLURM_JOB_ID": "7", "PATH": f"{folder}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", str(script)], cwd=folder, env=environment, capture_output=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (3, b"")
+    assert (folder / folder_of("7") / "exit-code").read_text() == "3\n"
+    assert (tmp_path / "said").read_text().splitlines() == [
+        f"--cpus-per-task={cores}",
+        "--kill-on-bad-exit=1",
+        "--container-image=image",
+        f"--container-mounts={folder}:{folder}",
+        f"--container-workdir={folder}",
+        *("bench", ODD, "--output", "bench-runs/slurm-7/record.json", "HERE"),
+        ODD,
+    ]
     assert not list(tmp_path.rglob("injected"))
-    assert "100%% " in script.read_text()
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
 def test_shellcheck_finds_nothing(tmp_path: Path) -> None:
     script = tmp_path / "job.sh"
-    script.write_text(render_script(Request(1), tmp_path / "arguments.json", tmp_path))
+    script.write_text(render_script(Request(1, variables={"A": "b c"}), ["zerokit", "--output", JOB_FOLDER]))
     subprocess.run(["shellcheck", str(script)], check=True)
 
 
-@pytest.mark.parametrize("name", ["partition", "account", "time"])
+@pytest.mark.parametrize("name", ["memory", "partition", "account", "time"])
 @pytest.mark.parametrize("value", ["gpu\nrm -rf x", "a b", "$(x)", "", "gpu\n"])
 def test_values_that_would_leave_their_line_are_refused(name: str, value: str) -> None:
     given: dict[str, Any] = {name: value}
@@ -88,11 +116,6 @@ def test_values_that_would_leave_their_line_are_refused(name: str, value: str) -
 def test_lines_that_are_no_options_are_refused(line: str) -> None:
     with pytest.raises(UsageError, match="is no option of sbatch"):
         Request(1, lines=(line,))
-
-
-def test_a_folder_that_would_leave_its_line_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="cannot be written in a line"):
-        render_script(Request(1), tmp_path / "arguments.json", tmp_path / "a\nrm -rf x")
 
 
 def test_nodes_run_in_containers() -> None:
@@ -115,9 +138,9 @@ class Stubs:
     """Slurm's commands; what each is asked is kept in a file of its name."""
 
     def __init__(self, folder: Path) -> None:
-        self.programs, self.folder = folder / "programs", folder / "job"
+        self.programs, self.folder = folder / "programs", folder / folder_of("7")
         self.programs.mkdir()
-        self.folder.mkdir()
+        self.folder.mkdir(parents=True)
         self.put("scancel", "true")
         self.put("scontrol", "echo JobId=7 JobState=CANCELLED Reason=None ExitCode=0:15")
 
@@ -146,13 +169,14 @@ class Stubs:
     def follow(self) -> tuple[int, list[str]]:
         shown: list[str] = []
         with Interrupts() as interrupts:
-            return follow("7", self.folder, interrupts, shown.append, seconds=0.05), shown
+            return follow("7", interrupts, shown.append, seconds=0.05), shown
 
 
 @pytest.fixture
 def stubs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stubs:
     found = Stubs(tmp_path)
     monkeypatch.setenv("PATH", f"{found.programs}:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
     return found
 
 
@@ -203,8 +227,24 @@ def test_a_job_that_slurm_ended_says_so(stubs: Stubs) -> None:
     assert shown[-1] == "job 7 was ended: JobState CANCELLED, Reason None, ExitCode 0:15"
 
 
+@pytest.mark.parametrize(
+    ("told", "named"),
+    [
+        ("JobState=FAILED RunTime=00:04:01 TimeLimit=00:05:00", True),
+        ("JobState=FAILED RunTime=1-00:00:00 TimeLimit=1-00:01:00", True),
+        ("JobState=TIMEOUT RunTime=00:00:01 TimeLimit=UNLIMITED", True),
+        ("JobState=CANCELLED RunTime=00:03:59 TimeLimit=00:05:00", False),
+        ("JobState=FAILED RunTime=00:03:59 TimeLimit=UNLIMITED", False),
+    ],
+)
+def test_the_time_limit_is_named_where_it_was_the_cause(stubs: Stubs, told: str, named: bool) -> None:
+    stubs.put("scontrol", f"echo JobId=7 {told}")
+    stubs.queue("echo RUNNING None", stubs.ends_with(143))
+    assert ("at its time limit (--time)" in stubs.follow()[1][-1]) == named
+
+
 def test_a_job_without_a_code_failed(stubs: Stubs) -> None:
-    (stubs.folder / "slurm.log").write_text("a last word\n")
+    log_of("7").write_text("a last word\n")
     stubs.queue("echo RUNNING None", "echo NODE_FAIL None")
     with pytest.raises(
         LaunchError, match=r"(?s)job 7 ended before the bench did: JobState CANCELLED.*a last word"

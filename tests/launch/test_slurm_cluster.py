@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +17,7 @@ import pytest
 from tests.launch.clusters import LONG, ROOT, SHORT, ZEROKIT, logged_runs
 from tests.support.forked import run_forked
 from tests.support.slurm import Cluster, cluster
+from zerokit.launch.slurm import Request, log_of, render_script
 
 pytestmark = pytest.mark.slurm
 
@@ -60,6 +63,34 @@ def test_a_job_and_srun_give_the_losses_of_two_nodes_here(slurm: Cluster, tmp_pa
     assert len([path for path in written if "mlruns" not in path.parts]) == 3
     assert [run.info.status for run in logged_runs(tmp_path)] == ["FINISHED"]
     assert slurm.run("squeue", "--noheader").stdout == ""
+
+
+def test_the_printed_script_succeeds_as_a_file(slurm: Cluster, tmp_path: Path) -> None:
+    words = [*ZEROKIT, *SHORT, "--launcher", "slurm", "--nodes", "2", "--time", "5"]
+    printed = slurm.run(*words, "--nproc-per-node", "1", "--no-mlflow", "--dry-run")
+    assert printed.returncode == 0, printed.stderr
+    (tmp_path / "job.sbatch").write_text(printed.stdout)
+    done = slurm.run("sbatch", "--wait", "job.sbatch")
+    (log,) = tmp_path.glob("zerokit-*.log")
+    assert done.returncode == 0, log.read_text()
+    (record,) = tmp_path.glob("bench-runs/slurm-*/record.json")
+    assert [rank["node"] for rank in json.loads(record.read_text())["ranks"]] == [0, 1]
+
+
+def test_ranks_share_all_cores_of_their_node(slurm: Cluster, tmp_path: Path) -> None:
+    cores = len(os.sched_getaffinity(0))
+    program = "import os; print(len(os.sched_getaffinity(0)), flush=True)"
+    for ranks in {1, cores}:
+        script = tmp_path / f"{ranks}.sbatch"
+        script.write_text(render_script(Request(2, ranks, time="5"), [sys.executable, "-c", program]))
+        job = submit_and_wait(slurm, script)
+        assert log_of(job).read_text().split() == [str(cores // ranks)] * 2 * ranks
+
+
+def submit_and_wait(slurm: Cluster, script: Path) -> str:
+    done = slurm.run("sbatch", "--wait", "--parsable", str(script))
+    assert done.returncode == 0, done.stderr + slurm.logs()
+    return done.stdout.strip()
 
 
 def _running_job(slurm: Cluster) -> str:

@@ -72,6 +72,13 @@ _OPTIONS = (
         "--gpus-per-node", type=click.IntRange(min=1), metavar="N", help="For Slurm and Kubernetes."
     ),
     click.option(
+        "--cpus-per-task",
+        type=click.IntRange(min=1),
+        metavar="N",
+        help="For Slurm: cores of each rank.  [default: whole nodes, their cores divided among their ranks]",
+    ),
+    click.option("--mem", "memory", metavar="SIZE", help="For Slurm: memory of each node, like 64G."),
+    click.option(
         "--sbatch-option",
         multiple=True,
         metavar="LINE",
@@ -112,6 +119,8 @@ _OF: dict[str, tuple[str, ...]] = {
     "account": ("slurm",),
     "time_limit": ("slurm",),
     "gpus_per_node": ("slurm", "kubernetes"),
+    "cpus_per_task": ("slurm",),
+    "memory": ("slurm",),
     "sbatch_option": ("slurm",),
     "container_image": ("slurm", "kubernetes"),
     "namespace": ("kubernetes",),
@@ -126,7 +135,7 @@ _UNSET = {
     "namespace": "default",
     "form": "trainjob",
 }
-_SPELLED = {"variables": "env", "time_limit": "time"}
+_SPELLED = {"variables": "env", "time_limit": "time", "memory": "mem"}
 
 
 def launcher_options(command: Callable[..., Any]) -> Callable[..., Any]:

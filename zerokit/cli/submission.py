@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import shlex
+import sys
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,12 +28,18 @@ _OUTSIDE = [
         "time_limit",
         "gpus_per_node",
         "sbatch_option",
+        "cpus_per_task",
+        "memory",
+        "container_image",
+        "container_runtime",
+        "remote_python",
+        "variables",
         "dry_run",
     ),
     *("submit", "namespace", "form", "as_json"),
 ]
-_OF_PODS = ("nodes", "nproc_per_node", "container_image", "variables")
-"""What pods get otherwise."""
+_OF_RANKS = ("nodes", "nproc_per_node")
+"""What ranks know from who has started them."""
 
 
 def submit(context: click.Context, request: Request) -> int:
@@ -53,20 +60,16 @@ def _submit_to_kubernetes(context: click.Context, request: Request) -> int:
         raise click.UsageError(
             "--launcher kubernetes needs --container-image: an image with zerokit (docker/Dockerfile)"
         )
-    shapes = {(cell.nodes, cell.nproc_per_node) for cell in cells}
-    if len(shapes) > 1 or (options["submit"] and len(cells) > 1):
-        raise click.UsageError(
-            "a job has one number of pods and ends with one record: leave the sweep to several jobs"
-        )
-    nodes, ranks = shapes.pop()
-    chosen_ranks = context.get_parameter_source("nproc_per_node") is click.core.ParameterSource.COMMANDLINE
+    nodes, ranks = _one_shape(context, request)
+    if options["submit"] and len(cells) > 1:
+        raise click.UsageError("a job ends with one record: leave the sweep to several jobs")
     pods = Pods(
         name=f"zerokit-{datetime.now():%Y%m%d-%H%M%S}",
         namespace=options["namespace"],
         image=options["container_image"],
         nodes=nodes,
-        nproc_per_node=ranks if chosen_ranks else options["gpus_per_node"] or ranks,
-        arguments=given_arguments(context, (*_OUTSIDE, *_OF_PODS)),
+        nproc_per_node=ranks,
+        arguments=given_arguments(context, (*_OUTSIDE, *_OF_RANKS)),
         gpus_per_node=options["gpus_per_node"],
         environment=read_variables(options["variables"]),
     )
@@ -88,52 +91,72 @@ def _submit_to_kubernetes(context: click.Context, request: Request) -> int:
 
 def _submit_to_slurm(context: click.Context, request: Request) -> int:
     from zerokit.bench.record import require_writable
-    from zerokit.bench.run.session import DEFAULT_FOLDER
     from zerokit.cli.display import Display
     from zerokit.launch.interrupts import Interrupts
-    from zerokit.launch.slurm import Container, follow, render_script
+    from zerokit.launch.slurm import JOB_FOLDER, Container, folder_of, follow, log_of, render_script
     from zerokit.launch.slurm import Request as Allocation
     from zerokit.launch.slurm import submit as sbatch
 
-    options, cells, output = request.chosen.options, request.cells, request.output
+    options, cells = request.chosen.options, request.cells
     if request.continued is not None:
         raise click.UsageError(
             "--continue is for nodes that are there: run it with --launcher slurm inside an allocation (salloc)"
         )
+    nodes, ranks = _one_shape(context, request)
     try:
         image = options["container_image"]
         allocation = Allocation(
-            nodes=max(cell.nodes for cell in cells),
+            nodes=nodes,
+            ranks=ranks,
             gpus_per_node=options["gpus_per_node"],
+            cpus_per_task=options["cpus_per_task"],
+            memory=options["memory"],
             partition=options["partition"],
             account=options["account"],
             time=options["time_limit"],
             lines=options["sbatch_option"],
             container=Container(image, options["container_runtime"]) if image else None,
+            variables=read_variables(options["variables"]),
         )
     except UsageError as error:
         raise click.UsageError(printable(str(error))) from error
     single = len(cells) == 1
-    parent = (output.parent if output is not None and output.suffix == ".json" else output) or DEFAULT_FOLDER
-    folder = (parent / f"{datetime.now():%Y%m%d-%H%M%S}-slurm").absolute()
-    target = output.absolute() if output is not None and output.suffix == ".json" else None
-    target = target or (folder / ("record.json" if single else "sweep"))
-    arguments = [*given_arguments(context, _OUTSIDE), "--launcher", "slurm", "--output", str(target)]
-    file = folder / "arguments.json"
-    script = render_script(allocation, file, folder)
+    inside = None if request.output is None else str(request.output)
+    name = "record.json" if single else "sweep"
+    python = options["remote_python"] or sys.executable
+    arguments = given_arguments(context, (*_OUTSIDE, *_OF_RANKS))
+    command = [python, "-m", "zerokit.cli", "bench", *arguments, "--launcher", "env"]
+    command += ["--output", inside or f"{JOB_FOLDER}/{name}"]
+    made_by = shlex.join(["zerokit", "bench", *given_arguments(context, ("dry_run",))])
+    script = render_script(allocation, command, made_by)
     if options["dry_run"]:
         click.echo(script, nl=False)
         return 0
-    require_writable(folder)
-    file.write_text(json.dumps(arguments, indent=1) + "\n", encoding="utf-8")
-    (folder / "job.sh").write_text(script, encoding="utf-8")
-    job = sbatch(folder / "job.sh")
-    display = Display()
-    display.warn(f"submitted as Slurm's job {job}; its log is {folder / 'slurm.log'}")
+    scripts = folder_of("").parent
+    require_writable(scripts)
+    file = scripts / f"{datetime.now():%Y%m%d-%H%M%S-%f}.sbatch"
+    file.write_text(script, encoding="utf-8")
+    job = sbatch(file)
+    display, log = Display(), log_of(job)
+    display.warn(f"submitted as Slurm's job {job}; its log is {log}")
     with Interrupts() as interrupts, display:
-        code = follow(job, folder, interrupts, display.warn)
-    _show(target, display, as_json=request.as_json, single=single, log=folder / "slurm.log")
+        code = follow(job, interrupts, display.warn)
+    target = Path(inside) if inside else folder_of(job) / name
+    _show(target, display, as_json=request.as_json, single=single, log=log)
     return code
+
+
+def _one_shape(context: click.Context, request: Request) -> tuple[int, int]:
+    """Nodes, and ranks of each, one a GPU unless the user says otherwise; a job has one number of both."""
+    shapes = {(cell.nodes, cell.nproc_per_node) for cell in request.cells}
+    if len(shapes) > 1:
+        raise click.UsageError(
+            "a job has one number of nodes and of ranks on each: leave a sweep over them to several jobs, or run it "
+            "with --launcher slurm inside an allocation (salloc)"
+        )
+    nodes, ranks = shapes.pop()
+    chosen = context.get_parameter_source("nproc_per_node") is click.core.ParameterSource.COMMANDLINE
+    return nodes, ranks if chosen else request.chosen.options["gpus_per_node"] or ranks
 
 
 def _show(target: Path, display: Display, *, as_json: bool, single: bool, log: Path | None) -> None:

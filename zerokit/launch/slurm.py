@@ -1,6 +1,6 @@
-"""Nodes under Slurm: one `srun` a node inside an allocation; outside, a batch script that runs the same command inside.
+"""Nodes under Slurm: one `srun` a node inside an allocation; outside, a batch script whose `srun` starts every rank.
 
-Node 0 is the first of Slurm's own list of nodes. Where there is no such list, nothing is guessed.
+Inside, node 0 is the first of Slurm's own list of nodes. Where there is no such list, nothing is guessed.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ import re
 import shlex
 import socket
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from zerokit.errors import UsageError
@@ -28,7 +27,20 @@ _FOLLOW_SECONDS = 2.0
 _QUEUE_SECONDS = 120.0
 # After a job has left the queue its files may take a moment to be seen here (NFS).
 _FILES_SECONDS = 60.0
+_WARNING_SECONDS = 60
 RUNTIMES = ("pyxis", "apptainer")
+_CORES, _HERE, JOB_FOLDER = "\0cores", "\0here", "\0folder"
+"""In a script's command they stand for a rank's cores, the folder of submission, and that of the job's results."""
+
+
+def folder_of(job: str) -> Path:
+    """A job's results, below the folder that it was submitted in."""
+    return Path(f"bench-runs/slurm-{job}")
+
+
+def log_of(job: str) -> Path:
+    """What a job has printed."""
+    return Path(f"zerokit-{job}.log")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,22 +55,20 @@ class Container:
     image: str
     runtime: str
 
-    def srun_options(self) -> list[str]:
-        """Of srun, for Pyxis (https://github.com/NVIDIA/pyxis): the working directory is the same inside."""
+    def srun_options(self, here: str) -> list[str]:
+        """Of srun, for Pyxis (https://github.com/NVIDIA/pyxis): the folder `here` is the same inside."""
         if self.runtime != "pyxis":
             return []
-        here = str(Path.cwd())
         return [
             f"--container-image={self.image}",
             f"--container-mounts={here}:{here}",
             f"--container-workdir={here}",
         ]
 
-    def wrap(self, command: list[str]) -> list[str]:
+    def wrap(self, command: list[str], here: str) -> list[str]:
         """For Apptainer: the command inside the image, with the node's GPUs."""
         if self.runtime != "apptainer":
             return command
-        here = str(Path.cwd())
         return ["apptainer", "exec", "--nv", "--bind", here, "--pwd", here, self.image, *command]
 
 
@@ -67,23 +77,30 @@ class Request:
     """A request to Slurm.
 
     Attributes:
-        nodes: how many.
+        nodes, ranks: how many, and ranks of each node.
         gpus_per_node: GPUs of each; None asks for none.
+        cpus_per_task: cores of each rank; None takes whole nodes and divides their cores.
+        memory: of each node, as `sbatch --mem` takes it; None takes all of whole nodes, else the partition's default.
         partition, account, time: as `sbatch` takes them.
         lines: more lines for the script's head, each without `#SBATCH`.
         container: nodes run in it, if one is given.
+        variables: for the ranks, beside those of the place of submission.
     """
 
     nodes: int
+    ranks: int = 1
     gpus_per_node: int | None = None
+    cpus_per_task: int | None = None
+    memory: str | None = None
     partition: str | None = None
     account: str | None = None
     time: str | None = None
     lines: tuple[str, ...] = ()
     container: Container | None = None
+    variables: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("partition", "account", "time"):
+        for name in ("memory", "partition", "account", "time"):
             value = getattr(self, name)
             if value is not None and not re.fullmatch(r"[\w.,:+@-]+", value):
                 raise UsageError(f"{name} {value!r} cannot be written in a line of a batch script")
@@ -134,7 +151,7 @@ def node_address(host: str) -> str:
 
 def srun_host(host: str, python: str, container: Container | None = None) -> RemoteHost:
     """How a node of the allocation is started: by a job step on it alone."""
-    command = ["sh", "-c", node_command(python)]
+    command, here = ["sh", "-c", node_command(python)], str(Path.cwd())
     options = [
         "--nodes=1",
         "--ntasks=1",
@@ -142,10 +159,11 @@ def srun_host(host: str, python: str, container: Container | None = None) -> Rem
         "--overlap",
         "--unbuffered",
         "--kill-on-bad-exit=1",
+        "--cpu-bind=none",  # one task has one core to itself otherwise: its ranks share the job's cores of the node
     ]
     if container is not None:
-        command = container.wrap(command)
-        options += container.srun_options()
+        command = container.wrap(command, here)
+        options += container.srun_options(here)
     return RemoteHost(host, ("srun", *options, *command), _advise)
 
 
@@ -160,58 +178,68 @@ def _advise(output: str) -> str | None:
     return None
 
 
-def render_script(request: Request, arguments_file: Path, folder: Path, python: str = sys.executable) -> str:
-    """The batch script that runs `zerokit bench --arguments FILE` on the first node of the allocation.
+def render_script(request: Request, command: Sequence[str], made_by: str = "") -> str:
+    """The batch script that starts `command` as every rank, and runs as it is.
 
     Args:
         request: the request to Slurm.
-        arguments_file: the bench's own options, seen on every node.
-        folder: for the job's log and exit code, seen here and there.
-        python: with zerokit, on the first node.
+        command: a bench with `--launcher env`; `JOB_FOLDER` in it stands for the job's folder of results.
+        made_by: what printed the script, for its head.
     """
-    if "\n" in str(folder):
-        raise UsageError(f"the folder {str(folder)!r} cannot be written in a line of a batch script")
     head = [
         "--job-name=zerokit-bench",
         f"--nodes={request.nodes}",
-        "--ntasks-per-node=1",
-        # sbatch reads quotes as a shell does, and % as its own sign.
-        shlex.quote(f"--output={str(folder / 'slurm.log').replace('%', '%%')}"),
+        f"--ntasks-per-node={request.ranks}",
+        *(["--exclusive"] if request.cpus_per_task is None else [f"--cpus-per-task={request.cpus_per_task}"]),
+        *([f"--mem={request.memory or 0}"] if request.memory or request.cpus_per_task is None else []),
+        *([f"--gpus-per-node={request.gpus_per_node}"] if request.gpus_per_node else []),
         *(
             f"--{name}={value}"
             for name in ("partition", "account", "time")
             if (value := getattr(request, name))
         ),
-        *([f"--gpus-per-node={request.gpus_per_node}"] if request.gpus_per_node else []),
+        f"--signal=TERM@{_WARNING_SECONDS}",
+        f"--output={log_of('%j')}",
         *request.lines,
     ]
-    bench = [python, "-m", "zerokit.cli", "bench", "--arguments", str(arguments_file)]
-    code = folder / "exit-code"
+    container = request.container
+    options = [] if container is None else container.srun_options(_HERE)
+    inside = list(command) if container is None else container.wrap(list(command), _HERE)
+    srun = ["srun", f"--cpus-per-task={_CORES}", "--kill-on-bad-exit=1", *options, *inside]
     return "\n".join(
         [
             "#!/bin/bash",
             *(f"#SBATCH {line}" for line in head),
-            "# Slurm ends the script's processes before it kills them: zerokit then ends its ranks and its MLflow run.",
-            f"cd {shlex.quote(str(Path.cwd()))} || exit 1",
-            f"{shlex.join(bench)} &",
-            "bench=$!",
-            "trap 'kill -TERM $bench' TERM INT",
-            "wait $bench; code=$?",
-            # A trapped signal ends the first wait, not the bench.
-            "while kill -0 $bench 2>/dev/null; do wait $bench; code=$?; done",
-            f"echo $code > {shlex.quote(str(code) + '.part')} && mv {shlex.quote(str(code) + '.part')} "
-            f"{shlex.quote(str(code))}",
+            *([f"# {made_by}"] if made_by else []),
+            "# Shortly before the time limit Slurm tells the ranks to end: zerokit then ends its MLflow run, too.",
+            *(f"export {name}={shlex.quote(value)}" for name, value in sorted(request.variables.items())),
+            f'folder="{folder_of("$SLURM_JOB_ID")}"',
+            'mkdir -p "$folder"',
+            "trap : TERM # srun ends first",
+            "# srun gives a task one core unless it is told: each rank gets its share of the node.",
+            "cores=${SLURM_CPUS_PER_TASK:-$((SLURM_CPUS_ON_NODE / SLURM_NTASKS_PER_NODE))}",
+            'if [ "$cores" -lt 1 ]; then cores=1; fi',
+            " ".join(map(_quote, srun)),
+            "code=$?",
+            'echo $code > "$folder/exit-code.part" && mv "$folder/exit-code.part" "$folder/exit-code"',
             "exit $code",
             "",
         ]
     )
 
 
+def _quote(word: str) -> str:
+    """For a shell, which puts in what stands for something, and nothing else."""
+    shown = {_CORES: '"$cores"', _HERE: '"$PWD"', JOB_FOLDER: '"$folder"'}
+    parts = re.split(f"({'|'.join(shown)})", word)
+    return "".join(shown.get(part) or (shlex.quote(part) if part else "") for part in parts) or "''"
+
+
 def submit(script: Path) -> str:
     """Hand a script to sbatch; returns the job's number. Raises `LaunchError` with what sbatch said."""
     try:
         done = subprocess.run(
-            ["sbatch", "--parsable", "--signal=B:TERM@60", str(script)],
+            ["sbatch", "--parsable", str(script)],
             capture_output=True,
             text=True,
             check=False,
@@ -227,16 +255,14 @@ def submit(script: Path) -> str:
 
 def follow(
     job: str,
-    folder: Path,
     interrupts: Interrupts,
     show: Callable[[str], None],
     seconds: float = _FOLLOW_SECONDS,
 ) -> int:
-    """Wait for the job's end; returns the exit code of what it ran.
+    """Wait for the end of a job submitted from this folder; returns the exit code of what it ran.
 
     Args:
         job: its number.
-        folder: as given to `render_script`.
         interrupts: looked at while waiting.
         show: called with its state when that changes.
         seconds: between looks at the queue.
@@ -245,7 +271,7 @@ def follow(
         LaunchError: the job ended without running to its end; the message has Slurm's reason.
         Interrupted: SIGINT or SIGTERM came; the job was cancelled.
     """
-    code_file = folder / "exit-code"
+    code_file = folder_of(job) / "exit-code"
     shown, answered = "", time.monotonic()
     try:
         while (state := _state(job, answered)) is not None:
@@ -260,13 +286,14 @@ def follow(
             _await_file(code_file, 10.0)
         raise
     if not _await_file(code_file, _FILES_SECONDS if _completed(job) else 2.0):
-        end = tail(folder / "slurm.log")
+        end = tail(log_of(job))
         raise LaunchError(
             "\n".join(filter(None, [f"Slurm's job {job} ended before the bench did: {_final(job)}", end]))
         )
     code = int(code_file.read_text())
     if code >= 128:  # Slurm may have done that: at the job's time limit, or by a user's scancel
-        show(f"job {job} was ended: {_final(job)}")
+        limit = "at its time limit (--time): " if _at_time_limit(_show_job(job)) else ""
+        show(f"job {job} was ended: {limit}{_final(job)}")
     return code
 
 
@@ -333,6 +360,24 @@ def _show_job(job: str) -> str:
 
 def _completed(job: str) -> bool:
     return "JobState=COMPLETED" in _show_job(job) or "JobState=FAILED" in _show_job(job)
+
+
+def _at_time_limit(shown: str) -> bool:
+    """Whether a job that `scontrol show job` tells of ended when Slurm had warned it of its limit, or later."""
+    members = dict(re.findall(r"\b(JobState|RunTime|TimeLimit)=(\S+)", shown))
+    if members.get("JobState") == "TIMEOUT":
+        return True
+    run, limit = (_seconds(members.get(name, "")) for name in ("RunTime", "TimeLimit"))
+    return run is not None and limit is not None and run >= limit - _WARNING_SECONDS
+
+
+def _seconds(text: str) -> int | None:
+    """Slurm's [DAYS-]HH:MM:SS."""
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", text)
+    if match is None:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def _final(job: str) -> str:

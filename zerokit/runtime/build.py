@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import secrets
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -152,7 +153,12 @@ def build(
         entry["params"] = [
             flat.tensor for storage in storages for flat in storage.flats if flat.group == number
         ]
-    model.__dict__[_MARK] = walk  # a model outlives its optimizer where a function trains it and returns it
+    # A model outlives its optimizer where a function trains it and returns it.
+    if stage.divides_parameters:
+        model.__dict__[_MARK] = walk
+    else:
+        model.__dict__[_MARK] = weakref.ref(walk)
+        weakref.finalize(walk, gathering.finish_updates).atexit = False
     inner = optimizer_class(groups, **options)
     return Parts(
         model,

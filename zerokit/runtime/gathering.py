@@ -65,6 +65,11 @@ class Gathering:
             self._units[self._updated[0]].gather()
             del self._updated[0]
 
+    def finish_updates(self) -> None:
+        """Nobody will wait for updates that are on their way: the optimizer is gone, and the model goes on."""
+        with suppress(ScheduleError):
+            self.make_current()
+
     def make_current(self) -> None:
         """Let the parameters that are whole at this stage hold their current values."""
         self._refresh()

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import re
+import sqlite3
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -108,6 +112,43 @@ def test_a_store_that_does_not_exist_is_told_in_one_line() -> None:
     with pytest.raises(TrackingError, match=r"MLflow at nonsense://x cannot be used: \w+.*") as caught:
         Store.open(Tracking("nonsense://x", "tests"))
     assert "\n" not in str(caught.value)
+
+
+_OF_AN_ARRAY = """
+import sys
+from zerokit.bench.tracking.store import Store, Tracking
+import mlflow.tracking
+print("ready", flush=True)
+sys.stdin.readline()
+Store.open(Tracking("sqlite:///" + sys.argv[1], "x")).create("a run", {})
+"""
+
+
+def test_jobs_that_begin_together_on_a_fresh_store_lose_no_run(tmp_path: Path) -> None:
+    """As those of a Slurm array: the first one creates the tables, and the others wait."""
+    file = tmp_path / "mlflow.db"
+    jobs = [
+        subprocess.Popen(
+            [sys.executable, "-c", _OF_AN_ARRAY, str(file)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(4)
+    ]
+    for job in jobs:
+        assert job.stdout is not None
+        assert job.stdout.readline() == "ready\n"
+    for job in jobs:
+        assert job.stdin is not None
+        job.stdin.write("\n")
+        job.stdin.flush()
+    for job in jobs:
+        _, said = job.communicate(timeout=120)
+        assert job.returncode == 0, said
+    with contextlib.closing(sqlite3.connect(file)) as database:
+        assert database.execute("select count(*) from runs").fetchone() == (4,)
 
 
 def test_a_deleted_experiment_is_told(store: Store, client: MlflowClient) -> None:

@@ -218,7 +218,9 @@ def step_hooks(engine: Engine) -> None:
 @pattern("a function that builds the optimizer, trains, and returns the model, which is evaluated", Mlp)
 def optimizer_gone(engine: Engine) -> None:
     for _ in range(STEPS):
-        engine.update(square(engine.model(engine.data(4, 8))))
+        engine.zero_grad()
+        engine.backward(square(engine.model(engine.data(4, 8))))
+        engine.step()
     engine.optimizer = None
     gc.collect()
     engine.model.eval()

@@ -6,12 +6,13 @@ steps nothing. Every failure is a `TrackingError`: losing MLflow loses no measur
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -82,6 +83,21 @@ def connect(uri: str) -> MlflowClient:
         return MlflowClient(tracking_uri=uri)
 
 
+@contextmanager
+def _alone(uri: str) -> Iterator[None]:
+    """Inside, no other process is here for the same SQLite file: the jobs of an array would all create its tables."""
+    folder = None
+    if uri.startswith("sqlite:///"):
+        with suppress(OSError):  # a folder that does not exist, or a file system without locks
+            folder = os.open(Path(uri.removeprefix("sqlite:///")).parent, os.O_RDONLY)
+            fcntl.flock(folder, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        if folder is not None:
+            os.close(folder)
+
+
 @dataclass(frozen=True, slots=True)
 class Store:
     """One experiment of an MLflow store. Use `open`; every method raises `TrackingError` and nothing else."""
@@ -94,11 +110,13 @@ class Store:
     def open(cls, tracking: Tracking) -> Store:
         """Reach the store, and create the experiment if there is none."""
         with failing(f"MLflow at {tracking.uri} cannot be used"):
-            client, name = connect(tracking.uri), tracking.experiment
-            known = client.get_experiment_by_name(name)
-            if known is not None and known.lifecycle_stage == "deleted":
-                raise ValueError(f"experiment {name!r} is deleted: restore it, or name another")
-            found = known.experiment_id if known else client.create_experiment(name, tags=_TRAINING)
+            name = tracking.experiment
+            with _alone(tracking.uri):
+                client = connect(tracking.uri)
+                known = client.get_experiment_by_name(name)
+                if known is not None and known.lifecycle_stage == "deleted":
+                    raise ValueError(f"experiment {name!r} is deleted: restore it, or name another")
+                found = known.experiment_id if known else client.create_experiment(name, tags=_TRAINING)
             return cls(client, found, tracking)
 
     def find(self, tags: Mapping[str, str]) -> Run | None:
