@@ -40,6 +40,23 @@ def bench(*arguments: str, **variables: str) -> Result:
             "--partition is for --launcher slurm, not for ssh",
         ),
         (["--hosts", "a,b"], "--hosts is for --launcher ssh, not for local"),
+        (["--launcher", "ssh", "--hosts", "a,b,a"], "names a twice"),
+        (["--launcher", "kubernetes", "--container-image", "i", "--save", "/runs/a"], "--pvc CLAIM"),
+        (
+            [
+                "--launcher",
+                "kubernetes",
+                "--container-image",
+                "i",
+                "--tracking-uri",
+                "http://me:pass@tracker",
+            ],
+            "the password in MLFLOW_TRACKING_URI would stand in the manifest",
+        ),
+        (
+            ["--launcher", "kubernetes", "--container-image", "i", "--node-selector", "gpu"],
+            "expected KEY=VALUE",
+        ),
         (["--time", "1"], "--time is for --launcher slurm, not for local"),
         (["--env", "A=1"], "--env is for --launcher ssh or slurm or kubernetes, not for local"),
         (["--launcher", "env"], "there are no variables of torchrun, srun, mpirun or a TrainJob here"),
@@ -100,11 +117,18 @@ NOTHING = (
     "time_limit",
     "cpus_per_task",
     "memory",
+    "job_name",
+    "pvc",
+    "service_account",
 )
 UNSET = dict.fromkeys([*NOTHING, "gpus_per_node", "container_image"]) | {
     "ssh_option": (),
     "variables": (),
     "sbatch_option": (),
+    "secrets": (),
+    "node_selector": (),
+    "toleration": (),
+    "pull_secret": (),
     "submit": False,
     "dry_run": False,
 }

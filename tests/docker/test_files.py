@@ -10,7 +10,6 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -36,11 +35,6 @@ def _instructions(file: Path) -> list[tuple[str, str]]:
 
 INSTRUCTIONS = _instructions(DOCKER / "Dockerfile")
 COMPOSE = yaml.safe_load((DOCKER / "compose.yaml").read_text())["services"]
-KUBERNETES = {
-    manifest["kind"]: manifest
-    for name in ("trainjob.yaml", "jobset.yaml")
-    for manifest in yaml.safe_load_all((DOCKER / "kubernetes" / name).read_text())
-}
 
 
 def _stage(name: str) -> list[tuple[str, str]]:
@@ -69,6 +63,14 @@ def test_the_image_starts_zerokit_and_asks_the_doctor() -> None:
 def test_the_default_stage_is_the_last_and_ends_with_zerokit_alone() -> None:
     assert INSTRUCTIONS[-1] == ("COPY", "--from=package /opt/own /opt/zerokit")
     assert _stage("zerokit")[-1] == INSTRUCTIONS[-1]
+
+
+def test_the_image_has_a_bill_of_materials_and_what_a_compiler_needs() -> None:
+    package = " ".join(rest for _, rest in _stage("package"))
+    assert "cyclonedx-py environment" in package
+    assert "--output-file /opt/own/share/sbom.cdx.json /opt/zerokit/bin/python" in package
+    removed = " ".join(rest for _, rest in _stage("dependencies"))
+    assert "torch/include" not in removed  # torch.compile's C++ includes them
 
 
 def test_the_dependencies_do_not_look_at_the_sources() -> None:
@@ -178,52 +180,27 @@ def test_the_page_that_is_served_is_the_one_that_is_made() -> None:
     assert written.name == "index.html"
 
 
-def _containers() -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
-    """Kind, pod and container of every manifest that describes pods."""
-    runtime = KUBERNETES["TrainingRuntime"]["spec"]["template"]["spec"]["replicatedJobs"][0]
-    jobset = KUBERNETES["JobSet"]["spec"]["replicatedJobs"][0]
-    pods = {
-        kind: job["template"]["spec"]["template"]["spec"]
-        for kind, job in (("TrainingRuntime", runtime), ("JobSet", jobset))
-    }
-    return [(kind, pod, pod["containers"][0]) for kind, pod in pods.items()]
-
-
-@pytest.mark.parametrize(
-    ("kind", "pod", "container"), _containers(), ids=lambda one: one if isinstance(one, str) else ""
-)
-def test_pods_are_confined_and_have_shared_memory(
-    kind: str, pod: dict[str, Any], container: dict[str, Any]
-) -> None:
-    assert pod["securityContext"]["runAsNonRoot"] is True, kind
-    assert container["securityContext"]["readOnlyRootFilesystem"] is True
-    mounted = {one["mountPath"]: one["name"] for one in container["volumeMounts"]}
-    assert mounted.keys() == {"/tmp", "/dev/shm", "/runs"}
-    shared = next(one for one in pod["volumes"] if one["name"] == mounted["/dev/shm"])
-    assert shared["emptyDir"]["medium"] == "Memory"
-
-
-def test_the_trainjob_runs_zerokit_in_the_runtime_beside_it() -> None:
-    spec = KUBERNETES["TrainJob"]["spec"]
-    assert spec["runtimeRef"]["name"] == KUBERNETES["TrainingRuntime"]["metadata"]["name"]
-    assert spec["trainer"]["command"] == ["zerokit"]
-    _parses(spec["trainer"]["args"], {"PET_NNODES": "2", "PET_NODE_RANK": "1"})
-
-
-def test_the_jobset_says_what_a_trainer_would() -> None:
-    spec = KUBERNETES["JobSet"]["spec"]
-    job = spec["replicatedJobs"][0]
-    container = job["template"]["spec"]["template"]["spec"]["containers"][0]
-    variables = {one["name"]: one.get("value", "1") for one in container["env"]}
-    member = _member(variables)
-    assert (member.index, member.nodes, member.nproc_per_node) == (
-        1,
-        job["template"]["spec"]["completions"],
-        8,
-    )
-    name = KUBERNETES["JobSet"]["metadata"]["name"]
-    assert member.master_addr == f"{name}-{job['name']}-0-0.{name}"
-    _parses(container["args"], variables)
+@pytest.mark.parametrize("form", ["trainjob", "jobset"])
+def test_manifests_are_what_the_command_in_them_prints(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (DOCKER / f"kubernetes/{form}.yaml").read_text()
+    command, *_ = text.splitlines()
+    for name in list(os.environ):
+        if name.startswith(("ZEROKIT_", "NCCL_", "GLOO_", "OMP_")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://mlflow:5000")
+    printed = CliRunner().invoke(cli, shlex.split(command.removeprefix("# zerokit ")))
+    assert printed.exit_code == 0, printed.output
+    assert printed.output == text
+    manifests = {one["kind"]: one for one in yaml.safe_load_all(text)}
+    if form == "trainjob":
+        container = manifests["TrainJob"]["spec"]["trainer"]
+    else:
+        job = manifests["JobSet"]["spec"]["replicatedJobs"][0]["template"]["spec"]
+        (container,) = job["template"]["spec"]["containers"]
+        member = _member({one["name"]: one.get("value", "1") for one in container["env"]})
+        assert (member.index, member.nodes, member.nproc_per_node) == (1, job["completions"], 8)
+    options = {"ZEROKIT_BENCH_ARGUMENTS": manifests["ConfigMap"]["data"]["bench.json"]}
+    _parses(container["args"], {"PET_NNODES": "2", "PET_NODE_RANK": "1"} | options)
 
 
 def test_slurms_script_is_what_the_command_in_it_prints() -> None:

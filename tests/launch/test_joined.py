@@ -185,9 +185,9 @@ def test_command_lines_that_differ_are_refused(members: Members, tmp_path: Path)
 
 
 def test_a_leader_whose_follower_stays_away_says_so(members: Members) -> None:
-    meeting = Meeting(member(0, members.port), Patience(meet=1.0))
+    meeting = Meeting(member(0, members.port), Patience(meet=5.0))
     try:
-        with pytest.raises(LaunchError, match=r"number 1 of 2 that torchrun started has not come within 1 s"):
+        with pytest.raises(LaunchError, match=r"number 1 of 2 that torchrun started has not come within 5 s"):
             joined.Leader(meeting, [], Interrupts())
     finally:
         meeting.close()
@@ -201,9 +201,9 @@ def member(rank: int, port: int) -> Membership:
 
 def test_a_follower_whose_leader_stays_away_says_so(members: Members) -> None:
     with pytest.raises(
-        LaunchError, match=r"rank 1 of 2 .* no meeting with the others at 127.0.0.1:\d+ within 1 s"
+        LaunchError, match=r"rank 1 of 2 .* no meeting with the others at 127.0.0.1:\d+ within 5 s"
     ):
-        Meeting(member(1, members.port), Patience(meet=1.0))
+        Meeting(member(1, members.port), Patience(meet=5.0))
 
 
 def test_a_name_that_leads_nowhere_is_told(members: Members) -> None:
@@ -242,17 +242,40 @@ def test_a_follower_that_is_gone_is_named(members: Members, tmp_path: Path, numb
     wait_for(lambda: all_ended(tmp_path))
 
 
+def test_ranks_of_a_killed_agent_end(members: Members, tmp_path: Path) -> None:
+    """torchrun's agent would have ended them; nothing else tells them that it is gone."""
+    agents = [
+        subprocess.Popen(
+            [sys.executable, "-c", _AGENT, sys.executable, str(tmp_path), "wait", "1"],
+            env=os.environ
+            | {"PYTHONPATH": str(ROOT), "TMPDIR": str(members.copies)}
+            | torchrun(rank, members.port),
+        )
+        for rank in range(2)
+    ]
+    wait_for(lambda: len(started(tmp_path)) == 2)
+    for agent in agents:
+        agent.kill()
+        agent.wait()
+    wait_for(lambda: all_ended(tmp_path))
+
+
+_AGENT = """
+import subprocess, sys
+subprocess.run([sys.argv[1], "-m", "tests.launch.member", *sys.argv[2:]])
+"""
+
+
 def test_a_signal_to_all_ends_all(members: Members, tmp_path: Path) -> None:
     """As a Ctrl-C, or whoever started them, sends it; nobody waits until others are taken for lost."""
     for rank in range(2):
         members.start(torchrun(rank, members.port), "wait")
     wait_for(lambda: len(started(tmp_path)) == 2)
-    began = time.monotonic()
     for process in members.processes:
         process.send_signal(signal.SIGTERM)
     for _, said in members.ends():
         assert "Interrupted: interrupted by SIGTERM" in said
-    assert time.monotonic() - began < Patience().lost
+        assert "nothing was heard" not in said
     assert all_ended(tmp_path)
     assert list(members.copies.glob("zerokit-*")) == []
 

@@ -29,6 +29,12 @@ PODS = Pods(
     arguments=["--stage", "3", "--model", "gpt2"],
     gpus_per_node=8,
     environment={"NCCL_DEBUG": "INFO"},
+    secrets=["tracker"],
+    claim="runs",
+    node_selector={"gpu": "h100"},
+    tolerations=["nvidia.com/gpu:NoSchedule", "team=us:NoExecute"],
+    service_account="bench",
+    pull_secrets=["registry"],
 )
 
 
@@ -41,23 +47,39 @@ def leaves(value: Any, path: str = "") -> dict[str, Any]:
     return {path: value}
 
 
-def test_a_train_job_survives_kubeflows_model() -> None:
-    """The models drop fields that they do not know, without a word: every leaf must come back."""
-    _, job = yaml.safe_load_all(to_yaml(render(PODS, "trainjob")))
-    known = models.TrainerV1alpha1TrainJob.from_dict(job)
-    assert known is not None
-    assert leaves(known.to_dict()) == leaves(job)
-    assert job["spec"]["trainer"]["numNodes"] == 2
-    assert job["spec"]["trainer"]["numProcPerNode"] == 8
-    assert job["spec"]["trainer"]["resourcesPerNode"]["limits"] == {"nvidia.com/gpu": "8"}
+MODELS = {
+    "ConfigMap": models.IoK8sApiCoreV1ConfigMap,
+    "TrainingRuntime": models.TrainerV1alpha1TrainingRuntime,
+    "TrainJob": models.TrainerV1alpha1TrainJob,
+    "JobSet": models.JobsetV1alpha2JobSet,
+}
 
 
-def test_a_job_set_survives_its_model() -> None:
-    _, job = yaml.safe_load_all(to_yaml(render(PODS, "jobset")))
-    known = models.JobsetV1alpha2JobSet.from_dict(job)
-    assert known is not None
-    assert leaves(known.to_dict()) == leaves(job)
-    inner = job["spec"]["replicatedJobs"][0]["template"]["spec"]
+def by_kind(pods: Pods, form: str) -> dict[str, Any]:
+    return {one["kind"]: one for one in yaml.safe_load_all(to_yaml(render(pods, form)))}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_objects_survive_kubeflows_and_jobsets_models(form: str) -> None:
+    """The models, generated from the CRDs, drop fields that they do not know: every leaf must come back."""
+    for kind, made in by_kind(PODS, form).items():
+        known = MODELS[kind].from_dict(made)
+        assert known is not None
+        assert leaves(known.to_dict()) == leaves(made), kind
+
+
+def test_a_train_job_names_the_runtime_that_is_made_before_it() -> None:
+    """Kubeflow's webhook refuses a TrainJob whose runtime is not there."""
+    made = by_kind(PODS, "trainjob")
+    assert list(made) == ["ConfigMap", "TrainingRuntime", "TrainJob"]
+    trainer = made["TrainJob"]["spec"]["trainer"]
+    assert made["TrainJob"]["spec"]["runtimeRef"]["name"] == made["TrainingRuntime"]["metadata"]["name"]
+    assert (trainer["numNodes"], trainer["numProcPerNode"]) == (2, 8)
+    assert trainer["resourcesPerNode"]["limits"] == {"nvidia.com/gpu": "8"}
+
+
+def test_a_job_set_says_what_a_trainer_would() -> None:
+    inner = by_kind(PODS, "jobset")["JobSet"]["spec"]["replicatedJobs"][0]["template"]["spec"]
     assert (inner["completions"], inner["parallelism"], inner["backoffLimit"]) == (2, 2, 0)
     variables = {one["name"]: one.get("value") for one in inner["template"]["spec"]["containers"][0]["env"]}
     # JobSet's name of the first pod: SET-JOB-0-INDEX, below the set's own service.
@@ -65,9 +87,71 @@ def test_a_job_set_survives_its_model() -> None:
     assert variables["PET_NNODES"] == "2"
 
 
+def pod_of(pods: Pods, form: str) -> dict[str, Any]:
+    made = by_kind(pods, form)
+    spec = made["JobSet"]["spec"] if form == "jobset" else made["TrainingRuntime"]["spec"]["template"]["spec"]
+    pod: dict[str, Any] = spec["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    return pod
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_pods_keep_to_the_restricted_standard(form: str) -> None:
+    """Rule by rule: https://kubernetes.io/docs/concepts/security/pod-security-standards/."""
+    pod = pod_of(PODS, form)
+    (container,) = pod["containers"]
+    assert {"hostNetwork", "hostPID", "hostIPC", "initContainers"} & pod.keys() == set()
+    assert not any("hostPort" in port for port in container.get("ports", ()))
+    kinds = {kind for volume in pod["volumes"] for kind in volume if kind != "name"}
+    assert kinds <= {
+        "configMap",
+        "csi",
+        "downwardAPI",
+        "emptyDir",
+        "ephemeral",
+        "persistentVolumeClaim",
+        "secret",
+    }
+    own, around = container["securityContext"], pod["securityContext"]
+    assert own["allowPrivilegeEscalation"] is False
+    assert "privileged" not in own
+    assert own["capabilities"] == {"drop": ["ALL"]}
+    assert around["runAsNonRoot"] is True
+    assert around["runAsUser"] != 0
+    assert around["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert {"seLinuxOptions", "sysctls", "appArmorProfile"} & around.keys() == set()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_pods_have_what_was_asked_for(form: str) -> None:
+    pod = pod_of(PODS, form)
+    (container,) = pod["containers"]
+    volumes = {one["name"]: one for one in pod["volumes"]}
+    mounted = {one["mountPath"]: volumes[one["name"]] for one in container["volumeMounts"]}
+    assert mounted["/dev/shm"]["emptyDir"] == {"medium": "Memory"}
+    assert mounted["/runs"]["persistentVolumeClaim"] == {"claimName": "runs"}
+    assert "/tmp" in mounted
+    assert container["envFrom"] == [{"secretRef": {"name": "tracker"}}]
+    assert pod["nodeSelector"] == {"gpu": "h100"}
+    assert pod["tolerations"] == [
+        {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"},
+        {"key": "team", "operator": "Equal", "value": "us", "effect": "NoExecute"},
+    ]
+    assert pod["serviceAccountName"] == "bench"
+    assert pod["imagePullSecrets"] == [{"name": "registry"}]
+    assert '{"name": "NCCL_DEBUG", "value": "INFO"}' in json.dumps(render(PODS, form))
+    bare = pod_of(Pods("a", "default", "image", 1, 1, []), form)
+    assert {"nodeSelector", "tolerations", "serviceAccountName", "imagePullSecrets"} & bare.keys() == set()
+
+
+@pytest.mark.parametrize("text", ["gpu", "gpu:Never", "a=b=c:NoSchedule", ":NoSchedule"])
+def test_tolerations_are_as_kubectl_writes_taints(text: str) -> None:
+    with pytest.raises(UsageError, match="expected KEY=VALUE:EFFECT"):
+        Pods("a", "default", "image", 1, 1, [], tolerations=[text])
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_the_options_travel_in_a_config_map(form: str) -> None:
-    settings, job = render(PODS, form)
+    settings, *_, job = render(PODS, form)
     assert json.loads(settings["data"]["bench.json"]) == PODS.arguments
     text = json.dumps(job)
     assert '"configMapKeyRef": {"name": "zerokit-1", "key": "bench.json"}' in text
@@ -145,6 +229,7 @@ def test_an_interrupted_job_is_deleted(kubectl: Path) -> None:
     asked = (kubectl / "asked").read_text()
     assert "trainjob/zerokit-1" in asked.rpartition("delete")[0]
     assert "configmap/zerokit-1" in asked
+    assert "trainingruntime/zerokit-1" in asked
 
 
 def test_without_kubectl_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,6 +87,21 @@ def test_srun_finds_rank_0_at_the_first_node_of_its_list() -> None:
     assert find(SRUN | {"SLURM_STEP_ID": "3"}).master_port != member.master_port
 
 
+def test_srun_may_number_ranks_in_any_order() -> None:
+    """-m cyclic: 0 and 2 on the first node, 1 and 3 on the second."""
+    seats = {0: ("0", "0"), 1: ("1", "0"), 2: ("0", "1"), 3: ("1", "1")}
+    members = [
+        find(SRUN | {"SLURM_PROCID": str(rank), "SLURM_NODEID": node, "SLURM_LOCALID": local})
+        for rank, (node, local) in seats.items()
+    ]
+    assert [(one.index, one.node, one.local_rank) for one in members] == [
+        (0, 0, 0),
+        (2, 1, 0),
+        (1, 0, 1),
+        (3, 1, 1),
+    ]
+
+
 def test_srun_without_the_steps_own_numbers_takes_the_jobs() -> None:
     of_job = {name: value for name, value in SRUN.items() if not name.startswith("SLURM_STEP_N")}
     of_job |= {"SLURM_NTASKS": "4", "SLURM_NNODES": "2", "SLURM_NODELIST": "gpu[1-2]"}
@@ -96,6 +111,12 @@ def test_srun_without_the_steps_own_numbers_takes_the_jobs() -> None:
 def test_mpirun() -> None:
     member = find(OPEN_MPI)
     assert (member.index, member.count, member.nodes, member.master_addr) == (1, 2, 1, "127.0.0.1")
+    apart = OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+    apart |= {"OMPI_MCA_orte_hnp_uri": "77.0;tcp://192.0.2.2,10.0.0.2:56569;tcp6://[fd00::2]:43429"}
+    assert find(apart).master_addr == "192.0.2.2"
+    first = apart | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_MCA_orte_local_daemon_uri": "77.1;tcp://192.0.2.3:1"}
+    with pytest.raises(UsageError, match="where mpirun runs on rank 0's host"):
+        find(first)  # mpirun runs elsewhere
     intel = find(PMI)
     assert (intel.index, intel.nodes, intel.nproc_per_node, intel.leads) == (0, 2, 1, True)
 
@@ -122,7 +143,10 @@ def test_a_pod_is_a_whole_node() -> None:
         (SRUN | {"SLURM_STEP_NUM_TASKS": "5"}, "as many on every node"),
         (SRUN | {"SLURM_STEP_NUM_NODES": "0"}, "as many on every node"),
         (SRUN | {"SLURM_STEP_NUM_TASKS": "four"}, "SLURM_STEP_NUM_TASKS is 'four'"),
-        (SRUN | {"SLURM_LOCALID": "0"}, "ask for a block distribution"),
+        (
+            OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2"},
+            "ask for a block distribution",
+        ),
         (SRUN | {"SLURM_STEP_NODELIST": "gpu[1-"}, "no list of nodes"),
         (SRUN | {"MASTER_ADDR": "a", "MASTER_PORT": "x"}, "MASTER_PORT is 'x'"),
         (

@@ -16,6 +16,7 @@ import pytest
 
 from tests.launch.ranks import ROOT, WORKLOAD, all_ended, started, wait_for
 from zerokit.launch import agents
+from zerokit.launch import remote as launching
 from zerokit.launch.failures import LaunchError, WorkerFailed
 from zerokit.launch.frames import SILENCE_SECONDS, frame, pack
 from zerokit.launch.interrupts import Interrupted, Interrupts
@@ -132,6 +133,31 @@ def test_a_killed_rank_is_named_and_the_other_node_ends(tmp_path: Path, logs: Pa
     assert f"logs: {logs}" in str(caught.value)
     assert all_ended(tmp_path)
     assert no_copies(tmp_path)
+
+
+def test_a_stopped_rank_is_named_by_its_node(tmp_path: Path, logs: Path) -> None:
+    with pytest.raises(WorkerFailed, match=r"node 1 on second: rank 1 \(pid \d+\) has been stopped"):
+        run(tmp_path, logs, "stop")
+    assert all_ended(tmp_path)
+    assert no_copies(tmp_path)
+
+
+def test_a_stopped_node_program_is_named(tmp_path: Path, logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "SILENCE_SECONDS", 4.0)
+    stops = python(
+        "import os, signal, subprocess, sys, time",
+        f"node = subprocess.Popen(['sh', '-c', {node_command(sys.executable)!r}])",
+        f"while not os.path.exists({str(tmp_path / '1.json')!r}): time.sleep(0.05)",
+        "node.send_signal(signal.SIGSTOP)",
+        "sys.stdin.read()",
+        "node.send_signal(signal.SIGCONT)",
+        "node.wait()",
+    )
+    with pytest.raises(
+        WorkerFailed, match="node 1 on second: nothing was heard for 4 s: its program is stopped"
+    ):
+        run(tmp_path, logs, "wait", remote("first"), remote("second", stops))
+    wait_for(lambda: all_ended(tmp_path))
 
 
 def test_a_rank_that_raises_is_named_with_the_end_of_its_stderr(tmp_path: Path, logs: Path) -> None:

@@ -77,6 +77,13 @@ def test_the_printed_script_succeeds_as_a_file(slurm: Cluster, tmp_path: Path) -
     assert [rank["node"] for rank in json.loads(record.read_text())["ranks"]] == [0, 1]
 
 
+def test_ranks_in_cyclic_order_join_each_other(slurm: Cluster) -> None:
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("needs two cores")
+    words = ["srun", "-N2", "--ntasks-per-node=2", "-m", "cyclic", *ZEROKIT, *SHORT, "--no-mlflow"]
+    assert [rank["node"] for rank in finish(start(slurm, *words))["ranks"]] == [0, 0, 1, 1]
+
+
 def test_ranks_share_all_cores_of_their_node(slurm: Cluster, tmp_path: Path) -> None:
     cores = len(os.sched_getaffinity(0))
     program = "import os; print(len(os.sched_getaffinity(0)), flush=True)"

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from zerokit.cli.bench_options import bench_options
-from zerokit.cli.launchers import FromFile, given_arguments, join, launcher_options
+from zerokit.cli.launcher_options import launcher_options
+from zerokit.cli.launchers import FromFile, given_arguments, join
 
 if TYPE_CHECKING:
     from zerokit.launch.joined import Leader

@@ -9,15 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from zerokit.cli.launchers import (
-    Chosen,
-    FromFile,
-    choose_launcher,
-    given_arguments,
-    join,
-    launcher_options,
-    take_options,
-)
+from zerokit.cli.launcher_options import launcher_options, take_options
+from zerokit.cli.launchers import Chosen, FromFile, choose_launcher, given_arguments, join
 from zerokit.errors import UsageError
 from zerokit.text import printable
 
@@ -90,7 +83,6 @@ def command(
     asks the tracking store. RUN_DIRECTORY is where runs would write; by default the working directory. A file is
     written there and removed.
     """
-    from zerokit.bench.machine.devices import visible_devices
     from zerokit.bench.tracking.store import resolve_uri
     from zerokit.doctor.examine import Plan
 
@@ -109,7 +101,7 @@ def command(
         raise click.UsageError("--pairs compares nodes; there is one (--nodes 2 or more)")
     plan = Plan(
         nodes=nodes,
-        nproc_per_node=nproc_per_node or chosen.nproc_per_node or len(visible_devices()) or 2,
+        nproc_per_node=nproc_per_node or chosen.nproc_per_node or _ranks(nodes, here=chosen.here),
         directory=directory,
         tracking_uri=resolve_uri(tracking_uri),
         pairs=pairs,
@@ -133,6 +125,14 @@ def command(
         return report.exit_code
 
     context.exit(run(None) if chosen.member is None else join(chosen, given_arguments(context), run))
+
+
+def _ranks(nodes: int, *, here: bool) -> int:
+    """Ranks of each node: one a device, or one; two where nothing could be seen between nodes."""
+    from zerokit.bench.machine.devices import visible_devices
+
+    devices = len(visible_devices())
+    return (devices // nodes if here else devices) or (1 if nodes > 1 else 2)
 
 
 def _examined(plan: Plan, chosen: Chosen, leader: Leader | None, quick: bool) -> Report:

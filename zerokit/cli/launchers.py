@@ -1,4 +1,4 @@
-"""`--launcher` and its options: who starts the ranks of `zerokit bench`."""
+"""Who starts the ranks of `zerokit bench`, by the options of `launcher_options` and the environment."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from zerokit.cli.launcher_options import OPTIONS_OF, SPELLED, UNSET
 from zerokit.errors import UsageError
 from zerokit.text import printable
 
@@ -21,133 +22,6 @@ if TYPE_CHECKING:
     from zerokit.launch.interrupts import Interrupts
     from zerokit.launch.joined import Leader
     from zerokit.launch.membership import Membership
-
-LAUNCHERS = ("local", "ssh", "slurm", "kubernetes", "env")
-RUNTIMES = ("pyxis", "apptainer")
-
-_OPTIONS = (
-    click.option(
-        "--launcher",
-        type=click.Choice(LAUNCHERS),
-        help="Who starts the ranks: nodes simulated here, ssh, Slurm, Kubernetes, or env for those started already "
-        "(torchrun, srun, mpirun, a TrainJob).  [default: env inside those, else local]",
-    ),
-    click.option("--hosts", metavar="HOST,…", help="For ssh: the nodes' hosts, the first is node 0."),
-    click.option(
-        "--hostfile",
-        type=click.Path(path_type=Path, dir_okay=False),
-        help="For ssh: a file of lines HOST slots=N, as DeepSpeed's.",
-    ),
-    click.option(
-        "--ssh-option", multiple=True, metavar="WORDS", help="For ssh: options of ssh's own, like '-p 2222'."
-    ),
-    click.option(
-        "--remote-python",
-        metavar="PATH",
-        help="The Python with zerokit on the nodes.  [default: the path of this one]",
-    ),
-    click.option(
-        "--master-addr", metavar="ADDR", help="Where nodes reach node 0.  [default: the name of its host]"
-    ),
-    click.option(
-        "--connect-timeout",
-        type=click.FloatRange(min=1),
-        default=30.0,
-        show_default=True,
-        metavar="S",
-        help="How long a node may take to answer.",
-    ),
-    click.option(
-        "--env",
-        "variables",
-        multiple=True,
-        metavar="NAME[=VALUE]",
-        help="A variable for the ranks on other machines; NCCL_*, GLOO_*, TORCH_*, HF_*, OMP_*, ZEROKIT_* and "
-        "PYTHONPATH go there anyway.",
-    ),
-    click.option("--partition", metavar="NAME", help="For Slurm."),
-    click.option("--account", metavar="NAME", help="For Slurm."),
-    click.option("--time", "time_limit", metavar="TIME", help="For Slurm: the job's limit, like 00:30:00."),
-    click.option(
-        "--gpus-per-node", type=click.IntRange(min=1), metavar="N", help="For Slurm and Kubernetes."
-    ),
-    click.option(
-        "--cpus-per-task",
-        type=click.IntRange(min=1),
-        metavar="N",
-        help="For Slurm: cores of each rank.  [default: whole nodes, their cores divided among their ranks]",
-    ),
-    click.option("--mem", "memory", metavar="SIZE", help="For Slurm: memory of each node, like 64G."),
-    click.option(
-        "--sbatch-option",
-        multiple=True,
-        metavar="LINE",
-        help="For Slurm: a further #SBATCH line, like --qos=high.",
-    ),
-    click.option("--container-image", metavar="IMAGE", help="For Slurm and Kubernetes: what nodes run in."),
-    click.option(
-        "--container-runtime",
-        type=click.Choice(RUNTIMES),
-        default=RUNTIMES[0],
-        show_default=True,
-        help="For Slurm: who runs the image.",
-    ),
-    click.option("--namespace", metavar="NAME", default="default", show_default=True, help="For Kubernetes."),
-    click.option(
-        "--form",
-        type=click.Choice(("trainjob", "jobset")),
-        default="trainjob",
-        show_default=True,
-        help="For Kubernetes: Kubeflow's TrainJob, or a JobSet by itself.",
-    ),
-    click.option(
-        "--submit", is_flag=True, help="For Kubernetes: hand it to kubectl, wait, fetch the record."
-    ),
-    click.option("--dry-run", is_flag=True, help="For Slurm: print the batch script and do nothing."),
-)
-_OF: dict[str, tuple[str, ...]] = {
-    "launcher": LAUNCHERS,
-    "connect_timeout": ("ssh", "slurm"),
-    "container_runtime": ("slurm",),
-    "hosts": ("ssh",),
-    "hostfile": ("ssh",),
-    "ssh_option": ("ssh",),
-    "remote_python": ("ssh", "slurm"),
-    "master_addr": ("ssh", "slurm"),
-    "variables": ("ssh", "slurm", "kubernetes"),
-    "partition": ("slurm",),
-    "account": ("slurm",),
-    "time_limit": ("slurm",),
-    "gpus_per_node": ("slurm", "kubernetes"),
-    "cpus_per_task": ("slurm",),
-    "memory": ("slurm",),
-    "sbatch_option": ("slurm",),
-    "container_image": ("slurm", "kubernetes"),
-    "namespace": ("kubernetes",),
-    "form": ("kubernetes",),
-    "submit": ("kubernetes",),
-    "dry_run": ("slurm",),
-}
-"""Every option, and the launchers that it is for."""
-_UNSET = {
-    "connect_timeout": 30.0,
-    "container_runtime": RUNTIMES[0],
-    "namespace": "default",
-    "form": "trainjob",
-}
-_SPELLED = {"variables": "env", "time_limit": "time", "memory": "mem"}
-
-
-def launcher_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command `--launcher` and what belongs to it."""
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
-
-
-def take_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Move the options of `launcher_options` out of a command's."""
-    return {name: options.pop(name) for name in _OF}
 
 
 class FromFile(click.Command):
@@ -317,10 +191,10 @@ def choose_launcher(
     if name is None and member is not None and member.count == 1 and not one_of_many:
         member = None  # a shell inside srun, say: nothing has been started that could be joined
     name = name or ("env" if member is not None else "local")
-    for option, launchers in _OF.items():
-        if name not in launchers and options[option] not in (_UNSET.get(option), None, (), False):
+    for option, launchers in OPTIONS_OF.items():
+        if name not in launchers and options[option] not in (UNSET.get(option), None, (), False):
             raise UsageError(
-                f"--{_SPELLED.get(option, option).replace('_', '-')} is for --launcher {' or '.join(launchers)}, not "
+                f"--{SPELLED.get(option, option).replace('_', '-')} is for --launcher {' or '.join(launchers)}, not "
                 f"for {name}"
             )
     read_variables(options["variables"])
@@ -356,6 +230,10 @@ def _ssh(options: Mapping[str, Any]) -> Chosen:
         names = [name.strip() for name in options["hosts"].split(",")]
         if not all(names) or any(name.startswith("-") for name in names):
             raise UsageError(f"--hosts {options['hosts']} is no list of hosts; expected: a,b")
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise UsageError(
+                f"--hosts names {', '.join(twice)} twice: each host is one node, whose ranks are --nproc-per-node"
+            )
         lines = [HostSlots(name, None) for name in names]
     require_ssh()
     hosts = tuple(line.host for line in lines)

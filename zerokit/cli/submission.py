@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shlex
 import sys
 from datetime import datetime
@@ -12,7 +14,7 @@ import click
 
 from zerokit.cli.launchers import given_arguments, read_variables
 from zerokit.errors import UsageError
-from zerokit.text import printable
+from zerokit.text import printable, without_secrets
 
 if TYPE_CHECKING:
     from zerokit.cli.bench_request import Request
@@ -36,7 +38,8 @@ _OUTSIDE = [
         "variables",
         "dry_run",
     ),
-    *("submit", "namespace", "form", "as_json"),
+    *("submit", "namespace", "form", "as_json", "job_name", "pvc", "secrets", "node_selector", "toleration"),
+    *("service_account", "pull_secret"),
 ]
 _OF_RANKS = ("nodes", "nproc_per_node")
 """What ranks know from who has started them."""
@@ -63,19 +66,35 @@ def _submit_to_kubernetes(context: click.Context, request: Request) -> int:
     nodes, ranks = _one_shape(context, request)
     if options["submit"] and len(cells) > 1:
         raise click.UsageError("a job ends with one record: leave the sweep to several jobs")
-    pods = Pods(
-        name=f"zerokit-{datetime.now():%Y%m%d-%H%M%S}",
-        namespace=options["namespace"],
-        image=options["container_image"],
-        nodes=nodes,
-        nproc_per_node=ranks,
-        arguments=given_arguments(context, (*_OUTSIDE, *_OF_RANKS)),
-        gpus_per_node=options["gpus_per_node"],
-        environment=read_variables(options["variables"]),
-    )
+    environment, tracked_here = _environment_of_pods(request)
+    arguments = given_arguments(context, (*_OUTSIDE, *_OF_RANKS))
+    if tracked_here and "--no-mlflow" not in arguments:
+        arguments.append("--no-mlflow")
+    try:
+        pods = Pods(
+            name=options["job_name"] or f"zerokit-{datetime.now():%Y%m%d-%H%M%S}",
+            namespace=options["namespace"],
+            image=options["container_image"],
+            nodes=nodes,
+            nproc_per_node=ranks,
+            arguments=arguments,
+            gpus_per_node=options["gpus_per_node"],
+            environment=environment,
+            secrets=options["secrets"],
+            claim=options["pvc"],
+            node_selector=dict(_pair(one) for one in options["node_selector"]),
+            tolerations=options["toleration"],
+            service_account=options["service_account"],
+            pull_secrets=options["pull_secret"],
+        )
+    except UsageError as error:
+        raise click.UsageError(printable(str(error))) from error
+    if pods.claim is None and any(cell.save is not None for cell in cells):
+        raise click.UsageError("checkpoints would go with their pod: name a volume that stays, --pvc CLAIM")
     objects = render(pods, options["form"])
     if not options["submit"]:
-        click.echo(to_yaml(objects), nl=False)
+        made_by = shlex.join(["zerokit", "bench", *given_arguments(context)])
+        click.echo(f"# {made_by}\n{to_yaml(objects)}", nl=False)
         return 0
     path = record_path(request.output, cells[0], datetime.now())
     apply(objects)
@@ -85,8 +104,55 @@ def _submit_to_kubernetes(context: click.Context, request: Request) -> int:
         log = follow(pods, options["form"], interrupts, display.warn)
     record = Record.from_json(find_json(log))
     write_record(record, path)
+    if tracked_here:
+        _push(path, request, display)
     _show(path, display, as_json=request.as_json, single=True, log=None)
     return 0 if record.status == "ok" else 1
+
+
+_FOR_PODS = re.compile(r"(ZEROKIT|NCCL|GLOO|OMP)_\w+")
+"""Variables that pods get from here; others name files of this machine, or are secrets."""
+
+
+def _environment_of_pods(request: Request) -> tuple[dict[str, str], bool]:
+    """Variables of the ranks, and whether the record goes to MLflow from here: pods reach servers alone.
+
+    Raises `click.UsageError` for a password, which would stand in the manifest.
+    """
+    options, tracking = request.chosen.options, request.tracking
+    environment = {name: value for name, value in os.environ.items() if _FOR_PODS.fullmatch(name)}
+    served = tracking is not None and re.match(r"https?://", tracking.uri) is not None
+    if tracking is not None and served:
+        environment["MLFLOW_TRACKING_URI"] = tracking.uri
+    environment |= read_variables(options["variables"])
+    for name, value in environment.items():
+        if without_secrets(value) != value:
+            raise click.UsageError(
+                f"the password in {name} would stand in the manifest: keep user and password in a Secret "
+                "(MLFLOW_TRACKING_USERNAME, MLFLOW_TRACKING_PASSWORD) and name it with --env-from"
+            )
+    return environment, tracking is not None and not served
+
+
+def _push(path: Path, request: Request, display: Display) -> None:
+    from zerokit.bench.tracking.push import find_records, push
+    from zerokit.cli.pictures import pictures
+
+    assert request.tracking is not None
+    push(
+        find_records([path]),
+        request.tracking,
+        pictures,
+        interrupted=lambda: None,
+        show=lambda done: display.warn(f"MLflow: {done.reason or done.outcome}"),
+    )
+
+
+def _pair(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise click.UsageError(f"--node-selector {text}: expected KEY=VALUE")
+    return key, value
 
 
 def _submit_to_slurm(context: click.Context, request: Request) -> int:

@@ -11,8 +11,8 @@ from dataclasses import dataclass, fields
 from importlib import metadata
 from pathlib import Path
 
-from zerokit import __version__
 from zerokit.doctor.findings import Answers, Finding, Severity, Verdict, by_rank, fault, finding, ok, warning
+from zerokit.version import describe_version
 
 OLDEST_TORCH = (2, 6)
 """As in pyproject.toml."""
@@ -40,7 +40,7 @@ def look_at_software() -> Software:
     torch, cuda = _torch_built()
     return Software(
         python=platform.python_version(),
-        zerokit=__version__,
+        zerokit=describe_version(),
         torch=torch,
         cuda=cuda,
         nccl=_nccl(),

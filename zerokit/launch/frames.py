@@ -1,10 +1,11 @@
 """Messages between a launcher and a node on another machine: a JSON document a line, over a pipe each way.
 
     node -> launcher    hello, file (name, content), exit (code, trouble)
-    launcher -> node    start, signal (number), and empty lines: the launcher is alive
+    launcher -> node    start, signal (number)
+    both                empty lines: alive
 
 A node whose pipe closes, or that hears nothing for `SILENCE_SECONDS`, ends what it has started: no rank outlives its
-launcher or the connection to it.
+launcher or the connection to it. A launcher that hears nothing of a node for as long says so.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from zerokit import files
 from zerokit.errors import ZerokitError
 
 HEARTBEAT_SECONDS = 2.0
-SILENCE_SECONDS = 20.0
+SILENCE_SECONDS = 15.0
 MOST_LOG_BYTES = 1 << 20
 """Only the end of each log is sent back."""
 

@@ -1,8 +1,10 @@
 """Nodes as pods: a Kubeflow TrainJob, or a JobSet by itself, in which every pod runs `zerokit bench` as one node.
 
-Sources: https://www.kubeflow.org/docs/components/trainer/ (the runtime `torch-distributed` sets torchrun's PET_
-variables), https://jobset.sigs.k8s.io/docs/concepts/ (names of pods). The bench's options travel in a ConfigMap; the
-record is read from the log of node 0, where `--json` prints it.
+Sources: https://www.kubeflow.org/docs/components/trainer/ (a runtime with `torch` sets torchrun's PET_ variables),
+https://jobset.sigs.k8s.io/docs/concepts/ (names of pods),
+https://kubernetes.io/docs/concepts/security/pod-security-standards/ ("restricted", which the pods keep to). The bench's
+options travel in a ConfigMap; the record is read from the log of node 0, where `--json` prints it. Kubeflow's own
+runtime `torch-distributed` has neither shared memory nor a volume, so a TrainJob comes with one.
 """
 
 from __future__ import annotations
@@ -43,6 +45,12 @@ class Pods:
         gpus_per_node: NVIDIA GPUs of each; None asks for none.
         arguments: of `zerokit bench`.
         environment: further variables of the ranks.
+        secrets: Secrets whose entries are variables of the ranks, too.
+        claim: a PersistentVolumeClaim for what ranks write below `RUNS`; None keeps it while the pod lives.
+        node_selector: labels that nodes must have.
+        tolerations: taints that they may have, as kubectl writes them: KEY[=VALUE]:EFFECT.
+        service_account: of the pods; None is the namespace's.
+        pull_secrets: for the image.
     """
 
     name: str
@@ -53,8 +61,19 @@ class Pods:
     arguments: Sequence[str]
     gpus_per_node: int | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
+    secrets: Sequence[str] = ()
+    claim: str | None = None
+    node_selector: Mapping[str, str] = field(default_factory=dict)
+    tolerations: Sequence[str] = ()
+    service_account: str | None = None
+    pull_secrets: Sequence[str] = ()
 
     def __post_init__(self) -> None:
+        for text in self.tolerations:
+            if not re.fullmatch(r"[^=:]+(=[^=:]+)?:(NoSchedule|PreferNoSchedule|NoExecute)", text):
+                raise UsageError(
+                    f"toleration {text!r}: expected KEY=VALUE:EFFECT or KEY:EFFECT, like gpu:NoSchedule"
+                )
         for what, value in (("name", self.name), ("namespace", self.namespace)):
             if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,50}[a-z0-9])?", value):
                 raise UsageError(
@@ -63,14 +82,16 @@ class Pods:
 
 
 def render(pods: Pods, form: str) -> list[dict[str, Any]]:
-    """The objects to create, in order: the ConfigMap with the options, then the job in this form."""
+    """The objects to create, in order: the ConfigMap with the options, a TrainJob's runtime, the job in this form."""
     settings = {
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": _metadata(pods),
         "data": {_KEY: json.dumps(list(pods.arguments))},
     }
-    return [settings, _train_job(pods) if form == "trainjob" else _job_set(pods)]
+    if form == "jobset":
+        return [settings, _job_set(pods)]
+    return [settings, _runtime(pods), _train_job(pods)]  # the TrainJob's webhook looks for its runtime
 
 
 def to_yaml(objects: Sequence[Mapping[str, Any]]) -> str:
@@ -95,6 +116,79 @@ def _resources(pods: Pods) -> dict[str, Any]:
 
 
 _ARGS = ["bench", "--launcher", "env", "--json", "--arguments", f"env:{_ARGUMENTS}"]
+RUNS = "/runs"
+"""Where ranks may write; the image's working directory."""
+_USER = 10001
+"""The image's (docker/Dockerfile)."""
+
+
+def _pod(pods: Pods, container: Mapping[str, Any]) -> dict[str, Any]:
+    """A pod of either form. All that ranks write goes to three volumes: the image's own files cannot change."""
+    runs: dict[str, Any] = (
+        {"persistentVolumeClaim": {"claimName": pods.claim}} if pods.claim else {"emptyDir": {}}
+    )
+    # Ranks of a pod share memory; the default of 64 MiB is too little.
+    volumes: dict[str, tuple[str, dict[str, Any]]] = {"tmp": ("/tmp", {"emptyDir": {}}), "runs": (RUNS, runs)}
+    volumes["shared-memory"] = ("/dev/shm", {"emptyDir": {"medium": "Memory"}})
+    return {
+        "restartPolicy": "Never",  # a benchmark that begins anew is another measurement
+        "terminationGracePeriodSeconds": 60,  # to end the ranks, to write the record and to tell MLflow
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": _USER,
+            "fsGroup": _USER,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "containers": [
+            {
+                "name": _NODE,
+                "image": pods.image,
+                **container,
+                "securityContext": {
+                    "allowPrivilegeEscalation": False,
+                    "readOnlyRootFilesystem": True,
+                    "capabilities": {"drop": ["ALL"]},
+                },
+                "volumeMounts": [{"name": name, "mountPath": path} for name, (path, _) in volumes.items()],
+            }
+        ],
+        "volumes": [{"name": name, **source} for name, (_, source) in volumes.items()],
+        **({"nodeSelector": dict(pods.node_selector)} if pods.node_selector else {}),
+        **({"tolerations": [_toleration(one) for one in pods.tolerations]} if pods.tolerations else {}),
+        **({"serviceAccountName": pods.service_account} if pods.service_account else {}),
+        **({"imagePullSecrets": [{"name": one} for one in pods.pull_secrets]} if pods.pull_secrets else {}),
+    }
+
+
+def _toleration(text: str) -> dict[str, str]:
+    taint, _, effect = text.rpartition(":")
+    key, equals, value = taint.partition("=")
+    rest = {"operator": "Equal", "value": value} if equals else {"operator": "Exists"}
+    return {"key": key, **rest, "effect": effect}
+
+
+def _secrets(pods: Pods) -> dict[str, Any]:
+    return {"envFrom": [{"secretRef": {"name": one}} for one in pods.secrets]} if pods.secrets else {}
+
+
+def _runtime(pods: Pods) -> dict[str, Any]:
+    job = {
+        "name": _NODE,
+        "template": {
+            "metadata": {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}},
+            "spec": {"template": {"spec": _pod(pods, _secrets(pods))}},
+        },
+    }
+    metadata = _metadata(pods)
+    return {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainingRuntime",
+        "metadata": metadata | {"labels": metadata["labels"] | {"trainer.kubeflow.org/framework": "torch"}},
+        "spec": {
+            "mlPolicy": {"numNodes": pods.nodes, "torch": {}},
+            "template": {"spec": {"failurePolicy": {"maxRestarts": 0}, "replicatedJobs": [job]}},
+        },
+    }
 
 
 def _train_job(pods: Pods) -> dict[str, Any]:
@@ -103,7 +197,11 @@ def _train_job(pods: Pods) -> dict[str, Any]:
         "kind": "TrainJob",
         "metadata": _metadata(pods),
         "spec": {
-            "runtimeRef": {"name": "torch-distributed"},
+            "runtimeRef": {
+                "apiGroup": "trainer.kubeflow.org",
+                "kind": "TrainingRuntime",
+                "name": pods.name,
+            },
             "trainer": {
                 "image": pods.image,
                 "numNodes": pods.nodes,
@@ -120,8 +218,6 @@ def _train_job(pods: Pods) -> dict[str, Any]:
 def _job_set(pods: Pods) -> dict[str, Any]:
     index = {"fieldRef": {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}}
     container = {
-        "name": _NODE,
-        "image": pods.image,
         "command": ["zerokit"],
         "args": _ARGS,
         "env": [
@@ -132,27 +228,25 @@ def _job_set(pods: Pods) -> dict[str, Any]:
             {"name": "PET_MASTER_PORT", "value": str(DEFAULT_PORT)},
             *_variables(pods),
         ],
+        **_secrets(pods),
         **({"resources": resources} if (resources := _resources(pods)) else {}),
-        # Ranks of a pod share memory; the default of 64 MiB is too little.
-        "volumeMounts": [{"name": "shared-memory", "mountPath": "/dev/shm"}],
-    }
-    pod = {
-        "restartPolicy": "Never",  # a benchmark that begins anew is another measurement
-        "containers": [container],
-        "volumes": [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}],
     }
     job = {
         "completionMode": "Indexed",
         "completions": pods.nodes,
         "parallelism": pods.nodes,
         "backoffLimit": 0,
-        "template": {"metadata": {"labels": {"app.kubernetes.io/name": _LABEL}}, "spec": pod},
+        "template": {
+            "metadata": {"labels": {"app.kubernetes.io/name": _LABEL}},
+            "spec": _pod(pods, container),
+        },
     }
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
         "metadata": _metadata(pods),
         "spec": {
+            # Ranks look the first node up before it is ready.
             "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
             "failurePolicy": {"maxRestarts": 0},
             "replicatedJobs": [{"name": _NODE, "replicas": 1, "template": {"spec": job}}],
@@ -193,9 +287,11 @@ def follow(pods: Pods, form: str, interrupts: Interrupts, show: Callable[[str], 
 
 
 def delete(pods: Pods, form: str) -> None:
-    """Remove the job and its options."""
-    _kubectl(["delete", "--ignore-not-found", "--wait=false", "-n", pods.namespace, f"{form}/{pods.name}"])
-    _kubectl(["delete", "--ignore-not-found", "--wait=false", "-n", pods.namespace, f"configmap/{pods.name}"])
+    """Remove the job, its runtime and its options."""
+    for kind in (form, *(["trainingruntime"] if form == "trainjob" else []), "configmap"):
+        _kubectl(
+            ["delete", "--ignore-not-found", "--wait=false", "-n", pods.namespace, f"{kind}/{pods.name}"]
+        )
 
 
 def find_json(log: str) -> str:

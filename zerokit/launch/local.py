@@ -22,7 +22,7 @@ from zerokit.launch.agents import attend, await_end, explain, pass_on, running
 from zerokit.launch.failures import LaunchError, signal_name
 from zerokit.launch.interrupts import Interrupted, Interrupts
 from zerokit.launch.network import free_port
-from zerokit.launch.processes import MARK, kill_marked
+from zerokit.launch.processes import MARK, Stopped, kill_marked
 
 PORT_ATTEMPTS = 5
 
@@ -34,10 +34,15 @@ class LocalAgent:
     node: int
     process: subprocess.Popen[bytes]
     directory: Path
+    stopped: Stopped
     host: str | None = None
+    _trouble: str | None = None
 
     def poll(self) -> int | None:
-        return self.process.poll()
+        code = self.process.poll()
+        if code is None:
+            self._trouble = self._trouble or self.stopped.look()
+        return 1 if self._trouble else code
 
     def send_signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -45,8 +50,8 @@ class LocalAgent:
 
     def trouble(self) -> str | None:
         code = self.process.poll()
-        if code is None or code >= 0:
-            return None
+        if self._trouble or code is None or code >= 0:
+            return self._trouble
         return f"node {self.node}: its torchrun agent (pid {self.process.pid}) was killed by {signal_name(-code)}"
 
 
@@ -132,10 +137,12 @@ def _attempt(
         # gloo otherwise looks its own host name up, which in many containers leads nowhere.
         variables.setdefault("GLOO_SOCKET_IFNAME", "lo")
     agents: list[LocalAgent] = []
+    stopped = Stopped(launch_id)
     try:
         for node in range(nodes):
             interrupts.check()
-            agents.append(_start_agent(node, nodes, nproc_per_node, port, directory, variables, command))
+            process, folder = _start_agent(node, nodes, nproc_per_node, port, directory, variables, command)
+            agents.append(LocalAgent(node, process, folder, stopped))
         attend(agents, interrupts, poll)
         if all(agent.poll() == 0 for agent in agents):
             return True
@@ -157,7 +164,7 @@ def _start_agent(
     directory: Path,
     variables: Mapping[str, str],
     command: Sequence[str],
-) -> LocalAgent:
+) -> tuple[subprocess.Popen[bytes], Path]:
     folder = directory / f"node-{node}"
     folder.mkdir(parents=True)
     torchrun = (
@@ -174,7 +181,7 @@ def _start_agent(
             stderr=log,
             start_new_session=True,  # a Ctrl-C at the terminal reaches us alone, and we pass it on
         )
-    return LocalAgent(node, process, folder)
+    return process, folder
 
 
 def _end(agents: Sequence[LocalAgent], launch_id: str) -> None:

@@ -10,6 +10,7 @@ a TrainJob's pod    PET_NODE_RANK, PET_NNODES, PET_NPROC_PER_NODE, PET_MASTER_AD
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -122,8 +123,8 @@ def _ranks(
     address = environment.get("MASTER_ADDR") or (first if nodes > 1 else "127.0.0.1")
     if not address:
         raise UsageError(
-            f"{scheme} started ranks on {nodes} nodes, but does not state where rank 0 is: set MASTER_ADDR to its host "
-            "(mpirun -x MASTER_ADDR=HOST)"
+            f"{scheme} started ranks on {nodes} nodes, but does not state where rank 0 is (it does where mpirun runs "
+            "on rank 0's host): set MASTER_ADDR to that host (mpirun -x MASTER_ADDR=HOST)"
         )
     # Two jobs on a machine should not meet at one port.
     port = 20000 + zlib.crc32(job.encode()) % 20000
@@ -203,13 +204,18 @@ def _srun(environment: Mapping[str, str], address: Callable[[str], str]) -> Memb
     if nodes == 0 or world % nodes:
         raise UsageError(f"srun started {world} ranks on {nodes} nodes: zerokit needs as many on every node")
     job = f"{environment.get('SLURM_JOB_ID')}.{environment['SLURM_STEP_ID']}"
+    local_rank, local_world = _number(environment, "SLURM_LOCALID"), world // nodes
+    rank = _number(environment, "SLURM_PROCID")
+    if environment.get("SLURM_NODEID", "").isdecimal():
+        # Whatever order srun numbers them in (-m cyclic): neighbours are on one node.
+        rank = int(environment["SLURM_NODEID"]) * local_world + local_rank
     return _ranks(
         environment,
         "srun",
-        _number(environment, "SLURM_PROCID"),
+        rank,
         world,
-        _number(environment, "SLURM_LOCALID"),
-        world // nodes,
+        local_rank,
+        local_world,
         job,
         first=address(names[0]) if names and nodes > 1 and "MASTER_ADDR" not in environment else None,
     )
@@ -218,14 +224,20 @@ def _srun(environment: Mapping[str, str], address: Callable[[str], str]) -> Memb
 def _open_mpi(environment: Mapping[str, str]) -> Membership | None:
     if "OMPI_COMM_WORLD_RANK" not in environment:
         return None
+    rank = _number(environment, "OMPI_COMM_WORLD_RANK")
+    # Where mpirun itself runs, as Open MPI 4 tells: "1631387648.0;tcp://192.0.2.2,10.0.0.2:56569;tcp6://…".
+    started_by = environment.get("OMPI_MCA_orte_hnp_uri", "")
+    found = re.search(r"tcp://([^,:;]+)", started_by)
+    elsewhere = rank == 0 and environment.get("OMPI_MCA_orte_local_daemon_uri", started_by) != started_by
     return _ranks(
         environment,
         "mpirun",
-        _number(environment, "OMPI_COMM_WORLD_RANK"),
+        rank,
         _number(environment, "OMPI_COMM_WORLD_SIZE"),
         _number(environment, "OMPI_COMM_WORLD_LOCAL_RANK"),
         _number(environment, "OMPI_COMM_WORLD_LOCAL_SIZE"),
         environment.get("PMIX_NAMESPACE") or environment.get("OMPI_MCA_ess_base_jobid", ""),
+        first=None if found is None or elsewhere else found[1],
     )
 
 
@@ -240,4 +252,5 @@ def _pmi(environment: Mapping[str, str]) -> Membership | None:
         _number(environment, "MPI_LOCALRANKID"),
         _number(environment, "MPI_LOCALNRANKS"),
         environment.get("PMI_PORT", ""),
+        first=environment.get("PMI_PORT", "").rpartition(":")[0] or None,  # Hydra's, HOST:PORT
     )

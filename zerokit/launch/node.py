@@ -25,12 +25,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from zerokit import __version__
 from zerokit.launch import frames
+from zerokit.launch.failures import LaunchError
 from zerokit.launch.frames import MOST_LOG_BYTES, frame, pack, parse, put_file, relocate
 from zerokit.launch.local import threads_per_rank
 from zerokit.launch.network import address_towards, free_port, interface_of
-from zerokit.launch.processes import MARK, kill_marked
+from zerokit.launch.processes import MARK, Stopped, kill_marked
+from zerokit.version import describe_version
 
 _POLL_SECONDS = 0.05
 _FILES_SECONDS = 0.5
@@ -39,10 +40,28 @@ _GRACE_SECONDS = 5.0
 
 def versions() -> dict[str, str]:
     """What must be equal on all nodes."""
-    versions_here = {"python": ".".join(platform.python_version_tuple()[:2]), "zerokit": __version__}
+    versions_here = {
+        "python": ".".join(platform.python_version_tuple()[:2]),
+        "zerokit": describe_version(),
+    }
     with contextlib.suppress(PackageNotFoundError):
         versions_here["torch"] = version("torch").partition("+")[0]  # asked without importing it
     return versions_here
+
+
+def require_equal_versions(who: str, theirs: object) -> None:
+    """Raise `LaunchError` unless somebody else's `versions` are those of this machine."""
+    ours = versions()
+    if theirs != ours:
+        raise LaunchError(
+            f"{who} has {_list(theirs)}, but this machine has {_list(ours)}: install the same versions on every node, "
+            "or name the right Python there with --remote-python"
+        )
+
+
+def _list(found: object) -> str:
+    pairs = found.items() if isinstance(found, dict) else ()
+    return ", ".join(f"{name} {number}" for name, number in pairs) or "no zerokit"
 
 
 class Launcher:
@@ -88,6 +107,10 @@ class Launcher:
     def say(self, kind: str, **content: Any) -> None:
         """Have it written, without waiting for that."""
         self._unsent.put(frame(kind, **content))
+
+    def beat(self) -> None:
+        """Show that this node is alive."""
+        self._unsent.put(b"\n")
 
     def finish(self) -> None:
         """Wait until all is written; raises `EOFError` if the launcher is gone."""
@@ -161,22 +184,27 @@ def _start_agent(start: Mapping[str, Any], folder: Path, launch_id: str) -> subp
         )
 
 
-def _serve(launcher: Launcher, start: Mapping[str, Any], folder: Path) -> int:
-    """Run the agent to its end; returns its exit code, negative for a signal."""
+def _serve(launcher: Launcher, start: Mapping[str, Any], folder: Path) -> tuple[int, str | None]:
+    """Run the agent to its end; returns its exit code, negative for a signal, and what stopped it, if anything."""
     launch_id = uuid.uuid4().hex
     for name, content in start["files"].items():
         put_file(folder, {"name": name, "content": content})
     files = Files(folder, start["files"])
     process = _start_agent(start, folder, launch_id)
+    stopped, trouble = Stopped(launch_id), None
     try:
-        looked = time.monotonic()
-        while process.poll() is None:
+        looked = said = time.monotonic()
+        while process.poll() is None and trouble is None:
+            trouble = stopped.look()
             message = launcher.hear()
             if message is not None and message[0] == "signal":
                 process.send_signal(int(message[1]["number"]))
             if time.monotonic() - looked > _FILES_SECONDS:
                 files.send(launcher, logs=False)
                 looked = time.monotonic()
+            if time.monotonic() - said > frames.HEARTBEAT_SECONDS:
+                launcher.beat()
+                said = time.monotonic()
             if message is None:
                 time.sleep(_POLL_SECONDS)
     finally:
@@ -189,7 +217,7 @@ def _serve(launcher: Launcher, start: Mapping[str, Any], folder: Path) -> int:
         process.wait()
         kill_marked(launch_id)
     files.send(launcher, logs=True)
-    return process.returncode
+    return process.returncode, trouble
 
 
 def main() -> int:
@@ -209,7 +237,8 @@ def main() -> int:
         kind, start = message
         if kind != "start":
             return 2
-        launcher.say("exit", code=_serve(launcher, start, folder))
+        code, trouble = _serve(launcher, start, folder)
+        launcher.say("exit", code=code, trouble=trouble)
         launcher.finish()
     except EOFError:
         return 1  # the launcher is gone

@@ -26,9 +26,9 @@ from typing import Any
 from zerokit.errors import ZerokitError
 from zerokit.launch.agents import attend, await_end, explain, pass_on, running
 from zerokit.launch.failures import LaunchError, name_node, tail
-from zerokit.launch.frames import HEARTBEAT_SECONDS, frame, pack, parse, put_file
+from zerokit.launch.frames import HEARTBEAT_SECONDS, SILENCE_SECONDS, frame, pack, parse, put_file
 from zerokit.launch.interrupts import Interrupted, Interrupts
-from zerokit.launch.node import versions
+from zerokit.launch.node import require_equal_versions
 
 FORWARDED = re.compile(
     r"(ZEROKIT|NCCL|GLOO|TORCH|PYTORCH|OMP|MKL|CUBLAS|FI|UCX|HF)_\w+|PYTHONPATH|PYTHONHASHSEED"
@@ -72,9 +72,11 @@ class RemoteAgent:
         self.hello: dict[str, Any] | None = None
         self._advise, self._log_dir = host.advise, log_dir
         self._code: int | None = None
-        self._beat = time.monotonic()
+        self._beat = self._heard = time.monotonic()
+        self._trouble: str | None = None
+        """What the node says, or that it says nothing."""
         self._damage: str | None = None
-        self._drained = False
+        self._drained = self._started = False
         self._log = self.directory / "connection.log"
         with self._log.open("ab") as log:  # as `_read` does, so that neither writes over the other
             self._process = subprocess.Popen(
@@ -90,9 +92,12 @@ class RemoteAgent:
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
+            self._heard = time.monotonic()
             message = parse(line)
             try:
-                if message is None:
+                if self._started and line == b"\n":
+                    pass  # it is alive
+                elif message is None:
                     with self._log.open("ab") as log:
                         log.write(line)
                 elif message[0] == "hello":
@@ -100,12 +105,14 @@ class RemoteAgent:
                 elif message[0] == "file":
                     put_file(self._log_dir, message[1])
                 elif message[0] == "exit":
-                    self._code = int(message[1]["code"])
+                    self._code, self._trouble = int(message[1]["code"]), message[1].get("trouble")
             except (KeyError, ValueError, OSError, ZerokitError) as error:
                 self._damage = str(error)
 
     def say(self, kind: str, **content: Any) -> None:
         """Send to the node; a connection that is gone shows by its exit code."""
+        if kind == "start":
+            self._started, self._heard = True, time.monotonic()
         self._write(frame(kind, **content))
 
     def _write(self, line: bytes) -> None:
@@ -119,7 +126,13 @@ class RemoteAgent:
             self._beat = time.monotonic()
             self._write(b"\n")
         if self._process.poll() is None:
-            return None
+            silent = self._code is None and self.hello is not None and self._started
+            if silent and time.monotonic() - self._heard > SILENCE_SECONDS:
+                self._trouble = (
+                    f"nothing was heard for {SILENCE_SECONDS:g} s: its program is stopped, or its machine or the "
+                    "network between is gone"
+                )
+            return 1 if self._trouble else None
         if not self._drained:
             self._reader.join(_END_SECONDS)
             self._drained = True
@@ -130,9 +143,11 @@ class RemoteAgent:
 
     def trouble(self) -> str | None:
         """How the connection ended, where the node could not report how its ranks did."""
+        where = name_node(self.node, self.host)
+        if self._trouble:
+            return f"{where}: {self._trouble}"
         if self._process.poll() is None:
             return None
-        where = name_node(self.node, self.host)
         if self._code is not None:
             return self._damage and f"{where}: what it sent could not be kept: {self._damage}"
         output = tail(self._log)
@@ -250,25 +265,11 @@ def _await_hellos(agents: Sequence[RemoteAgent], interrupts: Interrupts, seconds
                 "give it longer with --connect-timeout"
             )
         time.sleep(0.05)
-    ours = versions()
     for agent in agents:
         assert agent.hello is not None
-        theirs = agent.hello.get("versions")
-        if theirs != ours:
-            raise LaunchError(
-                f"{name_node(agent.node, agent.host)} has {_say(theirs)}, but this machine has {_say(ours)}: install "
-                "the same versions on every node, or name the right Python there with --remote-python"
-            )
+        require_equal_versions(name_node(agent.node, agent.host), agent.hello.get("versions"))
 
 
 def _never_answered(agent: RemoteAgent) -> bool:
     """Whether it has ended without a hello; asked in this order, as `poll` reads what an ended one said last."""
     return agent.poll() is not None and agent.hello is None
-
-
-def _say(versions: object) -> str:
-    return (
-        ", ".join(f"{name} {number}" for name, number in versions.items())
-        if isinstance(versions, dict)
-        else "no zerokit"
-    )
