@@ -34,6 +34,7 @@ def bench(*arguments: str, **variables: str) -> Result:
         (["--launcher", "ssh"], "give --hosts a,b or --hostfile FILE"),
         (["--launcher", "ssh", "--hosts", "a,,b"], "--hosts a,,b is no list of hosts"),
         (["--launcher", "ssh", "--hosts", "-oProxyCommand=x"], "is no list of hosts"),
+        (["--launcher", "ssh", "--hosts", "a,b, a"], "--hosts a,b, a names a a second time"),
         (["--launcher", "ssh", "--hostfile", "missing"], "the hostfile missing cannot be read"),
         (
             ["--launcher", "ssh", "--hosts", "a", "--partition", "x"],

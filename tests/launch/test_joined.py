@@ -185,7 +185,8 @@ def test_command_lines_that_differ_are_refused(members: Members, tmp_path: Path)
 
 
 def test_a_leader_whose_follower_stays_away_says_so(members: Members) -> None:
-    meeting = Meeting(member(0, members.port), Patience(meet=1.0))
+    meeting = Meeting(member(0, members.port))
+    meeting.patience = Patience(meet=1.0)  # to make the store may take longer
     try:
         with pytest.raises(LaunchError, match=r"number 1 of 2 that torchrun started has not come within 1 s"):
             joined.Leader(meeting, [], Interrupts())
@@ -247,12 +248,11 @@ def test_a_signal_to_all_ends_all(members: Members, tmp_path: Path) -> None:
     for rank in range(2):
         members.start(torchrun(rank, members.port), "wait")
     wait_for(lambda: len(started(tmp_path)) == 2)
-    began = time.monotonic()
     for process in members.processes:
         process.send_signal(signal.SIGTERM)
     for _, said in members.ends():
         assert "Interrupted: interrupted by SIGTERM" in said
-    assert time.monotonic() - began < Patience().lost
+        assert "nothing was heard" not in said
     assert all_ended(tmp_path)
     assert list(members.copies.glob("zerokit-*")) == []
 
@@ -262,10 +262,15 @@ def test_a_busy_leader_is_not_taken_for_dead(members: Members) -> None:
     patience = Patience(lost=2.0, alive=0.05)
     leading = Meeting(member(0, members.port), patience)
     following = Meeting(member(1, members.port), patience)
-    deadline = time.monotonic() + 2.5
-    while time.monotonic() < deadline:
-        assert not following.is_lost(0)
-        time.sleep(0.05)
+    beats: list[object] = []
+
+    def beat() -> bool:
+        if (heard := following.get("alive/0")) not in beats:
+            beats.append(heard)
+        return len(beats) > 3
+
+    wait_for(beat)
+    assert not following.is_lost(0)
     leading.close()
     wait_for(lambda: following.is_lost(0))
     following.close()

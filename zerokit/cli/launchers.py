@@ -347,6 +347,9 @@ def _ssh(options: Mapping[str, Any]) -> Chosen:
         names = [name.strip() for name in options["hosts"].split(",")]
         if not all(names) or any(name.startswith("-") for name in names):
             raise UsageError(f"--hosts {options['hosts']} is no list of hosts; expected: a,b")
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise UsageError(f"--hosts {options['hosts']} names {twice} a second time: each node is a machine of its own")
         lines = [HostSlots(name, None) for name in names]
     require_ssh()
     hosts = tuple(line.host for line in lines)
