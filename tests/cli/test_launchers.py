@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -146,8 +148,16 @@ def by_torchrun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[st
     return torchrun(folder, "--nproc-per-node", "2", *port, *arguments)
 
 
-def by_mpirun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    starter = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2")
+def by_mpirun(
+    folder: Path, *arguments: str, hosts: Sequence[str] = ()
+) -> subprocess.CompletedProcess[str]:
+    """On `hosts`, each of which is this machine under another name."""
+    starter = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2"]
+    if hosts:
+        rsh = folder / "rsh"
+        rsh.write_text('#!/bin/sh\nhost=$1; shift\nexec unshare --uts sh -c "hostname $host; $*"\n')
+        rsh.chmod(0o755)
+        starter += ["--mca", "plm_rsh_agent", str(rsh), "--host", ",".join(hosts)]
     return run(folder, *starter, sys.executable, "-m", "zerokit.cli", *arguments)
 
 
@@ -184,6 +194,22 @@ def test_torchruns_ranks_leave_one_record_and_one_run(tmp_path: Path, losses: li
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed")
 def test_mpiruns_ranks_leave_one_record(tmp_path: Path, losses: list[float | None]) -> None:
     require_one_record(tmp_path, by_mpirun(tmp_path, *BENCH, "--no-mlflow"), losses)
+
+
+@pytest.mark.netns
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed")
+def test_mpiruns_ranks_on_two_hosts_meet_where_mpirun_runs(tmp_path: Path) -> None:
+    done = by_mpirun(tmp_path, *BENCH, "--no-mlflow", hosts=[socket.gethostname(), "elsewhere"])
+    assert done.returncode == 0, done.stderr
+    assert [(rank.rank, rank.node) for rank in read_record(tmp_path / "record.json").ranks] == [(0, 0), (1, 1)]
+
+
+@pytest.mark.netns
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed")
+def test_mpiruns_ranks_on_other_hosts_say_what_is_missing(tmp_path: Path) -> None:
+    done = by_mpirun(tmp_path, *BENCH, "--no-mlflow", hosts=["here", "elsewhere"])
+    assert "set MASTER_ADDR to its host (mpirun -x MASTER_ADDR=HOST), or start mpirun there" in done.stderr
+    assert "has not come" not in done.stderr
 
 
 def test_torchruns_ranks_refuse_other_numbers_of_ranks(tmp_path: Path) -> None:
