@@ -43,7 +43,8 @@ Exit codes: 0 no fault (there may be warnings), 1 failure, 2 wrong use,
     "--nproc-per-node",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Ranks of each node.  [default: its visible CUDA devices; 2 on a CPU]",
+    help="Ranks of each node.  [default: as bench, its visible CUDA devices, of which nodes simulated here have equal "
+    "shares, else 1; 2 on a single node without]",
 )
 @click.option(
     "--quick", is_flag=True, help="Check this process only, in a second: no ranks, no measurements."
@@ -107,9 +108,11 @@ def command(
     nodes = nodes or chosen.nodes or 1
     if pairs and nodes < 2:
         raise click.UsageError("--pairs compares nodes; there is one (--nodes 2 or more)")
+    devices = len(visible_devices()) // (nodes if chosen.here else 1)
     plan = Plan(
         nodes=nodes,
-        nproc_per_node=nproc_per_node or chosen.nproc_per_node or len(visible_devices()) or 2,
+        # A rank alone on one node would have nobody to meet.
+        nproc_per_node=nproc_per_node or chosen.nproc_per_node or devices or (2 if nodes == 1 else 1),
         directory=directory,
         tracking_uri=resolve_uri(tracking_uri),
         pairs=pairs,
