@@ -160,6 +160,7 @@ def test_long_results_come_whole(members: Members, tmp_path: Path) -> None:
     [
         ("die", r"rank 1 \(node 0, pid \d+\) was killed by SIGKILL"),
         ("raise", r"(?s)rank 1 \(node 0, pid \d+\) failed: ValueError: a fault.*stderr:.*\| a last word"),
+        ("stop", r"rank 1 \(node 0, pid \d+\) was stopped \(SIGSTOP\) for 2 s, and killed then"),
         ("exit", r"rank 1 \(node 0, pid \d+\) failed: exit code 7"),
     ],
 )

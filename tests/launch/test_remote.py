@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.launch.ranks import ROOT, WORKLOAD, all_ended, started, wait_for
-from zerokit.launch import agents
+from zerokit.launch import agents, frames
 from zerokit.launch.failures import LaunchError, WorkerFailed
 from zerokit.launch.frames import SILENCE_SECONDS, frame, pack
 from zerokit.launch.interrupts import Interrupted, Interrupts
@@ -189,6 +189,38 @@ def test_a_node_program_that_is_killed_takes_its_ranks_along(tmp_path: Path, log
     ):
         run(tmp_path, logs, "wait", poll=once_started(tmp_path, 2, kill))
     wait_for(lambda: all_ended(tmp_path), 5.0)
+
+
+def test_a_node_program_that_is_stopped_is_given_up(
+    tmp_path: Path, logs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it trains it is heard all the time, so the silence is its end."""
+    monkeypatch.setattr(frames, "SILENCE_SECONDS", 6.0)
+
+    def stop() -> None:
+        os.kill(node_programs(os.getpid())[1], signal.SIGSTOP)
+
+    with pytest.raises(
+        WorkerFailed, match="^node 1 on second: nothing was heard of it for 6 s: its program is stopped, or"
+    ):
+        run(tmp_path, logs, "wait", poll=once_started(tmp_path, 2, stop))
+    wait_for(lambda: all_ended(tmp_path))
+
+
+def test_a_stopped_rank_is_named_and_all_end(tmp_path: Path, logs: Path) -> None:
+    with pytest.raises(WorkerFailed) as caught:
+        run(tmp_path, logs, "stop")
+    pid = started(tmp_path)[1]["pid"]
+    said = f"rank 1 (node 1 on second, pid {pid}) was stopped (SIGSTOP) for 12 s, and killed then"
+    assert str(caught.value).startswith(said)
+    assert all_ended(tmp_path)
+
+
+def test_a_stopped_agent_is_named(tmp_path: Path, logs: Path) -> None:
+    """The rank of a hasty node takes the agent's place."""
+    with pytest.raises(WorkerFailed, match="^node 1 on second: its torchrun agent was stopped"):
+        run(tmp_path, logs, "stop", remote("first", HASTY), remote("second", HASTY))
+    assert all_ended(tmp_path)
 
 
 @pytest.mark.parametrize(

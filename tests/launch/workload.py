@@ -35,6 +35,8 @@ def main(folder: str, what: str, copied: str | None = None) -> None:
     if rank == "1":
         if what == "die":
             os.kill(os.getpid(), signal.SIGKILL)
+        if what == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
         if what == "raise":
             print("a last word", file=sys.stderr)
             raise ValueError("a fault of the program")

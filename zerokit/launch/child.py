@@ -17,7 +17,7 @@ from zerokit.launch.agents import GRACE_SECONDS
 from zerokit.launch.frames import relocate
 from zerokit.launch.membership import Membership
 from zerokit.launch.network import address_towards, interface_of
-from zerokit.launch.processes import MARK, kill_marked
+from zerokit.launch.processes import MARK, StoppedProcesses, kill_marked
 
 
 def own_cores() -> list[int]:
@@ -56,6 +56,7 @@ class Child:
         self.directory.mkdir(parents=True)
         self._member = member
         self._launch_id = uuid.uuid4().hex
+        self._stopped = StoppedProcesses()
         rank = ["-m", "zerokit.launch.rank", request["module"]]
         rank += relocate(request["arguments"], request["folder"], folder)
         command = [sys.executable, *rank]
@@ -118,6 +119,8 @@ class Child:
 
     def poll(self) -> int | None:
         code = self._process.poll()
+        if code is None:
+            self._stopped.look([self._process.pid])
         if code is None or code == 0 or self._member.whole_node:
             return code
         self._report(code)
@@ -128,7 +131,7 @@ class Child:
         report = self.directory / "report.json"
         if report.exists():
             return
-        message: Any = ""
+        message: Any = self._stopped.explain(self._process.pid) or ""
         with contextlib.suppress(OSError, ValueError):
             message = json.loads((self.directory / "error.json").read_text())["message"]
         failure = {
@@ -136,6 +139,7 @@ class Child:
             "pid": self._process.pid,
             "exit_code": code,
             "message": message,
+            "stopped": self._process.pid in self._stopped.killed,
             "time": time.time(),
             "stderr": "stderr.log",
         }

@@ -15,14 +15,14 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from zerokit.launch.agents import attend, await_end, explain, pass_on, running
 from zerokit.launch.failures import LaunchError, signal_name
 from zerokit.launch.interrupts import Interrupted, Interrupts
 from zerokit.launch.network import free_port
-from zerokit.launch.processes import MARK, kill_marked
+from zerokit.launch.processes import MARK, StoppedProcesses, kill_marked
 
 PORT_ATTEMPTS = 5
 
@@ -35,9 +35,13 @@ class LocalAgent:
     process: subprocess.Popen[bytes]
     directory: Path
     host: str | None = None
+    stopped: StoppedProcesses = field(default_factory=StoppedProcesses)
 
     def poll(self) -> int | None:
-        return self.process.poll()
+        code = self.process.poll()
+        if code is None:
+            self.stopped.look([self.process.pid])
+        return code
 
     def send_signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -47,7 +51,8 @@ class LocalAgent:
         code = self.process.poll()
         if code is None or code >= 0:
             return None
-        return f"node {self.node}: its torchrun agent (pid {self.process.pid}) was killed by {signal_name(-code)}"
+        how = self.stopped.explain(self.process.pid) or f"was killed by {signal_name(-code)}"
+        return f"node {self.node}: its torchrun agent (pid {self.process.pid}) {how}"
 
 
 def threads_per_rank(ranks: int) -> int:

@@ -27,10 +27,10 @@ from typing import Any, BinaryIO
 
 from zerokit import __version__
 from zerokit.launch import frames
-from zerokit.launch.frames import MOST_LOG_BYTES, frame, pack, parse, put_file, relocate
+from zerokit.launch.frames import MOST_LOG_BYTES, frame, pack, parse, put_file, read_lines, relocate
 from zerokit.launch.local import threads_per_rank
 from zerokit.launch.network import address_towards, free_port, interface_of
-from zerokit.launch.processes import MARK, kill_marked
+from zerokit.launch.processes import MARK, StoppedProcesses, kill_marked
 
 _POLL_SECONDS = 0.05
 _FILES_SECONDS = 0.5
@@ -57,15 +57,21 @@ class Launcher:
         threading.Thread(target=self._write, args=(outgoing,), daemon=True).start()
 
     def _read(self, incoming: BinaryIO) -> None:
-        for line in incoming:
-            self._heard = time.monotonic()
+        for line in read_lines(incoming, self._hear):
             if (message := parse(line)) is not None:
                 self._received.put(message)
         self._received.put(None)
 
+    def _hear(self) -> None:
+        self._heard = time.monotonic()
+
     def _write(self, outgoing: BinaryIO) -> None:
         while True:
-            line = self._unsent.get()
+            try:
+                line = self._unsent.get(timeout=frames.HEARTBEAT_SECONDS)
+            except queue.Empty:
+                self.say("alive")
+                continue
             try:
                 outgoing.write(line)
                 outgoing.flush()
@@ -161,17 +167,19 @@ def _start_agent(start: Mapping[str, Any], folder: Path, launch_id: str) -> subp
         )
 
 
-def _serve(launcher: Launcher, start: Mapping[str, Any], folder: Path) -> int:
-    """Run the agent to its end; returns its exit code, negative for a signal."""
+def _serve(launcher: Launcher, start: Mapping[str, Any], folder: Path) -> tuple[int, str | None]:
+    """Run the agent to its end; returns its exit code, negative for a signal, and why it was killed here, if it was."""
     launch_id = uuid.uuid4().hex
     for name, content in start["files"].items():
         put_file(folder, {"name": name, "content": content})
     files = Files(folder, start["files"])
     process = _start_agent(start, folder, launch_id)
+    stopped = StoppedProcesses()
     try:
         looked = time.monotonic()
         while process.poll() is None:
             message = launcher.hear()
+            stopped.look([process.pid])
             if message is not None and message[0] == "signal":
                 process.send_signal(int(message[1]["number"]))
             if time.monotonic() - looked > _FILES_SECONDS:
@@ -189,7 +197,7 @@ def _serve(launcher: Launcher, start: Mapping[str, Any], folder: Path) -> int:
         process.wait()
         kill_marked(launch_id)
     files.send(launcher, logs=True)
-    return process.returncode
+    return process.returncode, stopped.explain(process.pid)
 
 
 def main() -> int:
@@ -209,7 +217,8 @@ def main() -> int:
         kind, start = message
         if kind != "start":
             return 2
-        launcher.say("exit", code=_serve(launcher, start, folder))
+        code, trouble = _serve(launcher, start, folder)
+        launcher.say("exit", code=code, trouble=trouble)
         launcher.finish()
     except EOFError:
         return 1  # the launcher is gone

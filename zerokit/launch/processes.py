@@ -14,9 +14,11 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 MARK = "ZEROKIT_LAUNCH"
+STOPPED_SECONDS = 12.0
 _PR_SET_PDEATHSIG = 1
 
 
@@ -33,6 +35,45 @@ def die_with_parent(parent_pid: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent_pid:
         os._exit(1)
+
+
+class StoppedProcesses:
+    """Kills processes that were stopped (SIGSTOP) and have not gone on since: their peers would wait for ever."""
+
+    def __init__(self) -> None:
+        self.killed: dict[int, float] = {}
+        """When, in seconds since the epoch, by process id."""
+        self._since: dict[int, float] = {}
+
+    def look(self, pids: Iterable[int]) -> None:
+        """Note which of these are stopped now, and kill those that have been for `STOPPED_SECONDS`."""
+        for pid in pids:
+            if not _is_stopped(pid):
+                self._since.pop(pid, None)
+            elif time.monotonic() - self._since.setdefault(pid, time.monotonic()) > STOPPED_SECONDS:
+                self.killed.setdefault(pid, time.time())
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    def explain(self, pid: int) -> str | None:
+        """Why it was killed, where it was here."""
+        return f"was stopped (SIGSTOP) for {STOPPED_SECONDS:g} s, and killed then" if pid in self.killed else None
+
+
+def _is_stopped(pid: int) -> bool:
+    try:  # a debugger's stop is another state, "t"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except (OSError, IndexError):
+        return False
+
+
+def own_children() -> list[int]:
+    """The processes that this one has started and that are there; empty where there is no /proc."""
+    children: list[int] = []
+    for listed in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # a thread that has just ended
+            children += map(int, listed.read_text().split())
+    return children
 
 
 def import_torch() -> None:

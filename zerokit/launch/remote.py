@@ -24,9 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from zerokit.errors import ZerokitError
+from zerokit.launch import frames
 from zerokit.launch.agents import attend, await_end, explain, pass_on, running
 from zerokit.launch.failures import LaunchError, name_node, tail
-from zerokit.launch.frames import HEARTBEAT_SECONDS, frame, pack, parse, put_file
+from zerokit.launch.frames import frame, pack, parse, put_file, read_lines
 from zerokit.launch.interrupts import Interrupted, Interrupts
 from zerokit.launch.node import versions
 
@@ -72,8 +73,10 @@ class RemoteAgent:
         self.hello: dict[str, Any] | None = None
         self._advise, self._log_dir = host.advise, log_dir
         self._code: int | None = None
-        self._beat = time.monotonic()
+        self._beat = self._heard = time.monotonic()
+        self._silent = False
         self._damage: str | None = None
+        self._trouble: str | None = None
         self._drained = False
         self._log = self.directory / "connection.log"
         with self._log.open("ab") as log:  # as `_read` does, so that neither writes over the other
@@ -89,7 +92,7 @@ class RemoteAgent:
 
     def _read(self) -> None:
         assert self._process.stdout is not None
-        for line in self._process.stdout:
+        for line in read_lines(self._process.stdout, self._hear):
             message = parse(line)
             try:
                 if message is None:
@@ -101,8 +104,12 @@ class RemoteAgent:
                     put_file(self._log_dir, message[1])
                 elif message[0] == "exit":
                     self._code = int(message[1]["code"])
+                    self._trouble = message[1].get("trouble")
             except (KeyError, ValueError, OSError, ZerokitError) as error:
                 self._damage = str(error)
+
+    def _hear(self) -> None:
+        self._heard = time.monotonic()
 
     def say(self, kind: str, **content: Any) -> None:
         """Send to the node; a connection that is gone shows by its exit code."""
@@ -115,10 +122,14 @@ class RemoteAgent:
             self._process.stdin.flush()
 
     def poll(self) -> int | None:
-        if time.monotonic() - self._beat > HEARTBEAT_SECONDS:
-            self._beat = time.monotonic()
+        now = time.monotonic()
+        if now - self._beat > frames.HEARTBEAT_SECONDS:
+            self._beat = now
             self._write(b"\n")
         if self._process.poll() is None:
+            if self.hello is not None and now - self._heard > frames.SILENCE_SECONDS:
+                self._silent = True
+                self._kill()
             return None
         if not self._drained:
             self._reader.join(_END_SECONDS)
@@ -133,6 +144,13 @@ class RemoteAgent:
         if self._process.poll() is None:
             return None
         where = name_node(self.node, self.host)
+        if self._silent:
+            return (
+                f"{where}: nothing was heard of it for {frames.SILENCE_SECONDS:g} s: its program is stopped, or its "
+                "machine or the network between is gone"
+            )
+        if self._trouble is not None:
+            return f"{where}: its torchrun agent {self._trouble}"
         if self._code is not None:
             return self._damage and f"{where}: what it sent could not be kept: {self._damage}"
         output = tail(self._log)
@@ -151,12 +169,15 @@ class RemoteAgent:
             # A node that has not said hello has started nothing.
             self._process.wait(1.0 if self.hello is None else _END_SECONDS)
         if self._process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)  # a proxy of ssh's as well
+            self._kill()
         self._process.wait()
         self._reader.join(1.0)
         if self._process.stdout is not None and not self._reader.is_alive():
             self._process.stdout.close()
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # a proxy of ssh's as well
 
 
 def launch_on(
