@@ -148,9 +148,7 @@ def by_torchrun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[st
     return torchrun(folder, "--nproc-per-node", "2", *port, *arguments)
 
 
-def by_mpirun(
-    folder: Path, *arguments: str, hosts: Sequence[str] = ()
-) -> subprocess.CompletedProcess[str]:
+def by_mpirun(folder: Path, *arguments: str, hosts: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
     """On `hosts`, each of which is this machine under another name."""
     starter = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2"]
     if hosts:
@@ -201,7 +199,10 @@ def test_mpiruns_ranks_leave_one_record(tmp_path: Path, losses: list[float | Non
 def test_mpiruns_ranks_on_two_hosts_meet_where_mpirun_runs(tmp_path: Path) -> None:
     done = by_mpirun(tmp_path, *BENCH, "--no-mlflow", hosts=[socket.gethostname(), "elsewhere"])
     assert done.returncode == 0, done.stderr
-    assert [(rank.rank, rank.node) for rank in read_record(tmp_path / "record.json").ranks] == [(0, 0), (1, 1)]
+    assert [(rank.rank, rank.node) for rank in read_record(tmp_path / "record.json").ranks] == [
+        (0, 0),
+        (1, 1),
+    ]
 
 
 @pytest.mark.netns

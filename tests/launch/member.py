@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from tests.launch.ranks import WORKLOAD
+from zerokit import versions
 from zerokit.launch import agents, joined, processes
 from zerokit.launch.interrupts import Interrupts
 from zerokit.launch.meeting import Meeting, Patience
@@ -23,6 +24,8 @@ def be_member(folder: str, what: str, times: str) -> None:
     agents.PEERS_FOLLOW_SECONDS = 0.5
     processes.STOPPED_SECONDS = 2.0
     asked = [os.environ.get("ASKED", "bench")]
+    if "PACKAGE" in os.environ:
+        versions._PACKAGE = Path(os.environ["PACKAGE"])
     found = find_membership(os.environ)
     assert found is not None
     with Interrupts() as interrupts, contextlib.closing(Meeting(found, patience)) as meeting:

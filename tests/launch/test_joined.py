@@ -185,6 +185,23 @@ def test_command_lines_that_differ_are_refused(members: Members, tmp_path: Path)
     assert started(tmp_path) == {}
 
 
+def test_another_program_under_the_same_version_is_refused(members: Members, tmp_path: Path) -> None:
+    """By one byte in one file, as a node has it that was not updated."""
+    package = tmp_path / "zerokit"
+    shutil.copytree(ROOT / "zerokit", package, ignore=shutil.ignore_patterns("__pycache__"))
+    with (package / "bench" / "__init__.py").open("a") as file:
+        file.write("#")
+    members.start(torchrun(0, members.port), "finish")
+    members.start(torchrun(1, members.port), "finish", PACKAGE=str(package))
+    (code, text), (followers_code, _) = members.ends()
+    assert (code, followers_code) == (1, 1)
+    assert re.search(
+        r"LaunchError: number 1 on \S+ has .*zerokit's files \w{12}, .*but this machine has .*: install the same",
+        text,
+    )
+    assert started(tmp_path) == {}
+
+
 def test_a_leader_whose_follower_stays_away_says_so(members: Members) -> None:
     meeting = Meeting(member(0, members.port))
     meeting.patience = Patience(meet=1.0)  # to make the store may take longer

@@ -109,7 +109,10 @@ def test_open_mpi_4_finds_rank_0_where_mpirun_answers() -> None:
     with socket.create_server(("127.0.0.1", 0)) as mpirun:
         # At the first address nobody listens.
         uri = f"17.0;tcp://127.0.0.3,127.0.0.1:{mpirun.getsockname()[1]};tcp6://[fd00::2]:44827"
-        there = OF_TWO_NODES | {"OMPI_MCA_orte_hnp_uri": uri, "OMPI_MCA_orte_local_daemon_uri": "17.1;tcp://h:1"}
+        there = OF_TWO_NODES | {
+            "OMPI_MCA_orte_hnp_uri": uri,
+            "OMPI_MCA_orte_local_daemon_uri": "17.1;tcp://h:1",
+        }
         assert find(there).master_addr == "127.0.0.1"
         first = there | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_MCA_orte_local_daemon_uri": uri}
         assert find(first).master_addr == "127.0.0.1"
@@ -119,7 +122,10 @@ def test_open_mpi_4_finds_rank_0_where_mpirun_answers() -> None:
 
 
 def test_open_mpi_5_names_the_host_of_mpirun() -> None:
-    there = OF_TWO_NODES | {"PMIX_NAMESPACE": "prterun-gpu-1-3070@1", "PMIX_SERVER_URI41": "prterun-gpu-1-3070@0.1;x"}
+    there = OF_TWO_NODES | {
+        "PMIX_NAMESPACE": "prterun-gpu-1-3070@1",
+        "PMIX_SERVER_URI41": "prterun-gpu-1-3070@0.1;x",
+    }
     assert find(there).master_addr == "gpu-1"
     with pytest.raises(UsageError, match="start mpirun there"):
         find(there | {"OMPI_COMM_WORLD_RANK": "0"})

@@ -20,8 +20,8 @@ from zerokit.launch.failures import LaunchError, WorkerFailed
 from zerokit.launch.frames import SILENCE_SECONDS, frame, pack
 from zerokit.launch.interrupts import Interrupted, Interrupts
 from zerokit.launch.local import threads_per_rank
-from zerokit.launch.node import versions
 from zerokit.launch.remote import RemoteHost, launch_on, node_command
+from zerokit.versions import versions
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="other systems cannot tie a process to its parent"
@@ -201,7 +201,7 @@ def test_a_node_program_that_is_stopped_is_given_up(
         os.kill(node_programs(os.getpid())[1], signal.SIGSTOP)
 
     with pytest.raises(
-        WorkerFailed, match="^node 1 on second: nothing was heard of it for 6 s: its program is stopped, or"
+        WorkerFailed, match=r"^node 1 on second: nothing was heard of it for 6 s: its program is stopped, or"
     ):
         run(tmp_path, logs, "wait", poll=once_started(tmp_path, 2, stop))
     wait_for(lambda: all_ended(tmp_path))
@@ -218,7 +218,7 @@ def test_a_stopped_rank_is_named_and_all_end(tmp_path: Path, logs: Path) -> None
 
 def test_a_stopped_agent_is_named(tmp_path: Path, logs: Path) -> None:
     """The rank of a hasty node takes the agent's place."""
-    with pytest.raises(WorkerFailed, match="^node 1 on second: its torchrun agent was stopped"):
+    with pytest.raises(WorkerFailed, match=r"^node 1 on second: its torchrun agent was stopped"):
         run(tmp_path, logs, "stop", remote("first", HASTY), remote("second", HASTY))
     assert all_ended(tmp_path)
 
@@ -236,6 +236,10 @@ def test_a_stopped_agent_is_named(tmp_path: Path, logs: Path) -> None:
         ),
         ("true", "node 1 on second did not start with exit code 0"),
         (saying(b"Welcome!\n", b'{"zerokit": "hello"}\n'), "has no zerokit, but this machine has python"),
+        (
+            saying(frame("hello", versions=versions() | {"zerokit's files": "0123456789ab"})),
+            "node 1 on second has .*zerokit's files 0123456789ab, .*but this machine has .*--remote-python",
+        ),
         (
             python("import sys", f"sys.stdout.buffer.write({frame('hello', versions={'torch': '1.0'})!r})"),
             "node 1 on second has torch 1.0, but this machine has .*--remote-python",

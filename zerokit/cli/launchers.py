@@ -349,7 +349,9 @@ def _ssh(options: Mapping[str, Any]) -> Chosen:
             raise UsageError(f"--hosts {options['hosts']} is no list of hosts; expected: a,b")
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
-            raise UsageError(f"--hosts {options['hosts']} names {twice} a second time: each node is a machine of its own")
+            raise UsageError(
+                f"--hosts {options['hosts']} names {twice} a second time: each node is a machine of its own"
+            )
         lines = [HostSlots(name, None) for name in names]
     require_ssh()
     hosts = tuple(line.host for line in lines)

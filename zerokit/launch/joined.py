@@ -30,6 +30,7 @@ from zerokit.launch.interrupts import Interrupted, Interrupts
 from zerokit.launch.meeting import POLL_SECONDS, Meeting
 from zerokit.launch.network import free_port
 from zerokit.text import without_secrets
+from zerokit.versions import describe_difference, versions
 
 
 class Follower:
@@ -83,7 +84,7 @@ class Leader:
     def __init__(self, meeting: Meeting, command_line: Sequence[str], interrupts: Interrupts) -> None:
         """Wait until all members have come, each with the same `command_line`.
 
-        Raises `UsageError` when one has another, and `LaunchError` when one does not come.
+        Raises `UsageError` when one has another, and `LaunchError` when one does not come or runs another program.
         """
         self._meeting = meeting
         self._launches = 0
@@ -106,6 +107,9 @@ class Leader:
                     f"all ranks must run the same command, but number {index} on {ready['host']} was given "
                     f"{theirs!r}, and number 0 {ours!r}"
                 )
+            where = f"number {index} on {ready['host']}"
+            if (difference := describe_difference(where, ready.get("versions"))) is not None:
+                raise LaunchError(difference)
             self._members.append((ready["host"], ready["cores"]))
 
     def launch(
@@ -170,7 +174,13 @@ def follow(meeting: Meeting, command_line: Sequence[str], interrupts: Interrupts
     Raises `LaunchError` if the leader is gone.
     """
     index = meeting.member.index
-    meeting.put(f"ready/{index}", asked=list(command_line), host=socket.gethostname(), cores=own_cores())
+    meeting.put(
+        f"ready/{index}",
+        asked=list(command_line),
+        host=socket.gethostname(),
+        cores=own_cores(),
+        versions=versions(),
+    )
     try:
         return _follow(meeting, interrupts)
     finally:

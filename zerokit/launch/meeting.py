@@ -39,7 +39,7 @@ class Patience:
     """
 
     meet: float = 60.0
-    lost: float = 30.0
+    lost: float = 15.0
     alive: float = 2.0
 
 

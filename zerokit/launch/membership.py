@@ -223,7 +223,8 @@ def _open_mpi(environment: Mapping[str, str]) -> Membership | None:
     if "OMPI_COMM_WORLD_RANK" not in environment:
         return None
     rank, world, local_rank, local_world = (
-        _number(environment, f"OMPI_COMM_WORLD_{name}") for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+        _number(environment, f"OMPI_COMM_WORLD_{name}")
+        for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
     )
     asks = world > local_world and not environment.get("MASTER_ADDR")
     return _ranks(

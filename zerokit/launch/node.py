@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import platform
 import queue
 import shutil
 import signal
@@ -21,28 +20,19 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from zerokit import __version__
 from zerokit.launch import frames
 from zerokit.launch.frames import MOST_LOG_BYTES, frame, pack, parse, put_file, read_lines, relocate
 from zerokit.launch.local import threads_per_rank
 from zerokit.launch.network import address_towards, free_port, interface_of
 from zerokit.launch.processes import MARK, StoppedProcesses, kill_marked
+from zerokit.versions import versions
 
 _POLL_SECONDS = 0.05
 _FILES_SECONDS = 0.5
 _GRACE_SECONDS = 5.0
-
-
-def versions() -> dict[str, str]:
-    """What must be equal on all nodes."""
-    versions_here = {"python": ".".join(platform.python_version_tuple()[:2]), "zerokit": __version__}
-    with contextlib.suppress(PackageNotFoundError):
-        versions_here["torch"] = version("torch").partition("+")[0]  # asked without importing it
-    return versions_here
 
 
 class Launcher:

@@ -57,7 +57,11 @@ class StoppedProcesses:
 
     def explain(self, pid: int) -> str | None:
         """Why it was killed, where it was here."""
-        return f"was stopped (SIGSTOP) for {STOPPED_SECONDS:g} s, and killed then" if pid in self.killed else None
+        return (
+            f"was stopped (SIGSTOP) for {STOPPED_SECONDS:g} s, and killed then"
+            if pid in self.killed
+            else None
+        )
 
 
 def _is_stopped(pid: int) -> bool:

@@ -29,7 +29,7 @@ from zerokit.launch.agents import attend, await_end, explain, pass_on, running
 from zerokit.launch.failures import LaunchError, name_node, tail
 from zerokit.launch.frames import frame, pack, parse, put_file, read_lines
 from zerokit.launch.interrupts import Interrupted, Interrupts
-from zerokit.launch.node import versions
+from zerokit.versions import describe_difference
 
 FORWARDED = re.compile(
     r"(ZEROKIT|NCCL|GLOO|TORCH|PYTORCH|OMP|MKL|CUBLAS|FI|UCX|HF)_\w+|PYTHONPATH|PYTHONHASHSEED"
@@ -271,25 +271,13 @@ def _await_hellos(agents: Sequence[RemoteAgent], interrupts: Interrupts, seconds
                 "give it longer with --connect-timeout"
             )
         time.sleep(0.05)
-    ours = versions()
     for agent in agents:
         assert agent.hello is not None
-        theirs = agent.hello.get("versions")
-        if theirs != ours:
-            raise LaunchError(
-                f"{name_node(agent.node, agent.host)} has {_say(theirs)}, but this machine has {_say(ours)}: install "
-                "the same versions on every node, or name the right Python there with --remote-python"
-            )
+        where = name_node(agent.node, agent.host)
+        if (difference := describe_difference(where, agent.hello.get("versions"))) is not None:
+            raise LaunchError(f"{difference}, or name the right Python there with --remote-python")
 
 
 def _never_answered(agent: RemoteAgent) -> bool:
     """Whether it has ended without a hello; asked in this order, as `poll` reads what an ended one said last."""
     return agent.poll() is not None and agent.hello is None
-
-
-def _say(versions: object) -> str:
-    return (
-        ", ".join(f"{name} {number}" for name, number in versions.items())
-        if isinstance(versions, dict)
-        else "no zerokit"
-    )
