@@ -13,8 +13,21 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from tests.cli.commands import CLI, FORKS, TINY, environment, processes_of, torchrun, zerokit_forked
+from tests.cli import commands
+from tests.cli.commands import (
+    CLI,
+    FORKS,
+    TINY,
+    Torchrun,
+    children_of,
+    environment,
+    processes_of,
+    torchrun,
+    training,
+    zerokit_forked,
+)
 from tests.launch.clusters import logged_runs
+from tests.launch.ranks import alive, wait_for
 from zerokit.bench.record import read_record
 from zerokit.cli.bench import command
 from zerokit.cli.launchers import choose_launcher, read_variables
@@ -211,6 +224,19 @@ def test_mpiruns_ranks_on_other_hosts_say_what_is_missing(tmp_path: Path) -> Non
     done = by_mpirun(tmp_path, *BENCH, "--no-mlflow", hosts=["here", "elsewhere"])
     assert "set MASTER_ADDR to its host (mpirun -x MASTER_ADDR=HOST), or start mpirun there" in done.stderr
     assert "has not come" not in done.stderr
+
+
+def test_killed_torchruns_leave_nothing(tmp_path: Path) -> None:
+    long = ("bench", *TINY, "--steps", "1000000", "--device", "cpu", "--no-mlflow")
+    words = ("--nproc-per-node", "2", "--master-port", str(free_port()), *FORKS, CLI, *long)
+    with Torchrun(tmp_path, words, OMP_NUM_THREADS="1") as agent:
+        commands.wait_for(lambda: training(tmp_path), agent)
+        members = children_of(agent.pid)
+        ranks = [child for pid in members for child in children_of(pid)]
+        agent.kill()
+    assert (len(members), len(ranks)) == (2, 2)
+    wait_for(lambda: not any(map(alive, [*members, *ranks])))
+    assert list((tmp_path / "tmp").glob("zerokit-*")) == []
 
 
 def test_torchruns_ranks_refuse_other_numbers_of_ranks(tmp_path: Path) -> None:

@@ -372,9 +372,11 @@ def join(chosen: Chosen, command_line: Sequence[str], run: Callable[[Leader | No
     from zerokit.launch.interrupts import Interrupted, Interrupts
     from zerokit.launch.joined import Leader, follow
     from zerokit.launch.meeting import Meeting
+    from zerokit.launch.processes import end_with_parent
 
     member = chosen.member
     assert member is not None
+    end_with_parent()  # a launcher that was killed (torchrun's agent) ends nothing that it has started
     if member.leads:
         click.echo(f"zerokit: {member.describe()} leads", err=True)
     with Interrupts() as interrupts, contextlib.closing(Meeting(member)) as meeting:
