@@ -68,7 +68,7 @@ def test_a_fault_is_told_last_and_in_full(tmp_path: Path) -> None:
 
 
 def test_json_is_one_document_with_facts_by_rank(tmp_path: Path) -> None:
-    done = zerokit_inside(tmp_path, "doctor", "--json", "--nodes", "2", "--nproc-per-node", "1", "--pairs")
+    done = zerokit_inside(tmp_path, "doctor", "--json", "--nodes", "2", "--pairs")
     assert done.returncode == 0, done.stdout + done.stderr
     document = json.loads(done.stdout)
     assert document["format"] == "zerokit.doctor/1"

@@ -4,15 +4,30 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
-from tests.cli.commands import CLI, FORKS, TINY, environment, processes_of, torchrun, zerokit_forked
+from tests.cli import commands
+from tests.cli.commands import (
+    CLI,
+    FORKS,
+    TINY,
+    Torchrun,
+    children_of,
+    environment,
+    processes_of,
+    torchrun,
+    training,
+    zerokit_forked,
+)
 from tests.launch.clusters import logged_runs
+from tests.launch.ranks import alive, wait_for
 from zerokit.bench.record import read_record
 from zerokit.cli.bench import command
 from zerokit.cli.launchers import choose_launcher, read_variables
@@ -34,13 +49,13 @@ def bench(*arguments: str, **variables: str) -> Result:
         (["--launcher", "ssh"], "give --hosts a,b or --hostfile FILE"),
         (["--launcher", "ssh", "--hosts", "a,,b"], "--hosts a,,b is no list of hosts"),
         (["--launcher", "ssh", "--hosts", "-oProxyCommand=x"], "is no list of hosts"),
+        (["--launcher", "ssh", "--hosts", "a,b, a"], "--hosts a,b, a names a a second time"),
         (["--launcher", "ssh", "--hostfile", "missing"], "the hostfile missing cannot be read"),
         (
             ["--launcher", "ssh", "--hosts", "a", "--partition", "x"],
             "--partition is for --launcher slurm, not for ssh",
         ),
         (["--hosts", "a,b"], "--hosts is for --launcher ssh, not for local"),
-        (["--launcher", "ssh", "--hosts", "a,b,a"], "names a twice"),
         (["--launcher", "kubernetes", "--container-image", "i", "--save", "/runs/a"], "--pvc CLAIM"),
         (
             [
@@ -172,8 +187,14 @@ def by_torchrun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[st
     return torchrun(folder, "--nproc-per-node", "2", *port, *arguments)
 
 
-def by_mpirun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    starter = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2")
+def by_mpirun(folder: Path, *arguments: str, hosts: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
+    """On `hosts`, each of which is this machine under another name."""
+    starter = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2"]
+    if hosts:
+        rsh = folder / "rsh"
+        rsh.write_text('#!/bin/sh\nhost=$1; shift\nexec unshare --uts sh -c "hostname $host; $*"\n')
+        rsh.chmod(0o755)
+        starter += ["--mca", "plm_rsh_agent", str(rsh), "--host", ",".join(hosts)]
     return run(folder, *starter, sys.executable, "-m", "zerokit.cli", *arguments)
 
 
@@ -210,6 +231,38 @@ def test_torchruns_ranks_leave_one_record_and_one_run(tmp_path: Path, losses: li
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed")
 def test_mpiruns_ranks_leave_one_record(tmp_path: Path, losses: list[float | None]) -> None:
     require_one_record(tmp_path, by_mpirun(tmp_path, *BENCH, "--no-mlflow"), losses)
+
+
+@pytest.mark.netns
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed")
+def test_mpiruns_ranks_on_two_hosts_meet_where_mpirun_runs(tmp_path: Path) -> None:
+    done = by_mpirun(tmp_path, *BENCH, "--no-mlflow", hosts=[socket.gethostname(), "elsewhere"])
+    assert done.returncode == 0, done.stderr
+    assert [(rank.rank, rank.node) for rank in read_record(tmp_path / "record.json").ranks] == [
+        (0, 0),
+        (1, 1),
+    ]
+
+
+@pytest.mark.netns
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed")
+def test_mpiruns_ranks_on_other_hosts_say_what_is_missing(tmp_path: Path) -> None:
+    done = by_mpirun(tmp_path, *BENCH, "--no-mlflow", hosts=["here", "elsewhere"])
+    assert "set MASTER_ADDR to its host (mpirun -x MASTER_ADDR=HOST), or start mpirun there" in done.stderr
+    assert "has not come" not in done.stderr
+
+
+def test_killed_torchruns_leave_nothing(tmp_path: Path) -> None:
+    long = ("bench", *TINY, "--steps", "1000000", "--device", "cpu", "--no-mlflow")
+    words = ("--nproc-per-node", "2", "--master-port", str(free_port()), *FORKS, CLI, *long)
+    with Torchrun(tmp_path, words, OMP_NUM_THREADS="1") as agent:
+        commands.wait_for(lambda: training(tmp_path), agent)
+        members = children_of(agent.pid)
+        ranks = [child for pid in members for child in children_of(pid)]
+        agent.kill()
+    assert (len(members), len(ranks)) == (2, 2)
+    wait_for(lambda: not any(map(alive, [*members, *ranks])))
+    assert list((tmp_path / "tmp").glob("zerokit-*")) == []
 
 
 def test_torchruns_ranks_refuse_other_numbers_of_ranks(tmp_path: Path) -> None:

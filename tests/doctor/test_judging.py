@@ -53,6 +53,7 @@ RANK_FAULTS: list[tuple[str, Severity, Change]] = [
     ("ZD101", FAULT, on("software", python="3.10.12")),
     ("ZD101", WARNING, on("software", mlflow=None)),
     ("ZD102", FAULT, on("software", nccl="2.21.5")),
+    ("ZD102", FAULT, on("software", program="000000000000")),
     ("ZD102", WARNING, on("software", safetensors="0.7.0")),
     ("ZD201", FAULT, on("devices", built_for_cuda=False)),
     ("ZD201", FAULT, on("devices", usable=7)),

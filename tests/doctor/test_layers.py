@@ -6,7 +6,7 @@ import ast
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "zerokit"
-BELOW = {"__init__", "bench", "doctor", "errors", "launch", "runtime", "text", "version"}
+BELOW = {"__init__", "bench", "doctor", "errors", "launch", "runtime", "text", "versions"}
 
 
 def imported(path: Path) -> set[str]:

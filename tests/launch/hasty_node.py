@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from zerokit.launch import frames, node
+from zerokit.launch import frames, node, processes
 
 
 def start_rank(start: Mapping[str, Any], folder: Path, launch_id: str) -> subprocess.Popen[bytes]:
@@ -28,5 +28,6 @@ def start_rank(start: Mapping[str, Any], folder: Path, launch_id: str) -> subpro
 
 if __name__ == "__main__":
     frames.SILENCE_SECONDS = 5.0
+    processes.STOPPED_SECONDS = 2.0
     node._start_agent = start_rank
     os._exit(node.main())

@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 
 from tests.launch.ranks import WORKLOAD
-from zerokit.launch import agents, joined
+from zerokit import versions
+from zerokit.launch import agents, joined, processes
 from zerokit.launch.interrupts import Interrupts
 from zerokit.launch.meeting import Meeting, Patience
 from zerokit.launch.membership import find_membership
@@ -21,7 +22,10 @@ def be_member(folder: str, what: str, times: str) -> None:
     """The leader launches as often as it is told; both have little patience. Ends this process."""
     patience = Patience(meet=30.0, lost=4.0, alive=0.25)
     agents.PEERS_FOLLOW_SECONDS = 0.5
+    processes.STOPPED_SECONDS = 2.0
     asked = [os.environ.get("ASKED", "bench")]
+    if "PACKAGE" in os.environ:
+        versions._PACKAGE = Path(os.environ["PACKAGE"])
     found = find_membership(os.environ)
     assert found is not None
     with Interrupts() as interrupts, contextlib.closing(Meeting(found, patience)) as meeting:

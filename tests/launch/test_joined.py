@@ -160,6 +160,7 @@ def test_long_results_come_whole(members: Members, tmp_path: Path) -> None:
     [
         ("die", r"rank 1 \(node 0, pid \d+\) was killed by SIGKILL"),
         ("raise", r"(?s)rank 1 \(node 0, pid \d+\) failed: ValueError: a fault.*stderr:.*\| a last word"),
+        ("stop", r"rank 1 \(node 0, pid \d+\) was stopped \(SIGSTOP\) for 2 s, and killed then"),
         ("exit", r"rank 1 \(node 0, pid \d+\) failed: exit code 7"),
     ],
 )
@@ -184,10 +185,28 @@ def test_command_lines_that_differ_are_refused(members: Members, tmp_path: Path)
     assert started(tmp_path) == {}
 
 
+def test_another_program_under_the_same_version_is_refused(members: Members, tmp_path: Path) -> None:
+    """By one byte in one file, as a node has it that was not updated."""
+    package = tmp_path / "zerokit"
+    shutil.copytree(ROOT / "zerokit", package, ignore=shutil.ignore_patterns("__pycache__"))
+    with (package / "bench" / "__init__.py").open("a") as file:
+        file.write("#")
+    members.start(torchrun(0, members.port), "finish")
+    members.start(torchrun(1, members.port), "finish", PACKAGE=str(package))
+    (code, text), (followers_code, _) = members.ends()
+    assert (code, followers_code) == (1, 1)
+    assert re.search(
+        r"LaunchError: number 1 on \S+ has .*zerokit's files \w{12}, .*but this machine has .*: install the same",
+        text,
+    )
+    assert started(tmp_path) == {}
+
+
 def test_a_leader_whose_follower_stays_away_says_so(members: Members) -> None:
-    meeting = Meeting(member(0, members.port), Patience(meet=5.0))
+    meeting = Meeting(member(0, members.port))
+    meeting.patience = Patience(meet=1.0)  # to make the store may take longer
     try:
-        with pytest.raises(LaunchError, match=r"number 1 of 2 that torchrun started has not come within 5 s"):
+        with pytest.raises(LaunchError, match=r"number 1 of 2 that torchrun started has not come within 1 s"):
             joined.Leader(meeting, [], Interrupts())
     finally:
         meeting.close()
@@ -201,9 +220,9 @@ def member(rank: int, port: int) -> Membership:
 
 def test_a_follower_whose_leader_stays_away_says_so(members: Members) -> None:
     with pytest.raises(
-        LaunchError, match=r"rank 1 of 2 .* no meeting with the others at 127.0.0.1:\d+ within 5 s"
+        LaunchError, match=r"rank 1 of 2 .* no meeting with the others at 127.0.0.1:\d+ within 1 s"
     ):
-        Meeting(member(1, members.port), Patience(meet=5.0))
+        Meeting(member(1, members.port), Patience(meet=1.0))
 
 
 def test_a_name_that_leads_nowhere_is_told(members: Members) -> None:
@@ -242,30 +261,6 @@ def test_a_follower_that_is_gone_is_named(members: Members, tmp_path: Path, numb
     wait_for(lambda: all_ended(tmp_path))
 
 
-def test_ranks_of_a_killed_agent_end(members: Members, tmp_path: Path) -> None:
-    """torchrun's agent would have ended them; nothing else tells them that it is gone."""
-    agents = [
-        subprocess.Popen(
-            [sys.executable, "-c", _AGENT, sys.executable, str(tmp_path), "wait", "1"],
-            env=os.environ
-            | {"PYTHONPATH": str(ROOT), "TMPDIR": str(members.copies)}
-            | torchrun(rank, members.port),
-        )
-        for rank in range(2)
-    ]
-    wait_for(lambda: len(started(tmp_path)) == 2)
-    for agent in agents:
-        agent.kill()
-        agent.wait()
-    wait_for(lambda: all_ended(tmp_path))
-
-
-_AGENT = """
-import subprocess, sys
-subprocess.run([sys.argv[1], "-m", "tests.launch.member", *sys.argv[2:]])
-"""
-
-
 def test_a_signal_to_all_ends_all(members: Members, tmp_path: Path) -> None:
     """As a Ctrl-C, or whoever started them, sends it; nobody waits until others are taken for lost."""
     for rank in range(2):
@@ -285,10 +280,15 @@ def test_a_busy_leader_is_not_taken_for_dead(members: Members) -> None:
     patience = Patience(lost=2.0, alive=0.05)
     leading = Meeting(member(0, members.port), patience)
     following = Meeting(member(1, members.port), patience)
-    deadline = time.monotonic() + 2.5
-    while time.monotonic() < deadline:
-        assert not following.is_lost(0)
-        time.sleep(0.05)
+    beats: list[object] = []
+
+    def beat() -> bool:
+        if (heard := following.get("alive/0")) not in beats:
+            beats.append(heard)
+        return len(beats) > 3
+
+    wait_for(beat)
+    assert not following.is_lost(0)
     leading.close()
     wait_for(lambda: following.is_lost(0))
     following.close()

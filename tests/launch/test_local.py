@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.launch.ranks import ROOT, WORKLOAD, alive, all_ended, started, wait_for
-from zerokit.launch import agents, processes
+from tests.launch.ranks import ROOT, WORKLOAD, alive, started, wait_for
+from zerokit.launch import agents
 from zerokit.launch.failures import Failure, WorkerFailed
 from zerokit.launch.interrupts import Interrupted, Interrupts
 from zerokit.launch.local import launch, threads_per_rank
@@ -96,19 +96,6 @@ def test_a_rank_that_raises_is_named_with_the_end_of_its_stderr(tmp_path: Path, 
 
 def failure(rank: int, exit_code: int, message: str = "", moment: float = 0.0) -> Failure:
     return Failure(rank, rank // 2, 1000 + rank, exit_code, message, False, moment, None)
-
-
-def test_a_stopped_rank_is_named_and_ended(
-    tmp_path: Path, logs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(processes, "STOPPED_SECONDS", 0.5)
-    monkeypatch.setattr(processes, "_LOOK_SECONDS", 0.1)
-    monkeypatch.setattr(processes, "_SEARCH_SECONDS", 0.2)
-    with pytest.raises(
-        WorkerFailed, match=r"rank 1 \(pid \d+\) has been stopped \(SIGSTOP\) for .* kill -CONT"
-    ):
-        run(tmp_path, logs, "stop")
-    assert all_ended(tmp_path)
 
 
 def test_causes_come_before_consequences() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
 from zerokit.errors import UsageError
@@ -111,14 +113,39 @@ def test_srun_without_the_steps_own_numbers_takes_the_jobs() -> None:
 def test_mpirun() -> None:
     member = find(OPEN_MPI)
     assert (member.index, member.count, member.nodes, member.master_addr) == (1, 2, 1, "127.0.0.1")
-    apart = OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
-    apart |= {"OMPI_MCA_orte_hnp_uri": "77.0;tcp://192.0.2.2,10.0.0.2:56569;tcp6://[fd00::2]:43429"}
-    assert find(apart).master_addr == "192.0.2.2"
-    first = apart | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_MCA_orte_local_daemon_uri": "77.1;tcp://192.0.2.3:1"}
-    with pytest.raises(UsageError, match="where mpirun runs on rank 0's host"):
-        find(first)  # mpirun runs elsewhere
     intel = find(PMI)
     assert (intel.index, intel.nodes, intel.nproc_per_node, intel.leads) == (0, 2, 1, True)
+
+
+OF_TWO_NODES = OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+
+
+def test_open_mpi_4_finds_rank_0_where_mpirun_answers() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mpirun:
+        # At the first address nobody listens.
+        uri = f"17.0;tcp://127.0.0.3,127.0.0.1:{mpirun.getsockname()[1]};tcp6://[fd00::2]:44827"
+        there = OF_TWO_NODES | {
+            "OMPI_MCA_orte_hnp_uri": uri,
+            "OMPI_MCA_orte_local_daemon_uri": "17.1;tcp://h:1",
+        }
+        assert find(there).master_addr == "127.0.0.1"
+        first = there | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_MCA_orte_local_daemon_uri": uri}
+        assert find(first).master_addr == "127.0.0.1"
+        with pytest.raises(UsageError, match="MASTER_ADDR=HOST\\), or start mpirun there"):
+            find(there | {"OMPI_COMM_WORLD_RANK": "0"})
+        assert find(there | {"OMPI_COMM_WORLD_RANK": "0", "MASTER_ADDR": "gpu1"}).master_addr == "gpu1"
+
+
+def test_open_mpi_5_names_the_host_of_mpirun() -> None:
+    there = OF_TWO_NODES | {
+        "PMIX_NAMESPACE": "prterun-gpu-1-3070@1",
+        "PMIX_SERVER_URI41": "prterun-gpu-1-3070@0.1;x",
+    }
+    assert find(there).master_addr == "gpu-1"
+    with pytest.raises(UsageError, match="start mpirun there"):
+        find(there | {"OMPI_COMM_WORLD_RANK": "0"})
+    first = there | {"OMPI_COMM_WORLD_RANK": "0", "PMIX_SERVER_URI41": "prterun-gpu-1-3070@0.0;x"}
+    assert find(first).master_addr == "gpu-1"
 
 
 def test_a_pod_is_a_whole_node() -> None:
@@ -149,10 +176,8 @@ def test_a_pod_is_a_whole_node() -> None:
         ),
         (SRUN | {"SLURM_STEP_NODELIST": "gpu[1-"}, "no list of nodes"),
         (SRUN | {"MASTER_ADDR": "a", "MASTER_PORT": "x"}, "MASTER_PORT is 'x'"),
-        (
-            OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
-            "set MASTER_ADDR",
-        ),
+        (OF_TWO_NODES, r"set MASTER_ADDR to its host \(mpirun -x MASTER_ADDR=HOST\)"),
+        (PMI | {"MASTER_ADDR": ""}, r"set MASTER_ADDR to its host \(mpirun -genv MASTER_ADDR HOST\)"),
         (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_RANK": "2"}, "the same number of ranks"),
         (POD | {"PET_NNODES": "1:4"}, "expected a fixed number of nodes"),
         (POD | {"PET_NODE_RANK": "2"}, "expected a fixed number of nodes"),

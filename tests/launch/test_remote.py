@@ -15,14 +15,13 @@ from typing import Any
 import pytest
 
 from tests.launch.ranks import ROOT, WORKLOAD, all_ended, started, wait_for
-from zerokit.launch import agents
-from zerokit.launch import remote as launching
+from zerokit.launch import agents, frames
 from zerokit.launch.failures import LaunchError, WorkerFailed
 from zerokit.launch.frames import SILENCE_SECONDS, frame, pack
 from zerokit.launch.interrupts import Interrupted, Interrupts
 from zerokit.launch.local import threads_per_rank
-from zerokit.launch.node import versions
 from zerokit.launch.remote import RemoteHost, launch_on, node_command
+from zerokit.versions import versions
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="other systems cannot tie a process to its parent"
@@ -135,31 +134,6 @@ def test_a_killed_rank_is_named_and_the_other_node_ends(tmp_path: Path, logs: Pa
     assert no_copies(tmp_path)
 
 
-def test_a_stopped_rank_is_named_by_its_node(tmp_path: Path, logs: Path) -> None:
-    with pytest.raises(WorkerFailed, match=r"node 1 on second: rank 1 \(pid \d+\) has been stopped"):
-        run(tmp_path, logs, "stop")
-    assert all_ended(tmp_path)
-    assert no_copies(tmp_path)
-
-
-def test_a_stopped_node_program_is_named(tmp_path: Path, logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launching, "SILENCE_SECONDS", 4.0)
-    stops = python(
-        "import os, signal, subprocess, sys, time",
-        f"node = subprocess.Popen(['sh', '-c', {node_command(sys.executable)!r}])",
-        f"while not os.path.exists({str(tmp_path / '1.json')!r}): time.sleep(0.05)",
-        "node.send_signal(signal.SIGSTOP)",
-        "sys.stdin.read()",
-        "node.send_signal(signal.SIGCONT)",
-        "node.wait()",
-    )
-    with pytest.raises(
-        WorkerFailed, match="node 1 on second: nothing was heard for 4 s: its program is stopped"
-    ):
-        run(tmp_path, logs, "wait", remote("first"), remote("second", stops))
-    wait_for(lambda: all_ended(tmp_path))
-
-
 def test_a_rank_that_raises_is_named_with_the_end_of_its_stderr(tmp_path: Path, logs: Path) -> None:
     with pytest.raises(WorkerFailed) as caught:
         run(tmp_path, logs, "raise", remote(), nproc_per_node=2)
@@ -217,6 +191,38 @@ def test_a_node_program_that_is_killed_takes_its_ranks_along(tmp_path: Path, log
     wait_for(lambda: all_ended(tmp_path), 5.0)
 
 
+def test_a_node_program_that_is_stopped_is_given_up(
+    tmp_path: Path, logs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it trains it is heard all the time, so the silence is its end."""
+    monkeypatch.setattr(frames, "SILENCE_SECONDS", 6.0)
+
+    def stop() -> None:
+        os.kill(node_programs(os.getpid())[1], signal.SIGSTOP)
+
+    with pytest.raises(
+        WorkerFailed, match=r"^node 1 on second: nothing was heard of it for 6 s: its program is stopped, or"
+    ):
+        run(tmp_path, logs, "wait", poll=once_started(tmp_path, 2, stop))
+    wait_for(lambda: all_ended(tmp_path))
+
+
+def test_a_stopped_rank_is_named_and_all_end(tmp_path: Path, logs: Path) -> None:
+    with pytest.raises(WorkerFailed) as caught:
+        run(tmp_path, logs, "stop")
+    pid = started(tmp_path)[1]["pid"]
+    said = f"rank 1 (node 1 on second, pid {pid}) was stopped (SIGSTOP) for 12 s, and killed then"
+    assert str(caught.value).startswith(said)
+    assert all_ended(tmp_path)
+
+
+def test_a_stopped_agent_is_named(tmp_path: Path, logs: Path) -> None:
+    """The rank of a hasty node takes the agent's place."""
+    with pytest.raises(WorkerFailed, match=r"^node 1 on second: its torchrun agent was stopped"):
+        run(tmp_path, logs, "stop", remote("first", HASTY), remote("second", HASTY))
+    assert all_ended(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [
@@ -230,6 +236,10 @@ def test_a_node_program_that_is_killed_takes_its_ranks_along(tmp_path: Path, log
         ),
         ("true", "node 1 on second did not start with exit code 0"),
         (saying(b"Welcome!\n", b'{"zerokit": "hello"}\n'), "has no zerokit, but this machine has python"),
+        (
+            saying(frame("hello", versions=versions() | {"zerokit's files": "0123456789ab"})),
+            "node 1 on second has .*zerokit's files 0123456789ab, .*but this machine has .*--remote-python",
+        ),
         (
             python("import sys", f"sys.stdout.buffer.write({frame('hello', versions={'torch': '1.0'})!r})"),
             "node 1 on second has torch 1.0, but this machine has .*--remote-python",

@@ -36,7 +36,8 @@ Exit codes: 0 no fault (there may be warnings), 1 failure, 2 wrong use,
     "--nproc-per-node",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Ranks of each node.  [default: its visible CUDA devices; 2 on a CPU]",
+    help="Ranks of each node.  [default: as bench, its visible CUDA devices, of which nodes simulated here have equal "
+    "shares, else 1; 2 on a single node without]",
 )
 @click.option(
     "--quick", is_flag=True, help="Check this process only, in a second: no ranks, no measurements."
@@ -83,6 +84,7 @@ def command(
     asks the tracking store. RUN_DIRECTORY is where runs would write; by default the working directory. A file is
     written there and removed.
     """
+    from zerokit.bench.machine.devices import visible_devices
     from zerokit.bench.tracking.store import resolve_uri
     from zerokit.doctor.examine import Plan
 
@@ -99,9 +101,11 @@ def command(
     nodes = nodes or chosen.nodes or 1
     if pairs and nodes < 2:
         raise click.UsageError("--pairs compares nodes; there is one (--nodes 2 or more)")
+    devices = len(visible_devices()) // (nodes if chosen.here else 1)
     plan = Plan(
         nodes=nodes,
-        nproc_per_node=nproc_per_node or chosen.nproc_per_node or _ranks(nodes, here=chosen.here),
+        # A rank alone on one node would have nobody to meet.
+        nproc_per_node=nproc_per_node or chosen.nproc_per_node or devices or (2 if nodes == 1 else 1),
         directory=directory,
         tracking_uri=resolve_uri(tracking_uri),
         pairs=pairs,
@@ -125,14 +129,6 @@ def command(
         return report.exit_code
 
     context.exit(run(None) if chosen.member is None else join(chosen, given_arguments(context), run))
-
-
-def _ranks(nodes: int, *, here: bool) -> int:
-    """Ranks of each node: one a device, or one; two where nothing could be seen between nodes."""
-    from zerokit.bench.machine.devices import visible_devices
-
-    devices = len(visible_devices())
-    return (devices // nodes if here else devices) or (1 if nodes > 1 else 2)
 
 
 def _examined(plan: Plan, chosen: Chosen, leader: Leader | None, quick: bool) -> Report:

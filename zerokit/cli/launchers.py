@@ -230,9 +230,10 @@ def _ssh(options: Mapping[str, Any]) -> Chosen:
         names = [name.strip() for name in options["hosts"].split(",")]
         if not all(names) or any(name.startswith("-") for name in names):
             raise UsageError(f"--hosts {options['hosts']} is no list of hosts; expected: a,b")
-        if twice := sorted({name for name in names if names.count(name) > 1}):
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
             raise UsageError(
-                f"--hosts names {', '.join(twice)} twice: each host is one node, whose ranks are --nproc-per-node"
+                f"--hosts {options['hosts']} names {twice} a second time: each node is a machine of its own"
             )
         lines = [HostSlots(name, None) for name in names]
     require_ssh()
@@ -254,9 +255,11 @@ def join(chosen: Chosen, command_line: Sequence[str], run: Callable[[Leader | No
     from zerokit.launch.interrupts import Interrupted, Interrupts
     from zerokit.launch.joined import Leader, follow
     from zerokit.launch.meeting import Meeting
+    from zerokit.launch.processes import end_with_parent
 
     member = chosen.member
     assert member is not None
+    end_with_parent()  # a launcher that was killed (torchrun's agent) ends nothing that it has started
     if member.leads:
         click.echo(f"zerokit: {member.describe()} leads", err=True)
     with Interrupts() as interrupts, contextlib.closing(Meeting(member)) as meeting:

@@ -11,23 +11,28 @@ from dataclasses import dataclass, fields
 from importlib import metadata
 from pathlib import Path
 
+from zerokit import __version__
 from zerokit.doctor.findings import Answers, Finding, Severity, Verdict, by_rank, fault, finding, ok, warning
-from zerokit.version import describe_version
+from zerokit.versions import program
 
 OLDEST_TORCH = (2, 6)
 """As in pyproject.toml."""
 OLDEST_PYTHON = (3, 11)
 
 # Ranks with different ones of these cannot work together, or silently compute different things.
-_MUST_AGREE = ("zerokit", "torch", "cuda", "nccl")
+_MUST_AGREE = ("zerokit", "program", "torch", "cuda", "nccl")
 
 
 @dataclass(frozen=True, slots=True)
 class Software:
-    """Versions; None for what is not installed, and for what this build of torch has not."""
+    """Versions; None for what is not installed, and for what this build of torch has not.
+
+    `program` is a hash of zerokit's own files, which may differ under one version.
+    """
 
     python: str
     zerokit: str
+    program: str
     torch: str | None
     cuda: str | None
     nccl: str | None
@@ -40,7 +45,8 @@ def look_at_software() -> Software:
     torch, cuda = _torch_built()
     return Software(
         python=platform.python_version(),
-        zerokit=describe_version(),
+        zerokit=__version__,
+        program=program(),
         torch=torch,
         cuda=cuda,
         nccl=_nccl(),
@@ -121,7 +127,13 @@ def _listed(software: Software) -> str:
     return ", ".join(f"{_NAMES.get(name, name)} {value}" for name, value in pairs if value is not None)
 
 
-_NAMES = {"python": "Python", "cuda": "CUDA", "nccl": "NCCL", "mlflow": "MLflow"}
+_NAMES = {
+    "python": "Python",
+    "program": "zerokit's files",
+    "cuda": "CUDA",
+    "nccl": "NCCL",
+    "mlflow": "MLflow",
+}
 
 
 def _numbers(version: str) -> tuple[int, ...]:

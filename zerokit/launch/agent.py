@@ -10,11 +10,15 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from zerokit.launch.processes import die_with_parent, import_torch
+from zerokit.launch.processes import StoppedProcesses, die_with_parent, import_torch, own_children
+
+_LOOK_SECONDS = 1.0
 
 
 def _write(report: Path, content: Mapping[str, Any]) -> None:
@@ -30,6 +34,8 @@ def main(report: Path, arguments: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
+    stopped = StoppedProcesses()
+    threading.Thread(target=_watch, args=(stopped,), daemon=True).start()
     try:
         torchrun(arguments)
     except ChildFailedError as error:
@@ -38,8 +44,9 @@ def main(report: Path, arguments: list[str]) -> int:
                 "rank": rank,
                 "pid": failure.pid,
                 "exit_code": failure.exitcode,
-                "message": failure.message,
-                "time": failure.timestamp,
+                "message": stopped.explain(failure.pid) or failure.message,
+                "stopped": failure.pid in stopped.killed,
+                "time": stopped.killed.get(failure.pid, failure.timestamp),
             }
             for rank, failure in error.failures.items()
         ]
@@ -51,6 +58,12 @@ def main(report: Path, arguments: list[str]) -> int:
         _write(report, {"error": f"{type(error).__name__}: {error}"})
         raise
     return 0
+
+
+def _watch(stopped: StoppedProcesses) -> None:
+    while True:
+        stopped.look(own_children())
+        time.sleep(_LOOK_SECONDS)
 
 
 if __name__ == "__main__":

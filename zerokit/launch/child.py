@@ -17,7 +17,7 @@ from zerokit.launch.agents import GRACE_SECONDS
 from zerokit.launch.frames import relocate
 from zerokit.launch.membership import Membership
 from zerokit.launch.network import address_towards, interface_of
-from zerokit.launch.processes import MARK, Stopped, kill_marked
+from zerokit.launch.processes import MARK, StoppedProcesses, kill_marked
 
 
 def own_cores() -> list[int]:
@@ -56,8 +56,7 @@ class Child:
         self.directory.mkdir(parents=True)
         self._member = member
         self._launch_id = uuid.uuid4().hex
-        self._stopped = Stopped(self._launch_id)
-        self._trouble: str | None = None
+        self._stopped = StoppedProcesses()
         rank = ["-m", "zerokit.launch.rank", request["module"]]
         rank += relocate(request["arguments"], request["folder"], folder)
         command = [sys.executable, *rank]
@@ -121,9 +120,8 @@ class Child:
     def poll(self) -> int | None:
         code = self._process.poll()
         if code is None:
-            self._trouble = self._trouble or self._stopped.look()
-            return 1 if self._trouble else None
-        if code == 0 or self._member.whole_node:
+            self._stopped.look([self._process.pid])
+        if code is None or code == 0 or self._member.whole_node:
             return code
         self._report(code)
         return code if code > 0 else 128 - code  # a negative code would mean that an agent was killed
@@ -133,7 +131,7 @@ class Child:
         report = self.directory / "report.json"
         if report.exists():
             return
-        message: Any = ""
+        message: Any = self._stopped.explain(self._process.pid) or ""
         with contextlib.suppress(OSError, ValueError):
             message = json.loads((self.directory / "error.json").read_text())["message"]
         failure = {
@@ -141,6 +139,7 @@ class Child:
             "pid": self._process.pid,
             "exit_code": code,
             "message": message,
+            "stopped": self._process.pid in self._stopped.killed,
             "time": time.time(),
             "stderr": "stderr.log",
         }
@@ -151,7 +150,7 @@ class Child:
             self._process.send_signal(number)
 
     def trouble(self) -> str | None:
-        return self._trouble
+        return None
 
     def end(self) -> None:
         """Kill what is left."""

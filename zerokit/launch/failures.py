@@ -69,6 +69,8 @@ class Failure:
         where = f"rank {self.rank} ({name_node(self.node, self.host)}, pid {self.pid})"
         if self.exit_code >= 0:
             return f"{where} failed: {self.message or f'exit code {self.exit_code}'}"
+        if self.message:
+            return f"{where} {self.message}"
         name = signal_name(-self.exit_code)
         hint = ""
         if name == "SIGKILL":
@@ -111,7 +113,7 @@ def read_failures(directory: Path, node: int, host: str | None = None) -> list[F
             extra = message.get("extraInfo", {})
             expected, moment = bool(extra.get("expected")), float(extra.get("time", moment))
             message = message.get("message", "")
-        elif entry["exit_code"] >= 0:
+        elif not entry.get("stopped"):
             message = ""  # torchrun's advice on how to see a traceback, not a reason
         log = directory / entry["stderr"] if "stderr" in entry else _stderr_of(directory, node, entry["rank"])
         failures.append(

@@ -1,11 +1,10 @@
 """Messages between a launcher and a node on another machine: a JSON document a line, over a pipe each way.
 
-    node -> launcher    hello, file (name, content), exit (code, trouble)
-    launcher -> node    start, signal (number)
-    both                empty lines: alive
+    node -> launcher    hello, file (name, content), exit (code, trouble), alive
+    launcher -> node    start, signal (number), and empty lines: the launcher is alive
 
 A node whose pipe closes, or that hears nothing for `SILENCE_SECONDS`, ends what it has started: no rank outlives its
-launcher or the connection to it. A launcher that hears nothing of a node for as long says so.
+launcher or the connection to it. A launcher that hears nothing of a node for so long gives that node up.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ import base64
 import json
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from zerokit import files
 from zerokit.errors import ZerokitError
@@ -34,6 +33,20 @@ class FrameError(ZerokitError):
 def frame(kind: str, **content: Any) -> bytes:
     """One line."""
     return json.dumps({"zerokit": kind, **content}).encode() + b"\n"
+
+
+def read_lines(stream: BinaryIO, heard: Callable[[], None]) -> Iterator[bytes]:
+    """The lines of a stream; every piece of one is `heard`, for a long one may take longer than any silence."""
+    line: list[bytes] = []
+    while piece := stream.read1(1 << 16):  # type: ignore[attr-defined]  # a BufferedReader's
+        heard()
+        *ends, rest = piece.split(b"\n")
+        for end in ends:
+            yield b"".join([*line, end, b"\n"])
+            line.clear()
+        line.append(rest)
+    if last := b"".join(line):
+        yield last
 
 
 def parse(line: bytes) -> tuple[str, dict[str, Any]] | None:

@@ -29,8 +29,8 @@ from zerokit.launch.frames import MOST_LOG_BYTES, FrameError, pack, put_file
 from zerokit.launch.interrupts import Interrupted, Interrupts
 from zerokit.launch.meeting import POLL_SECONDS, Meeting
 from zerokit.launch.network import free_port
-from zerokit.launch.node import require_equal_versions, versions
 from zerokit.text import without_secrets
+from zerokit.versions import describe_difference, versions
 
 
 class Follower:
@@ -59,7 +59,7 @@ class Follower:
         if done is not None:
             for name, content in done["files"].items():
                 put_file(self._log_dir, {"name": name, "content": content})
-            self._code, self._trouble = int(done["code"]), done["trouble"]
+            self._code = int(done["code"])
         elif self._meeting.is_lost(self._index):
             member = self._meeting.member
             what = "node" if member.whole_node else f"rank {self._index} of {member.count},"
@@ -84,7 +84,7 @@ class Leader:
     def __init__(self, meeting: Meeting, command_line: Sequence[str], interrupts: Interrupts) -> None:
         """Wait until all members have come, each with the same `command_line`.
 
-        Raises `UsageError` when one has another, and `LaunchError` when one does not come, or has other versions.
+        Raises `UsageError` when one has another, and `LaunchError` when one does not come or runs another program.
         """
         self._meeting = meeting
         self._launches = 0
@@ -107,7 +107,9 @@ class Leader:
                     f"all ranks must run the same command, but number {index} on {ready['host']} was given "
                     f"{theirs!r}, and number 0 {ours!r}"
                 )
-            require_equal_versions(f"number {index} on {ready['host']}", ready["versions"])
+            where = f"number {index} on {ready['host']}"
+            if (difference := describe_difference(where, ready.get("versions"))) is not None:
+                raise LaunchError(difference)
             self._members.append((ready["host"], ready["cores"]))
 
     def launch(
@@ -239,6 +241,4 @@ def _send_back(meeting: Meeting, key: str, child: Child, folder: Path, inputs: f
         if path.is_file() and name not in inputs:
             content = path.read_bytes()
             files[name] = pack(content if path.parent == folder else content[-MOST_LOG_BYTES:])
-    trouble = child.trouble()
-    code = 1 if trouble else child.poll()
-    meeting.put(f"{key}/done/{meeting.member.index}", code=code, trouble=trouble, files=files)
+    meeting.put(f"{key}/done/{meeting.member.index}", code=child.poll(), files=files)

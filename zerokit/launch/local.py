@@ -15,14 +15,14 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from zerokit.launch.agents import attend, await_end, explain, pass_on, running
 from zerokit.launch.failures import LaunchError, signal_name
 from zerokit.launch.interrupts import Interrupted, Interrupts
 from zerokit.launch.network import free_port
-from zerokit.launch.processes import MARK, Stopped, kill_marked
+from zerokit.launch.processes import MARK, StoppedProcesses, kill_marked
 
 PORT_ATTEMPTS = 5
 
@@ -34,15 +34,14 @@ class LocalAgent:
     node: int
     process: subprocess.Popen[bytes]
     directory: Path
-    stopped: Stopped
     host: str | None = None
-    _trouble: str | None = None
+    stopped: StoppedProcesses = field(default_factory=StoppedProcesses)
 
     def poll(self) -> int | None:
         code = self.process.poll()
         if code is None:
-            self._trouble = self._trouble or self.stopped.look()
-        return 1 if self._trouble else code
+            self.stopped.look([self.process.pid])
+        return code
 
     def send_signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -50,9 +49,10 @@ class LocalAgent:
 
     def trouble(self) -> str | None:
         code = self.process.poll()
-        if self._trouble or code is None or code >= 0:
-            return self._trouble
-        return f"node {self.node}: its torchrun agent (pid {self.process.pid}) was killed by {signal_name(-code)}"
+        if code is None or code >= 0:
+            return None
+        how = self.stopped.explain(self.process.pid) or f"was killed by {signal_name(-code)}"
+        return f"node {self.node}: its torchrun agent (pid {self.process.pid}) {how}"
 
 
 def threads_per_rank(ranks: int) -> int:
@@ -137,12 +137,10 @@ def _attempt(
         # gloo otherwise looks its own host name up, which in many containers leads nowhere.
         variables.setdefault("GLOO_SOCKET_IFNAME", "lo")
     agents: list[LocalAgent] = []
-    stopped = Stopped(launch_id)
     try:
         for node in range(nodes):
             interrupts.check()
-            process, folder = _start_agent(node, nodes, nproc_per_node, port, directory, variables, command)
-            agents.append(LocalAgent(node, process, folder, stopped))
+            agents.append(_start_agent(node, nodes, nproc_per_node, port, directory, variables, command))
         attend(agents, interrupts, poll)
         if all(agent.poll() == 0 for agent in agents):
             return True
@@ -164,7 +162,7 @@ def _start_agent(
     directory: Path,
     variables: Mapping[str, str],
     command: Sequence[str],
-) -> tuple[subprocess.Popen[bytes], Path]:
+) -> LocalAgent:
     folder = directory / f"node-{node}"
     folder.mkdir(parents=True)
     torchrun = (
@@ -181,7 +179,7 @@ def _start_agent(
             stderr=log,
             start_new_session=True,  # a Ctrl-C at the terminal reaches us alone, and we pass it on
         )
-    return process, folder
+    return LocalAgent(node, process, folder)
 
 
 def _end(agents: Sequence[LocalAgent], launch_id: str) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import queue
-import signal
 import socket
 import threading
 import time
@@ -40,7 +39,7 @@ class Patience:
     """
 
     meet: float = 60.0
-    lost: float = 30.0
+    lost: float = 15.0
     alive: float = 2.0
 
 
@@ -53,7 +52,6 @@ class Meeting:
             from torch._C._distributed_c10d import PrefixStore, TCPStore
 
         self.member = member
-        self._parent = os.getppid()
         self.patience = patience or Patience()
         try:
             socket.getaddrinfo(member.master_addr, member.master_port)
@@ -125,9 +123,6 @@ class Meeting:
         with contextlib.suppress(LaunchError):  # the next use of the store raises
             self.put(f"alive/{self.member.index}", at=time.time())
             while not self._closed.wait(self.patience.alive):
-                if self.member.scheme == "torchrun" and os.getppid() != self._parent:
-                    # Its agent was killed, and would have ended this process; the other members' go on.
-                    os.kill(os.getpid(), signal.SIGTERM)
                 self.put(f"alive/{self.member.index}", at=time.time())
 
     def close(self) -> None:

@@ -2,7 +2,8 @@
 
 torchrun            RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR, MASTER_PORT
 srun                SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID, SLURM_NODEID, SLURM_STEP_NODELIST
-Open MPI's mpirun   OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE
+Open MPI's mpirun   OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE; OMPI_MCA_orte_hnp_uri (Open MPI 4) and
+                    PMIX_NAMESPACE (5) tell mpirun's own machine
 other mpiruns       PMI_RANK, PMI_SIZE, MPI_LOCALRANKID, MPI_LOCALNRANKS
 a TrainJob's pod    PET_NODE_RANK, PET_NNODES, PET_NPROC_PER_NODE, PET_MASTER_ADDR, PET_MASTER_PORT: it is a whole
                     node, whose ranks are still to be started
@@ -18,6 +19,7 @@ from functools import partial
 
 from zerokit.errors import UsageError
 from zerokit.launch.hosts import expand_hostlist
+from zerokit.launch.network import first_reached
 from zerokit.launch.slurm import node_address
 
 DEFAULT_PORT = 29500
@@ -107,6 +109,7 @@ def _ranks(
     job: str,
     *,
     first: str | None = None,
+    remedy: str = "",
 ) -> Membership:
     """One rank of `world`, of which each node has `local_world`."""
     if local_world < 1 or world % local_world or not 0 <= local_rank < local_world or not 0 <= rank < world:
@@ -123,8 +126,8 @@ def _ranks(
     address = environment.get("MASTER_ADDR") or (first if nodes > 1 else "127.0.0.1")
     if not address:
         raise UsageError(
-            f"{scheme} started ranks on {nodes} nodes, but does not state where rank 0 is (it does where mpirun runs "
-            "on rank 0's host): set MASTER_ADDR to that host (mpirun -x MASTER_ADDR=HOST)"
+            f"{scheme} started ranks on {nodes} nodes, but does not state where rank 0 is: set MASTER_ADDR to its host"
+            + remedy
         )
     # Two jobs on a machine should not meet at one port.
     port = 20000 + zlib.crc32(job.encode()) % 20000
@@ -224,21 +227,39 @@ def _srun(environment: Mapping[str, str], address: Callable[[str], str]) -> Memb
 def _open_mpi(environment: Mapping[str, str]) -> Membership | None:
     if "OMPI_COMM_WORLD_RANK" not in environment:
         return None
-    rank = _number(environment, "OMPI_COMM_WORLD_RANK")
-    # Where mpirun itself runs, as Open MPI 4 tells: "1631387648.0;tcp://192.0.2.2,10.0.0.2:56569;tcp6://…".
-    started_by = environment.get("OMPI_MCA_orte_hnp_uri", "")
-    found = re.search(r"tcp://([^,:;]+)", started_by)
-    elsewhere = rank == 0 and environment.get("OMPI_MCA_orte_local_daemon_uri", started_by) != started_by
+    rank, world, local_rank, local_world = (
+        _number(environment, f"OMPI_COMM_WORLD_{name}")
+        for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+    )
+    asks = world > local_world and not environment.get("MASTER_ADDR")
     return _ranks(
         environment,
         "mpirun",
         rank,
-        _number(environment, "OMPI_COMM_WORLD_SIZE"),
-        _number(environment, "OMPI_COMM_WORLD_LOCAL_RANK"),
-        _number(environment, "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        world,
+        local_rank,
+        local_world,
         environment.get("PMIX_NAMESPACE") or environment.get("OMPI_MCA_ess_base_jobid", ""),
-        first=None if found is None or elsewhere else found[1],
+        first=_mpirun_address(environment, rank) if asks else None,
+        remedy=" (mpirun -x MASTER_ADDR=HOST), or start mpirun there",
     )
+
+
+def _mpirun_address(environment: Mapping[str, str], rank: int) -> str | None:
+    """The machine on which mpirun itself runs, where its variables tell it; None if rank 0 knows to be on another.
+
+    Its first rank is there unless the list of hosts begins with another; who that is, only that rank could tell.
+    """
+    job, _, _ = environment.get("PMIX_NAMESPACE", "").partition("@")
+    if (match := re.fullmatch(r"prterun-(.+)-\d+", job)) is not None:  # Open MPI 5
+        daemon = environment.get("PMIX_SERVER_URI41", "").partition(";")[0]
+        return None if rank == 0 and daemon != f"{job}@0.0" else match[1]
+    mpirun = environment.get("OMPI_MCA_orte_hnp_uri", "")
+    if rank == 0 and mpirun != environment.get("OMPI_MCA_orte_local_daemon_uri"):
+        return None
+    # Every machine has several addresses, of which some (containers' bridges) lead elsewhere from the others.
+    addresses = re.search(r";tcp://([\d.,]+):(\d+)", mpirun)
+    return first_reached(addresses[1].split(","), int(addresses[2])) if addresses else None
 
 
 def _pmi(environment: Mapping[str, str]) -> Membership | None:
@@ -252,5 +273,5 @@ def _pmi(environment: Mapping[str, str]) -> Membership | None:
         _number(environment, "MPI_LOCALRANKID"),
         _number(environment, "MPI_LOCALNRANKS"),
         environment.get("PMI_PORT", ""),
-        first=environment.get("PMI_PORT", "").rpartition(":")[0] or None,  # Hydra's, HOST:PORT
+        remedy=" (mpirun -genv MASTER_ADDR HOST)",
     )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
 import sys
+from collections.abc import Sequence
 
 _SIOCGIFADDR = 0x8915
+_CONNECT_SECONDS = 5.0
 
 
 def free_port(address: str = "127.0.0.1") -> int:
@@ -26,6 +29,14 @@ def address_towards(other: str) -> str:
         probe.connect((other, 9))
         address: str = probe.getsockname()[0]
         return address
+
+
+def first_reached(addresses: Sequence[str], port: int) -> str | None:
+    """The first of these addresses of a machine at which it takes a connection from here, if any."""
+    for address in addresses:
+        with contextlib.suppress(OSError), socket.create_connection((address, port), _CONNECT_SECONDS):
+            return address
+    return None
 
 
 def interface_of(address: str) -> str | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import platform
 import queue
 import shutil
 import signal
@@ -21,47 +20,19 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from zerokit.launch import frames
-from zerokit.launch.failures import LaunchError
-from zerokit.launch.frames import MOST_LOG_BYTES, frame, pack, parse, put_file, relocate
+from zerokit.launch.frames import MOST_LOG_BYTES, frame, pack, parse, put_file, read_lines, relocate
 from zerokit.launch.local import threads_per_rank
 from zerokit.launch.network import address_towards, free_port, interface_of
-from zerokit.launch.processes import MARK, Stopped, kill_marked
-from zerokit.version import describe_version
+from zerokit.launch.processes import MARK, StoppedProcesses, kill_marked
+from zerokit.versions import versions
 
 _POLL_SECONDS = 0.05
 _FILES_SECONDS = 0.5
 _GRACE_SECONDS = 5.0
-
-
-def versions() -> dict[str, str]:
-    """What must be equal on all nodes."""
-    versions_here = {
-        "python": ".".join(platform.python_version_tuple()[:2]),
-        "zerokit": describe_version(),
-    }
-    with contextlib.suppress(PackageNotFoundError):
-        versions_here["torch"] = version("torch").partition("+")[0]  # asked without importing it
-    return versions_here
-
-
-def require_equal_versions(who: str, theirs: object) -> None:
-    """Raise `LaunchError` unless somebody else's `versions` are those of this machine."""
-    ours = versions()
-    if theirs != ours:
-        raise LaunchError(
-            f"{who} has {_list(theirs)}, but this machine has {_list(ours)}: install the same versions on every node, "
-            "or name the right Python there with --remote-python"
-        )
-
-
-def _list(found: object) -> str:
-    pairs = found.items() if isinstance(found, dict) else ()
-    return ", ".join(f"{name} {number}" for name, number in pairs) or "no zerokit"
 
 
 class Launcher:
@@ -76,15 +47,21 @@ class Launcher:
         threading.Thread(target=self._write, args=(outgoing,), daemon=True).start()
 
     def _read(self, incoming: BinaryIO) -> None:
-        for line in incoming:
-            self._heard = time.monotonic()
+        for line in read_lines(incoming, self._hear):
             if (message := parse(line)) is not None:
                 self._received.put(message)
         self._received.put(None)
 
+    def _hear(self) -> None:
+        self._heard = time.monotonic()
+
     def _write(self, outgoing: BinaryIO) -> None:
         while True:
-            line = self._unsent.get()
+            try:
+                line = self._unsent.get(timeout=frames.HEARTBEAT_SECONDS)
+            except queue.Empty:
+                self.say("alive")
+                continue
             try:
                 outgoing.write(line)
                 outgoing.flush()
@@ -107,10 +84,6 @@ class Launcher:
     def say(self, kind: str, **content: Any) -> None:
         """Have it written, without waiting for that."""
         self._unsent.put(frame(kind, **content))
-
-    def beat(self) -> None:
-        """Show that this node is alive."""
-        self._unsent.put(b"\n")
 
     def finish(self) -> None:
         """Wait until all is written; raises `EOFError` if the launcher is gone."""
@@ -185,26 +158,23 @@ def _start_agent(start: Mapping[str, Any], folder: Path, launch_id: str) -> subp
 
 
 def _serve(launcher: Launcher, start: Mapping[str, Any], folder: Path) -> tuple[int, str | None]:
-    """Run the agent to its end; returns its exit code, negative for a signal, and what stopped it, if anything."""
+    """Run the agent to its end; returns its exit code, negative for a signal, and why it was killed here, if it was."""
     launch_id = uuid.uuid4().hex
     for name, content in start["files"].items():
         put_file(folder, {"name": name, "content": content})
     files = Files(folder, start["files"])
     process = _start_agent(start, folder, launch_id)
-    stopped, trouble = Stopped(launch_id), None
+    stopped = StoppedProcesses()
     try:
-        looked = said = time.monotonic()
-        while process.poll() is None and trouble is None:
-            trouble = stopped.look()
+        looked = time.monotonic()
+        while process.poll() is None:
             message = launcher.hear()
+            stopped.look([process.pid])
             if message is not None and message[0] == "signal":
                 process.send_signal(int(message[1]["number"]))
             if time.monotonic() - looked > _FILES_SECONDS:
                 files.send(launcher, logs=False)
                 looked = time.monotonic()
-            if time.monotonic() - said > frames.HEARTBEAT_SECONDS:
-                launcher.beat()
-                said = time.monotonic()
             if message is None:
                 time.sleep(_POLL_SECONDS)
     finally:
@@ -217,7 +187,7 @@ def _serve(launcher: Launcher, start: Mapping[str, Any], folder: Path) -> tuple[
         process.wait()
         kill_marked(launch_id)
     files.send(launcher, logs=True)
-    return process.returncode, trouble
+    return process.returncode, stopped.explain(process.pid)
 
 
 def main() -> int:

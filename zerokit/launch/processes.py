@@ -13,13 +13,16 @@ import importlib
 import os
 import signal
 import sys
+import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 MARK = "ZEROKIT_LAUNCH"
+STOPPED_SECONDS = 12.0
+_PARENT_SECONDS = 1.0
+_END_SECONDS = 15.0
 _PR_SET_PDEATHSIG = 1
-STOPPED_SECONDS = 10.0
-_LOOK_SECONDS, _SEARCH_SECONDS = 1.0, 5.0
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -35,6 +38,65 @@ def die_with_parent(parent_pid: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent_pid:
         os._exit(1)
+
+
+class StoppedProcesses:
+    """Kills processes that were stopped (SIGSTOP) and have not gone on since: their peers would wait for ever."""
+
+    def __init__(self) -> None:
+        self.killed: dict[int, float] = {}
+        """When, in seconds since the epoch, by process id."""
+        self._since: dict[int, float] = {}
+
+    def look(self, pids: Iterable[int]) -> None:
+        """Note which of these are stopped now, and kill those that have been for `STOPPED_SECONDS`."""
+        for pid in pids:
+            if not _is_stopped(pid):
+                self._since.pop(pid, None)
+            elif time.monotonic() - self._since.setdefault(pid, time.monotonic()) > STOPPED_SECONDS:
+                self.killed.setdefault(pid, time.time())
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    def explain(self, pid: int) -> str | None:
+        """Why it was killed, where it was here."""
+        return (
+            f"was stopped (SIGSTOP) for {STOPPED_SECONDS:g} s, and killed then"
+            if pid in self.killed
+            else None
+        )
+
+
+def _is_stopped(pid: int) -> bool:
+    try:  # a debugger's stop is another state, "t"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except (OSError, IndexError):
+        return False
+
+
+def own_children() -> list[int]:
+    """The processes that this one has started and that are there; empty where there is no /proc."""
+    children: list[int] = []
+    for listed in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # a thread that has just ended
+            children += map(int, listed.read_text().split())
+    return children
+
+
+def end_with_parent() -> None:
+    """From now on, end this process when its parent does: by SIGTERM, and where that does not help in time by SIGKILL.
+
+    By asking who the parent is, as the kernel's own way (see `die_with_parent`) goes by the parent's thread.
+    """
+    threading.Thread(target=_watch_parent, args=(os.getppid(),), daemon=True).start()
+
+
+def _watch_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_PARENT_SECONDS)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_END_SECONDS)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def import_torch() -> None:
@@ -58,45 +120,6 @@ def marked(launch_id: str) -> list[int]:
             if pid != os.getpid() and wanted in (directory / "environ").read_bytes().split(b"\0"):
                 pids.append(pid)
     return sorted(pids)
-
-
-class Stopped:
-    """Notices processes of a launch that somebody has stopped (SIGSTOP): the others wait for them in vain."""
-
-    def __init__(self, launch_id: str) -> None:
-        self._launch_id = launch_id
-        self._looked = self._searched = time.monotonic()
-        self._pids: list[int] = []
-        self._since: dict[int, float] = {}
-
-    def look(self) -> str | None:
-        """Which one, and the remedy, once it has been stopped for `STOPPED_SECONDS`."""
-        now = time.monotonic()
-        if now - self._looked < _LOOK_SECONDS:
-            return None
-        self._looked = now
-        if now - self._searched > _SEARCH_SECONDS:  # which takes milliseconds, beside ranks that are measured
-            self._pids, self._searched = marked(self._launch_id), now
-        stopped = [pid for pid in self._pids if _state(pid) == "T"]
-        self._since = {pid: self._since.get(pid, now) for pid in stopped}
-        for pid, since in self._since.items():
-            if now - since > STOPPED_SECONDS:
-                return f"{_name(pid)} has been stopped (SIGSTOP) for {now - since:.0f} s: kill -CONT {pid} continues it"
-        return None
-
-
-def _state(pid: int) -> str:
-    with contextlib.suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    return ""
-
-
-def _name(pid: int) -> str:
-    with contextlib.suppress(OSError):
-        for variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-            if variable.startswith(b"RANK="):
-                return f"rank {variable[5:].decode()} (pid {pid})"
-    return f"process {pid} of the launch"
 
 
 def kill_marked(launch_id: str, *, spare: frozenset[int] = frozenset(), seconds: float = 10.0) -> list[int]:

@@ -24,11 +24,12 @@ from pathlib import Path
 from typing import Any
 
 from zerokit.errors import ZerokitError
+from zerokit.launch import frames
 from zerokit.launch.agents import attend, await_end, explain, pass_on, running
 from zerokit.launch.failures import LaunchError, name_node, tail
-from zerokit.launch.frames import HEARTBEAT_SECONDS, SILENCE_SECONDS, frame, pack, parse, put_file
+from zerokit.launch.frames import frame, pack, parse, put_file, read_lines
 from zerokit.launch.interrupts import Interrupted, Interrupts
-from zerokit.launch.node import require_equal_versions
+from zerokit.versions import describe_difference
 
 FORWARDED = re.compile(
     r"(ZEROKIT|NCCL|GLOO|TORCH|PYTORCH|OMP|MKL|CUBLAS|FI|UCX|HF)_\w+|PYTHONPATH|PYTHONHASHSEED"
@@ -73,10 +74,10 @@ class RemoteAgent:
         self._advise, self._log_dir = host.advise, log_dir
         self._code: int | None = None
         self._beat = self._heard = time.monotonic()
-        self._trouble: str | None = None
-        """What the node says, or that it says nothing."""
+        self._silent = False
         self._damage: str | None = None
-        self._drained = self._started = False
+        self._trouble: str | None = None
+        self._drained = False
         self._log = self.directory / "connection.log"
         with self._log.open("ab") as log:  # as `_read` does, so that neither writes over the other
             self._process = subprocess.Popen(
@@ -91,13 +92,10 @@ class RemoteAgent:
 
     def _read(self) -> None:
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._heard = time.monotonic()
+        for line in read_lines(self._process.stdout, self._hear):
             message = parse(line)
             try:
-                if self._started and line == b"\n":
-                    pass  # it is alive
-                elif message is None:
+                if message is None:
                     with self._log.open("ab") as log:
                         log.write(line)
                 elif message[0] == "hello":
@@ -105,14 +103,16 @@ class RemoteAgent:
                 elif message[0] == "file":
                     put_file(self._log_dir, message[1])
                 elif message[0] == "exit":
-                    self._code, self._trouble = int(message[1]["code"]), message[1].get("trouble")
+                    self._code = int(message[1]["code"])
+                    self._trouble = message[1].get("trouble")
             except (KeyError, ValueError, OSError, ZerokitError) as error:
                 self._damage = str(error)
 
+    def _hear(self) -> None:
+        self._heard = time.monotonic()
+
     def say(self, kind: str, **content: Any) -> None:
         """Send to the node; a connection that is gone shows by its exit code."""
-        if kind == "start":
-            self._started, self._heard = True, time.monotonic()
         self._write(frame(kind, **content))
 
     def _write(self, line: bytes) -> None:
@@ -122,17 +122,15 @@ class RemoteAgent:
             self._process.stdin.flush()
 
     def poll(self) -> int | None:
-        if time.monotonic() - self._beat > HEARTBEAT_SECONDS:
-            self._beat = time.monotonic()
+        now = time.monotonic()
+        if now - self._beat > frames.HEARTBEAT_SECONDS:
+            self._beat = now
             self._write(b"\n")
         if self._process.poll() is None:
-            silent = self._code is None and self.hello is not None and self._started
-            if silent and time.monotonic() - self._heard > SILENCE_SECONDS:
-                self._trouble = (
-                    f"nothing was heard for {SILENCE_SECONDS:g} s: its program is stopped, or its machine or the "
-                    "network between is gone"
-                )
-            return 1 if self._trouble else None
+            if self.hello is not None and now - self._heard > frames.SILENCE_SECONDS:
+                self._silent = True
+                self._kill()
+            return None
         if not self._drained:
             self._reader.join(_END_SECONDS)
             self._drained = True
@@ -143,11 +141,16 @@ class RemoteAgent:
 
     def trouble(self) -> str | None:
         """How the connection ended, where the node could not report how its ranks did."""
-        where = name_node(self.node, self.host)
-        if self._trouble:
-            return f"{where}: {self._trouble}"
         if self._process.poll() is None:
             return None
+        where = name_node(self.node, self.host)
+        if self._silent:
+            return (
+                f"{where}: nothing was heard of it for {frames.SILENCE_SECONDS:g} s: its program is stopped, or its "
+                "machine or the network between is gone"
+            )
+        if self._trouble is not None:
+            return f"{where}: its torchrun agent {self._trouble}"
         if self._code is not None:
             return self._damage and f"{where}: what it sent could not be kept: {self._damage}"
         output = tail(self._log)
@@ -166,12 +169,15 @@ class RemoteAgent:
             # A node that has not said hello has started nothing.
             self._process.wait(1.0 if self.hello is None else _END_SECONDS)
         if self._process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)  # a proxy of ssh's as well
+            self._kill()
         self._process.wait()
         self._reader.join(1.0)
         if self._process.stdout is not None and not self._reader.is_alive():
             self._process.stdout.close()
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # a proxy of ssh's as well
 
 
 def launch_on(
@@ -267,7 +273,9 @@ def _await_hellos(agents: Sequence[RemoteAgent], interrupts: Interrupts, seconds
         time.sleep(0.05)
     for agent in agents:
         assert agent.hello is not None
-        require_equal_versions(name_node(agent.node, agent.host), agent.hello.get("versions"))
+        where = name_node(agent.node, agent.host)
+        if (difference := describe_difference(where, agent.hello.get("versions"))) is not None:
+            raise LaunchError(f"{difference}, or name the right Python there with --remote-python")
 
 
 def _never_answered(agent: RemoteAgent) -> bool:

@@ -1,0 +1,53 @@
+"""What must be equal on all nodes: versions, and the program itself, which an editable install may have changed."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from zerokit import __version__
+
+_PACKAGE = Path(__file__).parent
+
+
+@functools.cache
+def program() -> str:
+    """Twelve digits of a hash over the names and contents of the package's Python files."""
+    digest = hashlib.sha256()
+    names = sorted(path.relative_to(_PACKAGE).as_posix() for path in _PACKAGE.rglob("*.py"))
+    for name in names:
+        for part in (name.encode(), (_PACKAGE / name).read_bytes()):
+            digest.update(len(part).to_bytes(8, "big") + part)
+    return digest.hexdigest()[:12]
+
+
+def versions() -> dict[str, str]:
+    """Of this process; torch's is asked without importing it."""
+    versions_here = {
+        "python": ".".join(platform.python_version_tuple()[:2]),
+        "zerokit": __version__,
+        "zerokit's files": program(),
+    }
+    with contextlib.suppress(PackageNotFoundError):
+        versions_here["torch"] = version("torch").partition("+")[0]
+    return versions_here
+
+
+def describe_difference(where: str, theirs: object) -> str | None:
+    """What another node, named by `where`, has instead of what is here; None where its `versions` are the same."""
+    ours = versions()
+    if theirs == ours:
+        return None
+    return f"{where} has {_say(theirs)}, but this machine has {_say(ours)}: install the same on every node"
+
+
+def _say(versions: object) -> str:
+    return (
+        ", ".join(f"{name} {number}" for name, number in versions.items())
+        if isinstance(versions, dict)
+        else "no zerokit"
+    )
