@@ -15,7 +15,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 from zerokit import files
 from zerokit.errors import ZerokitError
@@ -35,7 +35,7 @@ def frame(kind: str, **content: Any) -> bytes:
     return json.dumps({"zerokit": kind, **content}).encode() + b"\n"
 
 
-def read_lines(stream: BinaryIO, heard: Callable[[], None]) -> Iterator[bytes]:
+def read_lines(stream: IO[bytes], heard: Callable[[], None]) -> Iterator[bytes]:
     """The lines of a stream; every piece of one is `heard`, for a long one may take longer than any silence."""
     line: list[bytes] = []
     while piece := stream.read1(1 << 16):  # type: ignore[attr-defined]  # a BufferedReader's
