@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import Literal, TypeAlias
 
 from zerokit.errors import UsageError
 from zerokit.layout import Interval, Unit
@@ -67,6 +68,10 @@ class Stage(IntEnum):
     def updated(self, unit: Unit, rank: int) -> Interval:
         """The elements that `rank`'s optimizer updates: it holds their masters and states."""
         return _share(unit, rank, divided=self.divides_optimizer)
+
+
+StageNumber: TypeAlias = Literal[0, 1, 2, 3] | Stage
+"""What arguments called `stage` take; `Stage.of(number)` makes one of any number."""
 
 
 def _share(unit: Unit, rank: int, *, divided: bool) -> Interval:

@@ -24,6 +24,7 @@ from tests.integrations.launched import as_launched
 from tests.support.distributed import run_ranks, run_ranks_expecting_errors
 from zerokit.errors import CheckpointError, UnsupportedOptimizer, UsageError
 from zerokit.integrations.accelerate import ZeroAccelerator
+from zerokit.stages import Stage
 
 
 def _model(norm: type[nn.Module] = nn.BatchNorm1d) -> nn.Sequential:
@@ -47,7 +48,7 @@ def _accelerator(stage: int | None, **options: Any) -> Any:
     return (
         Accelerator(cpu=True, **options)
         if stage is None
-        else ZeroAccelerator(cpu=True, stage=stage, **options)
+        else ZeroAccelerator(cpu=True, stage=Stage.of(stage), **options)
     )
 
 
@@ -225,7 +226,7 @@ def _refuse(directory: Path) -> None:
         (r"prepare\(model, optimizer\)", lambda: accelerator.save_state(str(directory))),
         (r"leave it out", lambda: accelerator.join_uneven_inputs([model])),
         (r"mixed_precision='fp8'", lambda: ZeroAccelerator(cpu=True, mixed_precision="fp8")),
-        (r"stage", lambda: ZeroAccelerator(cpu=True, stage=4)),
+        (r"stage", lambda: ZeroAccelerator(cpu=True, stage=4)),  # type: ignore[arg-type]
         (r"zero_options: lr", lambda: ZeroAccelerator(cpu=True, zero_options={"lr": 1.0})),
         (r"leave one", lambda: ZeroAccelerator(cpu=True, precision="fp16", mixed_precision="bf16")),
         (r"block\.compile", lambda: _accelerator(1, dynamo_backend="inductor")),

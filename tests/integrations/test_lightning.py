@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import zerokit
 from tests.support.distributed import run_ranks
+from zerokit.stages import Stage
 
 if find_spec("lightning") is None and find_spec("pytorch_lightning") is None:
     pytest.skip("needs lightning or pytorch-lightning", allow_module_level=True)
@@ -166,7 +167,7 @@ def _beside_ddp() -> None:
         assert len(expected.losses) == EPOCHS * BATCHES
         for stage in stages:
             where = f"stage {stage}, {accumulated} micro-batches, clipped by {clipping}"
-            module, trainer = _fit(pl, ZeroStrategy(stage=stage), **options)
+            module, trainer = _fit(pl, ZeroStrategy(stage=Stage.of(stage)), **options)
             assert module.losses == pytest.approx(expected.losses, rel=1e-5), where
             assert module.validated == pytest.approx(expected.validated, rel=1e-5), where
             if clipping == "norm":
@@ -291,7 +292,11 @@ def _resumed(path: str, stage: int) -> list[float]:
         seen.append(checkpoint["mine"])
 
     module, trainer = _fit(
-        pl, ZeroStrategy(stage=stage), _module(pl, on_load_checkpoint=recall), ckpt_path=path, max_epochs=5
+        pl,
+        ZeroStrategy(stage=Stage.of(stage)),
+        _module(pl, on_load_checkpoint=recall),
+        ckpt_path=path,
+        max_epochs=5,
     )
     assert trainer.global_step == 5 * BATCHES
     assert seen[0]["of"].tolist() == [0, 1, 2]
@@ -374,7 +379,7 @@ def _refused(directory: str) -> None:
             _fit(pl, strategy(), module, **options)
 
     refused("no option stages", lambda: ZeroStrategy(stages=2))
-    refused("stage", lambda: ZeroStrategy(stage=4))
+    refused("stage", lambda: ZeroStrategy(stage=4))  # type: ignore[arg-type]
     refused("64-true", precision="64-true")
     refused("leave one of them out", lambda: ZeroStrategy(precision="bf16"), precision="bf16-mixed")
     refused("CheckpointIO plugin out", plugins=[pl.plugins.TorchCheckpointIO()])

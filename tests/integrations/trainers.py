@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from zerokit.integrations.transformers import ZeroTrainer
+from zerokit.stages import Stage
 
 VOCABULARY = 61
 
@@ -73,7 +74,11 @@ def arguments(directory: Path | str, **changes: Any) -> TrainingArguments:
 def trainer(stage: int | None, args: TrainingArguments, **changes: Any) -> Any:
     """A `ZeroTrainer` of that stage; None is transformers' own Trainer, and so DDP."""
     options: dict[str, Any] = {"model": build(), "train_dataset": texts(22)} | changes
-    return Trainer(args=args, **options) if stage is None else ZeroTrainer(args=args, stage=stage, **options)
+    return (
+        Trainer(args=args, **options)
+        if stage is None
+        else ZeroTrainer(args=args, stage=Stage.of(stage), **options)
+    )
 
 
 class ZeroSeq2SeqTrainer(ZeroTrainer, Seq2SeqTrainer):
@@ -112,7 +117,7 @@ def translate(stage: int | None, directory: Path | str) -> tuple[list[float], An
     if stage is None:
         made = Seq2SeqTrainer(model, args, train_dataset=texts(12))
     else:
-        made = ZeroSeq2SeqTrainer(model, args, train_dataset=texts(12), stage=stage)
+        made = ZeroSeq2SeqTrainer(model, args, train_dataset=texts(12), stage=Stage.of(stage))
     made.train()
     tokens = made.predict(texts(5), max_new_tokens=4, **({} if stage is None else {"synced_gpus": True}))
     return [entry["loss"] for entry in history(made) if "loss" in entry], tokens.predictions

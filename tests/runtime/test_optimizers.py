@@ -29,6 +29,7 @@ from tests.support.training import (
     whole_weights,
     wrap,
 )
+from zerokit.stages import Stage
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -71,7 +72,9 @@ EXTRA: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 def _losses(cls: type[torch.optim.Optimizer], options: dict[str, Any], stage: int) -> list[str]:
     case = CASES["mlp_10_64_2"]
     model = build_seeded(case, 0)
-    optimizer = zerokit.ZeroOptimizer(model, cls, stage=stage, precision="fp32", bucket_mb=SMALL, **options)
+    optimizer = zerokit.ZeroOptimizer(
+        model, cls, stage=Stage.of(stage), precision="fp32", bucket_mb=SMALL, **options
+    )
     trajectory = Trajectory()
     for step in range(5):
         one_step(model, optimizer, case, Run(), step, trajectory)
@@ -152,7 +155,7 @@ def _outside_every_group(stage: int) -> tuple[bool, bool]:
             model,
             torch.optim.SGD,
             params=[{"params": head.parameters()}],
-            stage=stage,
+            stage=Stage.of(stage),
             precision="fp32",
             lr=0.1,
         )

@@ -18,6 +18,7 @@ from tests.support.models import CASES
 from tests.support.models.transformers import Gpt
 from tests.support.oracle import PaddedOptimizer
 from tests.support.training import LARGE, Run, Trajectory, build_seeded, digest, one_step, whole_weights, wrap
+from zerokit.stages import Stage
 
 STAGES = (0, 1, 2, 3)
 
@@ -85,7 +86,9 @@ def _load_half_at_each_stage() -> list[float]:
 
 def _load_half(stage: int) -> float:
     model = nn.Linear(6, 3)
-    optimizer = zerokit.ZeroOptimizer(model, torch.optim.SGD, stage=stage, precision="bf16", lr=1e-4)
+    optimizer = zerokit.ZeroOptimizer(
+        model, torch.optim.SGD, stage=Stage.of(stage), precision="bf16", lr=1e-4
+    )
     optimizer.backward(model(torch.ones(1, 6)).sum())
     optimizer.step()
     optimizer.zero_grad()
@@ -322,7 +325,7 @@ def _meta_peak(stage: int) -> int:
         sizes.append(_resident_bytes())
 
     optimizer = zerokit.ZeroOptimizer(
-        model, torch.optim.SGD, stage=stage, precision="fp32", init_fn=init, bucket_mb=1e-6, lr=0.1
+        model, torch.optim.SGD, stage=Stage.of(stage), precision="fp32", init_fn=init, bucket_mb=1e-6, lr=0.1
     )
     assert optimizer.stage == stage
     return max(sizes) - sizes[0]
@@ -345,7 +348,7 @@ def _broadcast_from(rank: int) -> str:
     buffer = model.get_buffer("1.running_mean")
     buffer.normal_()
     mine = digest(model.state_dict().items())
-    zerokit.ZeroOptimizer(model, torch.optim.SGD, stage=rank, precision="fp32", lr=0.1)
+    zerokit.ZeroOptimizer(model, torch.optim.SGD, stage=Stage.of(rank), precision="fp32", lr=0.1)
     return f"{mine} {digest(model.state_dict().items())}"
 
 

@@ -27,7 +27,7 @@ from zerokit.checkpoint.together import Together
 from zerokit.errors import UsageError
 from zerokit.integrations.torch_optimizer import Recipe, hand_over
 from zerokit.runtime import Precision, ZeroOptimizer
-from zerokit.stages import Stage
+from zerokit.stages import Stage, StageNumber
 
 try:
     from accelerate import Accelerator, DistributedType
@@ -82,7 +82,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
     def __init__(
         self,
         *,
-        stage: int = 2,
+        stage: StageNumber = 2,
         precision: str | Precision | None = None,
         zero_options: Mapping[str, Any] | None = None,
         mixed_precision: str | None = None,

@@ -35,7 +35,7 @@ from zerokit.integrations.torch_optimizer import Recipe
 from zerokit.runtime import LossScale, Precision, ZeroOptimizer
 from zerokit.runtime.guard import ticket_of
 from zerokit.runtime.modules import UnitRule
-from zerokit.stages import Stage
+from zerokit.stages import Stage, StageNumber
 
 _NAME = lightning_package()
 _DDPStrategy: Any = import_module(f"{_NAME}.strategies").DDPStrategy
@@ -75,7 +75,7 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
 
     def __init__(
         self,
-        stage: int = 3,
+        stage: StageNumber = 3,
         *,
         precision: str | Precision | None = None,
         units: UnitRule | None = None,
@@ -158,6 +158,8 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
         # Manual optimization differentiates inside the step, which then cannot be one forward pass.
         root = _Root(module) if module.automatic_optimization else module
         zero = Recipe.of(given).build(root, precision=self._precision(), **self._settings)
+        # Loggers name learning rates after the optimizer's class.
+        zero.__class__ = type(type(given).__name__, (ZeroOptimizer,), {})
         _share_methods(root, module)
         module.__dict__[_MANAGED] = _Managed(root, zero)
         for config in self.lr_scheduler_configs:

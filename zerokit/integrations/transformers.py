@@ -36,6 +36,7 @@ from zerokit.integrations.accelerate import (
 from zerokit.integrations.torch_optimizer import Recipe
 from zerokit.runtime import Precision, ZeroOptimizer
 from zerokit.runtime.probe import probe
+from zerokit.stages import StageNumber
 
 STATE_NAME = "trainer_state.json"
 
@@ -66,7 +67,7 @@ class ZeroTrainer(Trainer):
         model: nn.Module | None = None,
         args: TrainingArguments | None = None,
         *,
-        stage: int = 3,
+        stage: StageNumber = 3,
         precision: str | Precision | None = None,
         zero_options: Mapping[str, Any] | None = None,
         **options: Any,

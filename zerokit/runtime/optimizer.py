@@ -30,7 +30,7 @@ from zerokit.runtime.profiling import profiled
 from zerokit.runtime.rank_state import load_state, take_state
 from zerokit.runtime.states import States
 from zerokit.runtime.whole import gathered, gathered_gradients, install_model_methods
-from zerokit.stages import Stage
+from zerokit.stages import Stage, StageNumber
 
 if TYPE_CHECKING:
     from zerokit.runtime.ema import Ema
@@ -70,7 +70,7 @@ class ZeroOptimizer(Optimizer):
         model: nn.Module,
         optimizer_class: type[Optimizer],
         *,
-        stage: int = 2,
+        stage: StageNumber = 2,
         precision: str | Precision = "bf16",
         params: Iterable[Any] | None = None,
         units: UnitRule | None = None,

@@ -14,6 +14,7 @@ from zerokit.bench.engines.trainer import BUFFERS, GRADIENTS, OPTIMIZER, PARAMET
 from zerokit.bench.workloads.build import Loaded
 from zerokit.runtime import Precision, ZeroOptimizer
 from zerokit.runtime.measure import list_holdings
+from zerokit.stages import Stage
 
 _KINDS = {
     "parameters": PARAMETERS,
@@ -51,7 +52,7 @@ class ZerokitTrainer(Trainer):
         self.zero = ZeroOptimizer(
             self.model,
             torch.optim.AdamW,
-            stage=settings.stage,
+            stage=Stage.of(settings.stage),
             precision=precision,
             init_fn=self._init_fn,
             lr=settings.lr,
