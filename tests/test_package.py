@@ -68,3 +68,34 @@ def test_secrets_of_uris_are_not_shown() -> None:
         ("sqlite:///mlflow.db", "sqlite:///mlflow.db"),
     ):
         assert without_secrets(uri) == shown
+
+
+_LEAN = """
+import sys
+for name in ("altair", "mlflow", "pynvml", "scipy", "vl_convert", "yaml"):
+    sys.modules[name] = None
+import torch
+import torch.distributed as dist
+from click.testing import CliRunner
+import zerokit
+from zerokit.cli import cli
+folder = sys.argv[1]
+dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+model = torch.nn.Linear(8, 8)
+optimizer = zerokit.ZeroOptimizer(model, torch.optim.AdamW, stage=3, precision="fp32", lr=1e-3)
+optimizer.backward(model(torch.ones(2, 8)).sum())
+optimizer.step()
+zerokit.save(f"{folder}/run", optimizer, step=1)
+zerokit.load(f"{folder}/run", optimizer)
+for words in ("inspect RUN", "verify RUN", "reshard RUN --to 3 --output RUN-3", "consolidate RUN --output RUN-1",
+              "diff RUN RUN-3", "prune RUN --keep-last 1"):
+    done = CliRunner().invoke(cli, words.replace("RUN", f"{folder}/run").split())
+    assert done.exit_code == 0, (words, done.output)
+"""
+
+
+def test_training_and_checkpoints_need_a_few_packages_alone(tmp_path: Path) -> None:
+    """Those that README names for a lean container: what only benches, pages and trackers use may be missing."""
+    (line,) = re.findall(r"pip install --no-deps zerokit && pip install (.*?)`", (ROOT / "README.md").read_text())
+    assert set(line.split()) == {"torch", "numpy", "safetensors", "zlib-ng", "click", "rich"}
+    subprocess.run([sys.executable, "-W", "ignore", "-c", _LEAN, str(tmp_path)], check=True)
