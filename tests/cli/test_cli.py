@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 
@@ -14,6 +16,7 @@ from tests.cli.commands import environment, zerokit
 from zerokit.bench.machine.devices import Gpu
 from zerokit.bench.record.settings import Settings
 from zerokit.cli import COMMANDS, cli, main
+from zerokit.cli.bench_options import GROUPS
 from zerokit.cli.bench_request import Request
 
 
@@ -139,3 +142,12 @@ def test_an_interruption_before_a_command_has_begun_ends_with_its_signal(
         main()
     assert ended.value.code == 130
     assert capsys.readouterr().err == "zerokit: interrupted by SIGINT\n"
+
+
+def test_the_help_of_bench_lists_every_option_once_below_a_heading() -> None:
+    shown = CliRunner().invoke(cli, ["bench", "--help"], terminal_width=80).output
+    listed = re.findall(r"^  (?:-h, )?(--[a-z-]+)", shown, re.MULTILINE)
+    bench = cli.get_command(click.Context(cli), "bench")
+    assert bench is not None
+    assert sorted(listed) == sorted([*(option.opts[0] for option in bench.params), "--help"])
+    assert all(f"{heading}:\n  -" in shown for heading in (*GROUPS, "Who starts the ranks", "Other"))

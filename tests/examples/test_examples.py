@@ -200,6 +200,15 @@ def test_trainer(tmp_path: Path) -> None:
     assert (tmp_path / "out/checkpoint-20/latest").is_file()
 
 
+def test_sft_lora(tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    printed = _run(tmp_path, "sft_lora", "sft")
+    first, last = _numbers(r"loss (\S+) -> (\S+)", printed)
+    assert last < first
+    assert "the adapter in sft, loaded by PEFT, predicts the same: True" in printed
+    assert (tmp_path / "sft/adapter_model.safetensors").is_file()
+
+
 def test_each_is_tested_and_tells_how_to_run_it() -> None:
     tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
     scripts = sorted(EXAMPLES.glob("*.py"))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
@@ -60,6 +61,7 @@ def _losses(kind: str, directory: Path) -> list[list[float]]:
     import trl
     from datasets import Dataset
 
+    kind, _, alone = kind.partition(" ")
     plain = getattr(trl, f"{kind}Trainer")
     zero = type(f"Zero{kind}Trainer", (ZeroTrainer, plain), {})
     lines = [f"w{3 + row} w4 w{5 + row} w6" for row in range(8)]
@@ -77,7 +79,12 @@ def _losses(kind: str, directory: Path) -> list[list[float]]:
             "train_dataset": Dataset.from_dict(columns),
             "processing_class": _tokenizer(),
         }
-        if kind == "DPO":
+        if alone:  # the reference is the model without its adapter
+            from peft import LoraConfig
+
+            options["peft_config"] = LoraConfig(target_modules="all-linear", init_lora_weights=False)
+            torch.manual_seed(0)
+        elif kind == "DPO":
             options["ref_model"] = build()
         trainer, given = (plain, {}) if stage is None else (zero, {"stage": stage})
         made = trainer(build(), args=args, **options, **given)
@@ -86,7 +93,7 @@ def _losses(kind: str, directory: Path) -> list[list[float]]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["SFT", "DPO"])
+@pytest.mark.parametrize("kind", ["SFT", "DPO", "DPO with an adapter"])
 def test_trainers_of_trl_lose_as_with_ddp(kind: str, tmp_path: Path) -> None:
     pytest.importorskip("trl")
     for plain, *divided in run_ranks(2, _losses, kind, tmp_path):

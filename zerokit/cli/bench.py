@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from zerokit.cli.bench_options import bench_options
-from zerokit.cli.launcher_options import launcher_options
+from zerokit.cli.bench_options import GROUPS, bench_options
+from zerokit.cli.launcher_options import OPTIONS_OF, launcher_options
 from zerokit.cli.launchers import FromFile, given_arguments, join
 
 if TYPE_CHECKING:
@@ -23,7 +23,23 @@ or unsupported), 128 + N ended by signal N.
 """
 
 
-@click.command(cls=FromFile, epilog=_EPILOG)
+class _Bench(FromFile):
+    """Its help has headings: there are too many options for one list."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        groups = {**GROUPS, "Who starts the ranks": tuple(OPTIONS_OF)}
+        heading_of = {name: heading for heading, names in groups.items() for name in names}
+        for heading in (*groups, "Other"):
+            options = [
+                one for one in self.get_params(ctx) if heading_of.get(one.name or "", "Other") == heading
+            ]
+            with formatter.section(heading):
+                formatter.write_dl(
+                    [record for one in options if (record := one.get_help_record(ctx)) is not None]
+                )
+
+
+@click.command(cls=_Bench, epilog=_EPILOG)
 @bench_options
 @launcher_options
 @click.pass_context

@@ -218,6 +218,29 @@ _OPTIONS = (
 )
 
 
+GROUPS = {
+    "What is trained; of several values a sweep takes all": (
+        *(
+            "engine",
+            "model",
+            "stage",
+            "precision",
+            "wire",
+            "nodes",
+            "nproc_per_node",
+            "batch_size",
+            "seq_len",
+        ),
+        *("accumulate", "bucket_mb"),
+    ),
+    "How it is trained": ("device", "image_size", "lr", "clip", "seed", "data"),
+    "How it is measured": ("steps", "warmup", "repeats", "twin"),
+    "Checkpoints": ("save", "save_every", "background", "resume", "elastic", "max_restarts"),
+    "Results": ("output", "continued", "as_json", "tracking_uri", "experiment", "no_mlflow"),
+}
+"""Headings of the help, and the options below each."""
+
+
 def bench_options(function: _F) -> _F:
     """Decorate a command with them, listed by its help in the order above."""
     for option in reversed(_OPTIONS):
