@@ -176,7 +176,7 @@ def test_a_tracking_server_that_is_down_loses_nothing_and_json_is_alone_on_stdou
         "mine.json",
         *("--stage", "3", "--precision", "bf16", "--wire", "bf16", "--clip", "0", "--data", "synthetic"),
         *TINY,
-        MLFLOW_TRACKING_URI="http://127.0.0.1:1",
+        *("--tracking-uri", "http://me:s3cret@127.0.0.1:1"),
         OMP_NUM_THREADS="1",
         ZEROKIT_BENCH_SEED="7",
     )
@@ -187,7 +187,9 @@ def test_a_tracking_server_that_is_down_loses_nothing_and_json_is_alone_on_stdou
     assert record.settings.wire == "bf16"
     assert record.gradient_norm == []
     assert json.loads(process.stdout)["settings"]["clip"] is None
-    assert "MLflow at http://127.0.0.1:1 cannot be used: ConnectionRefusedError" in process.stderr
+    assert "MLflow at http://***@127.0.0.1:1 cannot be used: ConnectionRefusedError" in process.stderr
+    assert "s3cret" not in process.stdout + process.stderr
+    assert not any(b"s3cret" in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     assert "MLflow  not complete; later: zerokit push mine.json" in process.stderr
     assert "record  mine.json" in process.stderr
 

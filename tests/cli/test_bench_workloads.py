@@ -20,6 +20,7 @@ class Net(nn.Module):
         self.inner = nn.Linear(8, 1)
 
     def forward(self, x):
+        print("forward of", len(x))
         return (self.inner(x)[:, 0] - x.sum(1)).square().mean()
 
 def tiny():
@@ -43,8 +44,9 @@ def test_the_users_own_model_trains_on_two_nodes(tmp_path: Path) -> None:
         "--no-twin",
     )
     model = ("--model", "mine:tiny", "--output", "r.json")
-    done = zerokit_forked(tmp_path, "bench", "--no-mlflow", *model, *options)
+    done = zerokit_forked(tmp_path, "bench", "--no-mlflow", "--follow", *model, *options)
     assert done.returncode == 0, done.stderr
+    assert all(f"rank {rank}: forward of 16\n" in done.stderr for rank in (0, 1))
     record = read_record(tmp_path / "r.json")
     assert record.model is not None
     assert (record.model.name, record.model.parameters, record.model.unit) == ("mine:tiny", 9, "samples")

@@ -82,6 +82,10 @@ def bench(*arguments: str, **variables: str) -> Result:
         ),
         (["--launcher", "slurm", "--continue", "x"], "inside an allocation"),
         (["--launcher", "slurm", "--nodes", "1,3", "--dry-run"], "one number of nodes"),
+        (
+            ["--launcher", "slurm", "--dry-run", "--tracking-uri", "http://me:pass@tracker"],
+            "a password would stand",
+        ),
         (["--arguments"], "--arguments needs a file, or env:NAME, with a JSON list of options"),
     ],
 )
@@ -145,6 +149,7 @@ UNSET = dict.fromkeys([*NOTHING, "gpus_per_node", "container_image"]) | {
     "toleration": (),
     "pull_secret": (),
     "submit": False,
+    "follow": False,
     "dry_run": False,
 }
 OPTIONS = UNSET | {

@@ -169,6 +169,7 @@ def test_a_pod_is_a_whole_node() -> None:
         (TORCHRUN | {"RANK": "4"}, "the same number of ranks on every node"),
         (SRUN | {"SLURM_STEP_NUM_TASKS": "5"}, "as many on every node"),
         (SRUN | {"SLURM_STEP_NUM_NODES": "0"}, "as many on every node"),
+        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "3,1"}, r"4 ranks on 2 nodes \(3,1\)"),
         (SRUN | {"SLURM_STEP_NUM_TASKS": "four"}, "SLURM_STEP_NUM_TASKS is 'four'"),
         (
             OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2"},

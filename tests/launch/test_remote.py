@@ -122,6 +122,19 @@ def test_results_come_whole_and_of_long_logs_the_end(tmp_path: Path, logs: Path)
     assert sorted(said.split(b"\n")) == sorted([b"Welcome", b"[1, 2]", b"\xff", b"a warning", b"", b""])
 
 
+def test_logs_are_sent_while_they_grow(tmp_path: Path, logs: Path) -> None:
+    """Where somebody follows them; the ranks go on until their logs are here."""
+    found: list[str] = []
+
+    def look() -> None:
+        found.extend(path.read_text() for path in logs.glob("node-*/**/stdout.log"))
+        if sum("a first word" in text for text in found):
+            (tmp_path / "heard").touch()
+
+    run(tmp_path, logs, "speak", follow=True, poll=look)
+    assert (tmp_path / "heard").exists()
+
+
 def test_a_killed_rank_is_named_and_the_other_node_ends(tmp_path: Path, logs: Path) -> None:
     with pytest.raises(WorkerFailed) as caught:
         run(tmp_path, logs, "die")

@@ -51,6 +51,7 @@ _OPTIONS = (
         help="A variable for the ranks on other machines; NCCL_*, GLOO_*, OMP_* and ZEROKIT_* go there anyway, into "
         "pods also MLFLOW_TRACKING_URI, elsewhere also TORCH_*, HF_* and PYTHONPATH.",
     ),
+    click.option("--follow", is_flag=True, help="Show what ranks print, while they run."),
     click.option("--partition", metavar="NAME", help="For Slurm."),
     click.option("--account", metavar="NAME", help="For Slurm."),
     click.option("--time", "time_limit", metavar="TIME", help="For Slurm: the job's limit, like 00:30:00."),
@@ -128,6 +129,7 @@ OPTIONS_OF: dict[str, tuple[str, ...]] = {
     "remote_python": ("ssh", "slurm"),
     "master_addr": ("ssh", "slurm"),
     "variables": ("ssh", "slurm", "kubernetes"),
+    "follow": ("local", "ssh", "slurm"),
     "partition": ("slurm",),
     "account": ("slurm",),
     "time_limit": ("slurm",),

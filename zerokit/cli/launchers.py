@@ -104,10 +104,12 @@ class Chosen:
         if leader is not None:
             return partial(leader.launch, interrupts=interrupts)
         if self.name in ("ssh", "slurm"):
-            return partial(self._launch_on, interrupts)
-        from zerokit.launch.local import launch
+            launch: Launch = partial(self._launch_on, interrupts)
+        else:
+            from zerokit.launch import local
 
-        return partial(launch, interrupts=interrupts)
+            launch = partial(local.launch, interrupts=interrupts)
+        return partial(_followed, launch) if self.options["follow"] else launch
 
     def _launch_on(
         self,
@@ -149,7 +151,33 @@ class Chosen:
             environment=read_variables(options["variables"]),
             master_addr=address,
             connect_seconds=options["connect_timeout"],
+            follow=options["follow"],
         )
+
+
+def _followed(
+    launch: Launch,
+    module: str,
+    arguments: Sequence[str],
+    *,
+    nodes: int,
+    nproc_per_node: int,
+    log_dir: Path,
+    poll: Callable[[], None],
+) -> None:
+    """A launch whose ranks' output is shown on stderr."""
+    from zerokit.launch.logs import RankLogs
+
+    logs = RankLogs(log_dir, nproc_per_node, lambda line: click.echo(printable(line), err=True))
+
+    def look() -> None:
+        poll()
+        logs.look()
+
+    try:
+        launch(module, arguments, nodes=nodes, nproc_per_node=nproc_per_node, log_dir=log_dir, poll=look)
+    finally:
+        logs.look()
 
 
 def _split(line: str) -> list[str]:

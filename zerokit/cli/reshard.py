@@ -43,7 +43,7 @@ def command(
 
     with working("resharding") as progress:
         done = cut(checkpoint, world, output, jobs=jobs, force=force, resume=resume, progress=progress)
-    print_output(done.output, as_json, world=world, step=str(done.path))
+    print_output(done.output, as_json, summary=False, world=world, step=str(done.path))
     size = sum(file.stat().st_size for file in done.path.iterdir())
     taken = f", {decimal_size(done.taken_bytes)} of it finished before" if done.taken_bytes else ""
     line = (

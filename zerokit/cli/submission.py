@@ -192,6 +192,10 @@ def _submit_to_slurm(context: click.Context, request: Request) -> int:
     python = options["remote_python"] or sys.executable
     arguments = given_arguments(context, (*_OUTSIDE, *_OF_RANKS))
     command = [python, "-m", "zerokit.cli", "bench", *arguments, "--launcher", "env"]
+    if any(without_secrets(word) != word for word in (*command, *allocation.variables.values())):
+        raise click.UsageError(
+            "a password would stand in the batch script: export MLFLOW_TRACKING_URI instead, which sbatch passes on"
+        )
     command += ["--output", inside or f"{JOB_FOLDER}/{name}"]
     made_by = shlex.join(["zerokit", "bench", *given_arguments(context, ("dry_run",))])
     script = render_script(allocation, command, made_by)

@@ -36,11 +36,11 @@ def working(task: str) -> Iterator[Callable[[int, int], None]]:
             raise click.UsageError(printable(str(error))) from error
 
 
-def print_output(output: Path, as_json: bool, **more: object) -> None:
-    """Print what a command has written, on stdout: its path, or JSON with its files."""
+def print_output(output: Path, as_json: bool, *, summary: bool = True, **more: object) -> None:
+    """Print what a command has written, on stdout: its path, or JSON with its files; a `summary` on stderr."""
     sizes = [path.stat().st_size for path in output.rglob("*") if path.is_file()]
     if not as_json:
-        if sys.stderr.isatty():
+        if summary:
             click.echo(f"{counted(len(sizes), 'file')}, {decimal_size(sum(sizes))}", err=True)
         # Unchanged for a program, escaped for a terminal.
         click.echo(printable(str(output)) if sys.stdout.isatty() else output)

@@ -121,7 +121,7 @@ def _ranks(
     if rank % local_world != local_rank:
         raise UsageError(
             f"{scheme} started rank {rank} as number {local_rank} of {local_world} on its node, but zerokit needs "
-            "neighbouring ranks on a node: ask for a block distribution (srun -m block, mpirun --map-by slot)"
+            "neighbouring ranks on a node: ask for a block distribution (mpirun --map-by slot)"
         )
     address = environment.get("MASTER_ADDR") or (first if nodes > 1 else "127.0.0.1")
     if not address:
@@ -204,18 +204,19 @@ def _srun(environment: Mapping[str, str], address: Callable[[str], str]) -> Memb
     world = _number(environment, _first_set(environment, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"))
     nodes = _number(environment, _first_set(environment, "SLURM_STEP_NUM_NODES", "SLURM_NNODES"))
     names = expand_hostlist(environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_NODELIST", ""))
-    if nodes == 0 or world % nodes:
-        raise UsageError(f"srun started {world} ranks on {nodes} nodes: zerokit needs as many on every node")
+    # "2(x3)"; with other numbers on other nodes "2(x2),1".
+    tasks = environment.get("SLURM_STEP_TASKS_PER_NODE", "")
+    if nodes == 0 or world % nodes or "," in tasks:
+        raise UsageError(
+            f"srun started {world} ranks on {nodes} nodes{tasks and f' ({tasks})'}: zerokit needs as many on every node"
+        )
     job = f"{environment.get('SLURM_JOB_ID')}.{environment['SLURM_STEP_ID']}"
     local_rank, local_world = _number(environment, "SLURM_LOCALID"), world // nodes
-    rank = _number(environment, "SLURM_PROCID")
-    if environment.get("SLURM_NODEID", "").isdecimal():
-        # Whatever order srun numbers them in (-m cyclic): neighbours are on one node.
-        rank = int(environment["SLURM_NODEID"]) * local_world + local_rank
     return _ranks(
         environment,
         "srun",
-        rank,
+        # Not SLURM_PROCID: srun may number ranks in another order (-m cyclic), but neighbours are on one node.
+        _number(environment, "SLURM_NODEID") * local_world + local_rank,
         world,
         local_rank,
         local_world,

@@ -173,7 +173,7 @@ def _serve(launcher: Launcher, start: Mapping[str, Any], folder: Path) -> tuple[
             if message is not None and message[0] == "signal":
                 process.send_signal(int(message[1]["number"]))
             if time.monotonic() - looked > _FILES_SECONDS:
-                files.send(launcher, logs=False)
+                files.send(launcher, logs=bool(start["follow"]))
                 looked = time.monotonic()
             if message is None:
                 time.sleep(_POLL_SECONDS)

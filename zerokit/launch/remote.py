@@ -192,6 +192,7 @@ def launch_on(
     environment: Mapping[str, str] | None = None,
     master_addr: str | None = None,
     connect_seconds: float = _CONNECT_SECONDS,
+    follow: bool = False,
 ) -> None:
     """Run `python -m module arguments` on nproc_per_node ranks of every host and wait for all of them.
 
@@ -206,6 +207,7 @@ def launch_on(
         environment: variables set for every rank, beside those of `FORWARDED`.
         master_addr: where the others reach node 0; by default the name of its host.
         connect_seconds: how long a node may take to answer.
+        follow: whether ranks' logs are sent back while they grow.
 
     Raises:
         LaunchError: a node did not answer, or is not equal to this machine.
@@ -231,6 +233,7 @@ def launch_on(
                 arguments=list(arguments),
                 folder=str(log_dir),
                 files=files,
+                follow=follow,
                 node=agent.node,
                 nodes=len(hosts),
                 nproc_per_node=nproc_per_node,

@@ -9,6 +9,7 @@ import contextlib
 import os
 import re
 import shlex
+import signal
 import socket
 import subprocess
 import time
@@ -28,6 +29,7 @@ _QUEUE_SECONDS = 120.0
 # After a job has left the queue its files may take a moment to be seen here (NFS).
 _FILES_SECONDS = 60.0
 _WARNING_SECONDS = 60
+_ENDED = 128 + signal.SIGTERM
 RUNTIMES = ("pyxis", "apptainer")
 _CORES, _HERE, JOB_FOLDER = "\0cores", "\0here", "\0folder"
 """In a script's command they stand for a rank's cores, the folder of submission, and that of the job's results."""
@@ -292,7 +294,7 @@ def follow(
         )
     code = int(code_file.read_text())
     if code >= 128:  # Slurm may have done that: at the job's time limit, or by a user's scancel
-        limit = "at its time limit (--time): " if _at_time_limit(_show_job(job)) else ""
+        limit = "at its time limit (--time): " if code == _ENDED and _at_time_limit(_show_job(job)) else ""
         show(f"job {job} was ended: {limit}{_final(job)}")
     return code
 

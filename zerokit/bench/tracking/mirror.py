@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from zerokit.bench.catalogue.check import unsupported
 from zerokit.bench.record import Record
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.tracking import content
@@ -254,6 +255,8 @@ class Live:
         An exception of `work` ends the run as KILLED, or FAILED if it is an error, and goes on to the caller.
         """
         known = identity or uuid.uuid4().hex
+        if unsupported(settings) is not None:
+            return work(known)  # which says so, and trains nothing: there is no run to show
 
         def begin(mirror: Mirror) -> str:
             run_id = mirror.begin(settings, known, sweep)
