@@ -19,7 +19,7 @@ from zerokit.bench.tracking.store import Tracking, resolve_uri
 from zerokit.cli.bench_options import DEFAULT_REPEATS, STEPS_A_ROUND
 from zerokit.cli.launchers import Chosen, choose_launcher, take_options
 from zerokit.errors import UsageError
-from zerokit.text import printable
+from zerokit.text import printable, without_secrets
 
 _CHECKPOINTS = ("save", "save_every", "background", "resume", "elastic")
 """Of one bench alone: cells that write the same checkpoints would continue each other's."""
@@ -143,7 +143,9 @@ def _given(context: click.Context, *names: str) -> str:
     for parameter in context.command.params:
         if parameter.name in names and _from_command_line(context, parameter.name):
             value = context.params[parameter.name]
-            text += f" {parameter.opts[0]}" + ("" if value is True else f" {shlex.quote(str(value))}")
+            text += f" {parameter.opts[0]}" + (
+                "" if value is True else f" {shlex.quote(without_secrets(str(value)))}"
+            )
     return text
 
 
