@@ -27,3 +27,8 @@ def printable_lines(text: str) -> str:
 def without_secrets(text: str) -> str:
     """URIs in `text` without user, password and token: "postgresql://***@host/db?password=***"."""
     return _PARAMETER.sub(r"\1***", _LOGIN.sub("***@", text))
+
+
+def without_secrets_named(name: str, value: str) -> str:
+    """A variable's value without secrets: "***" where its name says that it is one."""
+    return "***" if re.search(_NAMES, name, re.IGNORECASE) else without_secrets(value)

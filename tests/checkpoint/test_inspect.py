@@ -19,7 +19,7 @@ from tests.support.checkpoints import (
     write_run,
 )
 from zerokit.checkpoint.inspect import inspect
-from zerokit.checkpoint.run import Latest, stated_checksum, write_latest
+from zerokit.checkpoint.run import Latest, mark_superseded, stated_checksum, write_latest
 from zerokit.layout import Parameter, Segment, build_layout
 from zerokit.process import Process
 
@@ -123,8 +123,8 @@ def test_a_run_tells_its_steps_and_what_is_not_finished(tmp_path: Path) -> None:
         one = replace(content, step=number)
         write_checkpoint(run / f"step-{number:08d}", layout, weights_of(one) if number == 2 else one)
     (run / "step-00000005" / "extra.json").unlink()
-    crcs = {number: stated_checksum(run / f"step-{number:08d}") or 0 for number in (1, 4)}
-    write_latest(run, Latest("step-00000001", (crcs[1],), {"step-00000004": crcs[4]}))
+    write_latest(run, Latest("step-00000001", (stated_checksum(run / "step-00000001") or 0,)))
+    mark_superseded([run / "step-00000004"])
     own = Process.current()
     begun = run / f".step-00000006.tmp-{own}.abcdef"
     begun.mkdir()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -177,6 +179,85 @@ def _beside_another_job(directory: str) -> None:
 
 def test_another_job_in_the_same_run_is_noticed(tmp_path: Path) -> None:
     run_ranks(2, _beside_another_job, str(tmp_path / "run"))
+
+
+def _on_two_disks(directory: str) -> None:
+    zero = _trained()
+    save(directory, zero, step=1)
+    save(directory, zero, step=2)
+    before = [storage.shard.clone() for storage in zero.parts.storages]
+    if dist.get_rank() == 1:  # a node that does not see the newest yet
+        shutil.copytree(f"{directory}/step-00000001", f"{directory}-of-1/step-00000001")
+    with pytest.raises(
+        zerokit.CheckpointError,
+        match=r"rank 0: step-00000002 with the manifest [0-9a-f]{8}; rank 1: step-00000001 with the manifest",
+    ):
+        load(f"{directory}-of-1" if dist.get_rank() else directory, zero)
+    assert all(
+        torch.equal(storage.shard, old) for storage, old in zip(zero.parts.storages, before, strict=True)
+    )
+    assert not zero.refusal
+
+
+def test_ranks_that_see_different_newest_steps_load_nothing(tmp_path: Path) -> None:
+    run_ranks(2, _on_two_disks, str(tmp_path / "run"))
+
+
+def _again_before_many(directory: str) -> None:
+    zero = _trained()
+    for step in range(10, 20):
+        save(directory, zero, step=step, weights_only=step < 19)
+    for step in (1, 2):
+        save(directory, zero, step=step)
+        if dist.get_rank() == 0:
+            assert len(Path(directory, "latest").read_bytes()) == len("step-00000001 12345678\n")
+        with patch.object(
+            run_module, "stated_checksum", side_effect=AssertionError("an old step was opened")
+        ):
+            assert run_module.other_steps(Path(directory), f"step-{step:08d}") == ([], [])
+        assert zerokit.Checkpoint(directory).step == step
+        assert zerokit.verify(f"{directory}/step-00000019").intact
+    dist.barrier()
+    if dist.get_rank() == 0:
+        os.unlink(f"{directory}/latest")  # what is superseded does not hang on it
+    dist.barrier()
+    assert zerokit.Checkpoint(directory).step == 2
+
+
+def test_latest_does_not_grow_with_superseded_steps(tmp_path: Path) -> None:
+    run_ranks(2, _again_before_many, str(tmp_path / "run"))
+
+
+class Killed(files.System):
+    """Nothing reaches the disk after so many marks."""
+
+    def __init__(self, marks: int) -> None:
+        self.left = marks
+
+    def create(self, path: Path) -> int:
+        if path.name == run_module.SUPERSEDED_NAME:
+            self.left -= 1
+            if self.left < 0:
+                raise OSError(5, "Input/output error")
+        return super().create(path)
+
+
+def _killed_between_marks(directory: str) -> None:
+    zero = _trained()
+    for step in (7, 8, 9):
+        save(directory, zero, step=step)
+    for marks, newest in ((0, 9), (2, 9), (1, 3)):  # the last one is the only one missing by then
+        with files.replaced(Killed(marks)), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            fails = pytest.raises(zerokit.CheckpointError, match="superseded: cannot be created")
+            with fails if newest == 9 else nullcontext():
+                save(directory, zero, step=3, overwrite=True)
+            assert zerokit.Checkpoint(directory).step == newest
+        dist.barrier()
+
+
+def test_a_save_that_ends_between_marks_leaves_the_old_newest_step(tmp_path: Path) -> None:
+    run_ranks(2, _killed_between_marks, str(tmp_path / "run"))
 
 
 def _at_a_path(directory: str) -> None:

@@ -25,7 +25,14 @@ from zerokit import files
 from zerokit.checkpoint.recognise import foreign_to_step
 from zerokit.checkpoint.retention import Retention
 from zerokit.checkpoint.retention import prune as prune_after_save
-from zerokit.checkpoint.run import Latest, list_steps, next_latest, stated_checksum, write_latest
+from zerokit.checkpoint.run import (
+    Latest,
+    list_steps,
+    mark_superseded,
+    other_steps,
+    stated_checksum,
+    write_latest,
+)
 from zerokit.cli.text import decimal_size
 from zerokit.errors import CheckpointError, UsageError
 from zerokit.process import Process
@@ -45,9 +52,9 @@ def make_run(run: Path, *steps: int, weights: tuple[int, ...] = (), latest: int 
 
 
 def name_latest(run: Path, step: int, *superseded: int) -> None:
-    crcs = {number: stated_checksum(run / f"step-{number:08d}") or 0 for number in (step, *superseded)}
-    listed = {f"step-{number:08d}": crcs[number] for number in superseded}
-    write_latest(run, Latest(f"step-{step:08d}", (crcs[step],), listed))
+    name = f"step-{step:08d}"
+    write_latest(run, Latest(name, (stated_checksum(run / name) or 0,)))
+    mark_superseded([run / f"step-{number:08d}" for number in superseded])
 
 
 def leave(folder: Path, writer: Process | None, target: str = "out") -> Path:
@@ -175,15 +182,17 @@ def test_a_save_leaves_superseded_steps_until_it_has_passed_them(tmp_path: Path)
     make_run(run, 8)
     for step in (7, 9):
         write_checkpoint(run / f"step-0000000{step}", LAYOUT, example_content(LAYOUT, step=step))
-    crc = stated_checksum(run / "step-00000007") or 0
-    latest = next_latest(run, "step-00000007", crc, weights_only=False)
-    assert latest is not None
-    assert list(latest.superseded) == ["step-00000008", "step-00000009"]
-    name_latest(run, 3, 4, 5, 6)
-    latest = next_latest(run, "step-00000007", crc, weights_only=False)
-    assert latest is not None
-    assert list(latest.superseded) == [f"step-0000000{n}" for n in (4, 5, 6, 8, 9)]
-    write_latest(run, latest)
+    for number in (4, 5, 6):  # as an earlier version says it
+        (run / f"step-0000000{number}" / "superseded").unlink()
+    crcs = {number: stated_checksum(run / f"step-0000000{number}") or 0 for number in (3, 4, 5, 6)}
+    lines = [f"superseded step-0000000{number} {crcs[number]:08x}\n" for number in (4, 5, 6)]
+    (run / "latest").write_text(f"step-00000003 {crcs[3]:08x}\n" + "".join(lines))
+    listed, later = other_steps(run, "step-00000007")
+    assert [path.name[-1] for path in listed] == ["4", "5", "6"]
+    assert [path.name[-1] for path in later] == ["8", "9"]
+    mark_superseded(listed + later)
+    name_latest(run, 7)
+    assert other_steps(run, "step-00000007") == ([], [])
     prune_after_save(run, Retention(keep_last=2))
     assert list_steps(run) == [3, 7, 8, 9]
 

@@ -97,11 +97,14 @@ def _load(
     parts = optimizer.parts
     seen = together.exchange((checkpoint.path.name, checkpoint.manifest_crc))
     if len(set(seen)) > 1:
-        ranks = {one: [rank for rank, other in enumerate(seen) if other == one] for one in sorted(set(seen))}
-        listed = "; ".join(f"{name} ({crc:08x}) on ranks {by}" for (name, crc), by in ranks.items())
+        ranks = {step: [str(rank) for rank, one in enumerate(seen) if one == step] for step in seen}
+        each = (
+            f"rank{'s' if len(those) > 1 else ''} {', '.join(those)}: {name} with the manifest {crc:08x}"
+            for (name, crc), those in ranks.items()
+        )
         raise CheckpointError(
-            f"{checkpoint.run or checkpoint.path}: ranks see different checkpoints: {listed}. Is the directory shared "
-            "between the nodes, and is no other process saving?"
+            f"{checkpoint.run or checkpoint.path}: ranks see different checkpoints ({'; '.join(each)}): is the "
+            "directory shared between the nodes, and is no other process saving?"
         )
     match, extra = together.each(
         lambda: _prepare(

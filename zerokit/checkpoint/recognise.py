@@ -15,14 +15,14 @@ from zerokit import files
 from zerokit.checkpoint.disk import opened
 from zerokit.checkpoint.manifest import COMMON_NAME, EXTRA_NAME, NAME
 from zerokit.checkpoint.reader import read_header
-from zerokit.checkpoint.run import LATEST_NAME, STEP, stated_checksum
+from zerokit.checkpoint.run import LATEST_NAME, STEP, SUPERSEDED_NAME, stated_checksum
 from zerokit.errors import CheckpointError
 
 PRODUCER = "zerokit"
 """The member "producer" in the metadata of consolidated weights."""
 
 _STEP_FILE = re.compile(
-    rf"rank-\d{{5,}}-of-\d{{5,}}\.safetensors|{re.escape(COMMON_NAME)}|{re.escape(EXTRA_NAME)}"
+    rf"rank-\d{{5,}}-of-\d{{5,}}\.safetensors|{re.escape(COMMON_NAME)}|{re.escape(EXTRA_NAME)}|{SUPERSEDED_NAME}"
 )
 _WEIGHTS = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors")
 _INDEX = "model.safetensors.index.json"

@@ -1,7 +1,7 @@
 """A run's directory: its steps, which of them is the newest, and what may be saved into it.
 
 The newest step is the highest that is whole, whatever `latest` says: a writer may be killed between committing a step
-and naming it. Steps that `latest` lists as superseded, of a training that was begun anew before them, are passed over.
+and naming it. Steps with a file `superseded`, of a training that was begun anew before them, are passed over.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from zerokit.checkpoint.staging import finish_replacement, finish_replacements
 from zerokit.errors import CheckpointError, UsageError
 
 LATEST_NAME = "latest"
+SUPERSEDED_NAME = "superseded"
+"""An empty file in a step's directory."""
 
 STEP = re.compile(r"step-(\d{8,20})")
 _LATEST = re.compile(
@@ -36,7 +38,7 @@ class Latest:
     """The content of the file `latest`: the newest step's name and the CRC-32 that its manifest begins with.
 
     There are two of them while that step is being replaced, the new one's first. `superseded`: by name, the manifests'
-    CRC-32s of later steps that do not belong to the training which saved this one.
+    CRC-32s of superseded steps, as earlier versions listed them here; the next save marks these steps instead.
     """
 
     name: str
@@ -45,8 +47,7 @@ class Latest:
 
     def text(self) -> str:
         """The file's contents."""
-        lines = [f"{self.name} {crc:08x}\n" for crc in self.crcs]
-        return "".join(lines + [f"superseded {name} {crc:08x}\n" for name, crc in self.superseded.items()])
+        return "".join(f"{self.name} {crc:08x}\n" for crc in self.crcs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +213,9 @@ def stated_checksum(step: Path) -> int | None:
 
 
 def superseded(step: Path, latest: Latest | None) -> bool:
-    """Whether `latest` lists the step as one of a training that was begun anew before it."""
+    """Whether the step is marked, or listed in `latest`, as one of a training that was begun anew before it."""
+    if os.path.lexists(step / SUPERSEDED_NAME):
+        return True
     listed = latest.superseded if latest else {}
     return step.name in listed and listed[step.name] == stated_checksum(step)
 
@@ -296,28 +299,27 @@ def later_steps(run: Path, after: int) -> list[int]:
     return [step for step in list_steps(run) if step > after]
 
 
-def next_latest(run: Path, name: str, crc: int, *, weights_only: bool) -> Latest | None:
-    """The content of `latest` once the step `name` with that manifest is there; None where it stays as it is.
+def other_steps(run: Path, name: str) -> tuple[list[Path], list[Path]]:
+    """What is of another training than the step `name`, and not marked: listed by `latest`, and later ones; ascending.
 
-    Later steps are superseded by a whole state: another training has begun before them. Weights alone begin none. They
-    stay so when the training has passed them, as long as they are there.
+    They stay superseded when the training has passed them.
     """
     latest: Latest | None = None
     with suppress(CheckpointError):  # nothing that could be read there is lost
         latest = read_latest(run)
-    listed = latest.superseded if latest else {}
-    others: dict[str, int] = {}
-    for path in committed(run):
-        later = _number(path) > _number(run / name)
-        if path.name == name or not (later or path.name in listed):
-            continue
-        stated = stated_checksum(path)
-        known = stated is not None and listed.get(path.name) == stated
-        if later and not known and weights_only:
-            return None
-        if stated is not None and (later or known):
-            others[path.name] = stated
-    return Latest(name, (crc,), others)
+    unmarked = [
+        path for path in committed(run) if path.name != name and not os.path.lexists(path / SUPERSEDED_NAME)
+    ]
+    listed = [path for path in unmarked if superseded(path, latest)]
+    return listed, [path for path in unmarked if path not in listed and _number(path) > _number(run / name)]
+
+
+def mark_superseded(steps: list[Path]) -> None:
+    """Mark steps, ascending: the last stays the newest until all are marked. Raises `CheckpointError`."""
+    for step in steps:
+        with explained(step / SUPERSEDED_NAME, "created"), suppress(FileNotFoundError):  # pruned meanwhile
+            os.close(files.system().create(step / SUPERSEDED_NAME))
+            files.system().sync_directory(step)
 
 
 def unreferenced(step: Path) -> bool:

@@ -40,7 +40,8 @@ from zerokit.checkpoint.run import (
     LATEST_NAME,
     Latest,
     list_steps,
-    next_latest,
+    mark_superseded,
+    other_steps,
     read_latest,
     require_run,
     stated_checksum,
@@ -357,15 +358,18 @@ def _publish(staging: Staging, manifest: bytes, *, weights_only: bool) -> None:
     run, name = staging.target.parent, staging.target.name
     crc = own_checksum(manifest)
     assert crc is not None
-    latest = next_latest(run, name, crc, weights_only=weights_only)
+    listed, later = other_steps(run, name)
+    mark_superseded(listed)  # an earlier version's list, which the new `latest` does without
+    begins = not (weights_only and later)  # weights alone begin no training before later steps
     replaced = _referenced_checksum(run, name)
-    if latest is not None:
+    if begins:
         _NAMED.setdefault(run.resolve(), set()).add(name)
-    if latest is not None and replaced is not None:
-        write_latest(run, replace(latest, crcs=(crc, replaced)))
+    if begins and replaced is not None:
+        write_latest(run, Latest(name, (crc, replaced)))
     staging.commit()
-    if latest is not None:
-        write_latest(run, latest)
+    if begins:
+        mark_superseded(later)
+        write_latest(run, Latest(name, (crc,)))
     staging.discard()
     remove_gone(run, name, LATEST_NAME)
 

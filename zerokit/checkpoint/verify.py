@@ -13,7 +13,7 @@ from zerokit.checkpoint.disk import explained, opened, read_exactly
 from zerokit.checkpoint.extents import Extent, RankFile
 from zerokit.checkpoint.manifest import NAME
 from zerokit.checkpoint.reader import Checkpoint, check_header
-from zerokit.checkpoint.run import LATEST_NAME, committed, find_step
+from zerokit.checkpoint.run import LATEST_NAME, SUPERSEDED_NAME, committed, find_step
 from zerokit.errors import CheckpointError
 
 _BUFFER_BYTES = 4 << 20
@@ -130,7 +130,11 @@ class _Verification:
 
     def _foreign(self) -> Iterator[Finding]:
         manifest = self._checkpoint.manifest
-        known = {NAME, *(file.name for file in (*manifest.files, manifest.common, manifest.extra))}
+        known = {
+            NAME,
+            SUPERSEDED_NAME,
+            *(file.name for file in (*manifest.files, manifest.common, manifest.extra)),
+        }
         with explained(self._checkpoint.path, "listed"):
             for name in sorted(set(os.listdir(self._checkpoint.path)) - known):
                 yield Finding(name, "not a part of this checkpoint: move it away")

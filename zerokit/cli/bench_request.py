@@ -17,8 +17,7 @@ from zerokit.bench.record.words import DIMENSIONS
 from zerokit.bench.sweeps.cells import product
 from zerokit.bench.tracking.store import Tracking, resolve_uri
 from zerokit.cli.bench_options import DEFAULT_REPEATS, STEPS_A_ROUND
-from zerokit.cli.launcher_options import take_options
-from zerokit.cli.launchers import Chosen, choose_launcher
+from zerokit.cli.launchers import Chosen, choose_launcher, take_options
 from zerokit.errors import UsageError
 from zerokit.text import printable, without_secrets
 
@@ -144,8 +143,9 @@ def _given(context: click.Context, *names: str) -> str:
     for parameter in context.command.params:
         if parameter.name in names and _from_command_line(context, parameter.name):
             value = context.params[parameter.name]
-            shown = "" if value is True else f" {shlex.quote(without_secrets(str(value)))}"
-            text += f" {parameter.opts[0]}{shown}"
+            text += f" {parameter.opts[0]}" + (
+                "" if value is True else f" {shlex.quote(without_secrets(str(value)))}"
+            )
     return text
 
 

@@ -52,6 +52,13 @@ def test_only_variables_that_change_measurements_are_kept() -> None:
     }
     others = {"HOME": "/root", "AWS_SECRET_ACCESS_KEY": "x", "CUDA_HOME": "/usr/local/cuda", "PATH": "/bin"}
     assert measured_variables(kept | others) == kept
+    secret = {
+        "NCCL_HTTP_TOKEN": "hunter2",
+        "NCCL_PROXY": "http://bob:hunter2@proxy:1",
+        "GLOO_PASSWORD": "hunter2",
+    }
+    hidden = {"NCCL_HTTP_TOKEN": "***", "NCCL_PROXY": "http://***@proxy:1", "GLOO_PASSWORD": "***"}
+    assert measured_variables(secret) == hidden
 
 
 def test_versions_of_what_was_imported() -> None:

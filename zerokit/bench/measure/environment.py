@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import zerokit
 from zerokit.bench.machine.host import cores, memory_bytes, processor_name
 from zerokit.bench.record import Environment
+from zerokit.text import without_secrets_named
 
 if TYPE_CHECKING:
     from zerokit.bench.machine.accelerator import Accelerator
@@ -71,8 +72,12 @@ def _version(package: str) -> str:
 
 
 def measured_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that change what is measured, by name."""
-    return {name: value for name, value in sorted(environment.items()) if _VARIABLE.fullmatch(name)}
+    """The variables that change what is measured, by name, without passwords and tokens."""
+    return {
+        name: without_secrets_named(name, value)
+        for name, value in sorted(environment.items())
+        if _VARIABLE.fullmatch(name)
+    }
 
 
 def git_commit(folder: Path) -> str | None:
