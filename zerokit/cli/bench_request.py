@@ -17,7 +17,8 @@ from zerokit.bench.record.words import DIMENSIONS
 from zerokit.bench.sweeps.cells import product
 from zerokit.bench.tracking.store import Tracking, resolve_uri
 from zerokit.cli.bench_options import DEFAULT_REPEATS, STEPS_A_ROUND
-from zerokit.cli.launchers import Chosen, choose_launcher, take_options
+from zerokit.cli.launcher_options import take_options
+from zerokit.cli.launchers import Chosen, choose_launcher
 from zerokit.errors import UsageError
 from zerokit.text import printable, without_secrets
 
