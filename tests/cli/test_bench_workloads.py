@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.commands import zerokit, zerokit_forked
+from tests.cli.commands import zerokit
 from zerokit.bench.record import read_record
 
 MINE = """
@@ -44,7 +44,7 @@ def test_the_users_own_model_trains_on_two_nodes(tmp_path: Path) -> None:
         "--no-twin",
     )
     model = ("--model", "mine:tiny", "--output", "r.json")
-    done = zerokit_forked(tmp_path, "bench", "--no-mlflow", "--follow", *model, *options)
+    done = zerokit(tmp_path, "bench", "--no-mlflow", "--follow", *model, *options)
     assert done.returncode == 0, done.stderr
     assert all(f"rank {rank}: forward of 16\n" in done.stderr for rank in (0, 1))
     record = read_record(tmp_path / "r.json")
