@@ -28,15 +28,8 @@ if TYPE_CHECKING:
         ZerokitError,
         ZerokitWarning,
     )
-    from zerokit.runtime import (
-        Ema,
-        LossScale,
-        MemoryReport,
-        Precision,
-        StopSignal,
-        TrafficReport,
-        ZeroOptimizer,
-    )
+    from zerokit.runtime import LossScale, MemoryReport, Precision, TrafficReport, ZeroOptimizer
+    from zerokit.training import Ema, StopSignal
 
 __version__ = "0.1.0"
 
@@ -72,9 +65,9 @@ __all__ = [
 
 _HOMES = {
     **dict.fromkeys(
-        ("Ema", "LossScale", "MemoryReport", "Precision", "StopSignal", "TrafficReport", "ZeroOptimizer"),
-        "zerokit.runtime",
+        ("LossScale", "MemoryReport", "Precision", "TrafficReport", "ZeroOptimizer"), "zerokit.runtime"
     ),
+    **dict.fromkeys(("Ema", "StopSignal"), "zerokit.training"),
     "Checkpoint": "zerokit.checkpoint.reader",
     **dict.fromkeys(("check_run", "list_steps"), "zerokit.checkpoint.run"),
     **{

@@ -23,22 +23,18 @@ One step at stage 3, in order
        to the shards (`update`). At stages 1 and 2 every rank then gathers what the others have updated (`gathering`).
 
 Read in this order: `precision`, `storage`, `guard`, `collectives` (`base`, then one route), `order`, `gathering`,
-`sharded`, `buckets`, `gradients`, `passes`, `walk`, `control`, `update`, `optimizer`, `ema`, `stopping`. PATTERNS.md
-lists ways to train, and what becomes of each at every stage.
+`sharded`, `buckets`, `gradients`, `passes`, `walk`, `control`, `update`, `optimizer`. PATTERNS.md lists ways to train,
+and what becomes of each at every stage.
 """
 
 from zerokit.formulas import MemoryReport, TrafficReport
-from zerokit.runtime.ema import Ema
 from zerokit.runtime.optimizer import ZeroOptimizer
 from zerokit.runtime.precision import LossScale, Precision
-from zerokit.runtime.stopping import StopSignal
 
 __all__ = [
-    "Ema",
     "LossScale",
     "MemoryReport",
     "Precision",
-    "StopSignal",
     "TrafficReport",
     "ZeroOptimizer",
 ]

@@ -8,8 +8,8 @@ import math
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn, overload
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NoReturn, Protocol, overload
 
 import torch
 import torch.distributed as dist
@@ -32,11 +32,20 @@ from zerokit.runtime.states import States
 from zerokit.runtime.whole import gathered, gathered_gradients, install_model_methods
 from zerokit.stages import Stage, StageNumber
 
-if TYPE_CHECKING:
-    from zerokit.runtime.ema import Ema
-
 EMA = "ema"
 """The name of an average of the weights among the states of a flat tensor, and of its stream in a checkpoint."""
+
+
+class Average(Protocol):
+    """What an average of the weights is to others: `zerokit.Ema`."""
+
+    decay: float
+
+    def update(self) -> None: ...
+
+    def restart(self) -> None: ...
+
+    def applied(self) -> AbstractContextManager[None]: ...
 
 
 class ZeroOptimizer(Optimizer):
@@ -105,7 +114,7 @@ class ZeroOptimizer(Optimizer):
         """What the optimizer is made of; for zerokit's own checkpoints."""
         self.refusal = ""
         """Why `step` is refused: set while a state is being loaded, and left there if that fails."""
-        self.ema: Ema | None = None
+        self.ema: Average | None = None
         """The average of the weights, if there is one: made by `zerokit.Ema(optimizer, decay)`."""
         self.host_copy: Tensor | None = None
         """The buffer that background saves write from, once there was one."""
