@@ -309,7 +309,7 @@ def test_the_command_does_not_import_torch(tmp_path: Path, step: Path) -> None:
         text=True,
         check=True,
     )
-    assert (done.stdout, done.stderr) == ("out\n[]\n", "")
+    assert (done.stdout, done.stderr) == ("out\n[]\n", "1 file, 16.2 kB\n")
     assert len(loaded(tmp_path / "out")) == 21
 
 
