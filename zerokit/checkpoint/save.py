@@ -153,8 +153,9 @@ def save(
 
     Returns the step's directory, or a `Saving`. Raises `CheckpointError` on every rank if any of them fails, or the
     background save before this one did and some rank has not raised its error yet; then the directory is as before,
-    unless one of the last two calls failed, the sync of the renamed step or the replacement of `latest`: the new step
-    may be there then, whole, and `load` takes it.
+    unless one of the last calls failed, the sync of the renamed step, the replacement of `latest`, or the marks of
+    later steps that the new one supersedes: the new step is there then, whole, and `load` takes it, or of marked and
+    unmarked later ones the newest without a mark.
     Ranks whose arguments, or whose options of the optimizer, differ are named. A rank that does not come raises
     `ScheduleError` on the others after the optimizer's time-out.
     """
