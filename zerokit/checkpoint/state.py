@@ -146,11 +146,16 @@ def describe(parts: Parts, rank: int, *, weights_only: bool = False) -> Descript
         for kind, value in state.items():
             elementwise = _elementwise(value, flat)
             _require_name(kind, elementwise=elementwise)
-            for part in () if elementwise else members(storage, flat):
+            if elementwise:
+                continue
+            data = (
+                bytes(host_bytes(value)) if isinstance(value, Tensor) else b""
+            )  # the host waits for it, once a flat
+            for part in members(storage, flat):
                 position = positions[part.parameter.name]
                 if isinstance(value, Tensor):
                     key = (kind, dtype_name(value), tuple(value.shape))
-                    held_here.scalars.setdefault(key, {})[position] = bytes(host_bytes(value))
+                    held_here.scalars.setdefault(key, {})[position] = data
                 else:
                     held_here.values.setdefault(kind, {})[position] = _encoded(
                         value, f"values/{kind}/{part.parameter.name}"
