@@ -26,7 +26,7 @@ def program() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of this process; torch's is asked without importing it."""
+    """The versions that this process uses. torch's is read from its metadata, which is faster than importing it."""
     versions_here = {
         "python": ".".join(platform.python_version_tuple()[:2]),
         "zerokit": __version__,

@@ -82,6 +82,12 @@ def bench(*arguments: str, **variables: str) -> Result:
         ),
         (["--launcher", "slurm", "--continue", "x"], "inside an allocation"),
         (["--launcher", "slurm", "--nodes", "1,3", "--dry-run"], "one number of nodes"),
+        (["--launcher", "slurm", "--dry-run", "--follow"], "a job's are in its log"),
+        (["--launcher", "slurm", "--dry-run", "--env", "HF_TOKEN=x"], "a password would stand"),
+        (
+            ["--launcher", "kubernetes", "--container-image", "i", "--env", "HF_TOKEN=x"],
+            "the password in HF_TOKEN",
+        ),
         (
             ["--launcher", "slurm", "--dry-run", "--tracking-uri", "http://me:pass@tracker"],
             "a password would stand",
@@ -116,6 +122,50 @@ def test_options_come_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert done.exit_code == 0, done.output
     assert "#SBATCH --nodes=3\n#SBATCH --ntasks-per-node=4\n" in done.output
     assert "#SBATCH --partition=gpu\n" in done.output
+
+
+def test_what_concerns_the_submission_stays_outside_of_the_job() -> None:
+    """Ranks that srun has started refuse options of other launchers."""
+    options = [
+        "--launcher",
+        "slurm",
+        "--nodes",
+        "2",
+        "--nproc-per-node",
+        "3",
+        "--gpus-per-node",
+        "4",
+        "--mem",
+        "1G",
+    ]
+    options += [
+        "--partition",
+        "p",
+        "--account",
+        "a",
+        "--time",
+        "5",
+        "--cpus-per-task",
+        "2",
+        "--sbatch-option=--qos=q",
+    ]
+    options += [
+        "--connect-timeout",
+        "9",
+        "--master-addr",
+        "n1",
+        "--env",
+        "A=1",
+        "--remote-python",
+        "py",
+        "--stage",
+        "3",
+    ]
+    done = bench(*options, "--dry-run")
+    assert done.exit_code == 0, done.output
+    (line,) = (line for line in done.output.splitlines() if line.startswith("srun "))
+    assert line.endswith(' py -m zerokit.cli bench --stage 3 --launcher env --output "$folder"/record.json')
+    assert "\nexport A=1\nexport MASTER_ADDR=n1\n" in done.output
 
 
 def test_variables_are_given_or_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,7 +87,8 @@ def test_a_script_starts_ranks_with_their_cores_and_leaves_their_code(
     assert (folder / folder_of("7") / "exit-code").read_text() == "3\n"
     assert (tmp_path / "said").read_text().splitlines() == [
         f"--cpus-per-task={cores}",
-        "--kill-on-bad-exit=1",
+        "--kill-on-bad-exit=0",
+        "--wait=0",
         "--container-image=image",
         f"--container-mounts={folder}:{folder}",
         f"--container-workdir={folder}",
@@ -230,10 +231,10 @@ def test_a_job_that_slurm_ended_says_so(stubs: Stubs) -> None:
 @pytest.mark.parametrize(
     ("told", "named"),
     [
-        ("JobState=FAILED RunTime=00:04:01 TimeLimit=00:05:00", True),
+        ("JobState=FAILED RunTime=00:03:01 TimeLimit=00:05:00", True),
         ("JobState=FAILED RunTime=1-00:00:00 TimeLimit=1-00:01:00", True),
         ("JobState=TIMEOUT RunTime=00:00:01 TimeLimit=UNLIMITED", True),
-        ("JobState=CANCELLED RunTime=00:03:59 TimeLimit=00:05:00", False),
+        ("JobState=CANCELLED RunTime=00:02:59 TimeLimit=00:05:00", False),
         ("JobState=FAILED RunTime=00:03:59 TimeLimit=UNLIMITED", False),
     ],
 )

@@ -78,9 +78,17 @@ def test_the_printed_script_succeeds_as_a_file(slurm: Cluster, tmp_path: Path) -
 
 
 def test_ranks_in_cyclic_order_join_each_other(slurm: Cluster) -> None:
-    if len(os.sched_getaffinity(0)) < 2:
-        pytest.skip("needs two cores")
-    words = ["srun", "-N2", "--ntasks-per-node=2", "-m", "cyclic", *ZEROKIT, *SHORT, "--no-mlflow"]
+    words = [
+        "srun",
+        "-N2",
+        "--ntasks-per-node=2",
+        "--overcommit",
+        "-m",
+        "cyclic",
+        *ZEROKIT,
+        *SHORT,
+        "--no-mlflow",
+    ]
     assert [rank["node"] for rank in finish(start(slurm, *words))["ranks"]] == [0, 0, 1, 1]
 
 
@@ -125,6 +133,17 @@ def _require_no_job(slurm: Cluster) -> None:
     while slurm.run("squeue", "--noheader").stdout:
         assert time.monotonic() < deadline, slurm.logs()
         time.sleep(0.2)
+
+
+def test_a_job_at_its_time_limit_says_so_and_leaves_its_record(slurm: Cluster, tmp_path: Path) -> None:
+    """Slurm warns the ranks a minute before, and up to another minute earlier."""
+    words = [*ZEROKIT, *LONG, "--launcher", "slurm", "--nodes", "2", "--time", "2"]
+    _, err = start(slurm, *words).communicate(timeout=240)
+    assert "at its time limit (--time)" in err
+    (path,) = tmp_path.glob("bench-runs/slurm-*/record.json")
+    record = json.loads(path.read_text())
+    assert (record["status"], record["reason"]) == ("killed", "interrupted by SIGTERM")
+    _require_no_job(slurm)
 
 
 def test_a_cancelled_job_is_said_and_leaves_nothing(slurm: Cluster) -> None:

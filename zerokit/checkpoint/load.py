@@ -34,7 +34,7 @@ from zerokit.errors import CheckpointError
 from zerokit.runtime import ZeroOptimizer
 from zerokit.runtime.build import Parts
 from zerokit.runtime.flats import divide_flats
-from zerokit.runtime.optimizer import EMA
+from zerokit.runtime.states import EMA
 from zerokit.runtime.update import write_back
 from zerokit.text import printable
 

@@ -10,8 +10,8 @@ from zerokit.checkpoint.state import MASTER, PARAM
 from zerokit.errors import CheckpointError, UnsupportedOptimizer
 from zerokit.layout import Layout, Parameter
 from zerokit.runtime.build import Parts
-from zerokit.runtime.optimizer import EMA
 from zerokit.runtime.probe import probe
+from zerokit.runtime.states import EMA
 
 _NAMED = 5
 """Names that an error lists."""

@@ -148,9 +148,8 @@ def describe(parts: Parts, rank: int, *, weights_only: bool = False) -> Descript
             _require_name(kind, elementwise=elementwise)
             if elementwise:
                 continue
-            data = (
-                bytes(host_bytes(value)) if isinstance(value, Tensor) else b""
-            )  # the host waits for it, once a flat
+            # The host waits for a device here, so it asks once a flat tensor and not once a parameter.
+            data = bytes(host_bytes(value)) if isinstance(value, Tensor) else b""
             for part in members(storage, flat):
                 position = positions[part.parameter.name]
                 if isinstance(value, Tensor):

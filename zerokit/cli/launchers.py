@@ -156,14 +156,7 @@ class Chosen:
 
 
 def _followed(
-    launch: Launch,
-    module: str,
-    arguments: Sequence[str],
-    *,
-    nodes: int,
-    nproc_per_node: int,
-    log_dir: Path,
-    poll: Callable[[], None],
+    launch: Launch, *what: Any, log_dir: Path, nproc_per_node: int, poll: Callable[[], None], **more: Any
 ) -> None:
     """A launch whose ranks' output is shown on stderr."""
     from zerokit.launch.logs import RankLogs
@@ -175,7 +168,7 @@ def _followed(
         logs.look()
 
     try:
-        launch(module, arguments, nodes=nodes, nproc_per_node=nproc_per_node, log_dir=log_dir, poll=look)
+        launch(*what, log_dir=log_dir, nproc_per_node=nproc_per_node, poll=look, **more)
     finally:
         logs.look()
 
@@ -287,7 +280,10 @@ def join(chosen: Chosen, command_line: Sequence[str], run: Callable[[Leader | No
 
     member = chosen.member
     assert member is not None
-    end_with_parent()  # a launcher that was killed (torchrun's agent) ends nothing that it has started
+    if (
+        "TORCHELASTIC_RUN_ID" in os.environ
+    ):  # other launchers' daemons end what they have started, nohup shall not
+        end_with_parent()
     if member.leads:
         click.echo(f"zerokit: {member.describe()} leads", err=True)
     with Interrupts() as interrupts, contextlib.closing(Meeting(member)) as meeting:

@@ -12,35 +12,17 @@ from typing import TYPE_CHECKING
 
 import click
 
+from zerokit.cli.launcher_options import OPTIONS_OF
 from zerokit.cli.launchers import given_arguments, read_variables
 from zerokit.errors import UsageError
-from zerokit.text import printable, without_secrets
+from zerokit.text import printable, without_secrets, without_secrets_named
 
 if TYPE_CHECKING:
     from zerokit.cli.bench_request import Request
     from zerokit.cli.display import Display
 
-# Of the submission alone: inside the job they are settled.
-_OUTSIDE = [
-    *(
-        "launcher",
-        "output",
-        "partition",
-        "account",
-        "time_limit",
-        "gpus_per_node",
-        "sbatch_option",
-        "cpus_per_task",
-        "memory",
-        "container_image",
-        "container_runtime",
-        "remote_python",
-        "variables",
-        "dry_run",
-    ),
-    *("submit", "namespace", "form", "as_json", "job_name", "pvc", "secrets", "node_selector", "toleration"),
-    *("service_account", "pull_secret"),
-]
+_OUTSIDE = (*OPTIONS_OF, "output", "as_json")
+"""Options of the submission alone: inside the job they are settled."""
 _OF_RANKS = ("nodes", "nproc_per_node")
 """What ranks know from who has started them."""
 
@@ -115,9 +97,9 @@ _FOR_PODS = re.compile(r"(ZEROKIT|NCCL|GLOO|OMP)_\w+")
 
 
 def _environment_of_pods(request: Request) -> tuple[dict[str, str], bool]:
-    """Variables of the ranks, and whether the record goes to MLflow from here: pods reach servers alone.
+    """Variables of the ranks, and whether the record goes to MLflow from here: pods can only reach a tracking server.
 
-    Raises `click.UsageError` for a password, which would stand in the manifest.
+    Raises `click.UsageError` for a password or a token, which would stand in the manifest.
     """
     options, tracking = request.chosen.options, request.tracking
     environment = {name: value for name, value in os.environ.items() if _FOR_PODS.fullmatch(name)}
@@ -126,10 +108,10 @@ def _environment_of_pods(request: Request) -> tuple[dict[str, str], bool]:
         environment["MLFLOW_TRACKING_URI"] = tracking.uri
     environment |= read_variables(options["variables"])
     for name, value in environment.items():
-        if without_secrets(value) != value:
+        if without_secrets_named(name, value) != value:
             raise click.UsageError(
-                f"the password in {name} would stand in the manifest: keep user and password in a Secret "
-                "(MLFLOW_TRACKING_USERNAME, MLFLOW_TRACKING_PASSWORD) and name it with --env-from"
+                f"the password in {name} would stand in the manifest: keep it in a Secret (for MLflow as "
+                "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD) and name that with --env-from"
             )
     return environment, tracking is not None and not served
 
@@ -168,7 +150,12 @@ def _submit_to_slurm(context: click.Context, request: Request) -> int:
         raise click.UsageError(
             "--continue is for nodes that are there: run it with --launcher slurm inside an allocation (salloc)"
         )
+    if options["follow"]:
+        raise click.UsageError(
+            "--follow is for ranks that are started from here; a job's are in its log (tail -f)"
+        )
     nodes, ranks = _one_shape(context, request)
+    address = options["master_addr"]
     try:
         image = options["container_image"]
         allocation = Allocation(
@@ -182,7 +169,7 @@ def _submit_to_slurm(context: click.Context, request: Request) -> int:
             time=options["time_limit"],
             lines=options["sbatch_option"],
             container=Container(image, options["container_runtime"]) if image else None,
-            variables=read_variables(options["variables"]),
+            variables=({"MASTER_ADDR": address} if address else {}) | read_variables(options["variables"]),
         )
     except UsageError as error:
         raise click.UsageError(printable(str(error))) from error
@@ -192,9 +179,13 @@ def _submit_to_slurm(context: click.Context, request: Request) -> int:
     python = options["remote_python"] or sys.executable
     arguments = given_arguments(context, (*_OUTSIDE, *_OF_RANKS))
     command = [python, "-m", "zerokit.cli", "bench", *arguments, "--launcher", "env"]
-    if any(without_secrets(word) != word for word in (*command, *allocation.variables.values())):
+    given = allocation.variables.items()
+    if any(without_secrets(word) != word for word in command) or any(
+        without_secrets_named(name, value) != value for name, value in given
+    ):
         raise click.UsageError(
-            "a password would stand in the batch script: export MLFLOW_TRACKING_URI instead, which sbatch passes on"
+            "a password would stand in the batch script: export the variable (MLFLOW_TRACKING_URI, say) instead of "
+            "giving it as an option; sbatch passes it on"
         )
     command += ["--output", inside or f"{JOB_FOLDER}/{name}"]
     made_by = shlex.join(["zerokit", "bench", *given_arguments(context, ("dry_run",))])

@@ -29,6 +29,8 @@ _QUEUE_SECONDS = 120.0
 # After a job has left the queue its files may take a moment to be seen here (NFS).
 _FILES_SECONDS = 60.0
 _WARNING_SECONDS = 60
+_EARLIER_SECONDS = 60
+"""Slurm may send that signal so much earlier (sbatch(1), --signal)."""
 _ENDED = 128 + signal.SIGTERM
 RUNTIMES = ("pyxis", "apptainer")
 _CORES, _HERE, JOB_FOLDER = "\0cores", "\0here", "\0folder"
@@ -58,7 +60,7 @@ class Container:
     runtime: str
 
     def srun_options(self, here: str) -> list[str]:
-        """Of srun, for Pyxis (https://github.com/NVIDIA/pyxis): the folder `here` is the same inside."""
+        """Options of srun for Pyxis (https://github.com/NVIDIA/pyxis), which mounts `here` under its own path."""
         if self.runtime != "pyxis":
             return []
         return [
@@ -207,7 +209,8 @@ def render_script(request: Request, command: Sequence[str], made_by: str = "") -
     container = request.container
     options = [] if container is None else container.srun_options(_HERE)
     inside = list(command) if container is None else container.wrap(list(command), _HERE)
-    srun = ["srun", f"--cpus-per-task={_CORES}", "--kill-on-bad-exit=1", *options, *inside]
+    # Ranks end each other, and the first one then writes the record: Slurm must not kill it when another one has ended.
+    srun = ["srun", f"--cpus-per-task={_CORES}", "--kill-on-bad-exit=0", "--wait=0", *options, *inside]
     return "\n".join(
         [
             "#!/bin/bash",
@@ -218,7 +221,7 @@ def render_script(request: Request, command: Sequence[str], made_by: str = "") -
             f'folder="{folder_of("$SLURM_JOB_ID")}"',
             'mkdir -p "$folder"',
             "trap : TERM # srun ends first",
-            "# srun gives a task one core unless it is told: each rank gets its share of the node.",
+            "# By default srun gives each task one core. Here the ranks of a node share all of its cores.",
             "cores=${SLURM_CPUS_PER_TASK:-$((SLURM_CPUS_ON_NODE / SLURM_NTASKS_PER_NODE))}",
             'if [ "$cores" -lt 1 ]; then cores=1; fi',
             " ".join(map(_quote, srun)),
@@ -370,7 +373,7 @@ def _at_time_limit(shown: str) -> bool:
     if members.get("JobState") == "TIMEOUT":
         return True
     run, limit = (_seconds(members.get(name, "")) for name in ("RunTime", "TimeLimit"))
-    return run is not None and limit is not None and run >= limit - _WARNING_SECONDS
+    return run is not None and limit is not None and run >= limit - _WARNING_SECONDS - _EARLIER_SECONDS
 
 
 def _seconds(text: str) -> int | None:

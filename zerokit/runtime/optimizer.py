@@ -8,8 +8,8 @@ import math
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NoReturn, Protocol, overload
+from contextlib import contextmanager
+from typing import Any, NoReturn, overload
 
 import torch
 import torch.distributed as dist
@@ -28,24 +28,9 @@ from zerokit.runtime.norms import all_finite, clip_coefficient, global_norm
 from zerokit.runtime.precision import LossScale, Precision
 from zerokit.runtime.profiling import profiled
 from zerokit.runtime.rank_state import load_state, take_state
-from zerokit.runtime.states import States
+from zerokit.runtime.states import Average, States
 from zerokit.runtime.whole import gathered, gathered_gradients, install_model_methods
 from zerokit.stages import Stage, StageNumber
-
-EMA = "ema"
-"""The name of an average of the weights among the states of a flat tensor, and of its stream in a checkpoint."""
-
-
-class Average(Protocol):
-    """What an average of the weights is to others: `zerokit.Ema`."""
-
-    decay: float
-
-    def update(self) -> None: ...
-
-    def restart(self) -> None: ...
-
-    def applied(self) -> AbstractContextManager[None]: ...
 
 
 class ZeroOptimizer(Optimizer):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, MutableMapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,22 @@ from zerokit.runtime.storage import FlatUnit
 
 if TYPE_CHECKING:
     from zerokit.runtime.build import Parts
+
+
+EMA = "ema"
+"""The name of an average of the weights among the states of a flat tensor, and of its stream in a checkpoint."""
+
+
+class Average(Protocol):
+    """What an average of the weights is to others: `zerokit.Ema`."""
+
+    decay: float
+
+    def update(self) -> None: ...
+
+    def restart(self) -> None: ...
+
+    def applied(self) -> AbstractContextManager[None]: ...
 
 
 class States(MutableMapping[Any, Any]):

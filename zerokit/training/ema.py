@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zerokit.errors import UsageError
-from zerokit.runtime.optimizer import EMA, ZeroOptimizer
+from zerokit.runtime.optimizer import ZeroOptimizer
+from zerokit.runtime.states import EMA
 from zerokit.runtime.storage import Flat
 from zerokit.runtime.update import write_back
 
