@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file
 
 from benchmarks.measuring import bar_holds, in_rounds, make_parser, plain_table, ratio, write_json
 from zerokit import ZeroOptimizer
-from zerokit.stages import Stage
+from zerokit.placement import stage_of
 
 Loop = tuple[Callable[[], Tensor], Callable[[Tensor], None]]
 _loops: list[Loop] = []
@@ -92,7 +92,7 @@ def make_step(engine: str) -> Loop:
         zero = ZeroOptimizer(
             model,
             torch.optim.AdamW,
-            stage=Stage.of(int(engine.removeprefix("stage "))),
+            stage=stage_of(int(engine.removeprefix("stage "))),
             precision="fp32",
             bucket_mb=BUCKET_MB,
             lr=1e-4,

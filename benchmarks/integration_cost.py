@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file
 from benchmarks.measuring import bar_holds, in_rounds, make_parser, plain_table, ratio
 from benchmarks.ranks import run_ranks
 from zerokit import ZeroOptimizer
-from zerokit.stages import Stage
+from zerokit.placement import stage_of
 
 WORLD, STAGE, WARMUP = 2, 3, 4
 LENGTH, BATCH, RATE = 128, 2, 1e-4
@@ -66,7 +66,7 @@ def train_plainly(steps: int, folder: str) -> None:
     """zerokit's loop, as the README has it."""
     dist.init_process_group("gloo")
     model, data = _model(), _data(steps * BATCH * WORLD)
-    optimizer = ZeroOptimizer(model, torch.optim.AdamW, stage=Stage.of(STAGE), precision="fp32", lr=RATE)
+    optimizer = ZeroOptimizer(model, torch.optim.AdamW, stage=stage_of(STAGE), precision="fp32", lr=RATE)
     sampler: Any = DistributedSampler(data, shuffle=False)  # type: ignore[arg-type]
     loader: Any = DataLoader(data, batch_size=BATCH, sampler=sampler)  # type: ignore[arg-type]
     for batch in loader:
@@ -80,7 +80,7 @@ def train_by_accelerate(steps: int, folder: str) -> None:
     """accelerate's loop over `ZeroAccelerator`."""
     from zerokit.integrations.accelerate import ZeroAccelerator
 
-    accelerator = ZeroAccelerator(stage=Stage.of(STAGE), cpu=True)
+    accelerator = ZeroAccelerator(stage=stage_of(STAGE), cpu=True)
     model = _model()
     made = torch.optim.AdamW(model.parameters(), lr=RATE)
     model, optimizer, loader = accelerator.prepare(model, made, _loader(steps))
@@ -109,7 +109,7 @@ def train_by_transformers(steps: int, folder: str) -> None:
         dataloader_pin_memory=False,
     )
     data: Any = _data(steps * BATCH * WORLD)
-    ZeroTrainer(_model(), arguments, train_dataset=data, stage=Stage.of(STAGE)).train()
+    ZeroTrainer(_model(), arguments, train_dataset=data, stage=stage_of(STAGE)).train()
 
 
 def train_by_lightning(steps: int, folder: str) -> None:
@@ -130,7 +130,7 @@ def train_by_lightning(steps: int, folder: str) -> None:
             return torch.optim.AdamW(self.parameters(), lr=RATE)
 
     lightning.Trainer(
-        strategy=ZeroStrategy(stage=Stage.of(STAGE)),
+        strategy=ZeroStrategy(stage=stage_of(STAGE)),
         accelerator="cpu",
         devices=WORLD,
         max_steps=steps,

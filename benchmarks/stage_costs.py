@@ -18,7 +18,7 @@ from benchmarks.measuring import make_parser
 from benchmarks.ranks import run_ranks
 from zerokit import ZeroOptimizer
 from zerokit.bench.workloads.build import build
-from zerokit.stages import Stage
+from zerokit.placement import stage_of
 
 STEPS = 2
 """The first step of stages 1 and 2 gathers nothing: the second one is counted."""
@@ -27,7 +27,7 @@ STEPS = 2
 def measure(model_name: str, stage: int) -> str:
     """Train a few steps on this rank; its row."""
     model = build(model_name)
-    optimizer = ZeroOptimizer(model, torch.optim.AdamW, stage=Stage.of(stage), precision="fp32", lr=1e-4)
+    optimizer = ZeroOptimizer(model, torch.optim.AdamW, stage=stage_of(stage), precision="fp32", lr=1e-4)
     generator = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(STEPS):
         tokens = torch.randint(0, 256, (1, 33), generator=generator)

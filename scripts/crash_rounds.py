@@ -41,7 +41,7 @@ from zerokit import files  # noqa: E402
 from zerokit.checkpoint.run import list_steps  # noqa: E402
 from zerokit.checkpoint.staging import leftovers  # noqa: E402
 from zerokit.process import Process  # noqa: E402
-from zerokit.stages import Stage  # noqa: E402
+from zerokit.placement import stage_of  # noqa: E402
 
 TIMEOUT_S = 10.0
 """Of collectives; a closed connection is noticed at once."""
@@ -153,7 +153,7 @@ def rank_main(this: Round, rank: int, run: Path, store: Path, pipe: int) -> None
     optimizer = zerokit.ZeroOptimizer(
         model,
         torch.optim.SGD,
-        stage=Stage.of(this.stage),
+        stage=stage_of(this.stage),
         precision="fp32",
         lr=0.125,
         momentum=0.5,

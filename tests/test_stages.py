@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import zerokit
 from zerokit.layout import Interval, Parameter, Unit
-from zerokit.stages import Stage
+from zerokit.placement import stage_of
 
 STAGES = st.sampled_from(Stage)
 
@@ -29,7 +29,7 @@ def units(draw: st.DrawFn) -> Unit:
 def test_each_stage_divides_one_thing_more(
     number: int, optimizer: bool, gradients: bool, parameters: bool
 ) -> None:
-    stage = Stage.of(number)
+    stage = stage_of(number)
     assert int(stage) == number
     assert stage.divides_optimizer is optimizer
     assert stage.divides_gradients is gradients
@@ -56,7 +56,7 @@ def test_what_is_gathered_and_how_many_buckets_are_shared(
 @pytest.mark.parametrize("number", [-1, 4, 2.5, "3", None])
 def test_other_stages_are_refused(number: int) -> None:
     with pytest.raises(zerokit.UsageError, match="is unknown"):
-        Stage.of(number)
+        stage_of(number)
 
 
 @given(units(), STAGES)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
 
-from zerokit.layout import Layout, pooled_units
-from zerokit.stages import Stage
+from zerokit.layout import Layout, Unit, pooled_units
+from zerokit.placement import Axis, Mesh, Placement
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ def predict_memory(
     layout: Layout,
     *,
     rank: int,
-    stage: int,
+    placement: Placement,
     sizes: ElementBytes,
     buffers: int = 0,
     reductions: Sequence[int] | None = None,
@@ -126,12 +126,12 @@ def predict_memory(
 
     Args:
         layout: the model's; its world size is N.
-        stage: 0, 1, 2 or 3.
+        placement: the mesh, and a stage for each axis.
         sizes: bytes an element.
         buffers: bytes of the model's buffers, which every rank holds whole.
         reductions: units in the order in which their gradients are reduced; by default reversed line order.
     """
-    divided = Stage.of(stage)
+    position = placement.mesh.position(rank)
     lines = dict.fromkeys((field.name for field in fields(MemoryReport)), 0)
 
     def hold(line: str, payload: int, numel: int, element_bytes: int) -> None:
@@ -139,75 +139,86 @@ def predict_memory(
         lines["padding"] += (numel - payload) * element_bytes
 
     for unit in layout.units:
-        kept = divided.kept_parameters(unit, rank)
+        kept = placement.parameters(unit, position)
         if not unit.trainable:
             size = stored_bytes(unit.parameters[0].dtype, sizes.compute)
             hold("frozen", unit.payload_within(kept), kept.numel, size)
             continue
         hold("parameters", unit.payload_within(kept), kept.numel, sizes.compute)
-        summed = divided.kept_gradients(unit, rank)
+        summed = placement.gradients(unit, position)
         hold("gradients", unit.payload_within(summed), summed.numel, sizes.reduce)
-        for _, stretch in unit.groups_within(divided.updated(unit, rank)):
+        for _, stretch in unit.groups_within(placement.updated(unit, position)):
             hold("optimizer", unit.payload_within(stretch), stretch.numel, sizes.master + sizes.states)
             lines["scalars"] += sizes.scalars
     pooled = pooled_units(layout)
     largest = max(pooled, default=0)
-    lines["buckets"] = min(divided.pooled_buckets, len(pooled)) * largest * sizes.reduce
+    lines["buckets"] = min(placement.pooled_buckets, len(pooled)) * largest * sizes.reduce
     if reductions is None:
         reductions = [unit.index for unit in reversed(layout.units) if unit.trainable]
     # As many reductions are in flight as there would be buckets for them, and these units have buckets of their own.
     own = [numel if (numel := layout.units[index].numel) > largest else 0 for index in reductions]
-    together = (sum(own[at : at + divided.pooled_buckets]) for at in range(len(own)))
+    together = (sum(own[at : at + placement.pooled_buckets]) for at in range(len(own)))
     lines["transient"] = max(together, default=0) * sizes.reduce
     lines["buffers"] = buffers
     return MemoryReport(**lines)
 
 
+def operation_name(operation: str, axis: Axis, mesh: Mesh) -> str:
+    """What a report calls a collective: on a mesh of two axes, with the axis."""
+    return operation if mesh.outer == 1 else f"{operation}/{axis.name.lower()}"
+
+
 def predict_traffic(
     layout: Layout,
     *,
-    stage: int,
+    placement: Placement,
     sizes: ElementBytes,
     order: Sequence[int] | None = None,
     kept: Collection[int] | None = None,
     micro_batches: int = 1,
     reductions: int = 1,
 ) -> TrafficReport:
-    """What one step moves, summed over ranks: (N-1)·kΨ elements with k = 2, 2, 2 and at most 3 at stages 0 to 3.
+    """What one step moves, summed over ranks: on one axis (N-1)·kΨ elements with k = 2, 2, 2 and at most 3.
 
-    At stage 3 units of the rest, and the one that backward begins with, stay gathered between forward and backward
-    and are subtracted. `order` is the forward order of units where some are called more than once; `kept` are the
-    units that stay gathered, by default the rest. Stage 0 gathers sums, which have the dtype of reduction on any wire.
-    `micro_batches` is the number of forward and backward passes, `reductions` of those that reduce gradients.
+    Each hop over an axis brings every element to all ranks but one of that axis. Under gathers (stage 3) units of the
+    rest, and the one that backward begins with, stay gathered between forward and backward and are subtracted. `order`
+    is the forward order of units where some are called more than once; `kept` are the units that stay gathered, by
+    default the rest. Gathers of sums have the dtype of reduction on any wire. `micro_batches` is the number of forward
+    and backward passes, `reductions` of those that reduce gradients.
     """
-    others = layout.world - 1
+    mesh = placement.mesh
     trainable = [unit for unit in layout.units if unit.trainable]
-    psi = layout.trainable_numel
     wire = sizes.reduce if sizes.wire is None else sizes.wire
-    operations = {"reduce_scatter": _times(len(trainable) * reductions, others * psi * reductions, wire)}
-    divided = Stage.of(stage)
-    if divided.gathers_gradients:
-        operations["all_gather"] = _times(
-            len(trainable) * reductions, others * psi * reductions, sizes.reduce
-        )
-    elif divided.gathers_updates:
-        operations["all_gather"] = _times(len(trainable), others * psi, sizes.compute)
-    else:
+    operations: dict[str, Operation] = {}
+
+    def hop(
+        operation: str, axes: Collection[Axis], units: Sequence[Unit], times: int, size: int | None
+    ) -> None:
+        """Units move over axes, in elements of so many bytes, or of their own."""
+        for axis in axes:
+            name, copies = operation_name(operation, axis, mesh), mesh.copies(axis) * times
+            before = operations.get(name, Operation(0, 0, 0))
+            numels = [unit.payload_numel for unit in units]
+            sizes_of = [_stored_bytes(unit, sizes) if size is None else size for unit in units]
+            operations[name] = Operation(
+                before.calls + times * len(units),
+                before.elements + copies * sum(numels),
+                before.bytes + copies * sum(n * s for n, s in zip(numels, sizes_of, strict=True)),
+            )
+
+    for axis in mesh.axes:
+        across = wire if mesh.size(axis) > 1 else sizes.reduce
+        hop("reduce_scatter", [axis], trainable, reductions, across)
+    hop("all_gather", placement.sums, trainable, reductions, sizes.reduce)
+    hop("all_gather", placement.update, trainable, 1, sizes.compute)
+    if placement.use:
         forward = list(order) if order is not None else [unit.index for unit in layout.units]
         stay = {unit.index for unit in layout.units if not unit.scopes} if kept is None else kept
         backward = [index for index in forward if index not in stay][:-1]
-        calls = elements = size = 0
-        for index in [*forward, *backward]:
-            unit = layout.units[index]
-            element_bytes = (
-                sizes.compute if unit.trainable else stored_bytes(unit.parameters[0].dtype, sizes.compute)
-            )
-            calls += micro_batches
-            elements += micro_batches * others * unit.payload_numel
-            size += micro_batches * others * unit.payload_numel * element_bytes
-        operations["all_gather"] = Operation(calls, elements, size)
+        used = [layout.units[index] for index in (*forward, *backward)]
+        hop("all_gather", placement.use, used, micro_batches, None)
     return TrafficReport(operations)
 
 
-def _times(calls: int, elements: int, element_bytes: int) -> Operation:
-    return Operation(calls, elements, elements * element_bytes)
+def _stored_bytes(unit: Unit, sizes: ElementBytes) -> int:
+    return sizes.compute if unit.trainable else stored_bytes(unit.parameters[0].dtype, sizes.compute)

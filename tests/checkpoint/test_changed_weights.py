@@ -17,7 +17,7 @@ import zerokit
 from tests.support.devices import lagging
 from tests.support.distributed import run_ranks
 from tests.support.training import whole_weights
-from zerokit.stages import Stage
+from zerokit.placement import stage_of
 
 Ways = dict[str, Callable[[Iterable[nn.Parameter]], Any]]
 
@@ -33,7 +33,7 @@ def _trained(stage: int, precision: str) -> tuple[nn.Module, zerokit.ZeroOptimiz
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(10, 30), nn.Linear(30, 10), nn.Linear(10, 10))
     model[1].requires_grad_(False)
-    zero = zerokit.ZeroOptimizer(model, torch.optim.AdamW, stage=Stage.of(stage), precision=precision, lr=0.1)
+    zero = zerokit.ZeroOptimizer(model, torch.optim.AdamW, stage=stage_of(stage), precision=precision, lr=0.1)
     zero.backward(model(torch.ones(2, 10)).float().sum())
     zero.step()
     zero.zero_grad()

@@ -24,7 +24,7 @@ from tests.support.distributed import run_ranks, run_ranks_expecting_errors
 from zerokit import files
 from zerokit.checkpoint.save import save
 from zerokit.process import Process
-from zerokit.stages import Stage
+from zerokit.placement import stage_of
 
 NAME = "weight"
 
@@ -32,7 +32,7 @@ NAME = "weight"
 def _optimizer(value: float, stage: int = 2) -> zerokit.ZeroOptimizer:
     model = nn.Linear(40, 30, bias=False)
     nn.init.constant_(model.weight, value)
-    return zerokit.ZeroOptimizer(model, torch.optim.AdamW, stage=Stage.of(stage), precision="fp32")
+    return zerokit.ZeroOptimizer(model, torch.optim.AdamW, stage=stage_of(stage), precision="fp32")
 
 
 def _value(path: str | Path) -> float:

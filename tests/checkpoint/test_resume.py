@@ -22,7 +22,7 @@ from zerokit.checkpoint.reader import Checkpoint
 from zerokit.checkpoint.reshard import reshard
 from zerokit.checkpoint.save import save
 from zerokit.runtime.update import write_back
-from zerokit.stages import Stage
+from zerokit.placement import stage_of
 
 STAGES = (0, 1, 2, 3)
 SMALL, LARGE = 1e-6, 64.0
@@ -251,7 +251,7 @@ def _clamped(directory: str) -> list[bool]:
     for stage in STAGES:
         torch.manual_seed(1)
         model = torch.nn.Linear(16, 16)
-        optimizer = zerokit.ZeroOptimizer(model, torch.optim.AdamW, stage=Stage.of(stage), precision="bf16")
+        optimizer = zerokit.ZeroOptimizer(model, torch.optim.AdamW, stage=stage_of(stage), precision="bf16")
         optimizer.backward(model(torch.ones(8, 16)).float().sum())
         optimizer.step()
         optimizer.zero_grad()

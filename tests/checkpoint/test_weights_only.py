@@ -33,7 +33,7 @@ from tests.support.models import CASES
 from tests.support.training import Run, Trajectory, build_seeded, one_step, wrap
 from zerokit.checkpoint.load import load
 from zerokit.checkpoint.save import save
-from zerokit.stages import Stage
+from zerokit.placement import stage_of
 
 EXTRA = {"note": "kept", "table": torch.arange(3)}
 
@@ -189,7 +189,7 @@ def _model(frozen: str, stage: int, *, value: float) -> tuple[nn.Module, zerokit
             parameter.copy_(torch.arange(parameter.numel()).reshape(parameter.shape) * value + number)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not name.startswith(frozen))
-    return model, zerokit.ZeroOptimizer(model, torch.optim.AdamW, stage=Stage.of(stage), precision="fp32")
+    return model, zerokit.ZeroOptimizer(model, torch.optim.AdamW, stage=stage_of(stage), precision="fp32")
 
 
 def _swap(directory: str, stage: int) -> bool:

@@ -24,7 +24,7 @@ from tests.integrations.launched import as_launched
 from tests.support.distributed import run_ranks, run_ranks_expecting_errors
 from zerokit.errors import CheckpointError, UnsupportedOptimizer, UsageError
 from zerokit.integrations.accelerate import ZeroAccelerator
-from zerokit.stages import Stage
+from zerokit.placement import stage_of
 
 
 def _model(norm: type[nn.Module] = nn.BatchNorm1d) -> nn.Sequential:
@@ -48,7 +48,7 @@ def _accelerator(stage: int | None, **options: Any) -> Any:
     return (
         Accelerator(cpu=True, **options)
         if stage is None
-        else ZeroAccelerator(cpu=True, stage=Stage.of(stage), **options)
+        else ZeroAccelerator(cpu=True, stage=stage_of(stage), **options)
     )
 
 

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import zerokit
 from tests.support.distributed import run_ranks
-from zerokit.stages import Stage
+from zerokit.placement import stage_of
 
 if find_spec("lightning") is None and find_spec("pytorch_lightning") is None:
     pytest.skip("needs lightning or pytorch-lightning", allow_module_level=True)
@@ -167,7 +167,7 @@ def _beside_ddp() -> None:
         assert len(expected.losses) == EPOCHS * BATCHES
         for stage in stages:
             where = f"stage {stage}, {accumulated} micro-batches, clipped by {clipping}"
-            module, trainer = _fit(pl, ZeroStrategy(stage=Stage.of(stage)), **options)
+            module, trainer = _fit(pl, ZeroStrategy(stage=stage_of(stage)), **options)
             assert module.losses == pytest.approx(expected.losses, rel=1e-5), where
             assert module.validated == pytest.approx(expected.validated, rel=1e-5), where
             if clipping == "norm":
@@ -293,7 +293,7 @@ def _resumed(path: str, stage: int) -> list[float]:
 
     module, trainer = _fit(
         pl,
-        ZeroStrategy(stage=Stage.of(stage)),
+        ZeroStrategy(stage=stage_of(stage)),
         _module(pl, on_load_checkpoint=recall),
         ckpt_path=path,
         max_epochs=5,

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from zerokit.integrations.transformers import ZeroTrainer
-from zerokit.stages import Stage
+from zerokit.placement import stage_of
 
 VOCABULARY = 61
 
@@ -77,7 +77,7 @@ def trainer(stage: int | None, args: TrainingArguments, **changes: Any) -> Any:
     return (
         Trainer(args=args, **options)
         if stage is None
-        else ZeroTrainer(args=args, stage=Stage.of(stage), **options)
+        else ZeroTrainer(args=args, stage=stage_of(stage), **options)
     )
 
 
@@ -117,7 +117,7 @@ def translate(stage: int | None, directory: Path | str) -> tuple[list[float], An
     if stage is None:
         made = Seq2SeqTrainer(model, args, train_dataset=texts(12))
     else:
-        made = ZeroSeq2SeqTrainer(model, args, train_dataset=texts(12), stage=Stage.of(stage))
+        made = ZeroSeq2SeqTrainer(model, args, train_dataset=texts(12), stage=stage_of(stage))
     made.train()
     tokens = made.predict(texts(5), max_new_tokens=4, **({} if stage is None else {"synced_gpus": True}))
     return [entry["loss"] for entry in history(made) if "loss" in entry], tokens.predictions

@@ -14,7 +14,7 @@ from tests.support.recording import RecordingRoute, flat_units
 from zerokit.layout import Interval
 from zerokit.runtime import buckets
 from zerokit.runtime.buckets import BucketPool, Phase, UnitGradients
-from zerokit.stages import Stage
+from zerokit.placement import stage_of
 
 CPU = torch.device("cpu")
 STAGES = st.sampled_from(Stage)

@@ -17,7 +17,7 @@ from tests.support.distributed import run_alone, run_ranks
 from tests.support.models import CASES
 from tests.support.oracle import train_alone
 from tests.support.training import Run, Trajectory, build_seeded, one_step, train_all, whole_weights, wrap
-from zerokit.stages import Stage
+from zerokit.placement import stage_of
 
 NORMS = {"2": 2.0, "1": 1.0, "inf": math.inf}
 
@@ -163,7 +163,7 @@ def test_a_norm_that_is_not_finite_leaves_nothing_behind() -> None:
 
 def _zero_norm(stage: int) -> tuple[float, bool]:
     model = nn.Linear(3, 1)
-    optimizer = zerokit.ZeroOptimizer(model, torch.optim.SGD, stage=Stage.of(stage), precision="fp32", lr=0.1)
+    optimizer = zerokit.ZeroOptimizer(model, torch.optim.SGD, stage=stage_of(stage), precision="fp32", lr=0.1)
     optimizer.backward(model(torch.ones(1, 3)).sum() * 0.0)
     norm = optimizer.clip_grad_norm_(1.0).item()
     optimizer.step()

@@ -14,7 +14,7 @@ from tests.support.reductions import bring, gradients_of
 from zerokit.runtime.collectives import Reading
 from zerokit.runtime.control import StepControl
 from zerokit.runtime.gradients import Gradients
-from zerokit.stages import Stage
+from zerokit.placement import stage_of
 
 BOTH = pytest.mark.parametrize("runs_ahead", [False, True])
 

@@ -28,7 +28,7 @@ from tests.support.machine import live_storages
 from tests.support.models import CASES, Case
 from tests.support.models.transformers import Block, Gpt
 from tests.support.training import Run, Trajectory, build_seeded, digest, exact, one_step, whole_weights, wrap
-from zerokit.stages import Stage
+from zerokit.placement import stage_of
 
 STAGES = (0, 1, 2, 3)
 
@@ -238,7 +238,7 @@ def _turned(stage: int, since: int) -> tuple[list[str], str]:
     torch.manual_seed(9)
     model = Turned(since)
     optimizer = zerokit.ZeroOptimizer(
-        model, torch.optim.AdamW, stage=Stage.of(stage), precision="fp32", bucket_mb=1e-6, lr=1e-2
+        model, torch.optim.AdamW, stage=stage_of(stage), precision="fp32", bucket_mb=1e-6, lr=1e-2
     )
     losses = []
     for step in range(4):

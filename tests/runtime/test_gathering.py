@@ -17,7 +17,7 @@ from zerokit.runtime.collectives import Work
 from zerokit.runtime.gathering import Gathering
 from zerokit.runtime.passes import ForwardPass
 from zerokit.runtime.storage import FlatUnit
-from zerokit.stages import Stage
+from zerokit.placement import stage_of
 
 
 class OneRank:

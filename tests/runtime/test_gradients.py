@@ -12,7 +12,7 @@ from tests.support.recording import RecordingRoute, flat_units
 from tests.support.reductions import bring, gradients_of, reduced, values
 from zerokit.runtime import buckets
 from zerokit.runtime.gradients import Gradients
-from zerokit.stages import Stage
+from zerokit.placement import stage_of
 
 STAGES = st.sampled_from(Stage)
 DIVIDED = pytest.mark.parametrize("stage", [Stage.GRADIENTS, Stage.PARAMETERS])

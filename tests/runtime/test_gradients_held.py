@@ -12,7 +12,7 @@ import zerokit
 from tests.support.recording import RecordingRoute
 from tests.support.reductions import bring, gradients_of, reduced, values
 from zerokit.runtime.buckets import Phase
-from zerokit.stages import Stage
+from zerokit.placement import stage_of
 
 STAGES = st.sampled_from(Stage)
 

@@ -18,14 +18,14 @@ from tests.support.distributed import run_ranks
 from zerokit.layout import Interval
 from zerokit.runtime.guard import Guarded, HeldGradient
 from zerokit.runtime.memory import unit_memory
-from zerokit.stages import Stage
+from zerokit.placement import stage_of
 
 
 def build(stage: int) -> tuple[Any, zerokit.ZeroOptimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     return model, zerokit.ZeroOptimizer(
-        model, torch.optim.SGD, stage=Stage.of(stage), precision="fp32", bucket_mb=5e-4, lr=0.1
+        model, torch.optim.SGD, stage=stage_of(stage), precision="fp32", bucket_mb=5e-4, lr=0.1
     )
 
 

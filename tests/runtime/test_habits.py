@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 
 import zerokit
 from tests.support.distributed import run_ranks, run_ranks_expecting_errors
-from zerokit.stages import Stage
+from zerokit.placement import stage_of
 
 
 def _model(depth: int = 4) -> nn.Sequential:
@@ -31,7 +31,7 @@ def _model(depth: int = 4) -> nn.Sequential:
 
 
 def _optimizer(model: nn.Module, stage: int) -> zerokit.ZeroOptimizer:
-    return zerokit.ZeroOptimizer(model, torch.optim.AdamW, stage=Stage.of(stage), precision="fp32", lr=1e-2)
+    return zerokit.ZeroOptimizer(model, torch.optim.AdamW, stage=stage_of(stage), precision="fp32", lr=1e-2)
 
 
 def _train(model: Callable[[torch.Tensor], torch.Tensor], optimizer: zerokit.ZeroOptimizer) -> list[float]:
@@ -92,7 +92,7 @@ def _compiled(stage: int, how: str, precision: str = "fp32") -> list[float]:
     if how == "before":
         model = compile_(model)
     optimizer = zerokit.ZeroOptimizer(
-        model, torch.optim.AdamW, stage=Stage.of(stage), precision=precision, lr=1e-2
+        model, torch.optim.AdamW, stage=stage_of(stage), precision=precision, lr=1e-2
     )
     assert [parameter.name for unit in optimizer.layout.units for parameter in unit.parameters] == names
     if how == "after":

@@ -34,7 +34,7 @@ from tests.support.training import (
     wrap,
 )
 from zerokit.runtime.hooks import require_no_graphs
-from zerokit.stages import Stage
+from zerokit.placement import stage_of
 
 STAGES = (0, 1, 2, 3)
 
@@ -291,7 +291,7 @@ def _through_the_side_door(stage: int, train: bool) -> list[str]:
     torch.manual_seed(2)
     model = TwoDoors()
     optimizer = zerokit.ZeroOptimizer(
-        model, torch.optim.SGD, stage=Stage.of(stage), precision="fp32", bucket_mb=1e-6, lr=0.1
+        model, torch.optim.SGD, stage=stage_of(stage), precision="fp32", bucket_mb=1e-6, lr=0.1
     )
     found = []
     for step in range(3):
@@ -372,7 +372,7 @@ def _with_units(stage: int, kind: str) -> dict[str, Any]:
     optimizer = zerokit.ZeroOptimizer(
         model,
         torch.optim.AdamW,
-        stage=Stage.of(stage),
+        stage=stage_of(stage),
         precision="fp32",
         bucket_mb=SMALL,
         units=rules[kind],

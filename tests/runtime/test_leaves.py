@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tests.support.recording import RecordingRoute, units_of_model
 from zerokit.runtime.leaves import Leaves
-from zerokit.stages import Stage
+from zerokit.placement import stage_of
 
 
 class Asked:

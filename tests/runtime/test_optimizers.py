@@ -29,7 +29,7 @@ from tests.support.training import (
     whole_weights,
     wrap,
 )
-from zerokit.stages import Stage
+from zerokit.placement import stage_of
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -73,7 +73,7 @@ def _losses(cls: type[torch.optim.Optimizer], options: dict[str, Any], stage: in
     case = CASES["mlp_10_64_2"]
     model = build_seeded(case, 0)
     optimizer = zerokit.ZeroOptimizer(
-        model, cls, stage=Stage.of(stage), precision="fp32", bucket_mb=SMALL, **options
+        model, cls, stage=stage_of(stage), precision="fp32", bucket_mb=SMALL, **options
     )
     trajectory = Trajectory()
     for step in range(5):
@@ -155,7 +155,7 @@ def _outside_every_group(stage: int) -> tuple[bool, bool]:
             model,
             torch.optim.SGD,
             params=[{"params": head.parameters()}],
-            stage=Stage.of(stage),
+            stage=stage_of(stage),
             precision="fp32",
             lr=0.1,
         )

@@ -26,7 +26,7 @@ from tests.support.training import (
     whole_weights,
     wrap,
 )
-from zerokit.stages import Stage
+from zerokit.placement import stage_of
 
 #: Models without floating-point buffers, whose kernels exist in half precision on the CPU.
 NAMES = ["gpt_checkpoint_each", "lora", "unit_unused_on_rank_1", "tiny_parameters"]
@@ -108,7 +108,7 @@ class Spy(nn.Module):
 def _dtypes(precision: str, stage: int) -> dict[str, Any]:
     model = Spy()
     options: dict[str, Any] = {"precision": precision} if precision else {}
-    optimizer = zerokit.ZeroOptimizer(model, torch.optim.AdamW, stage=Stage.of(stage), lr=1e-3, **options)
+    optimizer = zerokit.ZeroOptimizer(model, torch.optim.AdamW, stage=stage_of(stage), lr=1e-3, **options)
     out = model(torch.ones(2, 4), torch.ones(2, dtype=torch.long), nested={"a": [torch.ones(2, 1)]})
     grads_before = [p.grad is None for p in model.parameters()]
     optimizer.backward(out.sum())
@@ -174,7 +174,7 @@ def _casting_layers(stage: int) -> None:
     def run(layer: nn.Module) -> torch.dtype:
         model = nn.Sequential(nn.Identity(), layer)
         optimizer = zerokit.ZeroOptimizer(
-            model, torch.optim.SGD, stage=Stage.of(stage), precision="bf16", lr=0.1
+            model, torch.optim.SGD, stage=stage_of(stage), precision="bf16", lr=0.1
         )
         for _ in range(2):  # the second pass has fewer hooks
             out = model(torch.ones(2, 4))
@@ -254,7 +254,7 @@ def _to_the_floor(stage: int) -> dict[str, Any]:
     optimizer = zerokit.ZeroOptimizer(
         model,
         torch.optim.AdamW,
-        stage=Stage.of(stage),
+        stage=stage_of(stage),
         precision="fp16",
         loss_scale=zerokit.LossScale(value=8.0, floor=2.0),
         lr=0.1,
@@ -294,7 +294,7 @@ def test_norms_are_of_the_unscaled_gradients() -> None:
 def _plain_backward(stage: int) -> str:
     """`loss.backward()` leaves the loss unscaled; dividing by the scale afterwards would lose the step."""
     model = nn.Linear(3, 1)
-    optimizer = zerokit.ZeroOptimizer(model, torch.optim.SGD, stage=Stage.of(stage), precision="fp16", lr=1.0)
+    optimizer = zerokit.ZeroOptimizer(model, torch.optim.SGD, stage=stage_of(stage), precision="fp16", lr=1.0)
     before = {name: value.clone() for name, value in whole_weights(model).items()}
     try:
         torch.autograd.backward(model(torch.ones(1, 3)).sum())

@@ -18,7 +18,7 @@ from tests.support.models import CASES
 from tests.support.models.transformers import Gpt
 from tests.support.oracle import PaddedOptimizer
 from tests.support.training import LARGE, Run, Trajectory, build_seeded, digest, one_step, whole_weights, wrap
-from zerokit.stages import Stage
+from zerokit.placement import stage_of
 
 STAGES = (0, 1, 2, 3)
 
@@ -87,7 +87,7 @@ def _load_half_at_each_stage() -> list[float]:
 def _load_half(stage: int) -> float:
     model = nn.Linear(6, 3)
     optimizer = zerokit.ZeroOptimizer(
-        model, torch.optim.SGD, stage=Stage.of(stage), precision="bf16", lr=1e-4
+        model, torch.optim.SGD, stage=stage_of(stage), precision="bf16", lr=1e-4
     )
     optimizer.backward(model(torch.ones(1, 6)).sum())
     optimizer.step()
@@ -325,7 +325,7 @@ def _meta_peak(stage: int) -> int:
         sizes.append(_resident_bytes())
 
     optimizer = zerokit.ZeroOptimizer(
-        model, torch.optim.SGD, stage=Stage.of(stage), precision="fp32", init_fn=init, bucket_mb=1e-6, lr=0.1
+        model, torch.optim.SGD, stage=stage_of(stage), precision="fp32", init_fn=init, bucket_mb=1e-6, lr=0.1
     )
     assert optimizer.stage == stage
     return max(sizes) - sizes[0]
@@ -348,7 +348,7 @@ def _broadcast_from(rank: int) -> str:
     buffer = model.get_buffer("1.running_mean")
     buffer.normal_()
     mine = digest(model.state_dict().items())
-    zerokit.ZeroOptimizer(model, torch.optim.SGD, stage=Stage.of(rank), precision="fp32", lr=0.1)
+    zerokit.ZeroOptimizer(model, torch.optim.SGD, stage=stage_of(rank), precision="fp32", lr=0.1)
     return f"{mine} {digest(model.state_dict().items())}"
 
 

@@ -19,7 +19,7 @@ from torch import nn
 import zerokit
 from tests.support.distributed import run_ranks
 from zerokit import StopSignal, UsageError
-from zerokit.stages import Stage
+from zerokit.placement import stage_of
 
 FAR = 1 << 40
 """Seconds since 1970: nobody will see it."""
@@ -28,7 +28,7 @@ FAR = 1 << 40
 def _optimizer(stage: int = 2) -> tuple[nn.Module, zerokit.ZeroOptimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    return model, zerokit.ZeroOptimizer(model, torch.optim.AdamW, stage=Stage.of(stage), precision="fp32")
+    return model, zerokit.ZeroOptimizer(model, torch.optim.AdamW, stage=stage_of(stage), precision="fp32")
 
 
 def _step(model: nn.Module, optimizer: zerokit.ZeroOptimizer) -> None:

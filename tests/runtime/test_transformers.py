@@ -14,7 +14,7 @@ from torch import nn
 import zerokit
 from tests.support.distributed import run_ranks
 from tests.support.training import SMALL, digest, exact, whole_weights
-from zerokit.stages import Stage
+from zerokit.placement import stage_of
 
 pytest.importorskip("transformers")
 
@@ -80,7 +80,7 @@ def _train_at(name: str, stage: int) -> list[str]:
     model = _build(name)
     model.train()
     optimizer = zerokit.ZeroOptimizer(
-        model, torch.optim.AdamW, stage=Stage.of(stage), precision="fp32", bucket_mb=SMALL, lr=1e-3
+        model, torch.optim.AdamW, stage=stage_of(stage), precision="fp32", bucket_mb=SMALL, lr=1e-3
     )
     found = []
     for step in range(3):

@@ -16,7 +16,7 @@ from zerokit.runtime.gradients import Gradients
 from zerokit.runtime.guard import FlatParameter
 from zerokit.runtime.storage import FlatUnit
 from zerokit.runtime.update import FlatUpdate
-from zerokit.stages import Stage
+from zerokit.placement import stage_of
 
 STAGES = pytest.mark.parametrize("stage", Stage)
 SIZES = [[(70,), (130,)], [(200,)]]

@@ -46,7 +46,7 @@ from zerokit.runtime.collectives.foreign import SWITCH
 from zerokit.runtime.collectives.host import HostCollectives
 from zerokit.runtime.collectives.nccl import Communicators, NcclCollectives
 from zerokit.runtime.watch import Watch
-from zerokit.stages import Stage
+from zerokit.placement import stage_of
 
 STAGES = (0, 1, 2, 3)
 WIRE = zerokit.Precision(wire=torch.bfloat16)

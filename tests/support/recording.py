@@ -18,7 +18,7 @@ from zerokit.runtime.collectives import Collectives, Work
 from zerokit.runtime.modules import Anatomy, UnitRule, take_apart
 from zerokit.runtime.storage import FlatUnit
 from zerokit.runtime.watch import Watch
-from zerokit.stages import Stage
+from zerokit.placement import stage_of
 
 Event = tuple[str, int]
 """What happened to which unit: gather, chain (a gather behind its reduction) or reduce; gathered or reduced, once

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.support.recording import Event, RecordingRoute, flat_units
 from zerokit.runtime.gradients import Gradients
-from zerokit.stages import Stage
+from zerokit.placement import stage_of
 
 Shapes = Sequence[Sequence[tuple[int, ...]]]
 

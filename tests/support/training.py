@@ -21,7 +21,7 @@ from tests.support.distributed import run_ranks
 from tests.support.machine import may_read
 from tests.support.models import CASES, Batch, Case
 from tests.support.optimizers import OPTIMIZERS, SCHEDULERS
-from zerokit.stages import Stage
+from zerokit.placement import stage_of
 
 #: MiB: no two neighbours ever join, so that small models have many units.
 SMALL = 1e-6
@@ -103,7 +103,7 @@ def wrap(model: nn.Module, case: Case, run: Run, **options: Any) -> zerokit.Zero
     return zerokit.ZeroOptimizer(
         model,
         cls,
-        stage=Stage.of(run.stage),
+        stage=stage_of(run.stage),
         precision=run.precision,
         params=case.groups(model) if case.groups else None,
         units=case.units,

@@ -11,7 +11,7 @@ from zerokit.runtime.gradients import Gradients
 from zerokit.runtime.passes import ForwardPass, Passes
 from zerokit.runtime.sharded import ShardedGathering
 from zerokit.runtime.storage import FlatUnit
-from zerokit.stages import Stage
+from zerokit.placement import stage_of
 
 Look = Callable[[int], None]
 

@@ -132,9 +132,8 @@ def _load(
     together.each(lambda: _apply_buffers(checkpoint, parts, match, strict=strict))
     write_back(parts.storages)
     for storage in parts.storages:
-        if not storage.unit.trainable and not storage.stage.divides_parameters:
-            storage.gather()
-            storage.complete()
+        if not storage.unit.trainable:
+            storage.gather_kept()
     parts.gathering.gather_updated()
     if not weights_only:
         _restore_generators(checkpoint, optimizer, extra, together)

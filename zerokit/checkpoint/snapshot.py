@@ -85,7 +85,7 @@ def take(optimizer: ZeroOptimizer, arguments: Arguments, extra: Any, *, copied: 
     Raises `CheckpointError` for a state that cannot be saved.
     """
     parts = optimizer.parts
-    rank = parts.collectives.rank
+    rank = parts.collectives.position
     if optimizer.refusal:
         raise CheckpointError(f"this state cannot be saved: {optimizer.refusal}")
     held = list(own_slices(parts, rank, weights_only=arguments.weights_only))

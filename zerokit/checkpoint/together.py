@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from zerokit.errors import CheckpointError, ScheduleError, UsageError, ZerokitError
 from zerokit.runtime.collectives import Collectives
-from zerokit.runtime.watch import Watch
+from zerokit.runtime.collectives.stalls import StallReporter
 
 T = TypeVar("T")
 
@@ -18,17 +18,20 @@ T = TypeVar("T")
 class Together:
     """The ranks of one optimizer, over a group of their own apart from the training's messages.
 
+    A rank's number here is its position among the owners of shards: on a mesh of two axes, checkpoints are those of as
+    many ranks on one axis.
+
     Waits end with the optimizer's time-out, in a `ScheduleError` that names the ranks which did not come; the group is
     made anew then, so that a later save is not the victim of an earlier one. Made by all ranks together.
     """
 
     def __init__(self, collectives: Collectives, *, background: bool = False) -> None:
         """`background`: for a thread beside the training's, which has a group and a watch of its own."""
-        self.rank, self.world = collectives.rank, collectives.world
-        self._collectives = collectives
+        self.rank, self.world = collectives.position, collectives.world
+        self._collectives, self._mesh = collectives, collectives.mesh
         self._purpose = "background saves" if background else "checkpoints"
         self._group = collectives.side_group(self._purpose) if self.world > 1 else None
-        self._watch = Watch(self._group) if background and self._group else collectives.watch
+        self._watch = StallReporter(self._group) if background and self._group else collectives.reporter
 
     def exchange(self, value: T) -> list[T]:
         """Every rank's `value`, in rank order."""
@@ -41,7 +44,7 @@ class Together:
         except ScheduleError:
             self._collectives.drop_side_group(self._purpose)
             raise
-        return gathered
+        return [gathered[self._mesh.rank(position)] for position in range(self.world)]
 
     def raise_any(self, error: Exception | None) -> None:
         """Raise every rank's error on all, as `each` does; where there is none, a fifth of the time of that."""
@@ -81,7 +84,7 @@ class Together:
         mine = (cause is not None, isinstance(cause, UsageError), text)
         for rank, (fails, misuse, message) in enumerate(self.exchange(mine)):
             if fails:
-                failed.setdefault(message, []).append(rank)
+                failed.setdefault(message, []).append(self._mesh.rank(rank))
                 misused = misused and misuse
         if failed:
             lines = (f"{self._named(ranks)}{message}" for message, ranks in failed.items())
@@ -100,4 +103,4 @@ class Together:
     def _named(self, ranks: list[int]) -> str:
         if len(ranks) == self.world:
             return ""
-        return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: "
+        return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}: "

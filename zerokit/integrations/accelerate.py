@@ -26,8 +26,8 @@ from zerokit.checkpoint.snapshot import persistent_buffers
 from zerokit.checkpoint.together import Together
 from zerokit.errors import UsageError
 from zerokit.integrations.torch_optimizer import Recipe, hand_over
+from zerokit.placement import StageArgument
 from zerokit.runtime import Precision, ZeroOptimizer
-from zerokit.stages import Stage, StageNumber
 
 try:
     from accelerate import Accelerator, DistributedType
@@ -82,7 +82,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
     def __init__(
         self,
         *,
-        stage: StageNumber = 2,
+        stage: StageArgument = 2,
         precision: str | Precision | None = None,
         zero_options: Mapping[str, Any] | None = None,
         mixed_precision: str | None = None,
@@ -90,7 +90,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
     ) -> None:
         mixed = str(mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")).lower()
         self.zero_arguments = {
-            "stage": int(Stage.of(stage)),
+            "stage": stage,
             "precision": choose_precision(precision, mixed, "mixed_precision"),
             **require_zero_options(zero_options),
         }

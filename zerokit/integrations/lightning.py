@@ -32,10 +32,10 @@ from zerokit.integrations.lightning_checkpoints import require_whole, weights
 from zerokit.integrations.lightning_optimizers import attach, note_steps, only_optimizer
 from zerokit.integrations.lightning_precision import PRECISIONS, ZeroPrecision, flag_of, lightning_package
 from zerokit.integrations.torch_optimizer import Recipe
+from zerokit.placement import StageArgument
 from zerokit.runtime import LossScale, Precision, ZeroOptimizer
 from zerokit.runtime.guard import ticket_of
 from zerokit.runtime.modules import UnitRule
-from zerokit.stages import Stage, StageNumber
 
 _NAME = lightning_package()
 _DDPStrategy: Any = import_module(f"{_NAME}.strategies").DDPStrategy
@@ -75,7 +75,7 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
 
     def __init__(
         self,
-        stage: StageNumber = 3,
+        stage: StageArgument = 3,
         *,
         precision: str | Precision | None = None,
         units: UnitRule | None = None,
@@ -94,7 +94,7 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
             )
         self._chosen = None if precision is None else Precision.of(precision)
         self._settings: dict[str, Any] = {
-            "stage": int(Stage.of(stage)),
+            "stage": stage,
             "units": units,
             "bucket_mb": bucket_mb,
             "prefetch": prefetch,

@@ -34,9 +34,9 @@ from zerokit.integrations.accelerate import (
     require_zero_options,
 )
 from zerokit.integrations.torch_optimizer import Recipe
+from zerokit.placement import StageArgument
 from zerokit.runtime import Precision, ZeroOptimizer
 from zerokit.runtime.probe import probe
-from zerokit.stages import StageNumber
 
 STATE_NAME = "trainer_state.json"
 
@@ -67,7 +67,7 @@ class ZeroTrainer(Trainer):
         model: nn.Module | None = None,
         args: TrainingArguments | None = None,
         *,
-        stage: StageNumber = 3,
+        stage: StageArgument = 3,
         precision: str | Precision | None = None,
         zero_options: Mapping[str, Any] | None = None,
         **options: Any,

@@ -66,9 +66,15 @@ class UnitGradients:
         self.wire = wire
         self.unit = storage.unit
         self.dtype = dtype
-        self.stage = storage.stage
-        self.updated = self.stage.updated(self.unit, storage.collectives.rank)
+        self.placement = storage.placement
+        self.updated = self.placement.updated(self.unit, storage.collectives.position)
         """What this rank updates of the unit, and so needs the summed gradients of."""
+        self.kept = self.placement.gradients(self.unit, storage.collectives.position)
+        """What this rank keeps of the unit's gradients after backward."""
+        self.cut = self.placement.cuts_gradients
+        """Whether that has memory of its own; else it is the bucket."""
+        self.adds = self.cut and self.kept == storage.own
+        """Whether sums over ranks are added there; else they arrive in the midst of what is summed."""
         self.phase = Phase.IDLE
         self.arrived: set[int] = set()
         """Positions of the parameters that have a gradient from this pass."""
@@ -98,18 +104,22 @@ class UnitGradients:
         """Whether autograd's own tensor can serve as the bucket: a unit of one unpadded parameter."""
         # Made at once: made in the first backward, they would lie between activations and fragment the heap.
         self._sum: Tensor | None = None
-        if self.stage.divides_gradients:
-            self._sum = torch.zeros(self.unit.shard_numel, dtype=dtype, device=storage.device)
+        if self.cut:
+            self._sum = torch.zeros(self.kept.numel, dtype=dtype, device=storage.device)
         elif not self._lone:
             self.prepare_own()
 
     @property
     def shard(self) -> Tensor:
         """The memory of the sum over ranks of this rank's piece."""
-        if self._sum is not None:
-            return self._sum
-        assert self.bucket is not None
-        return self.bucket[self.storage.own.start : self.storage.own.stop]
+        return self.of(self.storage.own)
+
+    @property
+    def memory(self) -> Tensor:
+        """What this rank keeps."""
+        memory = self.bucket if self._sum is None else self._sum
+        assert memory is not None
+        return memory
 
     def begin_pass(self) -> None:
         self.phase = Phase.IDLE
@@ -117,15 +127,15 @@ class UnitGradients:
 
     def prepare(self, pool: BucketPool) -> bool:
         """Take a bucket for the gradients of a pass. False when the pool has none left."""
-        if self.bucket is None and not self.stage.divides_gradients:
+        if self.bucket is None and not self.cut:
             self.prepare_own()
         elif self.bucket is None:
             self.bucket = pool.take(self.unit.numel)
             if self.bucket is None:
                 return False
             self._zero_gaps(pool)
-        if self.summed and not self.stage.divides_gradients:
-            # The shard lies inside the bucket that is about to be filled again.
+        if self.summed and not self.adds:
+            # The shard lies inside what is about to be filled again.
             self.carry, self.summed = self.shard.clone(), False
         return True
 
@@ -212,9 +222,9 @@ class UnitGradients:
         if factor != 1.0:
             self.bucket.mul_(factor)
         self.phase = Phase.REDUCING
-        add = self.summed and self.stage.divides_gradients
+        between = None if self.adds else self._sum
         return collectives.reduce_scatter(
-            self.bucket, self.shard, self.unit.index, self.storage.payload, add=add, wire=self.wire
+            self.unit, self.bucket, self.shard, between=between, add=self.summed and self.adds, wire=self.wire
         )
 
     def finish(self, pool: BucketPool) -> None:
@@ -225,7 +235,7 @@ class UnitGradients:
             self.carry = None
         self.summed = True
         self.filled.clear()
-        if self.stage.divides_gradients:
+        if self.cut:
             pool.give(self.bucket)
             self._drop()
 
@@ -239,9 +249,9 @@ class UnitGradients:
         self.filled.clear()
         self.waiting.clear()
         self.received.clear()
-        if self._lone and not self.stage.divides_gradients:
+        if self._lone and not self.cut:
             self._drop()
-        elif self.stage.divides_gradients and self.bucket is not None:
+        elif self.cut and self.bucket is not None:
             pool.give(self.bucket)
             self._drop()
 
@@ -250,17 +260,12 @@ class UnitGradients:
         part = self.unit.slices[position]
         if self.bucket is not None:
             self.bucket[part.memory.start : part.memory.stop].zero_()
-        if self.stage.divides_gradients:
-            own = part.memory.intersection(self.storage.own).shifted(-self.storage.own.start)
-            self.shard[own.start : own.stop].zero_()
+        if self.cut:
+            self.of(part.memory.intersection(self.kept)).zero_()
         if self.carry is not None:
             own = part.memory.intersection(self.storage.own).shifted(-self.storage.own.start)
             self.carry[own.start : own.stop].zero_()
 
     def of(self, interval: Interval) -> Tensor:
         """The gradients of elements `interval` (memory coordinates) of the unit."""
-        if not self.stage.divides_gradients:
-            assert self.bucket is not None
-            return self.bucket[interval.start : interval.stop]
-        own = self.storage.own.start
-        return self.shard[interval.start - own : interval.stop - own]
+        return self.memory[interval.start - self.kept.start : interval.stop - self.kept.start]

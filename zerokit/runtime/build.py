@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from zerokit.errors import UsageError
 from zerokit.layout import Layout, build_layout, default_bucket_bytes, pooled_units
+from zerokit.placement import Mesh, Placement
 from zerokit.runtime.agreement import require_agreement
 from zerokit.runtime.casting import keep_statistics
 from zerokit.runtime.collectives import Collectives, make_collectives
@@ -36,7 +37,6 @@ from zerokit.runtime.sharded import ShardedGathering
 from zerokit.runtime.storage import FlatUnit
 from zerokit.runtime.update import FlatUpdate
 from zerokit.runtime.walk import ModelWalk
-from zerokit.stages import Stage
 
 _MARK = "_zerokit_walk"
 
@@ -46,7 +46,7 @@ class Parts:
     """What a `ZeroOptimizer` is made of."""
 
     model: nn.Module
-    stage: Stage
+    placement: Placement
     precision: Precision
     layout: Layout
     collectives: Collectives
@@ -65,7 +65,8 @@ def build(
     optimizer_class: type[Optimizer],
     options: dict[str, Any],
     *,
-    stage: Stage,
+    stage: object,
+    mesh: object,
     precision: Precision,
     params: Iterable[Any] | None,
     rule: UnitRule | None,
@@ -92,16 +93,21 @@ def build(
     anatomy = take_apart(model, rule, {p: number for number, g in enumerate(groups) for p in g["params"]})
     bucket_bytes = default_bucket_bytes(anatomy.segments) if bucket_mb is None else int(bucket_mb * 2**20)
     layout = build_layout(anatomy.segments, world=group.size(), bucket_bytes=bucket_bytes)
-    collectives = make_collectives(group, device, timeout, units=len(layout.units))
+    shape = mesh_of(mesh, group)
+    if shape is not None:
+        Placement.of(stage, shape)  # raises before anything is made
+    collectives = make_collectives(group, device, timeout, units=len(layout.units), mesh=shape)
+    placement = Placement.of(stage, collectives.mesh)
     settings = {
-        "stage": str(int(stage)),
+        "stage": str(placement),
+        "mesh": f"{collectives.mesh.outer}x{collectives.mesh.inner}",
         "precision": str(precision.as_dict()),
         "prefetch": str(prefetch),
         "optimizer": optimizer_class.__name__,
         **_describe_options(groups, options),
     }
     require_agreement(layout, settings, collectives)
-    collectives.watch.distinguish(collectives.broadcast_list([secrets.randbits(40)])[0])
+    collectives.reporter.distinguish(collectives.broadcast_list([secrets.randbits(40)])[0])
 
     meta = any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
     seed = collectives.broadcast_list([torch.initial_seed() % 2**62])[0] if meta else 0
@@ -111,7 +117,7 @@ def build(
     for unit in layout.units:
         parameters = [anatomy.named[parameter.name] for parameter in unit.parameters]
         dtype = precision.compute if parameters[0].dtype in FLOATING else parameters[0].dtype
-        storage = FlatUnit(unit, parameters, collectives, dtype, stage)
+        storage = FlatUnit(unit, parameters, collectives, dtype, placement)
         exact = storage.adopt(materializer.values_of(parameters), precision.master)
         collectives.broadcast(exact)
         storage.take_initial(exact)
@@ -132,7 +138,7 @@ def build(
         storages,
         collectives,
         precision.reduce,
-        stage=stage,
+        placement=placement,
         fitting=pooled_units(layout),
         wire=precision.wire,
     )
@@ -140,12 +146,13 @@ def build(
         ShardedGathering(
             storages,
             collectives,
+            placement,
             reduce_due=gradients.reduce_due,
             allow=gradients.allow,
             prefetch=prefetch,
         )
-        if stage.divides_parameters
-        else Gathering(storages, collectives, stage)
+        if placement.cuts_parameters
+        else Gathering(storages, collectives, placement)
     )
     keep_statistics(model, precision.compute)
     walk = ModelWalk(model, anatomy, storages, gathering, gradients, collectives, precision)
@@ -154,7 +161,7 @@ def build(
             flat.tensor for storage in storages for flat in storage.flats if flat.group == number
         ]
     # A model outlives its optimizer where a function trains it and returns it.
-    if stage.divides_parameters:
+    if placement.cuts_parameters:
         model.__dict__[_MARK] = walk
     else:
         model.__dict__[_MARK] = weakref.ref(walk)
@@ -162,7 +169,7 @@ def build(
     inner = optimizer_class(groups, **options)
     return Parts(
         model,
-        stage,
+        placement,
         precision,
         layout,
         collectives,
@@ -186,6 +193,37 @@ def _group_of_this_rank(given: dist.ProcessGroup | None) -> dist.ProcessGroup:
         )
     own: dist.ProcessGroup = group
     return own
+
+
+def mesh_of(mesh: object, group: dist.ProcessGroup) -> Mesh | None:
+    """The shape of the ranks that a user means by `mesh`: (outer, inner), a `DeviceMesh` over `group`, or None.
+
+    Raises `UsageError` where it does not fit the ranks of `group`.
+    """
+    if mesh is None:
+        return None
+    shape = getattr(mesh, "shape", mesh)
+    sizes = tuple(shape) if isinstance(shape, tuple | list) else ()
+    if not 1 <= len(sizes) <= 2 or any(type(size) is not int or size < 1 for size in sizes):
+        raise UsageError(
+            f"mesh={mesh!r}: expected (outer, inner), two numbers of ranks, or a DeviceMesh of 1 or 2 axes"
+        )
+    outer, inner = sizes if len(sizes) == 2 else (1, sizes[0])
+    world = group.size()
+    if outer * inner != world:
+        raise UsageError(f"mesh={sizes}: {outer * inner} ranks, but the process group has {world}")
+    if len(sizes) == 2 and 1 in sizes:
+        raise UsageError(
+            f"mesh={sizes} has an axis of one rank, over which nothing can be sharded: leave mesh out, one axis of "
+            f"{world} ranks is the default"
+        )
+    ranks = getattr(mesh, "mesh", None)
+    if isinstance(ranks, torch.Tensor) and ranks.flatten().tolist() != dist.get_process_group_ranks(group):
+        raise UsageError(
+            f"mesh={mesh!r}: its ranks in order are not those of the process group, "
+            f"{dist.get_process_group_ranks(group)}: build it with init_device_mesh(), or pass process_group= too"
+        )
+    return Mesh(outer, inner)
 
 
 def _describe_options(groups: list[dict[str, Any]], options: dict[str, Any]) -> dict[str, str]:

@@ -11,7 +11,7 @@ from typing import NoReturn
 from torch import Tensor
 
 from zerokit.errors import LayoutMismatch, UsageError
-from zerokit.runtime.collectives import Collectives, Reading
+from zerokit.runtime.collectives import Collectives, PendingNumbers
 from zerokit.runtime.gradients import Gradients
 from zerokit.runtime.storage import FlatUnit
 
@@ -29,7 +29,7 @@ class StepControl:
 
     def __init__(self, collectives: Collectives, storages: Sequence[FlatUnit], gradients: Gradients) -> None:
         self._collectives, self._storages, self._gradients = collectives, storages, gradients
-        self._pending: Reading | None = None
+        self._pending: PendingNumbers | None = None
 
     def agree(self, finite: Tensor | None) -> bool:
         """Returns whether every rank's gradients are `finite` (0-d, bool); True where `finite` is None.

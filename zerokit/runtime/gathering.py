@@ -13,12 +13,12 @@ from contextlib import suppress
 import torch
 
 from zerokit.errors import ScheduleError, UsageError
+from zerokit.placement import Placement
 from zerokit.runtime.collectives import Collectives
 from zerokit.runtime.heap import Heap
 from zerokit.runtime.order import BackwardPlan
 from zerokit.runtime.passes import ForwardPass
 from zerokit.runtime.storage import FlatUnit
-from zerokit.stages import Stage
 
 
 class Gathering:
@@ -28,8 +28,8 @@ class Gathering:
     root module may use at any time.
     """
 
-    def __init__(self, units: Sequence[FlatUnit], collectives: Collectives, stage: Stage) -> None:
-        self._stage = stage
+    def __init__(self, units: Sequence[FlatUnit], collectives: Collectives, placement: Placement) -> None:
+        self._placement = placement
         self._units = units
         self._collectives = collectives
         rest = [unit.unit.index for unit in units if not unit.unit.scopes]
@@ -45,7 +45,7 @@ class Gathering:
         self._active: dict[int, int] = {}
         self._updated: list[int] = []
         self._open = 0
-        self._heap = Heap(collectives.device, settles=not stage.divides_parameters)
+        self._heap = Heap(collectives.device, settles=not placement.cuts_parameters)
 
     # ---- after the optimizer step, stages 1 and 2
 
@@ -54,7 +54,7 @@ class Gathering:
 
         Another rank may have left after its last step; an error is raised when the values are needed.
         """
-        if not self._stage.gathers_updates:
+        if not self._placement.update:
             return
         self._updated = [i for i in dict.fromkeys(self.forward_order) if self._units[i].unit.trainable]
         with suppress(ScheduleError):
@@ -62,7 +62,7 @@ class Gathering:
 
     def _refresh(self) -> None:
         while self._updated:
-            self._units[self._updated[0]].gather()
+            self._units[self._updated[0]].gather_update()
             del self._updated[0]
 
     def finish_updates(self) -> None:
@@ -93,7 +93,7 @@ class Gathering:
         self._active.clear()
         self._refresh()
         for unit in self._units:
-            if unit.pending is None or unit.unit.index not in self.lazy:
+            if unit.update is None or unit.unit.index not in self.lazy:
                 unit.ready()
 
     def enter(self, unit: FlatUnit) -> None:

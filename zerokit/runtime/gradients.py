@@ -23,12 +23,12 @@ import torch
 from torch import Tensor, nn
 
 from zerokit.errors import ScheduleError, UsageError
+from zerokit.placement import Placement
 from zerokit.runtime.buckets import BucketPool, Phase, UnitGradients
 from zerokit.runtime.collectives import Collectives, Work
 from zerokit.runtime.guard import hooked
 from zerokit.runtime.profiling import profiled
 from zerokit.runtime.storage import Flat, FlatUnit
-from zerokit.stages import Stage
 
 _MOST_IN_FLIGHT = 3
 """Reductions at a time on hosts, where no pool limits them: each has memory for what arrives."""
@@ -43,7 +43,7 @@ class Gradients:
         collectives: Collectives,
         dtype: torch.dtype,
         *,
-        stage: Stage,
+        placement: Placement,
         fitting: Sequence[int],
         wire: torch.dtype | None = None,
     ) -> None:
@@ -57,7 +57,7 @@ class Gradients:
         mean = 1.0 / collectives.world
         self._fill_factor = 1.0 if collectives.runs_ahead else mean
         self._reduce_factor = mean if collectives.runs_ahead and not collectives.averages else 1.0
-        count = stage.pooled_buckets
+        count = placement.pooled_buckets
         self.pool = BucketPool(fitting if count else (), count, dtype, collectives.device)
         self._most_in_flight = count or (len(self.units) if collectives.runs_ahead else _MOST_IN_FLIGHT)
         # Before it is recorded, units of the rest come last: where they are used is not known.
@@ -128,7 +128,7 @@ class Gradients:
         if self._cleared:
             self._cleared.clear()
         unit.phase = Phase.FILLING
-        if self.accumulating and unit.stage.divides_gradients:
+        if self.accumulating and unit.cut:
             unit.prepare_own()
         if unit.batches:
             unit.waiting[position] = gradient
@@ -283,12 +283,12 @@ class Gradients:
     def clear_padding(self) -> None:
         """After a factor that is not finite: zero times it is nan, and whole buckets keep their padding."""
         for unit in self.units.values():
-            if not unit.stage.divides_gradients and unit.bucket is not None:
+            if not unit.cut and unit.bucket is not None:
                 for gap in unit.unit.gaps():
                     unit.bucket[gap.start : gap.stop].zero_()
 
     def _prepare(self, unit: UnitGradients) -> None:
-        if unit.stage.divides_gradients and unit.unit.numel > self.pool.numel and unit.bucket is None:
+        if unit.cut and unit.unit.numel > self.pool.numel and unit.bucket is None:
             # Its memory is not the pool's, which would otherwise say when there is no more.
             while len(self._reductions) >= self._most_in_flight:
                 self._finish_oldest()
@@ -325,7 +325,7 @@ class Gradients:
                 self._gather(unit, after=work)
         self._reductions.append((unit, work))
         self._next += 1
-        if unit.stage.divides_gradients and unit.unit.numel > self.pool.numel:
+        if unit.cut and unit.unit.numel > self.pool.numel:
             buckets = [one.bucket for one, _ in self._reductions if one.unit.numel > self.pool.numel]
             self.transient = max(self.transient, sum(one.nbytes for one in buckets if one is not None))
 
@@ -335,15 +335,14 @@ class Gradients:
         with profiled("wait for the reduction of", unit.unit):
             work.wait()
         unit.finish(self.pool)
-        if unit.stage.gathers_gradients and not chained:
+        if unit.placement.sums and not chained:
             self._gather(unit)
 
     def _chains(self, unit: UnitGradients) -> bool:
         """Whether the sum of `unit` is gathered right behind its reduction, and nothing waits in between."""
-        return unit.stage.gathers_gradients and self._collectives.runs_ahead and unit.carry is None
+        return bool(unit.placement.sums) and self._collectives.runs_ahead and unit.carry is None
 
     def _gather(self, unit: UnitGradients, after: Work | None = None) -> None:
-        assert unit.bucket is not None
         self._gathers.append(
-            self._collectives.all_gather(unit.bucket, unit.unit.index, unit.storage.payload, after=after)
+            self._collectives.all_gather(unit.unit, unit.memory, axes=unit.placement.sums, after=after)
         )

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zerokit.formulas import ElementBytes, MemoryReport, Operation, TrafficReport
+from zerokit.formulas import ElementBytes, MemoryReport, Operation, TrafficReport, operation_name
 from zerokit.layout import Interval
+from zerokit.placement import Mesh
 from zerokit.runtime.collectives import Counters
 from zerokit.runtime.gradients import Gradients
 from zerokit.runtime.precision import Precision
@@ -71,20 +72,18 @@ def list_holdings(
     for storage in storages:
         unit = storage.unit
         line = "parameters" if unit.trainable else "frozen"
-        if storage.stage.divides_parameters:
+        if storage.placement.cuts_parameters:
             # What a freed unit's storage holds cannot be read off the storage where its pages come and go.
-            ledger.add_bytes(line, storage.shard, unit.payload_within(storage.own))
+            ledger.add_bytes(line, storage.shard, unit.payload_within(storage.kept))
             if storage.resident:
                 ledger.add_bytes("gathered", storage.whole)
         else:
             ledger.add(line, storage.whole, unit.payload_numel)
         if unit.trainable:
             own = gradients.units[unit.index]
-            if not storage.stage.divides_gradients and own.bucket is not None:
-                ledger.add("gradients", own.bucket, unit.payload_numel)
-            elif storage.stage.divides_gradients:
-                ledger.add("gradients", own.shard, unit.payload_within(storage.own))
-            if storage.stage.divides_gradients and own.bucket is not None:
+            if own.cut or own.bucket is not None:
+                ledger.add("gradients", own.memory, unit.payload_within(own.kept))
+            if own.cut and own.bucket is not None:
                 ledger.add("buckets", own.bucket)
         for flat in storage.flats:
             payload = unit.payload_within(Interval(flat.interval.start, flat.interval.stop))
@@ -102,11 +101,11 @@ def list_holdings(
     return ledger.holdings
 
 
-def traffic_of(counters: Counters) -> TrafficReport:
+def traffic_of(counters: Counters, mesh: Mesh) -> TrafficReport:
     """A step's counters as a report."""
     operations = {
-        name: Operation(tally.calls, tally.elements, tally.bytes)
-        for name, tally in counters.by_operation.items()
+        operation_name(name, axis, mesh): Operation(tally.calls, tally.elements, tally.bytes)
+        for (name, axis), tally in counters.by_operation.items()
     }
     return TrafficReport(operations, counters.received_bytes, counters.control_bytes, counters.control_calls)
 

@@ -15,11 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from zerokit.errors import UsageError
 from zerokit.formulas import MemoryReport, TrafficReport, predict_memory, predict_traffic
 from zerokit.layout import Layout
+from zerokit.placement import StageArgument
 from zerokit.runtime.build import Parts, build
 from zerokit.runtime.collectives import Counters
 from zerokit.runtime.measure import element_bytes, measure_memory, traffic_of
@@ -30,7 +32,6 @@ from zerokit.runtime.profiling import profiled
 from zerokit.runtime.rank_state import load_state, take_state
 from zerokit.runtime.states import Average, States
 from zerokit.runtime.whole import gathered, gathered_gradients, install_model_methods
-from zerokit.stages import Stage, StageNumber
 
 
 class ZeroOptimizer(Optimizer):
@@ -64,7 +65,8 @@ class ZeroOptimizer(Optimizer):
         model: nn.Module,
         optimizer_class: type[Optimizer],
         *,
-        stage: StageNumber = 2,
+        stage: StageArgument = 2,
+        mesh: tuple[int, int] | DeviceMesh | None = None,
         precision: str | Precision = "bf16",
         params: Iterable[Any] | None = None,
         units: UnitRule | None = None,
@@ -77,7 +79,6 @@ class ZeroOptimizer(Optimizer):
         **optimizer_options: Any,
     ) -> None:
         # `Optimizer.__init__` is not called: everything it would create is forwarded to the inner optimizer.
-        self.stage = Stage.of(stage)
         self.precision = Precision.of(precision)
         self.scaler = dataclasses.replace(loss_scale or LossScale()) if self.precision.scaled else None
         self.skipped_steps = 0
@@ -86,7 +87,8 @@ class ZeroOptimizer(Optimizer):
             model,
             optimizer_class,
             optimizer_options,
-            stage=self.stage,
+            stage=stage,
+            mesh=mesh,
             precision=self.precision,
             params=params,
             rule=units,
@@ -315,7 +317,7 @@ class ZeroOptimizer(Optimizer):
         return predict_memory(
             self.layout,
             rank=self.parts.collectives.rank,
-            stage=self.stage,
+            placement=self.parts.placement,
             sizes=element_bytes(self.precision, self.parts.states, averaged=self.ema is not None),
             buffers=buffers,
             reductions=self.parts.gradients.order,
@@ -328,19 +330,25 @@ class ZeroOptimizer(Optimizer):
 
     def traffic(self) -> TrafficReport:
         """What the last finished step moved."""
-        return traffic_of(self._last_counters)
+        return traffic_of(self._last_counters, self.parts.collectives.mesh)
 
     def predicted_traffic(self, *, micro_batches: int = 1, reductions: int = 1) -> TrafficReport:
         """What a step must move, from the layout alone; the first step of stages 1 and 2 moves less."""
         return predict_traffic(
             self.layout,
-            stage=self.stage,
+            placement=self.parts.placement,
             sizes=element_bytes(self.precision, self.parts.states, averaged=self.ema is not None),
             order=self.parts.gathering.forward_order,
             kept=self.parts.gathering.kept,
             micro_batches=micro_batches,
             reductions=reductions,
         )
+
+    @property
+    def stage(self) -> int | tuple[int, int]:
+        """The stage; on a mesh of two axes, (outer, inner)."""
+        placement = self.parts.placement
+        return placement.stages if placement.mesh.outer > 1 else placement.stages[1]
 
     @property
     def layout(self) -> Layout:
@@ -420,6 +428,6 @@ class ZeroOptimizer(Optimizer):
 
     def __repr__(self) -> str:
         return (
-            f"ZeroOptimizer(stage={self.stage}, world={self.layout.world}, precision={self.precision.as_dict()}, "
+            f"ZeroOptimizer(stage={self.parts.placement}, world={self.layout.world}, precision={self.precision.as_dict()}, "
             f"{self.parts.inner!r})"
         )

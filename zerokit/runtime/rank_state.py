@@ -64,6 +64,6 @@ def load_state(parts: Parts, state: Mapping[str, Any]) -> None:
     parts.gathering.gather_updated()
 
 
-def _origin(parts: Parts) -> tuple[str, int, int, str]:
+def _origin(parts: Parts) -> tuple[str, str, int, str]:
     rank = parts.collectives.rank
-    return (parts.layout.digest().hex(), int(parts.stage), rank, str(parts.precision.as_dict()))
+    return (parts.layout.digest().hex(), str(parts.placement), rank, str(parts.precision.as_dict()))

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
+from zerokit.placement import Placement
 from zerokit.runtime.collectives import Collectives
 from zerokit.runtime.gathering import Gathering, refuse_reading
 from zerokit.runtime.order import BackwardPlan, Order
 from zerokit.runtime.passes import ForwardPass
 from zerokit.runtime.storage import FlatUnit
-from zerokit.stages import Stage
 
 
 class ShardedGathering(Gathering):
@@ -38,12 +38,13 @@ class ShardedGathering(Gathering):
         self,
         units: Sequence[FlatUnit],
         collectives: Collectives,
+        placement: Placement,
         *,
         reduce_due: Callable[[int], None],
         allow: Callable[[int], None],
         prefetch: int = 1,
     ) -> None:
-        super().__init__(units, collectives, Stage.PARAMETERS)
+        super().__init__(units, collectives, placement)
         self._reduce_due, self._allow, self._prefetch = reduce_due, allow, prefetch
         self.early: tuple[int, ...] = ()
         """Trainable kept units whose gradients are complete before backward enters a unit: a head's."""
@@ -64,7 +65,8 @@ class ShardedGathering(Gathering):
     # ---- outside the model's forward
 
     def gather_updated(self) -> None:
-        """Nothing: units are gathered when they are used. But inside `gathered()` all of them are shown."""
+        """Units are gathered when they are used. But inside `gathered()` all of them are shown."""
+        super().gather_updated()
         if self._open:
             for unit in self._units:
                 unit.gather()
@@ -72,7 +74,10 @@ class ShardedGathering(Gathering):
             self._collectives.wait_for_readers()
 
     def make_current(self) -> None:
-        """Nothing to be done: what is kept is current."""
+        """Let what is kept be current."""
+        self._refresh()
+        for unit in self._units:
+            unit.complete()
         self._collectives.wait_for_readers()
 
     def read(self, index: int, name: str, *, in_forward: bool, in_backward: bool) -> None:

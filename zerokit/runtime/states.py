@@ -126,8 +126,8 @@ class States(MutableMapping[Any, Any]):
             for flat, own in owned:
                 if kind in own:
                     whole[flat.interval.start : flat.interval.stop] = own[kind]
-            if storage.stage.divides_optimizer:
-                parts.collectives.all_gather(whole, storage.unit.index, storage.payload).wait()
+            if sum(flat.interval.numel for flat in storage.flats) < storage.unit.numel:
+                parts.collectives.all_gather(storage.unit, whole).wait()
                 parts.collectives.wait_for_readers()
             shown[kind] = whole[part.memory.start : part.memory.stop].clone().view(part.parameter.shape)
         return shown | {

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from zerokit.errors import UsageError
 from zerokit.layout import Interval, Unit
+from zerokit.placement import Placement
 from zerokit.runtime.collectives import Collectives, Work
 from zerokit.runtime.guard import (
     TICKET,
@@ -34,7 +35,6 @@ from zerokit.runtime.guard import (
 from zerokit.runtime.memory import unit_memory
 from zerokit.runtime.profiling import profiled
 from zerokit.runtime.versions import set_versions
-from zerokit.stages import Stage
 
 
 @dataclass(slots=True)
@@ -54,7 +54,7 @@ class FlatUnit:
         parameters: the model's parameters, in the unit's order; they become views of this storage.
         collectives: how it is gathered.
         dtype: of the storage.
-        stage: what of it this rank keeps between uses, and what it updates.
+        placement: what of it this rank keeps between uses, and what it updates.
     """
 
     def __init__(
@@ -63,18 +63,20 @@ class FlatUnit:
         parameters: Sequence[nn.Parameter],
         collectives: Collectives,
         dtype: torch.dtype,
-        stage: Stage,
+        placement: Placement,
     ) -> None:
         self.unit = unit
         self.parameters = list(parameters)
         self.collectives = collectives
         self.dtype = dtype
-        self.stage = stage
+        self.placement = placement
         self.device = collectives.device
-        self.payload = unit.payload_numel
-        self.own = unit.shard(collectives.rank)
+        self.own = unit.shard(collectives.position)
+        self.kept = placement.parameters(unit, collectives.position)
         self.flats: list[Flat] = []
         self.pending: Work | None = None
+        self.update: Work | None = None
+        """The gather of what other ranks have updated."""
         self.resident = True
         self.guarded = False
         self._watched = False
@@ -82,7 +84,7 @@ class FlatUnit:
         self.separate = False
         """Whether masters have memory of their own, in another dtype than the parameters."""
         self.memory = unit_memory(
-            unit.numel, self.own, dtype, self.device, comes_and_goes=stage.divides_parameters
+            unit.numel, self.kept, dtype, self.device, comes_and_goes=placement.cuts_parameters
         )
         self.whole, self.shard = self.memory.whole, self.memory.shard
         self._views = [
@@ -144,12 +146,12 @@ class FlatUnit:
         self.separate = exact.dtype != self.dtype
         if self.separate:
             self.whole.copy_(exact)
-        if self.stage.divides_parameters:
+        if self.placement.cuts_parameters:
             self.memory.store()
             self.free()
         if self.unit.trainable:
             for group, stretch in self.unit.groups_within(
-                self.stage.updated(self.unit, self.collectives.rank)
+                self.placement.updated(self.unit, self.collectives.position)
             ):
                 master = (
                     exact[stretch.start : stretch.stop].clone() if self.separate else self.slice_of(stretch)
@@ -158,8 +160,8 @@ class FlatUnit:
 
     def slice_of(self, interval: Interval) -> Tensor:
         """Elements `interval` (memory coordinates) of what this rank keeps."""
-        if self.stage.divides_parameters:
-            return self.shard[interval.start - self.own.start : interval.stop - self.own.start]
+        if self.placement.cuts_parameters:
+            return self.shard[interval.start - self.kept.start : interval.stop - self.kept.start]
         return self.whole[interval.start : interval.stop]
 
     def positions_in(self, flat: Flat) -> list[int]:
@@ -215,7 +217,7 @@ class FlatUnit:
     def note_update(self) -> None:
         """The optimizer has changed the parameters: graphs made before must not be differentiated any more."""
         torch.autograd.graph.increment_version(self.parameters)
-        if self.stage.divides_parameters or self.separate:
+        if self.placement.cuts_parameters or self.separate:
             self._versions = [version + 1 for version in self._versions]
 
     @property
@@ -247,9 +249,22 @@ class FlatUnit:
         self._note_addresses()
         with profiled("gather", self.unit):
             self.pending = self.collectives.all_gather(
-                self.whole, self.unit.index, self.payload, own=self.shard
+                self.unit, self.whole, axes=self.placement.use, own=self.shard
             )
         self.resident = True
+
+    def gather_kept(self) -> None:
+        """Gather what this rank keeps from the owners of its shards, and wait for it."""
+        memory = self.shard if self.placement.cuts_parameters else self.whole
+        axes = [axis for axis in self.collectives.mesh.axes if axis not in self.placement.use]
+        self.collectives.all_gather(self.unit, memory, axes=axes).wait()
+
+    def gather_update(self) -> None:
+        """Start gathering what the other owners of this rank's parameters have updated."""
+        self.complete()
+        memory = self.shard if self.placement.cuts_parameters else self.whole
+        with profiled("gather", self.unit):
+            self.update = self.collectives.all_gather(self.unit, memory, axes=self.placement.update)
 
     def ready(self) -> None:
         """Wait for a gather in flight, so that the parameters hold their values, and let the model use them."""
@@ -262,11 +277,13 @@ class FlatUnit:
             set_versions(self.parameters, self._versions)
 
     def complete(self) -> None:
-        """Wait for a gather in flight, and leave the parameters guarded."""
-        if self.pending is not None:
-            pending, self.pending = self.pending, None
-            with profiled("wait for the gather of", self.unit):
-                pending.wait()
+        """Wait for gathers in flight, and leave the parameters guarded."""
+        update, pending = self.update, self.pending
+        self.update = self.pending = None
+        for work in (update, pending):
+            if work is not None:
+                with profiled("wait for the gather of", self.unit):
+                    work.wait()
 
     def free(self) -> None:
         """Stage 3: give the gathered unit's memory back; see [Note: freed weights]."""
@@ -283,6 +300,8 @@ class FlatUnit:
                 for parameter, placeholder in zip(self.parameters, self._placeholders, strict=True):
                     parameter.data = placeholder
             set_versions(self.parameters, [version + 1 for version in versions])
+        if len(self.placement.use) > 1:
+            self.collectives.wait_to_free(self.unit)
         self.memory.shrink()
         self.resident = False
         self.guard()
@@ -345,7 +364,7 @@ class FlatUnit:
             if parameter.data_ptr() != view.data_ptr():
                 view.copy_(parameter.detach())
                 parameter.data = view
-        if self.stage.divides_parameters:
+        if self.placement.cuts_parameters:
             self._refuse_change(self.unit.name)
         self.read_in()
 

@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 
 import numpy
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.contract import REGISTRY_KEY
 
@@ -47,9 +46,7 @@ def gathered_gradients(gradients: Gradients, collectives: Collectives) -> Iterat
 
     They have their parameter's dtype; elements that were not changed keep the precision of the buckets.
     """
-    any_received = torch.tensor([float(gradients.received)], device=collectives.device)
-    collectives.all_reduce(any_received, dist.ReduceOp.MAX)
-    if not collectives.read(any_received)[0]:
+    if not collectives.any(gradients.received):
         yield  # as in torch, there are no gradients to see
         return
     shown = [(unit, _show(unit, collectives)) for unit in gradients.units.values()]
@@ -65,12 +62,12 @@ def gathered_gradients(gradients: Gradients, collectives: Collectives) -> Iterat
 
 def _show(unit: UnitGradients, collectives: Collectives) -> Tensor:
     """Let the unit's parameters show whole gradients [numel]; returns what was summed."""
-    if unit.stage.gathers_gradients:
+    if unit.updated.numel == unit.unit.numel:
         whole = unit.of(unit.updated).clone()
     else:
         whole = torch.zeros(unit.unit.numel, dtype=unit.dtype, device=unit.storage.device)
         whole[unit.storage.own.start : unit.storage.own.stop] = unit.of(unit.storage.own)
-        collectives.all_gather(whole, unit.unit.index, unit.storage.payload).wait()
+        collectives.all_gather(unit.unit, whole).wait()
     for parameter, part in zip(unit.storage.parameters, unit.unit.slices, strict=True):
         piece = whole[part.memory.start : part.memory.stop].view(part.parameter.shape)
         show_gradient(parameter, piece.to(unit.storage.dtype, copy=True))
@@ -146,7 +143,7 @@ def _install_state_dict(model: nn.Module, storages: Sequence[FlatUnit], gatherin
             state = type(living).state_dict(living, *args, **kwargs)
             _take_changes(storages)
             for storage, count in zip(storages, holders, strict=True):
-                if storage.stage.divides_parameters:
+                if storage.placement.cuts_parameters:
                     _keep_copies(state, storage, count)
                     storage.free()
         finally:
@@ -189,7 +186,7 @@ def _install_state_dict(model: nn.Module, storages: Sequence[FlatUnit], gatherin
         model.__dict__["save_pretrained"] = save_pretrained
     model.register_load_state_dict_pre_hook(before_load)
     model.register_load_state_dict_post_hook(after_load)
-    if any(storage.stage.divides_parameters for storage in storages):
+    if any(storage.placement.cuts_parameters for storage in storages):
         for module in model.modules():
             if module is not model:
                 module.register_load_state_dict_pre_hook(before_load_of_part)

@@ -142,7 +142,7 @@ class StopSignal:
         if collectives.world > 1:
             if self._group is None:  # once: whether a group is still good, all ranks must agree on
                 self._group = collectives.side_group("StopSignal")
-            with collectives.watch.waiting("StopSignal.requested(), which all ranks call once a step"):
+            with collectives.reporter.waiting("StopSignal.requested(), which all ranks call once a step"):
                 dist.all_reduce(notes, op=dist.ReduceOp.MAX, group=self._group)
         return int(notes.item())
 

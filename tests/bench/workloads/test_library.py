@@ -25,7 +25,7 @@ from zerokit.bench.workloads.build import build_model
 from zerokit.bench.workloads.initialise import init_module
 from zerokit.bench.workloads.library import BatchNorm
 from zerokit.errors import UsageError
-from zerokit.stages import Stage
+from zerokit.placement import stage_of
 
 transformers = pytest.importorskip("transformers")
 
@@ -161,7 +161,7 @@ def train_at(stage: int, name: str) -> list[float]:
     with torch.device("meta"):
         model = build_library(config, seed=1)
     optimizer = ZeroOptimizer(
-        model, torch.optim.AdamW, stage=Stage.of(stage), precision="fp32", init_fn=init_module, lr=1e-3
+        model, torch.optim.AdamW, stage=stage_of(stage), precision="fp32", init_fn=init_module, lr=1e-3
     )
     mine = share(config, dist.get_rank())
     losses = []

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerokit
-from zerokit.stages import Stage
+from zerokit.placement import stage_of
 
 STEPS = 3
 """The first records the order of units, the second one is the first to know it."""
@@ -284,7 +284,7 @@ class Zero(Engine):
             options.setdefault("bucket_mb", self.setting.bucket_mb)
         options = {"precision": "fp32", **defaults, **options}
         self.optimizer = zerokit.ZeroOptimizer(
-            self.model, cls, stage=Stage.of(self.setting.stage), params=params, **options
+            self.model, cls, stage=stage_of(self.setting.stage), params=params, **options
         )
 
     def backward(self, loss: Tensor) -> None:

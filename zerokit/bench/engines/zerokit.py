@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from zerokit.bench.engines.trainer import BUFFERS, GRADIENTS, OPTIMIZER, PARAMETERS, Held, Trainer
 from zerokit.bench.workloads.build import Loaded
+from zerokit.placement import stage_of
 from zerokit.runtime import Precision, ZeroOptimizer
 from zerokit.runtime.measure import list_holdings
-from zerokit.stages import Stage
 
 _KINDS = {
     "parameters": PARAMETERS,
@@ -52,7 +52,7 @@ class ZerokitTrainer(Trainer):
         self.zero = ZeroOptimizer(
             self.model,
             torch.optim.AdamW,
-            stage=Stage.of(settings.stage),
+            stage=stage_of(settings.stage),
             precision=precision,
             init_fn=self._init_fn,
             lr=settings.lr,
@@ -66,7 +66,7 @@ class ZerokitTrainer(Trainer):
 
     @property
     def waited_s(self) -> float:
-        return self.zero.parts.collectives.watch.waited_s
+        return self.zero.parts.collectives.reporter.waited_s
 
     def held(self) -> Iterator[Held]:
         parts = self.zero.parts

@@ -87,18 +87,17 @@ def _zerokits(zero: ZeroOptimizer, world: int, accelerator: Accelerator) -> tupl
     """The elements of the largest unit, and zerokit's collectives over it."""
     collectives = zero.parts.collectives
     unit = max(zero.layout.units, key=lambda unit: unit.numel)
-    payload = unit.payload_numel
     whole = torch.zeros(unit.numel, dtype=zero.precision.compute, device=accelerator.device)
     bucket = torch.zeros(unit.numel, dtype=zero.precision.reduce, device=accelerator.device)
-    own = bucket.view(world, -1)[collectives.rank]
+    own = bucket.view(world, -1)[collectives.position]
     wire = zero.precision.wire or bucket.dtype
 
     def gather() -> None:
-        collectives.all_gather(whole, unit.index, payload).wait()
+        collectives.all_gather(unit, whole).wait()
         collectives.wait_for_readers()
 
     def reduce() -> None:
-        collectives.reduce_scatter(bucket, own, unit.index, payload, add=False, wire=wire).wait()
+        collectives.reduce_scatter(unit, bucket, own, add=False, wire=zero.precision.wire).wait()
 
     return unit.numel, {"all_gather": (whole.dtype, gather), "reduce_scatter": (wire, reduce)}
 

@@ -1,9 +1,12 @@
-"""All ranks on one node: each reads the pieces that the others offer; gloo carries control values."""
+"""All ranks of an axis on one node: each reads the pieces that the others offer.
+
+No other thread reads for this rank while it computes: it reads where it would wait, and where it starts the next
+reduction. What others may still read must not change: a reduction's `wait` returns when its bucket has been taken, and
+gathered pieces are free to change after `wait_for_readers`.
+"""
 
 from __future__ import annotations
 
-import datetime
-import time
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -12,140 +15,66 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zerokit.runtime.collectives.base import Work
-from zerokit.runtime.collectives.board import Kind
-from zerokit.runtime.collectives.gloo import GlooCollectives
-from zerokit.runtime.collectives.neighbours import Neighbours
-from zerokit.runtime.watch import Watch
+from zerokit.runtime.collectives.node import Kind, Neighbours
+from zerokit.runtime.collectives.sockets import HostRoute, Progress
+from zerokit.runtime.collectives.stalls import StallReporter
 
 _CHUNK_BYTES = 1 << 19
 """What is read and added at a time: small enough to stay in a core's cache in between."""
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2e-5, 1e-3
 
 
-class HostCollectives(GlooCollectives):
-    """All ranks on one node: pieces are read where the others offer them, sums are formed on the way.
+class MemoryRoute(HostRoute):
+    """Pieces are read where the others offer them; sums are formed on the way."""
 
-    No other thread reads for this rank while it computes: it reads where it would wait, and where it starts the next
-    reduction. What others may still read must not change: a reduction's `wait` returns when its bucket has been
-    taken, and gathered pieces are free to change after `wait_for_readers`.
-    """
+    name = "memory"
 
     def __init__(
-        self,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        watch: Watch,
-        neighbours: Neighbours,
-        timeout: datetime.timedelta,
+        self, group: dist.ProcessGroup, reporter: StallReporter, progress: Progress, neighbours: Neighbours
     ) -> None:
-        super().__init__(group, device, watch, timeout)
-        self._neighbours = neighbours
-        self.route = neighbours.route
-        self._unread: list[Reading] = []
+        super().__init__(group, reporter, progress)
+        progress.neighbours.append(neighbours)
+        self.neighbours = neighbours
         self._offered: dict[int, tuple[int, Tensor]] = {}
         """Gathers that others may still be reading from: the number of the offer, and what is offered."""
 
-    def wait_for_readers(self) -> None:
-        if self._offered:
-            with self.watch.waiting("end of the all-gathers"):
-                # A unit that this rank did not use is still to be read, so that the others may go on.
-                for reading in list(self._unread):
-                    if reading.kind is Kind.GATHER:
-                        self.until(reading.attempt)
-                for unit, (count, _) in self._offered.items():
-                    self.until(partial(self._neighbours.taken, Kind.GATHER, unit, count))
-            self._offered.clear()
-        self._neighbours.trim()
+    def wait_for_readers(self, unit: int | None = None) -> None:
+        units = [each for each in self._offered if unit in (None, each)]
+        if units:
+            with self.reporter.waiting("end of the all-gathers"):
+                for each in units:
+                    count, _ = self._offered[each]
+                    self.progress.until(partial(self.neighbours.taken, Kind.GATHER, each, count))
+                    del self._offered[each]
 
-    def until(
-        self,
-        condition: Callable[[], bool],
-        pause_for: Callable[[float], object] = time.sleep,
-        *,
-        from_node: bool = True,
-    ) -> None:
-        """Wait for `condition`, and meanwhile read pending offers of the others, who may wait for just that.
-
-        `pause_for` returns after so many seconds, or sooner. Raises `RuntimeError` after the time-out, or when a rank
-        of this node has ended, unless what is waited for comes from other nodes: a rank may be done and gone.
-        """
-        start, pause = time.monotonic(), _FIRST_PAUSE_S
-        while not condition():
-            for reading in list(self._unread):
-                reading.attempt()
-            if pause >= _LONGEST_PAUSE_S and from_node:
-                try:
-                    self._neighbours.require_alive()
-                except RuntimeError:
-                    if condition():  # it did its part and left
-                        return
-                    raise
-            if time.monotonic() - start > self._timeout_s:
-                raise RuntimeError(f"timed out after {self._timeout_s:g} s")
-            pause_for(pause)
-            pause = min(pause * 1.5, _LONGEST_PAUSE_S)
-
-    def _all_gather(self, whole: Tensor, unit: int) -> Work:
-        host = self.own_on_host(whole)
-        pieces = host.view(self.world, -1)
-
-        def read(numbers: Mapping[int, int]) -> None:
-            for peer, number in numbers.items():
-                self._neighbours.read(peer, number, pieces[peer])
-            self.take_others(host, whole)
-
-        return self._offer_gather(unit, host, read)
-
-    def _offer_gather(self, unit: int, host: Tensor, read: Callable[[Mapping[int, int]], None]) -> Reading:
-        """Offer this rank's piece of `host`; `read` takes the others' when they have offered theirs."""
+    def _gather(self, pieces: Tensor, unit: int, finish: Callable[[], None]) -> Work:
         while self._offered:  # in order, so that those that were taken are seen at once
             earlier, (count, _) = next(iter(self._offered.items()))
-            if not self._neighbours.taken(Kind.GATHER, earlier, count):
+            if not self.neighbours.taken(Kind.GATHER, earlier, count):
                 break
             del self._offered[earlier]
-        count = self._neighbours.offer_piece(unit, host.view(self.world, -1)[self.rank])
-        self._offered[unit] = count, host
-        return self._start(Kind.GATHER, unit, count, host, read)
 
-    def _reduce_scatter(self, bucket: Tensor, out: Tensor, unit: int, add: bool, wire: torch.dtype) -> Work:
-        host = bucket.to("cpu", wire)
+        def read(addresses: Mapping[int, int]) -> None:
+            for peer, address in addresses.items():
+                self.neighbours.read(peer, address, pieces[peer])
+            finish()
 
-        def read(numbers: Mapping[int, int]) -> None:
-            own = host.view(self.world, -1)[self.rank]
-            if out.device == host.device:
-                self._sum(own, out, numbers, add=add)
+        work = _Reading(self, Kind.GATHER, unit, pieces[self.rank], read)
+        self._offered[unit] = work.count, pieces
+        return work
+
+    def _reduce(self, bucket: Tensor, pieces: Tensor, out: Tensor, unit: int, *, add: bool) -> Work:
+        def read(addresses: Mapping[int, int]) -> None:
+            own = pieces[self.rank]
+            if out.device == own.device:
+                self._sum(own, out, addresses, add=add)
             else:
-                total = own if wire == out.dtype else torch.empty(own.shape, dtype=out.dtype)
-                self._sum(own, total, numbers, add=False)
+                total = own if own.dtype == out.dtype else torch.empty(own.shape, dtype=out.dtype)
+                self._sum(own, total, addresses, add=False)
                 out.add_(total.to(out.device)) if add else out.copy_(total)
 
-        return self._start_reduction(unit, host, read)
+        return _Reading(self, Kind.REDUCE, unit, pieces, read)
 
-    def _start_reduction(self, unit: int, host: Tensor, read: Callable[[Mapping[int, int]], None]) -> Reading:
-        """Offer the bucket `host`; `read` takes this rank's piece of the others' when they have offered theirs."""
-        if self._unread:
-            with self.watch.waiting("other ranks' pieces"):
-                for reading in list(self._unread):
-                    reading.attempt()
-        count = self._neighbours.offer_bucket(unit, host.view(self.world, -1))
-        return self._start(Kind.REDUCE, unit, count, host, read)
-
-    def _start(
-        self,
-        kind: Kind,
-        unit: int,
-        count: int,
-        offered: Tensor,
-        read: Callable[[Mapping[int, int]], None],
-    ) -> Reading:
-        reading = Reading(self, self._neighbours, (kind, unit, count), offered, read)
-        self._unread.append(reading)
-        return reading
-
-    def drop(self, reading: Reading) -> None:
-        self._unread.remove(reading)
-
-    def _sum(self, own: Tensor, out: Tensor, numbers: Mapping[int, int], *, add: bool) -> None:
+    def _sum(self, own: Tensor, out: Tensor, addresses: Mapping[int, int], *, add: bool) -> None:
         """Sum `own` and the same elements of the others' buckets, in rank order, into `out`.
 
         Sums have `out`'s dtype, which may be wider than that of what is added.
@@ -157,15 +86,15 @@ class HostCollectives(GlooCollectives):
         for mine, target in zip(own.split(chunk), out.split(chunk), strict=True):
             total, arrived = totals[: mine.numel()], arrivals[: mine.numel()]
             running: Tensor | None = None
-            for rank in range(self.world):
+            for rank in range(self.size):
                 term = mine
                 if rank != self.rank:
-                    scratch = total if running is None and not widens else arrived
-                    term = self._neighbours.look_at(rank, numbers[rank] + offset, scratch)
+                    term = total if running is None and not widens else arrived
+                    self.neighbours.read(rank, addresses[rank] + offset, term)
                 if running is None:
                     running = total.copy_(term) if widens else term
                     continue
-                last = rank == self.world - 1 and not add
+                last = rank == self.size - 1 and not add
                 running = torch.add(running, term, out=target if last else total)
             if add:
                 assert running is not None
@@ -173,39 +102,41 @@ class HostCollectives(GlooCollectives):
             offset += mine.numel() * mine.element_size()
 
 
-class Reading:
+class _Reading:
     """What this rank reads of one collective, at the latest when it waits."""
 
     def __init__(
         self,
-        collectives: HostCollectives,
-        neighbours: Neighbours,
-        offer: tuple[Kind, int, int],
+        route: MemoryRoute,
+        kind: Kind,
+        unit: int,
         offered: Tensor,
         read: Callable[[Mapping[int, int]], None],
     ) -> None:
-        self._collectives, self._neighbours = collectives, neighbours
-        self.kind = offer[0]
-        self._offer = offer
+        self._route, self.kind, self._unit = route, kind, unit
         self._offered = offered  # kept for the others
         self._read: Callable[[Mapping[int, int]], None] | None = read
+        self.name = f"{'all-gather' if kind is Kind.GATHER else 'reduce-scatter'} of unit {unit}"
+        self.count = route.neighbours.offer(kind, unit, offered)
+        route.progress.pending.append(self)
 
     def attempt(self) -> bool:
         """Read, if all ranks have offered. Returns whether it has been read."""
         if self._read is None:
             return True
-        numbers = self._neighbours.offered(*self._offer)
-        if numbers is None:
+        addresses = self._route.neighbours.offered(self.kind, self._unit, self.count)
+        if addresses is None:
             return False
-        self._read(numbers)
+        self._read(addresses)
         self._read = None
-        self._neighbours.take(*self._offer)
-        self._collectives.drop(self)
+        self._route.neighbours.take(self.kind, self._unit, self.count)
+        self._route.progress.pending.remove(self)
         return True
 
     def wait(self) -> None:
-        name = f"{'all-gather' if self.kind is Kind.GATHER else 'reduce-scatter'} of unit {self._offer[1]}"
-        with self._collectives.watch.waiting(name):
-            self._collectives.until(self.attempt)
+        with self._route.reporter.waiting(self.name):
+            self._route.progress.until(self.attempt)
             if self.kind is Kind.REDUCE:
-                self._collectives.until(partial(self._neighbours.taken, *self._offer))
+                self._route.progress.until(
+                    partial(self._route.neighbours.taken, self.kind, self._unit, self.count)
+                )

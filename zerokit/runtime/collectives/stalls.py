@@ -25,8 +25,8 @@ _SAME_CALLS = (
 _SAME_PATH = "Ranks may leave units out, but must otherwise follow rank 0's first forward pass or all leave it together"
 
 
-class Watch:
-    """Watches one rank's waiting; a thread exists only from the first long-lived wait on."""
+class StallReporter:
+    """Reports what one rank waits for; a thread exists only from the first wait on."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank, self.world = group.rank(), group.size()
@@ -52,7 +52,8 @@ class Watch:
     def waiting(self, what: str | Callable[[], str]) -> Iterator[None]:
         """Mark a wait for `what`; errors inside become `ScheduleError`s that name what each rank waits for."""
         self._sequence += 1
-        self._wait, self._since = what, time.monotonic()
+        around, start = (self._wait, self._since), time.monotonic()
+        self._wait, self._since = what, start
         if self._thread is None and self._store is not None:
             self._thread = threading.Thread(
                 target=_publish_long_waits, args=(self._wake, weakref.ref(self)), daemon=True
@@ -65,8 +66,9 @@ class Watch:
         except RuntimeError as error:
             raise ScheduleError(self._explain(error)) from error
         finally:
-            self.waited_s += time.monotonic() - self._since
-            self._since = None
+            self._wait, self._since = around
+            if self._since is None:
+                self.waited_s += time.monotonic() - start
 
     def note(self, what: str) -> None:
         """Publish `what` for the others, if the store can be reached; no rank waits for it."""
@@ -167,12 +169,12 @@ def _stop(wake: threading.Event, thread: threading.Thread) -> None:
         thread.join(timeout=5.0)
 
 
-def _publish_long_waits(wake: threading.Event, reference: weakref.ref[Watch]) -> None:
+def _publish_long_waits(wake: threading.Event, reference: weakref.ref[StallReporter]) -> None:
     # A weak reference: the thread must not keep the optimizer's memory alive.
     while not wake.wait(PUBLISH_AFTER_S / 2):
-        watch = reference()
-        if watch is None:
+        reporter = reference()
+        if reporter is None:
             return
         with suppress(RuntimeError):  # the store may answer again, or is gone for good
-            watch.publish_if_long()
-        del watch
+            reporter.publish_if_long()
+        del reporter
