@@ -32,7 +32,6 @@ class MemoryRoute(HostRoute):
         self, group: dist.ProcessGroup, reporter: StallReporter, progress: Progress, neighbours: Neighbours
     ) -> None:
         super().__init__(group, reporter, progress)
-        progress.neighbours.append(neighbours)
         self.neighbours = neighbours
         self._offered: dict[int, tuple[int, Tensor]] = {}
         """Gathers that others may still be reading from: the number of the offer, and what is offered."""
@@ -42,9 +41,13 @@ class MemoryRoute(HostRoute):
         if units:
             with self.reporter.waiting("end of the all-gathers"):
                 for each in units:
-                    count, _ = self._offered[each]
-                    self.progress.until(partial(self.neighbours.taken, Kind.GATHER, each, count))
-                    del self._offered[each]
+                    count = self._offered[each][0] if each in self._offered else 0
+                    self.until(partial(self.neighbours.taken, Kind.GATHER, each, count))
+                    self._offered.pop(each, None)  # or it was seen where a second hop began meanwhile
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Wait for something that ranks of this axis do."""
+        self.progress.until(condition, self.neighbours.require_alive)
 
     def _gather(self, pieces: Tensor, unit: int, finish: Callable[[], None]) -> Work:
         while self._offered:  # in order, so that those that were taken are seen at once
@@ -133,10 +136,11 @@ class _Reading:
         self._route.progress.pending.remove(self)
         return True
 
+    def require_alive(self) -> None:
+        self._route.neighbours.require_alive()
+
     def wait(self) -> None:
         with self._route.reporter.waiting(self.name):
-            self._route.progress.until(self.attempt)
+            self._route.until(self.attempt)
             if self.kind is Kind.REDUCE:
-                self._route.progress.until(
-                    partial(self._route.neighbours.taken, self.kind, self._unit, self.count)
-                )
+                self._route.until(partial(self._route.neighbours.taken, self.kind, self._unit, self.count))

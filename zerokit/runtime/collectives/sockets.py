@@ -27,7 +27,7 @@ from torch import Tensor
 from zerokit.layout import Unit
 from zerokit.placement import Mesh
 from zerokit.runtime.collectives.base import Collectives, Hop, Route, Work
-from zerokit.runtime.collectives.node import Kind, Neighbours
+from zerokit.runtime.collectives.node import Kind
 from zerokit.runtime.collectives.stalls import StallReporter
 
 _TURNS = 1 << 15
@@ -46,6 +46,9 @@ class HostWork(Protocol):
     def attempt(self) -> bool:
         """Go on without waiting. Returns whether the result is there."""
 
+    def require_alive(self) -> None:
+        """Raise `RuntimeError` where it cannot arrive, because a rank has ended."""
+
     def wait(self) -> None: ...
 
 
@@ -54,7 +57,6 @@ class Progress:
 
     def __init__(self, timeout_s: float) -> None:
         self.pending: list[HostWork] = []
-        self.neighbours: list[Neighbours] = []
         self._timeout_s = timeout_s
 
     def attempt_all(self) -> None:
@@ -64,22 +66,20 @@ class Progress:
     def until(
         self,
         condition: Callable[[], bool],
+        require_alive: Callable[[], None],
         pause_for: Callable[[float], object] = time.sleep,
-        *,
-        from_node: bool = True,
     ) -> None:
         """Wait for `condition`, and meanwhile go on with all that is pending.
 
-        `pause_for` returns after so many seconds, or sooner. Raises `RuntimeError` after the time-out, or when a rank
-        of this node has ended, unless what is waited for comes from other nodes: a rank may be done and gone.
+        `pause_for` returns after so many seconds, or sooner. Raises `RuntimeError` after the time-out, and what
+        `require_alive` raises: only of ranks that must still act, for others may be done and gone.
         """
         start, pause = time.monotonic(), _FIRST_PAUSE_S
         while not condition():
             self.attempt_all()
-            if pause >= _LONGEST_PAUSE_S and from_node:
+            if pause >= _LONGEST_PAUSE_S:
                 try:
-                    for neighbours in self.neighbours:
-                        neighbours.require_alive()
+                    require_alive()
                 except RuntimeError:
                     if condition():  # it did its part and left
                         return
@@ -111,7 +111,7 @@ class HostCollectives(Collectives):
         for work in list(self._progress.pending):
             if work.kind is Kind.GATHER:
                 with self.reporter.waiting(work.name):
-                    self._progress.until(work.attempt)
+                    self._progress.until(work.attempt, work.require_alive)
         super().wait_for_readers()
 
     def reduce_scatter(
@@ -161,9 +161,12 @@ class Chain:
             self._started.append(self._next.pop(0)(None))
         return False
 
+    def require_alive(self) -> None:
+        self._started[-1].require_alive()
+
     def wait(self) -> None:
         with self._reporter.waiting(lambda: self.name):
-            self._progress.until(self.attempt)
+            self._progress.until(self.attempt, self.require_alive)
         for work in self._started:
             work.wait()
 
@@ -300,6 +303,9 @@ class _Messages:
         self._end()
         return True
 
+    def require_alive(self) -> None:
+        pass  # gloo notices
+
     def wait(self) -> None:
         if self._finish is None:
             return
@@ -307,7 +313,7 @@ class _Messages:
         with self._route.reporter.waiting(self.name):
             if progress.pending:
                 self._arrival = self._arrival or self._route.begin(self.kind, self._works)
-                progress.until(self.attempt, self._arrival.done.wait, from_node=False)
+                progress.until(self.attempt, self.require_alive, self._arrival.done.wait)
                 return
             for work in self._works:
                 work.wait()
