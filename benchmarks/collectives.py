@@ -21,19 +21,24 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file
 
 from benchmarks.measuring import in_rounds, make_parser, plain_table, spread
 from benchmarks.ranks import run_ranks
+from zerokit.layout import Parameter, Unit
 from zerokit.runtime.collectives import Collectives, make_collectives
 
 WARMUP = 2
 
 
+def _unit(collectives: Collectives, whole: Tensor) -> Unit:
+    return Unit(0, (), (Parameter("whole", (whole.numel(),)),), collectives.world)
+
+
 def zerokit_all_gather(collectives: Collectives, whole: Tensor) -> None:
-    collectives.all_gather(whole, 0, whole.numel()).wait()
+    collectives.all_gather(_unit(collectives, whole), whole).wait()
     collectives.wait_for_readers()
 
 
 def zerokit_reduce_scatter(collectives: Collectives, bucket: Tensor) -> None:
     own = bucket.view(collectives.world, -1)[collectives.rank]
-    collectives.reduce_scatter(bucket, own, 0, bucket.numel(), add=False).wait()
+    collectives.reduce_scatter(_unit(collectives, bucket), bucket, own, add=False).wait()
 
 
 def gloo_all_gather(collectives: Collectives, whole: Tensor) -> None:

@@ -148,8 +148,8 @@ class Placement:
         outer, inner = stage
         if outer > inner:
             raise UsageError(
-                f"stage {outer, inner}: the outer stage must not exceed the inner one, write stage={inner, outer}: what "
-                "is cut between nodes must be cut inside them first"
+                f"stage {outer, inner}: the outer stage must not exceed the inner one, write stage={inner, outer}; "
+                "what is cut between nodes must be cut inside them first"
             )
         if mesh.outer == 1 and outer != inner:
             raise UsageError(

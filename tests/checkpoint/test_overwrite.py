@@ -23,8 +23,8 @@ from tests.support.checkpoints import example_content, example_layout, write_che
 from tests.support.distributed import run_ranks, run_ranks_expecting_errors
 from zerokit import files
 from zerokit.checkpoint.save import save
-from zerokit.process import Process
 from zerokit.placement import stage_of
+from zerokit.process import Process
 
 NAME = "weight"
 

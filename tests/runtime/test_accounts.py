@@ -25,7 +25,7 @@ from tests.support.training import (
     require_memory_route,
     wrap,
 )
-from zerokit.runtime.collectives.foreign import SWITCH, ForeignMemory
+from zerokit.runtime.collectives.node import SWITCH, Neighbours
 
 STAGES = (0, 1, 2, 3)
 MIDDLE = 0.004
@@ -275,13 +275,13 @@ def test_traffic_of_micro_batches(micro: int) -> None:
 
 def _count_reads(total: list[int]) -> None:
     """Add to `total[0]` what this process reads from others from now on."""
-    original = ForeignMemory.read
+    original = Neighbours.read
 
-    def read(self: ForeignMemory, peer: int, number: int, into: Tensor) -> None:
+    def read(self: Neighbours, peer: int, number: int, into: Tensor) -> None:
         original(self, peer, number, into)
         total[0] += into.numel() * into.element_size()
 
-    ForeignMemory.read = read  # type: ignore[method-assign]
+    Neighbours.read = read  # type: ignore[method-assign, assignment]
 
 
 def _really_received(stage: int, steps: int, sockets: bool, precision: Any = "fp32") -> tuple[int, int]:

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from tests.support.recording import RecordingRoute, units_of_model
 from zerokit.runtime.announce import Announcements
-from zerokit.placement import stage_of
 
 
 class Block(nn.Module):
@@ -40,7 +39,7 @@ class Listener:
     """Notes which units are announced around which module."""
 
     def __init__(self, model: nn.Module, *casting: nn.Module) -> None:
-        anatomy, storages = units_of_model(model, RecordingRoute(), Stage.NOTHING)
+        anatomy, storages = units_of_model(model, RecordingRoute(), 0)
         self.heard: list[tuple[str, list[str]]] = []
         self.cast: list[nn.Module] = []
         self.modules = Announcements(model, anatomy, storages, set(casting))

@@ -14,10 +14,9 @@ from tests.support.recording import RecordingRoute, flat_units
 from zerokit.layout import Interval
 from zerokit.runtime import buckets
 from zerokit.runtime.buckets import BucketPool, Phase, UnitGradients
-from zerokit.placement import stage_of
 
 CPU = torch.device("cpu")
-STAGES = st.sampled_from(Stage)
+STAGES = st.sampled_from((0, 1, 2, 3))
 SHAPES = st.lists(
     st.one_of(st.tuples(st.integers(0, 90)), st.tuples(st.integers(1, 9), st.integers(1, 9))),
     min_size=1,
@@ -93,10 +92,10 @@ def passes(draw: st.DrawFn, parameters: int) -> list[list[int]]:
     return draw(st.lists(st.lists(st.integers(0, parameters - 1), max_size=6), min_size=1, max_size=3))
 
 
-def gradients_of(unit: UnitGradients, stage: Stage, route: RecordingRoute) -> Tensor:
+def gradients_of(unit: UnitGradients, stage: int, route: RecordingRoute) -> Tensor:
     """What this rank keeps, at its place in the whole unit; zero elsewhere."""
     whole = torch.zeros(unit.unit.numel)
-    kept = stage.updated(unit.unit, route.rank)
+    kept = unit.updated
     whole[kept.start : kept.stop] = unit.of(kept)
     return whole
 
@@ -113,7 +112,7 @@ def bring(unit: UnitGradients, position: int, gradient: Tensor, factor: float) -
 @given(SHAPES, STAGES, st.integers(0, 2), st.booleans(), st.booleans(), st.data())
 def test_the_sum_over_ranks_and_passes_whatever_arrives(
     shapes: list[tuple[int, ...]],
-    stage: Stage,
+    stage: int,
     rank: int,
     batches: bool,
     half: bool,
@@ -124,7 +123,7 @@ def test_the_sum_over_ranks_and_passes_whatever_arrives(
     (storage,) = flat_units(route, stage, [shapes], dtype=torch.bfloat16 if half else torch.float32)
     unit = UnitGradients(storage, torch.float32)
     unit.batches = batches
-    pool = pool_of([unit.unit.numel] if stage.divides_gradients else [])
+    pool = pool_of([unit.unit.numel] if unit.cut else [])
     expected = torch.zeros(unit.unit.numel)
     value = 0
     for arrivals in data.draw(passes(len(shapes))):
@@ -143,20 +142,20 @@ def test_the_sum_over_ranks_and_passes_whatever_arrives(
         unit.finish(pool)
         assert unit.summed
         assert unit.carry is None
-        if stage.gathers_gradients:
+        if not stage:
             bucket = unit.bucket
             assert bucket is not None
             route.wholes[0] = expected
-            route.all_gather(bucket, 0, storage.payload).wait()
-        kept = stage.updated(unit.unit, rank)
+            route.all_gather(unit.unit, bucket).wait()
+        kept = unit.updated
         found = gradients_of(unit, stage, route)[kept.start : kept.stop]
         assert torch.equal(found, expected[kept.start : kept.stop])
-        assert (unit.bucket is None) == stage.divides_gradients
-        assert len(pool.tensors()) == stage.divides_gradients
+        assert (unit.bucket is None) == unit.cut
+        assert len(pool.tensors()) == unit.cut
     unit.forget(pool)
     assert not unit.summed
     assert not unit.filled
-    assert len(pool.tensors()) == stage.divides_gradients
+    assert len(pool.tensors()) == unit.cut
 
 
 @pytest.mark.parametrize("batches", [True, False])
@@ -164,7 +163,7 @@ def test_the_sum_over_ranks_and_passes_whatever_arrives(
 def test_what_fills_the_bucket(batches: bool, factor: float) -> None:
     """The first of a parameter is written over what the bucket held, later ones are added, each times the factor."""
     route = RecordingRoute()
-    (storage,) = flat_units(route, Stage.GRADIENTS, [[(3,), (2, 2)]])
+    (storage,) = flat_units(route, 2, [[(3,), (2, 2)]])
     unit = UnitGradients(storage, torch.float32)
     unit.batches = batches
     pool = pool_of([unit.unit.numel])
@@ -183,7 +182,7 @@ def test_what_fills_the_bucket(batches: bool, factor: float) -> None:
 
 def test_some_gradients_of_a_unit_are_scaled_without_the_others() -> None:
     """A factor over the whole bucket would spoil what an earlier arrival has been multiplied by."""
-    (storage,) = flat_units(RecordingRoute(), Stage.GRADIENTS, [[(3,), (2,)]])
+    (storage,) = flat_units(RecordingRoute(), 2, [[(3,), (2,)]])
     unit = UnitGradients(storage, torch.float32)
     assert unit.prepare(pool_of([unit.unit.numel]))
     for position, shape in ((0, 3), (1, 2)):
@@ -196,7 +195,7 @@ def test_some_gradients_of_a_unit_are_scaled_without_the_others() -> None:
 
 def test_a_unit_without_a_bucket_left_has_to_wait() -> None:
     route = RecordingRoute()
-    units = [UnitGradients(s, torch.float32) for s in flat_units(route, Stage.PARAMETERS, [[(4,)], [(4,)]])]
+    units = [UnitGradients(s, torch.float32) for s in flat_units(route, 3, [[(4,)], [(4,)]])]
     pool = pool_of([128, 128], count=1)
     assert units[0].prepare(pool)
     assert not units[1].prepare(pool)
@@ -209,7 +208,7 @@ def test_a_unit_without_a_bucket_left_has_to_wait() -> None:
 
 
 def test_a_bucket_of_ones_own_serves_where_the_pool_has_none() -> None:
-    (storage,) = flat_units(RecordingRoute(), Stage.PARAMETERS, [[(4,)]])
+    (storage,) = flat_units(RecordingRoute(), 3, [[(4,)]])
     unit = UnitGradients(storage, torch.float32)
     pool = pool_of([unit.unit.numel], count=1)
     assert pool.take(unit.unit.numel) is not None
@@ -224,7 +223,7 @@ def test_a_bucket_of_ones_own_serves_where_the_pool_has_none() -> None:
 
 
 def test_a_gradient_that_is_a_whole_unit_becomes_the_bucket() -> None:
-    (storage,) = flat_units(RecordingRoute(), Stage.PARAMETERS, [[(2, 64)]])
+    (storage,) = flat_units(RecordingRoute(), 3, [[(2, 64)]])
     unit = UnitGradients(storage, torch.float32)
     gradient = torch.full((2, 64), 6.0)
     assert not unit.may_steal(gradient.t())
@@ -241,12 +240,12 @@ def test_a_gradient_that_is_a_whole_unit_becomes_the_bucket() -> None:
 
 @pytest.mark.parametrize("shapes", [[(127,)], [(64,), (64,)]])
 def test_padding_and_neighbours_need_a_bucket(shapes: list[tuple[int, ...]]) -> None:
-    (storage,) = flat_units(RecordingRoute(), Stage.OPTIMIZER, [shapes])
+    (storage,) = flat_units(RecordingRoute(), 1, [shapes])
     assert not UnitGradients(storage, torch.float32).may_steal(torch.ones(shapes[0]))
 
 
-@pytest.mark.parametrize("stage", Stage)
-def test_clearing_one_parameter_leaves_the_others(stage: Stage) -> None:
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_clearing_one_parameter_leaves_the_others(stage: int) -> None:
     route = RecordingRoute(rank=1)
     (storage,) = flat_units(route, stage, [[(100,), (100,)]])  # rank 1 begins at the second
     unit = UnitGradients(storage, torch.float32)
@@ -263,8 +262,8 @@ def test_clearing_one_parameter_leaves_the_others(stage: Stage) -> None:
     assert unit.shard.tolist() == [0.0] * 128
 
 
-@pytest.mark.parametrize("stage", [Stage.NOTHING, Stage.OPTIMIZER])
-def test_a_sum_that_is_carried_can_be_cleared(stage: Stage) -> None:
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_sum_that_is_carried_can_be_cleared(stage: int) -> None:
     route = RecordingRoute()
     (storage,) = flat_units(route, stage, [[(100,), (100,)]])
     unit = UnitGradients(storage, torch.float32)
@@ -284,12 +283,12 @@ def test_a_sum_that_is_carried_can_be_cleared(stage: Stage) -> None:
 
 @given(SHAPES, STAGES, st.integers(0, 2), st.data())
 def test_an_interval_shows_the_gradients_of_its_elements(
-    shapes: list[tuple[int, ...]], stage: Stage, rank: int, data: st.DataObject
+    shapes: list[tuple[int, ...]], stage: int, rank: int, data: st.DataObject
 ) -> None:
     (storage,) = flat_units(RecordingRoute(rank, 3), stage, [shapes])
     unit = UnitGradients(storage, torch.float32)
     unit.prepare_own()
-    kept = stage.kept_gradients(unit.unit, rank)
+    kept = unit.kept
     unit.of(kept).copy_(torch.arange(kept.start, kept.stop))
     start = data.draw(st.integers(kept.start, kept.stop))
     stop = data.draw(st.integers(start, kept.stop))
@@ -304,5 +303,5 @@ def test_gradients_of_small_units_wait_for_each_other_and_all_do_on_a_device(
     limit: int, runs_ahead: bool, batches: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(buckets, "_SMALL_BYTES", limit)
-    (storage,) = flat_units(RecordingRoute(runs_ahead=runs_ahead), Stage.GRADIENTS, [[(3,), (5,)]])
+    (storage,) = flat_units(RecordingRoute(runs_ahead=runs_ahead), 2, [[(3,), (5,)]])
     assert UnitGradients(storage, torch.float32).batches is batches

@@ -11,10 +11,9 @@ from torch import Tensor
 import zerokit
 from tests.support.recording import RecordingRoute
 from tests.support.reductions import bring, gradients_of
-from zerokit.runtime.collectives import Reading
+from zerokit.runtime.collectives import PendingNumbers
 from zerokit.runtime.control import StepControl
 from zerokit.runtime.gradients import Gradients
-from zerokit.placement import stage_of
 
 BOTH = pytest.mark.parametrize("runs_ahead", [False, True])
 
@@ -43,7 +42,7 @@ class AnsweringRoute(RecordingRoute):
         self.other_path = self.other_received = self.other_overflow = False
         self.other_frozen: list[str] | None = None
 
-    def agree_soon(self, values: Sequence[float], flag: Tensor | None = None) -> Reading:
+    def agree_soon(self, values: Sequence[float], flag: Tensor | None = None) -> PendingNumbers:
         number, self.asked = self.asked, self.asked + 1
         path, negative, received = values
         overflow = 0.0 if flag is None else float(flag)
@@ -58,7 +57,7 @@ class AnsweringRoute(RecordingRoute):
 
 def make(*, runs_ahead: bool) -> tuple[AnsweringRoute, Gradients, StepControl]:
     route = AnsweringRoute(runs_ahead=runs_ahead)
-    gradients = gradients_of(route, Stage.GRADIENTS, [[(4,), (4,)]])
+    gradients = gradients_of(route, 2, [[(4,), (4,)]])
     storages = [unit.storage for unit in gradients.units.values()]
     return route, gradients, StepControl(route, storages, gradients)
 
@@ -151,13 +150,13 @@ def test_the_path_tells_of_collectives_and_of_frozen_parameters() -> None:
     paths = []
 
     class Listening(AnsweringRoute):
-        def agree_soon(self, values: Sequence[float], flag: Tensor | None = None) -> Reading:
+        def agree_soon(self, values: Sequence[float], flag: Tensor | None = None) -> PendingNumbers:
             paths.append(values[0])
             assert values[1] == -values[0]
             return super().agree_soon(values, flag)
 
     route = Listening(runs_ahead=False)
-    gradients = gradients_of(route, Stage.GRADIENTS, [[(4,), (4,)]])
+    gradients = gradients_of(route, 2, [[(4,), (4,)]])
     storage = gradients.units[0].storage
     control = StepControl(route, [storage], gradients)
     backward(gradients)

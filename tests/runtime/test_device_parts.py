@@ -16,9 +16,11 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from tests.support.distributed import run_ranks
 from zerokit.errors import UsageError
+from zerokit.placement import Mesh
 from zerokit.runtime import collectives
-from zerokit.runtime.collectives import base, make_collectives, nccl, streams
-from zerokit.runtime.watch import Watch
+from zerokit.runtime.collectives import base, make_collectives, nccl
+from zerokit.runtime.collectives import nccl as streams
+from zerokit.runtime.collectives.stalls import StallReporter
 
 GPU = torch.device("cuda", 0)
 
@@ -47,50 +49,16 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
 
 
-def require(rank: int, device: torch.device = GPU) -> None:
-    nccl.require_own_device(FakeGroup(rank), device)  # type: ignore[arg-type]
-
-
-@pytest.mark.usefixtures("one_gpu")
-def test_two_ranks_on_one_gpu_are_refused_with_the_remedy() -> None:
-    require(0)
-    with pytest.raises(
-        UsageError, match=r"ranks 0 and 1 share one GPU .*set_device\(int\(os\.environ"
-    ) as caught:
-        require(1)
-    assert "with 'gloo'" in str(caught.value)
-
-
-@pytest.mark.usefixtures("one_gpu")
-def test_a_rank_may_come_back_to_its_gpu() -> None:
-    require(3)
-    require(3)
-
-
-@pytest.mark.usefixtures("one_gpu")
-def test_ranks_with_a_gpu_each_are_welcome(monkeypatch: pytest.MonkeyPatch) -> None:
-    require(0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-2"))
-    require(1)
-
-
-@pytest.mark.usefixtures("one_gpu")
-def test_nccl_may_be_told_to_take_several_ranks_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
-    require(0)
-    require(1)
-
-
 @pytest.mark.usefixtures("one_gpu")
 def test_a_model_on_the_cpu_is_refused_under_nccl() -> None:
     with pytest.raises(UsageError, match=r"the model lies on cpu.*model\.to\('cuda'\)"):
-        require(0, torch.device("cpu"))
+        nccl.require_current_device(torch.device("cpu"))
 
 
 @pytest.mark.usefixtures("one_gpu")
 def test_a_model_on_another_gpu_than_the_current_one_is_refused() -> None:
     with pytest.raises(UsageError, match=r"lies on cuda:1.*current device is cuda:0.*set_device\(1\)"):
-        require(0, torch.device("cuda", 1))
+        nccl.require_current_device(torch.device("cuda", 1))
 
 
 class NcclGroup(FakeGroup):
@@ -168,14 +136,15 @@ def _communicators_on_hosts() -> Iterator[list[dist.ProcessGroup]]:
     made: list[dist.ProcessGroup] = []
     clone = base.clone
 
-    def make(group: dist.ProcessGroup, backend: str, timeout: Any, device: torch.device) -> dist.ProcessGroup:
+    def make(
+        group: dist.ProcessGroup, backend: str, timeout: Any, device: torch.device, members: Any
+    ) -> dist.ProcessGroup:
         assert backend == "nccl"
         made.append(clone(group, "gloo", timeout))
         return made[-1]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nccl, "clone", make)
-        patch.setattr(nccl, "require_own_device", lambda group, device: None)
         patch.setattr(torch.cuda, "synchronize", lambda device: None)
         yield made
 
@@ -184,21 +153,21 @@ def _make_communicators() -> None:
     cpu, short = torch.device("cpu"), datetime.timedelta(seconds=7)
     with _communicators_on_hosts() as made:
         group = dist.new_group([0])
-        first = nccl.communicators_of(group, cpu, None, Watch(group))
+        first = nccl.communicators_of(group, Mesh(1, 1), cpu, None, StallReporter(group))
         assert len(made) == 3
-        assert len({first.control, first.gather, first.reduce}) == 3
-        assert nccl.communicators_of(group, cpu, None, Watch(group)) is first
+        assert len(first.members()) == 3
+        assert nccl.communicators_of(group, Mesh(1, 1), cpu, None, StallReporter(group)) is first
         assert len(made) == 3, "a second optimizer takes over the first one's"
-        assert nccl.communicators_of(group, cpu, short, Watch(group)) is not first
+        assert nccl.communicators_of(group, Mesh(1, 1), cpu, short, StallReporter(group)) is not first
         assert len(made) == 6
 
-        dist.destroy_process_group(first.gather)
-        again = nccl.communicators_of(group, cpu, None, Watch(group))
+        dist.destroy_process_group(first.axes[0][0])
+        again = nccl.communicators_of(group, Mesh(1, 1), cpu, None, StallReporter(group))
         assert len(made) == 9, "one of three was destroyed: all are made anew"
-        assert nccl._lives(again.gather)
+        assert nccl._lives(again.axes[0][0])
 
         other = dist.new_group([0])
-        assert nccl.communicators_of(other, cpu, None, Watch(other)) is not again
+        assert nccl.communicators_of(other, Mesh(1, 1), cpu, None, StallReporter(other)) is not again
         assert len(made) == 12
 
 
@@ -209,7 +178,9 @@ def test_communicators_are_made_once_a_group_and_time_out() -> None:
 def _drop_the_group() -> tuple[bool, bool]:
     with _communicators_on_hosts() as made:
         group = dist.new_group([0])
-        communicators = nccl.communicators_of(group, torch.device("cpu"), None, Watch(group))
+        communicators = nccl.communicators_of(
+            group, Mesh(1, 1), torch.device("cpu"), None, StallReporter(group)
+        )
         lived = all(map(nccl._lives, made))
         dist.destroy_process_group(group)
         del group, communicators
@@ -230,8 +201,10 @@ def _start_anew() -> int:
                 dist.destroy_process_group()
                 dist.init_process_group("gloo", store=PrefixStore("again", store), rank=0, world_size=1)
             group = dist.distributed_c10d._get_default_group()
-            communicators = nccl.communicators_of(group, torch.device("cpu"), None, Watch(group))
-            assert nccl._lives(communicators.reduce)
+            communicators = nccl.communicators_of(
+                group, Mesh(1, 1), torch.device("cpu"), None, StallReporter(group)
+            )
+            assert nccl._lives(communicators.axes[0][1])
         return len(made)
 
 
@@ -369,7 +342,7 @@ def test_the_first_unfinished_work_is_named(cuda: FakeCuda) -> None:
     works = [side.launch(streams.Operation(name, cuda.work(name))) for name in ("first", "second", "third")]
     assert side.unfinished() == "first"
     events = [work.event for work in works if isinstance(work, streams.CudaEvent)]
-    events[0].happened = True  # type: ignore[attr-defined]
+    events[0].happened = True
     assert side.unfinished() == "second"
     side.launch(streams.Operation("fourth", cuda.work("fourth")))
     assert len(side._launched) == 3, "what has ended is forgotten"

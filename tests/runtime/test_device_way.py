@@ -29,7 +29,8 @@ from tests.support.devices import (
 )
 from tests.support.distributed import run_ranks
 from tests.support.missing_waits import MUTATIONS
-from zerokit.runtime.collectives.nccl import NcclCollectives
+from zerokit.placement import Axis
+from zerokit.runtime.collectives.nccl import NcclCollectives, NcclRoute
 
 # --- results that come late --------------------------------------------------------------------------------
 
@@ -87,7 +88,11 @@ def _rounded_reductions(device: str) -> list[bool]:
         for turn, number in enumerate(pieces.unbind()):
             bucket = number[rank].flatten()
             # One rank rounds nothing, so its route is asked directly.
-            works.append(route._reduce_scatter(bucket.clone(), out, 0, turn > 0, torch.bfloat16))
+            works.append(
+                route.routes[Axis.INNER].reduce_scatter(
+                    bucket.clone(), out, 0, add=turn > 0, wire=torch.bfloat16, after=None
+                )
+            )
             works[-1].wait()
             torch.full((1 << 16,), float("nan"), device=place)  # takes memory that was given back too early
         expected = torch.zeros(4096, device=place)
@@ -166,7 +171,9 @@ def _gathers_behind_a_step(stage: int) -> tuple[str | None, str | None]:
         training.differentiate(1)
         collectives = training.optimizer.parts.collectives
         assert isinstance(collectives, NcclCollectives)
-        gathers = collectives._gathers
+        route = collectives.routes[Axis.INNER]
+        assert isinstance(route, NcclRoute)
+        gathers = route._gathers
         training.optimizer.step()
         before = gathers.unfinished()
         training.optimizer.zero_grad()

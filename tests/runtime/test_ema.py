@@ -73,7 +73,7 @@ def _averages(optimizer: zerokit.ZeroOptimizer) -> dict[str, Tensor]:
         if not layout.trainable:
             continue
         whole = found.setdefault(layout.name, torch.zeros(layout.numel))
-        if int(optimizer.stage) > 0:
+        if optimizer.stage != 0:
             dist.all_reduce(whole)
         found[layout.name] = whole.view(layout.shape)
     return found

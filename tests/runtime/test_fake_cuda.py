@@ -23,14 +23,15 @@ from tests.support.recording import Group, RecordingRoute
 from tests.support.streams import PromptStream
 from zerokit.errors import ScheduleError
 from zerokit.layout import Interval
-from zerokit.runtime import collectives, watch
-from zerokit.runtime.collectives import make_collectives, nccl
-from zerokit.runtime.collectives.nccl import Communicators, NcclCollectives
+from zerokit.placement import Mesh
+from zerokit.runtime import collectives
+from zerokit.runtime.collectives import make_collectives, stalls
+from zerokit.runtime.collectives.nccl import Communicators, NcclCollectives, NcclRoute, make_nccl
+from zerokit.runtime.collectives.stalls import StallReporter
 from zerokit.runtime.control import StepControl
 from zerokit.runtime.gradients import Gradients
 from zerokit.runtime.memory import ResizedMemory
 from zerokit.runtime.norms import all_finite, clip_coefficient, global_norm
-from zerokit.runtime.watch import Watch
 
 SIZES = (1, 100, 1 << 17, 0)
 NORM_TYPES = (1.0, 2.0, 3.0, math.inf)
@@ -79,10 +80,10 @@ class _Route(NcclCollectives):
     """One rank of two, whose control values go nowhere."""
 
     def __init__(self) -> None:
-        group = Group(0, 2)
-        members = Communicators(group, group, group)
-        device, watch = torch.device("cuda"), Watch(Group(0, 1))
-        super().__init__(members, device, watch, datetime.timedelta(seconds=1), make_stream=PromptStream)
+        group, device, reporter = Group(0, 2), torch.device("cuda"), StallReporter(Group(0, 1))
+        streams = [PromptStream(device) for _ in range(3)]
+        routes = [NcclRoute((group, group), (streams[0], streams[1]), reporter)]
+        super().__init__(group, Mesh(1, 2), routes, device, reporter, datetime.timedelta(seconds=1), streams)
         self.reduced: list[Tensor] = []
 
     def all_reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType) -> None:
@@ -119,12 +120,13 @@ def test_a_device_is_asked_by_the_thread_that_waits(monkeypatch: pytest.MonkeyPa
     """The thread that publishes long waits has set no device: it would begin a context on the first one."""
     store = HashStore()
     monkeypatch.setattr(dist.distributed_c10d, "_get_process_group_store", lambda group: store)
-    monkeypatch.setattr(watch, "PUBLISH_AFTER_S", 0.02)
+    monkeypatch.setattr(stalls, "PUBLISH_AFTER_S", 0.02)
     group = Group(0, 2)
-    route = NcclCollectives(
-        Communicators(group, group, group),
+    route = make_nccl(
+        Communicators(group, ((group, group),)),
+        Mesh(1, 2),
         torch.device("cuda"),
-        Watch(group),
+        StallReporter(group),
         datetime.timedelta(seconds=0.5),
         make_stream=_NamedStream,
     )
@@ -138,17 +140,16 @@ def test_a_device_is_asked_by_the_thread_that_waits(monkeypatch: pytest.MonkeyPa
 def test_communicators_outlive_every_wait_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[datetime.timedelta] = []
 
-    def make(group: object, device: object, timeout: datetime.timedelta, watch: object) -> Communicators:
+    def make(
+        group: object, mesh: object, device: object, timeout: datetime.timedelta, reporter: object
+    ) -> Communicators:
         made.append(timeout)
-        return Communicators(Group(0, 1), Group(0, 1), Group(0, 1))
+        return Communicators(Group(0, 1), ((Group(0, 1), Group(0, 1)),))
 
     monkeypatch.setattr(collectives, "communicators_of", make)
-    monkeypatch.setattr(collectives, "require_own_device", lambda group, device: None)
+    monkeypatch.setattr(collectives, "require_current_device", lambda device: None)
     monkeypatch.setattr(collectives, "_backend_of", lambda group, device: "nccl")
-    monkeypatch.setattr(nccl, "CudaStream", PromptStream)
-    monkeypatch.setattr(
-        NcclCollectives.__init__, "__kwdefaults__", {"make_stream": PromptStream, "averages": True}
-    )
+    monkeypatch.setattr(make_nccl, "__kwdefaults__", {"make_stream": PromptStream, "averages": True})
     wait = datetime.timedelta(seconds=30)
     route = make_collectives(Group(0, 1), torch.device("cuda"), wait, units=1)
     assert made == [2 * wait + datetime.timedelta(minutes=1)]

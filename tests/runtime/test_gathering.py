@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 import zerokit
 from tests.support.recording import RecordingRoute, flat_units
 from tests.support.walking import gathers
+from zerokit.placement import Placement
 from zerokit.runtime.collectives import Work
 from zerokit.runtime.gathering import Gathering
 from zerokit.runtime.passes import ForwardPass
 from zerokit.runtime.storage import FlatUnit
-from zerokit.placement import stage_of
 
 
 class OneRank:
@@ -26,14 +26,14 @@ class OneRank:
     def __init__(
         self,
         count: int,
-        stage: Stage = Stage.GRADIENTS,
+        stage: int = 2,
         *,
         rest: Sequence[int] = (),
         frozen: Sequence[int] = (),
     ) -> None:
         self.route = RecordingRoute()
         self.units = flat_units(self.route, stage, [[(4,)]] * count, rest=rest, frozen=frozen)
-        self.gathering = Gathering(self.units, self.route, stage)
+        self.gathering = Gathering(self.units, self.route, Placement.of(stage, self.route.mesh))
 
     def forward(self, uses: Sequence[int], *, training: bool = True) -> None:
         self.gathering.begin_forward(ForwardPass())
@@ -51,8 +51,8 @@ class OneRank:
         return [unit for kind, unit in self.route.take() if kind == "gathered"]
 
 
-@pytest.mark.parametrize("stage", [Stage.OPTIMIZER, Stage.GRADIENTS])
-def test_updates_are_gathered_in_the_order_of_forward_and_waited_for_at_the_end_of_it(stage: Stage) -> None:
+@pytest.mark.parametrize("stage", [1, 2])
+def test_updates_are_gathered_in_the_order_of_forward_and_waited_for_at_the_end_of_it(stage: int) -> None:
     one = OneRank(4, stage, frozen=[2])
     one.gathering.adopt_order([3, 1, 0, 1, 2], lazy=[0, 1, 2, 3], kept=[])
     one.gathering.gather_updated()
@@ -69,7 +69,7 @@ def test_updates_are_gathered_in_the_order_of_forward_and_waited_for_at_the_end_
 
 
 def test_stage_0_has_nothing_to_gather() -> None:
-    one = OneRank(2, Stage.NOTHING)
+    one = OneRank(2, 0)
     one.gathering.gather_updated()
     one.forward([0, 1])
     assert one.route.take() == []
@@ -101,18 +101,18 @@ class Leaving(RecordingRoute):
 
     after: int | None = None
 
-    def _all_gather(self, whole: Tensor, unit: int) -> Work:
+    def all_gather(self, *arguments: Any, **options: Any) -> Work:
         if self.after is not None:
             if self.after == 0:
                 raise zerokit.ScheduleError("nobody is there")
             self.after -= 1
-        return super()._all_gather(whole, unit)
+        return super().all_gather(*arguments, **options)
 
 
 def test_a_gather_that_fails_after_the_last_step_is_heard_of_by_whoever_needs_it() -> None:
     route = Leaving()
-    units = flat_units(route, Stage.GRADIENTS, [[(4,)]] * 3)
-    gathering = Gathering(units, route, Stage.GRADIENTS)
+    units = flat_units(route, 2, [[(4,)]] * 3)
+    gathering = Gathering(units, route, Placement.of(2, route.mesh))
     route.after = 1
     gathering.gather_updated()
     assert route.take() == gathers(0)

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 import zerokit
 from tests.support.recording import RecordingRoute, flat_units
 from tests.support.reductions import bring, gradients_of, reduced, values
+from zerokit.placement import Placement
 from zerokit.runtime import buckets
 from zerokit.runtime.gradients import Gradients
-from zerokit.placement import stage_of
 
-STAGES = st.sampled_from(Stage)
-DIVIDED = pytest.mark.parametrize("stage", [Stage.GRADIENTS, Stage.PARAMETERS])
+STAGES = st.sampled_from((0, 1, 2, 3))
+DIVIDED = pytest.mark.parametrize("stage", [2, 3])
 SMALL = [[(4,)], [(4,)], [(4,)], [(4,)]]
 
 
@@ -23,13 +23,13 @@ SMALL = [[(4,)], [(4,)], [(4,)], [(4,)]]
 
 
 def test_before_it_is_recorded_the_order_is_reversed_and_the_rest_comes_last() -> None:
-    gradients = gradients_of(RecordingRoute(), Stage.OPTIMIZER, [[(4,)]] * 5, rest=[0, 4], frozen=[2])
+    gradients = gradients_of(RecordingRoute(), 1, [[(4,)]] * 5, rest=[0, 4], frozen=[2])
     assert gradients.order == [3, 1, 4, 0]
 
 
 @given(STAGES, st.booleans(), st.permutations(range(4)), st.integers(0, 4))
 def test_reductions_follow_one_order_whenever_gradients_arrive(
-    stage: Stage, runs_ahead: bool, arrivals: list[int], count: int
+    stage: int, runs_ahead: bool, arrivals: list[int], count: int
 ) -> None:
     """The first `count` of `arrivals` come; the others are reduced with zeros at the end."""
     route = RecordingRoute(runs_ahead=runs_ahead)
@@ -56,7 +56,7 @@ def test_reductions_follow_one_order_whenever_gradients_arrive(
 
 def test_the_order_that_rank_0_recorded_is_followed_from_then_on() -> None:
     route = RecordingRoute()
-    gradients = gradients_of(route, Stage.GRADIENTS, SMALL)
+    gradients = gradients_of(route, 2, SMALL)
     gradients.adopt_order([1, 3, 0, 2])
     for index in (3, 2, 1, 0):
         bring(gradients, index)
@@ -70,7 +70,7 @@ def test_the_order_that_rank_0_recorded_is_followed_from_then_on() -> None:
 
 def test_reductions_wait_until_they_are_allowed() -> None:
     route = RecordingRoute()
-    gradients = gradients_of(route, Stage.PARAMETERS, SMALL)
+    gradients = gradients_of(route, 3, SMALL)
     gradients.follow([2, 3, 1, 0])
     bring(gradients, 2)
     bring(gradients, 3)
@@ -87,7 +87,7 @@ def test_reductions_wait_until_they_are_allowed() -> None:
 
 def test_an_order_is_not_changed_in_the_middle_of_a_pass() -> None:
     route = RecordingRoute()
-    gradients = gradients_of(route, Stage.PARAMETERS, SMALL)
+    gradients = gradients_of(route, 3, SMALL)
     bring(gradients, 3)
     gradients.follow([0, 1, 2, 3])
     assert gradients.order == [3, 2, 1, 0]
@@ -98,7 +98,7 @@ def test_an_order_is_not_changed_in_the_middle_of_a_pass() -> None:
 
 def test_what_is_due_goes_with_zeros_unless_gradients_may_still_come() -> None:
     route = RecordingRoute()
-    gradients = gradients_of(route, Stage.PARAMETERS, [[(4,), (4,)], [(4,)], [(4,)]])
+    gradients = gradients_of(route, 3, [[(4,), (4,)], [(4,)], [(4,)]])
     gradients.follow([0, 1, 2])
     bring(gradients, 0, 0, value=3.0)
     gradients.over = {0}.__contains__
@@ -116,7 +116,7 @@ def test_what_is_due_goes_with_zeros_unless_gradients_may_still_come() -> None:
 
 
 def test_a_gradient_after_the_reduction_is_refused_by_name() -> None:
-    gradients = gradients_of(RecordingRoute(), Stage.PARAMETERS, [[(4,), (4,)], [(4,)]])
+    gradients = gradients_of(RecordingRoute(), 3, [[(4,), (4,)], [(4,)]])
     gradients.follow([0, 1])
     gradients.over = lambda index: True
     bring(gradients, 0, 0)
@@ -133,26 +133,26 @@ def test_a_gradient_after_the_reduction_is_refused_by_name() -> None:
 
 @DIVIDED
 @pytest.mark.parametrize("runs_ahead", [False, True])
-def test_no_more_units_are_in_flight_than_there_are_buckets(stage: Stage, runs_ahead: bool) -> None:
+def test_no_more_units_are_in_flight_than_there_are_buckets(stage: int, runs_ahead: bool) -> None:
     route = RecordingRoute(runs_ahead=runs_ahead)
     gradients = gradients_of(route, stage, [[(4,)]] * 7)
     most = 0
     for index in reversed(range(7)):
         bring(gradients, index)
         most = max(most, route.in_flight)
-    assert most == stage.pooled_buckets
+    assert most == {2: 3, 3: 2}[stage]
     gradients.end_backward()
-    assert len(gradients.pool.tensors()) == stage.pooled_buckets
+    assert len(gradients.pool.tensors()) == {2: 3, 3: 2}[stage]
 
 
 @DIVIDED
 def test_a_unit_that_needs_a_bucket_waits_for_the_oldest_reduction(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
+    stage: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(buckets, "_SMALL_BYTES", 0)  # gradients go into the bucket as they arrive
     route = RecordingRoute()
     gradients = gradients_of(route, stage, [[(4,), (4,)]] * 5)
-    lent = stage.pooled_buckets
+    lent = {2: 3, 3: 2}[stage]
     for index in reversed(range(5 - lent, 5)):
         bring(gradients, index, 0)
         bring(gradients, index, 1)
@@ -168,7 +168,7 @@ def test_a_unit_has_memory_of_its_own_where_buckets_wait_for_an_earlier_one(
 ) -> None:
     monkeypatch.setattr(buckets, "_SMALL_BYTES", 0)
     route = RecordingRoute()
-    gradients = gradients_of(route, Stage.PARAMETERS, SMALL)
+    gradients = gradients_of(route, 3, SMALL)
     for index in range(4):  # the last in the order first
         bring(gradients, index, value=float(index))
     gradients.end_backward()
@@ -177,9 +177,9 @@ def test_a_unit_has_memory_of_its_own_where_buckets_wait_for_an_earlier_one(
     assert len(gradients.pool.tensors()) == 2
 
 
-@pytest.mark.parametrize("stage", [Stage.NOTHING, Stage.OPTIMIZER])
+@pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize(("runs_ahead", "limit"), [(False, 3), (True, 7)])
-def test_hosts_limit_what_is_in_flight_and_devices_do_not(stage: Stage, runs_ahead: bool, limit: int) -> None:
+def test_hosts_limit_what_is_in_flight_and_devices_do_not(stage: int, runs_ahead: bool, limit: int) -> None:
     route = RecordingRoute(runs_ahead=runs_ahead)
     gradients = gradients_of(route, stage, [[(4,)]] * 7)
     most = 0
@@ -191,8 +191,10 @@ def test_hosts_limit_what_is_in_flight_and_devices_do_not(stage: Stage, runs_ahe
 
 def test_a_large_unit_borrows_memory_while_it_is_in_flight() -> None:
     route = RecordingRoute()
-    storages = flat_units(route, Stage.GRADIENTS, [[(4,)], [(300,)]])
-    gradients = Gradients(storages, route, torch.float32, stage=Stage.GRADIENTS, fitting=[128])
+    storages = flat_units(route, 2, [[(4,)], [(300,)]])
+    gradients = Gradients(
+        storages, route, torch.float32, placement=Placement.of(2, route.mesh), fitting=[128]
+    )
     bring(gradients, 1, value=2.0)
     bring(gradients, 0, value=3.0)
     gradients.end_backward()
@@ -206,7 +208,7 @@ def test_a_large_unit_borrows_memory_while_it_is_in_flight() -> None:
 
 def test_hosts_gather_a_sum_that_has_been_waited_for() -> None:
     route = RecordingRoute()
-    gradients = gradients_of(route, Stage.NOTHING, SMALL[:2])
+    gradients = gradients_of(route, 0, SMALL[:2])
     bring(gradients, 1)
     bring(gradients, 0)
     gradients.end_backward()
@@ -224,7 +226,7 @@ def test_hosts_gather_a_sum_that_has_been_waited_for() -> None:
 
 def test_a_device_gathers_right_behind_the_reduction() -> None:
     route = RecordingRoute(runs_ahead=True)
-    gradients = gradients_of(route, Stage.NOTHING, SMALL[:2])
+    gradients = gradients_of(route, 0, SMALL[:2])
     bring(gradients, 1)
     assert route.take() == [("reduce", 1), ("chain", 1)]
     bring(gradients, 0)
@@ -241,7 +243,7 @@ def test_a_device_gathers_right_behind_the_reduction() -> None:
 
 def test_a_sum_that_is_added_to_an_earlier_one_is_gathered_after_that() -> None:
     route = RecordingRoute(runs_ahead=True)
-    gradients = gradients_of(route, Stage.NOTHING, [[(4,)]])
+    gradients = gradients_of(route, 0, [[(4,)]])
     for _ in range(2):
         route.take()
         bring(gradients, 0, value=3.0)

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 import zerokit
 from tests.support.distributed import run_ranks
 from zerokit.layout import Interval
+from zerokit.placement import stage_of
 from zerokit.runtime.guard import Guarded, HeldGradient
 from zerokit.runtime.memory import unit_memory
-from zerokit.placement import stage_of
 
 
 def build(stage: int) -> tuple[Any, zerokit.ZeroOptimizer]:

@@ -12,8 +12,8 @@ import torch
 from tests.support.devices import PRECISIONS, SCENES, STAGES, WIRE, Training, at, run_on, train
 from tests.support.happens_before import FakeCuda, followed
 from tests.support.missing_waits import MUTATIONS, all_steps
-from zerokit.runtime.collectives import streams
-from zerokit.runtime.collectives.streams import CudaEvent, CudaStream, Operation
+from zerokit.runtime.collectives import nccl as streams
+from zerokit.runtime.collectives.nccl import CudaEvent, CudaStream, Operation
 
 
 def _races(device: str, cases: Sequence[tuple[str, Any, int]]) -> list[str]:

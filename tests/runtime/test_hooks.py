@@ -33,8 +33,8 @@ from tests.support.training import (
     whole_weights,
     wrap,
 )
-from zerokit.runtime.hooks import require_no_graphs
 from zerokit.placement import stage_of
+from zerokit.runtime.hooks import require_no_graphs
 
 STAGES = (0, 1, 2, 3)
 

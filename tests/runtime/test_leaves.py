@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from tests.support.recording import RecordingRoute, units_of_model
 from zerokit.runtime.leaves import Leaves
-from zerokit.placement import stage_of
 
 
 class Asked:
@@ -19,7 +18,7 @@ class Asked:
     def __init__(self) -> None:
         self.model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         self.model[0].requires_grad_(False)
-        _, self.storages = units_of_model(self.model, RecordingRoute(), Stage.NOTHING)
+        _, self.storages = units_of_model(self.model, RecordingRoute(), 0)
         self.leaves = Leaves(self.storages)
         self.answers: list[bool] = []
         self.x = torch.ones(2, 4, requires_grad=True)

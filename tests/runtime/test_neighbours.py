@@ -1,7 +1,4 @@
-"""Reading what other ranks offer: the same bits as through sockets, an error where a rank ended, never a wrong byte.
-
-Both ways are tested: out of the other processes' memory, and out of windows that the ranks share.
-"""
+"""Reading what other ranks offer: the same bits as through sockets, an error where a rank ended, never a wrong byte."""
 
 from __future__ import annotations
 
@@ -26,6 +23,7 @@ from torch import Tensor
 from tests.support.distributed import AT_ONCE, run_ranks, run_ranks_expecting_errors
 from tests.support.models import CASES
 from tests.support.pacing import train_at_two_paces
+from tests.support.recording import plain_unit
 from tests.support.training import (
     SMALL,
     Run,
@@ -36,27 +34,10 @@ from tests.support.training import (
     train_all,
     wrap,
 )
-from zerokit.runtime.collectives import Collectives, foreign, host, make_collectives
-from zerokit.runtime.collectives.foreign import SWITCH, ForeignMemory
-from zerokit.runtime.collectives.gloo import GlooCollectives
-from zerokit.runtime.collectives.host import HostCollectives
-from zerokit.runtime.collectives.neighbours import Neighbours, meet
-from zerokit.runtime.collectives.windows import Windows
-
-WAYS = {"memory": "1", "shared memory": "shared"}
-"""What the switch says for each."""
-
-
-@pytest.fixture(params=WAYS)
-def way(request: pytest.FixtureRequest) -> str:
-    """Both, one after the other; ranks are told by `choose`."""
-    name: str = request.param
-    return name
-
-
-def choose(way: str) -> None:
-    """On a rank, before its collectives are made."""
-    os.environ[SWITCH] = WAYS[way]
+from zerokit.placement import Axis
+from zerokit.runtime.collectives import Collectives, host, make_collectives
+from zerokit.runtime.collectives.host import MemoryRoute
+from zerokit.runtime.collectives.node import SWITCH, Neighbours, meet
 
 
 @pytest.fixture(autouse=True)
@@ -70,46 +51,42 @@ def _collectives(units: int = 1) -> Collectives:
     return make_collectives(group, torch.device("cpu"), None, units=units)
 
 
-def _route_where(switched: dict[int, str]) -> tuple[str, str]:
+def _route_where(switched: dict[int, str]) -> str:
     os.environ[SWITCH] = switched.get(dist.get_rank(), "1")
     collectives = _collectives()
-    return type(collectives).__name__, collectives.route
+    return collectives.route
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_all_ranks_read_each_other_or_none_does(world: int) -> None:
-    host, gloo = HostCollectives.__name__, GlooCollectives.__name__
-    assert set(run_ranks(world, _route_where, {})) == {(host, "memory")}
+    assert set(run_ranks(world, _route_where, {})) == {"memory"}
     for one in range(world):
-        assert set(run_ranks(world, _route_where, {one: "0"})) == {(gloo, "sockets")}
-        assert set(run_ranks(world, _route_where, {one: "shared"})) == {(host, "shared memory")}
+        assert set(run_ranks(world, _route_where, {one: "0"})) == {"sockets"}
 
 
-def test_the_switch_knows_three_values() -> None:
+def test_the_switch_knows_two_values() -> None:
     for outcome in run_ranks_expecting_errors(2, _route_where, {0: "2", 1: "2"}):
         assert outcome.raised("UsageError"), outcome.describe()
         assert "ZEROKIT_CMA='2': 0 stands for sockets" in outcome.error
 
 
-def _meet_a_stranger() -> str:
+def _meet_a_stranger() -> bool:
     """Rank 1 gives a process number under which others find somebody else, as in a container of its own."""
     group = dist.group.WORLD
     assert group is not None
     if dist.get_rank() == 1:
         pid = os.getppid()
         os.getpid = lambda: pid
-    found = meet(group, 1)
-    assert found is not None
-    return found.route
+    return meet(group, 1) is None
 
 
 def test_a_process_with_another_name_is_not_read() -> None:
-    assert run_ranks(2, _meet_a_stranger) == ["shared memory"] * 2
+    assert run_ranks(2, _meet_a_stranger) == [True, True]
 
 
 def _by_every_route(name: str, runs: dict[str, Run]) -> list[dict[str, Trajectory]]:
     found = []
-    for switch in (*WAYS.values(), "0"):
+    for switch in ("1", "0"):
         os.environ[SWITCH] = switch
         found.append(train_all(name, runs))
     return found
@@ -132,20 +109,18 @@ def test_every_route_gives_the_same_bits(name: str, world: int, ways: list[tuple
         )
         for stage, precision in ways
     }
-    for memory, shared, sockets in run_ranks(world, _by_every_route, name, runs):
+    for memory, sockets in run_ranks(world, _by_every_route, name, runs):
         for label in runs:
-            assert memory[label].bits() == shared[label].bits() == sockets[label].bits(), label
+            assert memory[label].bits() == sockets[label].bits(), label
 
 
-def _sums(way: str, numels: list[int], dtype: torch.dtype) -> None:
+def _sums(numels: list[int], dtype: torch.dtype) -> None:
     """Every way of `reduce_scatter`, with pieces around the size of a chunk, against sums by hand."""
-    choose(way)
     host._CHUNK_BYTES = 256
     collectives, rank, world = _collectives(len(numels)), dist.get_rank(), dist.get_world_size()
-    assert isinstance(collectives, HostCollectives)
     for unit, numel in enumerate(numels):
         everyone = [_numbers(unit, peer, numel * world).to(dtype) for peer in range(world)]
-        payload = numel * world
+        layout = plain_unit(unit, numel * world, world)
         expected = everyone[0]
         for other in everyone[1:]:
             expected = expected + other
@@ -153,16 +128,16 @@ def _sums(way: str, numels: list[int], dtype: torch.dtype) -> None:
         for aside in (True, False):
             bucket = everyone[rank].clone()
             out = torch.full((numel,), 7.0, dtype=dtype) if aside else bucket.view(world, -1)[rank]
-            collectives.reduce_scatter(bucket, out, unit, payload, add=False).wait()
+            collectives.reduce_scatter(layout, bucket, out, add=False).wait()
             assert torch.equal(out, piece)
         earlier = _numbers(unit, 99, numel).to(dtype)
         out = earlier.clone()
-        collectives.reduce_scatter(everyone[rank].clone(), out, unit, payload, add=True).wait()
+        collectives.reduce_scatter(layout, everyone[rank].clone(), out, add=True).wait()
         assert torch.equal(out, earlier + piece)
 
         whole = torch.zeros(numel * world, dtype=dtype)
         whole.view(world, -1)[rank] = everyone[0].view(world, -1)[rank]
-        collectives.all_gather(whole, unit, payload).wait()
+        collectives.all_gather(layout, whole).wait()
         assert torch.equal(whole, everyone[0])
         collectives.wait_for_readers()
 
@@ -173,28 +148,23 @@ def _numbers(unit: int, who: int, numel: int) -> Tensor:
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_sums_and_gathers_of_any_size(way: str, world: int, dtype: torch.dtype) -> None:
-    run_ranks(world, _sums, way, [1, 63, 64, 65, 127, 128, 129, 1000], dtype)
+def test_sums_and_gathers_of_any_size(world: int, dtype: torch.dtype) -> None:
+    run_ranks(world, _sums, [1, 63, 64, 65, 127, 128, 129, 1000], dtype)
 
 
-def _at_different_paces(way: str, stage: int) -> list[list[str]]:
+def _at_different_paces(stage: int) -> list[list[str]]:
     """What a rank has changed must never be what a slow one reads."""
-    choose(way)
     return train_at_two_paces(stage)
 
 
-@pytest.mark.parametrize(
-    ("way", "stage"),
-    [("memory", 0), ("shared memory", 1), ("memory", 2), ("shared memory", 3), ("memory", 3)],
-)
-def test_slow_ranks_read_what_quick_ones_offered(way: str, stage: int) -> None:
-    for quick, slow in run_ranks(3, _at_different_paces, way, stage):
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_slow_ranks_read_what_quick_ones_offered(stage: int) -> None:
+    for quick, slow in run_ranks(3, _at_different_paces, stage):
         assert quick == slow
 
 
-def _one_leaves_first(way: str, stage: int) -> float:
+def _one_leaves_first(stage: int) -> float:
     """Rank 0 drops everything after its last forward, while rank 1 has hardly begun its own."""
-    choose(way)
     case, run = CASES["gpt"], Run(stage=stage)
     model = build_seeded(case, 0)
     optimizer = wrap(model, case, run)
@@ -210,11 +180,9 @@ def _one_leaves_first(way: str, stage: int) -> float:
     return loss
 
 
-@pytest.mark.parametrize(
-    ("way", "stage"), [("memory", 1), ("shared memory", 2), ("memory", 3), ("shared memory", 3)]
-)
-def test_a_rank_that_leaves_has_been_read(way: str, stage: int) -> None:
-    first, second = run_ranks(2, _one_leaves_first, way, stage)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_rank_that_leaves_has_been_read(stage: int) -> None:
+    first, second = run_ranks(2, _one_leaves_first, stage)
     assert first == second
 
 
@@ -231,21 +199,20 @@ def _stays_until_the_first_is_done() -> Iterator[None]:
             store.wait(["rank 0 is done"], datetime.timedelta(seconds=100))
 
 
-def _dies(way: str, how: str) -> None:
-    choose(way)
+def _dies(how: str) -> None:
     collectives = _collectives()
     whole = torch.zeros(4)
-    collectives.all_gather(whole, 0, 4).wait()
+    collectives.all_gather(plain_unit(0, 4, 2), whole).wait()
     collectives.wait_for_readers()
     if dist.get_rank() == 1 and how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     with _stays_until_the_first_is_done():
         if dist.get_rank() == 0:
-            collectives.all_gather(whole, 0, 4).wait()
+            collectives.all_gather(plain_unit(0, 4, 2), whole).wait()
 
 
-def test_a_rank_that_ends_is_named_at_once(way: str) -> None:
-    waiting, _ = run_ranks_expecting_errors(2, _dies, way, "killed", **AT_ONCE)
+def test_a_rank_that_ends_is_named_at_once() -> None:
+    waiting, _ = run_ranks_expecting_errors(2, _dies, "killed", **AT_ONCE)
     assert waiting.raised("ScheduleError"), waiting.describe()
     assert "rank 1 (process" in waiting.error
 
@@ -255,10 +222,9 @@ _PR_SET_DUMPABLE = 4
 
 def _closes_its_memory() -> None:
     """Rank 1 may be read when the ranks meet, and not afterwards: the kernel refuses, as for another user's process."""
-    choose("memory")
     collectives = _collectives()
     whole = torch.zeros(4)
-    collectives.all_gather(whole, 0, 4).wait()
+    collectives.all_gather(plain_unit(0, 4, 2), whole).wait()
     collectives.wait_for_readers()
     if dist.get_rank() == 1:
         assert ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0) == 0
@@ -266,7 +232,7 @@ def _closes_its_memory() -> None:
         _drop_capabilities()
     dist.barrier()
     with _stays_until_the_first_is_done():
-        collectives.all_gather(whole, 0, 4).wait()
+        collectives.all_gather(plain_unit(0, 4, 2), whole).wait()
 
 
 def _drop_capabilities() -> None:
@@ -298,21 +264,20 @@ def test_a_read_that_fails_says_what_it_means(code: int, said: str, monkeypatch:
     def refuse(*arguments: object) -> None:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(foreign, "_read", refuse)
+    monkeypatch.setattr("zerokit.runtime.collectives.node._read", refuse)
     with pytest.raises(RuntimeError, match=r"rank 3 \(process 77\) cannot be read") as caught:
-        ForeignMemory({3: 77}).read(3, 0, torch.zeros(1))
+        Neighbours.read(cast(Neighbours, SimpleNamespace(_pids={3: 77})), 3, 0, torch.zeros(1))
     assert said in str(caught.value)
 
 
-def test_a_rank_that_does_not_come_ends_in_a_time_out(way: str) -> None:
-    waiting, _ = run_ranks_expecting_errors(2, _dies, way, "stays away", timeout=2.0)
+def test_a_rank_that_does_not_come_ends_in_a_time_out() -> None:
+    waiting, _ = run_ranks_expecting_errors(2, _dies, "stays away", timeout=2.0)
     assert waiting.raised("ScheduleError"), waiting.describe()
     assert "all-gather of unit 0" in waiting.error
     assert "timed out after 2 s" in waiting.error
 
 
-def _unread_at_each_stage(way: str) -> list[dict[str, Any]]:
-    choose(way)
+def _unread_at_each_stage() -> list[dict[str, Any]]:
     return [_unread(stage) for stage in range(4)]
 
 
@@ -324,21 +289,19 @@ def _unread(stage: int) -> dict[str, Any]:
     for step in range(3):
         one_step(model, optimizer, case, run, step, Trajectory())
     collectives = optimizer.parts.collectives
-    assert isinstance(collectives, HostCollectives)
-    access = collectives._neighbours._access
+    route = collectives.routes[Axis.INNER]
+    assert isinstance(route, MemoryRoute)
     with torch.no_grad():
         case.loss(model, case.batch(0, 1, dist.get_rank()))  # stages 1 and 2 gather after the step
     return {
-        "unread": len(collectives._unread),
-        "offered": len(collectives._offered),
-        "window": access.held_bytes if isinstance(access, Windows) else 0,
-        "lent": sum(map(len, collectives._neighbours._lent.values())),
+        "unread": len(route.progress.pending),
+        "offered": len(route._offered),
     }
 
 
-def test_a_step_leaves_nothing_unread(way: str) -> None:
-    for found in run_ranks(2, _unread_at_each_stage, way):
-        assert found == [{"unread": 0, "offered": 0, "window": 0, "lent": 0}] * 4
+def test_a_step_leaves_nothing_unread() -> None:
+    for found in run_ranks(2, _unread_at_each_stage):
+        assert found == [{"unread": 0, "offered": 0}] * 4
 
 
 def test_all_that_have_ended_are_named() -> None:
@@ -346,9 +309,9 @@ def test_all_that_have_ended_are_named() -> None:
     alive = [False, False, True, True]
     mine = SimpleNamespace(
         rank=2,
-        _ranks=range(4),
+        peers=[0, 1, 3],
         _pids=[10, 11, 12, 13],
-        _board=SimpleNamespace(is_alive=alive.__getitem__),
+        _is_alive=alive.__getitem__,
     )
     both = re.escape("rank 0 (process 10) and rank 1 (process 11) have ended, or dropped their models")
     with pytest.raises(RuntimeError, match=both):

@@ -12,13 +12,13 @@ from torch.optim import Optimizer
 
 from tests.support.recording import RecordingRoute, flat_units
 from tests.support.reductions import bring
+from zerokit.placement import Placement
 from zerokit.runtime.gradients import Gradients
 from zerokit.runtime.guard import FlatParameter
 from zerokit.runtime.storage import FlatUnit
 from zerokit.runtime.update import FlatUpdate
-from zerokit.placement import stage_of
 
-STAGES = pytest.mark.parametrize("stage", Stage)
+STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 SIZES = [[(70,), (130,)], [(200,)]]
 
 
@@ -26,12 +26,14 @@ class Rank:
     """Units, their gradients and an optimizer over their flats."""
 
     def __init__(
-        self, rank: int, stage: Stage, make: Callable[..., Optimizer], *, half: bool = False, **options: Any
+        self, rank: int, stage: int, make: Callable[..., Optimizer], *, half: bool = False, **options: Any
     ) -> None:
         route = RecordingRoute(rank)
         dtype = torch.bfloat16 if half else torch.float32
         self.storages: list[FlatUnit] = flat_units(route, stage, SIZES, dtype=dtype)
-        self.gradients = Gradients(self.storages, route, torch.float32, stage=stage, fitting=[256, 256])
+        self.gradients = Gradients(
+            self.storages, route, torch.float32, placement=Placement.of(stage, route.mesh), fitting=[256, 256]
+        )
         flats = [flat.tensor for storage in self.storages for flat in storage.flats]
         self.inner = make(flats, **options)
         self.update = FlatUpdate(self.storages, self.gradients, self.inner)
@@ -65,14 +67,14 @@ def expected(rank: Rank, index: int, position: int, change: float) -> list[float
     storage = rank.storages[index]
     first = [[1, 71], [201]][index][position]
     part = storage.unit.slices[position]
-    both = part.memory.intersection(storage.stage.updated(storage.unit, rank.route.rank))
+    both = part.memory.intersection(storage.placement.updated(storage.unit, rank.route.rank))
     return [first + change + place - part.offset for place in range(both.start, both.stop)]
 
 
 @STAGES
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("half", [False, True])
-def test_every_element_moves_against_its_gradient(stage: Stage, rank: int, half: bool) -> None:
+def test_every_element_moves_against_its_gradient(stage: int, rank: int, half: bool) -> None:
     one = Rank(rank, stage, torch.optim.SGD, half=half, lr=0.5)
     one.backward()
     one.update.run()
@@ -87,7 +89,7 @@ def test_every_element_moves_against_its_gradient(stage: Stage, rank: int, half:
 
 
 @STAGES
-def test_flats_have_no_gradient_before_and_after(stage: Stage) -> None:
+def test_flats_have_no_gradient_before_and_after(stage: int) -> None:
     one = Rank(0, stage, torch.optim.SGD, lr=0.5)
     one.backward()
     one.update.run()
@@ -99,7 +101,7 @@ def test_flats_have_no_gradient_before_and_after(stage: Stage) -> None:
 
 @STAGES
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_frozen_parameter_keeps_value_and_state_while_its_neighbour_moves(stage: Stage, rank: int) -> None:
+def test_a_frozen_parameter_keeps_value_and_state_while_its_neighbour_moves(stage: int, rank: int) -> None:
     one = Rank(rank, stage, torch.optim.SGD, lr=0.5, momentum=0.5)
     one.backward()
     one.update.run()
@@ -119,19 +121,19 @@ def test_a_frozen_parameter_keeps_value_and_state_while_its_neighbour_moves(stag
 
 
 @STAGES
-def test_graphs_from_before_the_update_cannot_be_differentiated(stage: Stage) -> None:
+def test_graphs_from_before_the_update_cannot_be_differentiated(stage: int) -> None:
     one = Rank(0, stage, torch.optim.SGD, lr=0.5)
     storage = one.storages[1]
-    if stage.divides_parameters:
+    if stage == 3:
         storage.gather()
     storage.ready()
     weight = storage.parameters[0]
     loss = (weight * weight).sum()
-    if stage.divides_parameters:
+    if stage == 3:
         storage.free()
     one.backward()
     one.update.run()
-    if stage.divides_parameters:
+    if stage == 3:
         storage.gather()
         storage.ready()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -146,8 +148,10 @@ def test_gradients_take_the_masters_dtype() -> None:
             seen.extend((p.grad.dtype, type(p)) for group in self.param_groups for p in group["params"])
 
     route = RecordingRoute()
-    storages = flat_units(route, Stage.GRADIENTS, [[(4,)]])
-    gradients = Gradients(storages, route, torch.bfloat16, stage=Stage.GRADIENTS, fitting=[128])
+    storages = flat_units(route, 2, [[(4,)]])
+    gradients = Gradients(
+        storages, route, torch.bfloat16, placement=Placement.of(2, route.mesh), fitting=[128]
+    )
     inner = Seeing([flat.tensor for storage in storages for flat in storage.flats], lr=0.1)
     bring(gradients, 0)
     gradients.end_backward()

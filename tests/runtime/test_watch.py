@@ -10,8 +10,8 @@ from torch._C._distributed_c10d import HashStore
 
 import zerokit
 from tests.support.recording import Group
-from zerokit.runtime import watch
-from zerokit.runtime.watch import Watch
+from zerokit.runtime.collectives import stalls
+from zerokit.runtime.collectives.stalls import StallReporter
 
 
 class Name:
@@ -26,15 +26,15 @@ class Name:
 
 
 @pytest.fixture
-def ranks(monkeypatch: pytest.MonkeyPatch) -> tuple[Watch, Watch]:
+def ranks(monkeypatch: pytest.MonkeyPatch) -> tuple[StallReporter, StallReporter]:
     """Two ranks' watches over one store; no thread publishes for them."""
     store = HashStore()
     monkeypatch.setattr(dist.distributed_c10d, "_get_process_group_store", lambda group: store)
-    monkeypatch.setattr(watch, "_publish_long_waits", lambda wake, reference: None)
-    return Watch(Group(0, 2)), Watch(Group(1, 2))
+    monkeypatch.setattr(stalls, "_publish_long_waits", lambda wake, reference: None)
+    return StallReporter(Group(0, 2)), StallReporter(Group(1, 2))
 
 
-def test_a_name_is_not_asked_for_while_nobody_waits_long(ranks: tuple[Watch, Watch]) -> None:
+def test_a_name_is_not_asked_for_while_nobody_waits_long(ranks: tuple[StallReporter, StallReporter]) -> None:
     one, _ = ranks
     name = Name()
     with one.waiting(name):
@@ -45,10 +45,10 @@ def test_a_name_is_not_asked_for_while_nobody_waits_long(ranks: tuple[Watch, Wat
 
 
 def test_a_long_wait_is_published_by_name_and_an_error_tells_of_it(
-    ranks: tuple[Watch, Watch], monkeypatch: pytest.MonkeyPatch
+    ranks: tuple[StallReporter, StallReporter], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, other = ranks
-    monkeypatch.setattr(watch, "PUBLISH_AFTER_S", 0.0)
+    monkeypatch.setattr(stalls, "PUBLISH_AFTER_S", 0.0)
     name = Name()
     with other.waiting(name):
         other.publish_if_long()
@@ -64,7 +64,7 @@ def test_a_long_wait_is_published_by_name_and_an_error_tells_of_it(
 
 
 def test_an_error_asks_for_the_name_and_a_silent_rank_is_said_to_be_silent(
-    ranks: tuple[Watch, Watch],
+    ranks: tuple[StallReporter, StallReporter],
 ) -> None:
     one, other = ranks
     name = Name()
@@ -93,20 +93,20 @@ def test_publishing_goes_on_after_an_error_of_the_store(monkeypatch: pytest.Monk
 
     store = Moody()
     monkeypatch.setattr(dist.distributed_c10d, "_get_process_group_store", lambda group: store)
-    monkeypatch.setattr(watch, "PUBLISH_AFTER_S", 0.01)
-    one = Watch(Group(0, 2))
+    monkeypatch.setattr(stalls, "PUBLISH_AFTER_S", 0.01)
+    one = StallReporter(Group(0, 2))
     with one.waiting("all-gather of unit 3"):
         assert store.get(one._key(0)).decode() == "waits for the all-gather of unit 3 (wait 1)"
 
 
-def test_errors_of_other_kinds_pass(ranks: tuple[Watch, Watch]) -> None:
+def test_errors_of_other_kinds_pass(ranks: tuple[StallReporter, StallReporter]) -> None:
     with pytest.raises(KeyError), ranks[0].waiting("broadcast"):
         raise KeyError("mine")
     with pytest.raises(zerokit.ScheduleError, match="mine"), ranks[0].waiting("broadcast"):
         raise RuntimeError("mine")
 
 
-def test_ranks_that_say_the_same_agree(ranks: tuple[Watch, Watch]) -> None:
+def test_ranks_that_say_the_same_agree(ranks: tuple[StallReporter, StallReporter]) -> None:
     one, other = ranks
     with pytest.raises(zerokit.ScheduleError, match=r"rank 1 turns; after 0 s ranks \[0\] have not"):
         other.agree("turns", 0.0)
@@ -115,7 +115,9 @@ def test_ranks_that_say_the_same_agree(ranks: tuple[Watch, Watch]) -> None:
     assert time.monotonic() - start < 30.0
 
 
-def test_ranks_that_say_different_things_hear_of_it_at_once(ranks: tuple[Watch, Watch]) -> None:
+def test_ranks_that_say_different_things_hear_of_it_at_once(
+    ranks: tuple[StallReporter, StallReporter],
+) -> None:
     one, other = ranks
     with pytest.raises(zerokit.ScheduleError, match="have not"):
         other.agree("turns left", 0.0)
@@ -124,11 +126,11 @@ def test_ranks_that_say_different_things_hear_of_it_at_once(ranks: tuple[Watch, 
 
 
 def test_a_rank_that_waits_for_what_this_one_has_not_issued_is_named(
-    ranks: tuple[Watch, Watch], monkeypatch: pytest.MonkeyPatch
+    ranks: tuple[StallReporter, StallReporter], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, other = ranks
-    monkeypatch.setattr(watch, "PUBLISH_AFTER_S", 0.0)
-    monkeypatch.setattr(watch, "_STUCK_AFTER_S", 0.0)
+    monkeypatch.setattr(stalls, "PUBLISH_AFTER_S", 0.0)
+    monkeypatch.setattr(stalls, "_STUCK_AFTER_S", 0.0)
     other.issued = 5
     with other.waiting("all-gather of unit 2"):
         other.publish_if_long()
@@ -140,7 +142,7 @@ def test_a_rank_that_waits_for_what_this_one_has_not_issued_is_named(
             one.agree("turns", 0.0)
 
 
-def test_what_an_earlier_optimizer_said_is_not_heard(ranks: tuple[Watch, Watch]) -> None:
+def test_what_an_earlier_optimizer_said_is_not_heard(ranks: tuple[StallReporter, StallReporter]) -> None:
     one, other = ranks
     with pytest.raises(zerokit.ScheduleError, match="have not"):
         other.agree("turns left", 0.0)
@@ -150,7 +152,7 @@ def test_what_an_earlier_optimizer_said_is_not_heard(ranks: tuple[Watch, Watch])
 
 
 def test_one_rank_alone_has_nobody_to_agree_with() -> None:
-    alone = Watch(Group(0, 1))
+    alone = StallReporter(Group(0, 1))
     alone.agree("turns", 0.0)
     with pytest.raises(zerokit.ScheduleError, match="rank 0 of 1"), alone.waiting("broadcast"):
         raise RuntimeError("closed")

@@ -25,7 +25,7 @@ from tests.runtime.test_parity import assert_equal_bits
 from tests.support.distributed import run_alone, run_ranks
 from tests.support.models import CASES, count
 from tests.support.oracle import train_alone
-from tests.support.recording import RecordingRoute
+from tests.support.recording import RecordingRoute, plain_unit
 from tests.support.reductions import bring, gradients_of, values
 from tests.support.streams import PromptStream, device_way
 from tests.support.training import (
@@ -40,13 +40,13 @@ from tests.support.training import (
     wrap,
 )
 from zerokit.bench.engines.ddp import compress_in_bf16
+from zerokit.placement import Mesh
 from zerokit.runtime.collectives import Collectives, make_collectives
 from zerokit.runtime.collectives.base import clone
-from zerokit.runtime.collectives.foreign import SWITCH
-from zerokit.runtime.collectives.host import HostCollectives
-from zerokit.runtime.collectives.nccl import Communicators, NcclCollectives
-from zerokit.runtime.watch import Watch
-from zerokit.placement import stage_of
+from zerokit.runtime.collectives.host import MemoryRoute
+from zerokit.runtime.collectives.nccl import make_communicators, make_nccl
+from zerokit.runtime.collectives.node import SWITCH
+from zerokit.runtime.collectives.stalls import StallReporter
 
 STAGES = (0, 1, 2, 3)
 WIRE = zerokit.Precision(wire=torch.bfloat16)
@@ -82,19 +82,18 @@ class _Shelf:
 
     def __init__(self, buckets: list[Tensor]) -> None:
         self._buckets = buckets
-        self.route = "a shelf"
 
-    def look_at(self, peer: int, number: int, scratch: Tensor) -> Tensor:
-        assert scratch.dtype == self._buckets[peer].dtype
-        start = number // scratch.element_size()
-        return scratch.copy_(self._buckets[peer][start : start + scratch.numel()])
+    def read(self, peer: int, address: int, into: Tensor) -> None:
+        assert into.dtype == self._buckets[peer].dtype
+        start = address // into.element_size()
+        into.copy_(self._buckets[peer][start : start + into.numel()])
 
 
-def _host_route(rank: int, world: int, buckets: list[Tensor]) -> HostCollectives:
+def _host_route(rank: int, world: int, buckets: list[Tensor]) -> MemoryRoute:
     """Only what `_sum` needs of it."""
-    route = HostCollectives.__new__(HostCollectives)
-    route.rank, route.world = rank, world
-    route._neighbours = _Shelf(buckets)  # type: ignore[assignment]
+    route = MemoryRoute.__new__(MemoryRoute)
+    route.rank, route.size = rank, world
+    route.neighbours = _Shelf(buckets)  # type: ignore[assignment]
     return route
 
 
@@ -128,18 +127,14 @@ def _routes() -> Iterator[Collectives]:
     group = dist.group.WORLD
     assert group is not None
     device = torch.device("cpu")
-    nodes = [0] * group.size()
-    for switch in ("1", "shared", "0"):
+    for switch in ("1", "0"):
         os.environ[SWITCH] = switch
         yield make_collectives(group, device, None, units=1)
-    os.environ[SWITCH] = "shared"
-    nodes[-1] = 1
-    os.environ["GROUP_RANK"] = str(nodes[group.rank()])
-    yield make_collectives(group, device, None, units=1)
-    three = Communicators(*(clone(group, "gloo", None) for _ in range(3)))
+    line = Mesh(1, group.size())
+    three = make_communicators(line, group.rank(), lambda members: clone(group, "gloo", None))
     patience = datetime.timedelta(seconds=30)
     # It divides by the number of ranks, before gradients are rounded.
-    yield NcclCollectives(three, device, Watch(group), patience, make_stream=PromptStream, averages=True)
+    yield make_nccl(three, line, device, StallReporter(group), patience, make_stream=PromptStream)
 
 
 def _pieces(numel: int) -> Tensor:
@@ -167,9 +162,8 @@ def _reduce_by_every_route(numels: list[int]) -> list[str]:
                 bucket = pieces[rank].clone().flatten()
                 out = bucket.view(world, -1)[rank] if way == "in place" else torch.full((numel,), 0.5)
                 before = collectives.counters.received_bytes
-                collectives.reduce_scatter(
-                    bucket, out, 0, numel * world, add=way == "add", wire=torch.bfloat16
-                ).wait()
+                unit = plain_unit(0, numel * world, world)
+                collectives.reduce_scatter(unit, bucket, out, add=way == "add", wire=torch.bfloat16).wait()
                 wanted = expected + 0.5 if way == "add" else expected
                 assert torch.equal(out, wanted), f"{collectives.route}, {numel} elements, {way}"
                 assert collectives.counters.received_bytes - before == 2 * (world - 1) * numel
@@ -179,8 +173,7 @@ def _reduce_by_every_route(numels: list[int]) -> list[str]:
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_every_route_sums_rounded_pieces_in_fp32_and_in_rank_order(world: int) -> None:
     for routes in run_ranks(world, _reduce_by_every_route, [1, 64, 1000, 300_000]):
-        between = "sockets" if world == 2 else "shared memory and sockets"
-        assert routes[1:] == ["shared memory", "sockets", between, "nccl"]
+        assert routes[1:] == ["sockets", "nccl"]
 
 
 def _alternatives() -> dict[str, Floats]:
@@ -217,7 +210,9 @@ def _one_rank() -> None:
     assert group is not None
     collectives = make_collectives(group, torch.device("cpu"), None, units=1)
     bucket, out = _pieces(100).flatten(), torch.zeros(100)
-    collectives.reduce_scatter(bucket.clone(), out, 0, 100, add=False, wire=torch.bfloat16).wait()
+    collectives.reduce_scatter(
+        plain_unit(0, 100, 1), bucket.clone(), out, add=False, wire=torch.bfloat16
+    ).wait()
     assert torch.equal(out, bucket)
 
 
@@ -228,7 +223,7 @@ def test_one_rank_rounds_nothing() -> None:
 def test_the_share_of_the_mean_is_what_is_rounded() -> None:
     """1.1 · ⅓, not 1.1, where the route only adds; one that averages does the same itself."""
     route = RecordingRoute(world=3, runs_ahead=True, averages=False)
-    gradients = gradients_of(route, Stage.GRADIENTS, [[(64,)]], wire=torch.bfloat16)
+    gradients = gradients_of(route, 2, [[(64,)]], wire=torch.bfloat16)
     bring(gradients, 0, value=1.1)
     gradients.end_backward()
     share = rounded(np.array([1.1], np.float32) * np.float32(1 / 3))[0]
@@ -247,17 +242,17 @@ def _runs(turn: int, precision: Any, **options: Any) -> list[dict[str, Run]]:
     return [
         {label: others[label] for label in (labels[(turn + way) % 4], labels[(turn + way + 2) % 4])}
         | {"stage 3": replace(run, stage=3)}
-        for way in range(4)
+        for way in range(3)
     ]
 
 
 def _by_every_way(name: str, runs: list[dict[str, Run]]) -> list[dict[str, Trajectory]]:
     found = []
-    for switch, mine in zip(("1", "shared", "0"), runs, strict=False):
+    for switch, mine in zip(("1", "0"), runs, strict=False):
         os.environ[SWITCH] = switch
         found.append(train_all(name, mine))
     with device_way(PromptStream):
-        return [*found, train_all(name, runs[3])]
+        return [*found, train_all(name, runs[2])]
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.support.streams import device_way
-from zerokit.runtime.collectives import streams
+from zerokit.runtime.collectives import nccl as streams
 from zerokit.runtime.collectives.nccl import NcclCollectives
 
 COMPUTE = 0

@@ -8,6 +8,7 @@ import gc
 import mmap
 import os
 import socket
+import stat
 import struct
 from collections.abc import Iterable
 
@@ -22,6 +23,9 @@ def bytes_received() -> int:
     """Bytes that have arrived on this process's TCP sockets so far (Linux): what gloo really moved."""
     total = 0
     for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                continue
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
             if (
                 connection.family in (socket.AF_INET, socket.AF_INET6)

@@ -59,8 +59,12 @@ def all_steps(training: Training) -> None:
         training.step(step)
 
 
+def _forget(storage: FlatUnit) -> None:
+    storage.update = storage.pending = None
+
+
 def _forget_to_wait_for_gathers(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(FlatUnit, "complete", lambda self: setattr(self, "pending", None))
+    patch.setattr(FlatUnit, "complete", _forget)
 
 
 def _give_buckets_back_too_early(patch: pytest.MonkeyPatch) -> None:
@@ -68,7 +72,7 @@ def _give_buckets_back_too_early(patch: pytest.MonkeyPatch) -> None:
         unit, _ = self._reductions.popleft()
         chained = self._chains(unit)
         unit.finish(self.pool)
-        if unit.stage.gathers_gradients and not chained:
+        if unit.placement.sums and not chained:
             self._gather(unit)
 
     patch.setattr(Gradients, "_finish_oldest", finish_oldest)

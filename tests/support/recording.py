@@ -14,11 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zerokit.layout import Parameter, Unit, build_layout
+from zerokit.placement import Mesh, Placement
 from zerokit.runtime.collectives import Collectives, Work
+from zerokit.runtime.collectives.base import Route
+from zerokit.runtime.collectives.stalls import StallReporter
 from zerokit.runtime.modules import Anatomy, UnitRule, take_apart
 from zerokit.runtime.storage import FlatUnit
-from zerokit.runtime.watch import Watch
-from zerokit.placement import stage_of
 
 Event = tuple[str, int]
 """What happened to which unit: gather, chain (a gather behind its reduction) or reduce; gathered or reduced, once
@@ -39,13 +40,13 @@ class Group(dist.ProcessGroup):
 class RecordingRoute(Collectives):
     """One rank of `world`; the others gather what `wholes` holds and reduce the same gradients as this one."""
 
-    route = "recorded"
-
     def __init__(
         self, rank: int = 0, world: int = 2, *, runs_ahead: bool = False, averages: bool = False
     ) -> None:
-        watch = Watch(Group(0, 1))
-        super().__init__(Group(rank, world), torch.device("cpu"), watch, datetime.timedelta(seconds=1))
+        reporter, place = StallReporter(Group(0, 1)), Group(rank, world)
+        routes = [_Recorder(self, place, reporter)]
+        patience = datetime.timedelta(seconds=1)
+        super().__init__(place, Mesh(1, world), routes, torch.device("cpu"), reporter, patience)
         self.runs_ahead, self.averages = runs_ahead, averages
         self.events: list[Event] = []
         self.wholes: dict[int, Tensor] = {}
@@ -74,25 +75,41 @@ class RecordingRoute(Collectives):
         self.agreements.append(what)
 
     def all_reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType) -> None:
-        self._count_control(values)
+        self.controlled(values)
 
     def broadcast(self, values: Tensor) -> None:
-        self._count_control(values)
+        self.controlled(values)
 
-    def _gather_piece(self, whole: Tensor, unit: int, own: Tensor | None, after: Work | None) -> Work:
-        if not self.runs_ahead or after is None:
-            return super()._gather_piece(whole, unit, own, after)
-        self.events.append(("chain", unit))
-        return _Gather(self, whole, unit, after)
+    def controlled(self, values: Tensor) -> None:
+        self.counters.control_calls += 1
+        self.counters.control_bytes += values.nbytes * (self.world - 1)
 
-    def _all_gather(self, whole: Tensor, unit: int) -> Work:
-        self.events.append(("gather", unit))
-        self.at_gather(unit)
-        return _Gather(self, whole, unit, None)
 
-    def _reduce_scatter(self, bucket: Tensor, out: Tensor, unit: int, add: bool, wire: torch.dtype) -> Work:
-        self.events.append(("reduce", unit))
-        return _Reduction(self, bucket, out, unit, add=add, wire=wire)
+class _Recorder(Route):
+    name = "recorded"
+
+    def __init__(self, record: RecordingRoute, group: dist.ProcessGroup, reporter: StallReporter) -> None:
+        super().__init__(group, reporter)
+        self._record = record
+
+    def all_gather(self, whole: Tensor, unit: int, own: Tensor | None, after: Work | None) -> Work:
+        record = self._record
+        if record.runs_ahead and after is not None:
+            record.events.append(("chain", unit))
+            return _Gather(record, whole, unit, after)
+        if after is not None:
+            after.wait()
+        if own is not None and not self.in_place(own, whole):
+            whole.view(self.size, -1)[self.rank].copy_(own)
+        record.events.append(("gather", unit))
+        record.at_gather(unit)
+        return _Gather(record, whole, unit, None)
+
+    def reduce_scatter(
+        self, bucket: Tensor, out: Tensor, unit: int, *, add: bool, wire: torch.dtype, after: Work | None
+    ) -> Work:
+        self._record.events.append(("reduce", unit))
+        return _Reduction(self._record, bucket, out, unit, add=add, wire=wire)
 
 
 class _Recorded:
@@ -159,9 +176,14 @@ def _spoil(tensors: Sequence[Tensor]) -> None:
         tensor.fill_(float("nan") if tensor.dtype.is_floating_point else -1)
 
 
+def plain_unit(index: int, numel: int, world: int) -> Unit:
+    """A unit of one parameter, for collectives over tensors of any size."""
+    return Unit(index, (), (Parameter(f"unit{index}", (numel,)),), world)
+
+
 def flat_units(
     route: Collectives,
-    stage: Stage,
+    stage: int,
     shapes: Sequence[Sequence[tuple[int, ...]]],
     *,
     rest: Collection[int] = (),
@@ -191,7 +213,7 @@ def flat_units(
 
 
 def units_of_model(
-    model: nn.Module, route: Collectives, stage: Stage, rule: UnitRule | None = None
+    model: nn.Module, route: Collectives, stage: int, rule: UnitRule | None = None
 ) -> tuple[Anatomy, list[FlatUnit]]:
     """A model taken apart, a unit for each unit module, in fp32."""
     anatomy = take_apart(model, rule, {})
@@ -209,9 +231,9 @@ def _flat_unit(
     route: Collectives,
     dtype: torch.dtype,
     master: torch.dtype,
-    stage: Stage,
+    stage: int,
 ) -> FlatUnit:
-    storage = FlatUnit(unit, parameters, route, dtype, stage)
+    storage = FlatUnit(unit, parameters, route, dtype, Placement.of(stage, route.mesh))
     exact = storage.adopt({}, master)
     if isinstance(route, RecordingRoute):
         route.wholes[unit.index] = exact.to(dtype, copy=True)

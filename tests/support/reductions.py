@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from tests.support.recording import Event, RecordingRoute, flat_units
+from zerokit.placement import Placement
 from zerokit.runtime.gradients import Gradients
-from zerokit.placement import stage_of
 
 Shapes = Sequence[Sequence[tuple[int, ...]]]
 
 
 def gradients_of(
     route: RecordingRoute,
-    stage: Stage,
+    stage: int,
     shapes: Shapes,
     *,
     rest: Iterable[int] = (),
@@ -25,7 +25,9 @@ def gradients_of(
 ) -> Gradients:
     storages = flat_units(route, stage, shapes, rest=set(rest), frozen=set(frozen))
     fitting = [storage.unit.numel for storage in storages if storage.unit.trainable]
-    return Gradients(storages, route, torch.float32, stage=stage, fitting=fitting, wire=wire)
+    return Gradients(
+        storages, route, torch.float32, placement=Placement.of(stage, route.mesh), fitting=fitting, wire=wire
+    )
 
 
 def bring(gradients: Gradients, index: int, position: int = 0, value: float = 1.0) -> None:

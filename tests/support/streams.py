@@ -18,13 +18,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zerokit.layout import Interval
+from zerokit.placement import Mesh
 from zerokit.runtime import build, storage
 from zerokit.runtime.collectives import Collectives, Work
 from zerokit.runtime.collectives.base import clone
-from zerokit.runtime.collectives.nccl import Communicators, NcclCollectives
-from zerokit.runtime.collectives.streams import CudaEvent, CudaStream, Operation
+from zerokit.runtime.collectives.nccl import (
+    Communicators,
+    CudaEvent,
+    CudaStream,
+    NcclCollectives,
+    Operation,
+    make_communicators,
+    make_nccl,
+)
+from zerokit.runtime.collectives.stalls import StallReporter
 from zerokit.runtime.memory import ResizedMemory, UnitMemory, unit_memory
-from zerokit.runtime.watch import Watch
 
 
 def poison(tensor: Tensor) -> None:
@@ -121,18 +129,26 @@ class _Late:
         self._done = False
 
     def restore(self) -> None:
-        """Let the results be seen, without the computation having waited."""
-        self._check()
+        """Let the results be seen, without the computation having waited; those that it began with first."""
+        for earlier in self._before:
+            earlier.restore()
+        if not self._before:
+            self._check()
         self._show_results()
 
     def give_way(self, following: _Late) -> None:
         """`following` began with these results and poisons what it writes: ours stay poisoned too."""
         following._before.append(self)
+        self._hide()
+        following._remember()
+
+    def _hide(self) -> None:
+        for earlier in self._before:
+            earlier._hide()
         for tensor in self._writes:
             if _has_memory(tensor):
                 poison(tensor)
         self._remember()
-        following._remember()
 
     def require_untouched(self, tensors: Sequence[Tensor]) -> None:
         """Before work on the same memory begins: afterwards one poison could not be told from the other."""
@@ -210,7 +226,7 @@ def device_way(make_stream: StreamMaker) -> Iterator[list[NcclCollectives]]:
     """
     LaggingStream.faults.clear()
     made: list[NcclCollectives] = []
-    communicators: dict[tuple[dist.ProcessGroup, datetime.timedelta | None], Communicators] = {}
+    communicators: dict[tuple[object, ...], Communicators] = {}
 
     def make(
         group: dist.ProcessGroup,
@@ -218,16 +234,21 @@ def device_way(make_stream: StreamMaker) -> Iterator[list[NcclCollectives]]:
         timeout: datetime.timedelta | None,
         *,
         units: int,
+        mesh: Mesh | None = None,
     ) -> Collectives:
         backend = "nccl" if device.type == "cuda" else "gloo"
+        shape = mesh or Mesh(1, group.size())
         if timeout is None:
             timeout = group._get_backend(device).options._timeout
-        if (group, timeout) not in communicators:
-            communicators[group, timeout] = Communicators(*(clone(group, backend, timeout) for _ in range(3)))
-        collectives = NcclCollectives(
-            communicators[group, timeout],
+        if (group, shape, timeout) not in communicators:
+            communicators[group, shape, timeout] = make_communicators(
+                shape, group.rank(), lambda members: clone(group, backend, timeout, members=members)
+            )
+        collectives = make_nccl(
+            communicators[group, shape, timeout],
+            shape,
             device,
-            Watch(group),
+            StallReporter(group),
             timeout or datetime.timedelta(seconds=60),
             make_stream=make_stream,
             averages=backend == "nccl",

@@ -21,7 +21,6 @@ from tests.support.distributed import run_ranks
 from tests.support.machine import may_read
 from tests.support.models import CASES, Batch, Case
 from tests.support.optimizers import OPTIMIZERS, SCHEDULERS
-from zerokit.placement import stage_of
 
 #: MiB: no two neighbours ever join, so that small models have many units.
 SMALL = 1e-6
@@ -33,7 +32,8 @@ LARGE = 64.0
 class Run:
     """How a model is trained. The engine decides which fields it needs: DDP has no stage."""
 
-    stage: int = 2
+    stage: Any = 2
+    mesh: tuple[int, int] | None = None
     steps: int = 20
     bucket_mb: float = SMALL
     optimizer: str = "adamw"
@@ -103,7 +103,8 @@ def wrap(model: nn.Module, case: Case, run: Run, **options: Any) -> zerokit.Zero
     return zerokit.ZeroOptimizer(
         model,
         cls,
-        stage=stage_of(run.stage),
+        stage=run.stage,
+        mesh=run.mesh,
         precision=run.precision,
         params=case.groups(model) if case.groups else None,
         units=case.units,

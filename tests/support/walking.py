@@ -7,11 +7,11 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 
 from tests.support.recording import Event, RecordingRoute, flat_units
+from zerokit.placement import Placement
 from zerokit.runtime.gradients import Gradients
 from zerokit.runtime.passes import ForwardPass, Passes
 from zerokit.runtime.sharded import ShardedGathering
 from zerokit.runtime.storage import FlatUnit
-from zerokit.placement import stage_of
 
 Look = Callable[[int], None]
 
@@ -30,14 +30,16 @@ class Walk:
     ) -> None:
         self.route = route or RecordingRoute()
         shapes = [[(4,)]] * count
-        self.units = flat_units(self.route, Stage.PARAMETERS, shapes, rest=rest, frozen=frozen)
+        self.units = flat_units(self.route, 3, shapes, rest=rest, frozen=frozen)
         fitting = [storage.unit.numel for storage in self.units if storage.unit.trainable]
+        placement = Placement.of(3, self.route.mesh)
         self.gradients = Gradients(
-            self.units, self.route, torch.float32, stage=Stage.PARAMETERS, fitting=fitting
+            self.units, self.route, torch.float32, placement=placement, fitting=fitting
         )
         self.gathering = ShardedGathering(
             self.units,
             self.route,
+            placement,
             reduce_due=self.gradients.reduce_due,
             allow=self.gradients.allow,
             prefetch=prefetch,

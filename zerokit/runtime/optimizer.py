@@ -428,6 +428,6 @@ class ZeroOptimizer(Optimizer):
 
     def __repr__(self) -> str:
         return (
-            f"ZeroOptimizer(stage={self.parts.placement}, world={self.layout.world}, precision={self.precision.as_dict()}, "
-            f"{self.parts.inner!r})"
+            f"ZeroOptimizer(stage={self.parts.placement}, world={self.layout.world}, "
+            f"precision={self.precision.as_dict()}, {self.parts.inner!r})"
         )

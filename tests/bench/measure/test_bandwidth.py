@@ -66,7 +66,7 @@ def measure_zerokit(world: int, wire: str) -> tuple[list[Bandwidth], dict[str, i
     counters = trainer.zero.parts.collectives.counters
     found = measure_bandwidth(trainer, loaded.model.parameters, settings, HERE)
     largest = max(trainer.zero.layout.units, key=lambda unit: unit.numel)
-    calls = {name: tally.calls for name, tally in counters.by_operation.items()}
+    calls = {name: tally.calls for (name, _), tally in counters.by_operation.items()}
     received = counters.received_bytes
     trainer.step([loaded.batch(dist.get_rank())])  # the engine is none the worse for it
     return found, calls, received, largest.numel * 4

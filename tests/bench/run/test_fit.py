@@ -13,6 +13,7 @@ from zerokit.bench.catalogue.workloads import describe
 from zerokit.bench.record.settings import Settings
 from zerokit.formulas import ElementBytes, predict_memory
 from zerokit.layout import Layout, Parameter, Segment, build_layout
+from zerokit.placement import Mesh, Placement
 
 CELLS = st.one_of(
     [
@@ -36,7 +37,7 @@ def test_the_papers_table() -> None:
 def test_it_is_what_the_runtime_predicts_without_padding(stage: int, precision: str) -> None:
     sizes = ElementBytes(4, 4, 0, 8) if precision == "fp32" else ElementBytes(2, 4, 4, 8)
     layout = made_layout(world=4)
-    predicted = predict_memory(layout, rank=0, stage=stage, sizes=sizes)
+    predicted = predict_memory(layout, rank=0, placement=Placement.of(stage, Mesh(1, 4)), sizes=sizes)
     kept = predicted.parameters + predicted.gradients + predicted.optimizer
     bound = state_of("zerokit", stage, precision).bytes_of(0, parameters=layout.trainable_numel, world=4)
     assert kept == pytest.approx(bound, rel=1e-3)

@@ -21,8 +21,8 @@ from zerokit.placement import Mesh
 from zerokit.runtime.collectives.base import Collectives, Counters, Done, PendingNumbers, Work, clone
 from zerokit.runtime.collectives.fake import FakeCollectives, FakeRoute
 from zerokit.runtime.collectives.host import MemoryRoute
-from zerokit.runtime.collectives.nccl import communicators_of, make_nccl
-from zerokit.runtime.collectives.node import meet, node
+from zerokit.runtime.collectives.nccl import communicators_of, make_nccl, require_current_device
+from zerokit.runtime.collectives.node import meet, node_number
 from zerokit.runtime.collectives.sockets import HostCollectives, Progress, SocketRoute
 from zerokit.runtime.collectives.stalls import StallReporter
 
@@ -46,6 +46,8 @@ def make_collectives(
     """
     backend = _backend_of(group, device)
     reporter = StallReporter(group)
+    if backend == "nccl":
+        require_current_device(device)
     if timeout is None and backend != "fake":
         # A new group would wait for the backend's default time, however short the given group's is.
         options = getattr(group._get_backend(device), "options", None)
@@ -95,7 +97,7 @@ def make_collectives(
 def _mesh_of_nodes(group: dist.ProcessGroup) -> Mesh | None:
     """Nodes × ranks, where several nodes have equally many ranks that follow each other; else None."""
     nodes = torch.zeros(group.size(), dtype=torch.int64)
-    nodes[group.rank()] = node()
+    nodes[group.rank()] = node_number()
     dist.all_reduce(nodes, group=group)
     ranks = nodes.tolist()
     sizes = set(Counter(ranks).values())

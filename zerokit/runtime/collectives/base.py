@@ -114,7 +114,7 @@ class Route:
     def wait_for_readers(self, unit: int | None = None) -> None:
         """Return when this rank's pieces of what was gathered, or of one unit, may be changed or dropped."""
 
-    def rehearse_exchange(self) -> None:
+    def rehearse_exchange(self, device: torch.device) -> None:
         """Prepare now, and not in a step, for reductions with a wire. All ranks call it."""
 
     def in_place(self, own: Tensor, whole: Tensor) -> bool:
@@ -250,7 +250,7 @@ class Collectives:
     def expect_exchanges(self) -> None:
         """Prepare now, and not in a step, for reductions with a `wire`. All ranks call it."""
         for route in self.routes.values():
-            route.rehearse_exchange()
+            route.rehearse_exchange(self.device)
 
     def _gather(self, axis: Axis, region: Tensor, unit: Unit, own: Tensor | None) -> Hop:
         return lambda after: self.routes[axis].all_gather(region, unit.index, own, after)

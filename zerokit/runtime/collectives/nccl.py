@@ -183,9 +183,9 @@ class NcclRoute(Route):
         operation = Operation(f"reduce-scatter of unit {unit}", reduce, [bucket], [out, bucket])
         return self._reductions.launch(operation, after)
 
-    def rehearse_exchange(self) -> None:
+    def rehearse_exchange(self, device: torch.device) -> None:
         if self.size > 1:
-            self._exchange(_rehearsal(self.size, torch.device("cuda", torch.cuda.current_device())))
+            self._exchange(_rehearsal(self.size, device))
 
     def _exchange(self, sent: Tensor) -> Sequence[Tensor]:
         """Every rank's piece for this one, in rank order, from what each of them has for all [size × piece]."""
@@ -341,11 +341,7 @@ def communicators_of(
     timeout: datetime.timedelta | None,
     reporter: StallReporter,
 ) -> Communicators:
-    """Communicators over the ranks of `group`, ready for use; made once a group, gone with it.
-
-    Raises `UsageError` where `device` cannot serve this rank.
-    """
-    require_current_device(device)
+    """Communicators over the ranks of `group`, ready for use; made once a group, gone with it."""
     made = _MADE.setdefault(group, {})
     if (found := made.get((mesh, timeout))) is not None and all(map(_lives, found.members())):
         return found

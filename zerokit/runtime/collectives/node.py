@@ -150,7 +150,7 @@ class _Card:
 
 
 def meet(group: dist.ProcessGroup, units: int) -> Neighbours | None:
-    """Access to the other ranks of `group`, which must be gloo's; None on all of them unless all can read each other."""
+    """Access to the other ranks of `group`, which must be gloo's; None on all unless all can read each other."""
     rank, size = group.rank(), group.size()
     if size < 2:
         return None
@@ -162,7 +162,9 @@ def meet(group: dist.ProcessGroup, units: int) -> Neighbours | None:
             os.truncate(board, _board_size(size, units))
         except OSError:
             willing = False
-    card = _Card(willing, node(), os.getpid(), os.getppid(), ctypes.addressof(token), token.value, board)
+    card = _Card(
+        willing, node_number(), os.getpid(), os.getppid(), ctypes.addressof(token), token.value, board
+    )
     table = torch.zeros(size, len(fields(_Card)), dtype=torch.int64)
     table[rank] = torch.tensor(astuple(card))
     dist.all_reduce(table, group=group)
@@ -184,7 +186,7 @@ def meet(group: dist.ProcessGroup, units: int) -> Neighbours | None:
     return found if agreed.item() else None
 
 
-def node() -> int:
+def node_number() -> int:
     """A number that all ranks of this rank's node have; see [Note: a node]."""
     parts = [socket.gethostname(), os.environ.get("GROUP_RANK", "")]
     if sys.platform == "linux":

@@ -2,8 +2,8 @@
 
 gloo's all-gather copies through scratch memory and its reduce-scatter is an all-reduce plus a slice; sending each piece
 straight to its owner takes a half to a third of their time, and sums can go in rank order, so that results do not
-depend on how the line is bucketed. The tag of a message names the unit and its turn: ranks that disagree time out,
-they cannot swap contents.
+depend on how the line is bucketed. The tag of a message names the unit and how often it has gone: ranks that disagree
+time out, they cannot swap contents.
 
 [Note: nobody waits for itself] A rank that waits must go on with whatever others may wait for: pieces that it has not
 read yet, and second hops that can begin because the first have arrived. All of that is in `Progress.pending`, and every
@@ -17,6 +17,7 @@ import queue
 import threading
 import time
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -215,8 +216,8 @@ class SocketRoute(HostRoute):
 
     def __init__(self, group: dist.ProcessGroup, reporter: StallReporter, progress: Progress) -> None:
         super().__init__(group, reporter, progress)
-        # Ranks may interleave gathers and reductions differently; each kind keeps its own order.
-        self._turns = [0, 0]
+        # Counted by unit: ranks may interleave gathers and reductions differently, and begin second hops in any order.
+        self._turns: defaultdict[tuple[Kind, int], int] = defaultdict(int)
         self._waiters = [_Waiter(), _Waiter()]
         self._peers = [rank for rank in range(self.size) if rank != self.rank]
 
@@ -262,8 +263,8 @@ class SocketRoute(HostRoute):
         leaves: Callable[[int], Tensor],
         finish: Callable[[], None],
     ) -> Work:
-        self._turns[kind] = (self._turns[kind] + 1) % _TURNS
-        tag = (self._turns[kind] * _UNITS + unit % _UNITS) * 2 + kind
+        self._turns[kind, unit] = turn = (self._turns[kind, unit] + 1) % _TURNS
+        tag = (turn * _UNITS + unit % _UNITS) * 2 + kind
         name = f"{'all-gather' if kind is Kind.GATHER else 'reduce-scatter'} of unit {unit}"
         with self.reporter.waiting(name):
             receives = [self.group.recv([arrives(peer)], peer, tag) for peer in self._peers]
@@ -337,7 +338,7 @@ class _Arrival:
 class _Waiter:
     """A thread that waits for gloo's messages, which offer no way to poll for their arrival.
 
-    Ranks post messages of one kind in one order, so waiting in that order holds nobody up.
+    Messages are posted before anybody waits for them, so the order of waiting holds nobody up.
     """
 
     def __init__(self) -> None:

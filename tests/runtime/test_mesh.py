@@ -1,0 +1,342 @@
+"""Two axes: the same bits, memory and bytes as the table says, for every pair of stages and every route."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import zerokit
+from tests.runtime.test_parity import assert_equal_bits, relative
+from tests.support.distributed import run_alone, run_ranks, run_ranks_expecting_errors
+from tests.support.machine import bytes_received
+from tests.support.models import CASES
+from tests.support.oracle import train_ddp
+from tests.support.streams import LaggingStream, device_way
+from tests.support.training import (
+    SMALL,
+    Run,
+    Trajectory,
+    build_seeded,
+    one_step,
+    require_memory_route,
+    train_all,
+    wrap,
+)
+from zerokit.checkpoint.reader import Checkpoint
+from zerokit.runtime.collectives.node import SWITCH
+
+PAIRS = [(outer, inner) for inner in range(4) for outer in range(inner + 1)]
+SQUARE = (2, 2)
+WIRE = zerokit.Precision(wire=torch.bfloat16)
+
+# --- bits --------------------------------------------------------------------------------------------------
+
+
+def _train(name: str, runs: dict[str, Run], switch: str = "1") -> tuple[dict[str, Trajectory], Any]:
+    os.environ[SWITCH] = switch
+    plain = Run(clip=math.inf, steps=4)
+    return train_all(name, runs), train_ddp(name, plain) if "plain" in runs else None
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "switch", "base"),
+    [
+        ("gpt", SQUARE, "1", Run(clip=math.inf, steps=4)),
+        ("gpt", SQUARE, "0", Run(clip=0.3, micro=2, steps=3)),
+        ("gpt", (3, 2), "1", Run(clip=0.5, micro=3, accumulate=True, steps=2)),
+        ("lora", (2, 3), "1", Run(precision="bf16", clip=0.5, steps=3)),
+        ("tiny_parameters", SQUARE, "1", Run(precision=WIRE, micro=2, steps=3)),
+        ("unit_unused_on_rank_1", SQUARE, "0", Run(precision="fp16", clip=0.5, steps=3)),
+        ("tied_blocks", SQUARE, "1", Run(optimizer="sgd", micro=2, clip=0.5, steps=3)),
+    ],
+)
+def test_all_pairs_are_identical_bits(name: str, mesh: Any, switch: str, base: Run) -> None:
+    ways = {str(pair): replace(base, stage=pair, mesh=mesh, bucket_mb=SMALL) for pair in PAIRS}
+    if base == Run(clip=math.inf, steps=4):
+        ways["plain"] = base
+    ranks = run_ranks(math.prod(mesh), _train, name, ways, switch)
+    for rank, (results, ddp) in enumerate(ranks):
+        first = results[str(PAIRS[0])]
+        for pair in PAIRS[1:]:
+            assert_equal_bits(results[str(pair)], first, f"rank {rank}, {pair}")
+        assert first.weights == ranks[0][0][str(PAIRS[0])].weights
+        if ddp is not None:
+            assert relative(first.losses, ddp.losses) <= 1e-6
+            assert relative(first.losses, results["plain"].losses) <= 1e-6
+
+
+def _lag(pairs: Sequence[Any]) -> list[Trajectory]:
+    """The device's way: results are nan until they have been waited for."""
+    runs = {str(pair): Run(stage=pair, mesh=SQUARE, clip=0.3, micro=2, steps=3) for pair in pairs}
+    with device_way(LaggingStream):
+        return list(train_all("gpt", runs).values())
+
+
+def test_a_device_waits_for_both_hops() -> None:
+    for found in run_ranks(4, _lag, [(0, 0), (0, 3), (1, 3), (2, 2), (3, 3)]):
+        for other in found[1:]:
+            assert_equal_bits(other, found[0], "late results")
+
+
+# --- memory and bytes --------------------------------------------------------------------------------------
+
+
+def _account(pair: Any, **options: Any) -> tuple[Any, ...]:
+    case, run = CASES["gpt"], Run(stage=pair, mesh=SQUARE, **options)
+    model = build_seeded(case, 0)
+    optimizer = wrap(model, case, run)
+    for step in range(2):
+        one_step(model, optimizer, case, run, step, Trajectory())
+    optimizer.backward(case.loss(model, case.batch(0, 9, 0)))
+    held, expected = optimizer.memory(), optimizer.predicted_memory()
+    optimizer.step()
+    return held, expected, optimizer.traffic().by_operation, optimizer.predicted_traffic().by_operation
+
+
+def _accounts() -> list[tuple[Any, ...]]:
+    return [_account(pair) for pair in PAIRS] + [_account((1, 3), precision=WIRE)]
+
+
+def test_memory_and_traffic_equal_the_formulas() -> None:
+    for found in run_ranks(4, _accounts):
+        for held, expected, moved, predicted in found:
+            assert held == expected
+            assert moved == predicted
+            assert {name.partition("/")[2] for name in moved} == {"outer", "inner"}
+
+
+def test_formulas_of_eight_nodes_of_64() -> None:
+    run_alone(_fake_nodes)
+
+
+def _fake_nodes() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=130, world_size=512)
+    case = CASES["gpt"]
+    for pair in PAIRS:
+        run = Run(stage=pair, mesh=(8, 64))
+        model = build_seeded(case, 0)
+        optimizer = wrap(model, case, run)
+        assert optimizer.parts.collectives.position == 2 * 8 + 2  # (2, 2)
+        for step in range(2):
+            one_step(model, optimizer, case, run, step, Trajectory())
+        optimizer.backward(case.loss(model, case.batch(0, 9, 0)))
+        assert optimizer.memory() == optimizer.predicted_memory()
+        optimizer.step()
+        assert optimizer.traffic().by_operation == optimizer.predicted_traffic().by_operation
+
+
+# --- checkpoints -------------------------------------------------------------------------------------------
+
+
+def _trained(run: Run) -> tuple[nn.Module, zerokit.ZeroOptimizer]:
+    case = CASES["gpt"]
+    model = build_seeded(case, 0)
+    return model, wrap(model, case, run)
+
+
+def _continue(model: nn.Module, optimizer: zerokit.ZeroOptimizer, run: Run) -> list[str]:
+    """Steps whose batches are the same on all ranks, so that the number of ranks does not matter to the data."""
+    case, losses = CASES["gpt"], []
+    for step in range(3):
+        loss = case.loss(model, case.batch(0, step, 0))
+        optimizer.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()).hex())
+    return losses
+
+
+def _save_first(root: Path, run: Run) -> None:
+    model, optimizer = _trained(run)
+    _continue(model, optimizer, run)
+    zerokit.save(root / "first", optimizer, step=3)
+
+
+def _pass_on(root: Path, source: str, target: str, run: Run) -> list[str]:
+    """Load, save again at once, and go on."""
+    model, optimizer = _trained(run)
+    zerokit.load(root / source, optimizer)
+    zerokit.save(root / target, optimizer, step=3)
+    return _continue(model, optimizer, run)
+
+
+def test_a_save_of_a_loaded_state_is_that_of_as_many_ranks_on_one_axis(tmp_path: Path) -> None:
+    run_ranks(4, _save_first, tmp_path, Run(stage=2, optimizer="adamw"))
+    for pair in ((0, 3), (1, 3), (1, 2), (3, 3)):
+        target = f"of {pair}"
+        losses = run_ranks(4, _pass_on, tmp_path, "first", target, Run(stage=pair, mesh=SQUARE))
+        first, second = (tmp_path / name / "step-00000003" for name in ("first", target))
+        names = sorted(path.name for path in first.iterdir())
+        assert names == sorted(path.name for path in second.iterdir())
+        for name in names:
+            if name.startswith("rank-") or name == "extra.json":
+                assert (first / name).read_bytes() == (second / name).read_bytes(), (pair, name)
+        assert Checkpoint(second).manifest.layout == Checkpoint(first).manifest.layout
+        assert len(set(map(tuple, losses))) == 1
+        for world, run in ((3, Run(stage=3)), (2, Run(stage=(3, 3), mesh=None))):
+            run = replace(run, stage=3)
+            there = run_ranks(world, _pass_on, tmp_path, target, f"{target} on {world}", run)
+            native = run_ranks(world, _pass_on, tmp_path, "first", f"first on {world} {pair}", run)
+            assert there == native
+
+
+# --- nodes -------------------------------------------------------------------------------------------------
+
+
+def _on_nodes(nodes: list[int], stages: Sequence[Any]) -> tuple[str, list[Trajectory], list[tuple[int, int]]]:
+    """Bits by the route that nodes take by themselves, and bytes that arrived through sockets in a step."""
+    os.environ["GROUP_RANK"] = str(nodes[dist.get_rank()])
+    case, found, bytes_of = CASES["mlp_784_256_10"], [], []
+    route = ""
+    for stage in stages:
+        run = Run(stage=stage)
+        model = build_seeded(case, 0)
+        optimizer = wrap(model, case, run)
+        route = optimizer.parts.collectives.route
+        trajectory = Trajectory()
+        for step in range(3):
+            dist.barrier()
+            before = bytes_received()
+            one_step(model, optimizer, case, run, step, trajectory)
+            with torch.no_grad():
+                case.loss(model, case.batch(0, 0, 0))  # stages 1 and 2 gather after the step
+            dist.barrier()
+            arrived = bytes_received() - before
+        numel = sum(unit.numel for unit in optimizer.layout.units)
+        bytes_of.append((arrived, numel * 4))
+        found.append(trajectory)
+    return route, found, bytes_of
+
+
+@pytest.mark.parametrize(
+    ("nodes", "route"),
+    [
+        ([0, 0, 1, 1], "memory and sockets"),
+        ([0, 0, 0, 0], "memory"),
+        ([0, 1, 2, 3], "sockets"),
+        ([0, 1, 1], "sockets"),
+        ([0, 1, 0, 1], "sockets"),
+    ],
+)
+def test_nodes_are_the_outer_axis(nodes: list[int], route: str) -> None:
+    require_memory_route()
+    for name, found, bytes_of in run_ranks(len(nodes), _on_nodes, nodes, [0, 1, 2, 3]):
+        assert name == route
+        for other in found[1:]:
+            assert other.bits() == found[0].bits()
+        if route == "memory and sockets":
+            # Half of the unit's half crosses in each direction, not half of the unit for each of two far ranks.
+            for arrived, size in bytes_of[1:3]:
+                assert 0.9 < arrived / (size / 2) < 1.3
+
+
+def _is_killed(pair: Any, victim: int) -> None:
+    case, run = CASES["gpt"], Run(stage=pair, mesh=SQUARE)
+    model, optimizer = _trained(run)
+    for step in range(4):
+        if step == 2 and dist.get_rank() == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        one_step(model, optimizer, case, run, step, Trajectory())
+
+
+@pytest.mark.parametrize(("pair", "victim"), [((0, 3), 3), ((1, 3), 1), ((2, 2), 2)])
+def test_a_killed_rank_is_an_error_on_every_other(pair: Any, victim: int) -> None:
+    outcomes = run_ranks_expecting_errors(4, _is_killed, pair, victim, timeout=5.0, deadline=100.0)
+    for rank, outcome in enumerate(outcomes):
+        if rank != victim:
+            assert outcome.raised("ScheduleError"), outcome.describe()
+
+
+def _freezes(pair: Any, frozen: int) -> None:
+    case, run = CASES["gpt"], Run(stage=pair, mesh=SQUARE)
+    model, optimizer = _trained(run)
+    one_step(model, optimizer, case, run, 0, Trajectory())
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == frozen:
+        store.wait(["the others are done"])
+        return
+    try:
+        one_step(model, optimizer, case, run, 1, Trajectory())
+    finally:
+        if store.add("done", 1) == 3:
+            store.set("the others are done", "")
+
+
+@pytest.mark.parametrize("pair", [(0, 3), (1, 3)])
+def test_a_rank_that_does_not_come_is_named_on_both_axes(pair: Any) -> None:
+    outcomes = run_ranks_expecting_errors(4, _freezes, pair, 3, timeout=3.0, deadline=100.0)
+    for outcome in outcomes[:3]:
+        assert outcome.raised("ScheduleError"), outcome.describe()
+        assert "rank 3 " in outcome.error
+
+
+# --- construction ------------------------------------------------------------------------------------------
+
+
+def _build(options: dict[str, Any], lr_of: dict[int, float] | None = None) -> str:
+    lr = (lr_of or {}).get(dist.get_rank(), 0.1)
+    try:
+        optimizer = zerokit.ZeroOptimizer(nn.Linear(4, 4), torch.optim.SGD, lr=lr, **options)
+    except zerokit.ZerokitError as error:
+        return f"{type(error).__name__}: {error}"
+    return repr(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"mesh": (3, 2)}, "mesh=(3, 2): 6 ranks, but the process group has 4"),
+        ({"mesh": (4, 1)}, "has an axis of one rank"),
+        ({"mesh": (1, 4)}, "has an axis of one rank"),
+        ({"mesh": "2x2"}, "expected (outer, inner)"),
+        ({"mesh": (2, 2, 1)}, "expected (outer, inner)"),
+        ({"mesh": (2, 2.0)}, "expected (outer, inner)"),
+        ({"mesh": SQUARE, "stage": (3, 1)}, "write stage=(1, 3)"),
+        ({"stage": (1, 3)}, "names two axes, but the mesh has one"),
+        ({"mesh": SQUARE, "stage": (1, 3)}, "ZeroOptimizer(stage=1/3, world=4"),
+    ],
+)
+def test_what_does_not_fit_is_said_at_construction(options: dict[str, Any], text: str) -> None:
+    for found in run_ranks(4, _build, options):
+        assert text in found
+
+
+def test_a_replica_with_another_learning_rate_is_named() -> None:
+    for found in run_ranks(4, _build, {"mesh": SQUARE, "stage": (0, 3)}, {2: 0.2}):
+        assert "LayoutMismatch" in found
+        assert "rank 2: lr is 0.2, not 0.1" in found
+
+
+def _with_device_mesh() -> list[Any]:
+    two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    one = init_device_mesh("cpu", (4,))
+    turned = dist.device_mesh.DeviceMesh("cpu", [[0, 2], [1, 3]])
+    found: list[Any] = []
+    cases: list[Any] = [(two, (0, 3)), (one, 3), (turned, (0, 3))]
+    for mesh, stage in cases:
+        try:
+            model = nn.Linear(4, 4)
+            optimizer = zerokit.ZeroOptimizer(model, torch.optim.SGD, lr=0.1, mesh=mesh, stage=stage)
+        except zerokit.UsageError as error:
+            found.append(str(error))
+        else:
+            found.append(optimizer.stage)
+    return found
+
+
+def test_a_device_mesh_says_the_shape() -> None:
+    for first, second, third in run_ranks(4, _with_device_mesh):
+        assert (first, second) == ((0, 3), 3)
+        assert "its ranks in order are not those of the process group" in third
