@@ -28,6 +28,7 @@ from zerokit.checkpoint.staging import leftovers
 
 STEPS, SAVE_EVERY = 6, 2
 PHASES = ("init", "first save", "save", "end", "mlflow")
+BETWEEN = "between saves"
 PATIENCE_S = 300.0
 """For a bench to come to its phase, or its processes to end after a kill."""
 
@@ -36,6 +37,7 @@ class Findings(Protocol):
     """What rounds add to."""
 
     kills_of_all: int
+    phases: dict[str, int]
     saves: int
     resumes: int
     lost_steps: int
@@ -114,6 +116,7 @@ def _contents(folder: Path) -> dict[str, bytes]:
 
 def play_elastic(report: Findings, folder: Path, *, rounds: int, seed: int) -> None:
     """Kill the launcher of an elastic bench in each phase by turns, and give the same command again."""
+    report.phases |= dict.fromkeys((*PHASES, BETWEEN), 0)
     draw = random.Random(f"elastic {seed}")
     for number in range(rounds):
         _play_bench(report, folder / f"bench-{number}", number, PHASES[number % len(PHASES)], draw)
@@ -137,13 +140,16 @@ def _play_bench(report: Findings, folder: Path, number: int, phase: str, draw: r
     def note(text: str) -> None:
         report.notes.append(f"elastic {number}, killed in {phase}: {text}")
 
-    process, reached, deadline = start(), _reached(phase, folder), time.monotonic() + PATIENCE_S
-    while process.poll() is None and not reached() and time.monotonic() < deadline:
+    process, deadline = start(), time.monotonic() + PATIENCE_S
+    while process.poll() is None and _phase(folder) != phase and time.monotonic() < deadline:
         time.sleep(0.002)
-    time.sleep(draw.uniform(0.0, 3.0 if phase == "init" else 0.05))
+    time.sleep(draw.uniform(0.0, {"init": 3.0, "first save": 0.004, "save": 0.004}.get(phase, 0.05)))
+    fell = _phase(folder)
     process.kill()
     code = process.wait()
-    report.kills_of_all += code == -signal.SIGKILL
+    if code == -signal.SIGKILL:
+        report.kills_of_all += 1
+        report.phases[fell] += 1
     if not _gone(folder):
         report.unclear_ends += 1
         note("its processes did not end")
@@ -171,21 +177,17 @@ def _play_bench(report: Findings, folder: Path, number: int, phase: str, draw: r
         note(f"MLflow has runs {statuses}")
 
 
-def _reached(phase: str, folder: Path) -> Callable[[], bool]:
+def _phase(folder: Path) -> str:
+    """What a bench is about at this moment, by what it has written."""
     run = folder / "run"
-
-    def writing(saved: int) -> bool:
-        return len(list_steps(run)) >= saved and any(
-            path.name.startswith(".step-") for path in run.glob(".*")
-        )
-
-    return {
-        "init": lambda: True,
-        "first save": lambda: run.exists() and writing(0),
-        "save": lambda: run.exists() and writing(1),
-        "end": lambda: run.exists() and STEPS in list_steps(run),
-        "mlflow": (folder / "record.json").exists,
-    }[phase]
+    steps = list_steps(run) if run.exists() else []
+    if (folder / "record.json").exists():
+        return "mlflow"
+    if STEPS in steps:
+        return "end"
+    if any(path.name.startswith(".step-") for path in run.glob(".*")):
+        return "save" if steps else "first save"
+    return BETWEEN if steps else "init"
 
 
 def _gone(folder: Path) -> bool:

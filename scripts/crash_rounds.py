@@ -62,6 +62,8 @@ class Report:
     ranks: int = 0
     kills_of_one: int = 0
     kills_of_all: int = 0
+    phases: dict[str, int] = field(default_factory=dict)
+    """Of elastic benches: how many of these kills fell into which."""
     saves: int = 0
     """That returned."""
     resumes: int = 0
@@ -385,7 +387,8 @@ def main() -> int:
     else:
         for key, value in asdict(report).items():
             if key != "notes":
-                print(f"{key.replace('_', ' '):16} {value}")
+                shown = ", ".join(f"{name} {n}" for name, n in value.items()) if key == "phases" else value
+                print(f"{key.replace('_', ' '):16} {shown}")
         print("\n".join(report.notes))
     return 1 if report.faults else 0
 

@@ -83,15 +83,17 @@ def test_the_environment_gives_options_that_flags_overrule() -> None:
 @pytest.mark.parametrize(
     ("arguments", "ranks"),
     [
-        ([], 4),
-        (["--nodes", "2"], 2),
-        (["--device", "cpu"], 1),
-        (["--device", "cuda"], 4),
-        (["--nproc-per-node", "3"], 3),
+        ([], [4]),
+        (["--nodes", "2"], [2]),
+        (["--device", "cpu"], [1]),
+        (["--device", "cuda"], [4]),
+        (["--nproc-per-node", "3"], [3]),
+        # Those of other machines have as many devices as this one.
+        (["--nodes", "1,2", "--repeats", "1", "--launcher", "ssh", "--hosts", "a,b"], [4, 4]),
     ],
 )
 def test_a_node_has_a_rank_for_each_of_its_devices(
-    monkeypatch: pytest.MonkeyPatch, arguments: list[str], ranks: int
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], ranks: list[int]
 ) -> None:
     asked: list[Settings] = []
 
@@ -105,7 +107,7 @@ def test_a_node_has_a_rank_for_each_of_its_devices(
     monkeypatch.setattr("zerokit.cli.bench_run.run_bench", run)
     result = CliRunner().invoke(cli, ["bench", "--no-mlflow", *arguments])
     assert result.exit_code == 0, result.output
-    assert [settings.nproc_per_node for settings in asked] == [ranks]
+    assert [settings.nproc_per_node for settings in asked] == ranks
 
 
 @pytest.mark.parametrize(

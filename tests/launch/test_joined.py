@@ -175,6 +175,22 @@ def test_a_rank_that_fails_is_named(members: Members, tmp_path: Path, what: str,
     assert list(members.copies.glob("zerokit-*")) == []
 
 
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_stopped_agent_of_a_whole_node_is_named(members: Members, tmp_path: Path, node: int) -> None:
+    for rank in range(2):
+        members.start(pod(rank, members.port), "wait")
+    wait_for(lambda: len(started(tmp_path)) == 2)
+    agent = int(
+        Path(f"/proc/{started(tmp_path)[node]['pid']}/stat").read_text().rpartition(")")[2].split()[1]
+    )
+    os.kill(agent, signal.SIGSTOP)
+    (code, text), _ = members.ends()
+    assert code == 1
+    said = f"WorkerFailed: node {node}: its torchrun agent was stopped (SIGSTOP) for 2 s, and killed then"
+    assert said in text
+    assert all_ended(tmp_path)
+
+
 def test_command_lines_that_differ_are_refused(members: Members, tmp_path: Path) -> None:
     members.start(torchrun(0, members.port), "finish")
     members.start(torchrun(1, members.port), "finish", ASKED="another one")

@@ -1,4 +1,4 @@
-"""Two hosts on this machine: network namespaces with addresses of their own, an sshd each, and a wire between them.
+"""Two hosts on this machine: namespaces with names and addresses of their own, an sshd each, and a wire between them.
 
 Only root can make them; where it cannot be done, `hosts_refusal` says why.
 """
@@ -9,6 +9,7 @@ import contextlib
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -38,7 +39,7 @@ def hosts_refusal() -> str | None:
 
 @dataclass
 class Hosts:
-    """Hosts `a` and `b`, by the names of ssh's configuration `config`, which leads to their addresses."""
+    """Two hosts, which know each other's names; ssh's configuration `config` leads to their addresses, too."""
 
     folder: Path
     prefix: str
@@ -51,7 +52,8 @@ class Hosts:
 
     def inside(self, host: str) -> list[str]:
         """What runs a command on a host."""
-        return ["ip", "netns", "exec", self.namespace(host)]
+        enter = ["sh", str(self.folder / f"enter-{host}")]
+        return ["ip", "netns", "exec", self.namespace(host), "unshare", "--uts", *enter]
 
     def start_sshd(self, host: str) -> None:
         """Start the host's ssh server, and return when it listens."""
@@ -96,29 +98,39 @@ def _ip(*words: str) -> None:
 
 
 @contextlib.contextmanager
-def two_hosts() -> Iterator[Hosts]:
+def two_hosts(names: tuple[str, str] = ("a", "b")) -> Iterator[Hosts]:
     """Make them, and take everything down at the end."""
     prefix = f"zk{os.getpid()}"
     folder = Path(tempfile.mkdtemp(prefix="zerokit-hosts-"))
-    addresses = {"a": "10.77.0.1", "b": "10.77.0.2"}
+    addresses = dict(zip(names, ("10.77.0.1", "10.77.0.2"), strict=True))
     hosts = Hosts(folder, prefix, folder / "ssh.conf", addresses)
     try:
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / "key"], check=True)
         Path("/run/sshd").mkdir(exist_ok=True)  # Debian's sshd separates its privileges there
         for host in addresses:
             _ip("netns", "add", hosts.namespace(host))
-        _ip("link", "add", f"{prefix}a", "type", "veth", "peer", "name", f"{prefix}b")
+        known = "".join(f"{address} {host}\n" for host, address in addresses.items())
+        (folder / "hosts").write_text(f"127.0.0.1 localhost\n{known}")
+        wire = [f"{prefix}-{number}" for number in range(2)]
+        _ip("link", "add", wire[0], "type", "veth", "peer", "name", wire[1])
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         lines = []
-        for host, address in addresses.items():
+        for (host, address), end in zip(addresses.items(), wire, strict=True):
             namespace = hosts.namespace(host)
-            _ip("link", "set", f"{prefix}{host}", "netns", namespace)
-            _ip("-n", namespace, "link", "set", f"{prefix}{host}", "name", "eth0")
+            # `ip netns exec` has given the process mounts of its own.
+            (folder / f"enter-{host}").write_text(
+                f"hostname {host}\nmount --bind {folder}/hosts /etc/hosts\n"
+                f'mount --bind {hosts.config} /etc/ssh/ssh_config\nexec "$@"\n'
+            )
+            _ip("link", "set", end, "netns", namespace)
+            _ip("-n", namespace, "link", "set", end, "name", "eth0")
             _ip("-n", namespace, "address", "add", f"{address}/24", "dev", "eth0")
             _ip("-n", namespace, "link", "set", "eth0", "up")
             _ip("-n", namespace, "link", "set", "lo", "up")
             (folder / f"sshd-{host}.conf").write_text(
                 f"ListenAddress {address}\nPort 22\nHostKey {folder / 'key'}\nPidFile none\nUsePAM no\n"
                 f"AuthorizedKeysFile {folder / 'key.pub'}\nPermitRootLogin yes\nStrictModes no\n"
+                f"SetEnv PATH={path}\n"  # zerokit is installed
             )
             lines.append(f"Host {host}\n  HostName {address}\n")
         hosts.config.write_text(

@@ -46,9 +46,11 @@ class Cluster:
         return "\n".join(f"{path.name}: {path.read_text()[-2000:]}" for path in self.folder.glob("*.log"))
 
 
-def _configuration(folder: Path) -> str:
+def _configuration(folder: Path, gpus: int) -> str:
     host = socket.gethostname().partition(".")[0]
-    cores = len(os.sched_getaffinity(0))
+    # GPUs are a number that Slurm counts, and so are the cores of their ranks: there is none of them to be bound to.
+    cores, has = (gpus, f" Gres=gpu:{gpus}") if gpus else (len(os.sched_getaffinity(0)), "")
+    counted = "GresTypes=gpu\nSlurmdParameters=config_overrides\n" if gpus else ""
     return f"""ClusterName=zerokit
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={free_port()}
@@ -63,7 +65,7 @@ SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd-%n.log
 ProctrackType=proctrack/linuxproc
-TaskPlugin=task/affinity
+TaskPlugin=task/{"none" if gpus else "affinity"}
 SwitchType=switch/none
 MpiDefault=none
 SelectType=select/cons_tres
@@ -71,19 +73,22 @@ SelectTypeParameters=CR_Core
 ReturnToService=2
 SchedulerParameters=sched_interval=1
 KillWait=10
-NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={free_port()} CPUs={cores} State=UNKNOWN
-NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={free_port()} CPUs={cores} State=UNKNOWN
+{counted}NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={free_port()} CPUs={cores}{has} State=UNKNOWN
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={free_port()} CPUs={cores}{has} State=UNKNOWN
 PartitionName=main Nodes=n1,n2 Default=YES MaxTime=60 State=UP OverSubscribe=NO
 """
 
 
 @contextlib.contextmanager
-def cluster() -> Iterator[Cluster]:
-    """Make it, and take everything down at the end."""
+def cluster(gpus: int = 0) -> Iterator[Cluster]:
+    """Make it, and take everything down at the end; Slurm believes that each node has so many `gpus`."""
     folder = Path(tempfile.mkdtemp(prefix="zerokit-slurm-"))
     folder.chmod(0o755)
     (folder / "state").mkdir()
-    (folder / "slurm.conf").write_text(_configuration(folder))
+    (folder / "slurm.conf").write_text(_configuration(folder, gpus))
+    for number in range(gpus):
+        (folder / f"gpu{number}").touch()
+    (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-{gpus - 1}]\n" if gpus else "")
     (folder / "munge.key").write_bytes(os.urandom(128))
     (folder / "munge.key").chmod(0o600)
     path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"

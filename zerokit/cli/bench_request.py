@@ -107,17 +107,15 @@ def _cells(
             dimensions[name] = (number,)
     left_open = not continued and not dimensions["nproc_per_node"] and options["device"] != "cpu"
     devices = len(visible_devices()) if left_open else 0
-    if left_open and not chosen.here:  # each node has as many as this machine
-        devices *= max(dimensions["nodes"] or (1,))
     fixed = {name: value for name, value in options.items() if name != "repeats"}
     fixed["clip"] = fixed["clip"] or None
     if fixed["steps"] is None:
         del fixed["steps"]
-    once = product(dimensions, fixed, devices=devices)
+    once = product(dimensions, fixed, devices=devices, shared=chosen.here)
     repeats = options["repeats"] or (DEFAULT_REPEATS if len(once) > 1 else 1)
     if repeats > 1:
         fixed.setdefault("steps", STEPS_A_ROUND)
-    cells = product(dimensions, fixed, repeats, devices=devices)
+    cells = product(dimensions, fixed, repeats, devices=devices, shared=chosen.here)
     if chosen.member is not None and not continued:
         for cell in cells:
             chosen.member.require_world(cell.nodes, cell.nproc_per_node)

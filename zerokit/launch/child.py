@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from zerokit.launch.agents import GRACE_SECONDS
+from zerokit.launch.failures import name_node
 from zerokit.launch.frames import relocate
 from zerokit.launch.membership import Membership
 from zerokit.launch.network import address_towards, interface_of
@@ -149,8 +150,13 @@ class Child:
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(number)
 
+    def stopped(self) -> str | None:
+        """What happened to the agent of a whole node, where it was stopped for too long."""
+        return self._stopped.explain(self._process.pid) if self._member.whole_node else None
+
     def trouble(self) -> str | None:
-        return None
+        how = self.stopped()
+        return how and f"{name_node(self.node, self.host)}: its torchrun agent {how}"
 
     def end(self) -> None:
         """Kill what is left."""

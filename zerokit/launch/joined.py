@@ -59,6 +59,8 @@ class Follower:
         if done is not None:
             for name, content in done["files"].items():
                 put_file(self._log_dir, {"name": name, "content": content})
+            if done["stopped"] is not None:
+                self._trouble = f"{name_node(self.node, self.host)}: its torchrun agent {done['stopped']}"
             self._code = int(done["code"])
         elif self._meeting.is_lost(self._index):
             member = self._meeting.member
@@ -241,4 +243,4 @@ def _send_back(meeting: Meeting, key: str, child: Child, folder: Path, inputs: f
         if path.is_file() and name not in inputs:
             content = path.read_bytes()
             files[name] = pack(content if path.parent == folder else content[-MOST_LOG_BYTES:])
-    meeting.put(f"{key}/done/{meeting.member.index}", code=child.poll(), files=files)
+    meeting.put(f"{key}/done/{meeting.member.index}", code=child.poll(), stopped=child.stopped(), files=files)

@@ -20,7 +20,12 @@ _DEFAULTS = Settings()
 
 
 def product(
-    options: Mapping[str, Sequence[Any]], fixed: Mapping[str, Any], repeats: int = 1, *, devices: int = 0
+    options: Mapping[str, Sequence[Any]],
+    fixed: Mapping[str, Any],
+    repeats: int = 1,
+    *,
+    devices: int = 0,
+    shared: bool = True,
 ) -> list[Settings]:
     """Every combination of `options`, `repeats` times.
 
@@ -30,8 +35,9 @@ def product(
         fixed: the other fields of `Settings`, equal in all cells.
         repeats: rounds through all cells. Every second one goes backwards, so that a steady drift of the machine
             weighs equally on the first and the last.
-        devices: of this machine, which its nodes share equally. Where `nproc_per_node` is left out, a node has as
-            many ranks as devices, and at least one.
+        devices: of this machine. Where `nproc_per_node` is left out, a node has as many ranks as devices, and at least
+            one.
+        shared: whether nodes have equal shares of these devices; else each has as many.
 
     Raises `UsageError` for settings that do not fit together, or that no record could hold.
     """
@@ -45,7 +51,7 @@ def product(
         if "stage" not in chosen and engine in ENGINES:
             chosen["stage"] = ENGINES[engine].default_stage
         if "nproc_per_node" not in chosen:
-            chosen["nproc_per_node"] = max(1, devices // chosen.get("nodes", 1))
+            chosen["nproc_per_node"] = max(1, devices // (chosen.get("nodes", 1) if shared else 1))
         given = {**fixed, **chosen}
         if "seq_len" not in given and (text := _text_of(given.get("model", _DEFAULTS.model))) is not None:
             given["seq_len"] = min(_DEFAULTS.seq_len, text.positions)

@@ -1,0 +1,160 @@
+"""The commands of README's chapter on clusters, as they are printed there, on clusters made on this machine.
+
+Only what stands for something of the reader's is replaced: IMAGE, R and the tracker's address.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.launch.clusters import ROOT, logged_runs
+from tests.launch.manifests import require_known
+from tests.support.namespaces import Hosts, two_hosts
+from tests.support.slurm import Cluster, cluster
+from zerokit.bench.record import read_record
+
+_CHAPTER = (
+    (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## On a cluster\n")[2].partition("\n## ")[0]
+)
+_BLOCKS = re.findall(r"^```sh\n(.*?)^```$", _CHAPTER, re.MULTILINE | re.DOTALL)
+NODES = ("node-0", "node-1")
+GPUS = 8
+SMALL = {
+    "ZEROKIT_BENCH_MODEL": "gpt-tiny",
+    "ZEROKIT_BENCH_SEQ_LEN": "16",
+    "ZEROKIT_BENCH_STEPS": "4",
+    "ZEROKIT_BENCH_WARMUP": "1",
+    "ZEROKIT_BENCH_TWIN": "false",
+    "ZEROKIT_BENCH_DEVICE": "cpu",
+    "OMP_NUM_THREADS": "1",
+}
+INSTALLED = {"PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+MEASUREMENT = ".venv/bin/python benchmarks/compare_wire.py    # as root"
+
+
+def commands(beginning: str) -> list[str]:
+    """Those of the block whose first line begins so, each behind the variables that the block exports."""
+    (block,) = (block for block in _BLOCKS if block.startswith(beginning))
+    lines = [line for line in block.splitlines() if line and not line.startswith("#")]
+    exports = [line for line in lines if line.startswith("export ")]
+    return ["\n".join([*exports, line]) for line in lines if line not in exports]
+
+
+SSH = commands("# Machines with ssh.")
+SLURM = commands("# Slurm.")
+KUBERNETES = commands("# Kubernetes,")
+JOINING = commands("# torchrun, mpirun:")
+
+
+def test_no_other_commands_are_printed() -> None:
+    assert (len(_BLOCKS), commands(MEASUREMENT)) == (5, [MEASUREMENT])
+    assert (ROOT / "benchmarks" / "compare_wire.py").is_file()  # it takes a quarter of an hour
+
+
+@pytest.fixture(autouse=True)
+def _folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Hosts]:
+    with two_hosts(NODES) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[Cluster]:
+    with cluster(GPUS) as made:
+        yield made
+
+
+def start(command: str, variables: Mapping[str, str], inside: Sequence[str] = ()) -> subprocess.Popen[str]:
+    assert re.search("zerokit (doctor|bench) ", command), "this test does not know what is to come of it"
+    return subprocess.Popen(
+        [*inside, "bash", "-euo", "pipefail", "-c", command],
+        env={**variables, **SMALL, **INSTALLED},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    """What it printed."""
+    out, err = process.communicate(timeout=500)
+    assert process.returncode == 0, out + err
+    return out
+
+
+def judge(command: str, printed: str, folder: Path) -> None:
+    """Whether the command has done what it says."""
+    if "zerokit doctor " in command:
+        assert "2 nodes × 1 rank" in printed
+        return
+    each = GPUS if re.search(f"-per-node {GPUS} | -n {2 * GPUS} ", command) else 1
+    (path,) = (*folder.glob("zerokit-bench/*.json"), *folder.glob("bench-runs/slurm-*/record.json"))
+    record = read_record(path)
+    assert (record.status, record.settings.stage) == ("ok", 2)
+    assert [rank.node for rank in record.ranks] == [0] * each + [1] * each
+    assert [run.info.status for run in logged_runs(folder)] == ["FINISHED"]
+
+
+@pytest.mark.sshd
+@pytest.mark.parametrize("command", SSH)
+def test_machines_with_ssh(hosts: Hosts, tmp_path: Path, command: str) -> None:
+    command = command.replace("http://tracker:5000", f"sqlite:///{tmp_path}/mlflow.db")
+    judge(command, finish(start(command, os.environ, hosts.inside("node-0"))), tmp_path)
+
+
+@pytest.mark.slurm
+@pytest.mark.parametrize("command", SLURM)
+def test_slurm(slurm: Cluster, tmp_path: Path, command: str) -> None:
+    judge(command, finish(start(command, slurm.environment)), tmp_path)
+
+
+@pytest.mark.parametrize("command", KUBERNETES)
+def test_kubernetes(tmp_path: Path, command: str) -> None:
+    kubectl = tmp_path / "kubectl"
+    kubectl.write_text('#!/bin/sh\n[ "$*" = "create -f -" ] && exec cat\n')
+    kubectl.chmod(0o755)
+    command = command.replace("IMAGE", "registry.example/zerokit:1")
+    printed = finish(start(f"PATH=$PWD:$PATH; {command}", os.environ))
+    objects = list(yaml.safe_load_all(printed))
+    assert [made["kind"] for made in objects] == ["ConfigMap", "TrainingRuntime", "TrainJob"]
+    for made in objects:
+        require_known(made)
+    trainer = objects[-1]["spec"]["trainer"]
+    assert (trainer["image"], trainer["numNodes"], trainer["numProcPerNode"]) == (
+        "registry.example/zerokit:1",
+        2,
+        GPUS,
+    )
+
+
+@pytest.mark.sshd
+@pytest.mark.parametrize("command", [one for one in JOINING if not one.startswith("mpirun ")])
+def test_torchrun(hosts: Hosts, tmp_path: Path, command: str) -> None:
+    assert command.startswith("torchrun "), "this test does not know how to run it"
+    both = [
+        start(command.replace(" R ", f" {number} "), os.environ, hosts.inside(node))
+        for number, node in enumerate(NODES)
+    ]
+    judge(command, "".join([finish(one) for one in both]), tmp_path)
+
+
+@pytest.mark.sshd
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed")
+@pytest.mark.parametrize("command", [one for one in JOINING if one.startswith("mpirun ")])
+def test_mpirun(hosts: Hosts, tmp_path: Path, command: str) -> None:
+    (tmp_path / "hosts").write_text("".join(f"{node} slots={GPUS}\n" for node in NODES))
+    allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    judge(command, finish(start(command, os.environ | allowed, hosts.inside("node-0"))), tmp_path)
