@@ -86,3 +86,4 @@ def test_a_long_run_is_thinned_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(samples.seconds) <= 8
     assert samples.interval_s >= 0.004
     assert samples.seconds == sorted(samples.seconds)
+    assert {len(values) for values in samples.series.values()} == {len(samples.seconds)}
