@@ -10,7 +10,7 @@ import torch
 
 from tests.bench.clocks import Device
 from zerokit.bench.machine.accelerator import Accelerator
-from zerokit.bench.measure.clock import Clock, DeviceClock, clock_of
+from zerokit.bench.measure.clock import Clock, clock_of
 
 
 def test_a_device_is_waited_for_before_the_first_step_and_after_the_last(
@@ -47,11 +47,6 @@ def test_the_hosts_clock_times_each_step_alone() -> None:
         assert 10.0 <= step <= (time.perf_counter() - started) * 1000.0 - 200.0
     assert clock.window_ms is None
     assert clock.read() == []
-
-
-def test_each_accelerator_has_its_clock() -> None:
-    assert type(clock_of(Accelerator(torch.device("cpu"), "gloo"))) is Clock
-    assert isinstance(clock_of(Accelerator(torch.device("cuda", 0), "nccl")), DeviceClock)
 
 
 @pytest.mark.gpu

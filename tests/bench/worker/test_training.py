@@ -28,7 +28,7 @@ from zerokit.bench.record.progress import Progress, ProgressWriter
 from zerokit.bench.record.schema import to_plain
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.record.statistics import STEADY_WINDOW
-from zerokit.bench.record.status import Outcome, Status, oom_kills, read_outcome, write_outcome
+from zerokit.bench.record.status import Outcome, Status, oom_kills, read_outcome
 from zerokit.bench.worker.checkpoints import Keeper
 from zerokit.bench.worker.rank import choose, with_state
 from zerokit.bench.worker.training import Loop, Measured
@@ -218,15 +218,6 @@ def test_a_rank_fills_in_what_was_left_open() -> None:
     assert (on_cuda.device, on_cuda.precision, on_cuda.bucket_mb) == ("cuda", "bf16", None)
     images = choose(replace(asked, model="mlp-mnist", precision="bf16"), HERE)
     assert (images.image_size, images.precision, images.data) == (28, "bf16", "synthetic")
-
-
-def test_a_status_is_read_as_it_was_written(tmp_path: Path) -> None:
-    job = tmp_path / "job.json"
-    assert read_outcome(job) is None
-    for reason in ("one rank", "another"):
-        write_outcome(job, Outcome(Status.OUT_OF_MEMORY, reason))
-    assert read_outcome(job) == Outcome(Status.OUT_OF_MEMORY, "another")
-    assert [path.name for path in tmp_path.iterdir()] == ["job.json.status"]
 
 
 def test_the_kernels_count_of_killed_processes(monkeypatch: pytest.MonkeyPatch) -> None:
