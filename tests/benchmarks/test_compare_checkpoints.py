@@ -57,11 +57,6 @@ def execute(words: list[str]) -> None:
     exec(words[0], {"__name__": "__main__"})
 
 
-def test_the_synthetic_checkpoint_is_a_checkpoint(tmp_path: Path) -> None:
-    compare_checkpoints.make_checkpoint(tmp_path / "step", 0.002, 3)
-    assert zerokit.verify(tmp_path / "step").intact
-
-
 def test_a_failing_command_is_told(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="no such thing"):
         compare_checkpoints.run([sys.executable, "-c", "raise SystemExit('no such thing')"])

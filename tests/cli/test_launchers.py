@@ -349,7 +349,7 @@ from pathlib import Path
 from tests.cli.commands import zerokit_forked
 if __name__ == "__main__":
     tempfile.tempdir = "/tmp"  # a socket's path is short
-    for route in ("1", "shared", "0"):
+    for route in ("1", "0"):
         output = ("--output", f"{route}.json", "--nproc-per-node", "2", "--no-mlflow")
         done = zerokit_forked(Path(), *sys.argv[1:], *output, ZEROKIT_CMA=route, OMP_NUM_THREADS="1")
         assert done.returncode == 0, done.stderr
@@ -364,5 +364,5 @@ def test_a_full_dev_shm_stops_no_rank(tmp_path: Path) -> None:
     benches = (sys.executable, "benches.py", "bench", *TINY, "--device", "cpu")
     done = run(tmp_path, "unshare", "--mount", "sh", "-c", fill, "sh", *benches)
     assert done.returncode == 0, done.stderr
-    for route in ("1", "shared", "0"):
+    for route in ("1", "0"):
         assert read_record(tmp_path / f"{route}.json").status == "ok"

@@ -95,7 +95,6 @@ def group_with(**changes: Any) -> GroupChange:
 GROUP_FAULTS: list[tuple[str, Severity, GroupChange]] = [
     ("ZD304", WARNING, group_with(lookups=[Lookups(errors={"host-1": "unknown"}), Lookups()])),
     ("ZD304", WARNING, group_with(lookups=[Lookups({"host-1": ["10.0.0.77"]}), Lookups()])),
-    ("ZD404", WARNING, group_with(routes=["shared memory", "shared memory"])),
     ("ZD404", WARNING, group_with(routes=["sockets", "sockets"])),
     ("ZD501", WARNING, group_with(offsets=[Offset(0.0, 0.0), Offset(-2.0, 0.01)])),
     ("ZD501", FAULT, group_with(offsets=[Offset(0.0, 0.0), Offset(3600.0, 0.01)])),
@@ -208,10 +207,8 @@ def test_cores_are_counted_over_the_ranks_of_a_machine() -> None:
 
 
 def test_what_was_asked_for_by_zerokit_cma_is_no_fault() -> None:
-    ranks = [replace(one, limits=replace(LIMITS, cma="shared")) for one in world(2, ranks_a_node=2)]
-    shared = replace(group_facts(ranks), routes=["shared memory"] * 2)
-    assert bad(judged(ranks, shared)) == {}
-    assert bad(judged(ranks, replace(shared, routes=["sockets"] * 2))) == {"ZD404": WARNING}
+    ranks = [replace(one, limits=replace(LIMITS, cma="0")) for one in world(2, ranks_a_node=2)]
+    assert bad(judged(ranks, replace(group_facts(ranks), routes=["sockets"] * 2))) == {}
 
 
 def test_yama_is_judged_where_no_rank_has_tried() -> None:

@@ -101,7 +101,7 @@ def test_a_directory_that_is_another_one_on_a_rank(plan: Plan) -> None:
 def test_ranks_that_may_not_read_each_other(plan: Plan) -> None:
     report = examined(plan, "unreadable", nodes=1, nproc_per_node=2)
     found = {one.code: one for one in report.findings}["ZD404"]
-    assert (found.severity, found.found) == (Severity.WARNING, "through shared memory")
+    assert (found.severity, found.found) == (Severity.WARNING, "through sockets")
     assert report.exit_code == 0
 
 

@@ -92,8 +92,8 @@ def judge_limits(answers: Answers[Limits], world: int, routes: Answers[str] | No
     Args:
         answers: the limits.
         world: ranks that there are, or will be.
-        routes: how the ranks of each node read each other's tensors ("memory", "shared memory", "sockets"), where
-            they tried; empty where every rank is alone on its node.
+        routes: how the ranks of each node read each other's tensors ("memory" or "sockets"), where they
+            tried; empty where every rank is alone on its node.
     """
     findings = [
         *by_machine("ZD401", answers, _judge_shm),
@@ -161,15 +161,14 @@ def _judge_rules(limits: Limits) -> Verdict:
         return ok(f"not used: ZEROKIT_CMA={limits.cma}")
     if (limits.ptrace_scope or 0) >= 2:
         return _forbidden(
-            f"Yama's ptrace_scope is {limits.ptrace_scope}", "shared memory", limits.ptrace_scope
+            f"Yama's ptrace_scope is {limits.ptrace_scope}", "sockets", limits.ptrace_scope
         )
     scope = "no Yama" if limits.ptrace_scope is None else f"Yama's ptrace_scope is {limits.ptrace_scope}"
     return ok(f"nothing forbids it ({scope}); ranks were not asked")
 
 
 def _judge_route(route: str, cma: str, scope: int | None) -> Verdict:
-    wished = {"1": "memory", "shared": "shared memory", "0": "sockets"}.get(cma)
-    if route in ("memory", wished):
+    if route == "memory" or cma == "0":
         return ok(f"through {route}" + ("" if cma == "1" else f" (ZEROKIT_CMA={cma})"))
     return _forbidden(f"through {route}", route, scope)
 
@@ -182,7 +181,7 @@ def _forbidden(listed: str, route: str, scope: int | None) -> Verdict:
         listed,
         f"{because} reading other processes' memory; {route} costs more copies. Results are the same bits.",
         "sysctl kernel.yama.ptrace_scope=1; in a container --cap-add SYS_PTRACE, and a seccomp profile with "
-        "process_vm_readv; or ZEROKIT_CMA=shared, to say that it is meant so",
+        "process_vm_readv; or ZEROKIT_CMA=0, to say that it is meant so",
     )
 
 

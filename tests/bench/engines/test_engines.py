@@ -25,7 +25,7 @@ from zerokit.bench.engines.compute_only import ComputeOnlyTrainer
 from zerokit.bench.engines.fsdp2 import TRAINS_ON_CPU
 from zerokit.bench.engines.trainer import Batch, Trainer, make
 from zerokit.bench.machine.accelerator import Accelerator
-from zerokit.bench.record.settings import WIRES, Settings
+from zerokit.bench.record.settings import Settings
 from zerokit.bench.worker.batches import Batches
 from zerokit.bench.workloads.build import Loaded, load
 from zerokit.errors import UsageError
@@ -137,13 +137,18 @@ PEERS_OF = dict(
 )
 ALONE = replace(TINY, engine="compute-only", stage=0)
 HALF = replace(TINY, precision="bf16", lr=1e-3)
+WIRES = [
+    replace(cell, wire=wire)
+    for cell in cells_of([("zerokit", 2), ("ddp", 0)], TINY)
+    for wire in ("own", "bf16")
+]
 
 
 @pytest.fixture(scope="module")
 def trained() -> dict[Settings, list[Curve]]:
     """What two ranks saw, all in one process group: importing torch's engines takes most of the time."""
     cells = [cell for variant, peers in PEERS_OF.items() for cell in cells_of(peers, variant)]
-    cells += [*cells_of([("zerokit", 2), *FEW_PEERS], HALF), ALONE]
+    cells += [*cells_of([("zerokit", 2), *FEW_PEERS], HALF), ALONE, *WIRES]
     return dict(zip(cells, curves(cells), strict=True))
 
 
@@ -169,12 +174,9 @@ def test_engines_agree_in_half_precision_as_far_as_it_goes(trained: dict[Setting
     require_agreement(cells, [trained[cell] for cell in cells], HALF_TOLERANCE)
 
 
-def test_the_bf16_wire_is_near_the_engines_own() -> None:
-    wires = [
-        replace(cell, wire=wire) for cell in cells_of([("zerokit", 2), ("ddp", 0)], TINY) for wire in WIRES
-    ]
-    found = curves(wires)
-    require_agreement(wires, found, HALF_TOLERANCE)
+def test_the_bf16_wire_is_near_the_engines_own(trained: dict[Settings, list[Curve]]) -> None:
+    found = [trained[cell] for cell in WIRES]
+    require_agreement(WIRES, found, HALF_TOLERANCE)
     for own, bf16 in (found[:2], found[2:]):
         assert own[0].losses != bf16[0].losses
 
@@ -205,47 +207,45 @@ def test_engines_agree_on_the_models_of_a_library(monkeypatch: pytest.MonkeyPatc
         require_agreement(cells, [next(found) for _ in cells])
 
 
-def moved(settings: Settings) -> list[list[bool]]:
-    """On a rank: which elements of each parameter some steps have changed."""
-    loaded, trainer = start(settings)
-    assert isinstance(trainer, ComputeOnlyTrainer)
-    before = [parameter.detach().clone() for parameter in trainer.model.parameters()]
-    for step in range(STEPS):
-        _, norm = trainer.step(batches_of(loaded, settings, step))
-    assert norm is not None
-    assert math.isfinite(norm)
-    # The scale of the loss in fp16 starts too high on purpose.
-    assert 0 < trainer.skipped_steps < STEPS if settings.precision == "fp16" else trainer.skipped_steps == 0
-    after = trainer.model.parameters()
-    return [(old != new).flatten().tolist() for old, new in zip(before, after, strict=True)]
+def moved(settings: list[Settings]) -> list[list[list[bool]]]:
+    """On a rank: which elements of each parameter some steps have changed, for each of the settings."""
+    found = []
+    for one in settings:
+        loaded, trainer = start(one)
+        assert isinstance(trainer, ComputeOnlyTrainer)
+        before = [parameter.detach().clone() for parameter in trainer.model.parameters()]
+        for step in range(STEPS):
+            _, norm = trainer.step(batches_of(loaded, one, step))
+        assert norm is not None
+        assert math.isfinite(norm)
+        # The scale of the loss in fp16 starts too high on purpose.
+        assert 0 < trainer.skipped_steps < STEPS if one.precision == "fp16" else trainer.skipped_steps == 0
+        pairs = zip(before, trainer.model.parameters(), strict=True)
+        found.append([(old != new).flatten().tolist() for old, new in pairs])
+    return found
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_compute_only_steps_a_share_of_every_parameter_beyond_stage_zero(precision: str) -> None:
-    settings = replace(
+def test_compute_only_steps_a_share_of_every_parameter_beyond_stage_zero() -> None:
+    base = replace(
         TINY, model="mlp-mnist", data="synthetic", engine="compute-only", stage=1, nproc_per_node=3
     )
-    by_rank = run_ranks(3, moved, replace(settings, precision=precision))
-    for parts in zip(*by_rank, strict=True):
-        numel = len(parts[0])
-        for rank, part in enumerate(parts):
+    by_rank = run_ranks(3, moved, [replace(base, precision=precision) for precision in ("fp32", "fp16")])
+    for shares in zip(*((part for parts in rank for part in parts) for rank in by_rank), strict=True):
+        numel = len(shares[0])
+        for rank, part in enumerate(shares):
             start, stop = rank * numel // 3, (rank + 1) * numel // 3
-            assert not any(part[:start])
-            assert not any(part[stop:])
+            assert not any([*part[:start], *part[stop:]])
         # A rank's own share has moved, but for pixels without a gradient.
-        assert all(any(part) for part in parts)
+        assert all(any(part) for part in shares)
 
 
-def test_an_engine_that_is_missing_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_is_missing_or_lacks_the_stage_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    loaded = load(TINY)
+    loaded, here = load(TINY), Accelerator(torch.device("cpu"), "gloo")
     with pytest.raises(UsageError, match="deepspeed is not installed here; pip install deepspeed"):
-        make(loaded, replace(TINY, engine="deepspeed"), Accelerator(torch.device("cpu"), "gloo"))
-
-
-def test_an_engine_without_the_stage_says_so() -> None:
+        make(loaded, replace(TINY, engine="deepspeed"), here)
     with pytest.raises(UsageError, match="ddp has no stage 2: it has stage 0 only"):
-        make(load(TINY), replace(TINY, engine="ddp", stage=2), Accelerator(torch.device("cpu"), "gloo"))
+        make(loaded, replace(TINY, engine="ddp", stage=2), here)
 
 
 def test_nobodys_memory_includes_anothers_modules() -> None:

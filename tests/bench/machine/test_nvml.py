@@ -61,61 +61,21 @@ class Library:
         raise NVMLError("Not Supported")
 
 
-def read(library: Library, *identities: str) -> dict[str, float | None]:
-    row: dict[str, float | None] = {}
-    Devices(library, identities).read(row)
-    return row
-
-
-def test_only_the_devices_that_were_named_are_asked_in_their_order() -> None:
-    library = Library()
-    row = read(library, "GPU-c", "0")
-    assert library.asked == ["GPU-c", "GPU-a"]
-    assert row == {
-        "gpu_0_utilization_percentage": 20.0,
-        "gpu_0_memory_usage_megabytes": 3000.0,
-        "gpu_0_memory_usage_percentage": 30.0,
-        "gpu_1_utilization_percentage": 0.0,
-        "gpu_1_memory_usage_megabytes": 1000.0,
-        "gpu_1_memory_usage_percentage": 10.0,
-    }
-
-
-@pytest.mark.parametrize("identity", ["MIG-d", "GPU-d"])  # torch tells a UUID, not what it is of
-def test_a_slice_tells_what_it_can(identity: str) -> None:
-    assert read(Library(), identity) == {
-        "gpu_0_memory_usage_megabytes": 4000.0,
-        "gpu_0_memory_usage_percentage": 40.0,
-    }
-
-
-def test_what_the_library_does_not_know_is_left_out() -> None:
-    assert set(read(Library(), "GPU-x", "9", "GPU-b")) == {
-        "gpu_2_utilization_percentage",
-        "gpu_2_memory_usage_megabytes",
-        "gpu_2_memory_usage_percentage",
-    }
-
-
-def test_a_sampler_asks_for_its_devices_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    library = Library()
-    monkeypatch.setitem(sys.modules, "pynvml", library)
-    one = Sampler(interval_s=3600.0, devices=["GPU-b"])
-    one.start()
-    samples = one.stop()
-    assert samples.series["gpu_0_utilization_percentage"][0] == 10.0
-    assert {name for name in samples.series if name.startswith("gpu_")} == {
-        "gpu_0_utilization_percentage",
-        "gpu_0_memory_usage_megabytes",
-        "gpu_0_memory_usage_percentage",
-    }
-
-
-def test_without_devices_the_library_is_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_devices_that_were_named_are_asked_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slice tells what it can (torch calls it by a UUID, not by what it is of); unknown ones are left out."""
     library = Library()
     monkeypatch.setitem(sys.modules, "pynvml", library)
     assert Devices.find(()) is None
     assert not library.started
+    one = Sampler(interval_s=3600.0, devices=["GPU-c", "0", "GPU-x", "9", "MIG-d", "GPU-d"])
+    one.start()
+    series = one.stop().series
+    assert library.asked[:4] == ["GPU-c", "GPU-a", "MIG-d", "MIG-d"]
+    found = {name: values[0] for name, values in series.items() if name.startswith("gpu_")}
+    held = [(0, 3000.0), (1, 1000.0), (4, 4000.0), (5, 4000.0)]
+    expected = {f"gpu_{n}_memory_usage_megabytes": size for n, size in held}
+    expected |= {f"gpu_{n}_memory_usage_percentage": size / 100.0 for n, size in held}
+    assert found == expected | {"gpu_0_utilization_percentage": 20.0, "gpu_1_utilization_percentage": 0.0}
 
 
 @pytest.mark.parametrize(

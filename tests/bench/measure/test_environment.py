@@ -10,7 +10,7 @@ import torch
 import zerokit
 from tests.support.distributed import run_ranks
 from zerokit.bench.machine.accelerator import Accelerator
-from zerokit.bench.measure.environment import git_commit, look_around, measured_variables, versions
+from zerokit.bench.measure.environment import git_commit, look_around, measured_variables
 from zerokit.bench.record import Environment
 
 
@@ -23,7 +23,7 @@ def git(folder: Path, *arguments: str) -> str:
 
 
 def test_the_commit_of_a_repository_and_whether_it_was_changed(tmp_path: Path) -> None:
-    assert git_commit(tmp_path) is None
+    assert git_commit(tmp_path) is git_commit(tmp_path / "missing") is None
     git(tmp_path, "init", "--quiet")
     assert git_commit(tmp_path) is None  # nothing is committed yet
     (tmp_path / "file").write_text("one")
@@ -34,36 +34,6 @@ def test_the_commit_of_a_repository_and_whether_it_was_changed(tmp_path: Path) -
     assert git_commit(tmp_path) == commit
     (tmp_path / "file").write_text("two")
     assert git_commit(tmp_path / ".") == f"{commit}-dirty"
-
-
-def test_no_git_is_no_commit(tmp_path: Path, monkeypatch: object) -> None:
-    assert git_commit(tmp_path / "missing") is None
-
-
-def test_only_variables_that_change_measurements_are_kept() -> None:
-    kept = {
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "LD_PRELOAD": "libjemalloc.so",
-        "MALLOC_ARENA_MAX": "2",
-        "NCCL_ALGO": "Ring",
-        "OMP_NUM_THREADS": "1",
-        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
-    }
-    others = {"HOME": "/root", "AWS_SECRET_ACCESS_KEY": "x", "CUDA_HOME": "/usr/local/cuda", "PATH": "/bin"}
-    assert measured_variables(kept | others) == kept
-    secret = {
-        "NCCL_HTTP_TOKEN": "hunter2",
-        "NCCL_PROXY": "http://bob:hunter2@proxy:1",
-        "GLOO_PASSWORD": "hunter2",
-    }
-    hidden = {"NCCL_HTTP_TOKEN": "***", "NCCL_PROXY": "http://***@proxy:1", "GLOO_PASSWORD": "***"}
-    assert measured_variables(secret) == hidden
-
-
-def test_versions_of_what_was_imported() -> None:
-    assert versions(["json", "numpy"]) == {}
-    assert versions(["deepspeed"]) == {"deepspeed": versions(["deepspeed"])["deepspeed"]}
 
 
 def look() -> Environment:
@@ -79,3 +49,17 @@ def test_a_rank_on_a_cpu() -> None:
     assert first.cores >= 1
     assert first.memory_bytes > 2**28
     assert (first.accelerator, first.accelerators, first.cuda, first.nccl) == (None, 0, None, None)
+
+
+def test_only_variables_that_change_measurements_are_kept_without_their_secrets() -> None:
+    kept = {"GLOO_SOCKET_IFNAME": "lo", "LD_PRELOAD": "libjemalloc.so", "MALLOC_ARENA_MAX": "2"}
+    kept |= {
+        "NCCL_ALGO": "Ring",
+        "OMP_NUM_THREADS": "1",
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    }
+    kept |= {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    others = {"HOME": "/root", "AWS_SECRET_ACCESS_KEY": "x", "CUDA_HOME": "/usr/local/cuda", "PATH": "/bin"}
+    secret = {"NCCL_HTTP_TOKEN": "hunter2", "NCCL_PROXY": "http://bob:hunter2@proxy:1"}
+    hidden = {"NCCL_HTTP_TOKEN": "***", "NCCL_PROXY": "http://***@proxy:1"}
+    assert measured_variables(kept | others | secret) == kept | hidden

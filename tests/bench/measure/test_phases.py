@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
@@ -26,7 +24,6 @@ from zerokit.bench.measure.phases import (
     combine,
     exposed,
     measure_phases,
-    merge,
     on_device,
 )
 from zerokit.bench.record import Phases
@@ -43,40 +40,9 @@ def covered(spans: list[Span]) -> set[int]:
     return {number for start, end in spans for number in range(int(start), int(end))}
 
 
-@given(SPANS)
-def test_merged_spans_cover_the_same_and_do_not_touch(spans: list[Span]) -> None:
-    merged = merge(spans)
-    assert covered(merged) == covered(spans)
-    assert all(start < end for start, end in merged)
-    assert all(before[1] < after[0] for before, after in itertools.pairwise(merged))
-
-
 @given(SPANS, SPANS)
 def test_exposed_is_what_no_computation_covers(communication: list[Span], computation: list[Span]) -> None:
     assert exposed(communication, computation) == len(covered(communication) - covered(computation))
-
-
-@given(SPANS, SPANS)
-def test_computation_hides_and_never_adds(communication: list[Span], computation: list[Span]) -> None:
-    assert exposed(communication, []) >= exposed(communication, computation) >= 0
-    assert exposed(communication, communication) == 0
-
-
-def test_a_steps_parts_are_those_of_its_slowest_rank() -> None:
-    fast, slow = Parts(1.0, 2.0, 3.0, 0.5), Parts(2.0, 4.0, 1.0, 0.25)
-    slower = Parts(10.0, 20.0, 30.0, 7.0)
-    phases = combine([[fast, fast, slower], [slow, slow, fast]], [])
-    assert phases == Phases(3, 2.0, 4.0, 1.0, 0.25, "clock")
-
-
-def test_without_an_answer_from_every_step_nothing_is_said_of_exposure() -> None:
-    known, unknown = Parts(1.0, 1.0, 1.0, 0.5), Parts(1.0, 1.0, 1.0, None)
-    assert combine([[known, unknown]], []).exposed_communication_ms is None
-
-
-def test_a_trace_knows_better_than_the_clock() -> None:
-    phases = combine([[Parts(1.0, 1.0, 1.0, None)]] * 2, [(12.0, 3.0), (13.0, 4.0)])
-    assert (phases.exposed_communication_ms, phases.source) == (4.0, "trace")
 
 
 def event(name: str, start: float, end: float, **more: object) -> SimpleNamespace:
@@ -138,65 +104,48 @@ class Timed(Trainer):
         self._waited += 0.001 * self.factor
 
 
-@dataclass
-class TwoBatches:
-    asked: list[int]
-
-    def batches(self, step: int) -> list[Batch]:
-        self.asked.append(step)
-        return [(), ()]
+def by_hand(step: int) -> list[Batch]:
+    return [(), ()]
 
 
-def measured_by_hand() -> tuple[Phases, list[str], list[int]]:
-    trainer, source = Timed(), TwoBatches([])
-    with mock.patch("zerokit.bench.measure.phases._now", side_effect=lambda _: trainer.now_s):
-        return measure_phases(trainer, source.batches, HERE, steps=3), trainer.calls, source.asked
+def measure_each(engines: list[tuple[str, int]]) -> tuple[Phases, list[str], list[Phases]]:
+    """On a rank: the phases of `Timed`, its calls, and the phases of engines."""
+    timed = Timed()
+    with mock.patch("zerokit.bench.measure.phases._now", side_effect=lambda _: timed.now_s):
+        own = measure_phases(timed, by_hand, HERE, steps=3)
+    found = []
+    for engine, stage in engines:
+        settings = Settings(
+            model="gpt-tiny", precision="fp32", seq_len=16, data="synthetic", nproc_per_node=2
+        )
+        settings = replace(settings, engine=engine, stage=stage)
+        loaded = load(settings)
+        trainer = make(loaded, settings, HERE)
+        found.append(measure_phases(trainer, Loop(trainer, loaded, settings, HERE).batches, HERE, steps=30))
+    return own, timed.calls, found
 
 
-def test_every_part_of_every_micro_batch_counts() -> None:
-    by_rank = run_ranks(2, measured_by_hand)
-    for phases, calls, asked in by_rank:
-        assert phases == by_rank[0][0]
-        assert calls == ["forward", "forward", "update"] * 3
-        assert asked == [0, 1, 2]
-        assert phases.steps == 3
-        assert phases.forward_ms == pytest.approx(8.0)
-        assert phases.backward_ms == pytest.approx(16.0)
-        assert phases.optimizer_ms == pytest.approx(12.0)
-        assert phases.exposed_communication_ms == pytest.approx(2.0)
-
-
-def train(engine: str, stage: int) -> Phases:
-    settings = Settings(
-        engine=engine,
-        stage=stage,
-        model="gpt-tiny",
-        precision="fp32",
-        seq_len=16,
-        data="synthetic",
-        nproc_per_node=2,
-    )
-    loaded = load(settings)
-    trainer = make(loaded, settings, HERE)
-    return measure_phases(trainer, Loop(trainer, loaded, settings, HERE).batches, HERE, steps=30)
-
-
-@pytest.mark.parametrize(
-    ("engine", "stage", "check"),
-    [
-        ("zerokit", 3, lambda waited, total: 0.0 < waited < total),
-        ("parameter-server", 0, lambda waited, total: 0.0 < waited < total),
-        ("compute-only", 0, lambda waited, total: waited == 0.0),
-        ("ddp", 0, lambda waited, total: waited is None),
-    ],
-)
-def test_engines_that_can_be_asked_tell_how_long_they_wait(
-    engine: str, stage: int, check: Callable[[float | None, float], bool]
-) -> None:
-    first, second = run_ranks(2, train, engine, stage)
+def test_parts_are_those_of_the_slowest_rank_and_engines_that_can_be_asked_tell_how_long_they_wait() -> None:
+    engines = [("zerokit", 3), ("parameter-server", 0), ("compute-only", 0), ("ddp", 0)]
+    first, second = run_ranks(2, measure_each, engines)
     assert first == second
-    assert first.steps == STEPS
-    assert first.source == "clock"
-    assert min(first.forward_ms, first.backward_ms, first.optimizer_ms) > 0.0
-    total = first.forward_ms + first.backward_ms + first.optimizer_ms
-    assert check(first.exposed_communication_ms, 2 * total)
+    own, calls, by_engine = first
+    assert calls == ["forward", "forward", "update"] * 3
+    parts = (own.steps, own.forward_ms, own.backward_ms, own.optimizer_ms, own.exposed_communication_ms)
+    assert parts == pytest.approx((3, 8.0, 16.0, 12.0, 2.0))
+    for phases in by_engine:
+        assert (phases.steps, phases.source) == (STEPS, "clock")
+        assert min(phases.forward_ms, phases.backward_ms, phases.optimizer_ms) > 0.0
+    *waiting, alone, ddp = (phases.exposed_communication_ms for phases in by_engine)
+    assert all(waited is not None and waited > 0.0 for waited in waiting)
+    assert (alone, ddp) == (0.0, None)
+
+
+def test_parts_of_ranks_and_traces_are_combined() -> None:
+    """A trace knows better than the clock; without an answer from every step nothing is said of exposure."""
+    fast, slow, slower = Parts(1.0, 2.0, 3.0, 0.5), Parts(2.0, 4.0, 1.0, 0.25), Parts(10.0, 20.0, 30.0, 7.0)
+    unknown = Parts(1.0, 1.0, 1.0, None)
+    assert combine([[fast, fast, slower], [slow, slow, fast]], []) == Phases(3, 2.0, 4.0, 1.0, 0.25, "clock")
+    assert combine([[fast, unknown]], []).exposed_communication_ms is None
+    traced = combine([[unknown]] * 2, [(12.0, 3.0), (13.0, 4.0)])
+    assert (traced.exposed_communication_ms, traced.source) == (4.0, "trace")

@@ -52,43 +52,39 @@ def test_repeated_steps_are_cut(tmp_path: Path) -> None:
     ]
 
 
-def test_what_was_noted_for_a_checkpoint_that_was_not_committed_is_cut_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("parts", "joined", "spans"),
+    [
+        # Killed while the checkpoint of step 6 was written, and what was noted for it is cut, too.
+        (
+            [(2, 0, 0, [(1, 3), (4, 6)]), (1, 3, 12, [(4, 6)])],
+            [1.0, 2.0, 3.0, 4.1, 5.1, 6.1],
+            [(1, 6), (4, 6)],
+        ),
+        # Killed before its first save: repeated whole.
+        ([(2, 0, 0, [(1, 2)]), (1, 0, 0, [(1, 3)])], [1.1, 2.1, 3.1], [(1, 2), (1, 3)]),
+        # A job that begins with a checkpoint.
+        ([(2, 10, 40, [(11, 12)]), (1, 12, 48, [(13, 14)])], [11.0, 12.0, 13.1, 14.1], [(11, 12), (13, 14)]),
+        # Steps that others trained between begin another story.
+        ([(2, 0, 0, [(1, 3)]), (2, 7, 28, [(8, 9)])], [8.1, 9.1], [(8, 9)]),
+    ],
+)
+def test_parts_are_joined(
+    tmp_path: Path,
+    parts: list[tuple[int, int, int, list[tuple[int, int]]]],
+    joined: list[float],
+    spans: list[tuple[int, int]],
+) -> None:
+    """Of each part: ranks, step and samples it begins after, and the steps that were noted together."""
     journal = Journal(tmp_path)
-    pen = begin(journal, 2, 0, 0)
-    pen.seen(1, losses(1, 3), [])
-    pen.seen(4, losses(4, 6), [])  # killed while the checkpoint of step 6 was written
-    begin(journal, 1, 3, 12).seen(4, losses(4, 6, part=1), [])
+    for number, (world, step, samples, noted) in enumerate(parts):
+        pen = begin(journal, world, step, samples)
+        for first, last in noted:
+            pen.seen(first, losses(first, last, part=number), [])
     story = journal.story()
-    assert story.loss == [1.0, 2.0, 3.0, 4.1, 5.1, 6.1]
-    assert [(part.first_step, part.last_step, part.ended) for part in story.parts] == [
-        (1, 6, UNKNOWN),
-        (4, 6, FINISHED),
-    ]
-
-
-def test_a_part_that_was_killed_before_its_first_save_is_repeated_whole(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
-    begin(journal, 2, 0, 0).trained(2)
-    begin(journal, 1, 0, 0).seen(1, losses(1, 3, part=1), [])
-    story = journal.story()
-    assert story.loss == losses(1, 3, part=1)
-    assert [(part.first_step, part.last_step) for part in story.parts] == [(1, 2), (1, 3)]
-
-
-def test_a_job_that_begins_with_a_checkpoint(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
-    begin(journal, 2, 10, 40).seen(11, losses(11, 12), [])
-    begin(journal, 1, 12, 48).seen(13, losses(13, 14), [])
-    assert journal.story().loss == losses(11, 14)
-
-
-def test_steps_that_others_trained_between_begin_another_story(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
-    begin(journal, 2, 0, 0).seen(1, losses(1, 3), [])
-    begin(journal, 2, 7, 28).seen(8, losses(8, 9), [])
-    story = journal.story()
-    assert story.loss == losses(8, 9)
-    assert [part.first_step for part in story.parts] == [8]
+    assert story.loss == joined
+    assert [(part.first_step, part.last_step) for part in story.parts] == spans
+    assert [part.ended for part in story.parts] == [UNKNOWN, FINISHED][-len(spans) :]
 
 
 def test_a_writer_killed_within_a_line_or_before_its_first(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from statistics import fmean, median, stdev
 
 import pytest
 
-from tests.bench.records import MIB, make_cell, make_failure, make_record, make_sweep
+from tests.bench.records import MIB, make_cell, make_record, make_sweep
 from zerokit.bench.record import Bandwidth, Record, Utilisation
 from zerokit.bench.record.metrics import METRICS, measure, metrics_of
 
@@ -61,23 +61,6 @@ def test_a_full_record_has_fewer_than_sixty_names_that_mlflow_takes() -> None:
     assert len(found) < len(METRICS) < 60
     assert all(re.fullmatch(r"[A-Za-z0-9_\-./: ]+", name) for name in METRICS)
     assert all(math.isfinite(value) for value in found.values())
-
-
-@pytest.mark.parametrize("status", ["out of memory", "unsupported", "failed", "killed"])
-def test_what_came_to_nothing_has_no_figures(status: str) -> None:
-    assert metrics_of(make_failure(status, "why")) == {}
-
-
-def test_a_loss_that_diverged_is_no_figure() -> None:
-    assert "loss_last" not in metrics_of(make_record(loss=[5.5, 5.0, math.nan, None]))
-
-
-def test_communication_is_the_step_minus_the_twin_s_beside_it() -> None:
-    cell = make_cell()
-    assert cell.twin is not None
-    pairs = zip(cell.twin.own_ms, cell.twin.step_ms, strict=True)
-    assert metrics_of(cell)["comm/cost_ms"] == pytest.approx(median(own - alone for own, alone in pairs))
-    assert "comm/cost_ms" not in metrics_of(make_cell(twin=False))
 
 
 def test_throughput_is_named_by_its_unit() -> None:

@@ -39,9 +39,3 @@ def test_what_is_not_known_yet_is_shown_as_nothing(tmp_path: Path) -> None:
             display.show(shown)
             (task,) = display._progress.tasks
             assert (task.completed, task.total, task.fields["note"]) == (3, 9, note)
-
-
-def test_a_writer_without_a_path_writes_nothing() -> None:
-    writer = ProgressWriter(None)
-    writer.write(Progress(1, 1, 0, 1.0, 1.0))
-    writer.close()

@@ -45,27 +45,39 @@ def test_fields_with_a_default_may_be_absent(validator: jsonschema.Draft202012Va
     assert Record.from_json(json.dumps(kept)).ranks == []
 
 
-DAMAGES: list[Callable[[dict[str, Any]], object]] = [
-    lambda content: content.pop("cell"),
-    lambda content: content.update(status="fine"),
-    lambda content: content.update(format="zerokit.bench/2"),
-    lambda content: content.update(more=1),
-    lambda content: content["ranks"][1].pop("pid"),
-    lambda content: content["ranks"][0].update(step_ms="fast"),
-    lambda content: content["ranks"][0]["step_ms"].append(None),
-    lambda content: content["settings"].update(stage=True),
-    lambda content: content["settings"].update(batch_size=1.5),
-    lambda content: content["results"]["step"].update(p50=None),
-    lambda content: content["environment"]["packages"].update(torch=2.13),
-    lambda content: content.update(model=3),
-    lambda content: content.update(loss={}),
+def put(*path: str | int, value: Any) -> Callable[[Any], object]:
+    def change(content: Any) -> None:
+        for key in path[:-1]:
+            content = content[key]
+        content[path[-1]] = value
+
+    return change
+
+
+DAMAGES: list[tuple[Callable[[dict[str, Any]], object], str]] = [
+    (lambda content: content.pop("cell"), "cell: missing"),
+    (lambda content: content["ranks"][1].pop("pid"), r"ranks\[1\].pid: missing"),
+    (put("status", value="fine"), "status"),
+    (put("format", value="zerokit.bench/2"), "format 'zerokit.bench/2', expected 'zerokit.bench/1'"),
+    (put("traffic", "more", value=1), "traffic.more: not a field of Traffic"),
+    (put("ranks", value={}), "ranks: expected a list, found dict"),
+    (put("ranks", 0, "step_ms", value="fast"), "step_ms"),
+    (put("ranks", 0, "step_ms", 0, value=None), r"step_ms\[0\]"),
+    (put("ranks", 0, "memory_bytes", value=[]), "memory_bytes: expected an object"),
+    (put("settings", "stage", value=True), "settings.stage: expected int, found bool"),
+    (put("settings", "batch_size", value=1.5), "settings.batch_size"),
+    (put("results", "step", "p50", value=None), "results.step.p50"),
+    (put("environment", "packages", "torch", value=2.13), "environment.packages.torch"),
+    (put("model", value=3), "model: expected an object, found int"),
 ]
 
 
-@pytest.mark.parametrize("place", range(len(DAMAGES)))
-def test_it_refuses_what_the_reader_refuses(validator: jsonschema.Draft202012Validator, place: int) -> None:
+@pytest.mark.parametrize(("change", "message"), DAMAGES)
+def test_it_refuses_what_the_reader_refuses_by_the_name_of_the_fault(
+    validator: jsonschema.Draft202012Validator, change: Callable[[dict[str, Any]], object], message: str
+) -> None:
     content = json.loads(make_record().to_json())
-    DAMAGES[place](content)
+    change(content)
     assert not validator.is_valid(content)
-    with pytest.raises(RecordError):
+    with pytest.raises(RecordError, match=message):
         Record.from_json(json.dumps(content))

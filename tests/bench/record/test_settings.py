@@ -31,15 +31,6 @@ def test_wrong_settings_are_refused(wrong: dict[str, Any], message: str) -> None
         require_known(Settings(**wrong))
 
 
-def test_samples_of_a_step_count_ranks_and_micro_batches() -> None:
-    settings = Settings(nodes=2, nproc_per_node=3, batch_size=5, accumulate=11)
-    assert (settings.world, settings.samples_per_step) == (6, 6 * 5 * 11)
-
-
-def test_equal_settings_have_equal_keys() -> None:
-    assert Settings(seed=1).key == Settings(seed=1).key != Settings(seed=2).key
-
-
 @pytest.mark.parametrize(
     ("asked", "reason"),
     [

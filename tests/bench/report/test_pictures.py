@@ -14,9 +14,8 @@ from zerokit.bench.comparison.headlines import pareto
 from zerokit.bench.record import Record, Samples
 from zerokit.bench.record.runs import Run
 from zerokit.bench.record.statistics import slowest
-from zerokit.bench.report.labels import text_width
 from zerokit.bench.report.pictures import Picture, make_pictures
-from zerokit.bench.report.plots import Row, Series, bars, curves, scatter, strips
+from zerokit.bench.report.plots import Series, curves, scatter, strips
 from zerokit.bench.report.theme import COLOURS, in_light
 
 
@@ -176,14 +175,6 @@ def test_the_front_is_what_nothing_beats() -> None:
     assert pareto([(1.0, 1.0), (2.0, 3.0), (3.0, 2.0), (2.0, 3.0)]) == [True, True, False, True]
 
 
-def test_labels_stand_beside_their_rows_or_above_where_they_are_long() -> None:
-    short, long = (bars([Row(label, (), "1")], "ms") for label in ("short", "a very long name · batch 16"))
-    axes = [plot["layer"][0]["encoding"]["y"]["axis"]["labels"] for plot in (short, long)]
-    assert axes == [True, False]
-    assert long["layer"][-1]["encoding"]["text"]["field"] == "cell"
-    assert short["height"] < long["height"]
-
-
 def test_a_cost_below_its_error_is_within_noise_and_no_bar() -> None:
     record = make_cell(step_ms=500.0)  # and 605 ms alone: communication cannot make a step shorter
     picture = pictures_of(record)["communication"]
@@ -197,13 +188,6 @@ def test_a_difference_of_single_runs_is_marked_as_not_known(sweep: dict[str, Pic
     rounds = pictures_of(*make_sweep(3))["throughput-tokens"]
     assert " ?" not in rounds.label
     assert "var(--muted)" in {row["beside"] for row in rows_of(rounds.plot, 1)}
-
-
-def test_the_figures_after_a_bar_have_their_room_at_any_width() -> None:
-    plot = bars([Row("a", (), "1,234", "+5 %")], "ms")
-    (end,) = (layer["encoding"]["x"]["scale"]["range"][1]["expr"] for layer in plot["layer"][:1])
-    free = float(end.removeprefix("max(width - ").split(",")[0])
-    assert free >= text_width("1,234") + text_width("+5 %")
 
 
 def test_steps_far_beyond_the_rest_are_counted_at_the_edge() -> None:

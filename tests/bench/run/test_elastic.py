@@ -127,27 +127,26 @@ def test_restarts_are_bounded_and_the_job_can_go_on(tmp_path: Path, settings: Se
 
 
 @pytest.mark.parametrize(
-    ("error", "status"),
+    ("error", "kills", "status"),
     [
-        (ended((1, 1, 1), (0, 0, TERM)), "failed"),
-        (LaunchError("no port"), "failed"),
-        (MemoryError(), "out of memory"),
+        (ended((1, 1, 1), (0, 0, TERM)), 3, "failed"),
+        (LaunchError("no port"), 3, "failed"),
+        (MemoryError(), 3, "out of memory"),
+        (ended((1, 1, KILL)), 4, "out of memory"),  # by the kernel, for want of memory
     ],
 )
 def test_other_ends_are_not_restarted(
-    tmp_path: Path, settings: Settings, error: BaseException, status: str
+    tmp_path: Path,
+    settings: Settings,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    kills: int,
+    status: str,
 ) -> None:
+    counts = iter((3, kills))
+    monkeypatch.setattr(session, "oom_kills", lambda: next(counts))
     record, worlds, _ = run(settings, tmp_path, iter([error]))
     assert (record.status, worlds) == (status, [3])
-
-
-def test_ranks_that_the_kernel_killed_for_want_of_memory_are_not_restarted(
-    tmp_path: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    counts = iter((3, 4))
-    monkeypatch.setattr(session, "oom_kills", lambda: next(counts))
-    record, worlds, _ = run(settings, tmp_path, iter([ended((1, 1, KILL))]))
-    assert (record.status, worlds) == ("out of memory", [3])
 
 
 def test_an_interruption_ends_the_part_and_leaves_the_job(tmp_path: Path, settings: Settings) -> None:
@@ -170,4 +169,10 @@ def test_settings_of_an_elastic_bench() -> None:
     assert Settings(elastic=True, save="run", save_every=7).saves_every == 7
     assert Settings(save="run").saves_every is None
     assert twin_settings(Settings(nodes=2)) is not None
+    for alone in (
+        Settings(),
+        Settings(nodes=2, twin=False),
+        Settings(nodes=2, engine="compute-only", stage=0),
+    ):
+        assert twin_settings(alone) is None  # nothing is communicated, or no twin asked for
     assert twin_settings(Settings(nodes=2, elastic=True, save="run")) is None

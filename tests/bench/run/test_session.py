@@ -43,13 +43,6 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_success_is_written_with_the_identity_that_was_asked_for(tmp_path: Path) -> None:
-    record = run_cell(SETTINGS, tmp_path / "r.json", host(Ranks(), Watcher()), sweep="s", identity="i")
-    assert (record.id, record.sweep, record.status, record.cell) == ("i", "s", "ok", SETTINGS.key)
-    assert read_record(tmp_path / "r.json") == record
-    assert leftovers(tmp_path) == []
-
-
-def test_steps_are_shown(tmp_path: Path) -> None:
     step = Progress(1, 4, 2, 5.5, 12.0)
 
     def act(settings: Settings, job: Path) -> None:
@@ -58,7 +51,10 @@ def test_steps_are_shown(tmp_path: Path) -> None:
         writer.close()
 
     watcher = Watcher()
-    run_cell(SETTINGS, tmp_path / "r.json", host(Ranks(act), watcher))
+    record = run_cell(SETTINGS, tmp_path / "r.json", host(Ranks(act), watcher), sweep="s", identity="i")
+    assert (record.id, record.sweep, record.status, record.cell) == ("i", "s", "ok", SETTINGS.key)
+    assert read_record(tmp_path / "r.json") == record
+    assert leftovers(tmp_path) == []
     assert watcher.shown == [step]
 
 
@@ -75,7 +71,9 @@ def test_a_model_that_cannot_fit_is_not_tried() -> None:
     status, reason = refusal(Settings(model="gpt3-175b", device="cpu"), here) or ("", "")
     assert status == "out of memory"
     assert "gpt3-175b is too large" in reason
-    # Nobody is going to read the data.
+    with pytest.raises(ZerokitError, match="nowhere does not exist"):
+        require_data(replace(SETTINGS, data="nowhere"), here)
+    # Nobody is going to read the data of what cannot fit.
     require_data(Settings(model="gpt3-175b", device="cpu", data="nowhere"), here)
     elsewhere = replace(here, fits=lambda settings: None)
     assert refusal(Settings(model="gpt3-175b", device="cpu"), elsewhere) is None
@@ -98,30 +96,24 @@ def test_a_rank_that_ran_out_of_memory_says_so(tmp_path: Path) -> None:
     assert leftovers(tmp_path) == []
 
 
-@pytest.mark.parametrize(
-    ("kills", "status"), [((3, 4), "out of memory"), ((3, 3), "failed"), ((None, None), "failed")]
-)
+@pytest.mark.parametrize(("before", "after", "status"), [(3, 4, "out of memory"), (3, 3, "failed")])
 def test_a_killed_rank_ran_out_of_memory_if_the_kernel_killed_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kills: tuple[int | None, int | None], status: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: int, after: int, status: str
 ) -> None:
-    counts = iter(kills)
-    monkeypatch.setattr(session, "oom_kills", lambda: next(counts))
-    record = run_cell(SETTINGS, tmp_path / "r.json", host(fail(killed_rank()), Watcher()))
-    assert record.status == status
-    assert "rank 1 (node 0, pid 77) was killed by SIGKILL" in (record.reason or "")
-    assert ("probably" in (record.reason or "")) == (status == "out of memory")
-
-
-def test_logs_that_a_reason_names_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = iter((3, 4))
+    """Logs that the reason names are kept."""
+    counts = iter((before, after))
     monkeypatch.setattr(session, "oom_kills", lambda: next(counts))
 
     def act(settings: Settings, job: Path) -> None:
-        raise WorkerFailed(f"rank 1 was killed\nlogs: {job.parent}", killed_rank().failures)
+        error = killed_rank()
+        raise WorkerFailed(f"{error}\nlogs: {job.parent}", error.failures)
 
     record = run_cell(SETTINGS, tmp_path / "r.json", host(Ranks(act), Watcher()))
-    assert record.status == "out of memory"
-    assert Path((record.reason or "").rpartition("logs: ")[2]).is_dir()
+    reason = record.reason or ""
+    assert record.status == status
+    assert "rank 1 (node 0, pid 77) was killed by SIGKILL" in reason
+    assert ("probably" in reason) == (status == "out of memory")
+    assert Path(reason.rpartition("logs: ")[2]).is_dir()
 
 
 def test_an_interruption_is_recorded_and_goes_on(tmp_path: Path) -> None:
@@ -185,8 +177,3 @@ def test_ranks_that_write_no_record_have_failed(tmp_path: Path) -> None:
     record = run_cell(SETTINGS, tmp_path / "r.json", host(Silent(), Watcher()))
     assert record.status == "failed"
     assert "cannot read the bench record" in (record.reason or "")
-
-
-def test_missing_data_is_refused_beforehand() -> None:
-    with pytest.raises(ZerokitError, match="nowhere does not exist"):
-        require_data(Settings(model="gpt-tiny", seq_len=16, data="nowhere"), host(Ranks(), Watcher()))

@@ -47,10 +47,6 @@ def test_sequences_are_no_longer_than_a_model_has_positions() -> None:
     assert product({"model": ["gpt-tiny"], "seq_len": [32]}, {})[0].seq_len == 32
 
 
-def test_a_value_given_twice_counts_once() -> None:
-    assert len(product({"stage": (1, 2, 1)}, TINY)) == 2
-
-
 def test_every_second_round_goes_backwards() -> None:
     cells = product({"stage": (0, 1, 2)}, TINY, repeats=3)
     assert [(cell.repeat, cell.stage) for cell in cells] == [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,21 +40,6 @@ live = Live(Tracking("sqlite:///mlflow.db", "theirs"), print, "later", (Keyboard
 live.open_sweep("{SWEEP}", "a sweep", {{}})
 live.during(Settings(model="gpt-tiny", seq_len=16), "{SWEEP}", work)
 """
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    with pytest.MonkeyPatch.context() as patch:
-        folder = tmp_path_factory.mktemp("mlflow")
-        patch.chdir(folder)  # MLflow puts artifacts in the working directory
-        yield folder
-
-
-@pytest.fixture
-def client(place: Path) -> MlflowClient:
-    from mlflow.tracking import MlflowClient
-
-    return MlflowClient(tracking_uri="sqlite:///mlflow.db")
 
 
 def connect(experiment: str = "ours") -> tuple[Live, list[str]]:

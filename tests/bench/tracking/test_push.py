@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from zerokit.bench.record.settings import Settings
 from zerokit.bench.record.sweep import Sweep, SweepFolder
 from zerokit.bench.sweeps.cells import product
 from zerokit.bench.sweeps.sweep import prepare, run_sweep
-from zerokit.bench.tracking import mirror, push
+from zerokit.bench.tracking import push
 from zerokit.bench.tracking.content import sweep_status
 from zerokit.bench.tracking.mirror import Live, Mirror
 from zerokit.bench.tracking.store import Store, Tracking, TrackingError
@@ -35,27 +36,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 def pictures(records: Sequence[Record]) -> dict[str, bytes]:
     return {"p.png": b"picture"}
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    with pytest.MonkeyPatch.context() as patch:
-        folder = tmp_path_factory.mktemp("mlflow")
-        patch.chdir(folder)  # MLflow puts artifacts in the working directory
-        yield folder
-
-
-@pytest.fixture
-def tracking(place: Path, request: pytest.FixtureRequest) -> Tracking:
-    """An experiment of this test's own: making a store takes seconds."""
-    return Tracking("sqlite:///mlflow.db", request.node.name)
-
-
-@pytest.fixture
-def client(tracking: Tracking) -> MlflowClient:
-    from mlflow.tracking import MlflowClient
-
-    return MlflowClient(tracking_uri=tracking.uri)
 
 
 @pytest.fixture
@@ -160,6 +140,16 @@ def test_what_was_tracked_live_is_not_pushed_again(
     assert parent.info.run_id == live.run_id
 
 
+def test_going_on_tracks_what_was_not_tracked_before(
+    folder: SweepFolder, tracking: Tracking, client: MlflowClient
+) -> None:
+    sweep = make(folder, stage=(1, 2))
+    run(sweep, folder, None)
+    folder.record(sweep.cells[1]).unlink()
+    records, _, _ = run(sweep, folder, tracking)
+    assert_mirrored(client, tracking, records)
+
+
 class Breaking:
     """Every call of a store, until the n-th of some kinds fails as a server does that goes away."""
 
@@ -249,16 +239,6 @@ def test_a_cell_that_is_run_again_keeps_its_run(
     assert runs(client, tracking)[0][0].info.status == "FINISHED"
 
 
-def test_going_on_tracks_what_was_not_tracked_before(
-    folder: SweepFolder, tracking: Tracking, client: MlflowClient
-) -> None:
-    sweep = make(folder, stage=(1, 2))
-    run(sweep, folder, None)
-    folder.record(sweep.cells[1]).unlink()
-    records, _, _ = run(sweep, folder, tracking)
-    assert_mirrored(client, tracking, records)
-
-
 def test_a_single_record_of_a_sweep_gets_a_parent(
     folder: SweepFolder, tracking: Tracking, client: MlflowClient, tmp_path: Path
 ) -> None:
@@ -273,39 +253,6 @@ def test_a_single_record_of_a_sweep_gets_a_parent(
     assert_mirrored(client, tracking, records)
 
 
-def test_a_bench_without_a_sweep(tracking: Tracking, client: MlflowClient, tmp_path: Path) -> None:
-    watcher = Watcher()
-    live = Live(tracking, watcher.warn, "", (Stopped,), lambda record: {})
-    settings = Settings(model="gpt-tiny", seq_len=16)
-
-    def work(identity: str) -> Record:
-        (run,) = runs(client, tracking)[1]
-        assert (run.info.status, run.data.tags["zerokit.record_id"]) == ("RUNNING", identity)
-        return replace(record_of(settings, None), id=identity)
-
-    record = live.during(settings, None, work)
-    (run,) = runs(client, tracking)[1]
-    assert (run.info.status, run.info.run_id) == ("FINISHED", live.run_id)
-    assert "mlflow.parentRunId" not in run.data.tags
-    write_record(record, tmp_path / "r.json")
-    assert pushed(tracking, tmp_path / "r.json") == {"there": 1}
-
-
-@pytest.mark.parametrize(("error", "status"), [(Stopped("enough"), "KILLED"), (ValueError("oh"), "FAILED")])
-def test_a_bench_that_ends_by_an_exception_leaves_no_run_open(
-    tracking: Tracking, client: MlflowClient, error: Exception, status: str
-) -> None:
-    live = Live(tracking, lambda text: None, "", (Stopped,), lambda record: {})
-
-    def work(identity: str) -> Record:
-        raise error
-
-    with pytest.raises(type(error)):
-        live.during(Settings(), None, work)
-    (run,) = runs(client, tracking)[1]
-    assert (run.info.status, run.data.tags["zerokit.reason"]) == (status, str(error))
-
-
 def test_a_record_that_grew_is_written_again(tracking: Tracking, client: MlflowClient) -> None:
     """A twin that ran later, say."""
     both = Mirror(Store.open(tracking))
@@ -317,9 +264,37 @@ def test_a_record_that_grew_is_written_again(tracking: Tracking, client: MlflowC
     assert run.data.metrics["skipped_steps"] == 3
 
 
-def test_what_is_no_record_is_told_and_the_rest_is_pushed(
-    tracking: Tracking, client: MlflowClient, tmp_path: Path
+@pytest.mark.parametrize(
+    ("error", "status"), [(None, "FINISHED"), (Stopped("enough"), "KILLED"), (ValueError("oh"), "FAILED")]
+)
+def test_a_bench_without_a_sweep_leaves_no_run_open(
+    tracking: Tracking, client: MlflowClient, tmp_path: Path, error: Exception | None, status: str
 ) -> None:
+    live = Live(tracking, lambda text: None, "", (Stopped,), lambda record: {})
+    settings = Settings(model="gpt-tiny", seq_len=16)
+
+    def work(identity: str) -> Record:
+        (run,) = runs(client, tracking)[1]
+        assert (run.info.status, run.data.tags["zerokit.record_id"]) == ("RUNNING", identity)
+        if error is not None:
+            raise error
+        return replace(record_of(settings, None), id=identity)
+
+    with contextlib.nullcontext() if error is None else pytest.raises(type(error)):
+        write_record(live.during(settings, None, work), tmp_path / "r.json")
+    (run,) = runs(client, tracking)[1]
+    assert (run.info.status, run.info.run_id) == (status, live.run_id)
+    assert run.data.tags.get("zerokit.reason", "") == str(error or "")
+    assert "mlflow.parentRunId" not in run.data.tags
+    if error is None:
+        assert pushed(tracking, tmp_path / "r.json") == {"there": 1}
+
+
+def test_what_is_no_record_is_told_and_the_rest_is_pushed(tracking: Tracking, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="nowhere does not exist"):
+        push.find_records([tmp_path / "nowhere"])
+    with pytest.raises(UsageError, match="holds no record"):
+        push.find_records([tmp_path])
     write_record(make_failure("failed", "no"), tmp_path / "a.json")
     (tmp_path / "b.json").write_text("{}")
     results = push.push(push.find_records([tmp_path]), tracking, pictures)
@@ -327,19 +302,12 @@ def test_what_is_no_record_is_told_and_the_rest_is_pushed(
     assert "not a bench record" in (results[0].reason or "")
 
 
-def test_a_path_without_records_is_wrong_use(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="nowhere does not exist"):
-        push.find_records([tmp_path / "nowhere"])
-    with pytest.raises(UsageError, match="holds no record"):
-        push.find_records([tmp_path])
-
-
 def test_a_store_that_cannot_be_opened_is_told_once() -> None:
     told: list[str] = []
     live = Live(Tracking("nonsense://x", "e"), told.append, "zerokit push R", (Stopped,), lambda record: {})
     record = record_of(Settings(), None)
     assert live.during(Settings(), None, lambda identity: record) is record
-    assert len(told) == 1
-    assert "MLflow at nonsense://x cannot be used" in told[0]
-    assert told[0].endswith("zerokit push R")
-    assert mirror.Live(None, told.append, "", (Stopped,), lambda record: {}).lost is False
+    (line,) = told
+    assert "MLflow at nonsense://x cannot be used" in line
+    assert line.endswith("zerokit push R")
+    assert line.count("\n") == 1  # what went wrong is a line, and the advice one

@@ -21,53 +21,47 @@ def _keeper(save: str, *, resume: bool) -> Keeper:
     return Keeper(Settings(model="gpt-tiny", seq_len=16, seed=0, save=save, resume=resume), optimizer)
 
 
-def _resumed(folder: str, resume: bool) -> int | str:
-    try:
-        return _keeper(folder, resume=resume).resume().step
-    except ZerokitError as error:
-        return str(error)
+def _resumed(folders: list[tuple[str, bool]]) -> list[tuple[int | str, list[str]]]:
+    """On a rank: the step with which a bench begins, or why it does not, and its notes; `resume` beside each folder."""
+    found: list[tuple[int | str, list[str]]] = []
+    for folder, resume in folders:
+        keeper = _keeper(folder, resume=resume)
+        try:
+            found.append((keeper.resume().step, keeper.done.notes))
+        except ZerokitError as error:
+            found.append((str(error), []))
+    return found
 
 
-def _noted(folder: str) -> list[str]:
-    keeper = _keeper(folder, resume=True)
-    keeper.resume()
-    return keeper.done.notes
-
-
-def _saved(folder: str, step: int) -> None:
-    keeper = _keeper(folder, resume=False)
-    keeper.after_step(Measured(trained=step), last=True)
-    assert [one.step for one in keeper.done.saves] == [step]
+def _saved(folder: str) -> None:
+    """A run with steps 3 and 5."""
+    for step in (3, 5):
+        keeper = _keeper(folder, resume=False)
+        keeper.after_step(Measured(trained=step), last=True)
+        assert [one.step for one in keeper.done.saves] == [step]
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with steps 3 and 5."""
     path = tmp_path_factory.mktemp("kept") / "run"
-    for step in (3, 5):
-        run_ranks(1, _saved, str(path), step)
+    run_ranks(1, _saved, str(path))
     return path
 
 
-def test_a_resumed_bench_goes_on_from_the_newest(run: Path) -> None:
-    assert run_ranks(2, _resumed, str(run), True) == [5, 5]
-
-
-def test_a_fresh_start_where_steps_are_is_refused(run: Path) -> None:
-    for refused in run_ranks(2, _resumed, str(run), False):
-        assert refused == (
+def test_a_bench_goes_on_from_the_newest_and_replaces_nothing(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    places = [run, run, run / "step-00000003", tmp_path / "file", tmp_path / "file", *[tmp_path / "new"] * 2]
+    asked = [(str(place), resume) for place, resume in zip(places, [True, False] * 4, strict=False)]
+    for found in run_ranks(2, _resumed, asked):
+        newest, fresh, inside, *blocked, new, also_new = (step for step, _ in found)
+        assert (newest, new, also_new) == (5, 0, 0)
+        assert fresh == (
             f"{run} holds step 5 already, and this bench begins after step 0: what is saved is never replaced: "
             "--resume, or --save elsewhere"
         )
-
-
-def test_places_that_cannot_be_saved_to(run: Path, tmp_path: Path) -> None:
-    (inside,) = run_ranks(1, _resumed, str(run / "step-00000003"), False)
-    assert "is a checkpoint itself" in inside
-    (tmp_path / "file").touch()
-    for resume in (False, True):
-        (blocked,) = run_ranks(1, _resumed, str(tmp_path / "file"), resume)
-        assert "is not a directory" in blocked
+        assert "is a checkpoint itself" in str(inside)
+        assert all("is not a directory" in str(why) for why in blocked)
+        assert len(blocked) == 2
 
 
 def test_a_latest_that_was_set_back_is_passed_over(run: Path) -> None:
@@ -75,18 +69,11 @@ def test_a_latest_that_was_set_back_is_passed_over(run: Path) -> None:
     latest = (run / "latest").read_bytes()
     crc = zerokit.Checkpoint(run / "step-00000003").manifest_crc
     (run / "latest").write_text(f"step-00000003 {crc:08x}\n")
+    notes = [
+        "latest names step-00000003, whose successor was committed all the same",
+        f"step-00000005 is taken as the newest of {run}",
+    ]
     try:
-        assert run_ranks(1, _noted, str(run)) == [
-            [
-                "latest names step-00000003, whose successor was committed all the same",
-                f"step-00000005 is taken as the newest of {run}",
-            ]
-        ]
-        assert run_ranks(1, _resumed, str(run), True) == [5]
+        assert run_ranks(1, _resumed, [(str(run), True)]) == [[(5, notes)]]
     finally:
         (run / "latest").write_bytes(latest)
-
-
-def test_a_new_run_begins_at_nothing(tmp_path: Path) -> None:
-    assert run_ranks(1, _resumed, str(tmp_path / "new"), True) == [0]
-    assert run_ranks(1, _resumed, str(tmp_path / "new"), False) == [0]

@@ -24,11 +24,11 @@ from tests.support.distributed import run_alone, run_ranks
 from zerokit.bench.engines.trainer import Batch, Trainer, make
 from zerokit.bench.machine.accelerator import Accelerator
 from zerokit.bench.record import Rank
-from zerokit.bench.record.progress import Progress, ProgressReader, ProgressWriter
+from zerokit.bench.record.progress import Progress, ProgressWriter
 from zerokit.bench.record.schema import to_plain
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.record.statistics import STEADY_WINDOW
-from zerokit.bench.record.status import Outcome, Status, oom_kills, read_outcome, write_outcome
+from zerokit.bench.record.status import Outcome, Status, oom_kills, read_outcome
 from zerokit.bench.worker.checkpoints import Keeper
 from zerokit.bench.worker.rank import choose, with_state
 from zerokit.bench.worker.training import Loop, Measured
@@ -37,6 +37,7 @@ from zerokit.bench.workloads.build import load
 HERE = Accelerator(torch.device("cpu"), "gloo")
 TINY = Settings(model="mlp-mnist", engine="compute-only", stage=0, steps=3, nproc_per_node=2)
 ALONE = replace(TINY, steps=4, nproc_per_node=1)
+SLOW_STEPS = STEADY_WINDOW + 2
 
 
 @dataclass
@@ -78,35 +79,31 @@ def run(settings: Settings, slow_steps: int, path: str) -> tuple[Measured, int, 
     return measured, begin, len(different)
 
 
-def test_warm_up_ends_on_all_ranks_when_the_slowest_is_steady(tmp_path: Path) -> None:
-    slow_steps = STEADY_WINDOW + 2
-    settings = replace(TINY, accumulate=2)
-    found = run_ranks(2, run, settings, slow_steps, str(tmp_path / "progress"))
-    for measured, began, batches in found:
-        assert measured.warmup == found[0][0].warmup == began
-        # The shortest warm-up is not enough while the last window but one still holds slow steps.
-        assert measured.warmup >= slow_steps + STEADY_WINDOW
-        assert len(measured.step_ms) == len(measured.loss) == measured.warmup + 3 == measured.trained
+def run_each(folder: str) -> list[tuple[Measured, int, int]]:
+    """On a rank: a warm-up that ends by itself, and two that were given."""
+    asked = [replace(TINY, accumulate=2), replace(TINY, warmup=0), replace(TINY, warmup=2)]
+    slow = [SLOW_STEPS, 0, 0]
+    return [run(one, slow[number], f"{folder}/{number}") for number, one in enumerate(asked)]
+
+
+def test_warm_up_is_the_given_one_or_ends_on_all_ranks_when_the_slowest_is_steady(tmp_path: Path) -> None:
+    found = run_ranks(2, run_each, str(tmp_path))
+    warmup = found[0][0][0].warmup
+    # The shortest warm-up is not enough while the last window but one still holds slow steps.
+    assert warmup >= SLOW_STEPS + STEADY_WINDOW
+    for (measured, began, batches), *given in found:
+        assert measured.warmup == warmup == began
+        assert len(measured.step_ms) == len(measured.loss) == warmup + 3 == measured.trained
         assert measured.loss[:2] == [2.0, 3.0]  # the mean over micro-batches
         assert set(measured.gradient_norm) == {7.0}
         assert batches == 2 * measured.trained
         assert min(measured.step_ms) >= 30.0
-    lines = (tmp_path / "progress").read_text().splitlines()
-    last = ProgressReader(tmp_path / "progress").latest()
-    assert len(lines) == found[0][0].trained
-    warmup = found[0][0].warmup
-    assert last is not None
-    assert (last.done, last.total, last.warmup) == (warmup + 3, warmup + 3, warmup)
-    # Meanwhile the least is expected.
-    assert Progress(*json.loads(lines[0])).total == 2 * STEADY_WINDOW + 1 + 3
-
-
-def test_a_given_warm_up_is_kept(tmp_path: Path) -> None:
-    for warmup in (0, 2):
-        found = run_ranks(2, run, replace(TINY, warmup=warmup), 100, str(tmp_path / f"progress-{warmup}"))
-        assert [(measured.warmup, began, measured.trained) for measured, began, _ in found] == [
-            (warmup, warmup, warmup + 3)
-        ] * 2
+        counts = [(one.warmup, began, one.trained) for one, began, _ in given]
+        assert counts == [(0, 0, 3), (2, 2, 5)]
+    lines = [Progress(*json.loads(line)) for line in (tmp_path / "0").read_text().splitlines()]
+    assert len(lines) == warmup + 3
+    assert (lines[-1].done, lines[-1].total, lines[-1].warmup) == (warmup + 3, warmup + 3, warmup)
+    assert lines[0].total == 2 * STEADY_WINDOW + 1 + 3  # meanwhile the least is expected
 
 
 @dataclass
@@ -223,20 +220,10 @@ def test_a_rank_fills_in_what_was_left_open() -> None:
     assert (images.image_size, images.precision, images.data) == (28, "bf16", "synthetic")
 
 
-def test_a_status_is_read_as_it_was_written(tmp_path: Path) -> None:
-    job = tmp_path / "job.json"
-    assert read_outcome(job) is None
-    for reason in ("one rank", "another"):
-        write_outcome(job, Outcome(Status.OUT_OF_MEMORY, reason))
-    assert read_outcome(job) == Outcome(Status.OUT_OF_MEMORY, "another")
-    assert [path.name for path in tmp_path.iterdir()] == ["job.json.status"]
-
-
 def test_the_kernels_count_of_killed_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Path, "read_text", lambda self: "nr_free_pages 5\noom_kill 3\n")
-    assert oom_kills() == 3
-    monkeypatch.setattr(Path, "read_text", lambda self: "nr_free_pages 5\n")
-    assert oom_kills() is None
+    for text, count in (("nr_free_pages 5\noom_kill 3\n", 3), ("nr_free_pages 5\n", None)):
+        monkeypatch.setattr(Path, "read_text", lambda self, text=text: text)
+        assert oom_kills() == count
 
 
 def run_out_of_memory(job: str) -> str:
@@ -276,18 +263,23 @@ def test_running_out_of_memory_is_noted_beside_the_job(tmp_path: Path) -> None:
     assert not record.exists()
 
 
-def _state(settings: Settings) -> Rank:
-    loaded = load(settings)
-    trainer = make(loaded, settings, HERE)
-    loop = Loop(trainer, loaded, settings, HERE)
-    loop.run(ProgressWriter(None), Keeper(settings, None), begin=lambda: None)
-    return with_state(make_record().ranks[dist.get_rank()], trainer, loop)
+def states() -> list[Rank]:
+    """On a rank, at every stage; a unit of one parameter keeps autograd's own gradient, which zeroing drops."""
+    found = []
+    for stage in range(4):
+        settings = Settings(
+            model="gpt-tiny", seq_len=16, stage=stage, bucket_mb=1e-6, steps=1, nproc_per_node=2
+        )
+        settings = replace(settings, warmup=1, precision="fp32")
+        loaded = load(settings)
+        trainer = make(loaded, settings, HERE)
+        loop = Loop(trainer, loaded, settings, HERE)
+        loop.run(ProgressWriter(None), Keeper(settings, None), begin=lambda: None)
+        found.append(with_state(make_record().ranks[dist.get_rank()], trainer, loop))
+    return found
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_state_is_counted_while_gradients_are_there(stage: int) -> None:
-    """At stages 0 and 1 a unit of one parameter keeps autograd's own gradient, which zeroing drops."""
-    settings = Settings(model="gpt-tiny", seq_len=16, stage=stage, bucket_mb=1e-6, steps=1, nproc_per_node=2)
-    for rank in run_ranks(2, _state, replace(settings, warmup=1, precision="fp32")):
+def test_state_is_counted_while_gradients_are_there() -> None:
+    for rank in (one for found in run_ranks(2, states) for one in found):
         assert rank.memory_bytes == rank.predicted_memory_bytes
         assert rank.memory_bytes["gradients"] > 0

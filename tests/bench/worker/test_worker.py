@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.commands import ROOT, environment
+from tests.cli.commands import environment
 from tests.support.forked import ForkedProcess
 from zerokit.bench.record import read_record
 from zerokit.bench.record.schema import to_plain
@@ -129,40 +128,6 @@ def test_with_checkpoints_it_is_missed_before_a_step_is_trained(tmp_path: Path) 
     assert not (tmp_path / "record.json").exists()
 
 
-def test_without_checkpoints_the_whole_command_runs_without_zlib_ng(tmp_path: Path) -> None:
-    """In the launcher, the agent and the rank: Python imports `sitecustomize` at every start."""
-    (tmp_path / "sitecustomize.py").write_text(WITHOUT_ZLIB_NG)
-    path = os.pathsep.join([str(tmp_path), str(ROOT)])
-    asked = [
-        "--model",
-        "gpt-tiny",
-        "--seq-len",
-        "16",
-        "--steps",
-        "2",
-        "--warmup",
-        "1",
-        "--no-twin",
-        "--no-mlflow",
-    ]
-    done = subprocess.run(
-        [sys.executable, "-m", "zerokit.cli", "bench", "--device", "cpu", *asked, "--output", "r.json"],
-        cwd=tmp_path,
-        env=environment(tmp_path) | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert read_record(tmp_path / "r.json").status == "ok"
-    blocked = "import sys; sys.exit(sys.modules['zlib_ng'] is not None)"
-    checked = subprocess.run(
-        [sys.executable, "-c", blocked], env={**os.environ, "PYTHONPATH": path}, check=False
-    )
-    assert checked.returncode == 0, "the test blocks nothing"
-
-
 # Any wait of the host for the device between two measured steps is an error.
 NO_WAITING = """
 import torch
@@ -226,16 +191,20 @@ def test_on_cuda_zerokits_losses_do_not_depend_on_when_they_are_read(tmp_path: P
     assert len(set(found[0][0])) == 7
 
 
-def test_memory_that_ends_after_the_steps_costs_no_record(tmp_path: Path) -> None:
+def test_without_checkpoints_a_bench_runs_without_zlib_ng_and_memory_that_ends_late_costs_no_record(
+    tmp_path: Path,
+) -> None:
     """A cell that fills its device has no room for the buffers of collectives by themselves."""
-    no_room = """
+    before = f"""
+{WITHOUT_ZLIB_NG}
+import zerokit.cli.bench, zerokit.launch.agent  # the launcher and the agent
 import torch, zerokit.bench.worker.rank as rank
 def no_room(*arguments):
     raise torch.OutOfMemoryError("no room")
 rank.measure_bandwidth = no_room
 """
-    _, said = work_forked(tmp_path, TINY, no_room)
-    assert "OutOfMemory: out of memory: gpt-tiny" in said
+    done = work(tmp_path, TINY, before)
+    assert "OutOfMemory: out of memory: gpt-tiny" in done.stderr
     record = read_record(tmp_path / "record.json")
     assert (record.status, len(record.ranks[0].step_ms)) == ("ok", TINY.steps)
     assert record.phases is not None

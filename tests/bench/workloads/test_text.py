@@ -36,6 +36,8 @@ def test_the_default_text_is_the_same_every_time(library: Corpus) -> None:
     assert (library.data.digest, library.files, library.truncated) == (again.data.digest, again.files, True)
     assert len(library.content) == 2**20
     assert b"import" in library.content
+    made, same, other = (load_corpus(SYNTHETIC, seed=seed).content for seed in (5, 5, 6))
+    assert made == same != other
 
 
 def test_targets_are_the_next_tokens_and_tokens_are_bytes_of_the_text(library: Corpus) -> None:
@@ -43,14 +45,10 @@ def test_targets_are_the_next_tokens_and_tokens_are_bytes_of_the_text(library: C
     assert tokens.dtype is targets.dtype is torch.int64
     assert tokens.shape == targets.shape == (4, 16)
     assert torch.equal(tokens[:, 1:], targets[:, :-1])
+    assert torch.equal(tokens, batch(library)[0])
+    assert not any(torch.equal(tokens, batch(library, **{what: 0})[0]) for what in ("seed", "first"))
     for row, last in zip(tokens.tolist(), targets[:, -1].tolist(), strict=True):
         assert bytes([*row, last]) in library.content
-
-
-@pytest.mark.parametrize("what", ["seed", "first"])
-def test_the_seed_and_the_number_of_a_sample_change_the_batch(library: Corpus, what: str) -> None:
-    assert torch.equal(batch(library)[0], batch(library)[0])
-    assert not torch.equal(batch(library)[0], batch(library, **{what: 0})[0])
 
 
 def test_a_batch_stays_what_it_was_in_earlier_versions() -> None:
@@ -74,31 +72,19 @@ def test_a_folder_is_read_in_the_order_of_its_paths_without_hidden_files(tmp_pat
         (tmp_path / name).write_text(content)
     corpus = load_corpus(str(tmp_path))
     assert (corpus.content, corpus.files, corpus.truncated) == (b"1345", 4, False)
+    for limit, whole in ((3, b"134"), (4, b"1345")):
+        stopped = load_corpus(str(tmp_path), limit=limit)
+        assert (stopped.content, stopped.truncated) == (whole, limit < 4)
 
 
-def test_reading_stops_at_the_limit(tmp_path: Path) -> None:
-    (tmp_path / "a").write_text("12345")
-    (tmp_path / "b").write_text("67890")
-    assert load_corpus(str(tmp_path), limit=7).content == b"1234567"
-    assert load_corpus(str(tmp_path), limit=7).truncated
-    assert not load_corpus(str(tmp_path), limit=10).truncated
-
-
-def test_synthetic_text_comes_from_the_seed() -> None:
-    assert load_corpus(SYNTHETIC, seed=5).content == load_corpus(SYNTHETIC, seed=5).content
-    assert load_corpus(SYNTHETIC, seed=5).content != load_corpus(SYNTHETIC, seed=6).content
-
-
-def test_a_missing_path_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"nowhere does not exist; give a text file"):
-        load_corpus(str(tmp_path / "nowhere"))
-
-
-@pytest.mark.parametrize("name", ["empty", "folder"])
-def test_no_text_is_refused(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("nowhere", "nowhere does not exist; give a text file"), ("empty", "no text"), ("folder", "no text")],
+)
+def test_no_text_is_refused(tmp_path: Path, name: str, message: str) -> None:
     (tmp_path / "empty").touch()
     (tmp_path / "folder").mkdir()
-    with pytest.raises(DataError, match="holds no text"):
+    with pytest.raises(DataError, match=message):
         load_corpus(str(tmp_path / name))
 
 

@@ -1,0 +1,39 @@
+"""One MLflow store for all tests of a process: making one takes seconds, and each test has its own experiment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from zerokit.bench.tracking.store import Tracking
+
+if TYPE_CHECKING:
+    from mlflow.tracking import MlflowClient
+
+
+@pytest.fixture(scope="session")
+def store_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("mlflow")
+
+
+@pytest.fixture(scope="module")
+def place(store_folder: Path) -> Iterator[Path]:
+    """The working directory meanwhile: MLflow puts artifacts there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(store_folder)
+        yield store_folder
+
+
+@pytest.fixture
+def tracking(place: Path, request: pytest.FixtureRequest) -> Tracking:
+    return Tracking("sqlite:///mlflow.db", f"{request.module.__name__} {request.node.name}")
+
+
+@pytest.fixture
+def client(place: Path) -> MlflowClient:
+    from mlflow.tracking import MlflowClient
+
+    return MlflowClient(tracking_uri="sqlite:///mlflow.db")
