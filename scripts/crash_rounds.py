@@ -40,8 +40,8 @@ import zerokit  # noqa: E402
 from zerokit import files  # noqa: E402
 from zerokit.checkpoint.run import list_steps  # noqa: E402
 from zerokit.checkpoint.staging import leftovers  # noqa: E402
-from zerokit.process import Process  # noqa: E402
 from zerokit.placement import stage_of  # noqa: E402
+from zerokit.process import Process  # noqa: E402
 
 TIMEOUT_S = 10.0
 """Of collectives; a closed connection is noticed at once."""

@@ -45,6 +45,18 @@ _OPTIONS = (
         "[default: each engine's own, zerokit's is 2]",
     ),
     click.option(
+        "--mesh",
+        type=CommaList(click.STRING),
+        metavar="MxS,…",
+        help="Two axes: M groups (nodes, say) of S ranks; --stage is then that of the inner axis. zerokit and fsdp2.",
+    ),
+    click.option(
+        "--outer-stage",
+        type=CommaList(Range(0, 3)),
+        metavar="0-3,…",
+        help="ZeRO stage of the mesh's outer axis, at most --stage; 0 with --stage 3 is HSDP.  [default: --stage]",
+    ),
+    click.option(
         "--precision",
         type=CommaList(click.Choice(PRECISIONS)),
         metavar="NAME,…",
@@ -224,6 +236,8 @@ GROUPS = {
             "engine",
             "model",
             "stage",
+            "mesh",
+            "outer_stage",
             "precision",
             "wire",
             "nodes",

@@ -78,6 +78,8 @@ def _common(cells: Sequence[Cell]) -> str:
         words.append(f"{settings.engine} stage {settings.stage}")
     if "precision" not in names and settings.precision:
         words.append(settings.precision)
+    if "mesh" not in names and settings.mesh is not None:
+        words.append(f"mesh {settings.mesh}")
     if "wire" not in names and settings.wire != "own":
         words.append(f"{settings.wire} wire")
     if not {"nodes", "nproc_per_node"} & set(names):

@@ -160,9 +160,7 @@ def _judge_rules(limits: Limits) -> Verdict:
     if limits.cma != "1":
         return ok(f"not used: ZEROKIT_CMA={limits.cma}")
     if (limits.ptrace_scope or 0) >= 2:
-        return _forbidden(
-            f"Yama's ptrace_scope is {limits.ptrace_scope}", "sockets", limits.ptrace_scope
-        )
+        return _forbidden(f"Yama's ptrace_scope is {limits.ptrace_scope}", "sockets", limits.ptrace_scope)
     scope = "no Yama" if limits.ptrace_scope is None else f"Yama's ptrace_scope is {limits.ptrace_scope}"
     return ok(f"nothing forbids it ({scope}); ranks were not asked")
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
+from zerokit.bench.catalogue.check import unsupported
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.record.words import label, slug, varying
 from zerokit.bench.sweeps.cells import product
@@ -106,3 +111,28 @@ def test_what_cannot_run_is_recorded_in_the_first_round_only() -> None:
 def test_numbers_that_no_record_holds_are_refused(option: str, value: float, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         product({}, {**TINY, option: value})
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"mesh": "2x3"}, "has 6 ranks, and there are 4"),
+        ({"mesh": "4x1"}, "neither axis 1"),
+        ({"mesh": "2,2"}, "expected OUTERxINNER"),
+        ({"outer_stage": 1}, "give --mesh"),
+        ({"mesh": "2x2", "outer_stage": 3}, "it lies between 0 and the inner one"),
+        ({"mesh": "2x2", "elastic": True, "save": "run"}, "leave --mesh out"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(text)):
+        Settings(nproc_per_node=4, **options)
+
+
+def test_who_trains_on_a_mesh() -> None:
+    square = Settings(nproc_per_node=4, mesh="2x2", stage=3, outer_stage=1)
+    assert (square.shape, square.stages) == ((2, 2), (1, 3))
+    assert unsupported(square) is None
+    assert "its outer stage is 0" in str(unsupported(replace(square, engine="fsdp2")))
+    assert unsupported(replace(square, engine="fsdp2", outer_stage=0)) is None
+    assert "has one axis" in str(unsupported(replace(square, engine="ddp", stage=0, outer_stage=0)))

@@ -53,6 +53,10 @@ def unsupported(settings: Settings) -> str | None:
         only = len(engine.stages) == 1
         has = f"stage {engine.stages[0]} only" if only else f"stages {', '.join(map(str, engine.stages))}"
         return f"{name} has no stage {settings.stage}: it has {has}"
+    if settings.mesh is not None and name not in ("zerokit", "fsdp2"):
+        return f"{name} has one axis: zerokit and fsdp2 train on a mesh"
+    if settings.mesh is not None and name == "fsdp2" and settings.stages[0] != 0:
+        return "fsdp2 replicates over the outer axis of a mesh: its outer stage is 0"
     if settings.precision == "fp16" and not engine.fp16:
         return f"{name} is not benched in fp16, which needs its own loss scaling; use bf16"
     if settings.wire == "bf16" and not engine.bf16_wire:

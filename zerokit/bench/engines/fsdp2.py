@@ -37,7 +37,9 @@ class Fsdp2Trainer(Trainer):
             raise UsageError(
                 f"FSDP2 of torch {torch.__version__} trains on GPUs only; a later torch's does on CPUs"
             )
-        options: dict[str, Any] = {"mesh": init_device_mesh(device.type, (dist.get_world_size(),))}
+        shape, names = self.settings.shape or (dist.get_world_size(),), ("replicate", "shard")
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=names[-len(shape) :])
+        options: dict[str, Any] = {"mesh": mesh}
         if self.settings.precision == "bf16":
             options["mp_policy"] = MixedPrecisionPolicy(
                 param_dtype=torch.bfloat16, reduce_dtype=torch.float32
@@ -93,7 +95,9 @@ def initialise(model: nn.Module, init_fn: Callable[[nn.Module], None], device: t
             for name, shard in shards.items():
                 assert isinstance(shard, DTensor)
                 whole = wholes[name].detach()
-                replica = DTensor.from_local(whole, shard.device_mesh, [Replicate()], run_check=False)
+                replica = DTensor.from_local(
+                    whole, shard.device_mesh, [Replicate()] * shard.device_mesh.ndim, run_check=False
+                )
                 shard.copy_(replica.redistribute(shard.device_mesh, shard.placements))
         finally:
             module._parameters.update(shards)

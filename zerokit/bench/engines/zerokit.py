@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from zerokit.bench.engines.trainer import BUFFERS, GRADIENTS, OPTIMIZER, PARAMETERS, Held, Trainer
+from zerokit.bench.record.settings import Settings
 from zerokit.bench.workloads.build import Loaded
-from zerokit.placement import stage_of
+from zerokit.placement import StageArgument, stage_of
 from zerokit.runtime import Precision, ZeroOptimizer
 from zerokit.runtime.measure import list_holdings
 
@@ -26,6 +27,13 @@ _KINDS = {
     "buffers": BUFFERS,
     "buckets": BUFFERS,
 }
+
+
+def _stage_of(settings: Settings) -> StageArgument:
+    if settings.mesh is None:
+        return stage_of(settings.stage)
+    outer, inner = settings.stages
+    return stage_of(outer), stage_of(inner)
 
 
 class ZerokitTrainer(Trainer):
@@ -52,7 +60,8 @@ class ZerokitTrainer(Trainer):
         self.zero = ZeroOptimizer(
             self.model,
             torch.optim.AdamW,
-            stage=stage_of(settings.stage),
+            stage=_stage_of(settings),
+            mesh=settings.shape,
             precision=precision,
             init_fn=self._init_fn,
             lr=settings.lr,

@@ -191,8 +191,8 @@ class Traffic:
     """What all ranks together received in the last step: payload, without padding; control messages apart.
 
     `formula` says in words what `predicted_elements` is, with N ranks and Ψ parameters. `route` is how it travelled:
-    "nccl", "sockets"; between ranks of one node "memory" (they read each other's) or "shared memory"; with several such
-    nodes "memory and sockets" or "shared memory and sockets". Null for one rank, and in records from before it was
+    "nccl", "sockets"; between ranks of one node "memory" (they read each other's); with several such nodes "memory and
+    sockets". Older records also know "shared memory". Null for one rank, and in records from before it was
     noted.
     """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from dataclasses import asdict, dataclass
 
 from zerokit.errors import UsageError
@@ -28,7 +29,8 @@ class Settings:
     written every `save_every` steps, `background` beside the steps that follow, and at the end; `resume` goes on
     from its newest. `elastic` does so too, with as many ranks as there are; `steps` is then the step at which the
     run ends, whatever was trained before and warm-up included, and `save_every` None saves ten times on the way.
-    `repeat` numbers equal cells of a sweep.
+    `mesh` "MxS" is M groups of S ranks, `stage` that of the inner axis and `outer_stage` that of the outer one, by
+    default the same. `repeat` numbers equal cells of a sweep.
 
     Raises `UsageError` for values that contradict each other; `zerokit.bench.catalogue.check` knows engines and models.
     """
@@ -36,6 +38,8 @@ class Settings:
     engine: str = "zerokit"
     model: str = "gpt-5m"
     stage: int = 2
+    mesh: str | None = None
+    outer_stage: int | None = None
     precision: str | None = None
     device: str | None = None
     batch_size: int = 4
@@ -67,6 +71,7 @@ class Settings:
         for name, allowed in (("precision", PRECISIONS), ("device", DEVICES)):
             if getattr(self, name) not in (None, *allowed):
                 raise UsageError(f"{name} {getattr(self, name)!r} is unknown: choose one of {allowed}")
+        self._check_mesh()
         for name in ("batch_size", "seq_len", "steps", "accumulate", "nodes", "nproc_per_node"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} must be at least 1, not {getattr(self, name)}")
@@ -82,6 +87,44 @@ class Settings:
             raise UsageError(f"save_every must be at least 1, not {self.save_every}")
         if self.warmup is not None and self.warmup < 0:
             raise UsageError(f"warmup must be at least 0, not {self.warmup}")
+
+    def _check_mesh(self) -> None:
+        if self.mesh is None:
+            if self.outer_stage is not None:
+                raise UsageError(
+                    "--outer-stage is the stage of a mesh's outer axis: give --mesh, such as 2x4, as well"
+                )
+            return
+        shape = re.fullmatch(r"(\d+)x(\d+)", self.mesh)
+        if shape is None:
+            raise UsageError(f"mesh {self.mesh!r}: expected OUTERxINNER, such as 2x4")
+        outer, inner = map(int, shape.groups())
+        if outer * inner != self.world or 1 in (outer, inner):
+            raise UsageError(
+                f"mesh {self.mesh} has {outer * inner} ranks, and there are {self.world}: the product of its axes must "
+                "be the number of ranks, and neither axis 1"
+            )
+        if self.outer_stage is not None and not 0 <= self.outer_stage <= self.stage:
+            raise UsageError(
+                f"outer stage {self.outer_stage} with stage {self.stage}: it lies between 0 and the inner one"
+            )
+        if self.elastic:
+            raise UsageError(
+                "an elastic bench changes the number of ranks, which a mesh fixes: leave --mesh out"
+            )
+
+    @property
+    def shape(self) -> tuple[int, int] | None:
+        """The mesh, (outer, inner)."""
+        if self.mesh is None:
+            return None
+        outer, _, inner = self.mesh.partition("x")
+        return int(outer), int(inner)
+
+    @property
+    def stages(self) -> tuple[int, int]:
+        """Of the outer and of the inner axis."""
+        return self.stage if self.outer_stage is None else self.outer_stage, self.stage
 
     @property
     def world(self) -> int:

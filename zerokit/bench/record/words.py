@@ -21,6 +21,8 @@ DIMENSIONS = (
     "batch_size",
     "engine",
     "stage",
+    "mesh",
+    "outer_stage",
     "wire",
     "bucket_mb",
 )
@@ -48,6 +50,8 @@ _WORDS: Mapping[str, tuple[str, str]] = {
     "image_size": ("image size, pixels", "{} pixels"),
     "accumulate": ("micro-batches a step", "{} micro-batches"),
     "bucket_mb": ("bucket, MiB", "bucket {:g} MiB"),
+    "mesh": ("mesh", "mesh {}"),
+    "outer_stage": ("outer stage", "outer stage {}"),
     "wire": ("wire", "{} wire"),
     "nodes": ("nodes", "{} nodes"),
     "nproc_per_node": ("ranks a node", "{} ranks a node"),

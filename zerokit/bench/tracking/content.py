@@ -78,7 +78,7 @@ def run_name(settings: Settings, varying: Sequence[str] = ()) -> str:
         settings: of the bench.
         varying: the settings that differ within its sweep.
     """
-    usual = ["model", "batch_size", "precision", "bucket_mb"]
+    usual = ["model", "mesh", "outer_stage", "batch_size", "precision", "bucket_mb"]
     usual += ["wire"] if settings.wire != "own" else []
     usual += ["accumulate"] if settings.accumulate > 1 else []
     values = {name: getattr(settings, name) for name in usual if name not in varying}

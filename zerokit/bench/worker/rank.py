@@ -232,7 +232,9 @@ def _traffic(trainer: Trainer, settings: Settings) -> Traffic | None:
         control_bytes=measured.control_bytes,
         predicted_elements=predicted.elements,
         predicted_bytes=predicted.bytes,
-        formula=f"{'at most ' if settings.stage == 3 else ''}(N−1)·{volume}Ψ elements",
+        formula=f"{'at most ' if settings.stage == 3 else ''}(N−1)·{volume}Ψ elements"
+        if settings.mesh is None
+        else "the hops of both stages",
         by_operation=to_plain(measured.by_operation),
         route=trainer.zero.parts.collectives.route if settings.world > 1 else None,
     )

@@ -53,6 +53,8 @@ def twin_settings(settings: Settings) -> Settings | None:
         engine=ENGINE,
         stage=min(settings.stage, 1),
         wire="own",
+        mesh=None,
+        outer_stage=None,
         bucket_mb=None,
         twin=False,
         save=None,
