@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -206,10 +206,11 @@ def _peer_lost(directory: str) -> list[str]:
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     said = []
-    for attempt in (
+    attempts: list[Callable[[], object]] = [
         lambda: save(directory, zero, step=2, blocking=False).wait(),
         lambda: save(directory, zero, step=2),
-    ):
+    ]
+    for attempt in attempts:
         with pytest.raises(zerokit.ScheduleError) as caught:
             attempt()
         said.append(str(caught.value))
