@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from tests.cli.commands import zerokit
-from tests.support.checkpoints import example_content, write_checkpoint
+from tests.cli.commands import environment
+from tests.cli.inside import zerokit_inside as zerokit
+from tests.support.checkpoints import example_content, example_layout, write_checkpoint, write_run
 from zerokit.checkpoint.extents import Stream
 from zerokit.layout import Parameter, Segment, build_layout
 
@@ -26,12 +29,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     parameters = (
         Parameter(f"{EVIL}.weight", (8, 2), aliases=(f"{EVIL}.tied",)),
         Parameter("b", (3,), group=1),
+        Parameter("a" + ".a" * 3000, (2,), group=1),
     )
     layout = build_layout([Segment(EVIL, parameters)], world=1, bucket_bytes=0)
     for name, seed in (("a", 0), ("b", 1), ("c", 1)):
         content = example_content(layout, seed=seed)
         kind = f"momentum{EVIL}"
-        streams = (*content.streams, Stream(kind, "float32", (0, 1)))
+        streams = (*content.streams, Stream(kind, "float32", (0, 1, 2)))
         values = content.values | {(kind, p.name): bytes([seed]) * 4 * p.numel for p in parameters}
         common = (*content.common, (f"buffers/{EVIL}", "uint8", (1,), bytes([seed])))
         extra = content.extra | {EVIL: seed}  # type: ignore[operator]
@@ -43,8 +47,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rank = made / "c" / "rank-00000-of-00001.safetensors"
     data = bytearray(rank.read_bytes())
     data[-1] ^= 1  # of the stream with the evil name
-    data[4100] ^= 1
+    data[8 + int.from_bytes(data[:8], "little")] ^= 1
     rank.write_bytes(data)
+    write_run(made / "run", example_layout(2), example_content(example_layout(2)))
+    (made / "tmp").mkdir()
     (made / "c" / f"stranger{EVIL.replace('/', '')}").write_bytes(b"")
     return made
 
@@ -84,25 +90,76 @@ def _texts(plain: Any) -> Iterator[str]:
         yield from _texts(inner)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["reshard", "a", "--to", "99999999"],
-        ["reshard", "a", "--to", "0"],
-        ["reshard", "a", "--to", "-1"],
-        ["reshard", "a", "--to", "2", "--jobs", "0"],
-        ["reshard", "a", "--to", "2", "--jobs", "99999999"],
-        ["consolidate", "a", "-o", "out", "--jobs", "0"],
-        ["consolidate", "a", "-o", "out", "--jobs", "99999999"],
-        ["consolidate", "a", "-o", "out", "--max-shard-size", "0"],
-        ["consolidate", "a", "-o", "out", "--max-shard-size", "much"],
-        ["consolidate", "a", "-o", "out", "--dtype", "fp12"],
-    ],
-    ids=" ".join,
-)
-def test_options_that_cannot_be_are_wrong_use(folder: Path, arguments: list[str]) -> None:
-    done = zerokit(folder, *arguments)
-    assert done.returncode == 2
-    assert done.stderr.startswith("Usage: zerokit ")
-    assert "Error: " in done.stderr
+BEYOND = "expected an integer from 1 to 1048576"
+REFUSED = [
+    ("reshard a --to 99999999", 2, BEYOND),
+    ("reshard a --to 0", 2, "Invalid value for '--to': 0 is not in the range x>=1."),
+    ("reshard a", 2, "Missing option '--to'"),
+    ("reshard a --to 2 --jobs 0", 2, "Invalid value for '--jobs'"),
+    ("reshard a --to 2 --jobs 99999999", 2, "jobs=99999999: expected 1 to 1024"),
+    ("reshard nowhere --to 2", 1, "zerokit: nowhere: does not exist"),
+    ("reshard tmp --to 2", 1, "zerokit: tmp: no checkpoint"),
+    ("reshard run --to 2 -o run", 1, "the output contains its source"),
+    ("reshard run --to 2 -o tmp", 1, "zerokit: tmp: exists"),
+    ("consolidate a", 2, "Missing option '-o' / '--output'"),
+    ("consolidate a -o out --jobs 0", 2, "Invalid value for '--jobs'"),
+    ("consolidate a -o out --jobs 99999999", 2, "jobs=99999999: expected 1 to"),
+    ("consolidate a -o out --max-shard-size 0", 2, "--max-shard-size: size '0'"),
+    ("consolidate a -o out --dtype fp12", 2, "'fp12' is not one of 'bf16', 'fp16', 'fp32'."),
+    ("consolidate run -o run", 1, "zerokit: run: the output contains its source"),
+    ("verify nowhere", 1, "zerokit: nowhere: does not exist: give the directory of a step, or of a run\n"),
+    ("verify", 2, "Missing argument 'CKPT'"),
+    ("verify tmp", 1, "zerokit: tmp: no checkpoint"),
+    ("diff a", 2, "Missing argument"),
+    ("diff a nowhere", 2, "nowhere: does not exist"),
+    ("prune run --keep-last 0", 2, "Invalid value for '--keep-last'"),
+    ("prune run --keep-every 2", 2, "--keep-every M needs --keep-last K: without it no step is removed"),
+    ("prune nowhere", 1, "zerokit: nowhere: does not exist: give the directory of a run"),
+    ("prune run/latest", 1, "zerokit: run/latest: is not a directory"),
+    ("prune a", 1, "is a step: give the directory of a run"),
+    ("prune tmp --keep-last 1", 1, "zerokit: tmp: no checkpoint"),
+]
+
+
+@pytest.mark.parametrize(("line", "code", "message"), REFUSED, ids=[line for line, *_ in REFUSED])
+def test_what_cannot_be_is_refused_in_plain_words(folder: Path, line: str, code: int, message: str) -> None:
+    before = sorted(folder.rglob("*"))
+    done = zerokit(folder, *line.split())
+    assert (done.returncode, done.stdout) == (code, "")
+    assert message in done.stderr
     assert "Traceback" not in done.stderr
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_no_command_loads_torch_and_most_not_numpy(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", example_layout(3), example_content(example_layout(3)))
+    code = """
+import sys
+from zerokit.cli import main
+for line in sys.argv[1:]:
+    sys.argv = ["zerokit", *line.split()]
+    try:
+        main()
+    except SystemExit as end:
+        print("loaded", end.code, sorted({"torch", "mlflow", "numpy", "rich", "safetensors"} & set(sys.modules)))
+from zerokit.checkpoint.reader import Checkpoint
+Checkpoint("run").read("master", "gain")
+assert not {"torch", "mlflow", "safetensors"} & set(sys.modules)
+"""
+    lines = ("prune run --keep-last 1", "reshard run --to 4", "verify run", "diff run run", "inspect run")
+    done = subprocess.run(
+        [sys.executable, "-c", code, *lines, "consolidate run -o out"],
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    told = [line for line in done.stdout.splitlines() if line.startswith("loaded")]
+    assert told[:2] == ["loaded 0 []"] * 2
+    assert not [
+        line for line in told if "torch" in line or "mlflow" in line or not line.startswith("loaded 0")
+    ]
+    assert len(told) == 6
+    assert not [line for line in told[:5] if "numpy" in line]

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import ctypes
-import datetime
 import os
 import signal
 import tempfile
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch import nn
 
 import zerokit
 from tests.support import mounts
 from tests.support.crashes import Observed, Unsynced
 from tests.support.distributed import run_ranks, run_ranks_expecting_errors
+from tests.support.saving import newest_step, small_optimizer, train
 from zerokit import files
 from zerokit.checkpoint.save import save
 from zerokit.checkpoint.staging import leftovers
@@ -29,36 +26,12 @@ T = TypeVar("T")
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
-@cache
-def _no_mounts() -> str | None:
-    return mounts.refusal()
-
-
 def _require_mounts() -> None:
-    if (reason := _no_mounts()) is not None:
+    if (reason := mounts.refusal()) is not None:
         pytest.skip(reason)
 
 
-def _optimizer(timeout: float | None = None, *, width: int = 24) -> zerokit.ZeroOptimizer:
-    """One that has trained a step."""
-    optimizer = zerokit.ZeroOptimizer(
-        nn.Linear(40, width),
-        torch.optim.AdamW,
-        stage=2,
-        precision="fp32",
-        timeout=None if timeout is None else datetime.timedelta(seconds=timeout),
-    )
-    _train(optimizer)
-    return optimizer
-
-
-def _train(optimizer: zerokit.ZeroOptimizer) -> None:
-    optimizer.backward(optimizer.parts.model(torch.ones(2, 40)).square().sum())
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def _attempt(run: Path, optimizer: zerokit.ZeroOptimizer, step: int, blocking: bool) -> str:
+def _attempt(run: Any, optimizer: zerokit.ZeroOptimizer, step: int, blocking: bool) -> str:
     try:
         saving: Any = save(run, optimizer, step=step, blocking=blocking)  # type: ignore[call-overload]
         if not blocking:
@@ -69,9 +42,8 @@ def _attempt(run: Path, optimizer: zerokit.ZeroOptimizer, step: int, blocking: b
 
 
 def _newest(run: Path) -> int | None:
-    report = zerokit.verify(run)
-    assert report.intact, report
-    return report.step
+    found = newest_step(run)
+    return None if found is None else found[0]
 
 
 # --- a full disk -------------------------------------------------------------------------------------------
@@ -82,7 +54,7 @@ SIZES = 25
 def _on_small_disks(folder: str) -> tuple[list[str], list[int | None]]:
     """What saves said on disks of ever more pages, and which step was the newest then."""
     mounts.leave()
-    disk, optimizer = Path(folder), _optimizer(width=128)
+    disk, optimizer = Path(folder), small_optimizer(256)
     run = disk / "run"
     mounts.mount_tmpfs(disk, 1 << 24)
     save(run, optimizer, step=1)
@@ -98,7 +70,7 @@ def _on_small_disks(folder: str) -> tuple[list[str], list[int | None]]:
         said.append(_attempt(run, optimizer, 2, blocking=spare % 2 == 0))
         newest.append(_newest(run))
         assert not list(run.glob(".*"))  # nothing half done takes space
-        _train(optimizer)
+        train(optimizer)
         mounts.mount_tmpfs(disk, 1 << 24, again=True)
         save(run, optimizer, step=2, overwrite=True)
         assert _newest(run) == 2
@@ -139,7 +111,7 @@ class OrdinaryUser(Observed):
 
 
 def _into_a_directory_of_others(folder: str) -> list[str]:
-    rank, optimizer, said = dist.get_rank(), _optimizer(), []
+    rank, optimizer, said = dist.get_rank(), small_optimizer(), []
     run = Path(folder, "run")
     save(run, optimizer, step=1)
     if rank == 0:
@@ -148,7 +120,7 @@ def _into_a_directory_of_others(folder: str) -> list[str]:
     for blocking in (True, False):
         with files.replaced(OrdinaryUser()):
             said.append(_attempt(run, optimizer, 2, blocking))
-        _train(optimizer)
+        train(optimizer)
         assert _newest(run) == 1
     dist.barrier()
     if rank == 0:
@@ -157,31 +129,33 @@ def _into_a_directory_of_others(folder: str) -> list[str]:
     with files.replaced(OrdinaryUser()):
         save(run, optimizer, step=2)
     assert _newest(run) == 2
+    said.append(_attempt(None if rank == 1 else run, optimizer, 3, True))
     return said
 
 
-def test_a_directory_of_others_is_told_on_every_rank() -> None:
+def test_a_directory_of_others_or_none_is_told_on_every_rank() -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
         first, second = run_ranks(2, _into_a_directory_of_others, folder)
     assert first == second
+    assert first.pop().startswith("CheckpointError: rank 1: TypeError: ")
     for message in first:
         assert message.startswith("CheckpointError: ")
         assert "cannot be created: Permission denied: check its permissions and its owner" in message
 
 
-def _not_shared(folder: str, where: str) -> list[str]:
-    rank, optimizer, said = dist.get_rank(), _optimizer(), []
+def _not_shared(folder: str) -> list[str]:
+    rank, optimizer, said = dist.get_rank(), small_optimizer(), []
     run = Path(folder, "run")
     save(run, optimizer, step=1)
     if rank == 1:
         mounts.leave()
-        mounts.mount_tmpfs(run if where == "run" else Path(folder), 1 << 24)
+        mounts.mount_tmpfs(Path(folder), 1 << 24)
         run.mkdir(exist_ok=True)
     dist.barrier()
     for blocking in (True, False):
         said.append(_attempt(run, optimizer, 2, blocking))
-        _train(optimizer)
+        train(optimizer)
     with pytest.raises(zerokit.CheckpointError):
         zerokit.load(run, optimizer)
     if rank == 0:
@@ -199,29 +173,13 @@ def _not_shared(folder: str, where: str) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("where", ["run", "above"])
-def test_a_directory_that_is_not_shared_is_told_on_every_rank(tmp_path: Path, where: str) -> None:
+def test_a_directory_that_is_not_shared_is_told_on_every_rank(tmp_path: Path) -> None:
     _require_mounts()
-    first, second = run_ranks(2, _not_shared, str(tmp_path), where)
+    first, second = run_ranks(2, _not_shared, str(tmp_path))
     assert first == second
     for message in first:
         assert message.startswith("CheckpointError: rank 1: ")
         assert "the run directory is not shared between the nodes" in message
-
-
-def _no_directory(folder: str) -> list[str]:
-    rank, optimizer, said = dist.get_rank(), _optimizer(), []
-    run: Any = None if rank == 1 else folder
-    for blocking in (True, False):
-        said.append(_attempt(run, optimizer, 1, blocking))
-    return said
-
-
-def test_an_argument_that_is_none_is_told_on_every_rank(tmp_path: Path) -> None:
-    first, second = run_ranks(2, _no_directory, str(tmp_path))
-    assert first == second
-    assert all(message.startswith("CheckpointError: rank 1: TypeError: ") for message in first)
-    assert not list(tmp_path.iterdir())
 
 
 # --- ranks that do not come --------------------------------------------------------------------------------
@@ -246,7 +204,7 @@ def _stop() -> None:
 def _absent(folder: str, way: str, blocking: bool) -> list[str]:
     """Rank 1 is not there for one save; then both train, and save again."""
     rank, run = dist.get_rank(), Path(folder, "run")
-    optimizer = _optimizer(timeout=3)
+    optimizer = small_optimizer(timeout=3)
     assert not _attempt(run, optimizer, 1, blocking)
     pids = [0, 0]
     dist.all_gather_object(pids, os.getpid())
@@ -261,7 +219,7 @@ def _absent(folder: str, way: str, blocking: bool) -> list[str]:
     dist.barrier()
     if rank == 0:
         assert _newest(run) == 1
-    _train(optimizer)
+    train(optimizer)
     said.append(_attempt(run, optimizer, 3, blocking))
     if not said[-1]:
         assert _newest(run) == 3
@@ -270,8 +228,7 @@ def _absent(folder: str, way: str, blocking: bool) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("blocking", [True, False], ids=["blocking", "background"])
-@pytest.mark.parametrize("way", ["skipped", "stopped"])
+@pytest.mark.parametrize(("way", "blocking"), [("skipped", True), ("stopped", False)])
 def test_after_a_save_without_all_ranks_the_next_one_works(tmp_path: Path, way: str, blocking: bool) -> None:
     first, second = run_ranks(2, _absent, str(tmp_path), way, blocking)
     assert first[0].startswith("ScheduleError")
@@ -280,21 +237,20 @@ def test_after_a_save_without_all_ranks_the_next_one_works(tmp_path: Path, way: 
     assert second[-1] == ""
 
 
-def _dies(folder: str, blocking: bool) -> list[str]:
+def _dies(folder: str) -> list[str]:
     rank, run, said = dist.get_rank(), Path(folder, "run"), []
-    optimizer = _optimizer(timeout=3)
-    assert not _attempt(run, optimizer, 1, blocking)
+    optimizer = small_optimizer(timeout=3)
+    assert not _attempt(run, optimizer, 1, False)
     dist.barrier()
     disk = Meets(lambda: os.kill(os.getpid(), signal.SIGKILL)) if rank == 1 else Unsynced()
     with files.replaced(disk):
-        said.append(_attempt(run, optimizer, 2, blocking))
+        said.append(_attempt(run, optimizer, 2, False))
     assert _newest(run) == 1
     return said
 
 
-@pytest.mark.parametrize("blocking", [True, False], ids=["blocking", "background"])
-def test_a_rank_that_dies_in_a_save_is_told_by_those_that_live(tmp_path: Path, blocking: bool) -> None:
-    first, second, third = run_ranks_expecting_errors(3, _dies, str(tmp_path), blocking)
+def test_a_rank_that_dies_in_a_save_is_told_by_those_that_live(tmp_path: Path) -> None:
+    first, second, third = run_ranks_expecting_errors(3, _dies, str(tmp_path))
     assert second.exitcode == -signal.SIGKILL
     for rank in (first, third):
         assert rank.ok, rank.describe()
@@ -303,7 +259,7 @@ def test_a_rank_that_dies_in_a_save_is_told_by_those_that_live(tmp_path: Path, b
 
 
 def _goes_on(folder: str) -> None:
-    run, optimizer = Path(folder, "run"), _optimizer()
+    run, optimizer = Path(folder, "run"), small_optimizer()
     zerokit.load(run, optimizer)
     save(run, optimizer, step=2)
     assert _newest(run) == 2

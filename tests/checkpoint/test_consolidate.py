@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +17,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import zerokit
-from tests.cli.commands import environment
-from tests.cli.commands import zerokit as command
 from tests.support.checkpoints import Content, example_content, example_layout, write_checkpoint, write_run
 from tests.support.distributed import run_ranks
 from tests.support.training import SMALL
@@ -107,8 +103,7 @@ def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
         assert raw(found[name]) == raw(tensor), name
 
 
-@pytest.mark.parametrize("world", [1, 3, 8])
-@pytest.mark.parametrize("dtype", [None, "fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(("world", "dtype"), [(1, None), (8, "fp32"), (3, "bf16"), (3, "fp16")])
 def test_values_at_any_world_size_and_dtype(
     tmp_path: Path, content: Content, world: int, dtype: str | None
 ) -> None:
@@ -125,8 +120,7 @@ def test_an_fp32_model_keeps_every_bit(tmp_path: Path) -> None:
     same(loaded(zerokit.consolidate(tmp_path / "step", tmp_path / "out")), expected(content))
 
 
-@pytest.mark.parametrize("limit", [1, 3000, "6kB", "5GB"])
-@pytest.mark.parametrize("buffer", [64, 1 << 20])
+@pytest.mark.parametrize(("limit", "buffer"), [(1, 64), (3000, 1 << 20), ("6kB", 64), ("5GB", 64)])
 def test_shards_and_their_index(
     tmp_path: Path,
     step: Path,
@@ -176,7 +170,7 @@ def test_the_models_own_dtypes_are_the_default(tmp_path: Path, content: Content)
 # --- conversions -------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(
     data=st.binary(min_size=8, max_size=800),
     source=st.sampled_from(["bfloat16", "float16", "float32", "float64"]),
@@ -218,60 +212,12 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, content: Content) -> None:
 # --- refusals ----------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60)
-@given(data=st.data())
-def test_a_flipped_bit_in_what_is_read_is_an_error(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
-    folder = tmp_path_factory.getbasetemp() / "consolidated"
-    if not folder.exists():
-        write_run(folder / "run", example_layout(2), finite(example_content(example_layout(1))))
-    checkpoint = zerokit.Checkpoint(folder / "run")
-    kind = data.draw(st.sampled_from(["data", "header", "common.safetensors", "manifest.json"]))
-    if kind in ("data", "header"):
-        rank = data.draw(st.integers(0, 1))
-        file = checkpoint.rank_file(rank)
-        path = checkpoint.path / file.name
-        read = [e for e in file.extents if checkpoint.streams[e.stream].kind in ("master", "param")]
-        extent = data.draw(st.sampled_from(read))
-        place = data.draw(st.integers(extent.offset, extent.offset + extent.size - 1))
-        if kind == "header":
-            place = data.draw(st.integers(0, len(file.header) - 1))
-    else:
-        path = checkpoint.path / kind
-        place = data.draw(st.integers(0, path.stat().st_size - 1))
-    whole = path.read_bytes()
-    damaged = bytearray(whole)
-    damaged[place] ^= 1 << data.draw(st.integers(0, 7))
-    path.write_bytes(damaged)
-    try:
-        with pytest.raises(CheckpointError, match=path.name):
-            zerokit.consolidate(folder / "run", folder / "out")
-    finally:
-        path.write_bytes(whole)
-    assert [entry.name for entry in folder.iterdir()] == ["run"]
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        (7, 7),
-        ("7", 7),
-        ("300MB", 300 * 10**6),
-        ("5GB", 5 * 10**9),
-        ("1.5GiB", 3 * 2**29),
-        (" 2 kb ", 2000),
-        ("1T", 10**12),
-    ],
-)
-def test_sizes(text: int | str, size: int) -> None:
-    assert parse_size(text) == size
-
-
-@pytest.mark.parametrize("text", [0, -1, "", "GB", "5 PB", "1e3", "0.1", "5iB", "-5GB"])
-def test_sizes_that_are_none(text: int | str) -> None:
-    with pytest.raises(UsageError, match="expected a number of bytes, or such as 300MB"):
-        parse_size(text)
+def test_sizes() -> None:
+    texts = ("7", "300MB", "1.5GiB", " 2 kb ", "1T")
+    assert [parse_size(text) for text in texts] == [7, 300 * 10**6, 3 * 2**29, 2000, 10**12]
+    for text in (0, -1, "", "GB", "5 PB", "1e3", "0.1", "5iB", "-5GB"):
+        with pytest.raises(UsageError, match="expected a number of bytes, or such as 300MB"):
+            parse_size(text)
 
 
 def test_impossible_requests(tmp_path: Path, step: Path) -> None:
@@ -290,46 +236,6 @@ def test_names_that_collide_are_refused(tmp_path: Path, content: Content) -> Non
     write_checkpoint(tmp_path / "step", example_layout(1), replace(content, common=common))
     with pytest.raises(CheckpointError, match="no tensor can be written as 'gain': that name is taken"):
         zerokit.consolidate(tmp_path / "step", tmp_path / "out")
-
-
-# --- the command -------------------------------------------------------------------------------------------
-
-
-def test_the_command_does_not_import_torch(tmp_path: Path, step: Path) -> None:
-    code = (
-        "import sys, atexit; from zerokit.cli import main;"
-        "atexit.register(lambda: print(sorted({'torch', 'mlflow', 'rich'} & set(sys.modules))));"
-        "main()"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, "consolidate", "run", "-o", "out", "--dtype", "bf16"],
-        cwd=tmp_path,
-        env=environment(tmp_path),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert (done.stdout, done.stderr) == ("out\n[]\n", "1 file, 16.2 kB\n")
-    assert len(loaded(tmp_path / "out")) == 21
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        (["run"], 2, "Missing option '-o' / '--output'"),
-        (["run", "-o", "out", "--dtype", "fp8"], 2, "'fp8' is not one of 'bf16', 'fp16', 'fp32'."),
-        (["run", "-o", "out", "--max-shard-size", "5 apples"], 2, "--max-shard-size: size '5 apples'"),
-        (["run", "-o", "run"], 1, "zerokit: run: the output contains its source"),
-        (["out", "-o", "out2"], 1, "zerokit: out: does not exist"),
-    ],
-)
-def test_the_command_refuses_in_plain_words(
-    tmp_path: Path, step: Path, arguments: list[str], code: int, message: str
-) -> None:
-    done = command(tmp_path, "consolidate", *arguments)
-    assert (done.returncode, done.stdout) == (code, "")
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 # --- transformers ------------------------------------------------------------------------------------------
@@ -354,14 +260,11 @@ def _train_gpt2(directory: str) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("limit", ["5GB", "20kB"])
-def test_transformers_loads_gpt2_with_its_tied_head(
-    tmp_path: Path, limit: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_transformers_loads_gpt2_with_its_tied_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     transformers = pytest.importorskip("transformers")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     trained = run_ranks(2, _train_gpt2, str(tmp_path / "run"))[0]
-    folder = zerokit.consolidate(tmp_path / "run", tmp_path / "out", max_shard_size=limit)
+    folder = zerokit.consolidate(tmp_path / "run", tmp_path / "out", max_shard_size="20kB")
     config = _gpt2().config
     config.save_pretrained(folder)
     model, report = transformers.GPT2LMHeadModel.from_pretrained(folder, output_loading_info=True)

@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch import nn
 
 import zerokit
 from tests.support.checkpoints import example_content, example_layout, write_run
@@ -24,14 +23,13 @@ from tests.support.crashes import (
     Unsynced,
     begin_journal,
     crashes,
-    killed_at,
     read_tree,
     write_tree,
 )
 from tests.support.distributed import run_alone, run_ranks
+from tests.support.saving import newest_step, small_optimizer, train
 from zerokit import files
 from zerokit.checkpoint.retention import Retention, prune
-from zerokit.checkpoint.run import find_step
 from zerokit.checkpoint.save import save
 from zerokit.checkpoint.staging import finish_replacement, leftovers
 
@@ -49,13 +47,11 @@ class Saves:
 
     def run(self, run: Path, optimizer: zerokit.ZeroOptimizer) -> None:
         keep_last, overwrite = self.keep_last, self.overwrite
-        if self.blocking:
-            save(run, optimizer, step=self.step, overwrite=overwrite, keep_last=keep_last)
-        else:
-            saving = save(
-                run, optimizer, step=self.step, overwrite=overwrite, keep_last=keep_last, blocking=False
-            )
-            saving.wait()
+        done: Any = save(  # type: ignore[call-overload]
+            run, optimizer, step=self.step, overwrite=overwrite, keep_last=keep_last, blocking=self.blocking
+        )
+        if not self.blocking:
+            done.wait()
 
 
 SAVES = {
@@ -70,26 +66,12 @@ SAVES = {
     "retention in the background": Saves((1, 2, 3), 4, keep_last=1, blocking=False),
 }
 OF_THREE = ("next", "background", "overwrite the newest", "overwrite the newest, by renames", "retention")
-CASES = [*((1, name) for name in SAVES), *((3, name) for name in OF_THREE)]
-
-
-def _optimizer() -> zerokit.ZeroOptimizer:
-    """One that has trained a step."""
-    optimizer = zerokit.ZeroOptimizer(nn.Linear(20, 12), torch.optim.AdamW, stage=2, precision="fp32", lr=0.1)
-    _train(optimizer)
-    return optimizer
-
-
-def _train(optimizer: zerokit.ZeroOptimizer) -> None:
-    model = optimizer.parts.model
-    optimizer.backward(model(torch.ones(2, 20)).square().sum())
-    optimizer.step()
-    optimizer.zero_grad()
+CASES = [(3 if name in OF_THREE else 1, name) for name in SAVES]
 
 
 def _record(folder: str, names: list[str]) -> None:
     rank = dist.get_rank()
-    optimizer = _optimizer()
+    optimizer = small_optimizer()
     for number, name in enumerate(names):
         case, root, journal = SAVES[name], Path(folder, f"root-{number}"), Path(folder, f"journal-{number}")
         if rank == 0:
@@ -98,7 +80,7 @@ def _record(folder: str, names: list[str]) -> None:
         with files.replaced(Unsynced()):
             for step in case.before:
                 save(root / "run", optimizer, step=step)
-                _train(optimizer)
+                train(optimizer)
         if rank == 0:
             begin_journal(root, journal)
         dist.barrier()
@@ -132,21 +114,6 @@ class _Places:
         return root
 
 
-def _newest(run: Path) -> tuple[int, int] | None:
-    """The step that a load would take, and its manifest's checksum; all of it is proven."""
-    try:
-        found = find_step(run)
-    except zerokit.CheckpointError as error:
-        if "no checkpoint" in str(error) or "does not exist" in str(error):
-            return None
-        raise
-    report = zerokit.verify(run)
-    assert report.intact, report
-    assert report.path == found.path
-    assert found.manifest is not None
-    return found.manifest[0].step, found.manifest[1]
-
-
 def _require_tidy(run: Path) -> None:
     names = {path.name for path in run.iterdir()}
     assert not [left.path.name for left in leftovers(run) if left.gone]
@@ -155,9 +122,9 @@ def _require_tidy(run: Path) -> None:
 
 def _survives(folder: str, journal: str, name: str) -> int:
     """The number of states that were looked at."""
-    case, places, optimizer = SAVES[name], _Places(Path(folder)), _optimizer()
+    case, places, optimizer = SAVES[name], _Places(Path(folder)), small_optimizer()
     states = list(crashes(Path(journal)))
-    old, new = (_newest(places.made(state.tree) / "run") for state in (states[0], states[-1]))
+    old, new = (newest_step(places.made(state.tree) / "run") for state in (states[0], states[-1]))
     assert old != new
     assert new is not None
     for state in states:
@@ -177,14 +144,14 @@ def _survives_one(
     old: tuple[int, int] | None,
     new: tuple[int, int],
 ) -> None:
-    newest = _newest(places.made(state.tree) / "run")
+    newest = newest_step(places.made(state.tree) / "run")
     assert newest in (old, new)
     assert newest == new or state.calls < state.total
     # Nobody has read the run before it is saved into: what a reader would finish, a writer has to.
     run = places.made(state.tree) / "run"
     save(run, optimizer, step=9)
     _require_tidy(run)
-    found = _newest(run)
+    found = newest_step(run)
     assert found is not None
     assert found[0] == 9
     assert newest is None or zerokit.verify(run / f"step-{newest[0]:08d}").intact
@@ -193,7 +160,7 @@ def _survives_one(
         run = places.made(state.tree) / "run"
         case.run(run, optimizer)
         _require_tidy(run)
-        found = _newest(run)
+        found = newest_step(run)
         assert found is not None
         assert found[0] == case.step
 
@@ -234,9 +201,6 @@ def _consolidate(source: Path, output: Path, force: bool, resume: bool = False) 
 CONVERSIONS = {
     "reshard": Conversion(_reshard),
     "reshard --force": Conversion(_reshard, force=True),
-    "reshard --force, by renames": Conversion(_reshard, force=True, exchanges=False),
-    "consolidate": Conversion(_consolidate),
-    "consolidate --force": Conversion(_consolidate, force=True),
     "consolidate --force, by renames": Conversion(_consolidate, force=True, exchanges=False),
 }
 
@@ -263,10 +227,10 @@ def _prepared(root: Path, case: Conversion, sources: tuple[Path, Path]) -> Path:
     return root
 
 
-def _recorded(root: Path, journal: Path, case: Conversion, source: Path) -> None:
+def _recorded(root: Path, journal: Path, exchanges: bool, work: Callable[[], object]) -> None:
     begin_journal(root, journal)
-    with files.replaced(Recording(root, journal, exchanges=case.exchanges)):
-        case.run(source, root / "out", case.force)
+    with files.replaced(Recording(root, journal, exchanges=exchanges)):
+        work()
 
 
 @pytest.fixture
@@ -284,7 +248,8 @@ def test_a_crash_of_a_conversion_leaves_the_old_or_the_new_output(
     root = _prepared(tmp_path / "root", case, sources)
     old = _out(root)
     # In another process: what it has left is nobody's when the tree is looked at.
-    run_alone(_recorded, root, tmp_path / "journal", case, sources[1])
+    work = partial(case.run, sources[1], root / "out", case.force)
+    run_alone(_recorded, root, tmp_path / "journal", case.exchanges, work)
     new = _out(root)
     assert new != old
     for state in crashes(tmp_path / "journal"):
@@ -295,31 +260,6 @@ def test_a_crash_of_a_conversion_leaves_the_old_or_the_new_output(
         case.run(sources[1], root / "out", found is not None, resume=state.calls % 3 > 0)
         assert read_tree(root / "out") == new, str(state)
         assert [path.name for path in root.iterdir()] == ["out"], str(state)
-
-
-@pytest.mark.filterwarnings("ignore::zerokit.errors.ZerokitWarning")
-@pytest.mark.parametrize("name", ["consolidate --force", "reshard --force, by renames"])
-def test_kills_of_a_conversion(name: str, sources: tuple[Path, Path], tmp_path: Path, unsynced: None) -> None:
-    """At every second call, one after the other in one place, and then the next conversion."""
-    case = CONVERSIONS[name]
-    root = _prepared(tmp_path / "root", case, sources)
-    old = _out(root)
-    case.run(sources[1], tmp_path / "new", False)
-    new = read_tree(tmp_path / "new")
-    source, number = sources[1], 1
-    while killed_at(
-        number, partial(case.run, source, root / "out", (root / "out").exists()), exchanges=case.exchanges
-    ):
-        found = _out(root)
-        assert found in (old, new), number
-        # Each kill goes on from the old output, if there is one.
-        if found == new:
-            case.run(sources[0], root / "out", True)
-            old = _out(root)
-        number += 2
-    assert number > 20
-    assert _out(root) == new
-    assert [path.name for path in root.iterdir()] == ["out"]
 
 
 # --- prune -------------------------------------------------------------------------------------------------
@@ -335,17 +275,12 @@ def _three_steps(run: Path) -> Path:
     return run
 
 
-def _prune_recorded(root: Path, journal: Path) -> None:
-    begin_journal(root, journal)
-    with files.replaced(Recording(root, journal)):
-        prune(root / "run", Retention(keep_last=1))
-
-
 def test_a_crash_of_prune_leaves_whole_steps(tmp_path: Path, unsynced: None) -> None:
     places = _Places(tmp_path)
     root = tmp_path / "root"
     _three_steps(root / "run")
-    run_alone(_prune_recorded, root, tmp_path / "journal")
+    work = partial(prune, root / "run", Retention(keep_last=1))
+    run_alone(_recorded, root, tmp_path / "journal", True, work)
     assert _steps(root / "run") == ["step-00000030"]
     for state in crashes(tmp_path / "journal"):
         run = places.made(state.tree) / "run"
@@ -355,16 +290,8 @@ def test_a_crash_of_prune_leaves_whole_steps(tmp_path: Path, unsynced: None) -> 
         assert _steps(run) == ["step-00000030"], str(state)
 
 
-def test_a_kill_of_prune_at_every_call(tmp_path: Path, unsynced: None) -> None:
-    number = 1
-    while killed_at(number, partial(prune, _three_steps(tmp_path / str(number)), Retention(keep_last=1))):
-        _require_whole(tmp_path / str(number), str(number))
-        number += 1
-    assert number > 10
-
-
 def _require_whole(run: Path, when: str) -> None:
-    newest = _newest(run)
+    newest = newest_step(run)
     assert newest is not None, when
     assert newest[0] == 30, when
     for step in _steps(run):

@@ -29,7 +29,11 @@ def small_files() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@given(sizes=st.lists(st.integers(0, 50), max_size=12), offset=st.integers(0, 30), at_once=st.integers(1, 40))
+@given(
+    sizes=st.lists(st.integers(0, 50), max_size=12) | st.just([1] * 2500),
+    offset=st.integers(0, 30),
+    at_once=st.integers(20, 4000),
+)
 def test_what_is_written_in_pieces_is_read_in_pieces(
     tmp_path_factory: pytest.TempPathFactory, sizes: list[int], offset: int, at_once: int
 ) -> None:
@@ -54,15 +58,6 @@ def test_what_is_written_in_pieces_is_read_in_pieces(
         assert found == contents
         file.seek(offset)
         assert file.read() == b"".join(contents)
-
-
-def test_more_buffers_than_one_call_takes(tmp_path: Path) -> None:
-    content = os.urandom(2500)
-    with disk.new_file(tmp_path / "many", len(content)) as fd:
-        disk.write_exactly(fd, [content[i : i + 1] for i in range(len(content))], 0, "many")
-        found = [bytearray(1) for _ in content]
-        disk.read_exactly(fd, found, 0, "many")
-    assert b"".join(found) == content
 
 
 def test_a_file_that_ends_early_is_truncated(tmp_path: Path) -> None:

@@ -6,20 +6,20 @@ import contextlib
 import errno
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch import nn
 
 import zerokit
 from tests.support.checkpoints import example_content, example_layout, write_run
 from tests.support.crashes import CALLS, SPACE, Failing, Unsynced, read_tree
 from tests.support.distributed import run_ranks
+from tests.support.saving import newest_step, small_optimizer, train
 from zerokit import files
 from zerokit.checkpoint.retention import Retention, prune
-from zerokit.checkpoint.run import find_step
 from zerokit.checkpoint.save import save
 from zerokit.checkpoint.staging import finish_replacement, leftovers
 
@@ -50,11 +50,11 @@ class How:
 
     def save(self, run: Path, optimizer: zerokit.ZeroOptimizer, step: int) -> None:
         keep_last, overwrite = self.keep_last, self.overwrite
-        if self.blocking:
-            save(run, optimizer, step=step, overwrite=overwrite, keep_last=keep_last)
-        else:
-            saving = save(run, optimizer, step=step, overwrite=overwrite, keep_last=keep_last, blocking=False)
-            saving.wait()
+        done: Any = save(  # type: ignore[call-overload]
+            run, optimizer, step=step, overwrite=overwrite, keep_last=keep_last, blocking=self.blocking
+        )
+        if not self.blocking:
+            done.wait()
 
 
 HOWS = {
@@ -71,30 +71,11 @@ CASES = [
 ]
 
 
-def _train(optimizer: zerokit.ZeroOptimizer) -> None:
-    optimizer.backward(optimizer.parts.model(torch.ones(2, 20)).square().sum())
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def _newest(run: Path) -> tuple[int, int] | None:
-    """The step that a load would take, and its manifest's checksum, after all of it was proven."""
-    try:
-        found = find_step(run)
-    except zerokit.CheckpointError:
-        assert not list(run.glob("step-*/manifest.json"))
-        return None
-    assert found.manifest is not None
-    assert zerokit.verify(run).intact
-    return found.manifest[0].step, found.manifest[1]
-
-
 def _faults(folder: str, how: How, fault: Fault) -> list[int]:
     """One fault after the other in one training: at every call of rank 0, then of rank 1."""
     rank, met = dist.get_rank(), []
-    optimizer = zerokit.ZeroOptimizer(nn.Linear(20, 12), torch.optim.AdamW, stage=2, precision="fp32", lr=0.1)
+    optimizer = small_optimizer()
     run = Path(folder, "run")
-    _train(optimizer)
     save(run, optimizer, step=1)
     step = 1
     for victim in (0, 1):
@@ -117,8 +98,8 @@ def _one_fault(
 ) -> list[bool]:
     """Whether the ranks came to that call; `number` is 0 on those that meet no fault."""
     rank = dist.get_rank()
-    _train(optimizer)
-    before = _newest(run)
+    train(optimizer)
+    before = newest_step(run)
     dist.barrier()
     disk = Failing(
         number or 1 << 30, fault.code, lasting=fault.lasting if number else (), exchanges=how.exchanges
@@ -129,21 +110,21 @@ def _one_fault(
             how.save(run, optimizer, step)
         except zerokit.CheckpointError as error:
             said = str(error)
-    _train(optimizer)
+    train(optimizer)
     reached, messages = [False] * 2, [""] * 2
     dist.all_gather_object(reached, disk.reached and number > 0)
     dist.all_gather_object(messages, said)
     assert messages[0] == messages[1]
     assert said or not any(reached) or number != 1, "the first call failed, and nobody said so"
     if rank == 0:
-        after = _newest(run)
+        after = newest_step(run)
         assert said or after is not None
         assert after == before or (after is not None and after[0] == step)
         assert said or after != before
     dist.barrier()
     with files.replaced(Unsynced()):
         how.save(run, optimizer, step + (not how.overwrite))
-    found = _newest(run)
+    found = newest_step(run)
     assert found is not None
     assert found[0] == step + (not how.overwrite)
     assert not [left.path.name for left in leftovers(run) if left.gone]
@@ -164,17 +145,11 @@ def test_a_fault_of_the_disk_is_everybodys_and_the_next_save_works(
 # --- conversions -------------------------------------------------------------------------------------------
 
 
-def _reshard(source: Path, output: Path, force: bool) -> None:
-    zerokit.reshard(source, 2, output, force=force, jobs=1)
-
-
-def _consolidate(source: Path, output: Path, force: bool) -> None:
-    zerokit.consolidate(source, output, force=force, jobs=1)
-
-
-@pytest.mark.parametrize(("convert", "exchanges"), [(_reshard, False), (_consolidate, True)])
+@pytest.mark.parametrize(
+    ("convert", "exchanges"), [(partial(zerokit.reshard, world=2), False), (zerokit.consolidate, True)]
+)
 def test_a_conversion_that_fails_leaves_what_was_there(
-    convert: Callable[[Path, Path, bool], None], exchanges: bool, tmp_path: Path
+    convert: Callable[..., Path], exchanges: bool, tmp_path: Path
 ) -> None:
     for seed in (0, 1):
         write_run(tmp_path / f"run-{seed}", example_layout(1), example_content(example_layout(1), seed=seed))
@@ -182,18 +157,18 @@ def test_a_conversion_that_fails_leaves_what_was_there(
     root.mkdir()
     with files.replaced(Unsynced()):
         for seed in (0, 1):
-            convert(tmp_path / f"run-{seed}", tmp_path / f"right-{seed}", False)
+            convert(tmp_path / f"run-{seed}", output=tmp_path / f"right-{seed}", jobs=1)
     right = [read_tree(tmp_path / f"right-{seed}") for seed in (0, 1)]
     number = 0
     while True:
         number += 1
         with files.replaced(Unsynced()):
-            convert(tmp_path / "run-0", root / "out", (root / "out").exists())
+            convert(tmp_path / "run-0", output=root / "out", force=(root / "out").exists(), jobs=1)
         disk = Failing(number, exchanges=exchanges)
         said = ""
         with files.replaced(disk):
             try:
-                convert(tmp_path / "run-1", root / "out", True)
+                convert(tmp_path / "run-1", output=root / "out", force=True, jobs=1)
             except zerokit.CheckpointError as error:
                 said = str(error)
         finish_replacement(root / "out")
@@ -217,7 +192,7 @@ def test_a_prune_that_fails_leaves_whole_steps(tmp_path: Path) -> None:
             prune(run, Retention(keep_last=1))
         for left in run.glob("step-*"):
             assert zerokit.verify(left).intact
-        assert _newest(run) == (30, _newest(run / "step-00000030")[1])  # type: ignore[index]
+        assert newest_step(run) == (30, newest_step(run / "step-00000030")[1])  # type: ignore[index]
         prune(run, Retention(keep_last=1))
         if not disk.reached:
             break

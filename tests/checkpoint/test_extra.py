@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.optim import lr_scheduler
 
+from tests.support.mutations import JSON
 from zerokit.checkpoint.extra import MAX_DEPTH, decode, encode
 from zerokit.checkpoint.strict import parse_json
 from zerokit.errors import CheckpointError
@@ -81,7 +82,7 @@ VALUES: st.SearchStrategy[Any] = st.deferred(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=150)
 @given(VALUES)
 def test_every_value_comes_back_as_it_was(value: Any) -> None:
     assert same(returned(value), value)
@@ -105,17 +106,9 @@ def test_tensors_and_arrays_are_named_by_their_place_and_come_back() -> None:
         "extra/user/3",
     }
     assert same(decode(plain, tensors), value)
+    read = {name: torch.as_tensor(array) for name, array in tensors.items()}
+    assert same(decode(plain, read), value)
     assert "torch" not in json.dumps(plain).replace('"torch"', "")
-
-
-def test_an_array_that_the_reader_made_a_torch_tensor_is_an_array_again() -> None:
-    value = [np.arange(3, dtype=np.int32), np.float32(1.5)]
-    plain, tensors = encode(value)
-    assert same(decode(plain, {name: torch.as_tensor(array) for name, array in tensors.items()}), value)
-
-
-def test_a_tensor_that_needs_a_gradient_comes_back_without_one() -> None:
-    assert not returned(torch.ones(2, requires_grad=True)).requires_grad
 
 
 def schedulers() -> dict[str, Any]:
@@ -133,10 +126,6 @@ def schedulers() -> dict[str, Any]:
         "OneCycleLR": lr_scheduler.OneCycleLR(optimizer(), 0.5, total_steps=10),
         "ReduceLROnPlateau": lr_scheduler.ReduceLROnPlateau(optimizer()),
         "SequentialLR": sequential(optimizer()),
-        "ExponentialLR": lr_scheduler.ExponentialLR(optimizer(), 0.9),
-        "LinearLR": lr_scheduler.LinearLR(optimizer()),
-        "PolynomialLR": lr_scheduler.PolynomialLR(optimizer()),
-        "CosineAnnealingWarmRestarts": lr_scheduler.CosineAnnealingWarmRestarts(optimizer(), 4),
         "CyclicLR": lr_scheduler.CyclicLR(optimizer(), 0.1, 0.5),
         "LambdaLR": lr_scheduler.LambdaLR(optimizer(), lambda step: 0.9**step),
     }
@@ -183,24 +172,18 @@ Point = namedtuple("Point", "x y")
             {"a": [0, 1, 2, print]},
             r"extra\['a'\]\[3\]: a builtins.builtin_function_or_method cannot be written",
         ),
-        ({"a": lambda: 0}, r"extra\['a'\]: a function cannot be written"),
-        ([object()], r"extra\[0\]: a builtins.object"),
         ({"a": Colour.RED}, r"extra\['a'\]: a tests.checkpoint.test_extra.Colour"),
         (Text("a"), r"extra: a tests.checkpoint.test_extra.Text"),
         (Point(1, 2), r"extra: a tests.checkpoint.test_extra.Point"),
         (defaultdict(list), r"extra: a collections.defaultdict"),
-        (bytearray(b"a"), "extra: a builtins.bytearray"),
         (1j, "extra: a builtins.complex"),
         ({(1, print): 0}, r"its key\)\[1\]: a builtins.builtin_function_or_method"),
         ("\ud800", "extra: '.ud800' is not valid Unicode"),
         ({"\ud800": 1}, "not valid Unicode"),
         (torch.nn.Parameter(torch.ones(1)), "extra: a torch.nn.parameter.Parameter cannot"),
         (torch.ones(2, 2).to_sparse(), "extra: a sparse_coo tensor of float32 on cpu cannot be written"),
-        (torch.ones(2, device="meta"), "on meta cannot be written"),
         (torch.ones(2, dtype=torch.complex64), "tensor of complex64"),
         (np.array(["a"]), "numpy's <U1 cannot be written: convert it"),
-        (np.array([object()]), "numpy's object cannot be written"),
-        (np.ones(2, ">f4"), "numpy's >f4 cannot be written"),
         (np.ones(2, complex), "numpy's complex128 cannot be written"),
     ],
 )
@@ -226,19 +209,14 @@ def test_the_deepest_value_comes_back() -> None:
 @pytest.mark.parametrize(
     ("plain", "message"),
     [
-        ({"$": "tuple"}, "expected two members"),
         ({"$": "tuple", "items": [], "more": 1}, "expected two members"),
-        ({"$": 1, "items": []}, "expected two members"),
         ({"$": "tuple", "items": {}}, "expected a list 'items'"),
         ({"$": "complex", "value": "1j"}, "type 'complex' is unknown"),
-        ({"$": "dict", "items": [[1]]}, "pairs"),
         ({"$": "dict", "items": [1]}, "pairs"),
         ({"$": "dict", "items": [[1, 2], [1, 3]]}, "twice"),
         ({"$": "Counter", "items": [[[], 2]]}, "unhashable"),
         ({"$": "set", "items": [1, 1]}, "twice"),
         ({"$": "int", "hex": "0x_1"}, "expected lower-case"),
-        ({"$": "int", "hex": "1"}, "expected lower-case"),
-        ({"$": "int", "hex": ""}, "invalid literal"),
         ({"$": "int", "hex": 3}, "no text 'hex'"),
         ({"$": "float", "value": "1"}, "expected inf, -inf or nan"),
         ({"$": "bytes", "base64": "a"}, "base64-encoded string"),
@@ -269,22 +247,18 @@ def test_plain_data_that_is_too_deep_is_refused() -> None:
         decode(plain, {})
 
 
-JSON = st.recursive(
-    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(max_size=4)),
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=3),
-        st.dictionaries(
+@settings(max_examples=200)
+@given(
+    st.recursive(
+        st.one_of(JSON, st.text(max_size=4)),
+        lambda inner: st.dictionaries(
             st.sampled_from(["$", "items", "hex", "value", "base64", "tensor", "a"]),
             st.one_of(inner, st.sampled_from(["dict", "Counter", "set", "tuple", "int", "bytes", "scalar"])),
             max_size=3,
         ),
-    ),
-    max_leaves=8,
+        max_leaves=8,
+    )
 )
-
-
-@settings(max_examples=300)
-@given(JSON)
 def test_any_plain_data_is_decoded_or_refused_and_nothing_else(plain: Any) -> None:
     try:
         value = decode(plain, {"a": np.ones(2)})

@@ -102,7 +102,7 @@ def read_all(step: Path) -> dict[tuple[str, str], bytes]:
     return values
 
 
-@pytest.mark.parametrize("world", [1, 2, 7, 64])
+@pytest.mark.parametrize("world", [1, 7, 64])
 def test_a_stranger_s_reader_reads_everything(tmp_path: Path, world: int) -> None:
     layout = example_layout(world)
     content = example_content(layout)
@@ -112,9 +112,8 @@ def test_a_stranger_s_reader_reads_everything(tmp_path: Path, world: int) -> Non
     assert (name, crc) == (step.name, read_manifest(step)["crc32"])
 
 
-@pytest.mark.parametrize("world", [1, 3])
-def test_a_stranger_s_reader_reads_weights_only(tmp_path: Path, world: int) -> None:
-    layout = example_layout(world)
+def test_a_stranger_s_reader_reads_weights_only(tmp_path: Path) -> None:
+    layout = example_layout(3)
     content = weights_of(example_content(layout))
     step = write_run(tmp_path / "run", layout, content)
     manifest = read_manifest(step)

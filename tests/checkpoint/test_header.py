@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.checkpoints import example_content, example_layout
+from tests.support.mutations import JSON
 from zerokit.checkpoint.extents import rank_file
 from zerokit.checkpoint.header import MAX_BYTES, Tensor, header_size, parse_header
 from zerokit.errors import CheckpointError
@@ -41,13 +42,8 @@ def test_what_the_stock_library_writes_is_read() -> None:
         assert content[tensor.offset : tensor.offset + tensor.size] == arrays[name].tobytes()
 
 
-def test_a_file_without_tensors_is_read() -> None:
-    content = file_of({}, 0)
-    assert parse_header(content, len(content), "file").tensors == {}
-
-
-@pytest.mark.parametrize("world", [1, 3])
-def test_a_rank_s_header_is_read_as_the_layout_places_it(world: int) -> None:
+def test_a_rank_s_header_is_read_as_the_layout_places_it() -> None:
+    world = 3
     layout = example_layout(world)
     content = example_content(layout)
     for rank in range(world):
@@ -61,23 +57,15 @@ def test_a_rank_s_header_is_read_as_the_layout_places_it(world: int) -> None:
 
 
 REFUSALS: dict[str, tuple[bytes, str]] = {
-    "empty": (b"", "truncated: 0 bytes"),
-    "short": (b"1234567", "truncated: 7 bytes"),
     "longer than the file": (file_of({}, 0)[:-1], "truncated: its header takes 10 bytes, the file has 9"),
     "absurd length": (
         b"\xff" * 8 + b"{}",
         f"its header would take {2**64 - 1} bytes, {MAX_BYTES} are allowed",
     ),
-    "no header": (bytes(8), "begins with b''"),
     "no object": (file_of([], 0), "expected a JSON object"),
     "spaces in front": (file_of(None, 0, text=b" {}"), "expected a JSON object"),
-    "zeros behind": (file_of(None, 0, text=b"{}\0"), "ends with something else than spaces"),
     "a newline behind": (file_of(None, 0, text=b"{}\n"), "ends with something else than spaces"),
-    "two objects": (file_of(None, 0, text=b"{}{}"), "Extra data"),
     "no JSON": (file_of(None, 0, text=b"{a}"), "property name"),
-    "no UTF-8": (file_of(None, 0, text=b'{"\xff": 1}'), "can't decode"),
-    "half a surrogate pair": (file_of(None, 0, text=b'{"__metadata__": {"a": "\\ud800"}}'), "surrogates"),
-    "deep nesting": (file_of(None, 0, text=b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}"), "recursion"),
     "a tensor twice": (
         file_of(None, 25, text=f'{{"a":{json.dumps(A)},"a":{json.dumps(A)}}}'.encode()),
         "duplicate key 'a'",
@@ -86,27 +74,17 @@ REFUSALS: dict[str, tuple[bytes, str]] = {
         file_of(None, 0, text=b'{"a":{"dtype":"F32","dtype":"F32"}}'),
         "duplicate key 'dtype'",
     ),
-    "metadata is no object": (file_of({"__metadata__": 1}, 0), "expected dict"),
     "metadata holds a number": (
         file_of({"__metadata__": {"a": 1}}, 0),
         "__metadata__ 'a' is '1', expected str",
     ),
-    "a tensor is no object": (file_of({"a": [1]}, 0), "'a' is '.1.', expected dict"),
-    "no dtype": (file_of({"a": {"shape": [], "data_offsets": [0, 1]}}, 1), "tensor 'a': 'dtype' is missing"),
     "unknown dtype": (file_of({"a": A | {"dtype": "F12"}}, 24), "dtype 'F12' is unknown"),
-    "dtype is no text": (file_of({"a": A | {"dtype": 1}}, 24), "'dtype' is '1', expected str"),
     "unknown member": (file_of({"a": A | {"stride": 1}}, 24), "unknown member 'stride'"),
     "negative size": (file_of({"a": A | {"shape": [-2, -3]}}, 24), "shape .* is impossible"),
-    "fractional size": (file_of({"a": A | {"shape": [2.0, 3]}}, 24), "expected int"),
-    "true as a size": (file_of({"a": A | {"shape": [True, 6]}}, 24), "expected int"),
     "absurd shape": (file_of({"a": A | {"shape": [2**40, 2**40]}}, 24), "is impossible"),
-    "absurd shape, empty": (file_of({"a": A | {"shape": [2**60, 0]}}, 24), "is impossible"),
-    "many dimensions": (file_of({"a": A | {"shape": [1] * 65}}, 24), "is impossible"),
     "a million dimensions": (file_of({"a": A | {"shape": [2**62] * 10**6}}, 24), "is impossible"),
     "many digits": (file_of(None, 0, text=b'{"a":' + b"9" * 10**6 + b"}"), "number 9{20}… is too large"),
-    "three offsets": (file_of({"a": A | {"data_offsets": [0, 24, 24]}}, 24), "are no .start, stop."),
     "offsets backwards": (file_of({"a": A | {"data_offsets": [24, 0]}}, 24), "are no .start, stop."),
-    "negative offset": (file_of({"a": A | {"data_offsets": [-24, 0]}}, 24), "are no .start, stop."),
     "too few bytes": (
         file_of({"a": A | {"data_offsets": [0, 23]}}, 23),
         "23 bytes for float32 of shape .*expected 24",
@@ -123,11 +101,8 @@ REFUSALS: dict[str, tuple[bytes, str]] = {
         file_of({"a": A, "b": B | {"data_offsets": [23, 24]}}, 24),
         "an overlap between tensor 'a' and tensor 'b'",
     ),
-    "the same bytes twice": (file_of({"a": A, "b": A}, 24), "an overlap between tensor 'a' and tensor 'b'"),
     "beyond the file": (file_of({"a": A, "b": B}, 24), "tensors end at byte"),
-    "bytes behind": (file_of({"a": A, "b": B}, 26), "tensors end at byte"),
     "NaN": (file_of(None, 0, text=b'{"a": NaN}'), "NaN is not JSON"),
-    "infinite number": (file_of(None, 0, text=b'{"a": 1e999}'), "number 1e999 is too large"),
 }
 
 
@@ -150,7 +125,7 @@ def test_a_header_that_was_read_in_part_is_refused() -> None:
 VALID = file_of({"__metadata__": {"format": "pt"}, "a": A, "b": B})
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(st.data())
 def test_a_mutated_header_is_read_or_refused_and_nothing_else(data: st.DataObject) -> None:
     """What is accepted tiles the file."""
@@ -168,20 +143,13 @@ def test_a_mutated_header_is_read_or_refused_and_nothing_else(data: st.DataObjec
     assert_tiles(header.size, list(header.tensors.values()), len(content))
 
 
-JSON = st.recursive(
-    st.one_of(st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.floats(), st.text(max_size=4)),
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=4), inner, max_size=3)
-    ),
-    max_leaves=8,
-)
 ENTRY = st.fixed_dictionaries(
     {"dtype": st.sampled_from(["F32", "U8", "BF16", "?"]), "shape": st.one_of(st.just([2]), JSON)},
     optional={"data_offsets": st.one_of(st.tuples(st.integers(-1, 16), st.integers(0, 16)), JSON), "x": JSON},
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(st.dictionaries(st.text(max_size=4), st.one_of(ENTRY, JSON), max_size=3), st.integers(0, 16))
 def test_a_generated_header_is_read_or_refused_and_nothing_else(entries: dict[str, Any], size: int) -> None:
     content = file_of(entries, size)

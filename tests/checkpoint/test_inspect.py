@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.cli.commands import environment, zerokit
+from tests.cli.inside import zerokit_inside as zerokit
 from tests.support.checkpoints import (
     example_content,
     example_layout,
@@ -51,7 +49,7 @@ def test_a_checkpoint_is_described(step: Path) -> None:
     }
 
 
-def test_the_command_shows_a_tree(step: Path, tmp_path: Path) -> None:
+def test_the_command_shows_a_tree_or_gives_json(step: Path, tmp_path: Path) -> None:
     done = zerokit(tmp_path, "inspect", "run")
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
@@ -59,9 +57,6 @@ def test_the_command_shows_a_tree(step: Path, tmp_path: Path) -> None:
     assert "│   ├── master  float32, 14 parameters, 5,351 elements, 21.4 kB" in lines
     assert "│   │   └── weight  float32 [50, 24], tied with head.weight" in lines
     assert not any(line != line.rstrip() for line in lines)
-
-
-def test_the_command_gives_json(step: Path, tmp_path: Path) -> None:
     done = zerokit(tmp_path, "inspect", "--json", str(step))
     assert (done.returncode, done.stderr) == (0, "")
     plain = json.loads(done.stdout)
@@ -84,36 +79,6 @@ def test_layers_that_are_alike_are_shown_once(tmp_path: Path) -> None:
         "7",
         "8 – 11 (4 alike)",
     ]
-
-
-def test_names_cannot_steer_the_terminal_nor_exhaust_it(tmp_path: Path) -> None:
-    names = ("\x1b]0;title\x07\x1b[2J[bold]", "a" + ".a" * 3000, "a")
-    layout = build_layout(
-        [Segment(None, tuple(Parameter(name, (2,)) for name in names))], world=1, bucket_bytes=0
-    )
-    write_checkpoint(tmp_path / "step", layout, example_content(layout))
-    done = zerokit(tmp_path, "inspect", "step")
-    assert done.returncode == 0
-    assert "\x1b" not in done.stdout
-    assert r"\x1b]0;title\x07\x1b[2J[bold]" in done.stdout
-
-
-def test_no_command_loads_torch(step: Path, tmp_path: Path) -> None:
-    code = (
-        "import sys, atexit; from zerokit.cli import main;"
-        "atexit.register(lambda: print(sorted({'torch', 'mlflow', 'numpy'} & set(sys.modules))));"
-        "main()"
-    )
-    for arguments in (["inspect", "run"], ["verify", "run"], ["diff", "run", "run"]):
-        done = subprocess.run(
-            [sys.executable, "-c", code, *arguments],
-            cwd=tmp_path,
-            env=environment(tmp_path),
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        assert done.stdout.endswith("[]\n")
 
 
 def test_a_run_tells_its_steps_and_what_is_not_finished(tmp_path: Path) -> None:

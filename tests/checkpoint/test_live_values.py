@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-import threading
 import warnings
-from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ import torch.distributed as dist
 import zerokit
 from tests.support.distributed import run_ranks
 from tests.support.models import CASES
+from tests.support.saving import Held, in_turn
 from tests.support.training import Run, Trajectory, build_seeded, one_step, wrap
 from zerokit import files
 from zerokit.checkpoint import load as load_module
@@ -28,17 +27,6 @@ from zerokit.checkpoint.load import load
 from zerokit.checkpoint.save import save
 
 CASE = CASES["gpt_groups"]
-
-
-class Held(files.System):
-    """A disk that takes nothing before `open` is set."""
-
-    def __init__(self) -> None:
-        self.open = threading.Event()
-
-    def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        self.open.wait()
-        return super().write(fd, buffers, offset)
 
 
 def _trained() -> zerokit.ZeroOptimizer:
@@ -54,6 +42,7 @@ def _states(zero: zerokit.ZeroOptimizer) -> list[dict[Any, Any]]:
 
 
 def _changing(directory: str) -> None:
+    """A background save holds values of its moment."""
     zero = _trained()
     for state in _states(zero):
         state |= {"history": [1], "seen": {"ids": {3, 4}}, "table": np.arange(3.0), "loss": float("nan")}
@@ -74,12 +63,8 @@ def _changing(directory: str) -> None:
         assert state["loss"] != state["loss"]  # NaN
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_background_save_holds_values_of_its_moment(tmp_path: Path, world: int) -> None:
-    run_ranks(world, _changing, str(tmp_path / "run"))
-
-
 def _unreadable(directory: str) -> None:
+    """What load would refuse is refused before anything is written."""
     zero = _trained()
     with pytest.raises(zerokit.UsageError, match="step="):
         save(directory, zero, step=1_795_437_700_399_421_781)  # time.time_ns()
@@ -116,11 +101,8 @@ def _unreadable(directory: str) -> None:
     load(directory, zero)
 
 
-def test_what_load_would_refuse_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    run_ranks(2, _unreadable, str(tmp_path / "run"))
-
-
 def _pruned_meanwhile(directory: str) -> None:
+    """A load beside a prune goes to the step that is there."""
     zero = _trained()
     for step in (1, 2, 3):
         save(directory, zero, step=step, extra=step)
@@ -153,11 +135,8 @@ def _pruned_meanwhile(directory: str) -> None:
         assert "step-00000004" in "; ".join(run_module.find_step(Path(directory)).notes)
 
 
-def test_a_load_beside_a_prune_goes_to_the_step_that_is_there(tmp_path: Path) -> None:
-    run_ranks(2, _pruned_meanwhile, str(tmp_path / "run"))
-
-
 def _beside_another_job(directory: str) -> None:
+    """Another job in the same run is noticed."""
     zero = _trained()
     save(directory, zero, step=1)
     save(directory, zero, step=2)
@@ -177,11 +156,8 @@ def _beside_another_job(directory: str) -> None:
     )
 
 
-def test_another_job_in_the_same_run_is_noticed(tmp_path: Path) -> None:
-    run_ranks(2, _beside_another_job, str(tmp_path / "run"))
-
-
 def _on_two_disks(directory: str) -> None:
+    """Ranks that see different newest steps load nothing."""
     zero = _trained()
     save(directory, zero, step=1)
     save(directory, zero, step=2)
@@ -199,11 +175,8 @@ def _on_two_disks(directory: str) -> None:
     assert not zero.refusal
 
 
-def test_ranks_that_see_different_newest_steps_load_nothing(tmp_path: Path) -> None:
-    run_ranks(2, _on_two_disks, str(tmp_path / "run"))
-
-
 def _again_before_many(directory: str) -> None:
+    """`latest` does not grow with superseded steps."""
     zero = _trained()
     for step in range(10, 20):
         save(directory, zero, step=step, weights_only=step < 19)
@@ -224,10 +197,6 @@ def _again_before_many(directory: str) -> None:
     assert zerokit.Checkpoint(directory).step == 2
 
 
-def test_latest_does_not_grow_with_superseded_steps(tmp_path: Path) -> None:
-    run_ranks(2, _again_before_many, str(tmp_path / "run"))
-
-
 class Killed(files.System):
     """Nothing reaches the disk after so many marks."""
 
@@ -243,6 +212,7 @@ class Killed(files.System):
 
 
 def _killed_between_marks(directory: str) -> None:
+    """A save that ends between marks leaves the old newest step."""
     zero = _trained()
     for step in (7, 8, 9):
         save(directory, zero, step=step)
@@ -256,18 +226,15 @@ def _killed_between_marks(directory: str) -> None:
         dist.barrier()
 
 
-def test_a_save_that_ends_between_marks_leaves_the_old_newest_step(tmp_path: Path) -> None:
-    run_ranks(2, _killed_between_marks, str(tmp_path / "run"))
-
-
 def _at_a_path(directory: str) -> None:
-    zero = _trained()
+    """A path that is not UTF-8."""
+    directory, zero = os.fsdecode(os.fsencode(directory) + b"/run-\xff"), _trained()
     save(directory, zero, step=1, extra={"table": torch.arange(3)})
     assert load(directory, zero)["table"].tolist() == [0, 1, 2]
     save(directory, zero, step=1, overwrite=True)
-
-
-def test_a_path_that_is_not_utf8(tmp_path: Path) -> None:
-    directory = os.fsdecode(os.fsencode(tmp_path) + b"/run-\xff")
-    run_ranks(2, _at_a_path, directory)
     assert zerokit.verify(directory).intact
+
+
+def test_what_is_taken_refused_and_chosen(tmp_path: Path) -> None:
+    works = [_changing, _unreadable, _pruned_meanwhile, _beside_another_job, _on_two_disks]
+    run_ranks(2, in_turn, [*works, _again_before_many, _killed_between_marks, _at_a_path], str(tmp_path))

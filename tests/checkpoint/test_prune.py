@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
@@ -17,9 +16,15 @@ from hypothesis import strategies as st
 from torch import nn
 
 import zerokit
-from tests.cli.commands import environment
-from tests.cli.commands import zerokit as command
-from tests.support.checkpoints import example_content, example_layout, weights_of, write_checkpoint
+from tests.cli.inside import zerokit_inside as command
+from tests.support.checkpoints import (
+    ended_process,
+    example_content,
+    example_layout,
+    leave_work,
+    weights_of,
+    write_checkpoint,
+)
 from tests.support.distributed import run_ranks
 from zerokit import files
 from zerokit.checkpoint.recognise import foreign_to_step
@@ -55,21 +60,6 @@ def name_latest(run: Path, step: int, *superseded: int) -> None:
     name = f"step-{step:08d}"
     write_latest(run, Latest(name, (stated_checksum(run / name) or 0,)))
     mark_superseded([run / f"step-{number:08d}" for number in superseded])
-
-
-def leave(folder: Path, writer: Process | None, target: str = "out") -> Path:
-    path = folder / f".{target}.tmp-{'0123456789ab' if writer is None else f'{writer}.abcdef'}"
-    path.mkdir()
-    (path / "file").write_text("half")
-    return path
-
-
-@pytest.fixture
-def gone() -> Process:
-    """A process that has ended."""
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    return replace(Process.current(), pid=ended.pid)
 
 
 # --- which steps -------------------------------------------------------------------------------------------
@@ -121,12 +111,11 @@ def test_what_goes_and_what_stays(
     assert set(gone_of(steps, more)) <= set(gone)
 
 
-@pytest.mark.parametrize("name", ["keep_last", "keep_every"])
-@pytest.mark.parametrize("value", [0, -1, True, 1.5, 10**30])
-def test_impossible_numbers(tmp_path: Path, name: str, value: object) -> None:
-    run = make_run(tmp_path / "run", 1, 2)
-    with pytest.raises(UsageError, match=f"{name}={value}: expected an integer from 1 to "):
-        zerokit.prune(run, **{name: value})  # type: ignore[arg-type]
+def test_impossible_numbers(tmp_path: Path) -> None:
+    run, impossible = make_run(tmp_path / "run", 1, 2), (0, -1, True, 1.5, 10**30)
+    for name, value in itertools.product(("keep_last", "keep_every"), impossible):
+        with pytest.raises(UsageError, match=f"{name}={value}: expected an integer from 1 to "):
+            zerokit.prune(run, **{name: value})  # type: ignore[arg-type]
     assert list_steps(run) == [1, 2]
 
 
@@ -280,10 +269,13 @@ def test_a_step_is_renamed_before_its_files_go(tmp_path: Path) -> None:
 # --- leftovers ---------------------------------------------------------------------------------------------
 
 
-def test_leftovers_of_writers_that_are_gone(tmp_path: Path, gone: Process) -> None:
-    own = Process.current()
-    killed = leave(tmp_path, gone)
-    living, elsewhere = leave(tmp_path, own), leave(tmp_path, replace(own, host="node-9", boot="00000000"))
+def test_leftovers_of_writers_that_are_gone(tmp_path: Path) -> None:
+    gone, own = ended_process(), Process.current()
+    killed = leave_work(tmp_path, gone)
+    living, elsewhere = (
+        leave_work(tmp_path, own),
+        leave_work(tmp_path, replace(own, host="node-9", boot="00000000")),
+    )
     found = zerokit.prune(tmp_path)
     assert [(doomed.path, doomed.size) for doomed in found.removed] == [(killed, 4)]
     assert dict(found.left) == {
@@ -296,8 +288,8 @@ def test_leftovers_of_writers_that_are_gone(tmp_path: Path, gone: Process) -> No
     assert [doomed.path for doomed in zerokit.prune(tmp_path).removed] == [elsewhere]
 
 
-def test_what_cannot_be_removed_is_told(tmp_path: Path, gone: Process) -> None:
-    leave(tmp_path, gone)
+def test_what_cannot_be_removed_is_told(tmp_path: Path) -> None:
+    leave_work(tmp_path, ended_process())
 
     class Denied(files.System):
         def unlink(self, path: Path) -> None:
@@ -313,11 +305,12 @@ def test_what_cannot_be_removed_is_told(tmp_path: Path, gone: Process) -> None:
 # --- the command -------------------------------------------------------------------------------------------
 
 
-def test_the_command_says_what_it_does(tmp_path: Path, gone: Process) -> None:
+def test_the_command_says_what_it_does(tmp_path: Path) -> None:
+    gone = ended_process()
     run = make_run(tmp_path / "run", 1, 2, 3)
     size = decimal_size(files.measured(run / "step-00000001")[0])
-    killed = leave(run, gone, "step-00000004")
-    living = leave(run, Process.current(), "step-00000004")
+    killed = leave_work(run, gone, "step-00000004")
+    living = leave_work(run, Process.current(), "step-00000004")
     before = sorted(run.iterdir())
     would = command(tmp_path, "prune", "run", "--keep-last", "2", "--dry-run")
     assert (would.returncode, would.stderr) == (0, "")
@@ -347,51 +340,3 @@ def test_the_command_says_what_it_does(tmp_path: Path, gone: Process) -> None:
             }
         ],
     }
-
-
-def test_the_command_gives_json_and_imports_neither_torch_nor_numpy(tmp_path: Path) -> None:
-    make_run(tmp_path / "run", 1, 2)
-    code = (
-        "import sys, atexit; from zerokit.cli import main;"
-        "atexit.register(lambda: print(sorted({'torch', 'mlflow', 'numpy', 'rich'} & set(sys.modules))));"
-        "main()"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, "prune", "run", "--keep-last", "1", "--json"],
-        cwd=tmp_path,
-        env=environment(tmp_path),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    told, modules = done.stdout.rsplit("\n", 2)[:2]
-    assert modules == "[]"
-    (removed,) = json.loads(told)["removed"]
-    assert (removed["path"], removed["kind"]) == ("run/step-00000001", "step")
-    assert removed["bytes"] == json.loads(told)["bytes"] > 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        (["run", "--keep-last", "0"], 2, "Invalid value for '--keep-last'"),
-        (
-            ["run", "--keep-every", "2"],
-            2,
-            "--keep-every M needs --keep-last K: without it no step is removed",
-        ),
-        (["nowhere"], 1, "zerokit: nowhere: does not exist: give the directory of a run"),
-        (["run/latest"], 1, "zerokit: run/latest: is not a directory"),
-        (["run/step-00000001"], 1, "is a step: give the directory of a run"),
-        (["tmp", "--keep-last", "1"], 1, "zerokit: tmp: no checkpoint"),
-    ],
-)
-def test_the_command_refuses_in_plain_words(
-    tmp_path: Path, arguments: list[str], code: int, message: str
-) -> None:
-    run = make_run(tmp_path / "run", 1, 2)
-    done = command(tmp_path, "prune", *arguments)
-    assert (done.returncode, done.stdout) == (code, "")
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
-    assert list_steps(run) == [1, 2]

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +36,7 @@ def step(tmp_path: Path, content: Content) -> Path:
     return write_run(tmp_path / "run", example_layout(WORLD), content)
 
 
-@pytest.mark.parametrize("world", [1, 2, 5, 64])
+@pytest.mark.parametrize("world", [1, 5, 64])
 def test_every_array_is_read_whole_at_any_world_size(tmp_path: Path, content: Content, world: int) -> None:
     layout = example_layout(world)
     write_checkpoint(tmp_path / "step", layout, content)
@@ -59,6 +56,16 @@ def test_every_array_is_read_whole_at_any_world_size(tmp_path: Path, content: Co
             atol=0,
             equal_nan=True,
         )
+    assert set(checkpoint.common_names) == {name for name, *_ in content.common}
+    for name, dtype, shape, data in content.common:
+        assert checkpoint.common_tensor(name) == (dtype, shape, bytearray(data))
+    assert checkpoint.extra_plain() == checkpoint.extra() == content.extra
+    for rank in {0, world - 1}:
+        file = checkpoint.rank_file(rank)
+        with safe_open(checkpoint.path / file.name, "np") as stock:
+            assert set(stock.keys()) == {
+                f"{checkpoint.streams[extent.stream].kind}/{extent.parameter.name}" for extent in file.extents
+            }
 
 
 def test_an_alias_is_another_name_of_the_same_parameter(step: Path) -> None:
@@ -84,43 +91,14 @@ def test_only_the_bytes_asked_for_are_read(
     assert sum(read) == len(content.values["master", "tok.weight"])
 
 
-def test_a_run_s_latest_is_followed(step: Path) -> None:
-    assert Checkpoint(step.parent).path == step
-    assert Checkpoint(str(step.parent)).manifest == Checkpoint(step).manifest
-
-
-def test_tensors_that_are_stored_whole_are_read(step: Path, content: Content) -> None:
-    checkpoint = Checkpoint(step)
-    assert set(checkpoint.common_names) == {name for name, *_ in content.common}
-    for name, dtype, shape, data in content.common:
-        assert checkpoint.common_tensor(name) == (dtype, shape, bytearray(data))
-    assert checkpoint.extra_plain() == checkpoint.extra() == content.extra
-
-
-@pytest.mark.parametrize("rank", range(WORLD))
-def test_a_rank_s_file_opens_here_and_in_the_stock_library(step: Path, rank: int) -> None:
-    checkpoint = Checkpoint(step)
-    file = checkpoint.rank_file(rank)
-    with checkpoint.open_rank(rank) as fd:
-        assert os.pread(fd, len(file.header), 0) == file.header
-    with safe_open(step / file.name, "np") as stock:
-        assert set(stock.keys()) == {
-            f"{checkpoint.streams[extent.stream].kind}/{extent.parameter.name}" for extent in file.extents
-        }
-
-
-@pytest.mark.parametrize(
-    ("stream", "name", "message"),
-    [
+def test_what_is_not_there_is_wrong_use(step: Path) -> None:
+    for stream, name, message in (
         ("master", "nothing", "no parameter 'nothing'"),
         ("momentum", "gain", "no stream 'momentum' of 'gain', only 'master', 'exp_avg', 'exp_avg_sq'"),
-        ("param", "gain", "no stream 'param' of 'gain'"),
         ("master", "table", "no stream 'master' of 'table', only 'param'"),
-    ],
-)
-def test_what_is_not_there_is_wrong_use(step: Path, stream: str, name: str, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        Checkpoint(step).read(stream, name)
+    ):
+        with pytest.raises(UsageError, match=message):
+            Checkpoint(step).read(stream, name)
 
 
 @pytest.mark.parametrize("dtype", ELEMENT_BYTES)
@@ -140,108 +118,6 @@ def test_arrays_of_every_dtype_hold_the_exact_values(dtype: str) -> None:
             np.signbit(array) & ~np.isnan(array), np.signbit(expected.numpy()) & ~np.isnan(array)
         )
     assert np.array_equal(array, expected.numpy(), equal_nan=expected.is_floating_point())
-
-
-def everything(path: Path) -> None:
-    """Read all there is."""
-    checkpoint = Checkpoint(path)
-    for rank in range(checkpoint.world):
-        with checkpoint.open_rank(rank):
-            pass
-    for stream in checkpoint.streams:
-        for place in stream.parameters:
-            checkpoint.read(stream.kind, checkpoint.names[place])
-    for name in checkpoint.common_names:
-        checkpoint.common_tensor(name)
-    checkpoint.extra()
-
-
-def test_a_flipped_bit_at_any_sampled_place_is_found_and_its_file_named(step: Path) -> None:
-    everything(step.parent)
-    files = [*step.iterdir(), step.parent / "latest"]
-    for path in files:
-        whole = path.read_bytes()
-        for place in sorted({0, 5, 9, 11, 40, len(whole) // 2, len(whole) // 3, len(whole) - 1}):
-            if place >= len(whole):
-                continue
-            changed = bytearray(whole)
-            changed[place] ^= 1 << place % 8
-            path.write_bytes(changed)
-            if path.name == "latest":  # the step is whole: it is taken, and this is said
-                assert any("latest: " in note for note in Checkpoint(step.parent).notes), place
-                everything(step.parent)
-                continue
-            with pytest.raises(CheckpointError) as caught:
-                everything(step.parent)
-            assert path.name in str(caught.value), (path.name, place)
-        path.write_bytes(whole)
-    everything(step.parent)
-
-
-def test_a_damaged_slice_is_named(step: Path) -> None:
-    checkpoint = Checkpoint(step)
-    extent = checkpoint.rank_file(1).extents[-1]
-    path = step / checkpoint.rank_file(1).name
-    content = bytearray(path.read_bytes())
-    content[extent.offset] ^= 1
-    path.write_bytes(content)
-    kind = checkpoint.streams[extent.stream].kind
-    expected = (
-        f"{kind}/{extent.parameter.name}, elements {extent.interval.start} to {extent.interval.stop}: damaged"
-    )
-    with pytest.raises(CheckpointError, match=f"rank-00001-of-00003.safetensors: {expected}"):
-        checkpoint.read(kind, extent.parameter.name)
-
-
-def truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
-
-
-def lengthen(path: Path) -> None:
-    path.write_bytes(path.read_bytes() + b" ")
-
-
-def remove(path: Path) -> None:
-    path.unlink()
-
-
-def make_directory(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-def make_pipe(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
-@pytest.mark.parametrize("name", ["rank-00002-of-00003.safetensors", "common.safetensors", "extra.json"])
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (truncate, "truncated: .* bytes, expected"),
-        (lengthen, "too long: .* bytes, expected"),
-        (remove, "cannot be opened: No such file"),
-        (make_directory, "not a regular file"),
-        (make_pipe, "not a regular file"),
-    ],
-)
-def test_a_missing_or_wrong_file_is_named(
-    step: Path, name: str, damage: Callable[[Path], None], message: str
-) -> None:
-    damage(step / name)
-    with pytest.raises(CheckpointError, match=f"{name}: {message}"):
-        everything(step)
-
-
-def test_a_rank_s_file_of_another_step_is_told_from_a_damaged_one(step: Path, content: Content) -> None:
-    layout = example_layout(WORLD)
-    other = step.parent / "step-00000101"
-    write_checkpoint(other, layout, Content(101, *list(vars(content).values())[1:]))
-    name = "rank-00001-of-00003.safetensors"
-    (step / name).write_bytes((other / name).read_bytes())
-    with pytest.raises(CheckpointError, match=f"{name}: .* is of another checkpoint .step '101', not '100'"):
-        everything(step)
 
 
 @pytest.mark.parametrize(
@@ -321,12 +197,3 @@ def test_a_parameter_that_the_files_cannot_hold_takes_no_memory(step: Path) -> N
     with pytest.raises(CheckpointError, match=f"{file.name}: truncated: 4096 bytes, expected {file.size}"):
         Checkpoint(step).read("master", "a")
     assert [finding.problem for finding in verify(step).findings][-1] == "beyond the end of the file"
-
-
-def test_reading_loads_no_torch(step: Path) -> None:
-    code = (
-        "import sys; from zerokit.checkpoint.reader import Checkpoint; c = Checkpoint(sys.argv[1]);"
-        "c.rank_file(0); assert 'numpy' not in sys.modules; c.read('master', 'gain'); c.extra();"
-        "sys.exit(bool({'torch', 'mlflow', 'safetensors'} & set(sys.modules)))"
-    )
-    subprocess.run([sys.executable, "-c", code, step], cwd=ROOT, check=True)

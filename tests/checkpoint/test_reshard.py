@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import zerokit
 from tests.cli.commands import environment
-from tests.cli.commands import zerokit as command
+from tests.cli.inside import zerokit_inside as command
 from tests.support.checkpoints import (
     Content,
     example_content,
@@ -24,16 +24,13 @@ from tests.support.checkpoints import (
     write_checkpoint,
     write_run,
 )
+from tests.support.crashes import read_tree
 from zerokit.checkpoint import copying
 from zerokit.cli.text import decimal_size
-from zerokit.errors import CheckpointError, UsageError
+from zerokit.errors import CheckpointError
 from zerokit.layout import Layout, Parameter, Segment, build_layout
 
-WORLDS = (1, 2, 3, 4, 5, 8, 16, 17)
-
-
-def contents(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in directory.iterdir()}
+WORLDS = (1, 2, 3, 8, 17)
 
 
 @pytest.fixture(scope="module")
@@ -61,11 +58,11 @@ def test_every_world_to_every_world(tmp_path: Path, content: Content) -> None:
     """Each equals what is written plainly; so there and back again returns the same bytes."""
     for world in WORLDS:
         write_checkpoint(tmp_path / f"{world}", example_layout(world), content)
-    written = {world: contents(tmp_path / f"{world}") for world in WORLDS}
+    written = {world: read_tree(tmp_path / f"{world}") for world in WORLDS}
     for old in WORLDS:
         for new in WORLDS:
             output = zerokit.reshard(tmp_path / f"{old}", new, tmp_path / "out", jobs=1 + (old + new) % 2)
-            assert contents(output) == written[new], f"{old} to {new}"
+            assert read_tree(output) == written[new], f"{old} to {new}"
             shutil.rmtree(output)
 
 
@@ -100,7 +97,7 @@ def layouts(draw: st.DrawFn) -> Layout:
     )
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(layout=layouts(), world=st.integers(1, 64), buffer=st.sampled_from([16, 1000, 1 << 20]))
 def test_generated_models(
     tmp_path_factory: pytest.TempPathFactory, layout: Layout, world: int, buffer: int
@@ -112,39 +109,12 @@ def test_generated_models(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(copying, "BUFFER_BYTES", buffer)
         patch.setattr(os, "fsync", lambda fd: None)
-        found = contents(zerokit.reshard(folder / "old", world, folder / "out"))
-    assert found == contents(folder / "new")
+        found = read_tree(zerokit.reshard(folder / "old", world, folder / "out"))
+    assert found == read_tree(folder / "new")
     shutil.rmtree(folder)
 
 
 # --- damage ------------------------------------------------------------------------------------------------
-
-
-@settings(max_examples=150)
-@given(data=st.data())
-def test_a_flipped_bit_anywhere_is_an_error_and_leaves_nothing(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
-    folder = tmp_path_factory.getbasetemp() / "flipped"
-    if not folder.exists():
-        write_run(folder / "run", example_layout(2), example_content(example_layout(1)))
-    # A damaged `latest` is passed over: the step is whole.
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != "latest")
-    path = data.draw(st.sampled_from(files))
-    whole = path.read_bytes()
-    place = data.draw(st.integers(0, len(whole) - 1))
-    damaged = bytearray(whole)
-    damaged[place] ^= 1 << data.draw(st.integers(0, 7))
-    path.write_bytes(damaged)
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(os, "fsync", lambda fd: None)
-            with pytest.raises(CheckpointError) as caught:
-                zerokit.reshard(folder / "run", 3, folder / "out")
-        assert path.name in str(caught.value)
-    finally:
-        path.write_bytes(whole)
-    assert sorted(entry.name for entry in folder.iterdir()) == ["run"]
 
 
 def test_a_bad_slice_is_named(step: Path) -> None:
@@ -159,29 +129,6 @@ def test_a_bad_slice_is_named(step: Path) -> None:
     assert [entry.name for entry in step.parent.iterdir() if "to-2" in entry.name] == []
 
 
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (lambda path: path.unlink(), "rank-00000-of-00003.safetensors: cannot be opened: No such file"),
-        (lambda path: os.truncate(path, path.stat().st_size - 1), "truncated"),
-        (lambda path: path.write_bytes(path.read_bytes() + b"x"), "too long"),
-        (lambda path: (path.unlink(), path.mkdir()), "not a regular file"),
-    ],
-)
-def test_a_missing_or_cut_file(step: Path, spoil: object, message: str) -> None:
-    spoil(step / "rank-00000-of-00003.safetensors")  # type: ignore[operator]
-    with pytest.raises(CheckpointError, match=message):
-        zerokit.reshard(step, 2)
-    assert sorted(entry.name for entry in step.parent.iterdir()) == ["latest", step.name]
-
-
-def test_a_file_of_another_step(tmp_path: Path, step: Path, content: Content) -> None:
-    write_checkpoint(tmp_path / "other", example_layout(3), example_content(example_layout(1), step=101))
-    shutil.copy(tmp_path / "other" / "rank-00002-of-00003.safetensors", step)
-    with pytest.raises(CheckpointError, match=r"rank-00002-of-00003.safetensors: .*step '101', not '100'"):
-        zerokit.reshard(step, 2)
-
-
 # --- where it goes -----------------------------------------------------------------------------------------
 
 
@@ -193,15 +140,15 @@ def test_output_beside_the_source_and_never_over_what_exists(
     assert output == step.parent / "step-00000100.to-2"
     with pytest.raises(CheckpointError, match="exists: choose another output, or --force"):
         zerokit.reshard(step, 2)
-    before = contents(output)
+    before = read_tree(output)
     zerokit.reshard(step, 2, force=True)
-    assert contents(output) == before
+    assert read_tree(output) == before
     (output / "stray").touch()
     with pytest.raises(CheckpointError, match="holds the file 'stray', which zerokit has not written there"):
         zerokit.reshard(step, 2, force=True)
     (output / "stray").unlink()
-    assert contents(output) == before
-    assert contents(zerokit.reshard(output, 3, step.parent / "back")) == contents(step)
+    assert read_tree(output) == before
+    assert read_tree(zerokit.reshard(output, 3, step.parent / "back")) == read_tree(step)
 
 
 @pytest.mark.parametrize(
@@ -214,10 +161,10 @@ def test_output_beside_the_source_and_never_over_what_exists(
     ],
 )
 def test_impossible_outputs(tmp_path: Path, step: Path, output: str, message: str) -> None:
-    before = contents(step)
+    before = read_tree(step)
     with pytest.raises(CheckpointError, match=message):
         zerokit.reshard(step, 2, tmp_path / output, force=True)
-    assert contents(step) == before
+    assert read_tree(step) == before
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["run"]
 
 
@@ -226,7 +173,7 @@ def test_of_a_run_it_makes_a_run(tmp_path: Path, step: Path, content: Content) -
     wanted = write_run(tmp_path / "wanted", example_layout(2), content)
     found = zerokit.reshard(tmp_path / "run", 2, tmp_path / "out")
     assert found == tmp_path / "out" / "step-00000100"
-    assert contents(found) == contents(wanted)
+    assert read_tree(found) == read_tree(wanted)
     assert (tmp_path / "out" / "latest").read_bytes() == (tmp_path / "wanted" / "latest").read_bytes()
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["latest", "step-00000100"]
     assert zerokit.verify(tmp_path / "out").intact
@@ -253,72 +200,25 @@ def test_force_replaces_a_run_of_one_step_and_no_other(tmp_path: Path, step: Pat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["of a step", "out", "run"]
 
 
-@pytest.mark.parametrize("world", [0, -1, 2**20 + 1])
-def test_impossible_worlds(step: Path, world: int) -> None:
-    with pytest.raises(UsageError, match=f"world={world}: expected an integer from 1 to 1048576"):
-        zerokit.reshard(step, world)
-
-
 # --- the command -------------------------------------------------------------------------------------------
 
 
-def test_the_command_imports_neither_torch_nor_numpy(tmp_path: Path, step: Path) -> None:
-    code = (
-        "import sys, atexit; from zerokit.cli import main;"
-        "atexit.register(lambda: print(sorted({'torch', 'mlflow', 'numpy', 'rich'} & set(sys.modules))));"
-        "main()"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, "reshard", str(step.parent), "--to", "4"],
-        env=environment(tmp_path),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout == f"{step.parent}.to-4\n[]\n"
-    output = Path(f"{step.parent}.to-4") / step.name
-    size = decimal_size(sum(map(len, contents(output).values())))
-    assert done.stderr == (
-        f"{output.parent}: step 100 of 3 ranks cut for 4, {size}, proven and synced; zerokit.load and bench "
-        "--resume read any number of ranks, without it\n"
-    )
-
-
-def test_the_command_writes_json(tmp_path: Path, step: Path) -> None:
+def test_the_command_says_what_it_wrote(tmp_path: Path, step: Path) -> None:
     done = command(tmp_path, "reshard", "run", "--to", "2", "-o", "out", "--jobs", "1", "--json")
     assert done.returncode == 0
     assert json.loads(done.stdout) == {
         "output": "out",
         "world": 2,
         "step": "out/step-00000100",
-        "files": {"latest": 23}
-        | {
-            f"step-00000100/{name}": len(content)
-            for name, content in contents(tmp_path / "out" / "step-00000100").items()
-        },
+        "files": {name: len(content) for name, content in read_tree(tmp_path / "out").items() if content},
     }
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        (["run", "--to", "0"], 2, "Invalid value for '--to': 0 is not in the range x>=1."),
-        (["run"], 2, "Missing option '--to'"),
-        (["run", "--to", "2", "--jobs", "0"], 2, "Invalid value for '--jobs'"),
-        (["run", "--to", "9999999"], 2, "expected an integer from 1 to 1048576"),
-        (["nowhere", "--to", "2"], 1, "zerokit: nowhere: does not exist"),
-        (["tmp", "--to", "2"], 1, "zerokit: tmp: no checkpoint"),
-        (["run", "--to", "2", "-o", "run"], 1, "the output contains its source"),
-        (["run", "--to", "2", "-o", "tmp"], 1, "zerokit: tmp: exists"),
-    ],
-)
-def test_the_command_refuses_in_plain_words(
-    tmp_path: Path, step: Path, arguments: list[str], code: int, message: str
-) -> None:
-    done = command(tmp_path, "reshard", *arguments)
-    assert (done.returncode, done.stdout) == (code, "")
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
+    size = decimal_size(sum(len(content or b"") for content in read_tree(tmp_path / "out").values()) - 23)
+    done = command(tmp_path, "reshard", "run", "--to", "2")
+    assert done.stdout == f"{tmp_path}/run.to-2\n"
+    assert done.stderr == (
+        f"{tmp_path}/run.to-2: step 100 of 3 ranks cut for 2, {size}, proven and synced; zerokit.load and bench "
+        "--resume read any number of ranks, without it\n"
+    )
 
 
 def test_a_full_disk_leaves_nothing(tmp_path: Path, step: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli.commands import zerokit
+from tests.cli.inside import zerokit_inside as zerokit
 from tests.support.checkpoints import (
     example_content,
     example_extra,
@@ -32,10 +32,7 @@ def nested(depth: int) -> Any:
 
 
 GOOD: dict[str, dict[str, Any]] = {
-    "as it is": {},
     "a scaler": {"scaler": SCALER},
-    "an encoded group": {"groups": [{"$": "dict", "items": [["$", 1]]}, {"lr": 1}]},
-    "more groups than are needed": {"groups": [{}, {}, {}]},
     "values": {"values": {"rule": {"gain": "x", "tok.weight": {"$": "tuple", "items": []}}}},
     "another member": {"more": nested(150)},
     "the largest seed": {"rng": RNG | {"seed": 2**64 - 1}},
@@ -43,11 +40,8 @@ GOOD: dict[str, dict[str, Any]] = {
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a fractional step": ({"step": 100.0}, "'step' is '100.0', expected int"),
-    "a true step": ({"step": True}, "'step' is 'True', expected int"),
     "another step": ({"step": 99}, "'step' is 99, but the manifest's is 100"),
-    "groups of another kind": ({"groups": {}}, "'groups' is '{}', expected list"),
     "a group too few": ({"groups": [{}]}, "'groups' has 1 elements, expected one for each of 2 groups"),
-    "a group that is a list": ({"groups": [{}, []]}, r"'groups'\[1\] is '\[\]', expected dict"),
     "a group that is a tuple": (
         {"groups": [{}, {"$": "tuple", "items": []}]},
         r"'groups'\[1\] is .*, expected a mapping",
@@ -60,37 +54,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"groups": [{}, {"lr": 0.1, "params": []}]},
         r"'groups'\[1\] has the member 'params', which belongs to the running program",
     ),
-    "a group's parameters, hidden": (
-        {"groups": [{"$": "dict", "items": [["params", []]]}, {}]},
-        r"'groups'\[0\] has the member 'params'",
-    ),
     "a group's names": ({"groups": [{"param_names": []}, {}]}, "has the member 'param_names'"),
-    "values of another kind": ({"values": []}, r"'values' is '\[\]', expected dict"),
-    "values of one kind of another": ({"values": {"rule": 1}}, r"'values'\['rule'\] is '1', expected dict"),
     "a stranger's value": ({"values": {"rule": {"x": 1}}}, "is of 'x', which is no parameter"),
     "a value where there is a stream": (
         {"values": {"exp_avg": {"tok.weight": 1}}},
         r"'values'\['exp_avg'\] is of parameter 0, of which there are tensors",
     ),
-    "a value where there are scalars": (
-        {"values": {"step": {"tok.weight": 1}}},
-        r"'values'\['step'\] is of parameter 0, of which there are tensors",
-    ),
-    "a scaler of another kind": ({"scaler": 1.0}, "'scaler' is '1.0', expected dict"),
     "a scaler without a value": ({"scaler": {"good_steps": 1}}, "'scaler': 'value' is missing"),
-    "a scaler that is a number": ({"scaler": SCALER | {"value": 2.0}}, "'value' is '2.0', expected str"),
-    "a scaler of no number": ({"scaler": SCALER | {"value": "much"}}, "'value' is 'much', expected a hexa"),
     "a negative scaler": ({"scaler": SCALER | {"value": "-0x1p+1"}}, "expected a hexadecimal number over 0"),
-    "an endless scaler": ({"scaler": SCALER | {"value": "0x1p+99999"}}, "expected a hexadecimal number"),
-    "a scaler without steps": ({"scaler": {"value": "0x1p+1"}}, "'scaler': 'good_steps' is missing"),
-    "a scaler's steps": ({"scaler": SCALER | {"good_steps": "3"}}, "'good_steps' is '3', expected int"),
-    "generators of another kind": ({"rng": [1]}, r"'rng' is '\[1\]', expected dict"),
-    "no world": ({"rng": {"seed": 0, "step": 1}}, "'rng': 'world' is missing"),
-    "a world of text": ({"rng": RNG | {"world": "1"}}, "'rng': 'world' is '1', expected int"),
     "no ranks": ({"rng": RNG | {"world": 0}}, "'rng': 'world' is 0, expected 1 to"),
-    "a seed of another kind": ({"rng": RNG | {"seed": None}}, "'rng': 'seed' is 'None', expected int"),
     "a seed that is too large": ({"rng": RNG | {"seed": 2**64}}, "'rng': 'seed' is 18446744073709551616"),
-    "a step before the first": ({"rng": RNG | {"step": -1}}, "'rng': 'step' is -1"),
     "too deep": ({"user": nested(250)}, "values are nested more than 64 deep"),
 }
 
@@ -121,19 +94,15 @@ def test_a_member_of_another_kind_is_refused_by_name(tmp_path: Path, case: str) 
     assert finding.file == "extra.json"
 
 
-@pytest.mark.parametrize("name", ["step", "user", "groups", "values", "scaler", "rng"])
-def test_a_missing_member_is_refused_by_name(tmp_path: Path, name: str) -> None:
-    extra = {key: value for key, value in example_extra().items() if key != name}
-    with pytest.raises(CheckpointError, match=f"extra.json: not valid: '{name}' is missing"):
-        Checkpoint(write(tmp_path / "step", extra)).extra()
-
-
-def test_beside_weights_only_two_members_matter(tmp_path: Path) -> None:
+def test_a_missing_member_is_refused_by_name(tmp_path: Path) -> None:
+    """Beside weights only two members matter."""
     assert verify(write(tmp_path / "a", {"step": 100, "user": 1, "rng": 7}, weights_only=True)).intact
-    for name in ("step", "user"):
-        extra = {key: value for key, value in {"step": 100, "user": 1}.items() if key != name}
-        with pytest.raises(CheckpointError, match=f"'{name}' is missing"):
-            Checkpoint(write(tmp_path / name, extra, weights_only=True)).extra_plain()
+    for name in example_extra():
+        extra = {key: value for key, value in example_extra().items() if key != name}
+        for weights_only in (False, True) if name in ("step", "user") else (False,):
+            step = write(tmp_path / f"{name}-{weights_only}", extra, weights_only=weights_only)
+            with pytest.raises(CheckpointError, match=f"extra.json: not valid: '{name}' is missing"):
+                Checkpoint(step).extra_plain()
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from typing import Any
 from zerokit.checkpoint.extents import ELEMENT_BYTES, SAFETENSORS_NAMES, Stream, encode_header, rank_file
 from zerokit.checkpoint.manifest import COMMON_NAME, EXTRA_NAME, NAME, WEIGHT_KINDS, File, Manifest, Scalars
 from zerokit.layout import Layout, Parameter, Segment, build_layout
+from zerokit.process import Process
 
 
 @dataclass(frozen=True)
@@ -191,3 +193,27 @@ def write_run(run: Path, layout: Layout, content: Content) -> Path:
     manifest = write_checkpoint(step, layout, content).to_bytes()
     (run / "latest").write_text(f"{step.name} {manifest[10:18].decode()}\n")
     return step
+
+
+def flip(path: Path, place: int, bits: int = 1) -> bytes:
+    """Change one byte of a file; returns what was there."""
+    whole = path.read_bytes()
+    changed = bytearray(whole)
+    changed[place] ^= bits
+    path.write_bytes(changed)
+    return whole
+
+
+def ended_process() -> Process:
+    """A process that has been."""
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    return replace(Process.current(), pid=ended.pid)
+
+
+def leave_work(folder: Path, writer: Process | None, target: str = "out") -> Path:
+    """What a killed writer leaves beside its target; None: one of a version that did not write its name."""
+    path = folder / f".{target}.tmp-{'0123456789ab' if writer is None else f'{writer}.abcdef'}"
+    path.mkdir()
+    (path / "file").write_text("half")
+    return path

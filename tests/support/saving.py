@@ -1,0 +1,84 @@
+"""A small training that is saved, and what is asked of its run afterwards."""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zerokit
+from zerokit import files
+from zerokit.checkpoint.run import find_step
+
+
+def small_optimizer(width: int = 12, *, timeout: float | None = None) -> zerokit.ZeroOptimizer:
+    """One that has trained a step."""
+    optimizer = zerokit.ZeroOptimizer(
+        nn.Linear(20, width),
+        torch.optim.AdamW,
+        stage=2,
+        precision="fp32",
+        timeout=None if timeout is None else datetime.timedelta(seconds=timeout),
+        lr=0.1,
+    )
+    train(optimizer)
+    return optimizer
+
+
+def train(optimizer: zerokit.ZeroOptimizer) -> None:
+    optimizer.backward(optimizer.parts.model(torch.ones(2, 20)).square().sum())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def newest_step(run: Path) -> tuple[int, int] | None:
+    """The step that a load would take, and its manifest's checksum; all of it is proven."""
+    try:
+        found = find_step(run)
+    except zerokit.CheckpointError as error:
+        if "no checkpoint" in str(error) or "does not exist" in str(error):
+            return None
+        raise
+    report = zerokit.verify(run)
+    assert report.intact, report
+    assert report.path == found.path
+    assert found.manifest is not None
+    return found.manifest[0].step, found.manifest[1]
+
+
+def in_turn(works: Sequence[Callable[[str], Any]], folder: str, *, apart: bool = True) -> list[Any]:
+    """Each work of this rank, `apart` in a folder of its own; an error says in which it happened.
+
+    Optimizers end between the works: the end of one that has made a step waits for the other ranks.
+    """
+    found = []
+    gc.disable()
+    for work in works:
+        try:
+            found.append(work(f"{folder}/{work.__name__}" if apart else folder))
+            dist.barrier()
+            gc.collect()
+            dist.barrier()
+        except BaseException as error:
+            error.add_note(f"in {work.__name__}")
+            raise
+    return found
+
+
+class Held(files.System):
+    """A disk that takes nothing before `open` is set."""
+
+    def __init__(self) -> None:
+        self.open, self.asked = threading.Event(), threading.Event()
+
+    def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self.asked.set()
+        self.open.wait()
+        return super().write(fd, buffers, offset)
