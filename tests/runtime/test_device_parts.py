@@ -342,7 +342,7 @@ def test_the_first_unfinished_work_is_named(cuda: FakeCuda) -> None:
     works = [side.launch(streams.Operation(name, cuda.work(name))) for name in ("first", "second", "third")]
     assert side.unfinished() == "first"
     events = [work.event for work in works if isinstance(work, streams.CudaEvent)]
-    events[0].happened = True
+    events[0].happened = True  # type: ignore[attr-defined]
     assert side.unfinished() == "second"
     side.launch(streams.Operation("fourth", cuda.work("fourth")))
     assert len(side._launched) == 3, "what has ended is forgotten"

@@ -150,12 +150,12 @@ def _gather(mine: T) -> list[T]:
 
 def _route(group: dist.ProcessGroup, on_node: int) -> str | None:
     """How this rank reads its neighbours' tensors, as zerokit's own collectives would."""
-    from zerokit.runtime.collectives.node import meet
+    import torch
 
-    neighbours = meet(group, units=1)
-    if on_node < 2:
-        return None
-    return "sockets" if neighbours is None else "memory"
+    from zerokit.runtime.collectives import make_collectives
+
+    route = make_collectives(group, torch.device("cpu"), None, units=1).route
+    return None if on_node < 2 else route.partition(" and ")[0]
 
 
 def _look_up_others(everyone: list[RankFacts], seat: Seat) -> Lookups:

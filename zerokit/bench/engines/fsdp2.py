@@ -95,9 +95,8 @@ def initialise(model: nn.Module, init_fn: Callable[[nn.Module], None], device: t
             for name, shard in shards.items():
                 assert isinstance(shard, DTensor)
                 whole = wholes[name].detach()
-                replica = DTensor.from_local(
-                    whole, shard.device_mesh, [Replicate()] * shard.device_mesh.ndim, run_check=False
-                )
-                shard.copy_(replica.redistribute(shard.device_mesh, shard.placements))
+                mesh = shard.device_mesh
+                replica = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+                shard.copy_(replica.redistribute(mesh, shard.placements))
         finally:
             module._parameters.update(shards)
