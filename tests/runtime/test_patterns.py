@@ -58,6 +58,20 @@ def test_patterns(batch: str) -> None:
     assert not found, "\n\n".join(found)
 
 
+ON_MESH = [
+    (pattern.key, setting)
+    for number, pattern in enumerate(PATTERNS.values())
+    if number % 6 == 0 and pattern.key not in BROKEN and (setting := pattern.on_mesh()) is not None
+]
+"""Each sixth; `python -m tests.runtime.patterns --mesh` tries all."""
+
+
+@pytest.mark.parametrize("start", range(0, len(ON_MESH), BATCH))
+def test_patterns_on_two_axes(start: int) -> None:
+    found = complaints(try_out(ON_MESH[start : start + BATCH]))
+    assert not found, "\n\n".join(found)
+
+
 def test_the_table_is_current() -> None:
     assert PATH.read_text() == render(), "run python -m tests.runtime.patterns --write"
 

@@ -39,7 +39,7 @@ CHECKPOINT_NAME = "zerokit"
 """The directory of zerokit's checkpoint inside the one that `save_state` writes."""
 
 ZERO_OPTIONS = frozenset(
-    {"units", "bucket_mb", "prefetch", "process_group", "timeout", "init_fn", "loss_scale"}
+    {"units", "bucket_mb", "prefetch", "mesh", "process_group", "timeout", "init_fn", "loss_scale"}
 )
 """What `zero_options` may hold; the other arguments of `ZeroOptimizer` are given elsewhere."""
 

@@ -63,7 +63,7 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
     Args:
         stage: what is divided over ranks: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters.
         precision: "fp32", "bf16", "fp16" or a `Precision`; by default that of `Trainer(precision=…)`.
-        units, bucket_mb, prefetch, init_fn, loss_scale: as for `ZeroOptimizer`.
+        units, bucket_mb, prefetch, mesh, init_fn, loss_scale: as for `ZeroOptimizer`.
         timeout: of collectives; by default torch's.
         **options: of Lightning's `DDPStrategy`: accelerator, cluster_environment, process_group_backend, start_method.
 
@@ -81,6 +81,7 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
         units: UnitRule | None = None,
         bucket_mb: float | None = None,
         prefetch: int = 1,
+        mesh: tuple[int, int] | None = None,
         init_fn: Callable[[nn.Module], None] | None = None,
         loss_scale: LossScale | None = None,
         timeout: datetime.timedelta | None = None,
@@ -90,7 +91,7 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
         if unknown:
             raise UsageError(
                 f"ZeroStrategy has no option {', '.join(sorted(unknown))}: expected stage, precision, units, "
-                f"bucket_mb, prefetch, init_fn, loss_scale, timeout, {', '.join(sorted(_OPTIONS))}"
+                f"bucket_mb, prefetch, mesh, init_fn, loss_scale, timeout, {', '.join(sorted(_OPTIONS))}"
             )
         self._chosen = None if precision is None else Precision.of(precision)
         self._settings: dict[str, Any] = {
@@ -98,6 +99,7 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
             "units": units,
             "bucket_mb": bucket_mb,
             "prefetch": prefetch,
+            "mesh": mesh,
             "init_fn": init_fn,
             "loss_scale": loss_scale,
         }

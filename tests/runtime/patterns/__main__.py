@@ -18,6 +18,7 @@ def main() -> None:
     parser.add_argument(
         "--full", action="store_true", help="all stages, buckets and optimizers in all products"
     )
+    parser.add_argument("--mesh", action="store_true", help="two by two ranks, with pairs of stages by turns")
     parser.add_argument("--traces", action="store_true", help="show tracebacks")
     parser.add_argument("--timeout", type=float, default=4.0, help="of collectives, in seconds")
     arguments = parser.parse_args()
@@ -27,7 +28,11 @@ def main() -> None:
     for key, pattern in PATTERNS.items():
         if arguments.keys and not key.startswith(tuple(arguments.keys)):
             continue
-        tried = try_out(jobs_of(key, full=arguments.full), timeout=arguments.timeout)
+        jobs = jobs_of(key, full=arguments.full)
+        if arguments.mesh:
+            setting = pattern.on_mesh()
+            jobs = [] if setting is None else [(key, setting)]
+        tried = try_out(jobs, timeout=arguments.timeout)
         found = complaints(tried)
         print(f"{key}: {'as declared' if not found else 'not as declared'}", flush=True)
         for line in found if arguments.traces else _in_short(pattern, tried):

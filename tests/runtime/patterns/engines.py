@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerokit
-from zerokit.placement import stage_of
 
 STEPS = 3
 """The first records the order of units, the second one is the first to know it."""
@@ -38,9 +37,12 @@ class Setting:
     stage: int
     bucket_mb: float | None = SMALL
     optimizer: str = "sgd"
+    outer: int | None = None
+    """The stage of the outer axis, on a mesh of two by two ranks; None on one axis."""
 
     def __str__(self) -> str:
-        return f"stage {self.stage}, {'default' if self.bucket_mb is None else 'small'} buckets, {self.optimizer}"
+        stage = self.stage if self.outer is None else (self.outer, self.stage)
+        return f"stage {stage}, {'default' if self.bucket_mb is None else 'small'} buckets, {self.optimizer}"
 
 
 @dataclass
@@ -284,8 +286,14 @@ class Zero(Engine):
             options.setdefault("bucket_mb", self.setting.bucket_mb)
         options = {"precision": "fp32", **defaults, **options}
         self.optimizer = zerokit.ZeroOptimizer(
-            self.model, cls, stage=stage_of(self.setting.stage), params=params, **options
+            self.model, cls, stage=self._stage(options), params=params, **options
         )
+
+    def _stage(self, options: dict[str, Any]) -> Any:
+        if self.setting.outer is None:
+            return self.setting.stage
+        options["mesh"] = (2, 2)
+        return self.setting.outer, self.setting.stage
 
     def backward(self, loss: Tensor) -> None:
         self.optimizer.backward(loss)

@@ -99,6 +99,14 @@ class Pattern:
         settings = [Setting(stage, mb, optimizer) for stage, mb in enumerate((SMALL, *buckets, SMALL))]
         return settings if self.short or turn % 2 else [*settings, Setting(3, None, optimizer)]
 
+    def on_mesh(self) -> Setting | None:
+        """One pair of stages on a mesh of two by two ranks, by turns; None for what wants ranks of its own kind."""
+        if self.world != 2 or self.apart or "process_group" in self.options:
+            return None
+        turn = crc32(self.key.encode())
+        outer, inner = ((0, 3), (1, 3), (2, 2), (3, 3))[turn % 4]
+        return Setting(inner, SMALL, ("adamw", "sgd")[turn // 4 % 2], outer)
+
     def accepts(self, setting: Setting, verdicts: list[Verdict]) -> bool:
         """Whether what became of all ranks is as declared."""
         right = all(verdict.kind == "right" for verdict in verdicts)

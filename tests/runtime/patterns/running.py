@@ -61,7 +61,7 @@ def _reference(pattern: Pattern, setting: Setting) -> tuple[list[float], list[di
         if pattern.reference == "plain":
             journal = _train(pattern, setting, Plain)
         else:
-            journal = _train(pattern, dataclasses.replace(setting, stage=0), Zero)
+            journal = _train(pattern, dataclasses.replace(setting, stage=0, outer=None), Zero)
         assert journal.numbers, f"{pattern.key} records nothing"
     except Exception as error:
         raise BrokenPattern(f"{pattern.key}: the reference fails: {error!r}") from error
@@ -140,7 +140,7 @@ def try_out(jobs: list[Job], *, timeout: float = math.inf) -> Tried:
         pattern = PATTERNS[pending[0][0]]
         count = 1 if one_by_one else _together(pending)
         outcomes = run_ranks_expecting_errors(
-            pattern.world,
+            pattern.world if pending[0][1].outer is None else 4,
             run_jobs,
             pending[:count],
             timeout=min(timeout, pattern.timeout),
@@ -167,7 +167,8 @@ def _together(jobs: list[Job]) -> int:
     for count, (key, setting) in enumerate(jobs):
         pattern = PATTERNS[key]
         alone = pattern.apart and setting.stage in pattern.refused
-        if (pattern.world, pattern.timeout) != (first.world, first.timeout) or (alone and count):
+        other = (pattern.world, pattern.timeout, setting.outer is None)
+        if other != (first.world, first.timeout, jobs[0][1].outer is None) or (alone and count):
             return count
         if alone:
             return 1
