@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import itertools
 import os
 import shutil
@@ -23,7 +22,7 @@ import zerokit
 from tests.cli.commands import environment
 from tests.cli.inside import zerokit_inside as command
 from tests.support.checkpoints import example_content, example_layout, write_checkpoint, write_run
-from tests.support.crashes import Failing, Observed, Unsynced, killed_at, read_tree
+from tests.support.crashes import Observed, Unsynced, killed_at, read_tree
 from zerokit import files
 from zerokit.checkpoint import journal
 from zerokit.checkpoint.checksum import Piece
@@ -316,18 +315,6 @@ def test_the_command_goes_on(tmp_path: Path, run: Path) -> None:
     assert read_tree(out) == read_tree(reshard(run, tmp_path / "wanted").parent)
 
 
-def test_the_command_names_what_it_does_not_go_on_with(tmp_path: Path, run: Path) -> None:
-    shutil.copytree(run.parent, tmp_path / "s")
-    source = tmp_path / "s" / "run"
-    left, _ = interrupt(consolidate, source, tmp_path / "d" / "out", whole=2)
-    done = command(tmp_path, "consolidate", "s/run", "-o", "d/out")
-    assert (done.returncode, done.stdout) == (0, "d/out\n")
-    assert done.stderr.startswith(f"zerokit: {left}: an interrupted conversion to out, ")
-    assert "max_shard_size 6000, not 5000000000" in done.stderr
-    assert done.stderr.count("\n") == 2  # and what was written
-    assert [path.name for path in (tmp_path / "d").iterdir()] == ["out"]
-
-
 @pytest.mark.parametrize(("number", "resumed"), [(signal.SIGTERM, True), (signal.SIGINT, False)])
 def test_a_signal_removes_the_work_but_not_what_was_taken_over(
     tmp_path: Path, run: Path, number: signal.Signals, resumed: bool
@@ -357,16 +344,3 @@ def test_a_signal_removes_the_work_but_not_what_was_taken_over(
     assert list(out.parent.iterdir()) == kept
     for left in kept:
         assert len((journal.finished(left) or pytest.fail("nothing is kept")).files) >= 2
-
-
-def test_a_full_disk_keeps_what_was_taken_over(tmp_path: Path, run: Path) -> None:
-    out = tmp_path / "d" / "out"
-    left, found = interrupt(reshard, run, out, whole=2)
-    with files.replaced(Failing(8, errno.ENOSPC)), pytest.raises(CheckpointError, match="No space left"):
-        reshard(run, out, resume=True)
-    kept = journal.finished(left)
-    assert kept is not None
-    assert found.files.items() <= kept.files.items()
-    reshard(run, out, resume=True)
-    assert read_tree(out) == read_tree(reshard(run, tmp_path / "wanted").parent)
-    assert [path.name for path in out.parent.iterdir()] == ["out"]

@@ -178,10 +178,7 @@ def _as_ordinary_user() -> Iterator[None]:
 def test_a_directory_of_others_is_refused() -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o555)
-        with (
-            _as_ordinary_user(),
-            pytest.raises(zerokit.CheckpointError, match="check its permissions"),
-        ):
+        with _as_ordinary_user(), pytest.raises(zerokit.CheckpointError, match="check its permissions"):
             zerokit.check_run(Path(folder, "run"))
         os.chmod(folder, 0o700)
 

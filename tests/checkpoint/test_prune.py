@@ -334,9 +334,6 @@ def test_the_command_says_what_it_does(tmp_path: Path) -> None:
         "bytes": 0,
         "removed": [],
         "left": [
-            {
-                "path": f"run/{living.name}",
-                "reason": f"process {os.getpid()} on {gone.host} is writing it",
-            }
+            {"path": f"run/{living.name}", "reason": f"process {os.getpid()} on {gone.host} is writing it"}
         ],
     }
