@@ -81,9 +81,6 @@ def interrupt(convert: Convert, source: Path, output: Path, *, whole: int) -> tu
     return left.path, found
 
 
-# --- killed anywhere ---------------------------------------------------------------------------------------
-
-
 class Created(Observed):
     """Notes which files are made."""
 
@@ -129,9 +126,6 @@ def test_progress_goes_on_where_it_was(tmp_path: Path, run: Path) -> None:
     reshard(run, tmp_path / "d" / "out", resume=True, progress=lambda *amounts: told.append(amounts))
     assert told[0][0] >= sum(piece.size for piece in found.pieces.values()) > 0
     assert told[-1][0] == told[-1][1]
-
-
-# --- what is not gone on with ------------------------------------------------------------------------------
 
 
 def test_without_resume_it_is_named_and_goes_with_the_next_success(tmp_path: Path, run: Path) -> None:
@@ -227,9 +221,6 @@ def test_a_writer_that_may_live_keeps_its_work(tmp_path: Path, run: Path, elsewh
     assert zerokit.verify(out).intact
 
 
-# --- damage ------------------------------------------------------------------------------------------------
-
-
 @settings(max_examples=20)
 @given(data=st.data())
 @pytest.mark.parametrize("convert", [reshard, consolidate])
@@ -293,9 +284,6 @@ def test_a_source_that_is_damaged_meanwhile(tmp_path: Path, run: Path) -> None:
             assert list(out.parent.iterdir()) == []
             content[-1] ^= 1
             path.write_bytes(content)
-
-
-# --- the commands ------------------------------------------------------------------------------------------
 
 
 def test_the_command_goes_on(tmp_path: Path, run: Path) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -16,7 +15,7 @@ import zerokit
 from tests.support.checkpoints import example_content, example_layout, write_run
 from tests.support.crashes import CALLS, SPACE, Failing, Unsynced, read_tree
 from tests.support.distributed import run_ranks
-from tests.support.saving import newest_step, small_optimizer, train
+from tests.support.saving import How, newest_step, small_optimizer, train
 from zerokit import files
 from zerokit.checkpoint.save import save
 from zerokit.checkpoint.staging import finish_replacement, leftovers
@@ -35,28 +34,8 @@ FAULTS = {
 }
 
 
-@dataclass(frozen=True)
-class How:
-    """What is saved over and over again."""
-
-    overwrite: bool = False
-    exchanges: bool = True
-    blocking: bool = True
-    keep_last: int | None = None
-    anew: bool = False
-    """Each time into a directory that is not there yet."""
-
-    def save(self, run: Path, optimizer: zerokit.ZeroOptimizer, step: int) -> None:
-        keep_last, overwrite = self.keep_last, self.overwrite
-        done: Any = save(  # type: ignore[call-overload]
-            run, optimizer, step=step, overwrite=overwrite, keep_last=keep_last, blocking=self.blocking
-        )
-        if not self.blocking:
-            done.wait()
-
-
 HOWS = {
-    "first": How(anew=True),
+    "first": How(),
     "background": How(blocking=False),
     "overwrite, by renames": How(overwrite=True, exchanges=False),
     "retention": How(keep_last=1),
@@ -80,7 +59,7 @@ def _faults(folder: str, how: How, fault: Fault) -> list[int]:
         number = 0
         while True:
             number += 1
-            if how.anew:
+            if how == How():  # each time into a directory that is not there yet
                 run = Path(folder, f"run-{victim}-{number}", "inner")
             step += not how.overwrite
             reached = _one_fault(run, optimizer, how, fault, step, number if rank == victim else 0)
@@ -138,9 +117,6 @@ def test_a_fault_of_the_disk_is_everybodys_and_the_next_save_works(
     assert first == second
     assert first[0] > 20
     assert first[1] > 3
-
-
-# --- conversions -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

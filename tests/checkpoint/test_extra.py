@@ -198,9 +198,7 @@ def test_the_deepest_value_comes_back() -> None:
     ("plain", "message"),
     [
         ({"$": "tuple", "items": [], "more": 1}, "expected two members"),
-        ({"$": "tuple", "items": {}}, "expected a list 'items'"),
         ({"$": "complex", "value": "1j"}, "type 'complex' is unknown"),
-        ({"$": "dict", "items": [1]}, "pairs"),
         ({"$": "dict", "items": [[1, 2], [1, 3]]}, "twice"),
         ({"$": "Counter", "items": [[[], 2]]}, "unhashable"),
         ({"$": "set", "items": [1, 1]}, "twice"),
@@ -208,7 +206,6 @@ def test_the_deepest_value_comes_back() -> None:
         ({"$": "int", "hex": 3}, "no text 'hex'"),
         ({"$": "float", "value": "1"}, "expected inf, -inf or nan"),
         ({"$": "bytes", "base64": "a"}, "base64-encoded string"),
-        ({"$": "bytes", "base64": "é"}, "ASCII"),
         ({"$": "torch", "tensor": "extra/x"}, "no such tensor"),
         ([{"$": "torch"}], r"extra\[0\]: "),
     ],

@@ -16,7 +16,14 @@ from hypothesis import strategies as st
 import zerokit
 from tests.cli.commands import environment
 from tests.cli.inside import zerokit_inside as command
-from tests.support.checkpoints import Content, example_content, example_layout, write_checkpoint, write_run
+from tests.support.checkpoints import (
+    Content,
+    example_content,
+    example_layout,
+    weights_of,
+    write_checkpoint,
+    write_run,
+)
 from tests.support.crashes import read_tree
 from zerokit.checkpoint import copying
 from zerokit.cli.text import decimal_size
@@ -33,9 +40,6 @@ def content() -> Content:
 def step(tmp_path: Path, content: Content) -> Path:
     """A step of three ranks in a run."""
     return write_run(tmp_path / "run", example_layout(3), content)
-
-
-# --- the right bytes ---------------------------------------------------------------------------------------
 
 
 parameters = st.lists(
@@ -70,23 +74,27 @@ def layouts(draw: st.DrawFn) -> Layout:
 
 
 @settings(max_examples=40)
-@given(layout=layouts(), world=st.integers(1, 64), buffer=st.sampled_from([16, 1000, 1 << 20]))
+@given(
+    layout=layouts(),
+    world=st.integers(1, 64),
+    buffer=st.sampled_from([16, 1000, 1 << 20]),
+    weights_only=st.booleans(),
+)
 def test_generated_models(
-    tmp_path_factory: pytest.TempPathFactory, layout: Layout, world: int, buffer: int
+    tmp_path_factory: pytest.TempPathFactory, layout: Layout, world: int, buffer: int, weights_only: bool
 ) -> None:
     folder = tmp_path_factory.mktemp("generated")
-    content = example_content(layout)
+    content = weights_of(example_content(layout)) if weights_only else example_content(layout)
     write_checkpoint(folder / "old", layout, content)
     write_checkpoint(folder / "new", layout.for_world(world), content)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(copying, "BUFFER_BYTES", buffer)
         patch.setattr(os, "fsync", lambda fd: None)
-        found = read_tree(zerokit.reshard(folder / "old", world, folder / "out"))
-    assert found == read_tree(folder / "new")
+        out = zerokit.reshard(folder / "old", world, folder / "out")
+    assert read_tree(out) == read_tree(folder / "new")
+    assert zerokit.verify(out).intact
+    assert zerokit.diff(out, folder / "old").same
     shutil.rmtree(folder)
-
-
-# --- damage ------------------------------------------------------------------------------------------------
 
 
 def test_a_bad_slice_is_named(step: Path) -> None:
@@ -99,9 +107,6 @@ def test_a_bad_slice_is_named(step: Path) -> None:
     message = str(caught.value)
     assert f"{step}: {path.name}: param/blocks.2.base, elements 0 to 128: damaged (CRC-32 " in message
     assert [entry.name for entry in step.parent.iterdir() if "to-2" in entry.name] == []
-
-
-# --- where it goes -----------------------------------------------------------------------------------------
 
 
 def test_output_beside_the_source_and_never_over_what_exists(
@@ -153,9 +158,6 @@ def test_force_replaces_a_run_of_one_step_and_no_other(tmp_path: Path, step: Pat
     zerokit.reshard(tmp_path / "run", 3, tmp_path / "of a step", force=True)
     assert zerokit.Checkpoint(tmp_path / "of a step").run is not None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["of a step", "out", "run"]
-
-
-# --- the command -------------------------------------------------------------------------------------------
 
 
 def test_the_command_says_what_it_wrote(tmp_path: Path, step: Path) -> None:

@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 import zerokit
@@ -24,9 +22,7 @@ from tests.support.checkpoints import (
     example_extra,
     example_layout,
     flip,
-    sealed,
     weights_of,
-    write_checkpoint,
     write_run,
 )
 from tests.support.crashes import read_tree
@@ -147,9 +143,6 @@ def test_the_file_has_weights_and_nothing_else(folder: Path) -> None:
     whole = json.loads((folder / "lora" / "whole" / "step-00000002" / "manifest.json").read_text())
     assert whole["version"] == [1, 0]
     assert "content" not in whole
-
-
-# --- loading -----------------------------------------------------------------------------------------------
 
 
 def _loads(folder: str) -> tuple[list[str], list[str], tuple[list[str], bool], list[bool]]:
@@ -280,27 +273,6 @@ def test_weights_do_not_make_up_for_a_lost_state(loads: list[Any]) -> None:
         assert others == ["", ""]
 
 
-# --- the offline tools -------------------------------------------------------------------------------------
-
-
-@settings(max_examples=15)
-@given(old=st.integers(1, 9), new=st.integers(1, 9), seed=st.integers(0, 1000))
-def test_resharding_is_what_the_other_ranks_would_have_saved(
-    tmp_path_factory: pytest.TempPathFactory, old: int, new: int, seed: int
-) -> None:
-    folder = tmp_path_factory.mktemp("weights")
-    content = weights_of(example_content(example_layout(1), seed=seed))
-    write_checkpoint(folder / "old", example_layout(old), content)
-    write_checkpoint(folder / "new", example_layout(new), content)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", lambda fd: None)
-        found = zerokit.reshard(folder / "old", new, folder / "out")
-    assert read_tree(found) == read_tree(folder / "new")
-    assert zerokit.verify(found).intact
-    assert zerokit.diff(found, folder / "old").same
-    shutil.rmtree(folder)
-
-
 def test_inspect_verify_consolidate_and_diff(tmp_path: Path) -> None:
     content = example_content(example_layout(1))
     values = dict(content.values)
@@ -326,19 +298,3 @@ def test_inspect_verify_consolidate_and_diff(tmp_path: Path) -> None:
     write_run(tmp_path / "other", example_layout(3), replace(slim, values=changed))
     found = zerokit.diff(tmp_path / "whole", tmp_path / "other")
     assert [one.name for one in found.differences] == ["content", "gain"]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"content": "adapters"}, "content is 'adapters', this zerokit knows 'weights': use a newer one"),
-        ({"content": 7}, "expected str"),
-        ({"content": "weights"}, "content is 'weights', but there is optimizer state: 'exp_avg'"),
-    ],
-)
-def test_manifests_that_contradict_themselves(tmp_path: Path, change: dict[str, Any], message: str) -> None:
-    step = write_run(tmp_path / "run", example_layout(2), example_content(example_layout(1)))
-    manifest = json.loads((step / "manifest.json").read_text())
-    (step / "manifest.json").write_bytes(sealed(manifest | change))
-    with pytest.raises(zerokit.CheckpointError, match=message):
-        zerokit.Checkpoint(step)
