@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import os
 import signal
@@ -23,7 +22,7 @@ from tests.support.models import CASES
 from tests.support.saving import Held, in_turn
 from tests.support.training import Run, Trajectory, build_seeded, digest, one_step, whole_weights, wrap
 from zerokit import files
-from zerokit.checkpoint import background, snapshot
+from zerokit.checkpoint import background
 from zerokit.checkpoint.background import Saving
 from zerokit.checkpoint.load import load
 from zerokit.checkpoint.save import save
@@ -225,33 +224,3 @@ def test_a_rank_that_is_lost_is_named_within_the_time_out(tmp_path: Path) -> Non
     assert first.ok, first.describe()
     for message in first.value:
         assert "rank 1" in message or "ranks [1]" in message, message
-
-
-class _Cudart:
-    """Registers memory, or refuses to."""
-
-    def __init__(self, status: int) -> None:
-        self.status, self.calls = status, list[tuple[str, int]]()
-
-    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
-        self.calls.append(("register", address))
-        return self.status
-
-    def cudaHostUnregister(self, address: int) -> int:
-        self.calls.append(("unregister", address))
-        return 0
-
-
-@pytest.mark.parametrize("status", [0, 2])
-def test_a_copy_is_registered_for_devices_or_a_refusal_is_said(
-    monkeypatch: pytest.MonkeyPatch, status: int
-) -> None:
-    cudart = _Cudart(status)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
-    memory = torch.zeros(4096, dtype=torch.uint8)
-    address = memory.data_ptr()
-    with pytest.warns(zerokit.ZerokitWarning, match="error 2") if status else contextlib.nullcontext():
-        snapshot._pin(memory)
-    del memory
-    expected = [("register", address)] if status else [("register", address), ("unregister", address)]
-    assert cudart.calls == expected

@@ -40,9 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         common = (*content.common, (f"buffers/{EVIL}", "uint8", (1,), bytes([seed])))
         extra = content.extra | {EVIL: seed}  # type: ignore[operator]
         write_checkpoint(
-            made / name,
-            layout,
-            replace(content, streams=streams, values=values, common=common, extra=extra),
+            made / name, layout, replace(content, streams=streams, values=values, common=common, extra=extra)
         )
     rank = made / "c" / "rank-00000-of-00001.safetensors"
     data = bytearray(rank.read_bytes())

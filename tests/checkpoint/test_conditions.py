@@ -46,8 +46,6 @@ def _newest(run: Path) -> int | None:
     return None if found is None else found[0]
 
 
-# --- a full disk -------------------------------------------------------------------------------------------
-
 SIZES = 25
 
 
@@ -93,9 +91,6 @@ def test_a_full_disk_at_every_size(tmp_path: Path) -> None:
         assert step == 2 if not message or "latest: cannot be written" in message else step == 1
     # One of them ends exactly there.
     assert sum("latest: cannot be written" in message for message in said) == 1
-
-
-# --- directories -------------------------------------------------------------------------------------------
 
 
 class OrdinaryUser(Observed):
@@ -180,9 +175,6 @@ def test_a_directory_that_is_not_shared_is_told_on_every_rank(tmp_path: Path) ->
     for message in first:
         assert message.startswith("CheckpointError: rank 1: ")
         assert "the run directory is not shared between the nodes" in message
-
-
-# --- ranks that do not come --------------------------------------------------------------------------------
 
 
 class Meets(files.System):

@@ -167,9 +167,6 @@ def test_the_models_own_dtypes_are_the_default(tmp_path: Path, content: Content)
     assert raw(found["b"]) == raw(whole["b"])
 
 
-# --- conversions -------------------------------------------------------------------------------------------
-
-
 @settings(max_examples=25)
 @given(
     data=st.binary(min_size=8, max_size=800),
@@ -193,12 +190,6 @@ def test_conversions_are_torchs(target: str, source: str, data: bytes) -> None:
     assert raw(found[kept]) == raw(converted[kept])
 
 
-def test_every_half_of_a_bf16_step_rounds_to_even() -> None:
-    codes = np.arange(0x3F80, 0x3F90, dtype=np.uint32)
-    halves = np.concatenate([(codes << 16) + offset for offset in (0x7FFF, 0x8000, 0x8001)]).view(np.float32)
-    assert bytes(from_array(halves, "bfloat16")) == raw(torch.from_numpy(halves).bfloat16())
-
-
 def test_what_does_not_fit_is_refused(tmp_path: Path, content: Content) -> None:
     values = dict(content.values)
     values["master", "gain"] = np.float32(70000).tobytes()
@@ -207,9 +198,6 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, content: Content) -> None:
         zerokit.consolidate(tmp_path / "step", tmp_path / "out", dtype="fp16")
     assert [path.name for path in tmp_path.iterdir()] == ["step"]
     zerokit.consolidate(tmp_path / "step", tmp_path / "out", dtype="bf16")
-
-
-# --- refusals ----------------------------------------------------------------------------------------------
 
 
 def test_sizes() -> None:
@@ -236,9 +224,6 @@ def test_names_that_collide_are_refused(tmp_path: Path, content: Content) -> Non
     write_checkpoint(tmp_path / "step", example_layout(1), replace(content, common=common))
     with pytest.raises(CheckpointError, match="no tensor can be written as 'gain': that name is taken"):
         zerokit.consolidate(tmp_path / "step", tmp_path / "out")
-
-
-# --- transformers ------------------------------------------------------------------------------------------
 
 
 def _gpt2() -> Any:

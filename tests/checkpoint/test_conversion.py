@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import itertools
 import os
 import shutil
@@ -23,7 +22,7 @@ import zerokit
 from tests.cli.commands import environment
 from tests.cli.inside import zerokit_inside as command
 from tests.support.checkpoints import example_content, example_layout, write_checkpoint, write_run
-from tests.support.crashes import Failing, Observed, Unsynced, killed_at, read_tree
+from tests.support.crashes import Observed, Unsynced, killed_at, read_tree
 from zerokit import files
 from zerokit.checkpoint import journal
 from zerokit.checkpoint.checksum import Piece
@@ -82,9 +81,6 @@ def interrupt(convert: Convert, source: Path, output: Path, *, whole: int) -> tu
     return left.path, found
 
 
-# --- killed anywhere ---------------------------------------------------------------------------------------
-
-
 class Created(Observed):
     """Notes which files are made."""
 
@@ -130,9 +126,6 @@ def test_progress_goes_on_where_it_was(tmp_path: Path, run: Path) -> None:
     reshard(run, tmp_path / "d" / "out", resume=True, progress=lambda *amounts: told.append(amounts))
     assert told[0][0] >= sum(piece.size for piece in found.pieces.values()) > 0
     assert told[-1][0] == told[-1][1]
-
-
-# --- what is not gone on with ------------------------------------------------------------------------------
 
 
 def test_without_resume_it_is_named_and_goes_with_the_next_success(tmp_path: Path, run: Path) -> None:
@@ -228,9 +221,6 @@ def test_a_writer_that_may_live_keeps_its_work(tmp_path: Path, run: Path, elsewh
     assert zerokit.verify(out).intact
 
 
-# --- damage ------------------------------------------------------------------------------------------------
-
-
 @settings(max_examples=20)
 @given(data=st.data())
 @pytest.mark.parametrize("convert", [reshard, consolidate])
@@ -296,9 +286,6 @@ def test_a_source_that_is_damaged_meanwhile(tmp_path: Path, run: Path) -> None:
             path.write_bytes(content)
 
 
-# --- the commands ------------------------------------------------------------------------------------------
-
-
 def test_the_command_goes_on(tmp_path: Path, run: Path) -> None:
     shutil.copytree(run, tmp_path / "run")
     out = tmp_path / "run.to-5"
@@ -314,18 +301,6 @@ def test_the_command_goes_on(tmp_path: Path, run: Path) -> None:
         f" {sum(found.files.values()) / 1000:.1f} kB of it finished before, proven and synced" in done.stderr
     )
     assert read_tree(out) == read_tree(reshard(run, tmp_path / "wanted").parent)
-
-
-def test_the_command_names_what_it_does_not_go_on_with(tmp_path: Path, run: Path) -> None:
-    shutil.copytree(run.parent, tmp_path / "s")
-    source = tmp_path / "s" / "run"
-    left, _ = interrupt(consolidate, source, tmp_path / "d" / "out", whole=2)
-    done = command(tmp_path, "consolidate", "s/run", "-o", "d/out")
-    assert (done.returncode, done.stdout) == (0, "d/out\n")
-    assert done.stderr.startswith(f"zerokit: {left}: an interrupted conversion to out, ")
-    assert "max_shard_size 6000, not 5000000000" in done.stderr
-    assert done.stderr.count("\n") == 2  # and what was written
-    assert [path.name for path in (tmp_path / "d").iterdir()] == ["out"]
 
 
 @pytest.mark.parametrize(("number", "resumed"), [(signal.SIGTERM, True), (signal.SIGINT, False)])
@@ -357,16 +332,3 @@ def test_a_signal_removes_the_work_but_not_what_was_taken_over(
     assert list(out.parent.iterdir()) == kept
     for left in kept:
         assert len((journal.finished(left) or pytest.fail("nothing is kept")).files) >= 2
-
-
-def test_a_full_disk_keeps_what_was_taken_over(tmp_path: Path, run: Path) -> None:
-    out = tmp_path / "d" / "out"
-    left, found = interrupt(reshard, run, out, whole=2)
-    with files.replaced(Failing(8, errno.ENOSPC)), pytest.raises(CheckpointError, match="No space left"):
-        reshard(run, out, resume=True)
-    kept = journal.finished(left)
-    assert kept is not None
-    assert found.files.items() <= kept.files.items()
-    reshard(run, out, resume=True)
-    assert read_tree(out) == read_tree(reshard(run, tmp_path / "wanted").parent)
-    assert [path.name for path in out.parent.iterdir()] == ["out"]

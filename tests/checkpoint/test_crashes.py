@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -27,7 +26,7 @@ from tests.support.crashes import (
     write_tree,
 )
 from tests.support.distributed import run_alone, run_ranks
-from tests.support.saving import newest_step, small_optimizer, train
+from tests.support.saving import How, newest_step, small_optimizer, train
 from zerokit import files
 from zerokit.checkpoint.retention import Retention, prune
 from zerokit.checkpoint.save import save
@@ -40,30 +39,20 @@ class Saves:
 
     before: tuple[int, ...]
     step: int
-    overwrite: bool = False
-    exchanges: bool = True
-    blocking: bool = True
-    keep_last: int | None = None
-
-    def run(self, run: Path, optimizer: zerokit.ZeroOptimizer) -> None:
-        keep_last, overwrite = self.keep_last, self.overwrite
-        done: Any = save(  # type: ignore[call-overload]
-            run, optimizer, step=self.step, overwrite=overwrite, keep_last=keep_last, blocking=self.blocking
-        )
-        if not self.blocking:
-            done.wait()
+    how: How
 
 
+AGAIN, BY_RENAMES = How(overwrite=True), How(overwrite=True, exchanges=False)
 SAVES = {
-    "first": Saves((), 5),
-    "next": Saves((5,), 7),
-    "background": Saves((5,), 7, blocking=False),
-    "overwrite the newest": Saves((3, 5), 5, overwrite=True),
-    "overwrite the newest, by renames": Saves((3, 5), 5, overwrite=True, exchanges=False),
-    "overwrite an older one": Saves((3, 5), 3, overwrite=True),
-    "overwrite an older one, by renames": Saves((3, 5), 3, overwrite=True, exchanges=False),
-    "retention": Saves((1, 2, 3), 4, keep_last=2),
-    "retention in the background": Saves((1, 2, 3), 4, keep_last=1, blocking=False),
+    "first": Saves((), 5, How()),
+    "next": Saves((5,), 7, How()),
+    "background": Saves((5,), 7, How(blocking=False)),
+    "overwrite the newest": Saves((3, 5), 5, AGAIN),
+    "overwrite the newest, by renames": Saves((3, 5), 5, BY_RENAMES),
+    "overwrite an older one": Saves((3, 5, 6), 3, AGAIN),
+    "overwrite an older one, by renames": Saves((3, 5, 6), 3, BY_RENAMES),
+    "retention": Saves((1, 2, 3), 4, How(keep_last=2)),
+    "retention in the background": Saves((1, 2, 3), 4, How(keep_last=1, blocking=False)),
 }
 OF_THREE = ("next", "background", "overwrite the newest", "overwrite the newest, by renames", "retention")
 CASES = [(3 if name in OF_THREE else 1, name) for name in SAVES]
@@ -84,8 +73,8 @@ def _record(folder: str, names: list[str]) -> None:
         if rank == 0:
             begin_journal(root, journal)
         dist.barrier()
-        with files.replaced(Recording(root, journal, exchanges=case.exchanges)):
-            case.run(root / "run", optimizer)
+        with files.replaced(Recording(root, journal, exchanges=case.how.exchanges)):
+            case.how.save(root / "run", optimizer, case.step)
         dist.barrier()
 
 
@@ -155,10 +144,10 @@ def _survives_one(
     assert found is not None
     assert found[0] == 9
     assert newest is None or zerokit.verify(run / f"step-{newest[0]:08d}").intact
-    if newest != new or case.overwrite:
+    if newest != new or case.how.overwrite:
         # The same save, once more, by a training that has gone on from the newest step.
         run = places.made(state.tree) / "run"
-        case.run(run, optimizer)
+        case.how.save(run, optimizer, case.step)
         _require_tidy(run)
         found = newest_step(run)
         assert found is not None
@@ -176,9 +165,6 @@ def test_a_crash_of_a_save_leaves_the_old_or_the_new_step(
 ) -> None:
     (states,) = run_ranks(1, _survives_all, str(tmp_path), str(journals[world, name]), name)
     assert states > 20
-
-
-# --- conversions -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -260,9 +246,6 @@ def test_a_crash_of_a_conversion_leaves_the_old_or_the_new_output(
         case.run(sources[1], root / "out", found is not None, resume=state.calls % 3 > 0)
         assert read_tree(root / "out") == new, str(state)
         assert [path.name for path in root.iterdir()] == ["out"], str(state)
-
-
-# --- prune -------------------------------------------------------------------------------------------------
 
 
 def _steps(run: Path) -> list[str]:

@@ -60,14 +60,6 @@ def test_what_is_written_in_pieces_is_read_in_pieces(
         assert file.read() == b"".join(contents)
 
 
-def test_a_file_that_ends_early_is_truncated(tmp_path: Path) -> None:
-    path = tmp_path / "short"
-    path.write_bytes(b"0123456789")
-    with disk.opened(path) as fd, pytest.raises(CheckpointError) as caught:
-        disk.read_exactly(fd, [bytearray(4), bytearray(8)], 3, path)
-    assert str(caught.value) == f"{path}: truncated: it ends at byte 10, but bytes 3 to 15 were expected"
-
-
 def test_a_full_disk_is_told_with_needed_and_free_bytes(tmp_path: Path) -> None:
     with open("/dev/full", "wb", buffering=0) as full, pytest.raises(CheckpointError) as caught:
         disk.write_exactly(full.fileno(), [b"abc", b"de"], 0, tmp_path / "a")
@@ -103,15 +95,6 @@ def test_a_file_system_without_fallocate_still_gives_the_size(
     assert [(tmp_path / name).stat().st_size for name in ("a", "empty")] == [5000, 0]
 
 
-def test_a_storage_failure_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(fd: int) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(CheckpointError, match="a: cannot be synced: Input/output error: the storage failed"):
-        disk.write_file(tmp_path / "a", b"x")
-
-
 def test_files_are_made_new_and_obey_the_umask(tmp_path: Path) -> None:
     mask = os.umask(0o027)
     try:
@@ -123,14 +106,3 @@ def test_files_are_made_new_and_obey_the_umask(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "out" / "a").stat().st_mode) == 0o640
     with pytest.raises(CheckpointError, match="a: cannot be created: File exists"):
         disk.write_file(tmp_path / "out" / "a", b"y")
-
-
-def test_only_regular_files_are_opened(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    for name, message in (
-        ("pipe", "not a regular file"),
-        (".", "not a regular file"),
-        ("none", "cannot be opened: No such file or directory"),
-    ):
-        with pytest.raises(CheckpointError, match=message), disk.opened(tmp_path / name):
-            pytest.fail("the body ran")

@@ -142,18 +142,6 @@ def test_the_state_of_every_scheduler_comes_back() -> None:
         assert same(returned(state), state), name
 
 
-def test_generators_states_come_back() -> None:
-    import random
-
-    for state in (
-        random.getstate(),
-        np.random.get_state(),
-        torch.get_rng_state(),
-        np.random.default_rng(1).bit_generator.state,
-    ):
-        assert same(returned(state), state)
-
-
 class Colour(enum.IntEnum):
     RED = 1
 
@@ -210,9 +198,7 @@ def test_the_deepest_value_comes_back() -> None:
     ("plain", "message"),
     [
         ({"$": "tuple", "items": [], "more": 1}, "expected two members"),
-        ({"$": "tuple", "items": {}}, "expected a list 'items'"),
         ({"$": "complex", "value": "1j"}, "type 'complex' is unknown"),
-        ({"$": "dict", "items": [1]}, "pairs"),
         ({"$": "dict", "items": [[1, 2], [1, 3]]}, "twice"),
         ({"$": "Counter", "items": [[[], 2]]}, "unhashable"),
         ({"$": "set", "items": [1, 1]}, "twice"),
@@ -220,7 +206,6 @@ def test_the_deepest_value_comes_back() -> None:
         ({"$": "int", "hex": 3}, "no text 'hex'"),
         ({"$": "float", "value": "1"}, "expected inf, -inf or nan"),
         ({"$": "bytes", "base64": "a"}, "base64-encoded string"),
-        ({"$": "bytes", "base64": "é"}, "ASCII"),
         ({"$": "torch", "tensor": "extra/x"}, "no such tensor"),
         ([{"$": "torch"}], r"extra\[0\]: "),
     ],
@@ -237,14 +222,6 @@ def test_keys_of_one_hash_are_refused(kind: str) -> None:
     items = keys if kind in ("set", "frozenset") else [[key, 1] for key in keys]
     with pytest.raises(CheckpointError, match="1199 keys or members have one hash"):
         decode({"$": kind, "items": items}, {})
-
-
-def test_plain_data_that_is_too_deep_is_refused() -> None:
-    plain: Any = 0
-    for _ in range(500):
-        plain = [plain]
-    with pytest.raises(CheckpointError, match="nested too deep"):
-        decode(plain, {})
 
 
 @settings(max_examples=200)

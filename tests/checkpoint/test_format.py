@@ -20,13 +20,7 @@ from tests.support.checkpoints import (
     write_checkpoint,
     write_run,
 )
-from zerokit.checkpoint.extents import (
-    ELEMENT_BYTES,
-    HEADER_ALIGNMENT,
-    SAFETENSORS_NAMES,
-    Stream,
-    rank_file,
-)
+from zerokit.checkpoint.extents import ELEMENT_BYTES, HEADER_ALIGNMENT, SAFETENSORS_NAMES, Stream, rank_file
 from zerokit.checkpoint.extra import MAX_DEPTH
 from zerokit.checkpoint.header import MAX_BYTES
 from zerokit.layout import ALIGNMENT, Layout, Parameter, Segment, build_layout

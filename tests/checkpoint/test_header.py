@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.checkpoints import example_content, example_layout
-from tests.support.mutations import JSON
 from zerokit.checkpoint.extents import rank_file
 from zerokit.checkpoint.header import MAX_BYTES, Tensor, header_size, parse_header
 from zerokit.errors import CheckpointError
@@ -63,28 +62,14 @@ REFUSALS: dict[str, tuple[bytes, str]] = {
         f"its header would take {2**64 - 1} bytes, {MAX_BYTES} are allowed",
     ),
     "no object": (file_of([], 0), "expected a JSON object"),
-    "spaces in front": (file_of(None, 0, text=b" {}"), "expected a JSON object"),
-    "a newline behind": (file_of(None, 0, text=b"{}\n"), "ends with something else than spaces"),
-    "no JSON": (file_of(None, 0, text=b"{a}"), "property name"),
     "a tensor twice": (
         file_of(None, 25, text=f'{{"a":{json.dumps(A)},"a":{json.dumps(A)}}}'.encode()),
         "duplicate key 'a'",
     ),
-    "a member twice": (
-        file_of(None, 0, text=b'{"a":{"dtype":"F32","dtype":"F32"}}'),
-        "duplicate key 'dtype'",
-    ),
-    "metadata holds a number": (
-        file_of({"__metadata__": {"a": 1}}, 0),
-        "__metadata__ 'a' is '1', expected str",
-    ),
     "unknown dtype": (file_of({"a": A | {"dtype": "F12"}}, 24), "dtype 'F12' is unknown"),
-    "unknown member": (file_of({"a": A | {"stride": 1}}, 24), "unknown member 'stride'"),
     "negative size": (file_of({"a": A | {"shape": [-2, -3]}}, 24), "shape .* is impossible"),
-    "absurd shape": (file_of({"a": A | {"shape": [2**40, 2**40]}}, 24), "is impossible"),
     "a million dimensions": (file_of({"a": A | {"shape": [2**62] * 10**6}}, 24), "is impossible"),
     "many digits": (file_of(None, 0, text=b'{"a":' + b"9" * 10**6 + b"}"), "number 9{20}… is too large"),
-    "offsets backwards": (file_of({"a": A | {"data_offsets": [24, 0]}}, 24), "are no .start, stop."),
     "too few bytes": (
         file_of({"a": A | {"data_offsets": [0, 23]}}, 23),
         "23 bytes for float32 of shape .*expected 24",
@@ -138,23 +123,6 @@ def test_a_mutated_header_is_read_or_refused_and_nothing_else(data: st.DataObjec
         )
     try:
         header = parse_header(bytes(content), len(content), "file")
-    except CheckpointError:
-        return
-    assert_tiles(header.size, list(header.tensors.values()), len(content))
-
-
-ENTRY = st.fixed_dictionaries(
-    {"dtype": st.sampled_from(["F32", "U8", "BF16", "?"]), "shape": st.one_of(st.just([2]), JSON)},
-    optional={"data_offsets": st.one_of(st.tuples(st.integers(-1, 16), st.integers(0, 16)), JSON), "x": JSON},
-)
-
-
-@settings(max_examples=100)
-@given(st.dictionaries(st.text(max_size=4), st.one_of(ENTRY, JSON), max_size=3), st.integers(0, 16))
-def test_a_generated_header_is_read_or_refused_and_nothing_else(entries: dict[str, Any], size: int) -> None:
-    content = file_of(entries, size)
-    try:
-        header = parse_header(content, len(content), "file")
     except CheckpointError:
         return
     assert_tiles(header.size, list(header.tensors.values()), len(content))

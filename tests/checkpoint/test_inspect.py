@@ -9,13 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.inside import zerokit_inside as zerokit
-from tests.support.checkpoints import (
-    example_content,
-    example_layout,
-    weights_of,
-    write_checkpoint,
-    write_run,
-)
+from tests.support.checkpoints import example_content, example_layout, weights_of, write_checkpoint, write_run
 from zerokit.checkpoint.inspect import inspect
 from zerokit.checkpoint.run import Latest, mark_superseded, stated_checksum, write_latest
 from zerokit.layout import Parameter, Segment, build_layout
@@ -74,11 +68,7 @@ def test_layers_that_are_alike_are_shown_once(tmp_path: Path) -> None:
     shown = zerokit(tmp_path, "inspect", "step").stdout
     assert [
         line.split("── ")[1] for line in shown.splitlines() if "alike" in line or line.endswith("── 7")
-    ] == [
-        "0 – 6 (7 alike)",
-        "7",
-        "8 – 11 (4 alike)",
-    ]
+    ] == ["0 – 6 (7 alike)", "7", "8 – 11 (4 alike)"]
 
 
 def test_a_run_tells_its_steps_and_what_is_not_finished(tmp_path: Path) -> None:

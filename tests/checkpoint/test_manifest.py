@@ -48,14 +48,12 @@ def test_the_schema_is_one() -> None:
     assert SCHEMA["$defs"]["shape"]["items"]["maximum"] == MAX_NUMEL
 
 
-def test_a_manifest_is_read_back_as_written(manifest: Manifest) -> None:
+def test_a_manifest_is_read_back_as_written(manifest: Manifest, plain: dict[str, Any]) -> None:
     content = manifest.to_bytes()
     assert parse_manifest(content, "manifest.json") == manifest
     assert parse_manifest(content, "manifest.json").to_bytes() == content
     VALIDATOR.validate(json.loads(content))
-
-
-def test_members_of_a_higher_minor_version_are_ignored(plain: dict[str, Any], manifest: Manifest) -> None:
+    # Members of a higher minor version are ignored.
     newer = plain | {"version": [1, 7], "colour": "green"}
     newer["streams"] = [stream | {"compression": None} for stream in plain["streams"]]
     assert parse_manifest(sealed(newer), "manifest.json") == manifest
@@ -100,10 +98,6 @@ def one_unit(plain: Any) -> None:
     plain["units"] = [{"scopes": [], "parameters": len(plain["parameters"])}]
 
 
-def swap_streams(plain: Any) -> None:
-    plain["streams"][1:3] = plain["streams"][2:0:-1]
-
-
 def repeat_stream(plain: Any) -> None:
     """The same kind and dtype, cut into two."""
     whole = plain["streams"][0]
@@ -132,6 +126,15 @@ def many_scalars(plain: Any) -> None:
 
 
 REFUSALS: dict[str, tuple[Callable[[Any], None], str]] = {
+    "another content": (
+        put("content", value="adapters"),
+        "'adapters', this zerokit knows 'weights': use a newer",
+    ),
+    "a content of another kind": (put("content", value=7), "expected str"),
+    "weights with more": (
+        put("content", value="weights"),
+        "content is 'weights', but there is optimizer state: 'exp_avg'",
+    ),
     "another format": (put("format", value="torch"), "format is 'torch', expected 'zerokit.checkpoint'"),
     "another major version": (
         put("version", value=[2, 0]),
@@ -140,35 +143,18 @@ REFUSALS: dict[str, tuple[Callable[[Any], None], str]] = {
     "another alignment": (put("alignment", value=32), "alignment is 32, expected 64"),
     "ranks without files": (put("world", value=2**20), "checksums, expected one for each|3 files are listed"),
     "a truth as a number": (put("step", value=True), "'step' is 'True', expected int"),
-    "a step of many digits": (put("step", value=10**4000), "number 10{19}… is too large"),
     "half a surrogate pair": (put("parameters", 0, "name", value="\ud800"), "surrogates not allowed"),
     "an alias of another's name": (
         put("parameters", 0, "aliases", value=["gain"]),
         "two parameters are called 'gain'",
     ),
-    "unknown dtype": (put("parameters", 0, "dtype", value="fp32"), "dtype 'fp32' is unknown"),
     "a million dimensions": (put("parameters", 0, "shape", value=[2**62] * 10**6), "is impossible"),
     "an empty unit": (put("units", 0, "parameters", value=0), "'parameters' is 0, expected 1 to"),
-    "units that are too long": (
-        put("units", 0, "parameters", value=2**40),
-        "units hold .* or more, but 19 are",
-    ),
     "a unit of frozen and trainable": (one_unit, "mixes frozen and trainable parameters, or groups"),
-    "groups out of order": (put("parameters", 1, "group", value=9), "groups out of order"),
-    "streams out of order": (swap_streams, "streams are not in order"),
     "a stream twice": (repeat_stream, "streams are not in order"),
-    "a stream that names a path": (
-        put("streams", 3, "kind", value="../up"),
-        "streams are not in order|cannot be",
-    ),
     "a parameter in no stream": (
         lambda plain: plain["streams"][-1].update(parameters=[], crc32=""),
         "is in no param stream",
-    ),
-    "a range backwards": (put("streams", 1, "parameters", 0, value=[3, 1]), "in ascending order"),
-    "a range beyond": (
-        put("streams", 1, "parameters", 0, value=[0, 2**60]),
-        "does not lie in the 19 parameters",
     ),
     "a checksum too few": (
         lambda plain: put("streams", 1, "crc32", value=plain["streams"][1]["crc32"][8:])(plain),
@@ -201,7 +187,6 @@ REFUSALS: dict[str, tuple[Callable[[Any], None], str]] = {
         put("extra", "name", value="../extra.json"),
         "'extra' is called '../extra.json', expected",
     ),
-    "an infinite number": (put("more", value=float("inf")), "Infinity is not JSON"),
 }
 
 

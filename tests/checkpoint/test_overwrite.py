@@ -39,9 +39,6 @@ def _value(path: str | Path) -> float:
     return found
 
 
-# --- the replacement ---------------------------------------------------------------------------------------
-
-
 def _replaced(directory: str) -> None:
     for value in (1.0, 2.0):
         save(directory, _optimizer(value), step=7, overwrite=True)
@@ -84,9 +81,6 @@ def test_a_read_only_run_is_read_although_a_replacement_was_killed_in_it(tmp_pat
         for path in (tmp_path, tmp_path / "step-00000003"):
             assert zerokit.verify(path).intact
     assert journal.exists()
-
-
-# --- what is refused before training -----------------------------------------------------------------------
 
 
 def test_a_read_only_file_system_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,10 +172,7 @@ def _as_ordinary_user() -> Iterator[None]:
 def test_a_directory_of_others_is_refused() -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o555)
-        with (
-            _as_ordinary_user(),
-            pytest.raises(zerokit.CheckpointError, match="check its permissions"),
-        ):
+        with _as_ordinary_user(), pytest.raises(zerokit.CheckpointError, match="check its permissions"):
             zerokit.check_run(Path(folder, "run"))
         os.chmod(folder, 0o700)
 

@@ -62,9 +62,6 @@ def name_latest(run: Path, step: int, *superseded: int) -> None:
     mark_superseded([run / f"step-{number:08d}" for number in superseded])
 
 
-# --- which steps -------------------------------------------------------------------------------------------
-
-
 @given(
     steps=st.sets(st.integers(0, 60), min_size=1).map(list),
     keep_last=st.none() | st.integers(1, 20),
@@ -253,22 +250,6 @@ def test_what_is_no_step_of_zerokits_is_not_touched(tmp_path: Path) -> None:
     assert (tmp_path / "moved" / "manifest.json").exists()
 
 
-def test_a_step_is_renamed_before_its_files_go(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", 1, 2)
-
-    class Killed(files.System):
-        def unlink(self, path: Path) -> None:
-            raise KeyboardInterrupt
-
-    with files.replaced(Killed()), pytest.raises(KeyboardInterrupt):
-        zerokit.prune(run, keep_last=1)
-    assert list_steps(run) == [2]
-    assert [doomed.path for doomed in zerokit.prune(run).removed] == []  # this process lives
-
-
-# --- leftovers ---------------------------------------------------------------------------------------------
-
-
 def test_leftovers_of_writers_that_are_gone(tmp_path: Path) -> None:
     gone, own = ended_process(), Process.current()
     killed = leave_work(tmp_path, gone)
@@ -302,9 +283,6 @@ def test_what_cannot_be_removed_is_told(tmp_path: Path) -> None:
         zerokit.prune(tmp_path)
 
 
-# --- the command -------------------------------------------------------------------------------------------
-
-
 def test_the_command_says_what_it_does(tmp_path: Path) -> None:
     gone = ended_process()
     run = make_run(tmp_path / "run", 1, 2, 3)
@@ -334,9 +312,6 @@ def test_the_command_says_what_it_does(tmp_path: Path) -> None:
         "bytes": 0,
         "removed": [],
         "left": [
-            {
-                "path": f"run/{living.name}",
-                "reason": f"process {os.getpid()} on {gone.host} is writing it",
-            }
+            {"path": f"run/{living.name}", "reason": f"process {os.getpid()} on {gone.host} is writing it"}
         ],
     }

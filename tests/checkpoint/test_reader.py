@@ -158,17 +158,6 @@ def test_a_step_under_another_step_s_name_is_refused_in_a_run(step: Path) -> Non
     assert Checkpoint(moved).step == 100
 
 
-def test_what_is_no_checkpoint_is_refused_with_advice(tmp_path: Path, step: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    for path, message in [
-        (tmp_path / "nowhere", "does not exist: give the directory of a step, or of a run"),
-        (step / "manifest.json", "is not a directory"),
-        (tmp_path / "empty", "no checkpoint: it has no manifest.json and no step, and it has no latest$"),
-    ]:
-        with pytest.raises(CheckpointError, match=message):
-            Checkpoint(path)
-
-
 def test_a_manifest_of_absurd_size_is_not_read(step: Path) -> None:
     os.truncate(step / "manifest.json", 1 << 40)
     with pytest.raises(CheckpointError, match="more than the"):

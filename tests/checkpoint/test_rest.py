@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from tests.cli.inside import zerokit_inside as zerokit
 from tests.support.checkpoints import (
     example_content,
     example_extra,
@@ -119,13 +118,3 @@ def test_states_of_generators_have_a_row_a_rank(tmp_path: Path, dtype: str, shap
         checkpoint.check_generators(checkpoint.extra_plain())
     (finding,) = verify(tmp_path / "step").findings
     assert finding.file == "common.safetensors"
-
-
-def test_the_commands_say_what_is_wrong(tmp_path: Path) -> None:
-    write(tmp_path / "good", example_extra())
-    write(tmp_path / "bad", example_extra() | {"groups": [{}, {"params": [0]}]})
-    for arguments, code in ((("verify", "bad"), 1), (("diff", "good", "bad"), 2)):
-        done = zerokit(tmp_path, *arguments)
-        assert done.returncode == code
-        assert "has the member 'params'" in done.stdout
-        assert "Traceback" not in done.stderr

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Callable
 from pathlib import Path
@@ -14,14 +13,15 @@ import torch.distributed as dist
 from torch.optim import lr_scheduler
 
 import zerokit
+from tests.support.crashes import read_tree
 from tests.support.distributed import run_ranks
 from tests.support.models import CASES
+from tests.support.saving import in_turn
 from tests.support.training import Run, Trajectory, build_seeded, digest, one_step, whole_weights, wrap
 from zerokit.checkpoint.load import load
 from zerokit.checkpoint.reader import Checkpoint
 from zerokit.checkpoint.reshard import reshard
 from zerokit.checkpoint.save import save
-from zerokit.placement import stage_of
 from zerokit.runtime.update import write_back
 
 STAGES = (0, 1, 2, 3)
@@ -103,85 +103,67 @@ def _started_from(name: str, run: Run, directory: str, first: int = 3) -> tuple[
     return trajectory.bits(), trajectory.buffers
 
 
-Seen = tuple[list[str], str]
+WORLDS = {
+    ("gpt", "fp32", "adamw"): (2, 4),
+    ("lora", "bf16", "adamw"): (3,),
+    ("tiny_parameters", "fp16", "adamw"): (1, 3),
+    ("resnet", "fp32", "momentum"): (3,),
+    ("gpt_groups", "bf16", "adam"): (1,),
+}
 
 
-def _compared(
-    name: str, reference: Run, runs: list[Run], directory: str, resharded: str
-) -> tuple[Seen, list[Seen]]:
-    """What the reference comes to, and what the runs do, from there and from what was cut for these ranks."""
-    expected = _started_from(name, reference, directory)
-    return expected, _continue(name, runs, directory) + _continue(name, [runs[3], runs[1]], resharded)
+def _run(case: tuple[str, str, str], stage: int, bucket_mb: float) -> Run:
+    _, precision, optimizer = case
+    return Run(stage=stage, precision=precision, optimizer=optimizer, bucket_mb=bucket_mb, clip=1.0)
 
 
-@pytest.mark.parametrize(
-    ("name", "precision", "optimizer", "worlds"),
-    [
-        ("gpt", "fp32", "adamw", (2, 4)),
-        ("lora", "bf16", "adamw", (3,)),
-        ("tiny_parameters", "fp16", "adamw", (1, 3)),
-        ("resnet", "fp32", "momentum", (3,)),
-        ("gpt_groups", "bf16", "adam", (1,)),
-    ],
-)
+def _save_all(folder: str) -> dict[str, list[str]]:
+    return {case[0]: _save(case[0], _run(case, 3, SMALL), f"{folder}/{case[0]}/run") for case in WORLDS}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, list[str]]]]:
+    """A run of two ranks of every case, and what those came to when they went on."""
+    folder = tmp_path_factory.mktemp("saved")
+    return folder, run_ranks(2, _save_all, str(folder))
+
+
+def _compared(folder: str, world: int) -> dict[str, list[str]]:
+    """On so many ranks, from what two have saved, and from what was cut for these: the bits of each case."""
+    found = {}
+    for case, worlds in WORLDS.items():
+        name = case[0]
+        if world not in worlds:
+            continue
+        run, resharded = f"{folder}/{name}/run", f"{folder}/{name}/to-{world}"
+        expected = _started_from(name, _run(case, 0, LARGE), run)
+        runs = [_run(case, s, b) for s, b in zip(STAGES, (SMALL, LARGE, 0.004, SMALL), strict=True)]
+        others = _continue(name, runs, run) + _continue(name, [runs[3], runs[1]], resharded)
+        assert others == [expected] * 6, case
+        # What was cut is byte for byte what these ranks save.
+        optimizer = wrap(build_seeded(CASES[name], 9), CASES[name], runs[3])
+        extra = load(run, optimizer)
+        save(f"{folder}/{name}/{world}-saved", optimizer, step=3, extra=extra)
+        found[name] = expected[0]
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_any_world_size_and_stage_continues_with_the_same_bits(
-    name: str, precision: str, optimizer: str, worlds: tuple[int, ...], tmp_path: Path
+    world: int, saved: tuple[Path, list[dict[str, list[str]]]]
 ) -> None:
-    source = Run(stage=3, precision=precision, optimizer=optimizer, bucket_mb=SMALL, clip=1.0)
-    went_on = run_ranks(2, _save, name, source, str(tmp_path / "run"))
-    for world in worlds:
-        reference = Run(stage=0, precision=precision, optimizer=optimizer, bucket_mb=LARGE, clip=1.0)
-        runs = [
-            Run(stage=s, precision=precision, optimizer=optimizer, bucket_mb=b, clip=1.0)
-            for s, b in zip(STAGES, (SMALL, LARGE, 0.004, SMALL), strict=True)
-        ]
-        resharded = reshard(tmp_path / "run", world, tmp_path / f"to-{world}")
-        found = run_ranks(world, _compared, name, reference, runs, str(tmp_path / "run"), str(resharded))
-        for rank, (expected, others) in enumerate(found):
-            assert others == [expected] * (len(STAGES) + 2)
-            if world == 2:
-                assert expected[0] == went_on[rank]
-
-
-def _resave(copies: dict[str, str], name: str, run: Run) -> None:
-    for source, target in copies.items():
-        model = build_seeded(CASES[name], 9)
-        optimizer = wrap(model, CASES[name], run)
-        extra = load(source, optimizer)
-        save(target, optimizer, step=3, extra=extra)
-
-
-def _contents(directory: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in sorted(directory.iterdir())}
-
-
-@pytest.mark.parametrize(
-    ("name", "precision", "worlds", "others"),
-    [
-        ("gpt_groups", "fp32", (2, 3), (1, 2, 4)),
-        ("lora", "bf16", (3,), (2,)),
-        ("tiny_parameters", "fp32", (2,), (4,)),
-        ("resnet", "fp32", (3,), (1,)),
-    ],
-)
-def test_reshard_writes_what_the_ranks_would_have_saved(
-    name: str, precision: str, worlds: tuple[int, ...], others: tuple[int, ...], tmp_path: Path
-) -> None:
-    for before in worlds:
-        run = Run(stage=2, precision=precision)
-        run_ranks(before, _save, name, run, str(tmp_path / f"from-{before}"))
-    for after in others:
-        copies = {str(tmp_path / f"from-{before}"): str(tmp_path / f"{before}-{after}") for before in worlds}
-        run_ranks(after, _resave, copies, name, Run(stage=3, precision=precision))
-        for before in worlds:
-            resharded = reshard(tmp_path / f"from-{before}", after, tmp_path / f"{before}-to-{after}")
-            assert _contents(resharded) == _contents(tmp_path / f"{before}-{after}" / "step-00000003")
+    folder, went_on = saved
+    names = [case[0] for case, worlds in WORLDS.items() if world in worlds]
+    for name in names:
+        reshard(folder / name / "run", world, folder / name / f"to-{world}")
+    found = run_ranks(world, _compared, str(folder), world)
+    for name in names:
+        assert read_tree(folder / name / f"to-{world}") == read_tree(folder / name / f"{world}-saved")
+        if world == 2:
+            assert [bits[name] for bits in found] == [bits[name] for bits in went_on]
 
 
 SCHEDULERS: dict[str, Callable[[Any], lr_scheduler.LRScheduler]] = {
-    "StepLR": lambda o: lr_scheduler.StepLR(o, 2, 0.5),
-    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [2, 4, 5, 7], 0.3),
-    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 7),
     "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, max_lr=1e-2, total_steps=30),
     "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, factor=0.5, patience=0),
     "SequentialLR": lambda o: lr_scheduler.SequentialLR(
@@ -218,10 +200,6 @@ def _all_scheduled(directory: str) -> None:
         assert _scheduled(make, run, True, range(4, 8), 99) == whole[8:], make
 
 
-def test_schedulers_continue(tmp_path: Path) -> None:
-    run_ranks(2, _all_scheduled, str(tmp_path))
-
-
 def _draws(directory: str, resume: bool) -> list[float]:
     import random
 
@@ -245,33 +223,6 @@ def test_generators_continue_and_differ_between_ranks(tmp_path: Path) -> None:
     assert run_ranks(3, _draws, str(tmp_path), True) == three
 
 
-def _clamped(directory: str) -> list[bool]:
-    """Weights changed after a step and saved before the next one, whole and by themselves, at every stage."""
-    found = []
-    for stage in STAGES:
-        torch.manual_seed(1)
-        model = torch.nn.Linear(16, 16)
-        optimizer = zerokit.ZeroOptimizer(model, torch.optim.AdamW, stage=stage_of(stage), precision="bf16")
-        optimizer.backward(model(torch.ones(8, 16)).float().sum())
-        optimizer.step()
-        optimizer.zero_grad()
-        with optimizer.gathered() if stage == 3 else contextlib.nullcontext(), torch.no_grad():
-            model.weight.fill_(0.5)
-        for weights_only in (False, True):
-            path = save(f"{directory}/{stage}-{weights_only}", optimizer, step=1, weights_only=weights_only)
-            dist.barrier()
-            found.append(bool((Checkpoint(path).read("master", "weight") == 0.5).all()))
-    return found
-
-
-def test_weights_that_were_changed_after_the_last_step_are_saved(tmp_path: Path) -> None:
-    assert run_ranks(2, _clamped, str(tmp_path)) == [[True] * 8] * 2
-
-
-def _freezing_at_every_stage(bucket_mb: float, directory: str) -> list[list[str]]:
-    return [_freezing(stage, bucket_mb, directory, True) for stage in STAGES]
-
-
 def _freezing(stage: int, bucket_mb: float, directory: str, resume: bool) -> list[str]:
     """A block that is frozen for two steps: its count of steps falls behind the others', also on disk."""
     case, run = CASES["gpt"], Run(stage=stage, bucket_mb=bucket_mb)
@@ -292,8 +243,12 @@ def _freezing(stage: int, bucket_mb: float, directory: str, resume: bool) -> lis
     return trajectory.bits()
 
 
-@pytest.mark.parametrize("bucket_mb", [SMALL, LARGE])
-def test_counts_that_differ_within_a_unit_are_saved_and_loaded(bucket_mb: float, tmp_path: Path) -> None:
-    expected = run_ranks(2, _freezing, 2, bucket_mb, str(tmp_path / "run"), False)
-    found = run_ranks(2, _freezing_at_every_stage, bucket_mb, str(tmp_path / "run"))
-    assert found == [[bits] * len(STAGES) for bits in expected]
+def _frozen_and_back(directory: str) -> None:
+    for bucket_mb in (SMALL, LARGE):
+        expected = _freezing(2, bucket_mb, f"{directory}/{bucket_mb}", False)
+        for stage in STAGES:
+            assert _freezing(stage, bucket_mb, f"{directory}/{bucket_mb}", True) == expected
+
+
+def test_schedulers_and_counts_that_differ_within_a_unit_continue(tmp_path: Path) -> None:
+    run_ranks(2, in_turn, [_all_scheduled, _frozen_and_back], str(tmp_path))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import errno
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +12,7 @@ import pytest
 from tests.support.checkpoints import ended_process, leave_work
 from zerokit import files
 from zerokit.checkpoint.disk import write_file
-from zerokit.checkpoint.run import Latest, read_latest, write_latest
+from zerokit.checkpoint.run import Latest, read_latest
 from zerokit.checkpoint.staging import finish_replacement, leftovers, require_apart, staged
 from zerokit.errors import CheckpointError
 from zerokit.process import Process
@@ -71,16 +69,6 @@ def test_a_failure_leaves_everything_as_it_was(
     assert (old / "file").read_text() == "old"
 
 
-@pytest.mark.parametrize("exchange", [True, False], ids=["renameat2", "rename"])
-def test_force_replaces_the_whole_directory(tmp_path: Path, old: Path, exchange: bool) -> None:
-    system = files.System() if exchange else WithoutExchange()
-    with files.replaced(system), staged(old, force=True, foreign=nothing) as work:
-        write_file(work / "a", b"new")
-        assert (old / "file").read_text() == "old"
-    assert names(tmp_path) == ["out"]
-    assert names(old) == ["a"]
-
-
 def test_a_system_without_renameat2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: object())
     with staged(tmp_path / "out") as work:
@@ -88,25 +76,7 @@ def test_a_system_without_renameat2(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert names(tmp_path) == ["out"]
 
 
-def test_a_failed_replacement_by_two_renames_leaves_one_of_the_two(tmp_path: Path, old: Path) -> None:
-    class Failing(WithoutExchange):
-        def rename(self, old: Path, new: Path) -> None:
-            if new.name == "out":
-                raise OSError(errno.EIO, "Input/output error")
-            super().rename(old, new)
-
-    with (
-        files.replaced(Failing()),
-        pytest.raises(CheckpointError, match="out: cannot be put in place"),
-        staged(old, force=True, foreign=nothing),
-    ):
-        pass
-    finish_replacement(old, patience=0.0)
-    assert names(tmp_path) == ["out"]
-
-
-@pytest.mark.parametrize("kind", ["file", "empty", "full"])
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(("kind", "late"), [("file", True), ("empty", True), ("full", False)])
 def test_what_exists_is_not_replaced_without_force(tmp_path: Path, kind: str, late: bool) -> None:
     target = tmp_path / "out"
 
@@ -158,21 +128,6 @@ def test_source_and_target_are_apart(tmp_path: Path) -> None:
             require_apart(tmp_path / source, tmp_path / target)
 
 
-def test_latest_is_replaced_in_one_step(tmp_path: Path) -> None:
-    write_latest(tmp_path, Latest("step-00000001", (0xAB,)))
-    write_latest(tmp_path, Latest("step-00000002", (0x1A2B3C4D,)))
-    assert (tmp_path / "latest").read_text() == "step-00000002 1a2b3c4d\n"
-
-    class Failing(files.System):
-        def rename(self, old: Path, new: Path) -> None:
-            raise OSError(errno.EIO, "Input/output error")
-
-    with files.replaced(Failing()), pytest.raises(CheckpointError, match="latest: cannot be written"):
-        write_latest(tmp_path, Latest("step-00000003", (1,)))
-    assert names(tmp_path) == ["latest"]
-    assert (tmp_path / "latest").read_text() == "step-00000002 1a2b3c4d\n"
-
-
 def test_what_killed_writers_have_left_goes_with_the_next_work_beside_it(tmp_path: Path) -> None:
     own = Process.current()
     gone = leave_work(tmp_path, ended_process())
@@ -194,41 +149,6 @@ def test_what_killed_writers_have_left_goes_with_the_next_work_beside_it(tmp_pat
                 os.utime(entry, (0, 0))
     assert {left.path for left in leftovers(tmp_path) if left.gone} == {elsewhere, unknown}
     assert {left.size for left in leftovers(tmp_path)} == {4}
-
-
-@pytest.mark.parametrize("renamed", [0, 1, 2])
-def test_a_replacement_that_was_killed_between_its_renames_is_finished(
-    tmp_path: Path, old: Path, renamed: int
-) -> None:
-    class Killed(WithoutExchange):
-        left = renamed
-
-        def rename(self, old: Path, new: Path) -> None:
-            if new.name.startswith(".out.replacing"):
-                return super().rename(old, new)
-            if self.left == 0:
-                raise KeyboardInterrupt
-            self.left -= 1
-            super().rename(old, new)
-            return None
-
-        def unlink(self, path: Path) -> None:
-            pass
-
-        def rmdir(self, path: Path) -> None:
-            pass
-
-    with (
-        files.replaced(Killed()),
-        contextlib.suppress(KeyboardInterrupt),
-        staged(old, force=True, foreign=nothing) as work,
-    ):
-        write_file(work / "a", b"new")
-    assert old.exists() == (renamed != 1)
-    finish_replacement(old, patience=0.0)
-    assert names(old) == (["file"] if renamed == 0 else ["a"])
-    assert not (tmp_path / ".out.replacing").exists()
-    finish_replacement(old)
 
 
 def test_readers_do_not_disturb_a_replacement(tmp_path: Path, old: Path) -> None:

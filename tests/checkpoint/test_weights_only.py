@@ -13,21 +13,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 import zerokit
-from tests.cli.commands import zerokit as command
+from tests.cli.inside import zerokit_inside as command
 from tests.support.checkpoints import (
     example_content,
     example_extra,
     example_layout,
-    sealed,
+    flip,
     weights_of,
-    write_checkpoint,
     write_run,
 )
+from tests.support.crashes import read_tree
 from tests.support.distributed import run_ranks
 from tests.support.models import CASES
 from tests.support.training import Run, Trajectory, build_seeded, one_step, wrap
@@ -38,14 +36,33 @@ from zerokit.placement import stage_of
 EXTRA = {"note": "kept", "table": torch.arange(3)}
 
 
-def _saved(directory: str, name: str, run: Run, steps: int = 2) -> None:
-    case = CASES[name]
-    model = build_seeded(case, 0)
-    zero = wrap(model, case, run)
-    for step in range(steps):
-        one_step(model, zero, case, run, step, Trajectory())
-    save(os.path.join(directory, "whole"), zero, step=steps, extra=EXTRA)
-    save(os.path.join(directory, "weights"), zero, step=steps, extra=EXTRA, weights_only=True)
+MODELS = {"tiny_parameters": "fp16", "lora": "bf16", "resnet": "fp32", "gpt": "fp32"}
+
+
+def _save_all(folder: str) -> None:
+    """The two kinds of every model, and a run of both kinds."""
+    for name, precision in MODELS.items():
+        case, run = CASES[name], Run(stage=2, precision=precision)
+        model = build_seeded(case, 0)
+        zero = wrap(model, case, run)
+        for step in range(2):
+            one_step(model, zero, case, run, step, Trajectory())
+        save(f"{folder}/{name}/whole", zero, step=2, extra=EXTRA)
+        save(f"{folder}/{name}/weights", zero, step=2, extra=EXTRA, weights_only=True)
+    for step in (1, 2, 3, 4):
+        save(f"{folder}/mixed", zero, step=step, extra=step, weights_only=step > 2)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("saved")
+    run_ranks(2, _save_all, str(made))
+    shutil.copytree(made / "gpt" / "whole", made / "gpt" / "damaged")
+    step = zerokit.Checkpoint(made / "gpt" / "damaged")
+    number, name = step.find("master", step.names[-1])
+    file = step.rank_file(step.slice_checksums(number)[name][0][0])
+    flip(step.path / file.name, file.by_name[number, name].offset)
+    return made
 
 
 def weights(path: str | Path) -> dict[str, bytes]:
@@ -78,47 +95,42 @@ def _state(zero: zerokit.ZeroOptimizer) -> str:
     return str((state, groups, drawn, scale))
 
 
-def _take(directory: str, name: str, run: Run) -> list[Any]:
-    """Load the weights from both kinds of checkpoint into an optimizer that has made a step, and save it whole."""
-    case, found = CASES[name], []
-    for source in ("whole", "weights"):
-        model = build_seeded(case, 5)
-        zero = wrap(model, case, run)
-        one_step(model, zero, case, run, 0, Trajectory())
-        zero.param_groups[0]["lr"] = 0.125
-        before = _state(zero)
-        extra = load(os.path.join(directory, source), zero, weights_only=True)
-        assert _state(zero) == before
-        assert (extra["note"], extra["table"].tolist()) == ("kept", [0, 1, 2])
-        save(os.path.join(directory, f"again-{source}"), zero, step=3, overwrite=True)
-        trajectory = Trajectory()
-        one_step(model, zero, case, run, 1, trajectory)
-        found.append(trajectory.losses)
-    return found
+def _take(folder: str, stage: int) -> None:
+    """Load the weights of both kinds into an optimizer that has made a step, and save it whole."""
+    for name, precision in MODELS.items():
+        case, found = CASES[name], []
+        run = Run(stage=stage, precision=precision)
+        for source in ("whole", "weights"):
+            model = build_seeded(case, 5)
+            zero = wrap(model, case, run)
+            one_step(model, zero, case, run, 0, Trajectory())
+            zero.param_groups[0]["lr"] = 0.125
+            before = _state(zero)
+            extra = load(f"{folder}/{name}/{source}", zero, weights_only=True)
+            assert _state(zero) == before
+            assert (extra["note"], extra["table"].tolist()) == ("kept", [0, 1, 2])
+            save(f"{folder}/{name}/again-{source}", zero, step=3, overwrite=True)
+            trajectory = Trajectory()
+            one_step(model, zero, case, run, 1, trajectory)
+            found.append(trajectory.losses)
+        assert found[0] == found[1], name
 
 
-@pytest.mark.parametrize(
-    ("name", "precision"), [("tiny_parameters", "fp16"), ("lora", "bf16"), ("resnet", "fp32")]
-)
+@pytest.mark.parametrize(("world", "stage"), [(3, 3), (1, 0)])
 def test_weights_are_exact_at_any_world_size_and_nothing_else_changes(
-    tmp_path: Path, name: str, precision: str
+    folder: Path, world: int, stage: int
 ) -> None:
-    run_ranks(2, _saved, str(tmp_path), name, Run(stage=2, precision=precision))
-    wanted = weights(tmp_path / "whole")
-    assert weights(tmp_path / "weights") == wanted
-    for world, stage in ((3, 3), (1, 0)):
-        for first, second in run_ranks(
-            world, _take, str(tmp_path), name, Run(stage=stage, precision=precision)
-        ):
-            assert first == second
+    run_ranks(world, _take, str(folder), stage)
+    for name in MODELS:
+        wanted = weights(folder / name / "whole")
+        assert weights(folder / name / "weights") == wanted
         for again in ("again-whole", "again-weights"):
-            assert weights(tmp_path / again) == wanted
-            assert not zerokit.inspect(tmp_path / again).weights_only
+            assert weights(folder / name / again) == wanted
+            assert not zerokit.inspect(folder / name / again).weights_only
 
 
-def test_the_file_has_weights_and_nothing_else(tmp_path: Path) -> None:
-    run_ranks(2, _saved, str(tmp_path), "lora", Run(stage=3, precision="bf16"))
-    checkpoint = zerokit.Checkpoint(tmp_path / "weights")
+def test_the_file_has_weights_and_nothing_else(folder: Path) -> None:
+    checkpoint = zerokit.Checkpoint(folder / "lora" / "weights")
     assert checkpoint.weights_only
     assert {(stream.kind, stream.dtype) for stream in checkpoint.streams} == {
         ("master", "float32"),
@@ -128,58 +140,51 @@ def test_the_file_has_weights_and_nothing_else(tmp_path: Path) -> None:
     assert set(checkpoint.extra_plain()) == {"step", "user"}
     manifest = json.loads((checkpoint.path / "manifest.json").read_text())
     assert (manifest["version"], manifest["content"]) == ([1, 1], "weights")
-    whole = json.loads((zerokit.Checkpoint(tmp_path / "whole").path / "manifest.json").read_text())
+    whole = json.loads((folder / "lora" / "whole" / "step-00000002" / "manifest.json").read_text())
     assert whole["version"] == [1, 0]
     assert "content" not in whole
 
 
-# --- loading -----------------------------------------------------------------------------------------------
+def _loads(folder: str) -> tuple[list[str], list[str], tuple[list[str], bool], list[bool]]:
+    swapped = [_swap(f"{folder}/swapped-{stage}", stage) for stage in range(4)]
+    return _refused(folder), _lost(f"{folder}/gpt"), _fits_in_part(f"{folder}/part"), swapped
 
 
-def _refused(directory: str, source: str) -> str:
+@pytest.fixture(scope="module")
+def loads(folder: Path) -> list[Any]:
+    """On two ranks."""
+    return run_ranks(2, _loads, str(folder))
+
+
+def _refused(folder: str) -> list[str]:
     """A full load of weights: refused on every rank, and nothing changes."""
-    case, run = CASES["gpt"], Run(stage=3)
+    case, run, told = CASES["gpt"], Run(stage=3), []
     model = build_seeded(case, 0)
     zero = wrap(model, case, run)
     before = _state(zero)
-    with pytest.raises(zerokit.CheckpointError) as caught:
-        load(os.path.join(directory, source), zero)
-    assert (zero.refusal, _state(zero)) == ("", before)
+    for source in ("gpt/weights", "gpt/weights/step-00000002", "mixed/step-00000004"):
+        with pytest.raises(zerokit.CheckpointError) as caught:
+            load(f"{folder}/{source}", zero)
+        assert (zero.refusal, _state(zero)) == ("", before)
+        told.append(str(caught.value))
     one_step(model, zero, case, run, 0, Trajectory())
-    return str(caught.value)
+    # Of a run of both kinds each load takes the newest that it can.
+    newest = load(f"{folder}/mixed", zero), load(f"{folder}/mixed", zero, weights_only=True)
+    assert newest == (2, 4)
+    return told
 
 
-def test_loading_weights_as_a_whole_state_is_refused_with_the_line_to_write(tmp_path: Path) -> None:
-    run_ranks(2, _saved, str(tmp_path), "gpt", Run(stage=1), 1)
-    step = tmp_path / "weights" / "step-00000001"
-    for message in run_ranks(2, _refused, str(tmp_path), "weights"):
-        assert "step-00000001 was saved with weights_only=True" in message
-        assert f'zerokit.load("{step.parent}", optimizer, weights_only=True)' in message
-    for message in run_ranks(2, _refused, str(step.parent), step.name):
-        assert message.startswith(f"{step}: was saved with weights_only=True")
-        assert f'zerokit.load("{step}", optimizer, weights_only=True)' in message
-
-
-def test_beside_whole_ones_the_newest_whole_one_is_named_and_taken(tmp_path: Path) -> None:
-    run_ranks(2, _mixed, str(tmp_path / "run"))
-    for message in run_ranks(2, _refused, str(tmp_path / "run"), "step-00000004"):
-        assert f'zerokit.load("{tmp_path / "run" / "step-00000002"}", optimizer)' in message
-    assert run_ranks(2, _newest, str(tmp_path / "run")) == [(2, 4)] * 2
-    assert zerokit.Checkpoint(tmp_path / "run").step == 4
-
-
-def _newest(directory: str) -> tuple[int, int]:
-    """The steps that a load of the whole state takes, and one of weights."""
-    case = CASES["gpt"]
-    zero = wrap(build_seeded(case, 0), case, Run(stage=3))
-    return load(directory, zero), load(directory, zero, weights_only=True)
-
-
-def _mixed(directory: str) -> None:
-    case = CASES["gpt"]
-    zero = wrap(build_seeded(case, 0), case, Run(stage=1))
-    for step in (1, 2, 3, 4):
-        save(directory, zero, step=step, extra=step, weights_only=step > 2)
+def test_loading_weights_as_a_whole_state_is_refused_with_the_line_to_write(
+    folder: Path, loads: list[Any]
+) -> None:
+    step, mixed = folder / "gpt" / "weights" / "step-00000002", folder / "mixed"
+    for (of_run, of_step, beside_whole), *_ in loads:
+        assert "step-00000002 was saved with weights_only=True" in of_run
+        assert f'zerokit.load("{step.parent}", optimizer, weights_only=True)' in of_run
+        assert of_step.startswith(f"{step}: was saved with weights_only=True")
+        assert f'zerokit.load("{step}", optimizer, weights_only=True)' in of_step
+        assert f'zerokit.load("{mixed / "step-00000002"}", optimizer)' in beside_whole
+    assert zerokit.Checkpoint(mixed).step == 4
 
 
 def _model(frozen: str, stage: int, *, value: float) -> tuple[nn.Module, zerokit.ZeroOptimizer]:
@@ -216,12 +221,8 @@ def _of(model: nn.Module, optimizer: zerokit.ZeroOptimizer, name: str) -> torch.
         return model.get_parameter(name).detach().clone()
 
 
-def _swap_at_every_stage(directory: str) -> list[bool]:
-    return [_swap(os.path.join(directory, str(stage)), stage) for stage in range(4)]
-
-
-def test_frozen_there_and_trained_here(tmp_path: Path) -> None:
-    assert run_ranks(2, _swap_at_every_stage, str(tmp_path)) == [[True] * 4] * 2
+def test_frozen_there_and_trained_here(loads: list[Any]) -> None:
+    assert [swapped for *_, swapped in loads] == [[True] * 4] * 2
 
 
 def _fits_in_part(directory: str) -> tuple[list[str], bool]:
@@ -244,8 +245,8 @@ def _fits_in_part(directory: str) -> tuple[list[str], bool]:
         return said, torch.equal(first, torch.arange(300).reshape(30, 10) * 0.5)
 
 
-def test_what_does_not_fit_is_named_or_left_out(tmp_path: Path) -> None:
-    for said, taken in run_ranks(2, _fits_in_part, str(tmp_path)):
+def test_what_does_not_fit_is_named_or_left_out(loads: list[Any]) -> None:
+    for _, _, (said, taken), _ in loads:
         assert taken
         assert all("1.weight is [10, 30] there and [11, 30] here" in text for text in said)
         assert "Build the model that was saved" in said[0]
@@ -266,44 +267,10 @@ def _lost(directory: str) -> list[str]:
     return found
 
 
-def test_weights_do_not_make_up_for_a_lost_state(tmp_path: Path) -> None:
-    run_ranks(2, _saved, str(tmp_path), "gpt", Run(stage=1), 1)
-    shutil.copytree(tmp_path / "whole", tmp_path / "damaged")
-    step = zerokit.Checkpoint(tmp_path / "damaged")
-    number, name = step.find("master", step.names[-1])
-    rank = step.slice_checksums(number)[name][0][0]
-    file = step.rank_file(rank)
-    content = bytearray((step.path / file.name).read_bytes())
-    content[file.by_name[number, name].offset] ^= 1
-    (step.path / file.name).write_bytes(content)
-    for first, second, third in run_ranks(2, _lost, str(tmp_path)):
+def test_weights_do_not_make_up_for_a_lost_state(loads: list[Any]) -> None:
+    for _, (first, *others), *_ in loads:
         assert "the state is incomplete" in first
-        assert (second, third) == ("", "")
-
-
-# --- the offline tools -------------------------------------------------------------------------------------
-
-
-def contents(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in directory.iterdir()}
-
-
-@settings(max_examples=25)
-@given(old=st.integers(1, 9), new=st.integers(1, 9), seed=st.integers(0, 1000))
-def test_resharding_is_what_the_other_ranks_would_have_saved(
-    tmp_path_factory: pytest.TempPathFactory, old: int, new: int, seed: int
-) -> None:
-    folder = tmp_path_factory.mktemp("weights")
-    content = weights_of(example_content(example_layout(1), seed=seed))
-    write_checkpoint(folder / "old", example_layout(old), content)
-    write_checkpoint(folder / "new", example_layout(new), content)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", lambda fd: None)
-        found = zerokit.reshard(folder / "old", new, folder / "out")
-    assert contents(found) == contents(folder / "new")
-    assert zerokit.verify(found).intact
-    assert zerokit.diff(found, folder / "old").same
-    shutil.rmtree(folder)
+        assert others == ["", ""]
 
 
 def test_inspect_verify_consolidate_and_diff(tmp_path: Path) -> None:
@@ -321,7 +288,7 @@ def test_inspect_verify_consolidate_and_diff(tmp_path: Path) -> None:
     assert "step 100, 3 ranks, weights only" in shown.stdout
     for name in ("whole", "weights"):
         zerokit.consolidate(tmp_path / name, tmp_path / f"model-{name}")
-    assert contents(tmp_path / "model-whole") == contents(tmp_path / "model-weights")
+    assert read_tree(tmp_path / "model-whole") == read_tree(tmp_path / "model-weights")
     found = zerokit.diff(tmp_path / "whole", tmp_path / "weights")
     assert [(one.stream, one.name, one.a, one.b) for one in found.differences] == [
         ("checkpoint", "content", "a whole state", "weights only")
@@ -331,19 +298,3 @@ def test_inspect_verify_consolidate_and_diff(tmp_path: Path) -> None:
     write_run(tmp_path / "other", example_layout(3), replace(slim, values=changed))
     found = zerokit.diff(tmp_path / "whole", tmp_path / "other")
     assert [one.name for one in found.differences] == ["content", "gain"]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"content": "adapters"}, "content is 'adapters', this zerokit knows 'weights': use a newer one"),
-        ({"content": 7}, "expected str"),
-        ({"content": "weights"}, "content is 'weights', but there is optimizer state: 'exp_avg'"),
-    ],
-)
-def test_manifests_that_contradict_themselves(tmp_path: Path, change: dict[str, Any], message: str) -> None:
-    step = write_run(tmp_path / "run", example_layout(2), example_content(example_layout(1)))
-    manifest = json.loads((step / "manifest.json").read_text())
-    (step / "manifest.json").write_bytes(sealed(manifest | change))
-    with pytest.raises(zerokit.CheckpointError, match=message):
-        zerokit.Checkpoint(step)

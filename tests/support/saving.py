@@ -6,6 +6,7 @@ import datetime
 import gc
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,29 @@ def newest_step(run: Path) -> tuple[int, int] | None:
     assert report.path == found.path
     assert found.manifest is not None
     return found.manifest[0].step, found.manifest[1]
+
+
+@dataclass(frozen=True)
+class How:
+    """How a step is saved."""
+
+    overwrite: bool = False
+    exchanges: bool = True
+    """Whether directories can change places on this file system."""
+    blocking: bool = True
+    keep_last: int | None = None
+
+    def save(self, run: Path, optimizer: zerokit.ZeroOptimizer, step: int) -> None:
+        done: Any = zerokit.save(  # type: ignore[call-overload]
+            run,
+            optimizer,
+            step=step,
+            overwrite=self.overwrite,
+            keep_last=self.keep_last,
+            blocking=self.blocking,
+        )
+        if not self.blocking:
+            done.wait()
 
 
 def in_turn(works: Sequence[Callable[[str], Any]], folder: str, *, apart: bool = True) -> list[Any]:
