@@ -46,20 +46,8 @@ def test_no_bar_is_drawn_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [
-        (0, "0 bytes"),
-        (999, "999 bytes"),
-        (1000, "1.0 kB"),
-        (999_999, "1000.0 kB"),
-        (2_200_000_000, "2.2 GB"),
-        (5 * 10**18, "5000.0 PB"),
-    ],
-)
-def test_sizes_are_decimal(size: int, text: str) -> None:
-    assert decimal_size(size) == text
-
-
-def test_control_characters_are_escaped() -> None:
+def test_sizes_are_decimal_and_control_characters_escaped() -> None:
+    sizes = (0, 999, 1000, 999_999, 2_200_000_000, 5 * 10**18)
+    shown = ["0 bytes", "999 bytes", "1.0 kB", "1000.0 kB", "2.2 GB", "5000.0 PB"]
+    assert [decimal_size(size) for size in sizes] == shown
     assert printable("wörter\x1b[2J\n\u202e") == "wörter\\x1b[2J\\n\\u202e"

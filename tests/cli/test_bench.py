@@ -92,6 +92,16 @@ def test_the_record_holds_every_ranks_every_step(finished: Finished) -> None:
     assert len(record.loss) == len(record.gradient_norm) == 6
     assert record.results.step.count == 4
     assert record.results.throughput > 0
+    assert record.results.loss_first is not None
+    assert record.results.loss_last is not None
+    assert record.results.loss_last < record.results.loss_first - 0.05
+    assert all(rank.memory_bytes == rank.predicted_memory_bytes for rank in record.ranks)
+    assert record.traffic is not None
+    assert record.traffic.elements == record.traffic.predicted_elements == 2 * record.model.parameters
+    assert record.traffic.bytes == record.traffic.predicted_bytes == 8 * record.model.parameters
+    # And nothing is left behind.
+    assert processes_of(finished.folder) == {}
+    assert list((finished.folder / "tmp").glob("zerokit-*")) == []
 
 
 def test_communication_is_the_step_less_its_twin_s_beside_it(finished: Finished) -> None:
@@ -104,24 +114,6 @@ def test_communication_is_the_step_less_its_twin_s_beside_it(finished: Finished)
     assert len(record.twin.own_ms) == len(record.twin.pace_ms) == count
     assert all(pace < step for pace, step in zip(record.twin.pace_ms, record.twin.step_ms, strict=True))
     assert record.results.communication_ms == pytest.approx(median(record.twin.costs_ms))
-
-
-def test_the_loss_falls(finished: Finished) -> None:
-    results = finished.record.results
-    assert results is not None
-    assert results.loss_first is not None
-    assert results.loss_last is not None
-    assert results.loss_last < results.loss_first - 0.05
-
-
-def test_measured_memory_and_traffic_are_the_predicted(finished: Finished) -> None:
-    record = finished.record
-    for rank in record.ranks:
-        assert rank.memory_bytes == rank.predicted_memory_bytes
-    assert record.traffic is not None
-    assert record.model is not None
-    assert record.traffic.elements == record.traffic.predicted_elements == 2 * record.model.parameters
-    assert record.traffic.bytes == record.traffic.predicted_bytes == 8 * record.model.parameters
 
 
 def test_the_table_tells_what_was_asked_for(finished: Finished) -> None:
@@ -161,19 +153,11 @@ def test_mlflow_holds_the_record(finished: Finished, client: MlflowClient) -> No
     assert run.data.tags["zerokit.record_id"] == record.id
 
 
-def test_nothing_is_left_behind(finished: Finished) -> None:
-    assert processes_of(finished.folder) == {}
-    assert list((finished.folder / "tmp").glob("zerokit-*")) == []
-
-
 def test_a_tracking_server_that_is_down_loses_nothing_and_json_is_alone_on_stdout(tmp_path: Path) -> None:
     """Stage 3 on one rank and other options on the way."""
     process = zerokit_inside(
         tmp_path,
-        "bench",
-        "--json",
-        "--output",
-        "mine.json",
+        *("bench", "--json", "--output", "mine.json"),
         *("--stage", "3", "--precision", "bf16", "--wire", "bf16", "--clip", "0", "--data", "synthetic"),
         *TINY,
         *("--tracking-uri", "http://me:s3cret@127.0.0.1:1"),
@@ -232,17 +216,8 @@ def test_an_interrupt_ends_everything_and_the_run_is_killed(
     finished: Finished, client: MlflowClient, tmp_path: Path
 ) -> None:
     interrupt = Strike(lambda: training(tmp_path), lambda starter: os.kill(os.getpid(), signal.SIGINT))
-    arguments = (
-        "bench",
-        "--nproc-per-node",
-        "2",
-        *TINY,
-        "--steps",
-        "1000000",
-        "--tracking-uri",
-        finished.uri,
-    )
-    done = zerokit_inside(tmp_path, *arguments, meanwhile=interrupt)
+    options = ("--nproc-per-node", "2", *TINY, "--steps", "1000000", "--tracking-uri", finished.uri)
+    done = zerokit_inside(tmp_path, "bench", *options, meanwhile=interrupt)
     assert done.returncode == 128 + signal.SIGINT
     assert done.stderr == "zerokit: interrupted by SIGINT\n"
     assert list((tmp_path / "tmp").glob("zerokit-*")) == []

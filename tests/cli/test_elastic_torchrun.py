@@ -98,7 +98,7 @@ def test_a_node_that_leaves_shrinks_the_job_and_one_that_comes_grows_it(tmp_path
         "--rdzv-conf",
     )
     # The first one has the rendezvous: whoever has it must not leave. The second may be slow to come.
-    host, guest = "is_host=true,last_call_timeout=20", "is_host=false,last_call_timeout=20"
+    host, guest = "is_host=true,last_call_timeout=8", "is_host=false,last_call_timeout=8"
     with torchrun(tmp_path, "first", *nodes, host) as first:
         with torchrun(tmp_path, "second", *nodes, guest) as second:
             until(trained(tmp_path, 0, 5), first)

@@ -64,7 +64,7 @@ def test_nodes_that_are_named_after_loopback_do_not_meet(plan: Plan, tmp_path: P
         for node in range(3):
             table = tmp_path / f"hosts-{node}"
             table.write_text(f"127.0.1.1 node-{node}\n")
-        report = examine(replace(plan, timeout_s=15.0), cluster.launch)
+        report = examine(replace(plan, timeout_s=8.0), cluster.launch)
     assert report.exit_code == 5
     assert of(report, "ZD901").severity is Severity.FAULT
     assert of(report, "ZD301").severity is Severity.FAULT

@@ -46,16 +46,22 @@ def test_single_names_and_several_brackets() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["a[1-2", "a1-2]", "a]1[", "a[[1-2]]", "a[]", "a[2-1]", "a[x-y]", "a[1-]", "a[1,,2]", "a b", "a[1 - 2]"],
+    [
+        "a[1-2",
+        "a1-2]",
+        "a]1[",
+        "a[[1-2]]",
+        "a[]",
+        "a[2-1]",
+        "a[x-y]",
+        "a[1-]",
+        "a[1,,2]",
+        "a b",
+        "a[0-9999][0-9999]",
+    ],
 )
 def test_what_is_no_list_of_nodes_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="no list of nodes as Slurm writes them"):
-        expand_hostlist(text)
-
-
-@pytest.mark.parametrize("text", ["a[0-9999999999]", "a[0-9999][0-9999]"])
-def test_lists_without_measure_are_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="more than a million nodes"):
+    with pytest.raises(UsageError, match=r"no list of nodes as Slurm writes them|more than a million nodes"):
         expand_hostlist(text)
 
 
@@ -71,7 +77,8 @@ def test_a_hostfile_has_slots_comments_and_empty_lines(tmp_path: Path) -> None:
     assert hosts == [HostSlots("worker-1", 4), HostSlots("user@worker-2", 4)]
     assert equal_slots(hosts) == 4
     assert equal_slots(read_hostfile(hostfile(tmp_path, "a\nb\n"))) is None
-    assert equal_slots([]) is None
+    with pytest.raises(UsageError, match="slots differ: a 2, b open; give --nproc-per-node"):
+        equal_slots([HostSlots("a", 2), HostSlots("b", None)])
 
 
 @pytest.mark.parametrize(
@@ -96,8 +103,3 @@ def test_a_hostfile_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_bytes(b"\xff\xfe")
     with pytest.raises(UsageError, match="cannot be read"):
         read_hostfile(tmp_path / "hosts")
-
-
-def test_slots_that_differ_are_refused() -> None:
-    with pytest.raises(UsageError, match="slots differ: a 2, b open; give --nproc-per-node"):
-        equal_slots([HostSlots("a", 2), HostSlots("b", None)])

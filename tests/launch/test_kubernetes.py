@@ -119,30 +119,23 @@ def test_pods_have_what_was_asked_for(form: str) -> None:
     ]
     assert pod["serviceAccountName"] == "bench"
     assert pod["imagePullSecrets"] == [{"name": "registry"}]
+    settings, *_, job = render(PODS, form)
+    text = json.dumps(job)
     assert '{"name": "NCCL_DEBUG", "value": "INFO"}' in json.dumps(render(PODS, form))
+    assert '"configMapKeyRef": {"name": "zerokit-1", "key": "bench.json"}' in text
+    assert json.loads(settings["data"]["bench.json"]) == PODS.arguments
+    assert "gpt2" not in text
     bare = pod_of(Pods("a", "default", "image", 1, 1, []), form)
     assert {"nodeSelector", "tolerations", "serviceAccountName", "imagePullSecrets"} & bare.keys() == set()
 
 
-@pytest.mark.parametrize("text", ["gpu", "gpu:Never", "a=b=c:NoSchedule", ":NoSchedule"])
-def test_tolerations_are_as_kubectl_writes_taints(text: str) -> None:
-    with pytest.raises(UsageError, match="expected KEY=VALUE:EFFECT"):
-        Pods("a", "default", "image", 1, 1, [], tolerations=[text])
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_the_options_travel_in_a_config_map(form: str) -> None:
-    settings, *_, job = render(PODS, form)
-    assert json.loads(settings["data"]["bench.json"]) == PODS.arguments
-    text = json.dumps(job)
-    assert '"configMapKeyRef": {"name": "zerokit-1", "key": "bench.json"}' in text
-    assert "gpt2" not in text
-
-
-@pytest.mark.parametrize("name", ["", "Upper", "a_b", "-a", "a" * 60])
-def test_names_are_dns_labels(name: str) -> None:
-    with pytest.raises(UsageError, match="DNS label"):
-        Pods(name, "default", "image", 1, 1, [])
+def test_names_are_dns_labels_and_tolerations_as_kubectl_writes_taints() -> None:
+    for name in ("", "Upper", "a_b", "-a", "a" * 60):
+        with pytest.raises(UsageError, match="DNS label"):
+            Pods(name, "default", "image", 1, 1, [])
+    for text in ("gpu", "gpu:Never", "a=b=c:NoSchedule", ":NoSchedule"):
+        with pytest.raises(UsageError, match="expected KEY=VALUE:EFFECT"):
+            Pods("a", "default", "image", 1, 1, [], tolerations=[text])
 
 
 def test_the_record_is_found_between_other_lines() -> None:
@@ -179,27 +172,27 @@ def condition(kind: str) -> str:
     return json.dumps({"status": {"conditions": [{"type": kind, "status": "True"}]}})
 
 
-def test_what_is_created_is_what_was_rendered(kubectl: Path) -> None:
+def test_what_is_created_is_what_was_rendered(kubectl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     apply(render(PODS, "trainjob"))
     assert list(yaml.safe_load_all((kubectl / "created").read_text())) == render(PODS, "trainjob")
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(LaunchError, match="kubectl cannot be run"):
+        apply([])
 
 
 @pytest.mark.parametrize(("form", "done"), [("trainjob", "Complete"), ("jobset", "Completed")])
 def test_a_job_is_followed_to_its_end(kubectl: Path, form: str, done: str) -> None:
+    """Where it failed, by what node 0 said."""
     (kubectl / "state").write_text("{}")
     (kubectl / "log").write_text("the log\n")
-    threading.Timer(0.5, lambda: (kubectl / "state").write_text(condition(done))).start()
+    threading.Timer(0.3, lambda: (kubectl / "state").write_text(condition(done))).start()
     said: list[str] = []
     with Interrupts() as interrupts:
         assert follow(PODS, form, interrupts, said.append) == "the log\n"
-    assert said[0] == f"{form} zerokit-1: waiting"
-
-
-def test_a_failed_job_says_what_node_0_said(kubectl: Path) -> None:
-    (kubectl / "state").write_text(condition("Failed"))
-    (kubectl / "log").write_text("a last word\n")
-    with Interrupts() as interrupts, pytest.raises(LaunchError, match=r"zerokit-1 failed.*\n.*a last word"):
-        follow(PODS, "jobset", interrupts, lambda text: None)
+        assert said[0] == f"{form} zerokit-1: waiting"
+        (kubectl / "state").write_text(condition("Failed"))
+        with pytest.raises(LaunchError, match=r"zerokit-1 failed.*\n.*the log"):
+            follow(PODS, form, interrupts, said.append)
 
 
 def test_an_interrupted_job_is_deleted(kubectl: Path) -> None:
@@ -211,9 +204,3 @@ def test_an_interrupted_job_is_deleted(kubectl: Path) -> None:
     assert "trainjob/zerokit-1" in asked.rpartition("delete")[0]
     assert "configmap/zerokit-1" in asked
     assert "trainingruntime/zerokit-1" in asked
-
-
-def test_without_kubectl_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "")
-    with pytest.raises(LaunchError, match="kubectl cannot be run"):
-        apply([])

@@ -7,13 +7,12 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.launch.ranks import ROOT, WORKLOAD, alive, started, wait_for
+from tests.launch.ranks import ROOT, WORKLOAD, all_ended, started, wait_for
 from zerokit.launch import agents
 from zerokit.launch.failures import Failure, WorkerFailed
 from zerokit.launch.interrupts import Interrupted, Interrupts
@@ -34,17 +33,11 @@ def logs(tmp_path: Path) -> Path:
     return tmp_path / "logs"
 
 
-def run(folder: Path, logs: Path, what: str, *, nodes: int = 2, nproc_per_node: int = 1, **more: Any) -> None:
+def run(folder: Path, logs: Path, what: str, *, nproc_per_node: int = 1, **more: Any) -> None:
+    """On two nodes."""
+    shape: dict[str, Any] = {"nodes": 2, "nproc_per_node": nproc_per_node, "log_dir": logs}
     with Interrupts() as interrupts:
-        launch(
-            WORKLOAD,
-            [str(folder), what],
-            nodes=nodes,
-            nproc_per_node=nproc_per_node,
-            log_dir=logs,
-            interrupts=interrupts,
-            **more,
-        )
+        launch(WORKLOAD, [str(folder), what], **shape, interrupts=interrupts, **more)
 
 
 def test_ranks_of_two_nodes_find_the_torchrun_environment(tmp_path: Path, logs: Path) -> None:
@@ -53,14 +46,8 @@ def test_ranks_of_two_nodes_find_the_torchrun_environment(tmp_path: Path, logs: 
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         ports = iter([taken.getsockname()[1], (second := free_port())])
-        run(
-            tmp_path,
-            logs,
-            "finish",
-            nproc_per_node=2,
-            port=lambda: next(ports),
-            environment={"ADDED": "yes"},
-        )
+        added = {"ADDED": "yes"}
+        run(tmp_path, logs, "finish", nproc_per_node=2, port=lambda: next(ports), environment=added)
     ranks = started(tmp_path)
     assert sorted(ranks) == [0, 1, 2, 3]
     assert [ranks[rank]["GROUP_RANK"] for rank in range(4)] == ["0", "0", "1", "1"]
@@ -78,20 +65,7 @@ def test_a_killed_rank_is_named_and_the_other_node_ends(tmp_path: Path, logs: Pa
     assert str(caught.value).startswith(f"rank 1 (node 1, pid {ranks[1]['pid']}) was killed by SIGKILL")
     assert f"logs: {logs}" in str(caught.value)
     assert sorted(ranks) == [0, 1]
-    assert not any(alive(rank["pid"]) for rank in ranks.values())
-
-
-def test_a_rank_that_raises_is_named_with_the_end_of_its_stderr(tmp_path: Path, logs: Path) -> None:
-    with pytest.raises(WorkerFailed) as caught:
-        run(tmp_path, logs, "raise", nodes=1, nproc_per_node=2)
-    ranks = started(tmp_path)
-    said = str(caught.value)
-    assert said.startswith(
-        f"rank 1 (node 0, pid {ranks[1]['pid']}) failed: ValueError: a fault of the program\n"
-    )
-    assert "the end of rank 1's stderr:" in said
-    assert "  | a last word" in said
-    assert not any(alive(rank["pid"]) for rank in ranks.values())
+    assert all_ended(tmp_path)
 
 
 def failure(rank: int, exit_code: int, message: str = "", moment: float = 0.0) -> Failure:
@@ -130,25 +104,15 @@ def test_a_signal_ends_all_ranks(tmp_path: Path, logs: Path) -> None:
     sent: list[bool] = []
     with pytest.raises(Interrupted, match="SIGTERM"):
         run(tmp_path, logs, "wait", poll=interrupt_once_started)
-    assert not any(alive(rank["pid"]) for rank in started(tmp_path).values())
-
-
-@pytest.fixture
-def launcher(tmp_path: Path, logs: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A launcher in a process of its own, whose two ranks wait."""
-    code = (
-        "import sys, pathlib; from tests.launch.test_local import run;"
-        "run(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), 'wait')"
-    )
-    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path), str(logs)]) as process:
-        wait_for(lambda: len(started(tmp_path)) == 2)
-        yield process
-        process.kill()
+    assert all_ended(tmp_path)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems cannot tie a process to its parent")
-def test_a_launcher_that_is_killed_takes_its_ranks_along(
-    tmp_path: Path, launcher: subprocess.Popen[bytes]
-) -> None:
-    launcher.kill()
-    wait_for(lambda: not any(alive(rank["pid"]) for rank in started(tmp_path).values()))
+def test_a_launcher_that_is_killed_takes_its_ranks_along(tmp_path: Path, logs: Path) -> None:
+    code = "from tests.launch.test_local import *; run(Path(sys.argv[1]), Path(sys.argv[2]), 'wait')"
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path), str(logs)]) as process:
+        try:
+            wait_for(lambda: len(started(tmp_path)) == 2)
+        finally:
+            process.kill()
+    wait_for(lambda: all_ended(tmp_path))
