@@ -20,6 +20,9 @@ from zerokit.runtime.order import BackwardPlan
 from zerokit.runtime.passes import ForwardPass
 from zerokit.runtime.storage import FlatUnit
 
+_LAST_WAIT_S = 2.0
+"""What others have updated is on its way since their step; they read this rank's part as soon as they wait."""
+
 
 class Gathering:
     """Stages 0 to 2, and the order of units that every stage records.
@@ -66,7 +69,11 @@ class Gathering:
             del self._updated[0]
 
     def finish_updates(self) -> None:
-        """Nobody will wait for updates that are on their way: the optimizer is gone, and the model goes on."""
+        """Nobody will wait for updates that are on their way: the optimizer is gone, and the model goes on.
+
+        The garbage collector may call this in the midst of another optimizer's collectives, in which other ranks wait.
+        """
+        self._collectives.wait_at_most(_LAST_WAIT_S)
         with suppress(ScheduleError):
             self.make_current()
 

@@ -174,6 +174,10 @@ class Collectives:
         gathers, reductions = self._schedule
         return (gathers * _HASH_FACTOR + reductions) % _HASH_MODULUS
 
+    def wait_at_most(self, seconds: float) -> None:
+        """Give up earlier from now on."""
+        self._timeout_s = min(self._timeout_s, seconds)
+
     # ---- units
 
     def all_gather(

@@ -58,7 +58,7 @@ class Progress:
 
     def __init__(self, timeout_s: float) -> None:
         self.pending: list[HostWork] = []
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
 
     def attempt_all(self) -> None:
         for work in list(self.pending):
@@ -85,8 +85,8 @@ class Progress:
                     if condition():  # it did its part and left
                         return
                     raise
-            if time.monotonic() - start > self._timeout_s:
-                raise RuntimeError(f"timed out after {self._timeout_s:g} s")
+            if time.monotonic() - start > self.timeout_s:
+                raise RuntimeError(f"timed out after {self.timeout_s:g} s")
             pause_for(pause)
             pause = min(pause * 1.5, _LONGEST_PAUSE_S)
 
@@ -106,6 +106,9 @@ class HostCollectives(Collectives):
     ) -> None:
         super().__init__(group, mesh, routes, device, reporter, timeout)
         self._progress = progress
+
+    def wait_at_most(self, seconds: float) -> None:
+        self._progress.timeout_s = min(self._progress.timeout_s, seconds)
 
     def wait_for_readers(self) -> None:
         # A unit that this rank did not use is still to be read, so that the others may go on.
