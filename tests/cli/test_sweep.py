@@ -92,8 +92,13 @@ def test_nothing_ran_is_an_exit_code_of_its_own(tmp_path: Path) -> None:
     assert single.returncode == 4
     assert single.stderr.startswith("zerokit: ddp has no stage 3: it has stage 0 only\n")
     assert read_record(tmp_path / "one.json").status == "unsupported"
-    large = ("--model", "gpt3-175b", "--device", "cpu", "--stage", "0,2", "--repeats", "1")
-    sweep = zerokit_inside(tmp_path, "bench", *large, "--no-mlflow", "--output", "sweep")
+    large = ("--model", "gpt3-175b", "--device", "cpu")
+    alone = zerokit_inside(tmp_path, "bench", *large, "--no-mlflow", "--output", "large.json")
+    assert alone.returncode == 4
+    assert alone.stderr.startswith("zerokit: gpt3-175b is too large: ")
+    sweep = zerokit_inside(
+        tmp_path, "bench", *large, "--stage", "0,2", "--repeats", "1", "--no-mlflow", "--output", "sweep"
+    )
     assert sweep.returncode == 4
     assert statuses(tmp_path) == ["out of memory", "out of memory"]
     assert "gpt3-175b is too large" in sweep.stdout
