@@ -63,7 +63,7 @@ class Report:
     kills_of_one: int = 0
     kills_of_all: int = 0
     phases: dict[str, int] = field(default_factory=dict)
-    """Of elastic benches: how many of these kills fell into which."""
+    """How many kills of elastic benches fell into which phase."""
     saves: int = 0
     """That returned."""
     resumes: int = 0

@@ -248,7 +248,9 @@ def test_deadlines() -> None:
 def _near(seconds: float) -> bool:
     """The clock passes the moment while training: no bound on when, only that it is seen afterwards."""
     _, optimizer = _optimizer()
-    moment = datetime.fromtimestamp(time.time() + 60 + seconds, UTC)
+    moments = [datetime.fromtimestamp(time.time() + 60 + seconds, UTC)]
+    dist.broadcast_object_list(moments)
+    (moment,) = moments
     with StopSignal(optimizer, minutes_before=1, deadline=moment) as stop:
         while not stop.requested():
             time.sleep(0.01)
