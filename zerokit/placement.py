@@ -78,6 +78,13 @@ def row_of(stage: object) -> Row:
     return _ROWS[stage]
 
 
+def require_stage(stage: StageArgument) -> StageArgument:
+    """`stage` itself, one or two. Raises `UsageError` for what is no stage."""
+    for each in stage if isinstance(stage, tuple) else (stage,):
+        row_of(each)
+    return stage
+
+
 def stage_of(number: int) -> StageNumber:
     """The stage of this number. Raises `UsageError` for another one."""
     row_of(number)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
 import signal
@@ -82,6 +83,9 @@ PartitionName=main Nodes=n1,n2 Default=YES MaxTime=60 State=UP OverSubscribe=NO
 @contextlib.contextmanager
 def cluster(gpus: int = 0) -> Iterator[Cluster]:
     """Make it, and take everything down at the end; Slurm believes that each node has so many `gpus`."""
+    # Jobs of two clusters have the same numbers, from which ranks take their port.
+    alone = (Path(tempfile.gettempdir()) / "zerokit-slurm.lock").open("w")
+    fcntl.flock(alone, fcntl.LOCK_EX)
     folder = Path(tempfile.mkdtemp(prefix="zerokit-slurm-"))
     folder.chmod(0o755)
     (folder / "state").mkdir()
@@ -116,6 +120,7 @@ def cluster(gpus: int = 0) -> Iterator[Cluster]:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(daemon.pid, signal.SIGKILL)
             daemon.wait()
+        alone.close()
         shutil.rmtree(folder, ignore_errors=True)
 
 

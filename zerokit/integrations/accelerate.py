@@ -26,7 +26,7 @@ from zerokit.checkpoint.snapshot import persistent_buffers
 from zerokit.checkpoint.together import Together
 from zerokit.errors import UsageError
 from zerokit.integrations.torch_optimizer import Recipe, hand_over
-from zerokit.placement import StageArgument
+from zerokit.placement import StageArgument, require_stage
 from zerokit.runtime import Precision, ZeroOptimizer
 
 try:
@@ -90,7 +90,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
     ) -> None:
         mixed = str(mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")).lower()
         self.zero_arguments = {
-            "stage": stage,
+            "stage": require_stage(stage),
             "precision": choose_precision(precision, mixed, "mixed_precision"),
             **require_zero_options(zero_options),
         }

@@ -32,7 +32,7 @@ from zerokit.integrations.lightning_checkpoints import require_whole, weights
 from zerokit.integrations.lightning_optimizers import attach, note_steps, only_optimizer
 from zerokit.integrations.lightning_precision import PRECISIONS, ZeroPrecision, flag_of, lightning_package
 from zerokit.integrations.torch_optimizer import Recipe
-from zerokit.placement import StageArgument
+from zerokit.placement import StageArgument, require_stage
 from zerokit.runtime import LossScale, Precision, ZeroOptimizer
 from zerokit.runtime.guard import ticket_of
 from zerokit.runtime.modules import UnitRule
@@ -95,7 +95,7 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
             )
         self._chosen = None if precision is None else Precision.of(precision)
         self._settings: dict[str, Any] = {
-            "stage": stage,
+            "stage": require_stage(stage),
             "units": units,
             "bucket_mb": bucket_mb,
             "prefetch": prefetch,

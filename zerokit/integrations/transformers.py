@@ -34,7 +34,7 @@ from zerokit.integrations.accelerate import (
     require_zero_options,
 )
 from zerokit.integrations.torch_optimizer import Recipe
-from zerokit.placement import StageArgument
+from zerokit.placement import StageArgument, require_stage
 from zerokit.runtime import Precision, ZeroOptimizer
 from zerokit.runtime.probe import probe
 
@@ -76,7 +76,7 @@ class ZeroTrainer(Trainer):
         require_supported(args)
         mixed = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
         self._zero_arguments: dict[str, Any] = {
-            "stage": stage,
+            "stage": require_stage(stage),
             "precision": choose_precision(precision, mixed, f"TrainingArguments({mixed}=True)"),
             "zero_options": require_zero_options(zero_options),
         }
