@@ -165,7 +165,7 @@ def _interrupted(directory: str) -> None:
 
 
 def _nobody_asks(directory: str) -> None:
-    """A failure that nobody waited for is told at the end of the program."""
+    """The program reports a failure that nobody waited for when it ends."""
     zero = wrap(build_seeded(CASE, 0), CASE, Run(stage=2))
     with files.replaced(Full()):
         saving = save(directory, zero, step=1, blocking=False)

@@ -75,7 +75,7 @@ def test_parts_are_joined(
     joined: list[float],
     spans: list[tuple[int, int]],
 ) -> None:
-    """Of each part: ranks, step and samples it begins after, and the steps that were noted together."""
+    """Each part's ranks, the step and samples it begins after, and the steps that were noted together."""
     journal = Journal(tmp_path)
     for number, (world, step, samples, noted) in enumerate(parts):
         pen = begin(journal, world, step, samples)

@@ -123,7 +123,7 @@ class Settings:
 
     @property
     def stages(self) -> tuple[int, int]:
-        """Of the outer and of the inner axis."""
+        """The stages of the outer and the inner axis."""
         return self.stage if self.outer_stage is None else self.outer_stage, self.stage
 
     @property

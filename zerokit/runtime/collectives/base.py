@@ -222,6 +222,7 @@ class Collectives:
         `out` may be that shard of `bucket` itself, unless `add`. `between` is where sums over the inner axis arrive on
         a mesh of two, by default their place in the bucket. What else is in the bucket is lost.
         """
+        self._before_reduction()
         self._note(1, unit)
         hops: list[Hop] = []
         source = bucket
@@ -255,6 +256,9 @@ class Collectives:
         """Prepare now, and not in a step, for reductions with a `wire`. All ranks call it."""
         for route in self.routes.values():
             route.rehearse_exchange(self.device)
+
+    def _before_reduction(self) -> None:
+        """Go on with what other ranks wait for."""
 
     def _gather(self, axis: Axis, region: Tensor, unit: Unit, own: Tensor | None) -> Hop:
         return lambda after: self.routes[axis].all_gather(region, unit.index, own, after)

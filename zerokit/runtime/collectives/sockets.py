@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zerokit.layout import Unit
 from zerokit.placement import Mesh
 from zerokit.runtime.collectives.base import Collectives, Hop, Route, Work
 from zerokit.runtime.collectives.node import Kind
@@ -118,20 +117,10 @@ class HostCollectives(Collectives):
                     self._progress.until(work.attempt, work.require_alive)
         super().wait_for_readers()
 
-    def reduce_scatter(
-        self,
-        unit: Unit,
-        bucket: Tensor,
-        out: Tensor,
-        *,
-        between: Tensor | None = None,
-        add: bool,
-        wire: torch.dtype | None = None,
-    ) -> Work:
+    def _before_reduction(self) -> None:
         if self._progress.pending:
             with self.reporter.waiting("other ranks' pieces"):
                 self._progress.attempt_all()
-        return super().reduce_scatter(unit, bucket, out, between=between, add=add, wire=wire)
 
     def _run(self, hops: Sequence[Hop], after: Work | None) -> Work:
         if after is not None:
