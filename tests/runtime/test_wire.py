@@ -25,8 +25,7 @@ from tests.runtime.test_parity import assert_equal_bits
 from tests.support.distributed import run_alone, run_ranks
 from tests.support.models import CASES, count
 from tests.support.oracle import train_alone
-from tests.support.recording import RecordingRoute, plain_unit
-from tests.support.reductions import bring, gradients_of, values
+from tests.support.recording import plain_unit
 from tests.support.streams import PromptStream, device_way
 from tests.support.training import (
     LARGE,
@@ -218,16 +217,6 @@ def _one_rank() -> None:
 
 def test_one_rank_rounds_nothing() -> None:
     run_ranks(1, _one_rank)
-
-
-def test_the_share_of_the_mean_is_what_is_rounded() -> None:
-    """1.1 · ⅓, not 1.1, where the route only adds; one that averages does the same itself."""
-    route = RecordingRoute(world=3, runs_ahead=True, averages=False)
-    gradients = gradients_of(route, 2, [[(64,)]], wire=torch.bfloat16)
-    bring(gradients, 0, value=1.1)
-    gradients.end_backward()
-    share = rounded(np.array([1.1], np.float32) * np.float32(1 / 3))[0]
-    assert values(gradients, 0) == [share + share + share]
 
 
 # --- training ----------------------------------------------------------------------------------------------
