@@ -22,7 +22,7 @@ from zerokit.checkpoint.load import load
 from zerokit.checkpoint.reader import Checkpoint
 from zerokit.checkpoint.reshard import reshard
 from zerokit.checkpoint.save import save
-from zerokit.runtime.update import write_back
+from zerokit.runtime.step import write_back
 
 STAGES = (0, 1, 2, 3)
 SMALL, LARGE = 1e-6, 64.0

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.support.recording import RecordingRoute
-from zerokit.runtime.norms import all_finite, global_norm
+from zerokit.runtime.step import all_finite, global_norm
 
 
 @pytest.mark.gpu

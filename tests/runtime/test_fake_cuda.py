@@ -28,10 +28,9 @@ from zerokit.runtime import collectives
 from zerokit.runtime.collectives import make_collectives, stalls
 from zerokit.runtime.collectives.nccl import Communicators, NcclCollectives, NcclRoute, make_nccl
 from zerokit.runtime.collectives.stalls import StallReporter
-from zerokit.runtime.control import StepControl
 from zerokit.runtime.gradients import Gradients
 from zerokit.runtime.memory import ResizedMemory
-from zerokit.runtime.norms import all_finite, clip_coefficient, global_norm
+from zerokit.runtime.step import StepControl, all_finite, clip_coefficient, global_norm
 
 SIZES = (1, 100, 1 << 17, 0)
 NORM_TYPES = (1.0, 2.0, 3.0, math.inf)

@@ -7,18 +7,18 @@ import sys
 import pytest
 import torch
 
-from zerokit.runtime import heap
-from zerokit.runtime.heap import Heap, keep_freed_memory
+from zerokit.runtime import linux
+from zerokit.runtime.linux import Heap, keep_freed_memory
 
 TRIM = ("malloc_trim", 0)
 KEEP = ("mallopt", -1, -1)
-linux = pytest.mark.skipif(sys.platform != "linux", reason="the heap is told what to do on Linux only")
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="the heap is told what to do on Linux only")
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str | int, ...]]:
     made: list[tuple[str | int, ...]] = []
-    monkeypatch.setattr(heap, "_call", lambda name, *arguments: made.append((name, *arguments)))
+    monkeypatch.setattr(linux, "_call", lambda name, *arguments: made.append((name, *arguments)))
     monkeypatch.delenv("MALLOC_TRIM_THRESHOLD_", raising=False)
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
     return made
@@ -46,7 +46,7 @@ def test_on_other_systems_nothing_is_called(
     assert calls == []
 
 
-@linux
+@on_linux
 def test_a_heap_that_settles_is_trimmed_thrice_and_then_keeps_what_it_has(
     calls: list[tuple[str | int, ...]],
 ) -> None:
@@ -56,7 +56,7 @@ def test_a_heap_that_settles_is_trimmed_thrice_and_then_keeps_what_it_has(
     assert calls == [TRIM, TRIM, TRIM, KEEP]
 
 
-@linux
+@on_linux
 def test_where_units_come_and_go_every_pass_returns_memory(calls: list[tuple[str | int, ...]]) -> None:
     one = Heap(torch.device("cpu"), settles=False)
     for _ in range(6):
@@ -86,4 +86,4 @@ def test_what_the_environment_says_stands(
 
 
 def test_another_c_library_is_left_alone() -> None:
-    heap._call("a_function_that_no_library_has", 1)
+    linux._call("a_function_that_no_library_has", 1)

@@ -9,7 +9,7 @@ import resource
 import pytest
 
 from tests.support.distributed import run_alone
-from zerokit.runtime.heap import keep_freed_memory
+from zerokit.runtime.linux import keep_freed_memory
 
 pytestmark = pytest.mark.skipif(
     platform.libc_ver()[0] != "glibc", reason="only glibc's heap is told what to keep"

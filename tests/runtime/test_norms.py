@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.support.recording import RecordingRoute
-from zerokit.runtime import norms
-from zerokit.runtime.norms import all_finite, clip_coefficient, global_norm
+from zerokit.runtime import step
+from zerokit.runtime.step import all_finite, clip_coefficient, global_norm
 
 KINDS = pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
 CPU = torch.device("cpu")
@@ -76,14 +76,14 @@ def test_norms_are_torchs(norm_type: float, numel: int) -> None:
 )
 def test_the_cut_does_not_show_in_fp32(norm_type: float, cuts: list[int], world: int, chunk: int) -> None:
     values = line(3000)
-    before = norms._CHUNK
-    norms._CHUNK = chunk
+    before = step._CHUNK
+    step._CHUNK = chunk
     try:
         places = [0, *sorted(cuts), 3000]
         shards = [values[start:stop] for start, stop in pairwise(places)]
         found = norm_of([shards[rank::world] for rank in range(world)], norm_type)
     finally:
-        norms._CHUNK = before
+        step._CHUNK = before
     assert float(found.float()).hex() == float(norm_of([[values]], norm_type).float()).hex()
 
 

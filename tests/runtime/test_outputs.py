@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from zerokit.runtime.outputs import follow, origin, tensors_in
+from zerokit.runtime.hooks import follow, origin, tensors_in
 
 Pair = namedtuple("Pair", ["left", "right"])
 

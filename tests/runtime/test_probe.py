@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 import zerokit
-from zerokit.runtime.probe import choose_kernel, probe
+from zerokit.runtime.admission import choose_kernel, probe
 
 CPU = torch.device("cpu")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

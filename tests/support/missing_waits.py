@@ -13,7 +13,7 @@ from tests.support.devices import Training
 from zerokit.runtime.collectives import Work
 from zerokit.runtime.collectives.nccl import NcclCollectives
 from zerokit.runtime.gradients import Gradients
-from zerokit.runtime.storage import FlatUnit
+from zerokit.runtime.storage import UnitState
 
 
 def _twice(training: Training) -> None:
@@ -59,12 +59,12 @@ def all_steps(training: Training) -> None:
         training.step(step)
 
 
-def _forget(storage: FlatUnit) -> None:
+def _forget(storage: UnitState) -> None:
     storage.update = storage.pending = None
 
 
 def _forget_to_wait_for_gathers(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(FlatUnit, "complete", _forget)
+    patch.setattr(UnitState, "complete", _forget)
 
 
 def _give_buckets_back_too_early(patch: pytest.MonkeyPatch) -> None:

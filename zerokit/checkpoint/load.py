@@ -35,7 +35,7 @@ from zerokit.runtime import ZeroOptimizer
 from zerokit.runtime.build import Parts
 from zerokit.runtime.flats import divide_flats
 from zerokit.runtime.states import EMA
-from zerokit.runtime.update import write_back
+from zerokit.runtime.step import write_back
 from zerokit.text import printable
 
 _STATE_LOST, _WEIGHTS_LOST = "the state is incomplete", "the weights are incomplete"

@@ -9,8 +9,8 @@ from zerokit.checkpoint.manifest import Manifest
 from zerokit.checkpoint.state import MASTER, PARAM
 from zerokit.errors import CheckpointError, UnsupportedOptimizer
 from zerokit.layout import Layout, Parameter
+from zerokit.runtime.admission import probe
 from zerokit.runtime.build import Parts
-from zerokit.runtime.probe import probe
 from zerokit.runtime.states import EMA
 
 _NAMED = 5

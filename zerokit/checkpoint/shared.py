@@ -13,7 +13,7 @@ from zerokit.checkpoint.reader import Checkpoint
 from zerokit.checkpoint.state import dtype_name, host_bytes, tensor_of
 from zerokit.errors import CheckpointError
 from zerokit.runtime.build import Parts
-from zerokit.runtime.storage import Flat, FlatUnit
+from zerokit.runtime.storage import MasterSlice, UnitState
 
 
 class Shared:
@@ -43,7 +43,7 @@ class Shared:
                 for row, position in enumerate(scalar.parameters)
             }
 
-    def of(self, storage: FlatUnit, position: int) -> dict[str, Any]:
+    def of(self, storage: UnitState, position: int) -> dict[str, Any]:
         """By kind, what was saved for one parameter of a unit."""
         source = self._sources.get(storage.unit.parameters[position].name)
         if source is None:
@@ -52,11 +52,11 @@ class Shared:
         rows = {kind: rows[source] for kind, rows in self._rows.items() if source in rows}
         return rows | {kind: values[name] for kind, values in self._values.items() if name in values}
 
-    def key(self, storage: FlatUnit, position: int) -> str:
+    def key(self, storage: UnitState, position: int) -> str:
         """Equal for parameters that may share a flat tensor."""
         return repr(sorted(self.of(storage, position).items()))
 
-    def apply(self, parts: Parts, storage: FlatUnit, flat: Flat) -> None:
+    def apply(self, parts: Parts, storage: UnitState, flat: MasterSlice) -> None:
         """Give a flat tensor's state what was saved for its parameters, which is the same for all of them."""
         inner = parts.inner
         group = inner.param_groups[flat.group]

@@ -21,7 +21,7 @@ from zerokit.checkpoint.state import Description, Encoded, Held, describe, own_s
 from zerokit.errors import CheckpointError, ZerokitWarning
 from zerokit.layout import Layout
 from zerokit.runtime import ZeroOptimizer
-from zerokit.runtime.modules import plain_name
+from zerokit.runtime.model import plain_name
 
 Slices = dict[tuple[str, str], Tensor]
 """By stream and parameter's name, flat."""

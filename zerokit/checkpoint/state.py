@@ -20,7 +20,7 @@ from zerokit.checkpoint.manifest import Scalars
 from zerokit.errors import CheckpointError
 from zerokit.layout import Interval, Layout, Slice
 from zerokit.runtime.build import Parts
-from zerokit.runtime.storage import Flat, FlatUnit
+from zerokit.runtime.storage import MasterSlice, UnitState
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -84,14 +84,14 @@ def tensor_of(data: ReadableBuffer, dtype: str, shape: Sequence[int]) -> Tensor:
     return (torch.frombuffer(content, dtype=kind) if content else torch.empty(0, dtype=kind)).reshape(shape)
 
 
-def flats(parts: Parts) -> Iterator[tuple[FlatUnit, Flat, dict[str, Any]]]:
+def flats(parts: Parts) -> Iterator[tuple[UnitState, MasterSlice, dict[str, Any]]]:
     """Every flat parameter of the optimizer with its state."""
     for storage in parts.storages:
         for flat in storage.flats:
             yield storage, flat, parts.inner.state.get(flat.tensor, {})
 
 
-def within(flat: Flat, tensor: Tensor, part: Slice) -> Tensor:
+def within(flat: MasterSlice, tensor: Tensor, part: Slice) -> Tensor:
     """The elements of `part` in `tensor`, which has the shape of the flat parameter."""
     start = part.offset - flat.interval.start
     return tensor[start : start + part.interval.numel]
@@ -116,18 +116,18 @@ def own_slices(parts: Parts, rank: int, *, weights_only: bool = False) -> Iterat
                     yield Held(kind, position, part, within(flat, value, part))
 
 
-def members(storage: FlatUnit, flat: Flat) -> Iterator[Slice]:
+def members(storage: UnitState, flat: MasterSlice) -> Iterator[Slice]:
     """The slices of parameters that a flat parameter holds, padding left out."""
     return _members(storage, flat, flat.interval)
 
 
-def _members(storage: FlatUnit, flat: Flat, piece: Interval) -> Iterator[Slice]:
+def _members(storage: UnitState, flat: MasterSlice, piece: Interval) -> Iterator[Slice]:
     for part in storage.unit.slices_within(piece):
         if part.parameter.group == flat.group:
             yield part
 
 
-def _elementwise(value: object, flat: Flat) -> bool:
+def _elementwise(value: object, flat: MasterSlice) -> bool:
     return isinstance(value, Tensor) and value.shape == flat.tensor.shape
 
 

@@ -35,7 +35,7 @@ from zerokit.integrations.torch_optimizer import Recipe
 from zerokit.placement import StageArgument, require_stage
 from zerokit.runtime import LossScale, Precision, ZeroOptimizer
 from zerokit.runtime.guard import ticket_of
-from zerokit.runtime.modules import UnitRule
+from zerokit.runtime.model import UnitRule
 
 _NAME = lightning_package()
 _DDPStrategy: Any = import_module(f"{_NAME}.strategies").DDPStrategy

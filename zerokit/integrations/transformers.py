@@ -36,7 +36,7 @@ from zerokit.integrations.accelerate import (
 from zerokit.integrations.torch_optimizer import Recipe
 from zerokit.placement import StageArgument, require_stage
 from zerokit.runtime import Precision, ZeroOptimizer
-from zerokit.runtime.probe import probe
+from zerokit.runtime.admission import probe
 
 STATE_NAME = "trainer_state.json"
 

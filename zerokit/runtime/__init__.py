@@ -14,17 +14,17 @@ Words
 
 One step at stage 3, in order
     1. forward: entering a unit's module issues the gathers that precede it in the order, waits for its own, and
-       issues the next one; leaving it, and entering another, frees it (`walk`, `sharded`, `order`).
+       issues the next one; leaving it, and entering another, frees it (`walk`, `sharded`, `schedule`).
     2. backward: an output's gradient arrives, a hook gathers the unit that made it; when the last gradient of a unit
        has arrived in its bucket, the bucket is reduced into the shard (`walk`, `sharded`, `gradients`).
     3. `clip_grad_norm_` sums squares of shards in fp64, over ranks too, and scales them; on CUDA the host reads none of
-       it (`norms`).
-    4. `step` compares what ranks have done (`control`), lets the torch optimizer update the flats, and writes them back
-       to the shards (`update`). At stages 1 and 2 every rank then gathers what the others have updated (`gathering`).
+       it (`step`).
+    4. `step` compares what ranks have done (`step`), lets the torch optimizer update the flats, and writes them back
+       to the shards (`step`). At stages 1 and 2 every rank then gathers what the others have updated (`gathering`).
 
-Read in this order: `precision`, `storage`, `guard`, `collectives` (`base`, then one route), `order`, `gathering`,
-`sharded`, `buckets`, `gradients`, `passes`, `walk`, `control`, `update`, `optimizer`. PATTERNS.md lists ways to train,
-and what becomes of each at every stage.
+Read in this order: `precision`, `storage`, `guard`, `collectives` (`base`, then one route), `schedule`, `gathering`,
+`sharded`, `buckets`, `gradients`, `walk`, `step`, `optimizer`. PATTERNS.md lists ways to train, and
+what becomes of each at every stage.
 """
 
 from zerokit.formulas import MemoryReport, TrafficReport

@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from zerokit.runtime.hooks import Compilers, Hook, TracedHook, is_compiled
-from zerokit.runtime.modules import Anatomy, announcers
-from zerokit.runtime.storage import FlatUnit
+from zerokit.runtime.model import Anatomy, announcers
+from zerokit.runtime.storage import UnitState
 
 
 class Announcements:
@@ -30,14 +30,14 @@ class Announcements:
     """
 
     def __init__(
-        self, model: nn.Module, anatomy: Anatomy, storages: Sequence[FlatUnit], casting: set[nn.Module]
+        self, model: nn.Module, anatomy: Anatomy, storages: Sequence[UnitState], casting: set[nn.Module]
     ) -> None:
         self.called: set[nn.Module] = set()
         """Modules that have been called until `drop_spare`."""
         self._casting = casting
         self._announcers = announcers(model, anatomy, [storage.unit for storage in storages])
         modules = dict(model.named_modules())
-        self._users: dict[nn.Module, list[FlatUnit]] = {module: [] for module in casting - {model}}
+        self._users: dict[nn.Module, list[UnitState]] = {module: [] for module in casting - {model}}
         self._inside: dict[nn.Module, set[nn.Module]] = {}
         """For modules inside those of their only unit, the unit's modules."""
         for storage in storages:

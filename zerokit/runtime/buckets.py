@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zerokit.layout import Interval
 from zerokit.runtime.collectives import Collectives, Work
-from zerokit.runtime.storage import FlatUnit
+from zerokit.runtime.storage import UnitState
 
 _SMALL_BYTES = 1 << 20
 """On hosts, gradients of units up to this size wait for each other: the time of many small copies is Python's."""
@@ -60,7 +60,7 @@ class BucketPool:
 class UnitGradients:
     """The gradients of one unit."""
 
-    def __init__(self, storage: FlatUnit, dtype: torch.dtype, wire: torch.dtype | None = None) -> None:
+    def __init__(self, storage: UnitState, dtype: torch.dtype, wire: torch.dtype | None = None) -> None:
         """`wire` is the dtype in which they cross between ranks, where that is not `dtype`."""
         self.storage = storage
         self.wire = wire

@@ -21,21 +21,17 @@ from torch.optim import Optimizer
 from zerokit.errors import UsageError
 from zerokit.layout import Layout, build_layout, default_bucket_bytes, pooled_units
 from zerokit.placement import Mesh, Placement
-from zerokit.runtime.agreement import require_agreement
-from zerokit.runtime.casting import keep_statistics
+from zerokit.runtime.admission import OptimizerStates, choose_kernel, probe, require_agreement
 from zerokit.runtime.collectives import Collectives, make_collectives
-from zerokit.runtime.control import StepControl
 from zerokit.runtime.gathering import Gathering
 from zerokit.runtime.gradients import Gradients
 from zerokit.runtime.guard import ticket_of
-from zerokit.runtime.heap import Heap
-from zerokit.runtime.materialize import Materializer
-from zerokit.runtime.modules import UnitRule, require_own_memory, take_apart
-from zerokit.runtime.precision import FLOATING, Precision
-from zerokit.runtime.probe import OptimizerStates, choose_kernel, probe
+from zerokit.runtime.linux import Heap
+from zerokit.runtime.model import Materializer, UnitRule, require_own_memory, take_apart
+from zerokit.runtime.precision import FLOATING, Precision, keep_statistics
 from zerokit.runtime.sharded import ShardedGathering
-from zerokit.runtime.storage import FlatUnit
-from zerokit.runtime.update import FlatUpdate
+from zerokit.runtime.step import FlatUpdate, StepControl
+from zerokit.runtime.storage import UnitState
 from zerokit.runtime.walk import ModelWalk
 
 _MARK = "_zerokit_walk"
@@ -50,7 +46,7 @@ class Parts:
     precision: Precision
     layout: Layout
     collectives: Collectives
-    storages: list[FlatUnit]
+    storages: list[UnitState]
     gathering: Gathering
     gradients: Gradients
     walk: ModelWalk
@@ -117,7 +113,7 @@ def build(
     for unit in layout.units:
         parameters = [anatomy.named[parameter.name] for parameter in unit.parameters]
         dtype = precision.compute if parameters[0].dtype in FLOATING else parameters[0].dtype
-        storage = FlatUnit(unit, parameters, collectives, dtype, placement)
+        storage = UnitState(unit, parameters, collectives, dtype, placement)
         exact = storage.adopt(materializer.values_of(parameters), precision.master)
         collectives.broadcast(exact)
         storage.take_initial(exact)

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zerokit.layout import Interval
-from zerokit.runtime.storage import Flat, FlatUnit
+from zerokit.runtime.storage import MasterSlice, UnitState
 
 
-def divide_flats(storage: FlatUnit, inner: Optimizer, key: Callable[[int], object]) -> None:
+def divide_flats(storage: UnitState, inner: Optimizer, key: Callable[[int], object]) -> None:
     """Divide the unit's flat tensors until parameters in one of them have equal keys, given by position."""
     divided = []
     for flat in storage.flats:
@@ -36,7 +36,9 @@ def divide_flats(storage: FlatUnit, inner: Optimizer, key: Callable[[int], objec
     storage.flats = divided
 
 
-def _replace(storage: FlatUnit, flat: Flat, pieces: list[Interval], inner: Optimizer) -> list[Flat]:
+def _replace(
+    storage: UnitState, flat: MasterSlice, pieces: list[Interval], inner: Optimizer
+) -> list[MasterSlice]:
     state: dict[str, Any] = inner.state.pop(flat.tensor, {})
     made = []
     for piece in pieces:
@@ -45,31 +47,31 @@ def _replace(storage: FlatUnit, flat: Flat, pieces: list[Interval], inner: Optim
         tensor = nn.Parameter(master.clone() if storage.separate else master)
         if state:
             inner.state[tensor] = {name: _piece_of(value, flat, start, stop) for name, value in state.items()}
-        made.append(Flat(flat.group, piece, tensor))
+        made.append(MasterSlice(flat.group, piece, tensor))
     params = inner.param_groups[flat.group]["params"]
     index = next(index for index, tensor in enumerate(params) if tensor is flat.tensor)
     params[index : index + 1] = [one.tensor for one in made]
     return made
 
 
-def _piece_of(value: Any, flat: Flat, start: int, stop: int) -> Any:
+def _piece_of(value: Any, flat: MasterSlice, start: int, stop: int) -> Any:
     if not isinstance(value, Tensor):
         return value
     return (value[start:stop] if value.shape == flat.tensor.shape else value).clone()
 
 
-def cut_flats(storage: FlatUnit, inner: Optimizer, pieces: Sequence[tuple[int, int, int]]) -> None:
+def cut_flats(storage: UnitState, inner: Optimizer, pieces: Sequence[tuple[int, int, int]]) -> None:
     """Have the flat tensors that `pieces` names by group, start and stop; masters and states are to be loaded.
 
     They cover what the present ones cover.
     """
     if [(flat.group, flat.interval.start, flat.interval.stop) for flat in storage.flats] == list(pieces):
         return
-    made: list[Flat] = []
+    made: list[MasterSlice] = []
     for group, start, stop in pieces:
         kept = storage.slice_of(Interval(start, stop))
         master = kept.to(storage.flats[0].tensor.dtype) if storage.separate else kept
-        made.append(Flat(group, Interval(start, stop), nn.Parameter(master.detach())))
+        made.append(MasterSlice(group, Interval(start, stop), nn.Parameter(master.detach())))
     for number, entry in enumerate(inner.param_groups):
         old = [flat.tensor for flat in storage.flats if flat.group == number]
         if old:

@@ -15,10 +15,9 @@ import torch
 from zerokit.errors import ScheduleError, UsageError
 from zerokit.placement import Placement
 from zerokit.runtime.collectives import Collectives
-from zerokit.runtime.heap import Heap
-from zerokit.runtime.order import BackwardPlan
-from zerokit.runtime.passes import ForwardPass
-from zerokit.runtime.storage import FlatUnit
+from zerokit.runtime.linux import Heap
+from zerokit.runtime.schedule import BackwardPlan, ForwardPass
+from zerokit.runtime.storage import UnitState
 
 _LAST_WAIT_S = 2.0
 """What others have updated is on its way since their step; they read this rank's part as soon as they wait."""
@@ -31,7 +30,7 @@ class Gathering:
     root module may use at any time.
     """
 
-    def __init__(self, units: Sequence[FlatUnit], collectives: Collectives, placement: Placement) -> None:
+    def __init__(self, units: Sequence[UnitState], collectives: Collectives, placement: Placement) -> None:
         self._placement = placement
         self._units = units
         self._collectives = collectives
@@ -103,34 +102,34 @@ class Gathering:
             if unit.update is None or unit.unit.index not in self.lazy:
                 unit.ready()
 
-    def enter(self, unit: FlatUnit) -> None:
+    def enter(self, unit: UnitState) -> None:
         """`unit` is about to be used in forward."""
         self._note(unit.unit.index)
         unit.ready()
 
-    def enter_aside(self, unit: FlatUnit) -> None:
+    def enter_aside(self, unit: UnitState) -> None:
         """A module of `unit` was called by itself, outside the model's forward."""
         self._refresh()
         unit.ready()
 
-    def is_active(self, unit: FlatUnit) -> bool:
+    def is_active(self, unit: UnitState) -> bool:
         """Whether a module of `unit` is at work."""
         return self._active.get(unit.unit.index, 0) > 0
 
-    def active_units(self) -> list[FlatUnit]:
+    def active_units(self) -> list[UnitState]:
         """Units with modules at work."""
         return [self._units[index] for index, count in self._active.items() if count > 0]
 
-    def activate(self, unit: FlatUnit) -> None:
+    def activate(self, unit: UnitState) -> None:
         self._active[unit.unit.index] = self._active.get(unit.unit.index, 0) + 1
 
-    def leave(self, unit: FlatUnit) -> bool:
+    def leave(self, unit: UnitState) -> bool:
         """A module of `unit` has returned. True when it was the outermost one at work."""
         index = unit.unit.index
         self._active[index] = self._active.get(index, 1) - 1
         return self._active[index] <= 0
 
-    def pin(self, unit: FlatUnit) -> None:
+    def pin(self, unit: UnitState) -> None:
         """No hook will show when backward reads `unit`: it stays gathered until then."""
 
     def hold(self) -> None:
@@ -153,7 +152,7 @@ class Gathering:
         self._unguard_all()
 
     def enter_backward(
-        self, units: Sequence[FlatUnit], current: ForwardPass | None, *, recomputing: bool = False
+        self, units: Sequence[UnitState], current: ForwardPass | None, *, recomputing: bool = False
     ) -> None:
         """The gradient of an output of `units` is there, or a checkpoint is about to run their forward again."""
 

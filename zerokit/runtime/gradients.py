@@ -9,7 +9,7 @@ made by autograd, is the bucket), and N ranks' buckets are then summed in rank o
 device, each copy costs its launch: a unit's gradients wait until all have arrived, and are copied by one operation; the
 reduction divides. With a bf16 `wire` the bucket, times 1/N by then, is rounded into memory of its own as it is sent,
 and the rounded pieces of all ranks are added in fp32; stage 0 gathers the sums in fp32. Units are reduced in one order
-on every rank. At stage 3 it is part of the order of gathers (see order's [Note: one order]); at the others it is
+on every rank. At stage 3 it is part of the order of gathers (see schedule's [Note: one order]); at the others it is
 reversed line order in the first backward, in which rank 0 records the order in which its units became complete. A unit
 that is incomplete at the end of backward is reduced with zeros for what is missing.
 """
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +28,8 @@ from zerokit.placement import Placement
 from zerokit.runtime.buckets import BucketPool, Phase, UnitGradients
 from zerokit.runtime.collectives import Collectives, Work
 from zerokit.runtime.guard import hooked
-from zerokit.runtime.profiling import profiled
-from zerokit.runtime.storage import Flat, FlatUnit
+from zerokit.runtime.hooks import profiled
+from zerokit.runtime.storage import MasterSlice, UnitState
 
 _MOST_IN_FLIGHT = 3
 """Reductions at a time on hosts, where no pool limits them: each has memory for what arrives."""
@@ -39,7 +40,7 @@ class Gradients:
 
     def __init__(
         self,
-        storages: Sequence[FlatUnit],
+        storages: Sequence[UnitState],
         collectives: Collectives,
         dtype: torch.dtype,
         *,
@@ -76,6 +77,8 @@ class Gradients:
         self._idle: set[tuple[int, int]] = set()
         """Parameters that were frozen in a forward pass since then."""
         self._cleared: set[tuple[int, int]] = set()
+        self._nodes: dict[tuple[int, int], Any] = {}
+        """Autograd's accumulating nodes of the parameters, each asked for once."""
         self._shared = {
             (index, position)
             for index, unit in self.units.items()
@@ -91,6 +94,24 @@ class Gradients:
         """Of summed gradients, at stage 0."""
         self.received = False
         """Whether a backward pass has brought any gradient since the last `forget`."""
+
+    def will_arrive(self) -> bool:
+        """Whether the backward pass under way accumulates a gradient in any parameter."""
+        for index, unit in sorted(self.units.items(), reverse=True):
+            for position, parameter in enumerate(unit.storage.parameters):
+                if position in unit.storage.stopped:
+                    continue
+                node = self._nodes.get((index, position))
+                if node is None:
+                    with torch._C.DisableTorchFunctionSubclass():
+                        node = torch.autograd.graph.get_gradient_edge(parameter).node
+                    self._nodes[index, position] = node
+                try:
+                    if torch._C._will_engine_execute_node(node):
+                        return True
+                except RuntimeError:  # autograd.grad with respect to this parameter
+                    return False
+        return False
 
     def accept(self, index: int, position: int, parameter: nn.Parameter) -> None:
         """Take `parameter.grad`, which has just become ready, and reduce every unit that this completes."""
@@ -232,11 +253,11 @@ class Gradients:
         """Whether there is a gradient of this parameter, as far as this rank knows."""
         return self.received and index in self.units and (index, position) not in self._cleared
 
-    def note_frozen(self, storage: FlatUnit) -> None:
+    def note_frozen(self, storage: UnitState) -> None:
         """A forward pass begins in which the unit's frozen parameters get no gradient."""
         self._idle.update((storage.unit.index, position) for position in storage.stopped)
 
-    def skipped(self, storage: FlatUnit) -> set[int]:
+    def skipped(self, storage: UnitState) -> set[int]:
         """Positions of parameters that have no gradient because they are, or were, frozen: they stay as they are."""
         if not storage.stopped and not self._idle:
             return set()
@@ -262,7 +283,7 @@ class Gradients:
         """This rank's piece of every unit's gradient, in line order."""
         return [unit.of(unit.storage.own) for unit in self.units.values()]
 
-    def of(self, storage: FlatUnit, flat: Flat) -> Tensor:
+    def of(self, storage: UnitState, flat: MasterSlice) -> Tensor:
         """The gradient of what the optimizer updates."""
         return self.units[storage.unit.index].of(flat.interval)
 

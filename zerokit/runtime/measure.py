@@ -11,11 +11,11 @@ from torch.optim import Optimizer
 from zerokit.formulas import ElementBytes, MemoryReport, Operation, TrafficReport, operation_name
 from zerokit.layout import Interval
 from zerokit.placement import Mesh
+from zerokit.runtime.admission import OptimizerStates
 from zerokit.runtime.collectives import Counters
 from zerokit.runtime.gradients import Gradients
 from zerokit.runtime.precision import Precision
-from zerokit.runtime.probe import OptimizerStates
-from zerokit.runtime.storage import FlatUnit
+from zerokit.runtime.storage import UnitState
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class _Ledger:
 
 
 def measure_memory(
-    model: nn.Module, storages: Sequence[FlatUnit], gradients: Gradients, inner: Optimizer
+    model: nn.Module, storages: Sequence[UnitState], gradients: Gradients, inner: Optimizer
 ) -> MemoryReport:
     """Bytes of every storage that the runtime, the optimizer and the model's buffers hold on this rank."""
     lines = MemoryReport().as_dict()
@@ -65,7 +65,7 @@ def measure_memory(
 
 
 def list_holdings(
-    model: nn.Module, storages: Sequence[FlatUnit], gradients: Gradients, inner: Optimizer
+    model: nn.Module, storages: Sequence[UnitState], gradients: Gradients, inner: Optimizer
 ) -> list[Holding]:
     """What `measure_memory` adds up, tensor by tensor."""
     ledger = _Ledger()

@@ -3,13 +3,15 @@
 [Note: one storage for life] Autograd saves views of weights (a transposed weight, for example). Re-pointing a
 parameter to another storage would leave those behind, so a unit keeps one storage, and only the memory behind it
 comes and goes: on CUDA the storage is resized; on Linux hosts its pages are handed back to the system, all but those
-of the shard, which so needs neither memory of its own nor a copy at every gather (`mapped`).
+of the shard, which so needs neither memory of its own nor a copy at every gather (`linux`). Autograd notices changes
+in place by version counters, which are set here.
 """
 
 from __future__ import annotations
 
 import sys
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -40,7 +42,7 @@ def unit_memory(
     if not comes_and_goes or not numel:
         return PermanentMemory(torch.zeros(numel, dtype=dtype, device=device), own)
     if device.type == "cpu" and sys.platform == "linux":
-        from zerokit.runtime.mapped import MappedMemory  # needs what only Linux has
+        from zerokit.runtime.linux import MappedMemory  # needs what only Linux has
 
         return MappedMemory(numel, own, dtype)
     return ResizedMemory(torch.zeros(numel, dtype=dtype, device=device), own)
@@ -81,3 +83,26 @@ class ResizedMemory:
 
     def store(self) -> None:
         self.shard.copy_(self.whole[self._own.start : self._own.stop])
+
+
+_set_version: Any = torch._C._autograd._unsafe_set_version_counter
+
+
+def _sets_several() -> bool:
+    try:
+        _set_version((), ())
+    except TypeError:  # torch 2.6 takes one tensor and one number
+        return False
+    return True
+
+
+_SETS_SEVERAL = _sets_several()
+
+
+def set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
+    """Set the counter of each tensor; as many versions as tensors."""
+    if _SETS_SEVERAL:
+        _set_version(tuple(tensors), tuple(versions))
+    else:
+        for tensor, version in zip(tensors, versions, strict=True):
+            _set_version(tensor, version)

@@ -24,13 +24,12 @@ from zerokit.layout import Layout
 from zerokit.placement import StageArgument
 from zerokit.runtime.build import Parts, build
 from zerokit.runtime.collectives import Counters
+from zerokit.runtime.hooks import profiled
 from zerokit.runtime.measure import element_bytes, measure_memory, traffic_of
-from zerokit.runtime.modules import UnitRule
-from zerokit.runtime.norms import all_finite, clip_coefficient, global_norm
+from zerokit.runtime.model import UnitRule
 from zerokit.runtime.precision import LossScale, Precision
-from zerokit.runtime.profiling import profiled
-from zerokit.runtime.rank_state import load_state, take_state
-from zerokit.runtime.states import Average, States
+from zerokit.runtime.states import Average, States, load_state, take_state
+from zerokit.runtime.step import all_finite, clip_coefficient, global_norm
 from zerokit.runtime.whole import gathered, gathered_gradients, install_model_methods
 
 

@@ -1,4 +1,4 @@
-"""Stage 3: units are gathered before they are used and freed after, in one order; see order's [Note: one order].
+"""Stage 3: units are gathered before they are used and freed after, in one order; see schedule's [Note: one order].
 
 [Note: freeing in backward] A unit is freed when the backward pass enters another one, or ends; never at its last
 gradient, because a frozen weight is needed after that. It is safe because autograd runs nodes in reverse order of
@@ -18,9 +18,8 @@ from collections.abc import Callable, Collection, Sequence
 from zerokit.placement import Placement
 from zerokit.runtime.collectives import Collectives
 from zerokit.runtime.gathering import Gathering, refuse_reading
-from zerokit.runtime.order import BackwardPlan, Order
-from zerokit.runtime.passes import ForwardPass
-from zerokit.runtime.storage import FlatUnit
+from zerokit.runtime.schedule import BackwardPlan, ForwardPass, Order
+from zerokit.runtime.storage import UnitState
 
 
 class ShardedGathering(Gathering):
@@ -36,7 +35,7 @@ class ShardedGathering(Gathering):
 
     def __init__(
         self,
-        units: Sequence[FlatUnit],
+        units: Sequence[UnitState],
         collectives: Collectives,
         placement: Placement,
         *,
@@ -117,11 +116,11 @@ class ShardedGathering(Gathering):
             if not unit.unit.scopes and unit.unit.index not in self.lazy:
                 self._go_to(unit)
 
-    def enter(self, unit: FlatUnit) -> None:
+    def enter(self, unit: UnitState) -> None:
         self._note(unit.unit.index)
         self._go_to(unit)
 
-    def _go_to(self, unit: FlatUnit) -> None:
+    def _go_to(self, unit: UnitState) -> None:
         index = unit.unit.index
         if self._open:
             return
@@ -138,7 +137,7 @@ class ShardedGathering(Gathering):
             self._issue_forward(position + 1 + self._prefetch, ahead=True)
         self._entered.add(index)
 
-    def _enter_again(self, unit: FlatUnit) -> None:
+    def _enter_again(self, unit: UnitState) -> None:
         index = unit.unit.index
         if not unit.resident and index not in self.kept and not self._deviated:
             names = ", ".join(unit.unit.scopes) or unit.unit.name
@@ -152,7 +151,7 @@ class ShardedGathering(Gathering):
                     self._free(other)
         self._use(unit)
 
-    def enter_aside(self, unit: FlatUnit) -> None:
+    def enter_aside(self, unit: UnitState) -> None:
         if self._open:
             self._unguard_all()
             return
@@ -162,13 +161,13 @@ class ShardedGathering(Gathering):
                 self._free(other)
         self._use(unit)
 
-    def leave(self, unit: FlatUnit) -> bool:
+    def leave(self, unit: UnitState) -> bool:
         outermost = super().leave(unit)
         if outermost:
             unit.guard()  # reads of its weights from here on are noticed, though they may still be there
         return outermost
 
-    def pin(self, unit: FlatUnit) -> None:
+    def pin(self, unit: UnitState) -> None:
         self._pinned.add(unit.unit.index)
 
     def hold(self) -> None:
@@ -212,7 +211,7 @@ class ShardedGathering(Gathering):
                 self._use(unit)
 
     def enter_backward(
-        self, units: Sequence[FlatUnit], current: ForwardPass | None, *, recomputing: bool = False
+        self, units: Sequence[UnitState], current: ForwardPass | None, *, recomputing: bool = False
     ) -> None:
         if self._open:
             return
@@ -333,13 +332,13 @@ class ShardedGathering(Gathering):
             self._release(order, ending=ending)
             issue(order.issued + 1)
 
-    def _gather(self, unit: FlatUnit) -> None:
+    def _gather(self, unit: UnitState) -> None:
         # Also where this rank still has the unit (pinned, or its modules at work): others may have freed it, and a
         # gather is everybody's.
         unit.gather()
         self._out.add(unit.unit.index)
 
-    def _use(self, unit: FlatUnit, *, wait: bool = True) -> None:
+    def _use(self, unit: UnitState, *, wait: bool = True) -> None:
         """Gather `unit` for use, whatever the order."""
         index = unit.unit.index
         if not unit.resident:

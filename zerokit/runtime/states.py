@@ -1,8 +1,9 @@
-"""`optimizer.state`: the states of flat tensors, and those of the model's own parameters as torch would show them."""
+"""The optimizer's state: by flat tensor, by parameter as torch shows it, and as one rank saves and loads its part."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
@@ -10,9 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zerokit.errors import UsageError
+from zerokit.errors import LayoutMismatch, UsageError
+from zerokit.runtime.build import Parts
+from zerokit.runtime.flats import cut_flats
 from zerokit.runtime.guard import FlatParameter, Ticket, ticket_of
-from zerokit.runtime.storage import FlatUnit
+from zerokit.runtime.step import write_back
+from zerokit.runtime.storage import UnitState
 
 if TYPE_CHECKING:
     from zerokit.runtime.build import Parts
@@ -102,7 +106,7 @@ class States(MutableMapping[Any, Any]):
                         own[kind][both.start - flat.interval.start : both.stop - flat.interval.start] = piece
         self._shown.clear()
 
-    def _gather(self, storage: FlatUnit, position: int) -> dict[str, Any]:
+    def _gather(self, storage: UnitState, position: int) -> dict[str, Any]:
         """All states of one parameter: arrays in its shape, and the numbers beside them."""
         parts, part = self._parts, storage.unit.slices[position]
         owned = [(flat, parts.inner.state.get(flat.tensor, {})) for flat in storage.flats]
@@ -152,3 +156,58 @@ def _ticket_of_model(key: object) -> Ticket | None:
         return None
     ticket = ticket_of(key)
     return None if ticket is None or ticket.name.startswith("flat ") else ticket
+
+
+class RankState(OrderedDict[str, Any]):
+    """One rank's part of the state; looking up torch's keys in it raises an error with advice."""
+
+    def __missing__(self, key: str) -> NoReturn:
+        raise UsageError(
+            f"{key!r} is not in the state_dict of a ZeroOptimizer, which is one rank's part over flat tensors: use "
+            "zerokit.save() and zerokit.load() instead of torch.distributed.checkpoint's functions for optimizers"
+        )
+
+    def __reduce__(self) -> Any:
+        return OrderedDict, (), None, None, iter(self.items())  # torch.load(weights_only=True) knows that one
+
+
+def take_state(parts: Parts) -> RankState:
+    """This rank's part, apart from the loss scale."""
+    parts.walk.absorb_changes()  # weights that were changed in place: masters are what is taken
+    return RankState(
+        {
+            "inner": parts.inner.state_dict(),
+            "flats": [
+                [(flat.group, flat.interval.start, flat.interval.stop) for flat in storage.flats]
+                for storage in parts.storages
+            ],
+            "masters": [flat.tensor.detach() for storage in parts.storages for flat in storage.flats],
+            "place": _origin(parts),
+        }
+    )
+
+
+def load_state(parts: Parts, state: Mapping[str, Any]) -> None:
+    """Take back what `take_state` gave. Raises `LayoutMismatch` for another layout, stage or rank."""
+    if state.get("place") != _origin(parts):
+        raise LayoutMismatch(
+            "this state was saved by another rank, stage, precision or layout; a "
+            "rank's state_dict fits only the same rank of an equal run. "
+            "Use a zerokit checkpoint to change world size or stage"
+        )
+    parts.gathering.make_current()  # what the last step has updated may still be on its way
+    for storage, pieces in zip(parts.storages, state["flats"], strict=True):
+        cut_flats(storage, parts.inner, pieces)
+    parts.inner.load_state_dict(state["inner"])
+    masters = iter(state["masters"])
+    with torch.no_grad():
+        for storage in parts.storages:
+            for flat in storage.flats:
+                flat.tensor.copy_(next(masters))
+        write_back(parts.storages)
+    parts.gathering.gather_updated()
+
+
+def _origin(parts: Parts) -> tuple[str, str, int, str]:
+    rank = parts.collectives.rank
+    return (parts.layout.digest().hex(), str(parts.placement), rank, str(parts.precision.as_dict()))

@@ -32,13 +32,12 @@ from zerokit.runtime.guard import (
     Ticket,
     guarded_class,
 )
-from zerokit.runtime.memory import unit_memory
-from zerokit.runtime.profiling import profiled
-from zerokit.runtime.versions import set_versions
+from zerokit.runtime.hooks import profiled
+from zerokit.runtime.memory import set_versions, unit_memory
 
 
 @dataclass(slots=True)
-class Flat:
+class MasterSlice:
     """What the optimizer updates of one unit and group: `tensor`, elements `interval` of the unit's memory."""
 
     group: int
@@ -46,7 +45,7 @@ class Flat:
     tensor: nn.Parameter
 
 
-class FlatUnit:
+class UnitState:
     """The storage of one unit on one rank.
 
     Args:
@@ -73,7 +72,7 @@ class FlatUnit:
         self.device = collectives.device
         self.own = unit.shard(collectives.position)
         self.kept = placement.parameters(unit, collectives.position)
-        self.flats: list[Flat] = []
+        self.flats: list[MasterSlice] = []
         self.pending: Work | None = None
         self.update: Work | None = None
         """The gather of what other ranks have updated."""
@@ -156,7 +155,7 @@ class FlatUnit:
                 master = (
                     exact[stretch.start : stretch.stop].clone() if self.separate else self.slice_of(stretch)
                 )
-                self.flats.append(Flat(group, stretch, nn.Parameter(master)))
+                self.flats.append(MasterSlice(group, stretch, nn.Parameter(master)))
 
     def slice_of(self, interval: Interval) -> Tensor:
         """Elements `interval` (memory coordinates) of what this rank keeps."""
@@ -164,7 +163,7 @@ class FlatUnit:
             return self.shard[interval.start - self.kept.start : interval.stop - self.kept.start]
         return self.whole[interval.start : interval.stop]
 
-    def positions_in(self, flat: Flat) -> list[int]:
+    def positions_in(self, flat: MasterSlice) -> list[int]:
         """Which of the unit's parameters have elements in `flat`."""
         return [
             position

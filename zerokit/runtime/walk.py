@@ -27,18 +27,24 @@ from torch.utils.hooks import RemovableHandle
 
 from zerokit.errors import ScheduleError, UsageError
 from zerokit.runtime.announce import Announcements
-from zerokit.runtime.casting import cast_inputs, modules_that_cast
 from zerokit.runtime.collectives import Collectives
 from zerokit.runtime.gathering import Gathering
 from zerokit.runtime.gradients import Gradients
-from zerokit.runtime.hooks import Hook, in_backward, outside_transforms, require_no_graphs, transforming
-from zerokit.runtime.leaves import Leaves
-from zerokit.runtime.modules import Anatomy, KnownParameters
-from zerokit.runtime.outputs import follow, origin, tensors_in
-from zerokit.runtime.passes import ForwardPass, Passes
-from zerokit.runtime.precision import LossScale, Precision
+from zerokit.runtime.hooks import (
+    Hook,
+    follow,
+    in_backward,
+    origin,
+    outside_transforms,
+    require_no_graphs,
+    tensors_in,
+    transforming,
+)
+from zerokit.runtime.model import Anatomy, KnownParameters
+from zerokit.runtime.precision import LossScale, Precision, cast_inputs, modules_that_cast
+from zerokit.runtime.schedule import ForwardPass, Passes
 from zerokit.runtime.sharded import ShardedGathering
-from zerokit.runtime.storage import FlatUnit
+from zerokit.runtime.storage import UnitState
 
 
 class ModelWalk:
@@ -48,7 +54,7 @@ class ModelWalk:
         self,
         model: nn.Module,
         anatomy: Anatomy,
-        storages: list[FlatUnit],
+        storages: list[UnitState],
         gathering: Gathering,
         gradients: Gradients,
         collectives: Collectives,
@@ -74,7 +80,6 @@ class ModelWalk:
         self._given: dict[nn.Module, set[tuple[object, int]]] = {}
         """Where the inputs of modules at work come from."""
         self._known = KnownParameters(model)
-        self._leaves = Leaves(storages)
         # In fp32 nothing is cast: inputs of another dtype are refused by PyTorch as they are without zerokit.
         casts = precision.cast_inputs and precision.compute != torch.float32
         self._casting = modules_that_cast(model) if casts else set()
@@ -186,7 +191,7 @@ class ModelWalk:
             self._end_forward()
 
     def _before_unit(
-        self, units: list[FlatUnit], module: nn.Module, args: Any, kwargs: Any
+        self, units: list[UnitState], module: nn.Module, args: Any, kwargs: Any
     ) -> tuple[Any, Any] | None:
         if in_backward():
             if units:
@@ -210,7 +215,7 @@ class ModelWalk:
             self.gathering.activate(unit)
         return self._cast(module, args, kwargs)
 
-    def _enter(self, units: list[FlatUnit], module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _enter(self, units: list[UnitState], module: nn.Module, args: Any, kwargs: Any) -> None:
         kept = self.gathering.kept
         around = [unit for unit in self.gathering.active_units() if unit.unit.index not in kept]
         inner = [unit for unit in units if unit.unit.index not in kept]
@@ -230,7 +235,7 @@ class ModelWalk:
             given = tensors_in((args, kwargs) if kwargs else args)
             self._given[module] = {origin(tensor) for tensor in given}
 
-    def _after_unit(self, units: list[FlatUnit], module: nn.Module, args: Any, output: Any) -> None:
+    def _after_unit(self, units: list[UnitState], module: nn.Module, args: Any, output: Any) -> None:
         if not units or in_backward():
             return
         outermost = [unit for unit in units if self.gathering.leave(unit)]
@@ -259,7 +264,7 @@ class ModelWalk:
         return cast_inputs(args, kwargs, self._precision.compute, self._device)
 
     def _record_forward(self) -> None:
-        """Adopt rank 0's order of units; see order's [Note: one order]."""
+        """Adopt rank 0's order of units; see schedule's [Note: one order]."""
         gathering, broadcast = self.gathering, self._collectives.broadcast_list
         lazy = sorted(gathering.lazy)
         if not gathering.recorded:
@@ -282,7 +287,7 @@ class ModelWalk:
     # ---- backward
 
     def _on_output_gradient(
-        self, units: list[FlatUnit], current: ForwardPass, uses: int | None, gradient: Tensor
+        self, units: list[UnitState], current: ForwardPass, uses: int | None, gradient: Tensor
     ) -> None:
         self._begin_backward(current)
         if current is not self._passes.aside and not torch._C._autograd._get_current_graph_task_keep_graph():
@@ -306,7 +311,7 @@ class ModelWalk:
     def _begin_backward(self, current: ForwardPass | None) -> None:
         if self._task is not None:
             return
-        self._accumulates = self._leaves.will_accumulate()
+        self._accumulates = self._gradients.will_arrive()
         if self._accumulates:
             self._note_scale()
         self._task = torch._C._current_graph_task_id()

@@ -20,11 +20,11 @@ from zerokit.runtime.collectives import Collectives
 from zerokit.runtime.gathering import Gathering
 from zerokit.runtime.gradients import Gradients
 from zerokit.runtime.guard import TICKET, show_gradient, shown_gradient
-from zerokit.runtime.storage import FlatUnit
+from zerokit.runtime.storage import UnitState
 
 
 @contextmanager
-def gathered(storages: Sequence[FlatUnit], gathering: Gathering) -> Iterator[None]:
+def gathered(storages: Sequence[UnitState], gathering: Gathering) -> Iterator[None]:
     """All parameters whole; on leaving, what was changed in place goes to shards and masters."""
     gathering.open()
     try:
@@ -34,7 +34,7 @@ def gathered(storages: Sequence[FlatUnit], gathering: Gathering) -> Iterator[Non
         gathering.close()
 
 
-def _take_changes(storages: Sequence[FlatUnit]) -> None:
+def _take_changes(storages: Sequence[UnitState]) -> None:
     for storage in storages:
         if storage.changed:
             storage.read_in()
@@ -90,7 +90,7 @@ def _take_back(unit: UnitGradients, before: Tensor) -> None:
 
 def install_model_methods(
     model: nn.Module,
-    storages: Sequence[FlatUnit],
+    storages: Sequence[UnitState],
     gathering: Gathering,
     clear: weakref.WeakMethod[Callable[[], None]],
 ) -> None:
@@ -129,7 +129,7 @@ def install_model_methods(
         module.__dict__[REGISTRY_KEY] = _NoFullyShard(module.__dict__.get(REGISTRY_KEY, ()))
 
 
-def _install_state_dict(model: nn.Module, storages: Sequence[FlatUnit], gathering: Gathering) -> None:
+def _install_state_dict(model: nn.Module, storages: Sequence[UnitState], gathering: Gathering) -> None:
     me = weakref.ref(model)
 
     def state_dict(*args: Any, **kwargs: Any) -> Any:
@@ -192,12 +192,12 @@ def _install_state_dict(model: nn.Module, storages: Sequence[FlatUnit], gatherin
                 module.register_load_state_dict_pre_hook(before_load_of_part)
 
 
-def _holders(storage: FlatUnit) -> int:
+def _holders(storage: UnitState) -> int:
     """How many tensors refer to the memory of `storage`."""
     return torch._C._storage_Use_Count(storage.whole.untyped_storage()._cdata)
 
 
-def _keep_copies(state: Any, storage: FlatUnit, holders: int) -> None:
+def _keep_copies(state: Any, storage: UnitState, holders: int) -> None:
     """Replace what lies in the memory of `storage`, which is about to be freed, by copies.
 
     Raises:
@@ -247,7 +247,7 @@ def _keep_copies(state: Any, storage: FlatUnit, holders: int) -> None:
 
 
 @contextmanager
-def _unguarded(storages: Sequence[FlatUnit]) -> Iterator[None]:
+def _unguarded(storages: Sequence[UnitState]) -> Iterator[None]:
     guarded = [storage for storage in storages if storage.guarded]
     for storage in guarded:
         storage.unguard()
@@ -258,7 +258,7 @@ def _unguarded(storages: Sequence[FlatUnit]) -> Iterator[None]:
             storage.guard()
 
 
-def _require_harmless(function: Callable[[Tensor], Tensor], storages: Sequence[FlatUnit]) -> None:
+def _require_harmless(function: Callable[[Tensor], Tensor], storages: Sequence[UnitState]) -> None:
     """Raise `UsageError` where `model.to()` and its like would change the parameters."""
     for storage in storages:
         probe = torch.empty(0, dtype=storage.dtype, device=storage.device)

@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 from zerokit.errors import UsageError
 from zerokit.runtime.optimizer import ZeroOptimizer
 from zerokit.runtime.states import EMA
-from zerokit.runtime.storage import Flat
-from zerokit.runtime.update import write_back
+from zerokit.runtime.step import write_back
+from zerokit.runtime.storage import MasterSlice
 
 
 class Ema:
@@ -174,11 +174,11 @@ class Ema:
             raise UsageError("the optimizer of this average is gone: keep it as long as its Ema")
         return optimizer
 
-    def _flats(self) -> Iterator[Flat]:
+    def _flats(self) -> Iterator[MasterSlice]:
         for storage in self._parts.storages:
             yield from storage.flats
 
-    def _state(self, flat: Flat) -> dict[str, Any]:
+    def _state(self, flat: MasterSlice) -> dict[str, Any]:
         state: dict[str, Any] = self._parts.inner.state.get(flat.tensor, {})
         return state
 
