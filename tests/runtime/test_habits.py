@@ -1,6 +1,6 @@
 """What people do out of habit around a model: each is right, or refused at once with the line to write instead.
 
-The README's table of habits says the same.
+The table of habits in docs/porting.md says the same.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The commands of README's chapter on clusters, as they are printed there, on clusters made on this machine.
+"""The commands of the page on clusters, as they are printed there, on clusters made on this machine.
 
 Only what stands for something of the reader's is replaced: IMAGE, R and the tracker's address.
 """
@@ -22,9 +22,7 @@ from tests.support.namespaces import Hosts, two_hosts
 from tests.support.slurm import Cluster, cluster
 from zerokit.bench.record import read_record
 
-_CHAPTER = (
-    (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## On a cluster\n")[2].partition("\n## ")[0]
-)
+_CHAPTER = (ROOT / "docs" / "clusters.md").read_text(encoding="utf-8")
 _BLOCKS = re.findall(r"^```sh\n(.*?)^```$", _CHAPTER, re.MULTILINE | re.DOTALL)
 NODES = ("node-0", "node-1")
 GPUS = 8
@@ -38,7 +36,6 @@ SMALL = {
     "OMP_NUM_THREADS": "1",
 }
 INSTALLED = {"PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-MEASUREMENT = ".venv/bin/python benchmarks/compare_wire.py    # as root"
 
 
 def commands(beginning: str) -> list[str]:
@@ -56,8 +53,7 @@ JOINING = commands("# torchrun, mpirun:")
 
 
 def test_no_other_commands_are_printed() -> None:
-    assert (len(_BLOCKS), commands(MEASUREMENT)) == (5, [MEASUREMENT])
-    assert (ROOT / "benchmarks" / "compare_wire.py").is_file()  # it takes a quarter of an hour
+    assert len(_BLOCKS) == 4
 
 
 @pytest.fixture(autouse=True)

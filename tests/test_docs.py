@@ -1,0 +1,87 @@
+"""README and documentation: lengths, links, blocks of code, and no paragraph in two places."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from itertools import chain
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+TEXTS = [README, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *PAGES]
+
+
+def blocks(path: Path, language: str) -> list[str]:
+    """The blocks of code in `path` that are marked as `language`."""
+    return re.findall(
+        rf"^```{language}\n(.*?)^```$", path.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    )
+
+
+def anchors(path: Path) -> set[str]:
+    """What links can point to inside `path`."""
+    headings = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_readme_is_read_in_five_minutes() -> None:
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 150
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if re.match(r"https?:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        found = (page.parent / name).resolve() if name else page
+        assert found.exists(), f"{page.name} links to {target}"
+        assert not anchor or anchor in anchors(found), f"{page.name} links to {target}"
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    # mkdocs.yml is read whole by mkdocs itself, which the linters call.
+    navigation = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
+    listed = chain.from_iterable(
+        [entry] if isinstance(entry, str) else next(iter(entry.values())) for entry in navigation
+    )
+    assert sorted(listed) == [page.relative_to(ROOT / "docs").as_posix() for page in PAGES]
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_python_blocks_are_python(page: Path) -> None:
+    for block in blocks(page, "python"):
+        ast.parse(block)
+
+
+def test_no_paragraph_stands_twice() -> None:
+    seen: dict[str, Path] = {}
+    for page in TEXTS:
+        prose = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+        for paragraph in re.split(r"\n\s*\n", prose):
+            words = " ".join(paragraph.split())
+            if len(words) > 80 and not words.startswith("|"):
+                assert seen.setdefault(words, page) == page, f"{page.name} and {seen[words].name}: {words}"
+
+
+def test_the_twenty_lines_train(tmp_path: Path) -> None:
+    (program,) = (block for block in blocks(README, "python") if "init_process_group" in block)
+    (tmp_path / "train.py").write_text(program.replace("range(100)", "range(20)"))
+    run = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+    )
+    assert run.returncode == 0, run.stderr
+    assert sorted(re.findall(r"rank (\d) on cpu: loss \d\.\d+", run.stdout)) == ["0", "1"]
