@@ -19,7 +19,7 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,8 @@ from zerokit.placement import Mesh
 from zerokit.runtime.collectives.base import Collectives, Hop, Route, Work
 from zerokit.runtime.collectives.node import Kind
 from zerokit.runtime.collectives.stalls import StallReporter
+
+T = TypeVar("T")
 
 _TURNS = 1 << 15
 _UNITS = 1 << 14
@@ -210,7 +212,8 @@ class SocketRoute(HostRoute):
         super().__init__(group, reporter, progress)
         # Counted by unit: ranks may interleave gathers and reductions differently, and begin second hops in any order.
         self._turns: defaultdict[tuple[Kind, int], int] = defaultdict(int)
-        self._waiters = [_Waiter(), _Waiter()]
+        self._poster = _Worker()
+        self._waiters = [_Worker(), _Worker()]
         self._peers = [rank for rank in range(self.size) if rank != self.rank]
 
     def _gather(self, pieces: Tensor, unit: int, finish: Callable[[], None]) -> Work:
@@ -258,14 +261,17 @@ class SocketRoute(HostRoute):
         self._turns[kind, unit] = turn = (self._turns[kind, unit] + 1) % _TURNS
         tag = (turn * _UNITS + unit % _UNITS) * 2 + kind
         name = f"{'all-gather' if kind is Kind.GATHER else 'reduce-scatter'} of unit {unit}"
-        with self.reporter.waiting(name):
-            receives = [self.group.recv([arrives(peer)], peer, tag) for peer in self._peers]
-            sends = [self.group.send([leaves(peer)], peer, tag) for peer in self._peers]
-        return _Messages(self, kind, name, [*receives, *sends], finish, keep)
+        targets = [(peer, arrives(peer), leaves(peer)) for peer in self._peers]
 
-    def begin(self, kind: Kind, works: Sequence[dist.Work]) -> _Arrival:
+        def post() -> list[dist.Work]:
+            receives = [self.group.recv([into], peer, tag) for peer, into, _ in targets]
+            return receives + [self.group.send([out], peer, tag) for peer, _, out in targets]
+
+        return _Messages(self, kind, name, self._poster.begin(post), finish, keep)
+
+    def begin(self, kind: Kind, wait: Callable[[], None]) -> _Task[None]:
         """Wait for messages in a thread."""
-        return self._waiters[kind].begin(works)
+        return self._waiters[kind].begin(wait)
 
 
 class _Messages:
@@ -276,23 +282,22 @@ class _Messages:
         route: SocketRoute,
         kind: Kind,
         name: str,
-        works: Sequence[dist.Work],
+        posted: _Task[list[dist.Work]],
         finish: Callable[[], None],
         keep: Tensor,
     ) -> None:
-        self._route, self.kind, self.name, self._works, self._keep = route, kind, name, works, keep
+        self._route, self.kind, self.name, self._posted, self._keep = route, kind, name, posted, keep
         self._finish: Callable[[], None] | None = finish
-        self._arrival: _Arrival | None = None
+        self._arrival: _Task[None] | None = None
 
     def attempt(self) -> bool:
         if self._finish is None:
             return True
         if self._arrival is None:
-            self._arrival = self._route.begin(self.kind, self._works)
+            self._arrival = self._route.begin(self.kind, self._wait_for_messages)
         if not self._arrival.done.is_set():
             return False
-        if self._arrival.error is not None:
-            raise self._arrival.error
+        self._arrival.result()
         self._end()
         return True
 
@@ -305,12 +310,15 @@ class _Messages:
         progress = self._route.progress
         with self._route.reporter.waiting(self.name):
             if progress.pending:
-                self._arrival = self._arrival or self._route.begin(self.kind, self._works)
+                self._arrival = self._arrival or self._route.begin(self.kind, self._wait_for_messages)
                 progress.until(self.attempt, self.require_alive, self._arrival.done.wait)
                 return
-            for work in self._works:
-                work.wait()
+            self._wait_for_messages()
         self._end()
+
+    def _wait_for_messages(self) -> None:
+        for work in self._posted.result():
+            work.wait()
 
     def _end(self) -> None:
         assert self._finish is not None
@@ -318,41 +326,55 @@ class _Messages:
         finish()
 
 
-class _Arrival:
-    """Messages that the waiter waits for."""
+class _Task(Generic[T]):
+    """What a thread does for this rank."""
 
-    def __init__(self, works: Sequence[dist.Work]) -> None:
-        self.works = works
+    def __init__(self, function: Callable[[], T]) -> None:
+        self._function: Callable[[], T] | None = function
         self.done = threading.Event()
-        self.error: Exception | None = None
+        self._value: T | None = None
+        self._error: Exception | None = None
+
+    def run(self) -> None:
+        assert self._function is not None
+        try:
+            self._value = self._function()
+        except Exception as error:  # raised again by the rank that waits
+            self._error = error
+        self._function = None
+        self.done.set()
+
+    def result(self) -> T:
+        """Wait for it. Returns what the function returned, or raises what it raised."""
+        self.done.wait()
+        if self._error is not None:
+            raise self._error
+        return cast(T, self._value)
 
 
-class _Waiter:
-    """A thread that waits for gloo's messages, which offer no way to poll for their arrival.
+class _Worker:
+    """A thread that works off tasks in their order.
 
-    Messages are posted before anybody waits for them, so the order of waiting holds nobody up.
+    One posts messages: gloo holds a connection's lock while it moves data, and who computes must not wait for that. One
+    waits for messages of each kind, for gloo offers no way to poll for their arrival; they were posted before
+    anybody waits for them, so the order of waiting holds nobody up.
     """
 
     def __init__(self) -> None:
-        self._orders: queue.SimpleQueue[_Arrival | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[_Task[Any] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def begin(self, works: Sequence[dist.Work]) -> _Arrival:
+    def begin(self, function: Callable[[], T]) -> _Task[T]:
         if self._thread is None:
-            self._thread = threading.Thread(target=_wait_for_each, args=(self._orders,), daemon=True)
+            self._thread = threading.Thread(target=_work_off, args=(self._tasks,), daemon=True)
             self._thread.start()
-            weakref.finalize(self, self._orders.put, None)
-        arrival = _Arrival(works)
-        self._orders.put(arrival)
-        return arrival
+            weakref.finalize(self, self._tasks.put, None)
+        task = _Task(function)
+        self._tasks.put(task)
+        return task
 
 
-def _wait_for_each(orders: queue.SimpleQueue[_Arrival | None]) -> None:
-    while (arrival := orders.get()) is not None:
-        try:
-            for work in arrival.works:
-                work.wait()
-        except Exception as error:  # raised again by the rank that waits
-            arrival.error = error
-        arrival.done.set()
-        del arrival
+def _work_off(tasks: queue.SimpleQueue[_Task[Any] | None]) -> None:
+    while (task := tasks.get()) is not None:
+        task.run()
+        del task
