@@ -31,7 +31,7 @@ class MemoryReport:
     buckets: int = 0
     gathered: int = 0
     host_copy: int = 0
-    """Of background saves, in the host's memory."""
+    """Host memory of background saves."""
     transient: int = 0
     """In backward alone, and so not in `total`: the most that gradients of units above the bucket size took at once on
     their way between ranks."""

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 PATTERN = r"[\w-]{1,32}\.[0-9a-f]{8}\.[0-9a-f]{8}\.\d{1,20}\.\d{1,20}\.\d{1,20}"
-"""Of the text, which is also good for names of files."""
+"""The form of the text, which also serves as a file name."""
 
 
 _MACHINE, _BOOT = Path("/etc/machine-id"), Path("/proc/sys/kernel/random/boot_id")

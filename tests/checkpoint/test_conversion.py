@@ -298,7 +298,8 @@ def test_the_command_goes_on(tmp_path: Path, run: Path) -> None:
     done = command(tmp_path, "reshard", "run", "--to", "5", "--resume")
     assert (done.returncode, done.stdout) == (0, f"{out}\n")
     assert (
-        f" {sum(found.files.values()) / 1000:.1f} kB of it finished before, proven and synced" in done.stderr
+        f" {sum(found.files.values()) / 1000:.1f} kB of it finished before, verified and synced"
+        in done.stderr
     )
     assert read_tree(out) == read_tree(reshard(run, tmp_path / "wanted").parent)
 

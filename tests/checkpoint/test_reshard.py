@@ -173,7 +173,7 @@ def test_the_command_says_what_it_wrote(tmp_path: Path, step: Path) -> None:
     done = command(tmp_path, "reshard", "run", "--to", "2")
     assert done.stdout == f"{tmp_path}/run.to-2\n"
     assert done.stderr == (
-        f"{tmp_path}/run.to-2: step 100 of 3 ranks cut for 2, {size}, proven and synced; zerokit.load and bench "
+        f"{tmp_path}/run.to-2: step 100 of 3 ranks cut for 2, {size}, verified and synced; zerokit.load and bench "
         "--resume read any number of ranks, without it\n"
     )
 

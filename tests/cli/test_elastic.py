@@ -54,7 +54,7 @@ class Bench:
         return done
 
     def runs(self) -> list[Any]:
-        """Of MLflow."""
+        """Runs of MLflow."""
         from mlflow import MlflowClient
 
         client = MlflowClient(self._uri)

@@ -184,7 +184,6 @@ def _released(stage: int) -> None:
     model, optimizer = build(stage)
     step(model, optimizer)
     optimizer.parts.gathering.make_current()
-    optimizer.parts.walk.remove_hooks()
     dist.barrier()
     del optimizer
     gc.collect()

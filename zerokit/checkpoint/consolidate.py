@@ -1,7 +1,7 @@
 """A checkpoint's weights as a folder that Hugging Face's loaders take: whole tensors in `model*.safetensors`.
 
 Trainable parameters come from their masters, frozen ones and buffers as they are. Where the dtype stays the same,
-bytes are copied; where it changes, they pass through numpy, one buffer at a time. All that is read is proven.
+bytes are copied; where it changes, they pass through numpy, one buffer at a time. All that is read is verified.
 """
 
 from __future__ import annotations

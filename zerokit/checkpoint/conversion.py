@@ -86,7 +86,7 @@ def converting(
 def _taken_over(staging: Staging, request: Request, *, resume: bool) -> Path | None:
     """The former path of the work directory that `staging` took over; None where there is none to resume."""
     for left in _usable(staging.target, request, resume=resume):
-        # Over the empty directory that is there. Of several processes that try, one succeeds.
+        # Over the empty directory that is there. One of several processes that try succeeds.
         with suppress(OSError):
             files.system().rename(left.path, staging.work)
             return left.path

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
 
 MAX_TEXT_BYTES = 1 << 28
-"""Of files that are read whole: a damaged size must not take all memory."""
+"""The largest file that is read whole: a damaged size must not take all memory."""
 
 _IOV_MAX = 1024
 """Buffers that one vectored call takes, on Linux and everywhere else that has a limit."""

@@ -18,7 +18,7 @@ from zerokit.errors import CheckpointError
 
 LENGTH_BYTES = 8
 MAX_BYTES = 100_000_000
-"""Of the JSON: the limit of the stock reader."""
+"""The largest JSON header: the limit of the stock reader."""
 
 METADATA = "__metadata__"
 _DTYPES = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}

@@ -123,7 +123,7 @@ class Summary:
 def inspect(path: str | os.PathLike[str]) -> Summary:
     """Describe the checkpoint at `path`, a step's directory or a run's, whose newest step is taken.
 
-    No stream is read or proven: `verify` does that; a step counts as damaged by its manifest, or by files that are
+    No stream is read or verified: `verify` does that; a step counts as damaged by its manifest, or by files that are
     missing or too short. Raises `CheckpointError` where the manifest or `common` is damaged.
     """
     checkpoint = Checkpoint(path)

@@ -4,9 +4,9 @@
     <crc> {"pieces": [[0, 3, 1, 2048, 305419896, 8192], …]}     as many such lines as needed
     <crc> {"file": "rank-00000-of-00003.safetensors", "size": 123456}
 
-A file's lines are added when the file and its name are on the disk; they have the checksums of what was read for it, so
-that nothing is read again to prove the source and to state the checksums of what is written. Every line begins with the
-CRC-32 of all text up to its end, so that nothing counts that follows damage or a torn line.
+A file's lines are added when the file and its name are on the disk. They have the checksums of what was read for it, so
+that nothing is read twice to verify the source and to state the checksums of what is written. Every line begins with
+the CRC-32 of all text up to its end, so that nothing counts that follows damage or a torn line.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NAME = ".journal"
 
 _VERSION = 1
 _LINE_BYTES = 1 << 16
-"""Of pieces in one line, about: memory does not grow with a file's pieces, when it is read neither."""
+"""About how many bytes of pieces one line holds: memory does not grow with a file's pieces, even when it is read."""
 
 _MOST_LINE_BYTES = 1 << 20
 _CRC_BYTES = 9
@@ -69,7 +69,7 @@ class _Line:
 
 
 class Journal:
-    """Of the conversion that works in the directory `work`; close it. Everything raises `CheckpointError`.
+    """The journal of the conversion that works in the directory `work`; close it. All methods raise `CheckpointError`.
 
     `note` may be called in another thread, not in two at once.
     """

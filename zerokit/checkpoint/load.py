@@ -1,4 +1,4 @@
-"""`load`: each rank reads the intervals it owns, whatever the world size that wrote them, and all prove the bytes."""
+"""`load`: each rank reads the intervals it owns, whatever the world size that wrote them, and all verify the bytes."""
 
 from __future__ import annotations
 

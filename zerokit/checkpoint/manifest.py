@@ -1,7 +1,7 @@
 """The manifest: which state a checkpoint holds, how it is cut, and the checksum of every slice.
 
 Where a slice lies follows from the layout (see `extents`), so the manifest lists no offsets. It is one JSON object
-whose first member is the CRC-32 of all bytes that follow that member, so that the file proves itself.
+whose first member is the CRC-32 of all bytes that follow that member, so that the file verifies itself.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NAME = "manifest.json"
 COMMON_NAME = "common.safetensors"
 EXTRA_NAME = "extra.json"
 BUFFER_PREFIX = "buffers/"
-"""Of the names of buffers in `common`."""
+"""Names of buffers in `common` begin so."""
 
 FORMAT = "zerokit.checkpoint"
 VERSION = (1, 1)

@@ -1,7 +1,7 @@
 """What a rank reads of a checkpoint, and whether the ranks together have read the right bytes.
 
 A slice of the source is read in *pieces*: the common refinement of the old cuts and the new ones. Pieces' checksums
-combine to the slice's, whichever ranks read them, so every byte is proven without reading any twice.
+combine to the slice's, whichever ranks read them, so every byte is verified without being read twice.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class PieceKey:
 
 
 Key = PieceKey | str
-"""Of a piece: a slice's part, or the name of what is copied whole, a file or a tensor of `common`."""
+"""The key of a piece: a part of a slice, or the name of what is copied whole, a file or a tensor of `common`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ BUFFER_BYTES = 1 << 20
 class Checkpoint:
     """A step's directory, or of a run's the newest step; with `whole` the newest that has an optimizer's state, too.
 
-    The manifest is read and proven at once. Raises `CheckpointError` unless `path` holds one that is undamaged.
+    The manifest is read and verified at once. Raises `CheckpointError` unless `path` holds one that is undamaged.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, whole: bool = False) -> None:
@@ -84,7 +84,7 @@ class Checkpoint:
     def read(self, stream: str, name: str) -> NDArray[Any]:
         """A whole parameter in one stream, such as `read("master", "blocks.0.weight")`, as an array of its shape.
 
-        Only its bytes are read, and they are proven. bfloat16 and float8 elements, which numpy does not have, come as
+        Only its bytes are read, and they are verified. bfloat16 and float8 elements, which numpy does not have, come as
         float32, exactly. Raises `UsageError` for a stream or name that is not there, `CheckpointError` for damage.
         """
         from zerokit.checkpoint.arrays import to_array
@@ -169,7 +169,7 @@ class Checkpoint:
 
     @cached_property
     def common(self) -> header.Header:
-        """The header of `common.safetensors`; the whole file is proven once.
+        """The header of `common.safetensors`; the whole file is verified once.
 
         Raises `CheckpointError` if it is missing, damaged or no safetensors file.
         """

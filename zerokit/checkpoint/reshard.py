@@ -1,7 +1,7 @@
 """A checkpoint cut for another number of ranks: byte ranges copied, no tensor decoded.
 
 Ranges are the common refinement of the old cuts and the new ones. Their checksums combine to those of the old slices,
-which proves what was read, and to those of the new ones, which the new manifest states; no byte is read twice for it.
+which verifies what was read, and to those of the new ones, which the new manifest states; no byte is read twice for it.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ def reshard(
 ) -> Path:
     """Write the checkpoint `source` as `world` ranks would have saved it, byte for byte.
 
-    Every byte that is copied is proven; the result is synced to the disk and appears whole or not at all. Of a step it
-    is a step, of a run a run of one step, with its `latest`. `load` needs none of this: it reads any world size.
+    Every byte that is copied is verified; the result is synced to the disk and appears whole or not at all.
+    A step becomes a step; a run becomes a run of one step, with its `latest`. `load` needs none of this: it reads
+    checkpoints of any world size.
 
     Args:
         source: the directory of a step, or of a run, whose newest step is taken.

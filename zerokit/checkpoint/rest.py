@@ -16,7 +16,7 @@ from zerokit.errors import CheckpointError
 from zerokit.nesting import require_shallow
 
 GENERATOR_PREFIX = "rng/"
-"""Of the names of generators' states in `common`."""
+"""Names of generators' states in `common` begin so."""
 
 _LIVE_OPTIONS = ("params", "param_names")
 """The members of a group, which are those of the running program."""

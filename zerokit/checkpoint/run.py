@@ -52,7 +52,7 @@ class Latest:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A step's directory `path`, and its proven manifest unless that is damaged.
+    """A step's directory `path`, and its verified manifest unless that is damaged.
 
     `run`: the run's directory, where one was named. `faults`: what is wrong with its `latest`. `notes`: why a step is
     taken that `latest` does not name, as sentences.
@@ -195,7 +195,7 @@ def read_sound(path: Path) -> tuple[Manifest, int]:
 
 
 def read_manifest(step: Path) -> tuple[Manifest, int]:
-    """A step's manifest, proven by its own CRC-32, and that. Raises `CheckpointError`."""
+    """A step's manifest, verified by its own CRC-32, and that CRC-32. Raises `CheckpointError`."""
     content = read_whole(step / NAME)
     manifest = parse_manifest(content, str(step / NAME))
     crc = own_checksum(content)

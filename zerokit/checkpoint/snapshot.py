@@ -73,7 +73,7 @@ class Part:
     card: Card
     slices: Slices
     rest: Rest
-    """Of rank 0 only."""
+    """Filled by rank 0 only."""
     layout: Layout
     seed: int
     origin: rng.Origin | None

@@ -178,7 +178,7 @@ class _Verification:
         return "" if crc == expected else f"damaged (CRC-32 {crc:08x}, expected {expected:08x})"
 
     def _common(self) -> Iterator[Finding]:
-        """The stated tensors must be there, and those of generators; their bytes are proven with the whole file."""
+        """The stated tensors must be there, and those of generators; their bytes are verified with the whole file."""
         checkpoint, manifest = self._checkpoint, self._checkpoint.manifest
         tensors = checkpoint.common.tensors
         for scalar in manifest.scalars:

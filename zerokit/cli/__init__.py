@@ -24,14 +24,14 @@ from zerokit.text import printable, printable_lines
 # Name, and the line that `zerokit --help` shows without importing the command.
 COMMANDS = {
     "bench": "Train models with several engines, measure them, write records, a report and MLflow runs.",
-    "compare": "Set benches beside each other: figures, differences beside the noise, a page with pictures.",
+    "compare": "Compare benches: figures, differences and noise, a page with pictures.",
     "push": "Write records on disk to MLflow.",
     "reshard": "Cut a checkpoint for another number of ranks.",
     "consolidate": "Write a checkpoint's weights as safetensors for Hugging Face's loaders.",
     "inspect": "Show what a checkpoint holds: parameters, streams, files.",
-    "verify": "Read every byte of a checkpoint, and report what is damaged.",
+    "verify": "Read every byte of a checkpoint and report damage.",
     "doctor": "Find what would make training fail, hang or crawl: software, network, disks, tracking.",
-    "prune": "Remove a run's older steps, and what killed writers have left.",
+    "prune": "Remove a run's older steps and what killed writers left.",
     "diff": "Compare two checkpoints of any world sizes, without reading their data.",
 }
 

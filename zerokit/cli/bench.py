@@ -46,8 +46,9 @@ class _Bench(FromFile):
 def command(context: click.Context, /, **options: Any) -> None:
     """Train models for some steps, measure them, write records and MLflow runs.
 
-    A step's time is that of its slowest rank, warm-up apart. The record is JSON with every rank's every step;
-    the MLflow run is filled from it after the ranks have ended. A sweep ends with a table and an HTML report.
+    A step takes as long as on its slowest rank; warm-up is not measured. The record is a JSON file with every step
+    time of every rank. The MLflow run is written from it after the ranks have ended. A sweep ends with a table and an
+    HTML report.
     """
     from zerokit.cli.bench_request import parse
 

@@ -60,7 +60,7 @@ _OPTIONS = (
         "--precision",
         type=CommaList(click.Choice(PRECISIONS)),
         metavar="NAME,…",
-        help="Of the computation: fp32, bf16 or fp16.  [default: bf16 on CUDA, fp32 on a CPU]",
+        help="Precision of the computation: fp32, bf16 or fp16.  [default: bf16 on CUDA, fp32 on a CPU]",
     ),
     click.option(
         "--wire",
@@ -68,7 +68,7 @@ _OPTIONS = (
         default=_DEFAULTS.wire,
         show_default=True,
         metavar="NAME,…",
-        help="Of gradients between ranks: as the engine has it (own), or bf16: zerokit sums them in fp32, ddp by "
+        help="Dtype of gradients between ranks: the engine's own, or bf16: zerokit sums them in fp32, ddp by "
         "torch's hook.",
     ),
     click.option("--device", type=click.Choice(DEVICES), help="[default: cuda where there is any]"),
@@ -90,20 +90,20 @@ _OPTIONS = (
         metavar="N,…",
         default=str(_DEFAULTS.batch_size),
         show_default=True,
-        help="Samples a rank and micro-batch.",
+        help="Samples in a micro-batch of one rank.",
     ),
     click.option(
         "--seq-len",
         type=CommaList(_COUNT),
         metavar="N,…",
-        help=f"Tokens a sequence, for language models.  [default: {_DEFAULTS.seq_len}, or all of the model's positions "
-        "where they are fewer]",
+        help=f"Tokens in a sequence, for language models.  [default: {_DEFAULTS.seq_len}, or as many as the model has "
+        "positions]",
     ),
     click.option(
         "--image-size",
         type=_COUNT,
         metavar="N",
-        help="Pixels a side, for models of images.  [default: the model's]",
+        help="Pixels on each side, for image models.  [default: the model's]",
     ),
     click.option(
         "--accumulate",
@@ -111,7 +111,7 @@ _OPTIONS = (
         metavar="N,…",
         default=str(_DEFAULTS.accumulate),
         show_default=True,
-        help="Micro-batches a step.",
+        help="Micro-batches in a step.",
     ),
     click.option(
         "--bucket-mb",
@@ -129,21 +129,21 @@ _OPTIONS = (
         "--warmup",
         type=click.IntRange(min=0),
         metavar="N",
-        help="Steps before those.  [default: until they take a steady time]",
+        help="Steps before the measured ones.  [default: until step times are steady]",
     ),
     click.option(
         "--repeats",
         type=_COUNT,
         metavar="N",
-        help="Rounds through all cells, every second one backwards: what the noise between runs is known from.  "
+        help="Rounds through all cells, every second one in reverse order. They show the noise between runs.  "
         f"[default: {DEFAULT_REPEATS} for several cells, else 1]",
     ),
     click.option(
         "--twin/--no-twin",
         default=True,
         show_default=True,
-        help="Also train each cell's compute-only twin, in turn with the cell: what a step takes longer is "
-        "communication, and the twin shows the machine's pace.",
+        help="Also train each cell without communication, in turn with the cell. The difference is the cost of "
+        "communication.",
     ),
     click.option(
         "--lr",
@@ -159,10 +159,10 @@ _OPTIONS = (
         metavar="X",
         default=_DEFAULTS.clip,
         show_default=True,
-        help="Largest gradient norm; 0 leaves gradients alone and the norm unmeasured.",
+        help="Largest gradient norm; 0 turns clipping off, and the norm is not measured.",
     ),
     click.option(
-        "--seed", type=int, default=_DEFAULTS.seed, show_default=True, help="Of weights and batches."
+        "--seed", type=int, default=_DEFAULTS.seed, show_default=True, help="Seed of weights and batches."
     ),
     click.option(
         "--data",
@@ -173,24 +173,24 @@ _OPTIONS = (
     click.option(
         "--save",
         metavar="RUN",
-        help="Write checkpoints into this run directory: at the end, and as --save-every says. Later steps that are "
-        "there already are refused before training.",
+        help="Write checkpoints into this run directory, at the end and as --save-every says. The command fails "
+        "before training if the directory already holds later steps.",
     ),
     click.option("--save-every", type=_COUNT, metavar="K", help="Also save after every K-th step."),
     click.option(
         "--background",
         is_flag=True,
-        help="Write those beside the steps that follow, which are timed with it.",
+        help="Save in the background, beside the steps that follow; their times include it.",
     ),
     click.option(
-        "--resume", is_flag=True, help="Go on from the newest checkpoint in --save, where there is one."
+        "--resume", is_flag=True, help="Continue from the newest checkpoint in --save, if there is one."
     ),
     click.option(
         "--elastic",
         is_flag=True,
-        help="Go on from --save with the ranks that remain when others are killed, and with more when nodes come: by "
-        "itself here, elsewhere as torchrun restarts the ranks. --steps is the step at which the run ends, and "
-        "--save-every a tenth of it by default. One record covers all parts. No twin.",
+        help="Continue from --save with the ranks that remain when others are killed, and with more when nodes join. "
+        "zerokit restarts ranks on this machine; torchrun restarts them elsewhere. The run ends at step --steps, and "
+        "--save-every is a tenth of that by default. One record covers all parts. Implies --no-twin.",
     ),
     click.option(
         "--max-restarts",
@@ -198,12 +198,12 @@ _OPTIONS = (
         metavar="N",
         default=3,
         show_default=True,
-        help="For --elastic with ranks that are started here: how often.",
+        help="Most restarts with --elastic, for ranks on this machine.",
     ),
     click.option(
         "--output",
         type=click.Path(path_type=Path),
-        help="A folder for the record or the sweep, or for one bench a file that ends in .json.  "
+        help="A folder for the record or the sweep; for a single bench also a file that ends in .json.  "
         "[default: zerokit-bench/]",
     ),
     click.option(
@@ -212,26 +212,26 @@ _OPTIONS = (
         envvar="ZEROKIT_BENCH_CONTINUE",
         type=click.Path(path_type=Path),
         metavar="DIR",
-        help="Go on with the sweep in DIR: run the cells that are missing, failed or were interrupted.",
+        help="Continue the sweep in DIR: run the cells that are missing, failed or were interrupted.",
     ),
     click.option(
         "--json",
         "as_json",
         envvar="ZEROKIT_BENCH_JSON",
         is_flag=True,
-        help="Print the record, or the sweep with its records, on stdout and nothing else there.",
+        help="Print only the record, or the sweep with its records, on stdout.",
     ),
     click.option(
         "--tracking-uri",
         help="Where MLflow keeps the run.  [default: MLFLOW_TRACKING_URI, else sqlite:///mlflow.db]",
     ),
-    click.option("--experiment", default="zerokit-bench", show_default=True, help="Of MLflow."),
+    click.option("--experiment", default="zerokit-bench", show_default=True, help="MLflow experiment."),
     click.option("--no-mlflow", is_flag=True, help="Write the record only."),
 )
 
 
 GROUPS = {
-    "What is trained; of several values a sweep takes all": (
+    "What is trained (comma lists make a sweep)": (
         *(
             "engine",
             "model",

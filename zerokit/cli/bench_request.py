@@ -23,7 +23,7 @@ from zerokit.errors import UsageError
 from zerokit.text import printable, without_secrets
 
 _CHECKPOINTS = ("save", "save_every", "background", "resume", "elastic")
-"""Of one bench alone: cells that write the same checkpoints would continue each other's."""
+"""Settings for a single bench: cells that write the same checkpoints would continue each other's."""
 
 
 @dataclass(frozen=True)

@@ -34,29 +34,29 @@ _EPILOG = """\b
 RUN: a record, a folder of records (a sweep), the id of an MLflow run, or the
 name of an MLflow experiment.
 \b
-Exit codes: 0 ok, 1 an error, 2 wrong use, 3 worse than --fail-on allows, or
-losses that do not agree, 4 not known: the noise between runs is too large, or
-not known, as with a single run of each.
+Exit codes: 0 ok, 1 error, 2 wrong usage, 3 worse than --fail-on allows or
+losses that differ, 4 undecided: the noise between runs is too large, or
+unknown because there is only one run of each.
 """
 
 
 @click.command(epilog=_EPILOG)
 @click.argument("names", metavar="RUN…", nargs=-1)
 @click.option(
-    "--experiment", "experiments", multiple=True, metavar="NAME", help="Also this experiment of MLflow."
+    "--experiment", "experiments", multiple=True, metavar="NAME", help="Also compare this MLflow experiment."
 )
 @click.option(
     "--baseline",
     metavar="RUN|CELL",
-    help="What the others are compared with: a run, or a cell by its name in the table, such as 'FSDP2 3'.  [default: "
-    "the first; in one sweep its first cell]",
+    help="The run to compare with, or a cell by its name in the table, such as 'FSDP2 3'.  [default: the first run; "
+    "in a single sweep its first cell]",
 )
 @click.option(
     "--metric",
     "metrics",
     multiple=True,
     type=_Metric(),
-    help="Show this one; repeatable.  [default: those that matter]",
+    help="Show this metric; can be repeated.  [default: the main metrics]",
 )
 @click.option(
     "--fail-on",
@@ -64,23 +64,21 @@ not known, as with a single run of each.
     multiple=True,
     type=_Metric(),
     metavar="METRIC:PERCENT",
-    help="Exit 3 if it is worse than the baseline's by more than this and by more than the noise between runs, and 4 "
-    "if that cannot be known: step/p50_ms:3%; step/paced tells smaller differences.",
+    help="Exit with 3 if METRIC is worse than the baseline's by more than PERCENT and by more than the noise between "
+    "runs, and with 4 if that cannot be decided. Example: step/p50_ms:3%. step/paced finds smaller differences.",
 )
 @click.option(
     "--losses-agree",
     "tolerance",
     type=click.FloatRange(min=0),
     metavar="X",
-    help="Exit 3 if losses of cells that train the same differ by more than this share in any step: 1e-5. In half "
-    "precision engines round differently: cells of different ones are compared by 1e-2 and more.",
+    help="Exit with 3 if the losses of cells with equal training differ by more than this share in any step. Example: "
+    "1e-5. In half precision engines round differently; 1e-2 is the least for different engines.",
 )
 @click.option(
-    "--html", type=click.Path(dir_okay=False, path_type=Path), help="Write the page with pictures here."
+    "--html", type=click.Path(dir_okay=False, path_type=Path), help="Write a page with pictures to this file."
 )
-@click.option(
-    "--json", "as_json", is_flag=True, help="Print all of it on stdout as JSON, and nothing else there."
-)
+@click.option("--json", "as_json", is_flag=True, help="Print only JSON on stdout.")
 @click.option(
     "--tracking-uri",
     help="Where MLflow keeps the runs.  [default: MLFLOW_TRACKING_URI, else sqlite:///mlflow.db]",
@@ -96,10 +94,10 @@ def command(
     as_json: bool,
     tracking_uri: str | None,
 ) -> None:
-    """Set benches beside each other: figures, differences, and whether these exceed the noise.
+    """Compare benches: figures, differences, and whether the differences exceed the noise.
 
     With one RUN, all its cells are compared with the first. With several, cells are matched by the settings that vary
-    within the runs, such as engine and stage, and the rest is listed as what differs.
+    within the runs, such as engine and stage; all other differences between settings are listed.
     """
     from zerokit.bench.comparison.cells import baselines, make_cells, side_by_side
     from zerokit.bench.comparison.differences import Rule, known_metric, regressions

@@ -15,7 +15,7 @@ import click
 @click.option(
     "--dtype",
     type=click.Choice(["bf16", "fp16", "fp32"]),
-    help="Of all floating-point tensors.  [default: each one's own in the model]",
+    help="Dtype of all floating-point tensors.  [default: each tensor's own in the model]",
 )
 @click.option(
     "--stream",
@@ -35,11 +35,9 @@ import click
     metavar="MODEL_DIR",
     help="Copy configuration and tokenizer from this folder, whose weights, if any, must have the same shapes.",
 )
-@click.option("--jobs", type=click.IntRange(min=1), help="Threads that copy.  [default: up to 4]")
+@click.option("--jobs", type=click.IntRange(min=1), help="Threads for copying.  [default: up to 4]")
 @click.option("--force", is_flag=True, help="Replace an existing output.")
-@click.option(
-    "--resume", is_flag=True, help="Take over what an interrupted one to the same output has finished."
-)
+@click.option("--resume", is_flag=True, help="Continue an interrupted run to the same output.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result on stdout as JSON.")
 def command(
     checkpoint: Path,
@@ -55,7 +53,7 @@ def command(
 ) -> None:
     """Write the weights of CKPT, a step or a run's newest, for Hugging Face's loaders.
 
-    The result is model.safetensors, or several such files with an index. Of tied weights only the first is written.
+    The result is model.safetensors, or several such files with an index. Only the first of tied weights is written.
     With --like, the folder is one that from_pretrained takes.
     """
     from zerokit.checkpoint.consolidate import consolidate, parse_size

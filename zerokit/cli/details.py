@@ -18,7 +18,7 @@ from zerokit.cli.numbers import loss, mib, ms, rate
 from zerokit.cli.text import counted
 
 RANKS_SHOWN = 16
-"""Of more ranks, those with the least and the most memory are shown only."""
+"""With more ranks, only those with the least and the most memory are shown."""
 _MORE = ("step/wall_mean_ms", *(f"bus/{name}_gb_per_s" for name in OPERATIONS))
 
 

@@ -165,7 +165,7 @@ def open_lines(uri: str, page: str | None) -> list[str]:
 
 
 def _part(progress: BenchProgress) -> str:
-    """Of a bench: after the last step come phases and bandwidths, which are no steps."""
+    """The part of a bench that runs now; phases and bandwidths follow the last step."""
     if progress.done == progress.total:
         return "finishing"
     return "warm-up" if progress.done <= progress.warmup else "measuring"

@@ -36,8 +36,8 @@ Exit codes: 0 no fault (there may be warnings), 1 failure, 2 wrong use,
     "--nproc-per-node",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Ranks of each node.  [default: as bench, its visible CUDA devices, of which nodes simulated here have equal "
-    "shares, else 1; 2 on a single node without]",
+    help="Ranks of each node.  [default: its visible CUDA devices, shared equally by simulated nodes; without devices "
+    "1, or 2 on a single node]",
 )
 @click.option(
     "--quick", is_flag=True, help="Check this process only, in a second: no ranks, no measurements."
@@ -49,7 +49,7 @@ Exit codes: 0 no fault (there may be warnings), 1 failure, 2 wrong use,
     default=120.0,
     show_default=True,
     metavar="SECONDS",
-    help="For the ranks, from their start to their end.",
+    help="Time-out of the ranks, from their start to their end.",
 )
 @click.option(
     "--tracking-uri",
@@ -61,7 +61,7 @@ Exit codes: 0 no fault (there may be warnings), 1 failure, 2 wrong use,
     "as_json",
     envvar="ZEROKIT_DOCTOR_JSON",
     is_flag=True,
-    help="Print findings, and the facts by rank, on stdout as one JSON document.",
+    help="Print findings, and facts by rank, as one JSON document on stdout.",
 )
 @launcher_options
 @click.pass_context

@@ -39,14 +39,12 @@ class _Node:
 
 @click.command()
 @click.argument("checkpoint", metavar="CKPT", type=click.Path(path_type=Path))
-@click.option(
-    "--json", "as_json", is_flag=True, help="Print all of it on stdout as JSON, and nothing else there."
-)
+@click.option("--json", "as_json", is_flag=True, help="Print only JSON on stdout.")
 def command(checkpoint: Path, as_json: bool) -> None:
     """Show what CKPT, a step or a run, holds: step, world size, parameters, streams, files.
 
-    Of a run the newest step is shown so, beside a list of all steps and of what writers have begun and not finished.
-    Layers that are alike are shown once. Nothing is proven: that is what verify does.
+    For a run, the newest step is shown, with a list of all steps and of unfinished saves. Equal layers are shown
+    once. Nothing is verified: use verify for that.
     """
     from zerokit.checkpoint.inspect import inspect
     from zerokit.cli.text import note

@@ -15,13 +15,13 @@ import click
     "--keep-every", type=click.IntRange(min=1), metavar="M", help="Keep steps that are multiples of M, too."
 )
 @click.option("--dry-run", is_flag=True, help="Remove nothing; list what would go.")
-@click.option("--json", "as_json", is_flag=True, help="Print the result on stdout, and nothing else there.")
+@click.option("--json", "as_json", is_flag=True, help="Print only the result, as JSON, on stdout.")
 def command(run: Path, keep_last: int | None, keep_every: int | None, dry_run: bool, as_json: bool) -> None:
-    """Remove what writers that are gone have left in RUN, and with --keep-last its older steps.
+    """Remove what killed writers left in RUN and, with --keep-last, older steps.
 
-    The newest step, the newest with an optimizer's state and the one that `latest` names always stay; steps superseded
-    by a training that was begun anew go. Names that are not steps' are not touched. What a living process writes, or
-    one that cannot be checked from here and was busy within the hour, is listed and left.
+    The newest step, the newest step with optimizer states and the step that `latest` names always stay. Steps that a
+    restarted training has superseded are removed. Files with other names are not touched. Unfinished saves of living
+    processes are listed and stay; so do those of the last hour whose process cannot be checked from here.
     """
     from zerokit.checkpoint.prune import plan
     from zerokit.checkpoint.retention import Retention

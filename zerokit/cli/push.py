@@ -21,7 +21,7 @@ from zerokit.text import printable, without_secrets
     "--tracking-uri",
     help="Where MLflow keeps the runs.  [default: MLFLOW_TRACKING_URI, else sqlite:///mlflow.db]",
 )
-@click.option("--experiment", default="zerokit-bench", show_default=True, help="Of MLflow.")
+@click.option("--experiment", default="zerokit-bench", show_default=True, help="MLflow experiment.")
 @click.option(
     "--json",
     "as_json",

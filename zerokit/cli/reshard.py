@@ -9,18 +9,16 @@ import click
 
 @click.command(epilog="The output is synced to the disk and appears whole or not at all.")
 @click.argument("checkpoint", metavar="CKPT", type=click.Path(path_type=Path))
-@click.option("--to", "world", type=click.IntRange(min=1), required=True, help="World size to cut for.")
+@click.option("--to", "world", type=click.IntRange(min=1), required=True, help="Number of ranks.")
 @click.option(
     "-o",
     "--output",
     type=click.Path(path_type=Path),
-    help="A new directory: a step's for a step, a run's for a run.  [default: beside CKPT, such as run.to-16]",
+    help="A new directory: a step for a step, a run for a run.  [default: beside CKPT, such as run.to-16]",
 )
-@click.option("--jobs", type=click.IntRange(min=1), help="Threads that copy.  [default: up to 4]")
+@click.option("--jobs", type=click.IntRange(min=1), help="Threads for copying.  [default: up to 4]")
 @click.option("--force", is_flag=True, help="Replace an existing output.")
-@click.option(
-    "--resume", is_flag=True, help="Take over what an interrupted one to the same output has finished."
-)
+@click.option("--resume", is_flag=True, help="Continue an interrupted run to the same output.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result on stdout as JSON.")
 def command(
     checkpoint: Path,
@@ -33,8 +31,9 @@ def command(
 ) -> None:
     """Cut CKPT, a step or a run's newest, for another number of ranks.
 
-    Writes, byte for byte, what that many ranks would have saved. Every byte copied is proven by its checksum. Only what
-    reads files rank by rank needs it: zerokit.load and bench --resume take a checkpoint of any number of ranks.
+    Writes, byte for byte, what that many ranks would have saved. Every byte copied is verified by its checksum. Only
+    programs that read files rank by rank need this: zerokit.load and bench --resume take a checkpoint of any number
+    of ranks.
     """
     from zerokit.checkpoint.reshard import cut
     from zerokit.cli.text import counted, decimal_size
@@ -48,7 +47,7 @@ def command(
     taken = f", {decimal_size(done.taken_bytes)} of it finished before" if done.taken_bytes else ""
     line = (
         f"{done.output}: step {done.step} of {counted(done.world_before, 'rank')} cut for {world:,}, "
-        f"{decimal_size(size)}{taken}, proven and synced; zerokit.load and bench --resume read any number of ranks, "
+        f"{decimal_size(size)}{taken}, verified and synced; zerokit.load and bench --resume read any number of ranks, "
         "without it"
     )
     click.echo(printable(line), err=True)

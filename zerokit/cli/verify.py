@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 @click.command(epilog="Exit code 0: intact. 1: damaged, or no checkpoint.")
 @click.argument("checkpoint", metavar="CKPT", type=click.Path(path_type=Path))
 @click.option("--all", "every", is_flag=True, help="Read every step of a run, not only the newest.")
-@click.option("--json", "as_json", is_flag=True, help="Print the report on stdout, and nothing else there.")
+@click.option("--json", "as_json", is_flag=True, help="Print only the report, as JSON, on stdout.")
 @click.pass_context
 def command(context: click.Context, checkpoint: Path, every: bool, as_json: bool) -> None:
     """Read every byte of CKPT, a step or a run's newest one, and report which file, parameter and range is bad."""

@@ -24,7 +24,7 @@ from zerokit.doctor.findings import (
 
 _MIB = 2**20
 PREFIX = ".zerokit-doctor-"
-"""Of the files that are written, and removed again."""
+"""The names of files that are written and removed again begin so."""
 
 TRIAL_BYTES = 8 * _MIB
 TINY_BYTES = 4096

@@ -81,7 +81,7 @@ def look_around(seat: Seat, directory: Path, trial_bytes: int, used: Device | No
 
 
 def own_seat(environment: Mapping[str, str]) -> Seat:
-    """Of this process, by torchrun's environment; the first of the first node without one."""
+    """The seat of this process in torchrun's environment; without one, the first of the first node."""
     host = socket.gethostname()
     return Seat(
         rank=int(environment.get("RANK", "0")),

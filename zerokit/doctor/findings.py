@@ -36,38 +36,42 @@ class Check:
 CHECKS = {
     check.code: check
     for check in (
-        Check("ZD101", "software", "zerokit needs these packages, torch from 2.6 on."),
+        Check("ZD101", "software", "zerokit needs these packages, and torch 2.6 or later."),
         Check(
             "ZD102", "same software", "Ranks that run different versions compute and send different things."
         ),
         Check("ZD201", "CUDA devices", "Without a device that torch can use, training runs on the CPU."),
-        Check("ZD202", "a device a rank", "NCCL refuses two ranks on one device."),
+        Check("ZD202", "one device per rank", "NCCL refuses two ranks on one device."),
         Check("ZD203", "same devices", "A step is as slow as its slowest device."),
-        Check("ZD301", "gloo's interface", "gloo listens at one address; the other ranks must reach it."),
-        Check("ZD302", "NCCL's interfaces", "NCCL meets, and without InfiniBand sends, over these."),
-        Check("ZD303", "own host name", "gloo and torchrun look the host's own name up."),
+        Check("ZD301", "gloo's interface", "gloo listens on one address, which the other ranks must reach."),
+        Check(
+            "ZD302", "NCCL's interfaces", "NCCL connects over these, and sends over them without InfiniBand."
+        ),
+        Check("ZD303", "own host name", "gloo and torchrun look up the host's own name."),
         Check("ZD304", "names of nodes", "torchrun and ssh find other nodes by their names."),
-        Check("ZD305", "MTU", "Packets larger than a hop takes vanish; small ones cost processor time."),
-        Check("ZD306", "InfiniBand", "NCCL uses its active ports, if there are any."),
-        Check("ZD401", "/dev/shm", "NCCL and data loaders share memory there."),
-        Check("ZD402", "locked memory", "RDMA and io_uring register memory, which locks it."),
-        Check("ZD403", "open files", "Each rank has a connection to each other one, and files besides."),
+        Check("ZD305", "MTU", "Packets larger than a hop accepts are lost; small ones cost processor time."),
+        Check("ZD306", "InfiniBand", "NCCL uses active InfiniBand ports if there are any."),
+        Check("ZD401", "/dev/shm", "NCCL and data loaders keep shared memory there."),
+        Check("ZD402", "locked memory", "RDMA and io_uring lock the memory that they register."),
+        Check("ZD403", "open files", "Each rank holds a connection to every other rank, and files."),
         Check(
             "ZD404", "memory of neighbours", "gloo ranks of one node read each other's memory where they may."
         ),
         Check("ZD501", "clocks", "Logs, traces and signed requests compare times of different nodes."),
         Check("ZD502", "cores", "A rank needs a core of its own."),
-        Check("ZD503", "load", "What else runs here takes cores from the ranks."),
+        Check("ZD503", "load", "Other processes take cores from the ranks."),
         Check("ZD601", "run directory", "Ranks write checkpoints there."),
         Check("ZD602", "free space", "A checkpoint that does not fit fails the save."),
-        Check("ZD603", "writing", "A save waits until its files are on the disk."),
-        Check("ZD604", "one directory", "The ranks' files make one checkpoint only in one directory."),
-        Check("ZD701", "all-reduce", "Every step moves the gradients over this wire."),
+        Check("ZD603", "writing", "A save waits until its files are on disk."),
+        Check(
+            "ZD604", "one directory", "The files of all ranks must be in one directory to be one checkpoint."
+        ),
+        Check("ZD701", "all-reduce", "Every step sends the gradients over this link."),
         Check("ZD702", "pairs of nodes", "A ring is as slow as its slowest link."),
         Check("ZD801", "tracking", "Benches write their runs to MLflow."),
-        Check("ZD802", "tracking access", "The server decides whom it lets in, and under which name."),
-        Check("ZD803", "tracking writes", "A store that cannot be written to takes no runs."),
-        Check("ZD901", "ranks start", "The checks between ranks need ranks that start and meet."),
+        Check("ZD802", "tracking access", "The server decides who may connect, and under which host name."),
+        Check("ZD803", "tracking writes", "Runs cannot be logged to a store that refuses writes."),
+        Check("ZD901", "ranks start", "Checks between ranks need ranks that start and connect."),
     )
 }
 

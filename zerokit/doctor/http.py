@@ -25,7 +25,7 @@ _EXCERPT = 200
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Of one request: the status and the beginning of the text, or why there is none."""
+    """The answer to one request: the status and the beginning of the text, or why there is none."""
 
     status: int | None
     text: str

@@ -38,7 +38,7 @@ FILES_A_PEER = 6
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of one process; None means unlimited, or for `ptrace_scope` a kernel without Yama.
+    """The limits of one process; None means unlimited, or for `ptrace_scope` a kernel without Yama.
 
     Attributes:
         shm_bytes: size of /dev/shm; 0 where there is none.
@@ -60,7 +60,7 @@ class Limits:
 
 
 def look_at_limits(shm: Path = _SHM, yama: Path = _YAMA, devices: Path = Path("/sys/class")) -> Limits:
-    """Of this process; the arguments are the system's paths."""
+    """Read the limits of this process; the arguments are the system's paths."""
     try:
         status = os.statvfs(shm)
         size, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize

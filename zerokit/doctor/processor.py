@@ -14,11 +14,11 @@ _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 @dataclass(frozen=True, slots=True)
 class Processor:
-    """Of one process.
+    """The processor as one process may use it.
 
     Attributes:
-        cores: of the machine.
-        allowed: numbers of those that this process may use.
+        cores: how many the machine has.
+        allowed: numbers of the cores that this process may use.
         quota: cores' worth of time that its control group may use; None without a limit.
         load: processes that ran or waited to, a mean over the last minute.
     """
@@ -30,7 +30,7 @@ class Processor:
 
 
 def look_at_processor(quota: Path = _QUOTA) -> Processor:
-    """Of this process."""
+    """Read what this process may use."""
     return Processor(os.cpu_count() or 1, sorted(os.sched_getaffinity(0)), _quota(quota), os.getloadavg()[0])
 
 

@@ -27,9 +27,9 @@ REPETITIONS = 5
 SLOW_GB_PER_S = 0.1
 """Gigabit Ethernet gives 0.118."""
 SHARE_OF_LINK = 0.25
-"""Of the speed that the interface promises."""
+"""The least share of the speed that the interface promises."""
 SLOW_PAIR = 0.5
-"""Of the fastest pair's bandwidth."""
+"""A pair is slow below this share of the fastest pair's bandwidth."""
 
 
 @dataclass(frozen=True, slots=True)

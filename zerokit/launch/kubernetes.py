@@ -325,7 +325,7 @@ def _state(pods: Pods, form: str) -> str:
 
 
 def _log(pods: Pods) -> str:
-    """Of the pod with index 0: a JobSet of that name runs it in either form."""
+    """The log of the pod with index 0: a JobSet of that name runs it in either form."""
     label = f"jobset.sigs.k8s.io/jobset-name={pods.name},batch.kubernetes.io/job-completion-index=0"
     return _kubectl(["logs", "-n", pods.namespace, "-l", label, "--tail=-1", "--prefix=false"])
 

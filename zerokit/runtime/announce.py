@@ -97,8 +97,3 @@ class Announcements:
             if module in self._casting and self._cast is not None:
                 handle = module.register_forward_pre_hook(self._cast, with_kwargs=True, prepend=True)
                 self._handles[module] = [handle]
-
-    def remove(self) -> None:
-        for handles in self._handles.values():
-            for handle in handles:
-                handle.remove()

@@ -91,7 +91,7 @@ class Gradients:
         """The most bytes that buckets of units' own have had in flight at once since the last `forget`."""
         self._reductions: deque[tuple[UnitGradients, Work]] = deque()
         self._gathers: list[Work] = []
-        """Of summed gradients, at stage 0."""
+        """Gathers of summed gradients in flight, at stage 0."""
         self.received = False
         """Whether a backward pass has brought any gradient since the last `forget`."""
 

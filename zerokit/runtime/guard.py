@@ -79,7 +79,7 @@ class Ticket:
     storage: weakref.ref[Any]
     unit: int
     positions: tuple[int, ...]
-    """Of the unit's parameters: one, but for a flat tensor, which holds several."""
+    """Positions of the unit's parameters: one, or several for a flat tensor."""
     name: str
 
     def ask(self) -> Guard | None:

@@ -23,7 +23,7 @@ _MAP_FIXED = 0x10
 """Linux's mman.h, on every processor that it serves."""
 _HUGE_PAGE = 2 << 20
 _NAN_BYTES = _HUGE_PAGE
-"""Of the piece that stands for all freed memory."""
+"""The size of the piece that stands for all freed memory."""
 
 
 class MappedMemory:

@@ -34,22 +34,25 @@ from zerokit.runtime.whole import gathered, gathered_gradients, install_model_me
 
 
 class ZeroOptimizer(Optimizer):
-    """Trains `model` with the elementwise `optimizer_class`, its state divided over the ranks of a process group.
+    """A torch optimizer that shards its states, and by stage gradients and parameters, over the ranks of a group.
 
     Args:
-        model: parameters become views of flat storages in the compute dtype; those on `meta` are initialised here.
-        optimizer_class: AdamW, Adam, SGD, Adagrad, RMSprop, NAdam or any class that treats every element alike.
-        stage: what is divided: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters
-            (ZeRO, arXiv:1910.02054, §5). Losses are identical bits at every stage.
+        model: its parameters become views of flat storages in the compute dtype; those on `meta` are initialised here.
+        optimizer_class: AdamW, Adam, SGD, Adagrad, RMSprop, NAdam, or any class that updates each element by itself.
+        stage: what is sharded: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters
+            (ZeRO, arXiv:1910.02054, §5). Losses are bitwise-identical at every stage. With a mesh of two axes also a
+            pair (outer, inner), such as (0, 3).
+        mesh: the ranks as (outer, inner), for example (nodes, ranks of a node), or a `DeviceMesh`. By default one
+            axis; on gloo, several nodes with equally many ranks are the outer axis.
         precision: "fp32", "bf16", "fp16" or a `Precision`.
-        params: the model's parameters to train, in groups as any torch optimizer takes them; by default all of them.
-        units: which modules are communicated as one: a class, several, or a function of a module. By default the
-            children of every `ModuleList` and `Sequential`.
-        bucket_mb: neighbouring units join up to this many MiB, counted in fp32; by default 16, of small models less.
-        prefetch: units that stage 3 gathers ahead of the one that computes; each holds its memory.
-        process_group: the ranks to divide among; by default all.
-        timeout: of collectives; by default the process group's.
-        init_fn: initialises one module in place, for models on `meta`; by default its `reset_parameters()`.
+        params: the parameters to train, in groups as any torch optimizer takes them. By default all of them.
+        units: the modules that are communicated together: a class, several, or a function of a module. By default
+            the children of every `ModuleList` and `Sequential`.
+        bucket_mb: neighbouring units join up to this many MiB, counted in fp32. By default 16, less for small models.
+        prefetch: how many units stage 3 gathers ahead of the one that computes; each holds memory.
+        process_group: the ranks to shard over. By default all.
+        timeout: of collectives. By default the process group's.
+        init_fn: initialises one module in place, for models on `meta`. By default its `reset_parameters()`.
         loss_scale: dynamic loss scaling, for fp16.
         **optimizer_options: passed to `optimizer_class`. `fused=True` is added where it is accepted.
 

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from zerokit.errors import ScheduleError, UsageError
 from zerokit.runtime.announce import Announcements
@@ -84,7 +83,6 @@ class ModelWalk:
         casts = precision.cast_inputs and precision.compute != torch.float32
         self._casting = modules_that_cast(model) if casts else set()
         self._modules = Announcements(model, anatomy, storages, self._casting)
-        self._handles: list[RemovableHandle] = []
         self._install(model)
         me: weakref.ref[Any] = weakref.ref(self)
         for storage in storages:
@@ -101,19 +99,14 @@ class ModelWalk:
     def _install(self, model: nn.Module) -> None:
         me = weakref.ref(self)
         before_root = Hook(me, ModelWalk._before_root)
-        self._handles.append(model.register_forward_pre_hook(before_root, with_kwargs=True, prepend=True))
-        self._handles.append(model.register_forward_hook(Hook(me, ModelWalk._after_root)))
+        model.register_forward_pre_hook(before_root, with_kwargs=True, prepend=True)
+        model.register_forward_hook(Hook(me, ModelWalk._after_root))
         self._modules.install(me, ModelWalk._before_unit, ModelWalk._after_unit, ModelWalk._cast)
         for storage in self._storages:
             if storage.unit.trainable:
                 for position, weight in enumerate(storage.parameters):
                     hook = Hook(me, ModelWalk._on_gradient, storage.unit.index, position)
-                    self._handles.append(weight.register_post_accumulate_grad_hook(hook))
-
-    def remove_hooks(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._modules.remove()
+                    weight.register_post_accumulate_grad_hook(hook)
 
     def read(self, unit: int, name: str) -> None:
         """A parameter is used outside the modules that announce it."""

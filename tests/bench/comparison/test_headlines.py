@@ -57,7 +57,7 @@ def test_who_is_within_the_noise_of_the_best_is_so_in_the_table_too() -> None:
     ]
     fastest = best(*rounds)["Fastest"]
     assert fastest.who == "no clear winner"
-    assert set(fastest.also.removeprefix("not told apart: ").split(" and ")) == {"DDP", "parameter server"}
+    assert set(fastest.also.removeprefix("within the noise: ").split(" and ")) == {"DDP", "parameter server"}
 
 
 def test_a_cost_that_is_not_above_its_error_is_no_headline() -> None:

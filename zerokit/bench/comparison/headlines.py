@@ -101,7 +101,7 @@ def _contest(superlative: str, plain: str, cells: Sequence[Cell], best: Cell, na
     unbeaten = _unbeaten(cells, best, name)
     if len(unbeaten) > 1:
         single = any(len(cell.measured_records) == 1 for cell in unbeaten)
-        also = f"not told apart: {listed([cell.label for cell in unbeaten])}"
+        also = f"within the noise: {listed([cell.label for cell in unbeaten])}"
         if single:
             also = "single runs tell no winner: take several rounds (--repeats 3)"
         return Headline(superlative, "no clear winner", _range(unbeaten, name), also)

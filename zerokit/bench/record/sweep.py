@@ -98,7 +98,7 @@ class RecordFile:
         return self.path
 
     def existing(self, cell: Trial) -> Record | None:
-        """None: the bench runs, unless it has only to be told to MLflow."""
+        """None: the bench runs, unless its record only has to be pushed to MLflow."""
         return self.finished
 
 

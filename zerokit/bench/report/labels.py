@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 HEIGHT = 270
-"""Of a picture with two axes."""
+"""The height of a picture with two axes."""
 BESIDE, NAME = 112.0, 150.0
 """Labels up to the first width stand beside their bars, longer ones above; names in a plot are cut at the second."""
 

@@ -20,7 +20,7 @@ from zerokit.bench.report.theme import colour
 HOVER = "hover"  # the layer that is there to be pointed at: a picture without scripts leaves it out
 NARROW = 350  # pixels: the narrowest column that a picture has to fit, that of a telephone
 DOTS = 300
-"""Of a strip, and points of a curve: more cannot be told apart, and make a page heavy."""
+"""The most dots of a strip and points of a curve: more cannot be distinguished and make a page heavy."""
 _BAR = 14
 # A low-discrepancy sequence spreads dots evenly and the same every time.
 _JITTER = alt.ExprRef(f"((datum.x * 0.6180339887) % 1 - 0.5) * {_BAR}")

@@ -98,6 +98,6 @@ def _still(plot: Mapping[str, Any], width: int) -> dict[str, Any]:
 
 @cache
 def bundle() -> str:
-    """The script of every page: the libraries that draw, and how they are told to."""
+    """The script of every page: the libraries that draw, and their instructions."""
     snippet = (_FOLDER / "page.js").read_text(encoding="utf-8")
     return vl_convert.javascript_bundle(snippet, _VERSION)

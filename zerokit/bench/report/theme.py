@@ -14,7 +14,7 @@ from typing import Any
 _THEME = json.loads(Path(__file__).with_name("theme.json").read_text(encoding="utf-8"))
 COLOURS: dict[str, list[str]] = _THEME["colours"]
 CONFIG: dict[str, Any] = _THEME["config"]
-"""Of every picture, for Vega-Lite."""
+"""Vega-Lite's configuration of every picture."""
 
 
 def colour(role: str) -> str:

@@ -119,7 +119,7 @@ def open_folder(source: str, classes: int, *, limit: int = LIMIT_FILES) -> Folde
 
     Labels are the names of sub-folders in sorted order, as most collections have it; with more sub-folders than
     `classes` they start again at 0. Without sub-folders they come from a checksum of the file's name, which trains
-    nothing worth having and costs the same. Of more than `limit` images every n-th is taken, so that all sub-folders
+    nothing worth having and costs the same. Every n-th is taken of more than `limit` images, so that all sub-folders
     have a part. Raises `DataError` where the folder or its images are missing, or Pillow is.
     """
     root = Path(source)
