@@ -30,7 +30,7 @@ from zerokit.doctor.interfaces import Interface, Port, nccl_takes
 from zerokit.doctor.names import Lookups
 from zerokit.doctor.processor import Processor
 from zerokit.doctor.tracking import judge_tracking
-from zerokit.doctor.wire import AllReduce, Pair, judge_all_reduce
+from zerokit.doctor.wire import AllReduce, Pair, judge_all_reduce, neighbour
 
 WARNING, FAULT = Severity.WARNING, Severity.FAULT
 
@@ -260,3 +260,14 @@ def test_facts_survive_the_file_they_travel_in() -> None:
     group = group_facts(ranks)
     assert from_plain(RankFacts, json.loads(json.dumps(to_plain(ranks[1])))) == ranks[1]
     assert from_plain(GroupFacts, json.loads(json.dumps(to_plain(group)))) == group
+
+
+@pytest.mark.parametrize("sizes", [(1,), (2,), (3, 3), (2, 1), (4, 4, 4)])
+def test_neighbours_on_an_axis_agree_about_each_other(sizes: tuple[int, ...]) -> None:
+    ranks = iter(range(sum(sizes)))
+    lines = [[next(ranks) for _ in range(size)] for size in sizes]
+    for rank in range(sum(sizes)):
+        other = neighbour(rank, lines)
+        assert other is None or neighbour(other, lines) == rank
+    alone = [rank for rank in range(sum(sizes)) if neighbour(rank, lines) is None]
+    assert alone == [line[-1] for line in lines if len(line) % 2]

@@ -20,7 +20,7 @@ from zerokit.doctor.limits import Limits, look_at_limits
 from zerokit.doctor.names import Lookups, OwnName, look_at_own_name
 from zerokit.doctor.processor import Processor, look_at_processor
 from zerokit.doctor.software import Software, look_at_software
-from zerokit.doctor.wire import AllReduce, Pair
+from zerokit.doctor.wire import AllReduce, AxisLink, Pair
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,7 @@ class GroupFacts:
         seen: whether each rank saw a file of rank 0 in the run directory; None where it could not write.
         all_reduce: over all ranks.
         pairs: of nodes; empty unless asked for.
+        axes: the ranks of a node, and the nodes; without an axis of one rank.
     """
 
     offsets: list[Offset]
@@ -56,6 +57,7 @@ class GroupFacts:
     seen: list[bool] | None
     all_reduce: AllReduce | None
     pairs: list[Pair] = field(default_factory=list)
+    axes: list[AxisLink] = field(default_factory=list)
 
 
 def look_around(seat: Seat, directory: Path, trial_bytes: int, used: Device | None = None) -> RankFacts:

@@ -1,4 +1,4 @@
-"""What the wire gives: an all-reduce over all ranks, and exchanges between all pairs of nodes.
+"""What the wire gives: an all-reduce over all ranks, exchanges along each axis, and between all pairs of nodes.
 
 Times and bandwidths are by nccl-tests' definitions: the slowest rank's time, bytes on the busiest wire one way.
 """
@@ -52,6 +52,80 @@ class Pair:
     size_bytes: int
     time_s: float
     gb_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class AxisLink:
+    """Neighbours along one axis that exchange messages, all of them at once as in training.
+
+    Attributes:
+        axis: "inner", the ranks of a node, or "outer", ranks with the same position on different nodes.
+        ranks: how many ranks the axis has.
+        latency_s: the time of an exchange of four bytes.
+        gb_per_s: bytes that each rank sends, and receives, in a second, in 10^9.
+        size_bytes: of the messages that gave the bandwidth.
+    """
+
+    axis: str
+    ranks: int
+    latency_s: float
+    gb_per_s: float
+    size_bytes: int
+
+
+def measure_axes(group: dist.ProcessGroup, accelerator: Accelerator, seats: Sequence[Seat]) -> list[AxisLink]:
+    """All ranks call it. Times are those of the slowest rank; an axis of one rank is left out.
+
+    Args:
+        group: of all ranks.
+        accelerator: of this rank.
+        seats: by rank.
+    """
+    import torch
+    import torch.distributed as dist
+
+    nodes: dict[int, list[int]] = {}
+    for seat in seats:
+        nodes.setdefault(seat.node, []).append(seat.rank)
+    lines = {
+        "inner": list(nodes.values()),
+        "outer": [list(line) for line in zip(*nodes.values(), strict=False)],
+    }
+
+    def slowest(seconds: float) -> float:
+        cell = torch.tensor([seconds], dtype=torch.float64, device=accelerator.device)
+        dist.all_reduce(cell, op=dist.ReduceOp.MAX, group=group)
+        return float(cell.item())
+
+    links = []
+    for axis, members in lines.items():
+        longest = max(map(len, members))
+        if longest == 1:
+            continue
+        other = neighbour(group.rank(), members)
+
+        def exchange(size_bytes: int, other: int | None = other) -> float:
+            outgoing, incoming = (torch.zeros(size_bytes // 4, device=accelerator.device) for _ in range(2))
+            times = []
+            for _ in range(REPETITIONS + 1):  # the first makes connections
+                dist.barrier(group)
+                if other is not None:
+                    times.append(_timed(lambda: _swap(outgoing, incoming, other, group), accelerator))
+            return slowest(median(times[1:]) if times else 0.0)
+
+        latency = exchange(4)
+        size = LARGE_BYTES if exchange(SMALL_BYTES) < FAST_S else SMALL_BYTES
+        links.append(AxisLink(axis, longest, latency, size / exchange(size) / 1e9, size))
+    return links
+
+
+def neighbour(rank: int, lines: Sequence[Sequence[int]]) -> int | None:
+    """Whom `rank` exchanges with along its line; None for the last of an odd number, and where it is on no line."""
+    for line in lines:
+        if rank in line:
+            at = line.index(rank) ^ 1
+            return line[at] if at < len(line) else None
+    return None
 
 
 def measure_all_reduce(group: dist.ProcessGroup, accelerator: Accelerator) -> AllReduce | None:

@@ -29,7 +29,7 @@ from zerokit.doctor.directory import TRIAL_BYTES, sees, show, take_away
 from zerokit.doctor.facts import GroupFacts, RankFacts, look_around, own_seat
 from zerokit.doctor.findings import Seat
 from zerokit.doctor.names import Lookups, look_up
-from zerokit.doctor.wire import Pair, measure_all_reduce, measure_pairs
+from zerokit.doctor.wire import Pair, measure_all_reduce, measure_axes, measure_pairs
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -124,6 +124,8 @@ def main(job_file: Path, look: Look = look_around, now: Callable[[], float] = ti
         else dist.new_group(backend=accelerator.backend, timeout=timeout)
     )
     all_reduce = measure_all_reduce(wire, accelerator)
+    at("exchanging along axes")
+    axes = measure_axes(wire, accelerator, [one.seat for one in everyone])
     pairs: list[Pair] = []
     if job.pairs:
         at("exchanging in pairs")
@@ -133,7 +135,7 @@ def main(job_file: Path, look: Look = look_around, now: Callable[[], float] = ti
         for measured in _gather(measure_pairs(wire, accelerator, list(leaders.values()))):
             pairs += measured
     if seat.rank == 0:
-        together = GroupFacts(offsets, routes, names, seen, all_reduce, pairs)
+        together = GroupFacts(offsets, routes, names, seen, all_reduce, pairs, axes)
         _write(folder / "group.json", json.dumps(to_plain(together)))
     at("done")
     dist.barrier()
