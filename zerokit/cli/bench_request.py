@@ -54,7 +54,7 @@ class Request:
 
     @property
     def single(self) -> bool:
-        """Whether one cell is to run, once, without a folder for a sweep."""
+        """Whether a single cell runs once, without a folder for a sweep."""
         return self.continued is None and len(self.cells) == 1
 
 

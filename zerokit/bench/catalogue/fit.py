@@ -33,7 +33,7 @@ class State:
     first: int = 0
 
     def bytes_of(self, rank: int, *, parameters: int, world: int) -> int:
-        """Of one rank, rounded down."""
+        """The bytes of one rank, rounded down."""
         whole = self.whole + (self.first if rank == 0 else 0)
         return whole * parameters + self.shared * parameters // world
 

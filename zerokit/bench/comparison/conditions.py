@@ -12,7 +12,7 @@ from zerokit.bench.record.metrics import METRICS, values_of
 from zerokit.bench.record.words import title_of
 
 DRIFT = 0.1
-"""Of the machine's pace: a larger one is noted above all figures."""
+"""A larger change of the machine's pace is noted above all figures."""
 
 
 def conditions(cells: Sequence[Cell]) -> tuple[list[tuple[str, list[str]]], list[tuple[str, str]]]:

@@ -32,7 +32,7 @@ _RULE = re.compile(r"(?P<metric>.+):(?P<percent>\d+(?:\.\d+)?)\s*%?")
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Of a metric between a cell and its baseline, as shares of the baseline.
+    """The difference of a metric between a cell and its baseline, as shares of the baseline.
 
     Attributes:
         relative: (value − baseline) ÷ |baseline|; infinite if only the baseline is 0.
@@ -97,7 +97,7 @@ def steps_of(cells: Sequence[Cell]) -> set[int]:
 
 
 def difference(cell: Cell, baseline: Cell | None, name: str) -> Difference | None:
-    """Of one metric; None without a baseline, for other work, or where one side does not have the metric."""
+    """The difference in one metric; None without a baseline, for other work, or where a side lacks the metric."""
     if baseline is None or not comparable(cell, baseline, name):
         return None
     found = Rounds.of(baseline, cell, name)
@@ -193,7 +193,7 @@ class Rule:
 
     @classmethod
     def parse(cls, text: str) -> Rule:
-        """Of "step/p50_ms:3%"; raises `UsageError` for another form or an unknown metric."""
+        """Parse a rule such as "step/p50_ms:3%"; raises `UsageError` for another form or an unknown metric."""
         if (match := _RULE.fullmatch(text.strip())) is None:
             raise UsageError(f"{text!r} is no METRIC:PERCENT, such as step/p50_ms:3%")
         return cls(known_metric(match["metric"].strip()), float(match["percent"]))

@@ -47,7 +47,7 @@ class Scale:
 
 
 def scale_of(name: str, unit: str, values: Sequence[float | None]) -> Scale:
-    """Of a metric's column: shares are in percent, losses with four decimals."""
+    """The format of a metric's column: shares are in percent, losses with four decimals."""
     if name in ("mfu", "step/spread", "step/drift"):
         decimals = Scale.of("%", [None if value is None else 100 * value for value in values]).decimals
         return Scale("%", 100.0, min(max(decimals, 1), 2))

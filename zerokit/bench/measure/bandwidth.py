@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 WARMUP = 2
 MOST, LEAST = 20, 3
 BUDGET_S = 1.0
-"""Of one collective: a slow wire gets fewer repetitions."""
+"""The most time of one collective: a slow wire gets fewer repetitions."""
 _CALLS_ON_A_DEVICE = 10
 """Between two events."""
 

@@ -152,7 +152,7 @@ def _largest(sizes: Iterable[int | None]) -> float | None:
 
 
 def _bandwidth(operation: str) -> Read:
-    """Of the engine's own collective where it has one, at the largest size."""
+    """Bandwidth of the engine's own collective, if it has one, at the largest size."""
 
     def value(record: Record) -> float | None:
         measured = [one for one in record.bandwidth if one.operation == operation]
@@ -195,7 +195,7 @@ def _save(record: Record) -> float | None:
 
 
 def _error_of_cost(record: Record) -> float | None:
-    """Of the pairs of steps in this run; a twin that ran by itself, as in older records, cannot tell."""
+    """The error of the cost of communication, from pairs of steps in this run; older records have no pairs."""
     if record.twin is None or not record.twin.costs_ms:
         return None
     low, high = median_interval(record.twin.costs_ms)

@@ -18,10 +18,10 @@ from typing import Any, TypeVar, get_args, get_origin
 T = TypeVar("T")
 
 LARGEST = 2**63 - 1
-"""Of integers: arithmetic with floats does not overflow, and other languages read them."""
+"""The largest integer: arithmetic with floats does not overflow, and other languages read it."""
 
 LARGEST_FLOAT = 1e100
-"""Of numbers with a point: sums, squares and ratios of them do not overflow."""
+"""The largest number with a point: sums, squares and ratios do not overflow."""
 
 _SCALARS = {bool: "boolean", int: "integer", float: "number", str: "string"}
 

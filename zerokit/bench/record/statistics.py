@@ -117,7 +117,7 @@ def steady(values: Sequence[float]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Of some measurements, in their own unit.
+    """Statistics of some measurements, in their own unit.
 
     `median_low` and `median_high` enclose the true median with 95 % confidence. `spread` is p90 − p10 and `drift` the
     rise from first to last, both as a share of the median.

@@ -16,7 +16,7 @@ from zerokit import files
 
 
 class Status(StrEnum):
-    """Of a bench; in records and MLflow's tags as text."""
+    """The status of a bench; in records and MLflow's tags as text."""
 
     OK = "ok"
     OUT_OF_MEMORY = "out of memory"

@@ -42,7 +42,7 @@ def peak_flops(device: str, precision: str | None) -> float | None:
 def utilisation(
     units_per_second: float, flops_per_unit: float | None, device: str, precision: str | None
 ) -> Utilisation | None:
-    """Of one device that trains `units_per_second`, each worth `flops_per_unit`; None where a part is unknown."""
+    """A device that trains `units_per_second`, each worth `flops_per_unit`; None where a part is unknown."""
     peak = peak_flops(device, precision)
     if peak is None or flops_per_unit is None or precision is None:
         return None

@@ -65,7 +65,7 @@ _WORDS: Mapping[str, tuple[str, str]] = {
 
 
 def title_of(name: str) -> str:
-    """Of a setting or a property of the machine: "tokens a sequence", "package transformers"."""
+    """The name of a setting or a property of the machine: "tokens a sequence", "package transformers"."""
     kind, dot, rest = name.partition(".")
     if dot:
         return rest if kind == "variables" else f"{kind.removesuffix('s')} {rest}"

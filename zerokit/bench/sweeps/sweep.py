@@ -106,7 +106,7 @@ def run_sweep(
 
 
 def exit_code(records: Sequence[Record]) -> int:
-    """Of the command: 1 if a cell failed, 4 if none ran, else 0."""
+    """The command's exit code: 1 if a cell failed, 4 if none ran, else 0."""
     statuses = {record.status for record in records}
     if not all(status.final for status in statuses):
         return 1

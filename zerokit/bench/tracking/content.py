@@ -272,7 +272,7 @@ def _json(value: object) -> str:
 
 
 def sweep_status(sweep: Sweep, records: Sequence[Record]) -> Status:
-    """Of the sweep's MLflow run: KILLED while cells are missing, FAILED if one failed."""
+    """The status of the sweep's MLflow run: KILLED while cells are missing, FAILED if one failed."""
     statuses = [record.status for record in records]
     if len(records) < len(sweep.cells) or "killed" in statuses:
         return "KILLED"

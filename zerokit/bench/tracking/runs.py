@@ -72,7 +72,7 @@ def _client(name: str, tracking_uri: str | None) -> MlflowClient:
 
 
 def _of_run(client: MlflowClient, run_id: str) -> list[Record]:
-    """Of a run and its children."""
+    """The records of a run and its children."""
     with failing(f"MLflow run {run_id} cannot be read"):
         experiment = client.get_run(run_id).info.experiment_id
         children = _search(client, experiment, f"tags.`mlflow.parentRunId` = '{run_id}'")

@@ -136,7 +136,7 @@ class Store:
             return list(pages(partial(self._client.search_runs, experiments, wanted)))
 
     def tags(self, run_id: str) -> dict[str, str]:
-        """Of a run, as they are now."""
+        """The tags of a run, as they are now."""
         with self._failing("was not read"):
             return dict(self._client.get_run(run_id).data.tags)
 
@@ -220,7 +220,7 @@ class Store:
 
 
 def _filter(tags: Mapping[str, str | None]) -> str:
-    """Of runs that have all of these tags (None: with any value), in MLflow's language."""
+    """The filter for runs that have all of these tags (None: with any value), in MLflow's language."""
     return " and ".join(
         f"tags.`{name}` {'LIKE' if value is None else '='} '{value or '%'}'" for name, value in tags.items()
     )

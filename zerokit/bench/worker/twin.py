@@ -27,7 +27,7 @@ from zerokit.bench.workloads.build import Loaded
 
 ENGINE = "compute-only"
 FEWEST_PAIRS = 6
-"""Of steps: those whose range is a 95 % interval of their median."""
+"""The fewest pairs of steps whose range is a 95 % interval of their median."""
 _MOST_A_STEP = 40  # measured
 _LONG_ENOUGH_S = 30.0
 _EXACT_ENOUGH = 0.02
