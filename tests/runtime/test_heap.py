@@ -12,7 +12,7 @@ from zerokit.runtime.linux import Heap, keep_freed_memory
 
 TRIM = ("malloc_trim", 0)
 KEEP = ("mallopt", -1, -1)
-on_linux = pytest.mark.skipif(sys.platform != "linux", reason="the heap is told what to do on Linux only")
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux heaps are adjusted")
 
 
 @pytest.fixture

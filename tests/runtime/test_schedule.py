@@ -21,7 +21,7 @@ Told = list[str]
 
 
 def second_step(stage: int, blocks: int = 4, **options: object) -> Told:
-    """Of a model whose order has been recorded; and the most units in memory."""
+    """Returns the order of the second step, and the most units in memory."""
     training = Training(stage, blocks, **options)  # type: ignore[arg-type]
     training.step()
     training.told()
