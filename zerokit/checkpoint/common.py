@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from zerokit.checkpoint.reader import Checkpoint
+from zerokit.checkpoint.source import Source
 from zerokit.checkpoint.state import dtype_name, tensor_of
 
 
@@ -37,7 +37,7 @@ class Tensors(Mapping[str, Tensor]):
     Raises `CheckpointError` for a file that is damaged, before anything is read from it.
     """
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Source) -> None:
         self._checkpoint, self._names = checkpoint, checkpoint.common_names
 
     def __getitem__(self, name: str) -> Tensor:

@@ -21,14 +21,15 @@ from zerokit.checkpoint.conversion import Work, converting
 from zerokit.checkpoint.copying import Conversion, Copier, Progress
 from zerokit.checkpoint.disk import opened, write_exactly, write_file
 from zerokit.checkpoint.extents import ELEMENT_BYTES, SAFETENSORS_NAMES, encode_header
+from zerokit.checkpoint.formats import open_source
 from zerokit.checkpoint.header import METADATA
 from zerokit.checkpoint.journal import Request
 from zerokit.checkpoint.like import check_like, copied_names, copy_like, require_like
 from zerokit.checkpoint.manifest import BUFFER_PREFIX
 from zerokit.checkpoint.plan import Key
-from zerokit.checkpoint.reader import Checkpoint
 from zerokit.checkpoint.recognise import PRODUCER, foreign_to_weights
-from zerokit.checkpoint.slices import Source, Want
+from zerokit.checkpoint.slices import Want, check_copied, copy_elements
+from zerokit.checkpoint.source import Source
 from zerokit.checkpoint.staging import require_apart
 from zerokit.errors import CheckpointError, UsageError
 from zerokit.layout import Interval
@@ -102,7 +103,7 @@ def consolidate(
     if dtype is not None and dtype not in DTYPES:
         raise UsageError(f"dtype={dtype!r}: expected one of {', '.join(DTYPES)}")
     limit = parse_size(max_shard_size)
-    checkpoint = Checkpoint(source)
+    checkpoint = open_source(source)
     checkpoint.warn()
     target = Path(output)
     model = None if like is None else Path(like)
@@ -137,7 +138,7 @@ def consolidate(
     with converting(target, request, resume=resume, force=force, foreign=foreign) as work:
         if model is not None:
             copy_like(model, work.path)
-        _write(Source(checkpoint), list(_shards(tensors, limit)), work, jobs, progress)
+        _write(checkpoint, list(_shards(tensors, limit)), work, jobs, progress)
     return target
 
 
@@ -153,7 +154,7 @@ def parse_size(size: int | str) -> int:
     return number
 
 
-def _tensors(checkpoint: Checkpoint, dtype: str | None, weights: str) -> Iterator[_Tensor]:
+def _tensors(checkpoint: Source, dtype: str | None, weights: str) -> Iterator[_Tensor]:
     """Every parameter once, in the order of the line, then the buffers; trainable ones from the stream `weights`."""
     seen = {METADATA}
     held = {
@@ -189,9 +190,8 @@ def _tensors(checkpoint: Checkpoint, dtype: str | None, weights: str) -> Iterato
         yield tensor(
             parameter.name, parameter.shape, checkpoint.streams[number].dtype, parameter.dtype, number
         )
-    for name, buffer in checkpoint.common.tensors.items():
-        if name.startswith(BUFFER_PREFIX):
-            yield tensor(name.removeprefix(BUFFER_PREFIX), buffer.shape, buffer.dtype, buffer.dtype, None)
+    for name, buffer in checkpoint.buffers.items():
+        yield tensor(name, buffer.shape, buffer.dtype, buffer.dtype, None)
 
 
 def _shards(tensors: Iterable[_Tensor], limit: int) -> Iterator[list[_Tensor]]:
@@ -223,7 +223,7 @@ def _write(
         copier.take_over(work.pieces)
         for name, shard in zip(names, shards, strict=True):
             _write_shard(source, copier, work, work.path / name, shard)
-    source.check(copier.pieces)
+    check_copied(source, copier.pieces)
     if len(shards) > 1:
         index = {
             "metadata": {"total_size": sum(tensor.size for shard in shards for tensor in shard)},
@@ -264,7 +264,7 @@ def _write_shard(
             wants.append(
                 Want(
                     tensor.stream,
-                    source.positions[tensor.name],
+                    source.layout.positions[tensor.name],
                     tensor.name,
                     Interval(0, tensor.numel),
                     position,
@@ -272,16 +272,15 @@ def _write_shard(
                 )
             )
         position += tensor.size
-    source.copy(copier, wants, target)
+    copy_elements(source, copier, wants, target)
     if whole:
-        checkpoint = source.checkpoint
-        common = checkpoint.path / checkpoint.manifest.common.name
-        opened_common = copier.source(common, opened(common))
+        buffers = source.buffers
         for tensor, offset in whole:
-            name = BUFFER_PREFIX + tensor.name
-            buffer = checkpoint.common.tensors[name]
-            copier.copy(name, buffer.size, opened_common, buffer.offset, target, offset, _conversion(tensor))
-        copier.release(opened_common)
+            buffer = buffers[tensor.name]
+            file = copier.source(buffer.path, opened(buffer.path))
+            key = BUFFER_PREFIX + tensor.name
+            copier.copy(key, buffer.size, file, buffer.offset, target, offset, _conversion(tensor))
+            copier.release(file)
     copier.release(target)
 
 

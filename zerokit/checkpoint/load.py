@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,18 +18,20 @@ from zerokit.checkpoint import background, plan, requests, rng
 from zerokit.checkpoint.checksum import Piece
 from zerokit.checkpoint.common import Tensors
 from zerokit.checkpoint.extra import decode
+from zerokit.checkpoint.formats import open_source
+from zerokit.checkpoint.formats.foreign import ForeignCheckpoint, ModelNames, Rename
 from zerokit.checkpoint.manifest import BUFFER_PREFIX, WEIGHT_KINDS
 from zerokit.checkpoint.matching import Match, match_state
-from zerokit.checkpoint.plan import PieceKey, damaged, refine
-from zerokit.checkpoint.reader import Checkpoint
+from zerokit.checkpoint.plan import PieceKey
 from zerokit.checkpoint.requests import Request
 from zerokit.checkpoint.rest import GENERATOR_PREFIX
 from zerokit.checkpoint.run import find_step
 from zerokit.checkpoint.shared import Shared
 from zerokit.checkpoint.snapshot import persistent_buffers
+from zerokit.checkpoint.source import Source
 from zerokit.checkpoint.state import flats, host_bytes, members, within
 from zerokit.checkpoint.together import Together
-from zerokit.errors import CheckpointError
+from zerokit.errors import CheckpointError, UsageError
 from zerokit.runtime import ZeroOptimizer
 from zerokit.runtime.build import Parts
 from zerokit.runtime.flats import divide_flats
@@ -57,19 +58,24 @@ def load(
     *,
     strict: bool = True,
     weights_only: bool = False,
+    rename: Rename | None = None,
 ) -> Any:
     """Take the whole training state from a checkpoint of any world size, stage, units and `bucket_mb`. Collective.
 
     Args:
         path: a step's directory, or a run's, whose newest step is taken: the highest that is whole (with
             `weights_only`, or has weights only), even where its writer was killed before `latest` named it, which
-            is a warning.
+            is a warning. Also a checkpoint of DeepSpeed (stages 1 to 3) or DCP (FSDP2), or with `weights_only` a
+            Hugging Face folder: no framework but torch is needed, and no pickle is executed.
         optimizer: its model and its parameter groups must have the same members as those that were saved.
         strict: refuse what does not fit. Otherwise parameters, streams, buffers and groups that fit are taken, the rest
             is left as it is, and a warning lists it.
         weights_only: take parameters, trained there or frozen, and buffers, from any checkpoint; the optimizer's states
             and groups, the loss scale and the generators stay as they are. An average of the weights (`zerokit.Ema`)
             begins anew, with the weights of its next `update`.
+        rename: of another framework's checkpoint: what its parameters are called in the model, as a function of the
+            name, or as prefixes and what replaces them, such as {"model.": ""}. Wrappers' prefixes, "module." and
+            "_orig_mod.", need none.
 
     Random number generators are restored when the world size is the same, else seeded from (seed, step, rank).
 
@@ -82,7 +88,7 @@ def load(
     together = Together(parts.collectives)
     together.raise_any(failed)
     while True:
-        checkpoint = together.each(lambda: Checkpoint(Path(path), whole=not weights_only))
+        checkpoint = together.each(lambda: _opened(path, parts, rename, whole=not weights_only))
         try:
             return _load(checkpoint, optimizer, together, strict=strict, weights_only=weights_only)
         except CheckpointError:
@@ -91,8 +97,21 @@ def load(
                 raise
 
 
+def _opened(path: str | os.PathLike[str], parts: Parts, rename: Rename | None, *, whole: bool) -> Source:
+    """The checkpoint, in whichever format, under the model's names."""
+    source = open_source(path, whole=whole)
+    if isinstance(source, ForeignCheckpoint):
+        parameters = {parameter.name: parameter.aliases for parameter in parts.layout.parameters}
+        return source.fitted(ModelNames(parameters, persistent_buffers(parts.model).keys()), rename)
+    if rename is not None:
+        raise UsageError(
+            "rename is of other frameworks' checkpoints: zerokit's own has the names that were saved"
+        )
+    return source
+
+
 def _load(
-    checkpoint: Checkpoint, optimizer: ZeroOptimizer, together: Together, *, strict: bool, weights_only: bool
+    checkpoint: Source, optimizer: ZeroOptimizer, together: Together, *, strict: bool, weights_only: bool
 ) -> Any:
     parts = optimizer.parts
     seen = together.exchange((checkpoint.path.name, checkpoint.manifest_crc))
@@ -123,7 +142,7 @@ def _load(
         lambda: _read_all(checkpoint, parts, match, together.rank, weights_only=weights_only)
     )
     by_rank = together.exchange(pieces)
-    faults = damaged(checkpoint.manifest, by_rank)
+    faults = checkpoint.faults(by_rank)
     if faults:
         more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
         raise CheckpointError(f"{checkpoint.path}: {'; '.join(faults[:3])}{more}")
@@ -149,9 +168,14 @@ def _load(
 
 
 def _prepare(
-    checkpoint: Checkpoint, parts: Parts, *, averaged: bool, strict: bool, weights_only: bool
+    checkpoint: Source, parts: Parts, *, averaged: bool, strict: bool, weights_only: bool
 ) -> tuple[Match, dict[str, Any]]:
     """How the checkpoint fits, and its `extra.json`."""
+    if checkpoint.weights_only and not weights_only and checkpoint.format != "zerokit":
+        raise CheckpointError(
+            f"{checkpoint.path}: has weights but no optimizer's state: take them with "
+            f'zerokit.load("{checkpoint.path}", optimizer, weights_only=True)'
+        )
     if checkpoint.weights_only and not weights_only:
         other = "load a whole one"
         with suppress(CheckpointError):
@@ -167,7 +191,7 @@ def _prepare(
     return match, read_extra(checkpoint, weights_only=weights_only)
 
 
-def read_extra(checkpoint: Checkpoint, *, weights_only: bool = False) -> dict[str, Any]:
+def read_extra(checkpoint: Source, *, weights_only: bool = False) -> dict[str, Any]:
     """`extra.json`, decoded; with the tensors of `common`. Beside weights only the user's own data is decoded."""
     plain = checkpoint.extra_plain()
     if not weights_only:
@@ -179,7 +203,7 @@ def read_extra(checkpoint: Checkpoint, *, weights_only: bool = False) -> dict[st
 
 
 def _wants(
-    checkpoint: Checkpoint, parts: Parts, match: Match, rank: int, *, weights_only: bool
+    checkpoint: Source, parts: Parts, match: Match, rank: int, *, weights_only: bool
 ) -> Iterator[Want]:
     """What this rank needs; the optimizer's states, if they are wanted, are made on the way."""
     manifest = checkpoint.manifest
@@ -244,34 +268,32 @@ def _wants(
 
 
 def _read_all(
-    checkpoint: Checkpoint, parts: Parts, match: Match, rank: int, *, weights_only: bool
+    checkpoint: Source, parts: Parts, match: Match, rank: int, *, weights_only: bool
 ) -> dict[PieceKey, Piece]:
     """Read what this rank needs into its tensors, file by file; returns the checksums of the pieces."""
-    layout = checkpoint.manifest.layout
     reads: dict[int, list[Request]] = {}
     for want in _wants(checkpoint, parts, match, rank, weights_only=weights_only):
-        stream = checkpoint.manifest.streams[want.stream]
-        for source, cut, part in refine(layout.cuts(want.name), want.interval):
-            extent = checkpoint.rank_file(source).by_name[want.stream, want.name]
+        stream = checkpoint.streams[want.stream]
+        for stretch in checkpoint.locate(want.stream, want.name, want.interval):
+            part = stretch.interval
             start = part.start - want.interval.start
-            reads.setdefault(source, []).append(
+            reads.setdefault(stretch.file, []).append(
                 Request(
-                    PieceKey(want.stream, want.position, source, part.start),
-                    extent.offset + (part.start - cut.start) * stream.element_bytes,
+                    PieceKey(want.stream, want.position, stretch.file, part.start),
+                    stretch.offset,
                     part.numel * stream.element_bytes,
                     want.tensor[start : start + part.numel],
                     stream.dtype,
                 )
             )
     pieces: dict[PieceKey, Piece] = {}
-    for source in sorted(reads):
-        with checkpoint.open_rank(source) as fd:
-            where = checkpoint.path / checkpoint.rank_file(source).name
-            pieces |= requests.read(fd, reads[source], where)
+    for file in sorted(reads):
+        with checkpoint.open_file(file) as fd:
+            pieces |= requests.read(fd, reads[file], checkpoint.file_path(file))
     return pieces
 
 
-def _apply(checkpoint: Checkpoint, optimizer: ZeroOptimizer, match: Match, extra: Mapping[str, Any]) -> None:
+def _apply(checkpoint: Source, optimizer: ZeroOptimizer, match: Match, extra: Mapping[str, Any]) -> None:
     """Restore what is not cut: scalars, groups' options, the loss scale."""
     parts = optimizer.parts
     for live, source in match.groups.items():
@@ -296,7 +318,7 @@ def _apply(checkpoint: Checkpoint, optimizer: ZeroOptimizer, match: Match, extra
         optimizer.scaler.good_steps = int(saved_scale["good_steps"])
 
 
-def _apply_buffers(checkpoint: Checkpoint, parts: Parts, match: Match, *, strict: bool) -> None:
+def _apply_buffers(checkpoint: Source, parts: Parts, match: Match, *, strict: bool) -> None:
     tensors = Tensors(checkpoint)
     saved = {name.removeprefix(BUFFER_PREFIX) for name in tensors if name.startswith(BUFFER_PREFIX)}
     live = persistent_buffers(parts.model)
@@ -320,7 +342,7 @@ def _apply_buffers(checkpoint: Checkpoint, parts: Parts, match: Match, *, strict
 
 
 def _restore_generators(
-    checkpoint: Checkpoint, optimizer: ZeroOptimizer, extra: Mapping[str, Any], together: Together
+    checkpoint: Source, optimizer: ZeroOptimizer, extra: Mapping[str, Any], together: Together
 ) -> None:
     record = extra["rng"]
     device = optimizer.parts.collectives.device
@@ -331,7 +353,7 @@ def _restore_generators(
         for name in [name for name in tensors if name.startswith(GENERATOR_PREFIX)]:
             tensor = tensors[name]
             stacked[name.removeprefix(GENERATOR_PREFIX)] = (tuple(tensor.shape), bytes(host_bytes(tensor)))
-        if record["world"] != together.world:
+        if record["world"] != together.world or not stacked:
             rng.derive(record["seed"], record["step"], together.rank)
             return stacked
         try:

@@ -3,32 +3,31 @@
 from __future__ import annotations
 
 import os
-import warnings
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zerokit.checkpoint import header
-from zerokit.checkpoint.checksum import crc32
+from zerokit.checkpoint.checksum import Piece, crc32
 from zerokit.checkpoint.disk import check_size, opened, read_exactly, read_whole
-from zerokit.checkpoint.extents import RankFile, Stream, rank_file
-from zerokit.checkpoint.extra import decode
-from zerokit.checkpoint.manifest import NAME, File
+from zerokit.checkpoint.extents import RankFile, rank_file
+from zerokit.checkpoint.manifest import BUFFER_PREFIX, NAME, File
+from zerokit.checkpoint.plan import PieceKey, damaged, refine
 from zerokit.checkpoint.rest import check_generators, parse_rest
 from zerokit.checkpoint.run import find_step, read_manifest
-from zerokit.errors import CheckpointError, UsageError, ZerokitWarning
-from zerokit.layout import Layout
+from zerokit.checkpoint.source import Source, StoredBuffer, Stretch
+from zerokit.errors import CheckpointError, UsageError
+from zerokit.layout import Interval
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
 BUFFER_BYTES = 1 << 20
 
 
-class Checkpoint:
+class Checkpoint(Source):
     """A step's directory, or of a run's the newest step; with `whole` the newest that has an optimizer's state, too.
 
     The manifest is read and verified at once. Raises `CheckpointError` unless `path` holds one that is undamaged.
@@ -43,43 +42,7 @@ class Checkpoint:
         self.manifest, self.manifest_crc = choice.manifest or read_manifest(choice.path)
         self._rank_files: dict[int, RankFile] = {}
         self._crcs: dict[int, dict[str, list[tuple[int, int]]]] = {}
-
-    def warn(self) -> None:
-        """Show the notes as a `ZerokitWarning`, for callers that cannot return them."""
-        if self.notes:
-            warnings.warn("; ".join(self.notes), ZerokitWarning, stacklevel=3)
-
-    @property
-    def step(self) -> int:
-        return self.manifest.step
-
-    @property
-    def world(self) -> int:
-        """How many ranks wrote it, or it was cut for."""
-        return self.manifest.world
-
-    @property
-    def weights_only(self) -> bool:
-        """Whether it holds parameters and buffers only, no optimizer's state."""
-        return self.manifest.weights_only
-
-    @property
-    def layout(self) -> Layout:
-        return self.manifest.layout
-
-    @property
-    def streams(self) -> tuple[Stream, ...]:
-        return self.manifest.streams
-
-    @cached_property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every parameter's shape by its name, in the order of the line; tied ones by their first name only."""
-        return {parameter.name: parameter.shape for parameter in self.layout.parameters}
-
-    @property
-    def names(self) -> list[str]:
-        """The parameters, in the order of the line."""
-        return list(self.shapes)
+        self._cuts: dict[str, list[tuple[int, Interval]]] = {}
 
     def read(self, stream: str, name: str) -> NDArray[Any]:
         """A whole parameter in one stream, such as `read("master", "blocks.0.weight")`, as an array of its shape.
@@ -182,13 +145,54 @@ class Checkpoint:
                 raise _damaged(path, crc, stated.crc)
             return read_header(fd, stated.size, path)
 
+    def locate(self, stream: int, name: str, interval: Interval) -> Iterator[Stretch]:
+        if name not in self._cuts:
+            self._cuts[name] = self.layout.cuts(name)
+        element = self.streams[stream].element_bytes
+        for rank, cut, part in refine(self._cuts[name], interval):
+            extent = self.rank_file(rank).by_name[stream, name]
+            yield Stretch(rank, part, extent.offset + (part.start - cut.start) * element)
+
+    def file_path(self, file: int) -> Path:
+        return self.path / self.manifest.files[file].name
+
+    def open_file(self, file: int) -> AbstractContextManager[int]:
+        return self.open_rank(file)
+
+    def check_files(self) -> None:
+        for rank in range(self.world):
+            with self.open_rank(rank):
+                pass
+
+    def faults(self, by_rank: Sequence[Mapping[PieceKey, Piece]]) -> list[str]:
+        return damaged(self.manifest, by_rank)
+
+    @property
+    def data_size(self) -> int:
+        """Bytes of all slices and of the files that are whole."""
+        whole = self.manifest.common.size + self.manifest.extra.size
+        return whole + sum(file.size - file.header_size for file in self.manifest.files)
+
+    def whole_files(self) -> Iterator[tuple[File, bytes | None]]:
+        yield self.manifest.common, None
+        yield self.manifest.extra, None
+
+    @property
+    def buffers(self) -> dict[str, StoredBuffer]:
+        path = self.path / self.manifest.common.name
+        return {
+            name.removeprefix(BUFFER_PREFIX): StoredBuffer(
+                tensor.dtype, tensor.shape, path, tensor.offset, tensor.size
+            )
+            for name, tensor in self.common.tensors.items()
+            if name.startswith(BUFFER_PREFIX)
+        }
+
     @property
     def common_names(self) -> Collection[str]:
-        """The names of the tensors that are stored whole: "buffers/…", "optimizer/…" and others."""
         return self.common.tensors.keys()
 
     def common_tensor(self, name: str) -> tuple[str, tuple[int, ...], bytearray]:
-        """Dtype, shape and bytes of a tensor that is stored whole. Raises `UsageError` if there is none."""
         tensor = self.common.tensors.get(name)
         if tensor is None:
             raise UsageError(f"{self.path / self.manifest.common.name} has no tensor {name!r}")
@@ -199,10 +203,6 @@ class Checkpoint:
         return tensor.dtype, tensor.shape, content
 
     def extra_plain(self) -> dict[str, Any]:
-        """The members of `extra.json`, as plain data.
-
-        Raises `CheckpointError` if it is missing or damaged, or a member is not as FORMAT.md defines it.
-        """
         stated = self.manifest.extra
         path = self.path / stated.name
         content = read_whole(path, stated.size)
@@ -211,20 +211,10 @@ class Checkpoint:
         return parse_rest(content, self.manifest, str(path))
 
     def check_generators(self, plain: dict[str, Any]) -> None:
-        """Raises `CheckpointError` unless `common` has the states of the generators that `extra.json` lists."""
         try:
             check_generators(plain, self.common)
         except ValueError as error:
             raise CheckpointError(f"{self.path / self.manifest.common.name}: not valid: {error}") from None
-
-    def extra(self) -> dict[str, Any]:
-        """The members of `extra.json`: "user" is what `save` was given.
-
-        Tensors come as numpy arrays, torch's too; bfloat16 and float8 elements as float32, exactly.
-        """
-        where = str(self.path / self.manifest.extra.name)
-        tensors = _Arrays(self)
-        return {key: decode(value, tensors, f"{where}: {key}") for key, value in self.extra_plain().items()}
 
     @cached_property
     def _first_names(self) -> dict[str, str]:
@@ -233,27 +223,6 @@ class Checkpoint:
     @cached_property
     def _held(self) -> list[frozenset[int]]:
         return [frozenset(stream.parameters) for stream in self.streams]
-
-
-class _Arrays(Mapping[str, "np.ndarray[Any, Any]"]):
-    """The tensors of `common`, read when they are asked for."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
-
-    def __getitem__(self, name: str) -> NDArray[Any]:
-        from zerokit.checkpoint.arrays import to_array
-
-        if name not in self._checkpoint.common_names:
-            raise KeyError(name)
-        dtype, shape, content = self._checkpoint.common_tensor(name)
-        return to_array(content, dtype, shape)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._checkpoint.common_names)
-
-    def __len__(self) -> int:
-        return len(self._checkpoint.common_names)
 
 
 def check_header(fd: int, file: RankFile, path: Path) -> None:
@@ -288,13 +257,13 @@ def read_header(fd: int, size: int, path: Path) -> header.Header:
     return header.parse_header(bytes(content), size, str(path))
 
 
-def file_checksum(fd: int, size: int, path: Path) -> int:
-    """The CRC-32 of the first `size` bytes of an open file. Raises `CheckpointError` if it has fewer."""
+def file_checksum(fd: int, size: int, path: Path, offset: int = 0) -> int:
+    """The CRC-32 of `size` bytes of an open file, from `offset` on. Raises `CheckpointError` if it has fewer."""
     buffer = memoryview(bytearray(min(BUFFER_BYTES, size)))
     crc = 0
     for start in range(0, size, BUFFER_BYTES):
         part = buffer[: min(BUFFER_BYTES, size - start)]
-        read_exactly(fd, [part], start, path)
+        read_exactly(fd, [part], offset + start, path)
         crc = crc32(part, crc)
     return crc
 

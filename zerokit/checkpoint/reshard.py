@@ -17,13 +17,14 @@ from zerokit.checkpoint.conversion import Work, converting
 from zerokit.checkpoint.copying import Copier, Progress
 from zerokit.checkpoint.disk import explained, sync_directory, write_exactly, write_file
 from zerokit.checkpoint.extents import names_of, rank_file
+from zerokit.checkpoint.formats import open_source
 from zerokit.checkpoint.journal import Request
-from zerokit.checkpoint.manifest import MAX_WORLD, NAME, File, Manifest, own_checksum
+from zerokit.checkpoint.manifest import COMMON_NAME, EXTRA_NAME, MAX_WORLD, NAME, File, Manifest, own_checksum
 from zerokit.checkpoint.plan import Key, PieceKey
-from zerokit.checkpoint.reader import Checkpoint
 from zerokit.checkpoint.recognise import foreign_to_checkpoint
 from zerokit.checkpoint.run import Latest, step_name, write_latest
-from zerokit.checkpoint.slices import Source, Want
+from zerokit.checkpoint.slices import Want, check_copied, copy_elements, copy_file
+from zerokit.checkpoint.source import Source
 from zerokit.checkpoint.staging import require_apart
 from zerokit.errors import UsageError
 from zerokit.layout import Layout
@@ -87,41 +88,58 @@ def cut(
     progress: Progress | None,
 ) -> Cut:
     """`reshard`, with a summary of what was written."""
+    return write_cut(
+        open_source(source), world, output, jobs=jobs, force=force, resume=resume, progress=progress
+    )
+
+
+def write_cut(
+    source: Source,
+    world: int,
+    output: str | os.PathLike[str] | None,
+    *,
+    jobs: int | None,
+    force: bool,
+    resume: bool,
+    progress: Progress | None,
+) -> Cut:
+    """Write any source in zerokit's format, cut for `world` ranks. Arguments and errors as of `reshard`."""
     if not 1 <= world <= MAX_WORLD:
         raise UsageError(f"world={world!r}: expected an integer from 1 to {MAX_WORLD}")
-    checkpoint = Checkpoint(source)
-    checkpoint.warn()
-    layout, of_run = checkpoint.layout.for_world(world), checkpoint.run is not None
-    path = (checkpoint.run or checkpoint.path).resolve()
+    source.warn()
+    layout, of_run = source.layout.for_world(world), source.run is not None
+    path = (source.run or source.path).resolve()
     target = path.with_name(f"{path.name}.to-{world}") if output is None else Path(output)
-    require_apart(checkpoint.path, target)
+    require_apart(source.path, target)
     request = Request(
         target.name,
-        checkpoint.manifest_crc,
+        source.manifest_crc,
         {"command": "reshard", "zerokit": __version__, "world": world, "of a run": of_run},
     )
     with converting(target, request, resume=resume, force=force, foreign=foreign_to_checkpoint) as work:
-        step = work.path / step_name(checkpoint.step) if of_run else work.path
+        step = work.path / step_name(source.step) if of_run else work.path
         if not step.is_dir():
             with explained(step, "created"):
                 files.system().mkdir(step)
-        crc = own_checksum(_write(Source(checkpoint), layout, work, step, jobs, progress))
+        crc = own_checksum(_write(source, layout, work, step, jobs, progress))
         if of_run:
             assert crc is not None
             sync_directory(step)
             write_latest(work.path, Latest(step.name, (crc,)))
     path = target / step.name if of_run else target
-    return Cut(target, path, checkpoint.step, checkpoint.world, work.taken_bytes)
+    return Cut(target, path, source.step, source.world, work.taken_bytes)
 
 
 def _write(
     source: Source, layout: Layout, work: Work, step: Path, jobs: int | None, progress: Progress | None
 ) -> bytes:
     """Everything of a step, in the directory `step`; returns its manifest."""
-    manifest = source.checkpoint.manifest
-    source.check_headers()
+    manifest = source.manifest
+    source.check_files()
     described = []
-    with Copier[Key](jobs=jobs, total=source.size, progress=progress, synced=work.journal.note) as copier:
+    with Copier[Key](
+        jobs=jobs, total=source.data_size, progress=progress, synced=work.journal.note
+    ) as copier:
         copier.take_over(work.pieces)
         for rank in range(layout.world):
             file = rank_file(layout, manifest.streams, manifest.step, rank)
@@ -133,24 +151,36 @@ def _write(
             wants = (
                 Want(
                     extent.stream,
-                    source.positions[extent.parameter.name],
+                    source.layout.positions[extent.parameter.name],
                     extent.parameter.name,
                     extent.interval,
                     extent.offset,
                 )
                 for extent in file.extents
             )
-            source.copy(copier, wants, target)
+            copy_elements(source, copier, wants, target)
             copier.release(target)
-        for whole in (manifest.common, manifest.extra):
+        wholes = {}
+        for whole, content in source.whole_files():
+            wholes[whole.name] = whole
             if work.has(step / whole.name, whole.size):
                 continue
+            if content is not None:
+                write_file(step / whole.name, content)
+                continue
             target = copier.target(step / whole.name, whole.size)
-            source.copy_file(copier, whole, target)
+            copy_file(source.path / whole.name, whole, copier, target)
             copier.release(target)
-    source.check(copier.pieces)
+    check_copied(source, copier.pieces)
     checksums = _recombined(manifest, layout, copier.pieces)
-    content = replace(manifest, layout=layout, checksums=checksums, files=tuple(described)).to_bytes()
+    content = replace(
+        manifest,
+        layout=layout,
+        checksums=checksums,
+        files=tuple(described),
+        common=wholes[COMMON_NAME],
+        extra=wholes[EXTRA_NAME],
+    ).to_bytes()
     write_file(step / NAME, content)
     return content
 

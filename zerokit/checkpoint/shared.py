@@ -9,7 +9,7 @@ import torch
 
 from zerokit.checkpoint.common import Tensors
 from zerokit.checkpoint.matching import Match
-from zerokit.checkpoint.reader import Checkpoint
+from zerokit.checkpoint.source import Source
 from zerokit.checkpoint.state import dtype_name, host_bytes, tensor_of
 from zerokit.errors import CheckpointError
 from zerokit.runtime.build import Parts
@@ -19,7 +19,7 @@ from zerokit.runtime.storage import MasterSlice, UnitState
 class Shared:
     """State of another shape than its parameter's: by kind, each saved parameter's bytes or value."""
 
-    def __init__(self, checkpoint: Checkpoint, match: Match, extra: Mapping[str, Any]) -> None:
+    def __init__(self, checkpoint: Source, match: Match, extra: Mapping[str, Any]) -> None:
         self._sources = match.sources
         self._line = list(checkpoint.manifest.layout.parameters)
         self.forms: dict[str, tuple[str, tuple[int, ...]]] = {}

@@ -1,0 +1,263 @@
+"""Write checkpoints with the real frameworks: the fixtures that `tests/formats` reads, and what they must contain.
+
+    torchrun --nproc-per-node 2 tests/formats/make_fixtures.py OUT deepspeed 2 fp32
+    torchrun --nproc-per-node 2 tests/formats/make_fixtures.py OUT fsdp2
+    python tests/formats/make_fixtures.py OUT huggingface
+
+Needs the environment of `scripts/peers`. Beside each checkpoint, `expected.safetensors` holds the weights, masters and
+moments that the framework itself held when it saved.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+STEPS = 3
+WIDTH, TOKENS = 24, 37
+
+
+class Model(nn.Module):
+    """Tied, frozen, buffers, a parameter smaller than the world, and sizes that no world divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(TOKENS, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.frozen = nn.Linear(WIDTH, 7)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("running", torch.zeros(WIDTH))
+        self.register_buffer("unsaved", torch.zeros(3), persistent=False)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.head = nn.Linear(WIDTH, TOKENS, bias=False)
+        self.head.weight = self.embed.weight
+        for parameter in self.frozen.parameters():
+            parameter.requires_grad_(False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embed(tokens)
+        for block in self.blocks:
+            hidden = hidden + torch.tanh(block(hidden)) * self.scale
+        self.seen += len(tokens)
+        self.running.mul_(0.9).add_(hidden.detach().mean(0))
+        hidden = self.norm(hidden) + self.frozen(hidden).sum(-1, keepdim=True)
+        return self.head(hidden)
+
+
+def batch(step: int, rank: int) -> Tensor:
+    """Tokens [8] of one rank's step."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randint(TOKENS, (8,), generator=generator)
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Matrices with weight decay and a learning rate of their own, and the rest."""
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    return [
+        {"params": [p for _, p in named if p.ndim > 1], "lr": 1e-2, "weight_decay": 0.1},
+        {"params": [p for _, p in named if p.ndim <= 1], "lr": 3e-3, "weight_decay": 0.0},
+    ]
+
+
+def loss_of(model: Any, step: int, rank: int) -> Tensor:
+    tokens = batch(step, rank)
+    return nn.functional.cross_entropy(model(tokens).float(), tokens.roll(1))
+
+
+def deepspeed_config(stage: int, precision: str) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 8,
+        "zero_optimization": {
+            "stage": stage,
+            "stage3_param_persistence_threshold": 0,
+            "sub_group_size": 300,  # elements: several sub-groups in the first group
+        },
+        "zero_allow_untrained_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "bf16": {"enabled": precision == "bf16"},
+        "fp16": {"enabled": precision == "fp16", "initial_scale_power": 4},
+    }
+
+
+def deepspeed_engine(stage: int, precision: str) -> Any:
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+
+    deepspeed.init_distributed("gloo")
+    torch.manual_seed(0)
+    model = Model()
+    optimizer = torch.optim.AdamW(groups(model))
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, config=deepspeed_config(stage, precision)
+    )
+    return engine
+
+
+def train(engine: Any, first: int, last: int) -> list[float]:
+    losses = []
+    for step in range(first, last):
+        loss = loss_of(engine, step, dist.get_rank())
+        engine.backward(loss)
+        engine.step()
+        mean = loss.detach().double()
+        dist.all_reduce(mean)
+        losses.append(mean.item() / dist.get_world_size())
+    return losses
+
+
+def make_deepspeed(out: Path, stage: int, precision: str) -> None:
+    engine = deepspeed_engine(stage, precision)
+    losses = train(engine, 0, STEPS)
+    engine.save_checkpoint(str(out), tag=f"global_step{STEPS}", client_state={"seen": 24, "name": "client"})
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    if stage < 3:
+        # What it linked before the first step has no moments.
+        for flat, members in zip(
+            engine.optimizer.single_partition_of_fp32_groups, engine.optimizer.bit16_groups, strict=True
+        ):
+            for member in members:
+                if member._hp_mapping is not None:
+                    member._hp_mapping.set_optim_state_fragment(flat, engine.optimizer.optimizer.state[flat])
+
+    expected = {}
+    for name, parameter in engine.module.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        expected[f"master/{name}"] = safe_get_full_fp32_param(parameter).clone()
+        for kind in ("exp_avg", "exp_avg_sq"):
+            expected[f"{kind}/{name}"] = safe_get_full_optimizer_state(parameter, kind).clone()
+    if stage == 3:
+        with deepspeed.zero.GatheredParameters(list(engine.module.frozen.parameters())):
+            expected |= {
+                f"param/frozen.{n}": p.detach().clone() for n, p in engine.module.frozen.named_parameters()
+            }
+    else:
+        expected |= {
+            f"param/frozen.{n}": p.detach().clone() for n, p in engine.module.frozen.named_parameters()
+        }
+    expected |= {
+        f"buffer/{name}": value.clone() for name, value in engine.module.named_buffers() if name != "unsaved"
+    }
+    later = train(engine, STEPS, 2 * STEPS)
+    finish(out, expected, losses + later)
+
+
+def finish(out: Path, expected: dict[str, Tensor], losses: list[float]) -> None:
+    """Write what the checkpoint must contain, and the losses of the run that went on."""
+    if dist.is_initialized() and dist.get_rank():
+        return
+    save_file({name: value.contiguous() for name, value in expected.items()}, out / "expected.safetensors")
+    (out / "losses.json").write_text(json.dumps(losses) + "\n")
+
+
+def fsdp2_model() -> tuple[nn.Module, torch.optim.Optimizer]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = Model()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model, torch.optim.AdamW(groups(model))
+
+
+def train_plainly(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> list[float]:
+    losses = []
+    for step in range(first, last):
+        loss = loss_of(model, step, dist.get_rank())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach().double()
+        dist.all_reduce(mean)
+        losses.append(mean.item() / dist.get_world_size())
+    return losses
+
+
+def fsdp2_expected(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+    options = StateDictOptions(full_state_dict=True)
+    weights, states = get_state_dict(model, optimizer, options=options)
+    expected = {}
+    for name, value in weights.items():
+        if name.endswith(("seen", "running")):
+            expected[f"buffer/{name}"] = value.clone()
+        elif name != "head.weight":
+            kind = "param" if name.startswith("frozen") else "master"
+            expected[f"{kind}/{name}"] = value.clone()
+    for name, state in states["state"].items():
+        for kind in ("exp_avg", "exp_avg_sq"):
+            expected[f"{kind}/{name}"] = state[kind].clone()
+    return expected
+
+
+def make_fsdp2(out: Path, naming: str) -> None:
+    """`naming`: "plain" as torch's tutorial writes it, "titan" as torchtitan does, "weights" for the model alone."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+    model, optimizer = fsdp2_model()
+    losses = train_plainly(model, optimizer, 0, STEPS)
+    flat = StateDictOptions(flatten_optimizer_state_dict=naming == "titan")
+    weights, states = get_state_dict(model, optimizer, options=flat)
+    if naming == "plain":
+        content = {"model": weights, "optim": states, "step": STEPS, "note": ("text", 1.5)}
+        dcp.save(content, checkpoint_id=str(out))
+    elif naming == "titan":
+        content = {**weights, "optimizer": states, "train_state": {"step": torch.tensor(STEPS)}}
+        dcp.save(content, checkpoint_id=str(out))
+    elif naming == "weights":
+        dcp.save({"model": weights}, checkpoint_id=str(out))
+    else:
+        from torch.distributed.checkpoint import HuggingFaceStorageWriter
+
+        del weights["head.weight"]  # safetensors refuses tensors that share memory
+        mapping = {name: 1 for name in weights}
+        dcp.save(
+            weights,
+            storage_writer=HuggingFaceStorageWriter(
+                path=str(out), save_distributed=True, fqn_to_index_mapping=mapping
+            ),
+        )
+    expected = fsdp2_expected(model, optimizer)
+    later = train_plainly(model, optimizer, STEPS, 2 * STEPS)
+    finish(out, expected, losses + later)
+
+
+def make_accelerate(out: Path) -> None:
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    torch.manual_seed(0)
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, state_dict_type="SHARDED_STATE_DICT", auto_wrap_policy="no_wrap"
+    )
+    accelerator = Accelerator(fsdp_plugin=plugin, cpu=True)
+    model = Model()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(groups(model)))
+    losses = train_plainly(model, optimizer, 0, STEPS)
+    accelerator.save_state(str(out))
+    finish(out, fsdp2_expected(model, optimizer.optimizer), losses)
+
+
+if __name__ == "__main__":
+    target, what, *arguments = sys.argv[1:]
+    if what == "deepspeed":
+        make_deepspeed(Path(target), int(arguments[0]), arguments[1])
+    elif what == "fsdp2":
+        make_fsdp2(Path(target), arguments[0])
+    else:
+        make_accelerate(Path(target))

@@ -1,0 +1,39 @@
+"""Checkpoints of other frameworks, read and written without them: DeepSpeed, DCP (FSDP2) and Hugging Face folders.
+
+`pickles` and `torchfile` read what `torch.save` wrote; `deepspeed`, `dcp` and `huggingface` say which bytes of it are
+which elements of which parameter; `foreign` holds that as a `Source`, which everything that reads checkpoints takes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from zerokit.checkpoint.formats import dcp, deepspeed, huggingface
+from zerokit.checkpoint.reader import Checkpoint
+from zerokit.checkpoint.source import Source
+
+FORMATS = ("zerokit", "deepspeed", "dcp", "huggingface")
+
+_READERS: tuple[tuple[Callable[[Path], bool], Callable[[Path], Source]], ...] = (
+    (deepspeed.recognises, deepspeed.read),
+    (dcp.recognises, dcp.read),
+    (huggingface.recognises, huggingface.read),
+)
+
+
+def open_source(path: str | os.PathLike[str], *, whole: bool = False) -> Source:
+    """The checkpoint at `path`, in whichever format it is.
+
+    Args:
+        path: the directory of a step or a run, of a DeepSpeed checkpoint or its tag, of a DCP checkpoint, or a
+            Hugging Face folder or file.
+        whole: of a run of zerokit's, take the newest step that has an optimizer's state, too.
+
+    Raises `CheckpointError` unless it holds a checkpoint that zerokit reads.
+    """
+    for recognises, read in _READERS:
+        if recognises(Path(path)):
+            return read(Path(path))
+    return Checkpoint(path, whole=whole)

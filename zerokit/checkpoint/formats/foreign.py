@@ -1,0 +1,496 @@
+"""`ForeignCheckpoint`: a checkpoint of another framework as a `Source`, and what readers describe it by.
+
+A reader lists parameters and buffers with the stretches of files that their elements lie in. The rest follows from
+that list: the line, its streams and scalars, and the two small files that zerokit keeps beside the slices.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from zerokit.checkpoint.checksum import Piece, combine, crc32
+from zerokit.checkpoint.disk import opened, read_exactly
+from zerokit.checkpoint.extents import ELEMENT_BYTES, SAFETENSORS_NAMES, Stream, encode_header
+from zerokit.checkpoint.extra import encode
+from zerokit.checkpoint.formats.torchfile import Blob, StoredTensor
+from zerokit.checkpoint.manifest import (
+    BUFFER_PREFIX,
+    COMMON_NAME,
+    EXTRA_NAME,
+    MAX_STEP,
+    File,
+    Manifest,
+    Scalars,
+)
+from zerokit.checkpoint.plan import PieceKey
+from zerokit.checkpoint.reader import file_checksum
+from zerokit.checkpoint.source import Source, StoredBuffer, Stretch
+from zerokit.errors import CheckpointError, UsageError
+from zerokit.layout import Interval, Parameter, Segment, build_layout, default_bucket_bytes
+
+MASTER, PARAM = "master", "param"
+_BLOCK = re.compile(r"^(.*?\.\d+)\.")
+"""The part of a name up to its first number: what a repeated block of the model is called."""
+
+_DROPPED = object()
+
+
+@dataclass(frozen=True, slots=True)
+class StoredStream:
+    """A parameter's state of one kind: its elements, in order, in stretches that tile the parameter."""
+
+    dtype: str
+    stretches: tuple[Stretch, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredScalar:
+    """State of a parameter that has another shape, such as its step count."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    content: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StoredParameter:
+    """A parameter with its streams: `streams` has "master" where it is trained, and else "param"."""
+
+    parameter: Parameter
+    streams: Mapping[str, StoredStream]
+    scalars: Mapping[str, StoredScalar] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a reader found.
+
+    `groups` are the options of the optimizer's groups, None where there is no optimizer's state. `user` is what the
+    program itself saved. `blobs` has the bytes of each file that have a checksum. `dropped` names what is not carried.
+    """
+
+    format: str
+    path: Path
+    step: int
+    world: int
+    files: Sequence[Path]
+    parameters: Sequence[StoredParameter]
+    buffers: Mapping[str, StoredBuffer]
+    groups: Sequence[Mapping[str, Any]] | None
+    identity: int
+    user: Any = None
+    scaler: Mapping[str, Any] | None = None
+    blobs: Mapping[int, Sequence[Blob]] = field(default_factory=dict)
+    dropped: Sequence[str] = ()
+    details: Any = None
+    """What the format's own writer needs beside it."""
+
+
+Rename = Mapping[str, str] | Callable[[str], str]
+_WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+
+
+@dataclass(frozen=True)
+class ModelNames:
+    """The parameters of a model, each with its other names, and its persistent buffers."""
+
+    parameters: Mapping[str, Sequence[str]]
+    buffers: Collection[str]
+
+
+class ForeignCheckpoint(Source):
+    """A checkpoint that another framework wrote. Raises `CheckpointError` where the description does not hold."""
+
+    def __init__(self, described: Description, run: Path | None = None) -> None:
+        """`run`: the directory of several checkpoints that was given, where it was one."""
+        self.format, self.path, self.run = described.format, described.path, run
+        self.manifest_crc = described.identity
+        self.described = described
+        self.notes = (
+            [f"{described.path}: not carried over: {', '.join(described.dropped)}"]
+            if described.dropped
+            else []
+        )
+        self._check()
+        weights_only = described.groups is None
+        layout = build_layout(
+            _segments([stored.parameter for stored in described.parameters]),
+            world=described.world,
+            bucket_bytes=default_bucket_bytes(
+                _segments([stored.parameter for stored in described.parameters])
+            ),
+        )
+        by_name = {stored.parameter.name: stored for stored in described.parameters}
+        line = [by_name[parameter.name] for parameter in layout.line]
+        held: dict[tuple[str, str], list[int]] = {}
+        scalars: dict[tuple[str, str, tuple[int, ...]], list[int]] = {}
+        for position, stored in enumerate(line):
+            for kind, stream in stored.streams.items():
+                held.setdefault((kind, stream.dtype), []).append(position)
+            for kind, scalar in stored.scalars.items():
+                scalars.setdefault((kind, scalar.dtype, scalar.shape), []).append(position)
+        if len({kind for kind, _, _ in scalars}) != len(scalars):
+            raise CheckpointError(
+                f"{self.path}: the same state has several dtypes or shapes: {sorted(scalars)}"
+            )
+        streams = sorted(
+            (Stream(kind, dtype, tuple(positions)) for (kind, dtype), positions in held.items()),
+            key=lambda stream: stream.order,
+        )
+        self._stretches = {
+            (number, line[position].parameter.name): line[position].streams[stream.kind].stretches
+            for number, stream in enumerate(streams)
+            for position in stream.parameters
+        }
+        described_scalars = tuple(
+            Scalars(kind, dtype, shape, tuple(positions))
+            for (kind, dtype, shape), positions in scalars.items()
+        )
+        self._small = {
+            f"optimizer/{scalar.kind}": (
+                scalar.dtype,
+                (len(scalar.parameters), *scalar.shape),
+                b"".join(line[position].scalars[scalar.kind].content for position in scalar.parameters),
+            )
+            for scalar in described_scalars
+        }
+        members, tensors = _rest(described, weights_only=weights_only)
+        self._small |= tensors
+        self.extra_bytes = json.dumps(
+            members, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+        ).encode()
+        self.manifest = Manifest(
+            described.step,
+            layout,
+            tuple(streams),
+            described_scalars,
+            tuple(() for _ in streams),
+            (),
+            File(COMMON_NAME, 0, 0, 0),
+            File(EXTRA_NAME, len(self.extra_bytes), 0, crc32(self.extra_bytes)),
+            weights_only,
+        )
+
+    def fitted(self, model: ModelNames, rename: Rename | None = None) -> ForeignCheckpoint:
+        """The same checkpoint under a model's own names.
+
+        Formats that do not tell a buffer from a frozen parameter, or which names are tied, learn it from the model.
+        Wrappers' prefixes, such as "module." and "_orig_mod.", are dropped where the model has none.
+
+        Args:
+            model: the parameters and buffers that it is to be loaded into.
+            rename: how a name here is called in the model: a function, or prefixes and what replaces them.
+        """
+        described = self.described
+        names = {name: first for first, names in model.parameters.items() for name in (first, *names)}
+
+        def called(name: str) -> str:
+            return _renamed(name, rename, names.keys() | model.buffers)
+
+        parameters: dict[str, StoredParameter] = {}
+        buffers: dict[str, StoredBuffer] = {}
+        for stored in described.parameters:
+            name = called(stored.parameter.name)
+            aliases = tuple(called(alias) for alias in stored.parameter.aliases)
+            stream = stored.streams.get(PARAM)
+            if name in model.buffers and stream is not None and len(stream.stretches) == 1:
+                (place,) = stream.stretches
+                size = place.interval.numel * ELEMENT_BYTES[stream.dtype]
+                path = described.files[place.file]
+                buffers[name] = StoredBuffer(stream.dtype, stored.parameter.shape, path, place.offset, size)
+                continue
+            twin = parameters.get(names.get(name, name))
+            if twin is not None and name != twin.parameter.name and not stored.parameter.trainable:
+                self._require_equal(twin, stored)  # tied in the model, stored twice
+                continue
+            if name in parameters:
+                raise CheckpointError(f"{self.path}: two parameters are called {name}, once renamed")
+            parameter = replace(stored.parameter, name=name, aliases=aliases)
+            parameters[names.get(name, name)] = replace(stored, parameter=parameter)
+        for old, buffer in described.buffers.items():
+            name = called(old)
+            if name in names and name not in model.buffers:
+                numel = math.prod(buffer.shape)
+                stretches = whole(numel, described.files.index(buffer.path), buffer.offset)
+                parameter = Parameter(name, buffer.shape, buffer.dtype, trainable=False)
+                stream = StoredStream(buffer.dtype, stretches)
+                parameters[name] = StoredParameter(parameter, {PARAM: stream})
+            else:
+                buffers[name] = buffer
+        return ForeignCheckpoint(
+            replace(described, parameters=list(parameters.values()), buffers=buffers), self.run
+        )
+
+    def _require_equal(self, one: StoredParameter, other: StoredParameter) -> None:
+        """Raises `CheckpointError` unless two parameters that the model ties have the same bytes."""
+        streams = [stored.streams.get(MASTER) or stored.streams[PARAM] for stored in (one, other)]
+        crcs = []
+        for stream in streams:
+            pieces = []
+            for stretch in stream.stretches:
+                start, size = stretch.offset, stretch.interval.numel * ELEMENT_BYTES[stream.dtype]
+                with self.open_file(stretch.file) as fd:
+                    pieces.append(_piece(fd, start, start + size, self.file_path(stretch.file)))
+            crcs.append(combine(pieces))
+        if crcs[0] != crcs[1]:
+            raise CheckpointError(
+                f"{self.path}: {one.parameter.name} and {other.parameter.name} are tied in the model, but differ here: "
+                "build the model with the two untied"
+            )
+
+    def _check(self) -> None:
+        """Raises `CheckpointError` unless every parameter is tiled by its stretches, in every stream."""
+        if not 0 <= self.described.step <= MAX_STEP:
+            raise CheckpointError(f"{self.path}: its step is {self.described.step}")
+        for stored in self.described.parameters:
+            parameter = stored.parameter
+            for kind, stream in stored.streams.items():
+                end = 0
+                for stretch in stream.stretches:
+                    if stretch.interval.start != end:
+                        break
+                    end = stretch.interval.stop
+                if end != parameter.numel:
+                    raise CheckpointError(
+                        f"{self.path}: {kind} of {parameter.name} has elements up to {end} of {parameter.numel}"
+                    )
+
+    def locate(self, stream: int, name: str, interval: Interval) -> Iterator[Stretch]:
+        stretches = self._stretches[stream, name]
+        element = self.streams[stream].element_bytes
+        first = bisect_right(stretches, interval.start, key=lambda stretch: stretch.interval.stop)
+        for stretch in stretches[first:]:
+            part = stretch.interval.intersection(interval)
+            if not part.numel:
+                return
+            yield Stretch(
+                stretch.file, part, stretch.offset + (part.start - stretch.interval.start) * element
+            )
+
+    def file_path(self, file: int) -> Path:
+        return self.described.files[file]
+
+    def open_file(self, file: int) -> AbstractContextManager[int]:
+        return opened(self.described.files[file])
+
+    def check_files(self) -> None:
+        """Every file has been read in parts already, to describe it."""
+
+    def faults(self, by_rank: Sequence[Mapping[PieceKey, Piece]]) -> list[str]:
+        """Compare what was read with the checksums that the format has; what was left out between is read now."""
+        read: dict[tuple[int, Blob], dict[int, set[Piece]]] = {}
+        line = self.layout.line
+        for held in by_rank:
+            for key, piece in held.items():
+                name = line[key.position].name
+                interval = Interval(key.start, key.start + 1)
+                offset = next(self.locate(key.stream, name, interval)).offset
+                blob = self._blob(key.source, offset)
+                if blob is not None:
+                    read.setdefault((key.source, blob), {}).setdefault(offset, set()).add(piece)
+        faults = []
+        for (file, blob), pieces in sorted(read.items(), key=lambda item: (item[0][0], item[0][1].offset)):
+            crc = self._whole_crc(file, blob, pieces)
+            if crc != blob.crc:
+                faults.append(
+                    f"{self.file_path(file).name}: bytes {blob.offset} to {blob.offset + blob.size}: damaged "
+                    f"(CRC-32 {crc:08x}, expected {blob.crc:08x})"
+                )
+        return faults
+
+    def _blob(self, file: int, offset: int) -> Blob | None:
+        blobs = self._blobs.get(file, [])
+        index = bisect_right(blobs, offset, key=lambda blob: blob.offset) - 1
+        if index < 0 or offset >= blobs[index].offset + blobs[index].size:
+            return None
+        return blobs[index]
+
+    @cached_property
+    def _blobs(self) -> dict[int, list[Blob]]:
+        return {
+            file: sorted(blobs, key=lambda blob: blob.offset) for file, blobs in self.described.blobs.items()
+        }
+
+    def _whole_crc(self, file: int, blob: Blob, pieces: Mapping[int, set[Piece]]) -> int:
+        """The CRC-32 of a blob of which some was read: padding, and what no one wanted, is read here."""
+        parts, end = [], blob.offset
+        with self.open_file(file) as fd:
+            for offset in sorted(pieces):
+                seen = pieces[offset]
+                piece = next(iter(seen))
+                if offset > end:
+                    parts.append(_piece(fd, end, offset, self.file_path(file)))
+                elif offset < end:
+                    continue  # shared storage: the bytes are counted already
+                # Two readings of the same bytes that differ cannot both be right.
+                parts.append(piece if len(seen) == 1 else Piece(~piece.crc & 0xFFFFFFFF, piece.size))
+                end = offset + piece.size
+            parts.append(_piece(fd, end, blob.offset + blob.size, self.file_path(file)))
+        return combine(parts).crc
+
+    @property
+    def data_size(self) -> int:
+        return sum(
+            stretch.interval.numel * ELEMENT_BYTES[stream.dtype]
+            for stored in self.described.parameters
+            for stream in stored.streams.values()
+            for stretch in stream.stretches
+        )
+
+    @property
+    def buffers(self) -> dict[str, StoredBuffer]:
+        return dict(self.described.buffers)
+
+    @property
+    def common_names(self) -> Collection[str]:
+        return [*(BUFFER_PREFIX + name for name in self.described.buffers), *self._small]
+
+    def common_tensor(self, name: str) -> tuple[str, tuple[int, ...], bytearray]:
+        if name in self._small:
+            dtype, shape, content = self._small[name]
+            return dtype, shape, bytearray(content)
+        buffer = self.described.buffers.get(name.removeprefix(BUFFER_PREFIX))
+        if buffer is None or not name.startswith(BUFFER_PREFIX):
+            raise UsageError(f"{self.path} has no tensor {name!r}")
+        read = bytearray(buffer.size)
+        with opened(buffer.path) as fd:
+            read_exactly(fd, [read], buffer.offset, buffer.path)
+        blob = self._blob(self.described.files.index(buffer.path), buffer.offset)
+        if blob is not None and blob.size == buffer.size and crc32(read) != blob.crc:
+            raise CheckpointError(
+                f"{buffer.path}: buffer {name}: damaged (CRC-32 {crc32(read):08x}, expected {blob.crc:08x})"
+            )
+        return buffer.dtype, buffer.shape, read
+
+    def whole_files(self) -> Iterator[tuple[File, bytes | None]]:
+        common = self._common_bytes()
+        yield File(COMMON_NAME, len(common), 0, crc32(common)), common
+        yield self.manifest.extra, self.extra_bytes
+
+    def _common_bytes(self) -> bytes:
+        """`common.safetensors`, whole: buffers and scalars."""
+        tensors = {name: self.common_tensor(name) for name in self.common_names}
+        ordered = sorted(tensors, key=lambda name: (-ELEMENT_BYTES[tensors[name][0]], name))
+        entries: dict[str, object] = {"__metadata__": {"format": "zerokit"}}
+        end = 0
+        for name in ordered:
+            dtype, shape, content = tensors[name]
+            entries[name] = {
+                "dtype": SAFETENSORS_NAMES[dtype],
+                "shape": list(shape),
+                "data_offsets": [end, end + len(content)],
+            }
+            end += len(content)
+        return encode_header(entries) + b"".join(bytes(tensors[name][2]) for name in ordered)
+
+    def extra_plain(self) -> dict[str, Any]:
+        plain: dict[str, Any] = json.loads(self.extra_bytes)
+        return plain
+
+    def check_generators(self, plain: dict[str, Any]) -> None:
+        """Other frameworks' generators are not carried: there is nothing to check."""
+
+
+def _renamed(name: str, rename: Rename | None, known: Collection[str]) -> str:
+    """What the model calls a parameter."""
+    if callable(rename):
+        return rename(name)
+    for prefix, other in (rename or {}).items():
+        if name.startswith(prefix):
+            name = other + name.removeprefix(prefix)
+            break
+    if name not in known:
+        bare = name
+        for wrapper in _WRAPPERS:
+            bare = ".".join(part for part in bare.split(".") if part != wrapper.removesuffix("."))
+        if bare in known:
+            return bare
+    return name
+
+
+def stretches_of(tensor: StoredTensor, file: int, what: str) -> StoredStream:
+    """A whole tensor of a torch file. Raises `CheckpointError`, naming `what`, where it is not contiguous."""
+    if not tensor.contiguous:
+        raise CheckpointError(
+            f"{what}: stored with strides {list(tensor.stride)} for shape {list(tensor.shape)}: save "
+            "it contiguous, with tensor.contiguous()"
+        )
+    return StoredStream(tensor.dtype, whole(tensor.numel, file, tensor.offset))
+
+
+def whole(numel: int, file: int, offset: int) -> tuple[Stretch, ...]:
+    """All elements at one place; none of an empty parameter."""
+    return (Stretch(file, Interval(0, numel), offset),) if numel else ()
+
+
+def plain_value(value: Any, path: str, dropped: list[str]) -> Any:
+    """What of a program's own data zerokit can carry; paths of the rest are added to `dropped`."""
+    if isinstance(value, dict):
+        carried = {
+            key: plain_value(part, f"{path}.{key!r}" if isinstance(key, bytes) else f"{path}.{key}", dropped)
+            for key, part in value.items()
+            if isinstance(key, (str, int, float, bytes, tuple)) or key is None
+        }
+        return {key: part for key, part in carried.items() if part is not _DROPPED}
+    if isinstance(value, (list, tuple)):
+        parts = [plain_value(part, f"{path}[{number}]", dropped) for number, part in enumerate(value)]
+        if not any(part is _DROPPED for part in parts):
+            return type(value)(parts)
+        return _DROPPED
+    if value is None or isinstance(value, (bool, int, float, str, bytes)):
+        return value
+    dropped.append(path)
+    return _DROPPED
+
+
+def _piece(fd: int, start: int, stop: int, path: Path) -> Piece:
+    """The checksum of bytes `start` to `stop` of an open file."""
+    if start == stop:
+        return Piece(0, 0)
+    return Piece(file_checksum(fd, stop - start, path, start), stop - start)
+
+
+def _segments(parameters: Sequence[Parameter]) -> list[Segment]:
+    """Parameters of one block of the model together, and what lies between blocks."""
+
+    def block(parameter: Parameter) -> str | None:
+        match = _BLOCK.match(parameter.name)
+        return match[1] if match else None
+
+    return [Segment(scope, tuple(members)) for scope, members in groupby(parameters, key=block)]
+
+
+def _rest(described: Description, *, weights_only: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The members of `extra.json`, and the tensors that they name."""
+    user, tensors = encode(described.user, "extra")
+    members: dict[str, Any] = {"step": described.step, "user": user}
+    if not weights_only:
+        assert described.groups is not None
+        members["groups"] = [
+            encode(dict(group), f"groups/{n}")[0] for n, group in enumerate(described.groups)
+        ]
+        members["values"] = {}
+        members["scaler"] = described.scaler
+        members["rng"] = {"world": described.world, "seed": 0, "step": described.step}
+    assert not tensors
+    return members, {}
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Raise what a reader stumbles over in unexpected data as `CheckpointError`, naming `path`."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
+        kind = type(error).__name__
+        raise CheckpointError(f"{path}: not as its framework writes it: {kind}: {error}") from error

@@ -1,0 +1,282 @@
+"""A pickle as plain data: no class is imported and no function is called, whatever the pickle asks for.
+
+What a pickle builds from a class or a function becomes an inert `Record`, which names it and holds what it was given.
+Readers take the records that they know apart; all others are only carried. The stack machine is our own, because
+the library's imports what it is asked for and allocates what a few bytes claim. See PEP 307 and PEP 3154; opcodes of
+protocols 2 to 5 only.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from zerokit.errors import CheckpointError
+
+MAX_PICKLE_BYTES = 1 << 28
+"""The largest pickle that is read: it is held in memory several times over."""
+
+_MAX_DEPTH_OF_KEY = 1
+_BUILTINS: dict[str, Callable[[], Any]] = {
+    "collections.OrderedDict": dict,
+    "builtins.dict": dict,
+    "builtins.list": list,
+    "builtins.set": list,
+    "__builtin__.set": list,
+}
+"""Containers without arguments: they become plain ones that the following opcodes fill."""
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """A class or a function that a pickle names, such as `torch._utils._rebuild_tensor_v2`; nothing is behind it."""
+
+    text: str
+
+
+@dataclass(eq=False, slots=True)
+class Record:
+    """What a class or function called `name` would have made of `args`, then of `state`, `items` and `pairs`."""
+
+    name: str
+    args: tuple[Any, ...] = ()
+    state: Any = None
+    items: list[Any] = field(default_factory=list)
+    pairs: dict[Any, Any] = field(default_factory=dict)
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The object's attributes; empty where it was not restored from a mapping."""
+        return self.state if isinstance(self.state, dict) else {}
+
+
+@dataclass(frozen=True, slots=True)
+class Persistent:
+    """An object that lies outside the pickle, by what the pickle says of it."""
+
+    identity: Any
+
+
+class _Mark:
+    pass
+
+
+def parse_pickle(content: bytes | memoryview, where: str) -> Any:
+    """The value of a pickle, of plain containers, numbers, text and bytes, `Name`, `Record` and `Persistent`.
+
+    Raises `CheckpointError`, naming `where`, for a pickle that is damaged, too long or of an unknown protocol.
+    """
+    if len(content) > MAX_PICKLE_BYTES:
+        raise CheckpointError(
+            f"{where}: a pickle of {len(content)} bytes, more than the {MAX_PICKLE_BYTES} that are read"
+        )
+    try:
+        return _Machine(bytes(content)).run()
+    except (ValueError, IndexError, KeyError, TypeError, struct.error, RecursionError) as error:
+        raise CheckpointError(f"{where}: not a pickle that zerokit reads: {error}") from None
+
+
+class _Machine:
+    """The stack, the memo and the position in the bytes."""
+
+    def __init__(self, content: bytes) -> None:
+        self._content, self._position = content, 0
+        self._stack: list[Any] = []
+        self._memo: dict[int, Any] = {}
+
+    def run(self) -> Any:
+        while True:
+            code = self._take(1)[0]
+            if code == 0x2E:  # STOP
+                return self._stack.pop()
+            operation = _OPERATIONS.get(code)
+            if operation is None:
+                raise ValueError(f"opcode {code:#04x} at byte {self._position - 1} is unknown")
+            operation(self)
+
+    def _take(self, size: int) -> bytes:
+        start, self._position = self._position, self._position + size
+        if self._position > len(self._content):
+            raise ValueError(f"truncated: {size} bytes expected at byte {start} of {len(self._content)}")
+        return self._content[start : self._position]
+
+    def _number(self, form: str) -> Any:
+        return struct.unpack(form, self._take(struct.calcsize(form)))[0]
+
+    def _text(self, form: str) -> str:
+        return self._take(self._number(form)).decode("utf-8", "surrogatepass")
+
+    def _line(self) -> str:
+        end = self._content.index(b"\n", self._position)
+        return self._take(end - self._position + 1)[:-1].decode()
+
+    def _since_mark(self) -> list[Any]:
+        for start in range(len(self._stack) - 1, -1, -1):
+            if self._stack[start] is _Mark:
+                taken = self._stack[start + 1 :]
+                del self._stack[start:]
+                return taken
+        raise ValueError("a mark is missing")
+
+    def _push_tuple(self, count: int) -> None:
+        taken = tuple(self._stack[len(self._stack) - count :])
+        if len(taken) != count:
+            raise ValueError("the stack is empty")
+        if count:
+            del self._stack[-count:]
+        self._stack.append(taken)
+
+    def _call(self, name: Any, args: Any) -> None:
+        if not isinstance(name, Name) or not isinstance(args, tuple):
+            raise ValueError(f"{type(name).__name__} is called with {type(args).__name__}")
+        if name.text in ("torch.Size", "builtins.tuple"):
+            self._stack.append(tuple(args[0]) if args else ())
+        elif name.text in _BUILTINS and len(args) <= 1:
+            made = _BUILTINS[name.text]()
+            if args and isinstance(made, dict):
+                for pair in _typed(args[0], (list, tuple)):
+                    key, value = pair
+                    made[_key(key)] = value
+            elif args:
+                made.extend(_typed(args[0], (list, tuple)))
+            self._stack.append(made)
+        elif name.text == "_codecs.encode" and len(args) == 2 and isinstance(args[0], str):
+            self._stack.append(args[0].encode("latin-1"))  # how protocol 2 writes bytes
+        else:
+            self._stack.append(Record(name.text, args))
+
+    # One method an opcode or family of opcodes, in the order of the table below.
+
+    def _skip_protocol(self) -> None:
+        protocol = self._take(1)[0]
+        if not 2 <= protocol <= 5:
+            raise ValueError(f"protocol {protocol} is unknown")
+
+    def _append(self, values: list[Any]) -> None:
+        target = self._stack[-1]
+        if isinstance(target, list):
+            target.extend(values)
+        elif isinstance(target, Record):
+            target.items.extend(values)
+        else:
+            raise ValueError(f"elements are added to {type(target).__name__}")
+
+    def _set(self, values: list[Any]) -> None:
+        target = self._stack[-1]
+        pairs = target.pairs if isinstance(target, Record) else _typed(target, dict)
+        for key, value in zip(values[::2], values[1::2], strict=True):
+            pairs[_key(key)] = value
+
+    def _set_one(self) -> None:
+        value, key = self._stack.pop(), self._stack.pop()
+        self._set([key, value])
+
+    def _append_one(self) -> None:
+        value = self._stack.pop()
+        self._append([value])
+
+    def _build(self) -> None:
+        state = self._stack.pop()
+        target = self._stack[-1]
+        if isinstance(target, Record):
+            target.state = state
+        # An OrderedDict's attributes, as torch's state_dict has them, are not carried.
+
+    def _global(self) -> None:
+        module, name = self._line(), self._line()
+        self._stack.append(Name(f"{module}.{name}"))
+
+    def _stack_global(self) -> None:
+        name, module = _typed(self._stack.pop(), str), _typed(self._stack.pop(), str)
+        self._stack.append(Name(f"{module}.{name}"))
+
+    def _reduce(self) -> None:
+        args, name = self._stack.pop(), self._stack.pop()
+        self._call(name, args)
+
+    def _new_with_keywords(self) -> None:
+        keywords, args, name = self._stack.pop(), self._stack.pop(), self._stack.pop()
+        self._call(name, (*_typed(args, tuple), *_typed(keywords, dict).values()))
+
+    def _remember(self, index: int) -> None:
+        self._memo[index] = self._stack[-1]
+
+    def _dict(self) -> None:
+        values = self._since_mark()
+        self._stack.append({})
+        self._set(values)
+
+    def _push(self, value: Any) -> None:
+        self._stack.append(value)
+
+
+def _typed(value: Any, kind: Any) -> Any:
+    if not isinstance(value, kind):
+        raise ValueError(f"{type(value).__name__} where another type was expected")
+    return value
+
+
+def _key(key: Any, depth: int = 0) -> Any:
+    """A key of a mapping. Tuples in tuples are refused: their hash may take for ever."""
+    if isinstance(key, tuple):
+        if depth >= _MAX_DEPTH_OF_KEY:
+            raise ValueError("a key of nested tuples")
+        return tuple(_key(part, depth + 1) for part in key)
+    if key is None or isinstance(key, (str, int, float, bytes, Record, Name)):
+        return key
+    raise ValueError(f"{type(key).__name__} is used as a key")
+
+
+_OPERATIONS: dict[int, Callable[[_Machine], Any]] = {
+    0x80: lambda m: m._skip_protocol(),
+    0x95: lambda m: m._number("<Q"),  # FRAME
+    ord("("): lambda m: m._push(_Mark),
+    ord("0"): lambda m: m._stack.pop(),
+    ord("1"): lambda m: m._since_mark(),
+    ord("2"): lambda m: m._push(m._stack[-1]),
+    ord("N"): lambda m: m._push(None),
+    0x88: lambda m: m._push(True),
+    0x89: lambda m: m._push(False),
+    ord("J"): lambda m: m._push(m._number("<i")),
+    ord("K"): lambda m: m._push(m._number("<B")),
+    ord("M"): lambda m: m._push(m._number("<H")),
+    0x8A: lambda m: m._push(int.from_bytes(m._take(m._number("<B")), "little", signed=True)),
+    ord("G"): lambda m: m._push(m._number(">d")),
+    ord("X"): lambda m: m._push(m._text("<I")),
+    0x8C: lambda m: m._push(m._text("<B")),
+    0x8D: lambda m: m._push(m._text("<Q")),
+    ord("B"): lambda m: m._push(m._take(m._number("<I"))),
+    ord("C"): lambda m: m._push(m._take(m._number("<B"))),
+    0x8E: lambda m: m._push(m._take(m._number("<Q"))),
+    0x96: lambda m: m._push(m._take(m._number("<Q"))),
+    ord("]"): lambda m: m._push([]),
+    ord("}"): lambda m: m._push({}),
+    ord(")"): lambda m: m._push(()),
+    0x8F: lambda m: m._push([]),  # EMPTY_SET
+    ord("a"): lambda m: m._append_one(),
+    ord("e"): lambda m: m._append(m._since_mark()),
+    0x90: lambda m: m._append(m._since_mark()),  # ADDITEMS
+    ord("s"): lambda m: m._set_one(),
+    ord("u"): lambda m: m._set(m._since_mark()),
+    ord("t"): lambda m: m._push(tuple(m._since_mark())),
+    0x91: lambda m: m._push(tuple(m._since_mark())),  # FROZENSET
+    0x85: lambda m: m._push_tuple(1),
+    0x86: lambda m: m._push_tuple(2),
+    0x87: lambda m: m._push_tuple(3),
+    ord("l"): lambda m: m._push(m._since_mark()),
+    ord("d"): lambda m: m._dict(),
+    ord("q"): lambda m: m._remember(m._number("<B")),
+    ord("r"): lambda m: m._remember(m._number("<I")),
+    0x94: lambda m: m._remember(len(m._memo)),
+    ord("h"): lambda m: m._push(m._memo[m._number("<B")]),
+    ord("j"): lambda m: m._push(m._memo[m._number("<I")]),
+    ord("c"): lambda m: m._global(),
+    0x93: lambda m: m._stack_global(),
+    ord("R"): lambda m: m._reduce(),
+    0x81: lambda m: m._reduce(),  # NEWOBJ
+    0x92: lambda m: m._new_with_keywords(),
+    ord("b"): lambda m: m._build(),
+    ord("Q"): lambda m: m._push(Persistent(m._stack.pop())),
+}

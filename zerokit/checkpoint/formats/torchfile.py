@@ -1,0 +1,270 @@
+"""Files of `torch.save`, read without torch: which tensors lie where in them.
+
+A file is an uncompressed zip: `NAME/data.pkl` holds the value, and each storage is an entry of raw little-endian
+bytes, `NAME/data/KEY`, so its elements can be copied as they are. Entries carry a CRC-32. See
+pytorch.org/docs/stable/notes/serialization.html.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zerokit.checkpoint.disk import read_exactly
+from zerokit.checkpoint.extents import ELEMENT_BYTES
+from zerokit.checkpoint.formats.pickles import (
+    MAX_PICKLE_BYTES,
+    Name,
+    Persistent,
+    Record,
+    parse_pickle,
+)
+from zerokit.errors import CheckpointError
+
+_STORAGES = {
+    "DoubleStorage": "float64",
+    "FloatStorage": "float32",
+    "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16",
+    "LongStorage": "int64",
+    "IntStorage": "int32",
+    "ShortStorage": "int16",
+    "CharStorage": "int8",
+    "ByteStorage": "uint8",
+    "BoolStorage": "bool",
+    "UntypedStorage": "uint8",
+}
+_REBUILT = {
+    "torch._utils._rebuild_tensor",
+    "torch._utils._rebuild_tensor_v2",
+    "torch._utils._rebuild_tensor_v3",
+}
+_LOCAL_HEADER_BYTES = 30
+_MAX_ENTRIES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Blob:
+    """Bytes of a file that have a CRC-32 of their own: an entry of a zip."""
+
+    offset: int
+    size: int
+    crc: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor whose element 0 is element `start` of the bytes `blob` of a file, strides in elements."""
+
+    blob: Blob
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    start: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def element_bytes(self) -> int:
+        return ELEMENT_BYTES[self.dtype]
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether its elements lie one after the other in row-major order."""
+        expected = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if size != 1 and stride != expected and self.numel:
+                return False
+            expected *= size
+        return True
+
+    @property
+    def offset(self) -> int:
+        """The first element's byte in the file."""
+        return self.blob.offset + self.start * self.element_bytes
+
+
+def read_torch_file(path: Path, fd: int, offset: int = 0, size: int | None = None) -> Any:
+    """The value in the `torch.save` file that lies at bytes `offset` to `offset + size` of an open file.
+
+    Tensors come as `StoredTensor`, their bytes unread. Raises `CheckpointError` for what is no such file, has
+    compressed entries, or a tensor outside its storage.
+    """
+    whole = os.fstat(fd).st_size
+    size = whole - offset if size is None else size
+    if offset < 0 or size < 0 or offset + size > whole:
+        raise CheckpointError(f"{path}: truncated: {whole} bytes, at least {offset + size} expected")
+    entries = _entries(path, fd, offset, size)
+    pickles = [name for name in entries if name.endswith("/data.pkl") or name == "data.pkl"]
+    if len(pickles) != 1:
+        raise CheckpointError(
+            f"{path}: no file of torch.save: {len(pickles)} entries called data.pkl, expected 1"
+        )
+    prefix = pickles[0].removesuffix("data.pkl")
+    content = _content(path, fd, entries[pickles[0]])
+    order = entries.get(f"{prefix}byteorder")
+    if order is not None and _content(path, fd, order) != b"little":
+        raise CheckpointError(f"{path}: its numbers are big-endian: save it on a little-endian machine")
+    return _resolved(parse_pickle(content, f"{path}: data.pkl"), entries, prefix, path)
+
+
+def _entries(path: Path, fd: int, offset: int, size: int) -> dict[str, Blob]:
+    """Every entry's bytes, by its name. The central directory is the zip library's to read."""
+    try:
+        with zipfile.ZipFile(_Window(fd, offset, size)) as archive:
+            listed = archive.infolist()
+            if len(listed) > _MAX_ENTRIES:
+                raise ValueError(f"{len(listed)} entries, more than {_MAX_ENTRIES}")
+            entries = {}
+            for entry in listed:
+                if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
+                    raise ValueError(f"{entry.filename[:200]!r} is compressed, as torch.save never writes it")
+                if entry.flag_bits & 1:
+                    raise ValueError(f"{entry.filename[:200]!r} is encrypted")
+                start = entry.header_offset
+                head = bytearray(_LOCAL_HEADER_BYTES)
+                if start < 0 or start + len(head) > size:
+                    raise ValueError(f"{entry.filename[:200]!r} lies outside the file")
+                read_exactly(fd, [head], offset + start, path)
+                if head[:4] != b"PK\x03\x04":
+                    raise ValueError(f"{entry.filename[:200]!r} has no header of its own")
+                start += (
+                    len(head) + int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:30], "little")
+                )
+                if start + entry.file_size > size:
+                    raise ValueError(f"{entry.filename[:200]!r} ends behind the file")
+                if entry.filename in entries:
+                    raise ValueError(f"{entry.filename[:200]!r} is there twice")
+                entries[entry.filename] = Blob(offset + start, entry.file_size, entry.CRC)
+            return entries
+    except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError, OverflowError) as error:
+        raise CheckpointError(f"{path}: no file of torch.save, or truncated: {error}") from None
+
+
+def _content(path: Path, fd: int, blob: Blob) -> bytes:
+    """A small entry's bytes, verified."""
+    from zerokit.checkpoint.checksum import crc32
+
+    if blob.size > MAX_PICKLE_BYTES:
+        raise CheckpointError(
+            f"{path}: a pickle of {blob.size} bytes, more than the {MAX_PICKLE_BYTES} that are read"
+        )
+    content = bytearray(blob.size)
+    read_exactly(fd, [content], blob.offset, path)
+    if crc32(content) != blob.crc:
+        raise CheckpointError(f"{path}: damaged (CRC-32 {crc32(content):08x}, expected {blob.crc:08x})")
+    return bytes(content)
+
+
+def _resolved(root: Any, entries: Mapping[str, Blob], prefix: str, path: Path) -> Any:
+    """The value with its tensors found. Each container is visited once, however often it is shared."""
+    seen: dict[int, Any] = {}
+    kept: list[Any] = []
+
+    def resolve(value: Any, depth: int) -> Any:
+        if not isinstance(value, (dict, list, tuple, Record)):
+            return value
+        if id(value) in seen:
+            return seen[id(value)]
+        if depth > 100:
+            raise CheckpointError(f"{path}: nested more than 100 deep")
+        kept.append(value)  # its identity must not be taken by another object
+        resolved: Any
+        if isinstance(value, Record):
+            if value.name in _REBUILT:
+                resolved = _tensor(value.args, entries, prefix, path)
+            elif value.name == "torch._utils._rebuild_parameter" and value.args:
+                resolved = resolve(value.args[0], depth + 1)
+            elif value.name == "torch._tensor._rebuild_from_type_v2" and len(value.args) > 2:
+                # A tensor subclass, such as DeepSpeed's parameters: function, type, arguments, state.
+                function, arguments = value.args[0], value.args[2]
+                resolved = resolve(Record(getattr(function, "text", ""), arguments), depth + 1)
+            else:
+                resolved = value
+                seen[id(value)] = value
+                value.args = tuple(resolve(part, depth + 1) for part in value.args)
+                value.state = resolve(value.state, depth + 1)
+                value.items = [resolve(part, depth + 1) for part in value.items]
+                value.pairs = {key: resolve(part, depth + 1) for key, part in value.pairs.items()}
+        elif isinstance(value, dict):
+            seen[id(value)] = resolved = {}
+            for key, part in value.items():
+                resolved[key] = resolve(part, depth + 1)
+        elif isinstance(value, list):
+            seen[id(value)] = resolved = []
+            resolved.extend(resolve(part, depth + 1) for part in value)
+        else:
+            resolved = tuple(resolve(part, depth + 1) for part in value)
+        seen[id(value)] = resolved
+        return resolved
+
+    try:
+        return resolve(root, 0)
+    except (ValueError, TypeError, IndexError) as error:
+        raise CheckpointError(f"{path}: a tensor is not as torch.save writes it: {error}") from None
+
+
+def _tensor(args: Sequence[Any], entries: Mapping[str, Blob], prefix: str, path: Path) -> StoredTensor:
+    storage, start, shape, stride = args[:4]
+    if not isinstance(storage, Persistent):
+        raise ValueError("its storage is not in the file")
+    kind, storage_type, key, _, _ = storage.identity
+    if kind != "storage" or not isinstance(storage_type, Name):
+        raise ValueError(f"its storage is {str(kind)[:60]!r}")
+    name = storage_type.text.rpartition(".")[2]
+    if name not in _STORAGES:
+        raise ValueError(f"{name[:60]} is of a dtype that safetensors cannot hold")
+    dtype = _STORAGES[name]
+    if len(args) > 6 and isinstance(args[6], Name):  # of an untyped storage
+        dtype = args[6].text.removeprefix("torch.")
+        if dtype not in ELEMENT_BYTES:
+            raise ValueError(f"{dtype[:60]} is a dtype that safetensors cannot hold")
+    blob = entries.get(f"{prefix}data/{key}")
+    if blob is None:
+        raise ValueError(f"its storage {str(key)[:60]!r} is missing")
+    shape, stride = tuple(shape), tuple(stride)
+    numbers = (start, *shape, *stride)
+    if len(shape) != len(stride) or not all(type(n) is int and 0 <= n < 1 << 62 for n in numbers):
+        raise ValueError(f"shape {str(shape)[:60]} with strides {str(stride)[:60]}")
+    last = start + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    if math.prod(shape) and (last + 1) * ELEMENT_BYTES[dtype] > blob.size:
+        raise ValueError(f"it reaches to element {last} of a storage of {blob.size} bytes")
+    return StoredTensor(blob, dtype, shape, stride, start)
+
+
+class _Window(io.RawIOBase):
+    """A stretch of an open file as a file of its own."""
+
+    def __init__(self, fd: int, offset: int, size: int) -> None:
+        self._fd, self._offset, self._size, self._position = fd, offset, size, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
+        if base + offset < 0:
+            raise OSError("seek before the start")
+        self._position = base + offset
+        return self._position
+
+    def read(self, size: int | None = -1) -> bytes:
+        left = max(0, self._size - self._position)
+        wanted = left if size is None or size < 0 else min(size, left)
+        content = os.pread(self._fd, wanted, self._offset + self._position)
+        self._position += len(content)
+        return content
