@@ -73,8 +73,9 @@ def loss_of(model: Any, step: int, rank: int) -> Tensor:
     return nn.functional.cross_entropy(model(tokens).float(), tokens.roll(1))
 
 
-def deepspeed_config(stage: int, precision: str) -> dict[str, Any]:
+def deepspeed_config(stage: int, precision: str, accumulated: int = 1) -> dict[str, Any]:
     return {
+        "gradient_accumulation_steps": accumulated,
         "train_micro_batch_size_per_gpu": 8,
         "zero_optimization": {
             "stage": stage,
@@ -88,16 +89,19 @@ def deepspeed_config(stage: int, precision: str) -> dict[str, Any]:
     }
 
 
-def deepspeed_engine(stage: int, precision: str) -> Any:
+def deepspeed_engine(stage: int, precision: str, accumulated: int = 1) -> Any:
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
 
     deepspeed.init_distributed("gloo")
+    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: (
+        True
+    )  # a CPU's fp16 is slow, but there
     torch.manual_seed(0)
     model = Model()
     optimizer = torch.optim.AdamW(groups(model))
     engine, *_ = deepspeed.initialize(
-        model=model, optimizer=optimizer, config=deepspeed_config(stage, precision)
+        model=model, optimizer=optimizer, config=deepspeed_config(stage, precision, accumulated)
     )
     return engine
 
@@ -114,8 +118,54 @@ def train(engine: Any, first: int, last: int) -> list[float]:
     return losses
 
 
+def resume_deepspeed(path: Path, stage: int, precision: str, source_world: int) -> list[float]:
+    """The losses of the steps after the checkpoint, with the batches of `source_world` ranks."""
+    world = int(os.environ["WORLD_SIZE"])
+    engine = deepspeed_engine(stage, precision, source_world // world)
+    loaded, _ = engine.load_checkpoint(str(path))
+    assert loaded is not None, f"DeepSpeed did not load {path}"
+    losses = []
+    for step in range(STEPS, 2 * STEPS):
+        total = torch.zeros((), dtype=torch.float64)
+        for rank in range(dist.get_rank(), source_world, world):
+            loss = loss_of(engine, step, rank)
+            engine.backward(loss)
+            engine.step()
+            total += loss.detach().double()
+        dist.all_reduce(total)
+        losses.append(total.item() / source_world)
+    return losses
+
+
+def resume_fsdp2(path: Path, source_world: int) -> list[float]:
+    """The same with FSDP2."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    model, optimizer = fsdp2_model()
+    weights, states = get_state_dict(model, optimizer)
+    content = {"model": weights, "optim": states}
+    dcp.load(content, checkpoint_id=str(path))
+    set_state_dict(model, optimizer, model_state_dict=content["model"], optim_state_dict=content["optim"])
+    world, losses = dist.get_world_size(), []
+    mine = range(dist.get_rank(), source_world, world)
+    for step in range(STEPS, 2 * STEPS):
+        total = torch.zeros((), dtype=torch.float64)
+        for rank in mine:
+            loss = loss_of(model, step, rank)
+            (loss / len(mine)).backward()
+            total += loss.detach().double()
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.all_reduce(total)
+        losses.append(total.item() / source_world)
+    return losses
+
+
 def make_deepspeed(out: Path, stage: int, precision: str) -> None:
     engine = deepspeed_engine(stage, precision)
+    import deepspeed
+
     losses = train(engine, 0, STEPS)
     engine.save_checkpoint(str(out), tag=f"global_step{STEPS}", client_state={"seen": 24, "name": "client"})
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
@@ -226,7 +276,7 @@ def make_fsdp2(out: Path, naming: str) -> None:
         from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
         del weights["head.weight"]  # safetensors refuses tensors that share memory
-        mapping = {name: 1 for name in weights}
+        mapping = dict.fromkeys(weights, 1)
         dcp.save(
             weights,
             storage_writer=HuggingFaceStorageWriter(
@@ -259,5 +309,12 @@ if __name__ == "__main__":
         make_deepspeed(Path(target), int(arguments[0]), arguments[1])
     elif what == "fsdp2":
         make_fsdp2(Path(target), arguments[0])
+    elif what.startswith("resume-"):
+        if what == "resume-deepspeed":
+            resumed = resume_deepspeed(Path(target), int(arguments[0]), arguments[1], int(arguments[2]))
+        else:
+            resumed = resume_fsdp2(Path(target), int(arguments[0]))
+        if dist.get_rank() == 0:
+            print("RESUMED", json.dumps(resumed))
     else:
         make_accelerate(Path(target))

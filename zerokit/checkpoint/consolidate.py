@@ -100,10 +100,37 @@ def consolidate(
     `CheckpointError` if the source is damaged or no checkpoint, `like` is of another model, a value does not fit the
     dtype, or the output cannot be written; there is no output then, or it is as before.
     """
+    return write_weights(
+        open_source(source),
+        output,
+        dtype=dtype,
+        stream=stream,
+        max_shard_size=max_shard_size,
+        like=like,
+        force=force,
+        resume=resume,
+        jobs=jobs,
+        progress=progress,
+    )
+
+
+def write_weights(
+    checkpoint: Source,
+    output: str | os.PathLike[str],
+    *,
+    dtype: str | None,
+    stream: str,
+    max_shard_size: int | str,
+    like: str | os.PathLike[str] | None,
+    force: bool,
+    resume: bool,
+    jobs: int | None,
+    progress: Progress | None,
+) -> Path:
+    """Write the weights of any source. Arguments and errors as of `consolidate`."""
     if dtype is not None and dtype not in DTYPES:
         raise UsageError(f"dtype={dtype!r}: expected one of {', '.join(DTYPES)}")
     limit = parse_size(max_shard_size)
-    checkpoint = open_source(source)
     checkpoint.warn()
     target = Path(output)
     model = None if like is None else Path(like)

@@ -199,6 +199,11 @@ class Copier(Generic[K]):
             if self._batch_bytes >= BUFFER_BYTES or len(self._batch) >= _MOST_RUNS:
                 self._flush()
 
+    def drain(self) -> None:
+        """Wait until everything that was handed over so far is copied; `pieces` has its checksums then."""
+        self._flush()
+        self._follow(0)
+
     def release(self, file: OpenFile) -> None:
         """Close `file` when all that was handed over so far is done; a target is synced before."""
         self._flush()

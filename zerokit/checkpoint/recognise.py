@@ -25,6 +25,8 @@ _STEP_FILE = re.compile(
     rf"rank-\d{{5,}}-of-\d{{5,}}\.safetensors|{re.escape(COMMON_NAME)}|{re.escape(EXTRA_NAME)}|{SUPERSEDED_NAME}"
 )
 _WEIGHTS = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors")
+_DCP_FILE = re.compile(r"\.metadata|__\d+_\d+\.distcp")
+_DEEPSPEED_FILE = re.compile(r"(bf16_)?(zero_pp_rank_\d+_)?mp_rank_\d+_(model|optim)_states\.pt")
 _INDEX = "model.safetensors.index.json"
 
 
@@ -73,6 +75,27 @@ def foreign_to_weights(folder: Path, renewed: Collection[str]) -> str:
             return _named(entry)
     weights = any(_WEIGHTS.fullmatch(entry.name) for entry in _entries(folder))
     return "" if weights else "no weights of zerokit's"
+
+
+def foreign_to_dcp(folder: Path) -> str:
+    """Beside the files of one DCP checkpoint."""
+    return _foreign_to(folder, _DCP_FILE, "of DCP's")
+
+
+def foreign_to_deepspeed(folder: Path) -> str:
+    """Beside the files of one DeepSpeed checkpoint, or of a run with one tag."""
+    tags = [entry for entry in _entries(folder) if entry.is_dir(follow_symlinks=False)]
+    if len(tags) == 1 and (folder / "latest").is_file() and len(_entries(folder)) == 2:
+        folder = Path(tags[0].path)
+    return _foreign_to(folder, _DEEPSPEED_FILE, "of DeepSpeed's")
+
+
+def _foreign_to(folder: Path, own: re.Pattern[str], whose: str) -> str:
+    entries = _entries(folder)
+    for entry in entries:
+        if not (entry.is_file(follow_symlinks=False) and own.fullmatch(entry.name)):
+            return _named(entry)
+    return "" if entries else f"no file {whose}"
 
 
 def _consolidated(path: Path) -> bool:

@@ -174,10 +174,12 @@ def read(path: Path) -> ForeignCheckpoint:
     files = find_files(path)
     with reading(files.folder):
         run = path if files.folder != path else None
-        return ForeignCheckpoint(_Reader(files).describe(), run)
+        return ForeignCheckpoint(Reader(files).describe(), run)
 
 
-class _Reader:
+class Reader:
+    """A checkpoint's files, read; `deepspeed_writer` takes them as its template."""
+
     def __init__(self, files: Files) -> None:
         self.files = files
         self.paths = (*files.models, *files.optimizers)
@@ -186,9 +188,8 @@ class _Reader:
         self.blobs: dict[int, dict[Blob, None]] = {}
         models = [self._load(number) for number in range(len(files.models))]
         self.model = models[0]
-        self.optimizers = [
-            self._load(len(models) + rank)["optimizer_state_dict"] for rank in range(self.world)
-        ]
+        self.optimizer_files = [self._load(len(models) + rank) for rank in range(self.world)]
+        self.optimizers = [file["optimizer_state_dict"] for file in self.optimizer_files]
         self.stage = _stage(self.optimizers[0])
         self.dropped: list[str] = []
         self._check(models)
@@ -232,7 +233,7 @@ class _Reader:
 
     def describe(self) -> Description:
         model = self.model
-        shapes: list[dict[str, tuple[int, ...]]] = [dict(group) for group in model["param_shapes"]]
+        shapes = self.group_shapes()
         group_of = {name: number for number, group in enumerate(shapes) for name in group}
         frozen = {**(model.get("frozen_param_shapes") or {})}
         aliases: dict[str, list[str]] = {}
@@ -289,6 +290,18 @@ class _Reader:
             dropped=self.dropped,
             details=self,
         )
+
+    def group_shapes(self) -> list[dict[str, tuple[int, ...]]]:
+        """The shapes of every optimizer group's parameters. At stage 3 `param_shapes` has them by sub-group."""
+        listed: list[dict[str, tuple[int, ...]]] = [dict(shapes) for shapes in self.model["param_shapes"]]
+        if self.stage < 3:
+            return listed
+        whole = {name: shape for shapes in listed for name, shape in shapes.items()}
+        group_of = {number: g for g, options in enumerate(self.options()) for number in options["params"]}
+        groups: list[dict[str, tuple[int, ...]]] = [{} for _ in self.options()]
+        for number, members in self.sub_groups():
+            groups[group_of[number]].update({name: whole[name] for name, _ in members})
+        return groups
 
     def _number(self, rank: int) -> int:
         """The number of a rank's optimizer file."""
@@ -462,14 +475,15 @@ class _Reader:
             if kind in wide:
                 continue
             if isinstance(value, StoredTensor):
-                scalars[kind] = StoredScalar(value.dtype, value.shape, self._content(rank, value))
+                scalars[kind] = StoredScalar(value.dtype, value.shape, self.content(rank, value))
             elif type(value) in (int, float) and kind == "step":
                 scalars[kind] = StoredScalar("float32", (), struct.pack("<f", value))
             elif rank == 0:
                 self.dropped.append(f"state {kind} of group {number}")
         return scalars
 
-    def _content(self, rank: int, tensor: StoredTensor) -> bytes:
+    def content(self, rank: int, tensor: StoredTensor) -> bytes:
+        """The bytes of a small tensor of a rank's optimizer file, verified."""
         path = self.files.optimizers[rank]
         if not tensor.contiguous or tensor.numel > 1 << 16:
             raise CheckpointError(

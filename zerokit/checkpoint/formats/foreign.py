@@ -116,11 +116,8 @@ class ForeignCheckpoint(Source):
         self.format, self.path, self.run = described.format, described.path, run
         self.manifest_crc = described.identity
         self.described = described
-        self.notes = (
-            [f"{described.path}: not carried over: {', '.join(described.dropped)}"]
-            if described.dropped
-            else []
-        )
+        dropped = ", ".join(described.dropped)
+        self.notes = (f"{described.path}: not carried over: {dropped}",) if dropped else ()
         self._check()
         weights_only = described.groups is None
         layout = build_layout(

@@ -1,4 +1,4 @@
-"""A pickle as plain data: no class is imported and no function is called, whatever the pickle asks for.
+"""A pickle as plain data, and back: no class is imported and no function is called, whatever the pickle asks for.
 
 What a pickle builds from a class or a function becomes an inert `Record`, which names it and holds what it was given.
 Readers take the records that they know apart; all others are only carried. The stack machine is our own, because
@@ -19,8 +19,22 @@ MAX_PICKLE_BYTES = 1 << 28
 """The largest pickle that is read: it is held in memory several times over."""
 
 _MAX_DEPTH_OF_KEY = 1
+_ORDERED = "collections.OrderedDict"
+_SIZE = "torch.Size"
+_BYTES = "_codecs.encode"
+"""How protocol 2 writes bytes: as text of the code points 0 to 255, and a call that encodes it."""
+
+
+class Ordered(dict[Any, Any]):
+    """What was an `OrderedDict`, so that it is written as one."""
+
+
+class Size(tuple[Any, ...]):
+    """What was a `torch.Size`, so that it is written as one."""
+
+
 _BUILTINS: dict[str, Callable[[], Any]] = {
-    "collections.OrderedDict": dict,
+    _ORDERED: Ordered,
     "builtins.dict": dict,
     "builtins.list": list,
     "builtins.set": list,
@@ -38,13 +52,17 @@ class Name:
 
 @dataclass(eq=False, slots=True)
 class Record:
-    """What a class or function called `name` would have made of `args`, then of `state`, `items` and `pairs`."""
+    """What a class or function called `name` would have made of `args`, then of `state`, `items` and `pairs`.
+
+    `new`: its `__new__` would have been called, not the class or function itself.
+    """
 
     name: str
     args: tuple[Any, ...] = ()
     state: Any = None
     items: list[Any] = field(default_factory=list)
     pairs: dict[Any, Any] = field(default_factory=dict)
+    new: bool = False
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -128,11 +146,12 @@ class _Machine:
             del self._stack[-count:]
         self._stack.append(taken)
 
-    def _call(self, name: Any, args: Any) -> None:
+    def _call(self, name: Any, args: Any, *, new: bool = False) -> None:
         if not isinstance(name, Name) or not isinstance(args, tuple):
             raise ValueError(f"{type(name).__name__} is called with {type(args).__name__}")
-        if name.text in ("torch.Size", "builtins.tuple"):
-            self._stack.append(tuple(args[0]) if args else ())
+        if name.text in (_SIZE, "builtins.tuple"):
+            kind = Size if name.text == _SIZE else tuple
+            self._stack.append(kind(_typed(args[0], (list, tuple)) if args else ()))
         elif name.text in _BUILTINS and len(args) <= 1:
             made = _BUILTINS[name.text]()
             if args and isinstance(made, dict):
@@ -142,10 +161,10 @@ class _Machine:
             elif args:
                 made.extend(_typed(args[0], (list, tuple)))
             self._stack.append(made)
-        elif name.text == "_codecs.encode" and len(args) == 2 and isinstance(args[0], str):
-            self._stack.append(args[0].encode("latin-1"))  # how protocol 2 writes bytes
+        elif name.text == _BYTES and len(args) == 2 and isinstance(args[0], str):
+            self._stack.append(args[0].encode("latin-1"))
         else:
-            self._stack.append(Record(name.text, args))
+            self._stack.append(Record(name.text, args, new=new))
 
     # One method an opcode or family of opcodes, in the order of the table below.
 
@@ -195,6 +214,10 @@ class _Machine:
     def _reduce(self) -> None:
         args, name = self._stack.pop(), self._stack.pop()
         self._call(name, args)
+
+    def _new(self) -> None:
+        args, name = self._stack.pop(), self._stack.pop()
+        self._call(name, args, new=True)
 
     def _new_with_keywords(self) -> None:
         keywords, args, name = self._stack.pop(), self._stack.pop(), self._stack.pop()
@@ -275,8 +298,89 @@ _OPERATIONS: dict[int, Callable[[_Machine], Any]] = {
     ord("c"): lambda m: m._global(),
     0x93: lambda m: m._stack_global(),
     ord("R"): lambda m: m._reduce(),
-    0x81: lambda m: m._reduce(),  # NEWOBJ
+    0x81: lambda m: m._new(),
     0x92: lambda m: m._new_with_keywords(),
     ord("b"): lambda m: m._build(),
     ord("Q"): lambda m: m._push(Persistent(m._stack.pop())),
 }
+
+
+def to_pickle(value: Any) -> bytes:
+    """The pickle (protocol 2) of plain data, `Name`, `Record` and `Persistent`: `parse_pickle` gives it back.
+
+    Shared parts are written as often as they are met. Raises `TypeError` for any other type.
+    """
+    out = bytearray(b"\x80\x02")
+    _write(value, out)
+    return bytes(out + b".")
+
+
+def _write(value: Any, out: bytearray) -> None:
+    kind = type(value)
+    if value is None or kind is bool:
+        out += b"N" if value is None else b"\x88" if value else b"\x89"
+    elif kind is int:
+        if -(1 << 31) <= value < 1 << 31:
+            out += b"J" + struct.pack("<i", value)
+        else:
+            content = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+            out += b"\x8a" + bytes([len(content)]) + content
+    elif kind is float:
+        out += b"G" + struct.pack(">d", value)
+    elif kind is str:
+        content = value.encode("utf-8", "surrogatepass")
+        out += b"X" + struct.pack("<I", len(content)) + content
+    elif kind is bytes:
+        _write(Record(_BYTES, (value.decode("latin-1"), "latin1")), out)
+    elif kind is Name:
+        module, _, name = value.text.rpartition(".")
+        out += f"c{module}\n{name}\n".encode()
+    elif kind is Persistent:
+        _write(value.identity, out)
+        out += b"Q"
+    elif kind is Size:
+        _write(Record(_SIZE, (tuple(value),)), out)
+    elif kind is tuple:
+        if value:
+            out += b"("
+            for part in value:
+                _write(part, out)
+        out += b"t" if value else b")"
+    elif kind is list:
+        out += b"]"
+        _write_items(value, out)
+    elif kind is dict:
+        out += b"}"
+        _write_pairs(value, out)
+    elif kind is Ordered:
+        _write(Name(_ORDERED), out)
+        out += b")R"
+        _write_pairs(value, out)
+    elif kind is Record:
+        _write(Name(value.name), out)
+        _write(value.args, out)
+        out += b"\x81" if value.new else b"R"
+        _write_items(value.items, out)
+        _write_pairs(value.pairs, out)
+        if value.state is not None:
+            _write(value.state, out)
+            out += b"b"
+    else:
+        raise TypeError(f"{kind.__name__} is not written into a pickle")
+
+
+def _write_items(items: list[Any], out: bytearray) -> None:
+    if items:
+        out += b"("
+        for part in items:
+            _write(part, out)
+        out += b"e"
+
+
+def _write_pairs(pairs: dict[Any, Any], out: bytearray) -> None:
+    if pairs:
+        out += b"("
+        for key, part in pairs.items():
+            _write(key, out)
+            _write(part, out)
+        out += b"u"

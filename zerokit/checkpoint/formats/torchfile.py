@@ -27,7 +27,7 @@ from zerokit.checkpoint.formats.pickles import (
 )
 from zerokit.errors import CheckpointError
 
-_STORAGES = {
+STORAGES = {
     "DoubleStorage": "float64",
     "FloatStorage": "float32",
     "HalfStorage": "float16",
@@ -195,14 +195,14 @@ def _resolved(root: Any, entries: Mapping[str, Blob], prefix: str, path: Path) -
                 value.items = [resolve(part, depth + 1) for part in value.items]
                 value.pairs = {key: resolve(part, depth + 1) for key, part in value.pairs.items()}
         elif isinstance(value, dict):
-            seen[id(value)] = resolved = {}
+            seen[id(value)] = resolved = type(value)()
             for key, part in value.items():
                 resolved[key] = resolve(part, depth + 1)
         elif isinstance(value, list):
             seen[id(value)] = resolved = []
             resolved.extend(resolve(part, depth + 1) for part in value)
         else:
-            resolved = tuple(resolve(part, depth + 1) for part in value)
+            resolved = type(value)(resolve(part, depth + 1) for part in value)
         seen[id(value)] = resolved
         return resolved
 
@@ -220,9 +220,9 @@ def _tensor(args: Sequence[Any], entries: Mapping[str, Blob], prefix: str, path:
     if kind != "storage" or not isinstance(storage_type, Name):
         raise ValueError(f"its storage is {str(kind)[:60]!r}")
     name = storage_type.text.rpartition(".")[2]
-    if name not in _STORAGES:
+    if name not in STORAGES:
         raise ValueError(f"{name[:60]} is of a dtype that safetensors cannot hold")
-    dtype = _STORAGES[name]
+    dtype = STORAGES[name]
     if len(args) > 6 and isinstance(args[6], Name):  # of an untyped storage
         dtype = args[6].text.removeprefix("torch.")
         if dtype not in ELEMENT_BYTES:

@@ -1,0 +1,213 @@
+"""A checkpoint as one of torch.distributed.checkpoint, which `dcp.load` takes into an FSDP2 model of any world size.
+
+Names are those of torch's own tutorial: `model.NAME`, `optim.state.NAME.KIND` and `optim.param_groups.I.OPTION`, so
+that `{"model": …, "optim": …}` of `get_state_dict` loads it. Every tensor is cut along its first dimension as FSDP2
+cuts it, rank by rank; tied names share their bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from zerokit.checkpoint.conversion import Work
+from zerokit.checkpoint.copying import Copier, Progress
+from zerokit.checkpoint.disk import opened, read_exactly, write_file
+from zerokit.checkpoint.extents import ELEMENT_BYTES
+from zerokit.checkpoint.formats.dcp import METADATA
+from zerokit.checkpoint.formats.foreign import plain_value
+from zerokit.checkpoint.formats.pickles import Name, Record, Size, to_pickle
+from zerokit.checkpoint.formats.torchwriter import (
+    NewStorage,
+    NewTensor,
+    Part,
+    TorchFile,
+    plan_torch_file,
+    row_major,
+)
+from zerokit.checkpoint.manifest import WEIGHT_KINDS
+from zerokit.checkpoint.plan import Key
+from zerokit.checkpoint.slices import check_copied
+from zerokit.checkpoint.source import Source
+from zerokit.layout import Interval
+
+_MODULE = "torch.distributed.checkpoint.metadata"
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    offsets: tuple[int, ...]
+    tensor: NewTensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """What is called `names`, each with its path in the state dict: chunks of a tensor by rank, or a value."""
+
+    names: Mapping[str, tuple[Any, ...]]
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    chunks: Sequence[tuple[int, _Chunk]] = ()
+    value: Any = None
+
+
+@dataclass(slots=True)
+class _Metadata:
+    state: dict[str, Record] = field(default_factory=dict)
+    paths: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    storage: dict[Record, Record] = field(default_factory=dict)
+
+    def add(self, item: _Item, places: Sequence[tuple[str, TorchFile]]) -> None:
+        for name, path in item.names.items():
+            self.paths[name] = path
+            if not item.dtype:
+                self.state[name] = _new(f"{_MODULE}.BytesStorageMetadata", {})
+                self._store({"fqn": name}, places[0])
+                continue
+            chunks = [
+                _new(
+                    f"{_MODULE}.ChunkStorageMetadata",
+                    {"offsets": Size(c.offsets), "sizes": Size(c.tensor.shape)},
+                )
+                for _, c in item.chunks
+            ]
+            properties = (
+                Name(f"torch.{item.dtype}"),
+                Record("torch.serialization._get_layout", ("torch.strided",)),
+                False,
+                Record(f"{_MODULE}._MEM_FORMAT_ENCODING", (0,)),
+                False,
+            )
+            fields = {
+                "properties": Record(f"{_MODULE}.TensorProperties", (), properties, new=True),
+                "size": Size(item.shape),
+                "chunks": chunks,
+            }
+            self.state[name] = _new(f"{_MODULE}.TensorStorageMetadata", fields)
+            for index, ((_, chunk), place) in enumerate(zip(item.chunks, places, strict=True)):
+                self._store({"fqn": name, "offset": Size(chunk.offsets), "index": index}, place)
+
+    def _store(self, index: dict[str, Any], place: tuple[str, TorchFile]) -> None:
+        name, file = place
+        info = {"relative_path": name, "offset": file.base, "length": file.size}
+        self.storage[_new(f"{_MODULE}.MetadataIndex", index)] = _new(
+            "torch.distributed.checkpoint.filesystem._StorageInfo", info
+        )
+
+    def to_bytes(self) -> bytes:
+        fields = {
+            "state_dict_metadata": self.state,
+            "planner_data": self.paths,
+            "storage_data": self.storage,
+            "storage_meta": None,
+            "version": "1.0.0",
+        }
+        return to_pickle(_new(f"{_MODULE}.Metadata", fields))
+
+
+def _new(name: str, state: dict[str, Any]) -> Record:
+    return Record(name, (), state, new=True)
+
+
+def write_dcp(source: Source, world: int, work: Work, *, jobs: int | None, progress: Progress | None) -> None:
+    """Write `source` for `world` ranks into the directory of `work`. Raises `CheckpointError`."""
+    metadata = _Metadata()
+    files: list[list[TorchFile]] = [[] for _ in range(world)]
+    ends = [0] * world
+    for item in _items(source, world):
+        places = []
+        contents = [(rank, chunk.tensor) for rank, chunk in item.chunks] if item.dtype else [(0, item.value)]
+        for rank, content in contents:
+            file = plan_torch_file(content, "archive", ends[rank])
+            files[rank].append(file)
+            ends[rank] = file.base + file.size
+            places.append((f"__{rank}_0.distcp", file))
+        metadata.add(item, places)
+    with Copier[Key](
+        jobs=jobs, total=source.data_size, progress=progress, synced=work.journal.note
+    ) as copier:
+        copier.take_over(work.pieces)
+        for rank, (size, parts) in enumerate(zip(ends, files, strict=True)):
+            path = work.path / f"__{rank}_0.distcp"
+            if work.has(path, size):
+                continue
+            target = copier.target(path, size)
+            for part in parts:
+                part.copy(source, copier, target)
+            copier.drain()
+            for part in parts:
+                part.finish(source, copier.pieces, target)
+            copier.release(target)
+    check_copied(source, copier.pieces)
+    write_file(work.path / METADATA, metadata.to_bytes())
+
+
+def _items(source: Source, world: int) -> Iterator[_Item]:
+    line = source.layout.line
+    for number, stream in enumerate(source.streams):
+        for position in stream.parameters:
+            parameter = line[position]
+            names: dict[str, tuple[Any, ...]] = {}
+            for name in (parameter.name, *parameter.aliases):
+                if stream.kind in WEIGHT_KINDS:
+                    names[f"model.{name}"] = ("model", name)
+                elif name == parameter.name:
+                    names[f"optim.state.{name}.{stream.kind}"] = ("optim", "state", name, stream.kind)
+            chunks = tuple(_chunks(number, stream.dtype, parameter.name, parameter.shape, world))
+            yield _Item(names, stream.dtype, parameter.shape, chunks)
+    for name, buffer in source.buffers.items():
+        content = bytearray(buffer.size)
+        with opened(buffer.path) as fd:
+            read_exactly(fd, [content], buffer.offset, buffer.path)
+        yield _small({f"model.{name}": ("model", name)}, buffer.dtype, buffer.shape, bytes(content))
+    if not source.weights_only:
+        yield from _states(source)
+    yield _Item({"step": ("step",)}, value=source.step)
+
+
+def _states(source: Source) -> Iterator[_Item]:
+    """Step counts, other states and the groups' options."""
+    line, extra = source.layout.line, source.extra()
+    for scalar in source.manifest.scalars:
+        dtype, _, content = source.common_tensor(f"optimizer/{scalar.kind}")
+        size = math.prod(scalar.shape) * ELEMENT_BYTES[dtype]
+        for row, position in enumerate(scalar.parameters):
+            name = line[position].name
+            names = {f"optim.state.{name}.{scalar.kind}": ("optim", "state", name, scalar.kind)}
+            yield _small(names, dtype, scalar.shape, bytes(content[row * size : (row + 1) * size]))
+    for kind, by_name in extra["values"].items():
+        for name, value in by_name.items():
+            yield _Item({f"optim.state.{name}.{kind}": ("optim", "state", name, kind)}, value=value)
+    for number, options in enumerate(extra["groups"]):
+        members = [p.name for p in line if p.trainable and p.group == number]
+        for option, value in (plain_value(options, "", []) | {"params": members}).items():
+            path = ("optim", "param_groups", number, option)
+            yield _Item({".".join(map(str, path)): path}, value=value)
+    own = plain_value(extra["user"], "extra", [])
+    if isinstance(own, dict) and own:
+        yield _Item({"extra": ("extra",)}, value=own)
+
+
+def _small(names: Mapping[str, tuple[Any, ...]], dtype: str, shape: tuple[int, ...], content: bytes) -> _Item:
+    """A tensor that rank 0 has whole."""
+    tensor = NewTensor(NewStorage(dtype, len(content), content=content), shape, row_major(shape))
+    return _Item(names, dtype, shape, ((0, _Chunk((0,) * len(shape), tensor)),))
+
+
+def _chunks(
+    stream: int, dtype: str, name: str, shape: tuple[int, ...], world: int
+) -> Iterator[tuple[int, _Chunk]]:
+    """Each rank's rows of a parameter: as many as fit on all, the last ranks fewer or none, as `torch.chunk` cuts."""
+    rows = shape[0] if shape else 1
+    row = math.prod(shape[1:])
+    each = max(1, -(-rows // world))
+    for rank in range(max(1, -(-rows // each))):
+        start, stop = rank * each, min(rows, (rank + 1) * each)
+        interval = Interval(start * row, stop * row)
+        sizes = (stop - start, *shape[1:]) if shape else ()
+        parts = [Part(stream, name, interval, 0)] if interval.numel else []
+        storage = NewStorage(dtype, interval.numel * ELEMENT_BYTES[dtype], parts)
+        offsets = (start,) + (0,) * (len(shape) - 1) if shape else ()
+        yield rank, _Chunk(offsets, NewTensor(storage, sizes, row_major(sizes)))

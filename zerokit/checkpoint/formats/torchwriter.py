@@ -1,0 +1,287 @@
+"""Files of `torch.save`, written without torch: a pickle beside storages that are copied, not decoded.
+
+A file's size and every offset follow from its contents, so storages are copied to their places by a `Copier`. Their
+checksums are known when that is done, and then the zip's headers and its directory are written around them.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from zerokit.checkpoint.checksum import Piece, combine, crc32
+from zerokit.checkpoint.copying import Copier, OpenFile
+from zerokit.checkpoint.disk import write_exactly
+from zerokit.checkpoint.extents import ELEMENT_BYTES
+from zerokit.checkpoint.formats.pickles import Name, Persistent, Record, to_pickle
+from zerokit.checkpoint.formats.torchfile import STORAGES, Blob, StoredTensor
+from zerokit.checkpoint.plan import Key, PieceKey
+from zerokit.checkpoint.slices import Want, copy_elements
+from zerokit.checkpoint.source import Source
+from zerokit.layout import Interval
+
+ALIGNMENT = 64
+"""Bytes. Storages begin at multiples of it, as torch writes them."""
+
+_LOCAL = struct.Struct("<4s5H3I2H")
+_CENTRAL = struct.Struct("<4s6H3I5H2I")
+_END = struct.Struct("<4s4H2IH")
+_END64 = struct.Struct("<4sQ2H2I4Q")
+_LOCATOR64 = struct.Struct("<4sIQI")
+_MOST_32 = 0xFFFFFFFF
+_STORAGE_OF = {dtype: name for name, dtype in STORAGES.items() if name != "UntypedStorage"}
+_ZEROS = bytes(1 << 16)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Elements of one of the source's streams, at byte `offset` of a storage."""
+
+    stream: int
+    name: str
+    interval: Interval
+    offset: int
+
+
+@dataclass(eq=False, slots=True)
+class NewStorage:
+    """A storage of `size` bytes: `parts` of streams, bytes of the file `blob` of the source, or `content`.
+
+    What no part fills is zeros.
+    """
+
+    dtype: str
+    size: int
+    parts: Sequence[Part] = ()
+    blob: tuple[int, Blob] | None = None
+    content: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NewTensor:
+    """A tensor in a file to be written, `start` elements behind its storage's first."""
+
+    storage: NewStorage
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    start: int = 0
+
+
+@dataclass(slots=True)
+class _Entry:
+    name: str
+    size: int
+    storage: NewStorage | None = None
+    content: bytes = b""
+    header_offset: int = 0
+    data_offset: int = 0
+
+
+@dataclass(slots=True)
+class TorchFile:
+    """A file to be written from byte `base` of a file on; `size` in bytes."""
+
+    entries: list[_Entry]
+    base: int
+    size: int
+
+    def copy(self, source: Source, copier: Copier[Key], target: OpenFile) -> None:
+        """Hand over every storage's bytes."""
+        for entry in self.entries:
+            storage = entry.storage
+            if storage is None:
+                write_exactly(target.fd, [entry.content], entry.data_offset, target.path)
+            elif storage.content is not None:
+                write_exactly(target.fd, [storage.content], entry.data_offset, target.path)
+            elif storage.blob is not None:
+                number, blob = storage.blob
+                opened_file = copier.source(source.file_path(number), source.open_file(number))
+                copier.copy(
+                    _key(number, blob), blob.size, opened_file, blob.offset, target, entry.data_offset
+                )
+                copier.release(opened_file)
+            else:
+                wants = (
+                    Want(
+                        part.stream,
+                        source.layout.positions[part.name],
+                        part.name,
+                        part.interval,
+                        entry.data_offset + part.offset,
+                    )
+                    for part in storage.parts
+                )
+                copy_elements(source, copier, wants, target)
+
+    def finish(self, source: Source, pieces: Mapping[Key, Piece], target: OpenFile) -> None:
+        """Write the zip's headers and its directory, once all is copied: `pieces` are what was read."""
+        directory = bytearray()
+        for entry in self.entries:
+            crc = _crc(entry, source, pieces)
+            local, central = _headers(entry, crc, self.base)
+            write_exactly(target.fd, [local], entry.header_offset, target.path)
+            directory += central
+        start = self.entries[-1].data_offset + self.entries[-1].size
+        tail = bytes(directory) + _end(len(self.entries), len(directory), start - self.base)
+        write_exactly(target.fd, [tail], start, target.path)
+
+
+def plan_torch_file(value: Any, name: str, base: int = 0) -> TorchFile:
+    """Lay out a file that holds `value`, whose tensors are `NewTensor`s, from byte `base` of a file on."""
+    storages: dict[int, tuple[str, NewStorage]] = {}
+
+    def replaced(part: Any) -> Any:
+        if isinstance(part, NewTensor):
+            key, storage = storages.setdefault(id(part.storage), (str(len(storages)), part.storage))
+            numel = storage.size // ELEMENT_BYTES[storage.dtype]
+            kind = Name(f"torch.{_STORAGE_OF[storage.dtype]}")
+            identity = Persistent(("storage", kind, key, "cpu", numel))
+            hooks = Record("collections.OrderedDict")
+            args = (identity, part.start, part.shape, part.stride, False, hooks)
+            return Record("torch._utils._rebuild_tensor_v2", args)
+        if isinstance(part, dict):
+            return type(part)({key: replaced(inner) for key, inner in part.items()})
+        if isinstance(part, (list, tuple)):
+            return type(part)(replaced(inner) for inner in part)
+        if isinstance(part, Record):
+            return Record(
+                part.name,
+                tuple(replaced(inner) for inner in part.args),
+                replaced(part.state),
+                [replaced(inner) for inner in part.items],
+                {key: replaced(inner) for key, inner in part.pairs.items()},
+                part.new,
+            )
+        return part
+
+    pickle = to_pickle(replaced(value))
+    entries = [
+        _Entry(f"{name}/data.pkl", len(pickle), content=pickle),
+        _Entry(f"{name}/byteorder", 6, content=b"little"),
+        *(_Entry(f"{name}/data/{key}", storage.size, storage) for key, storage in storages.values()),
+        _Entry(f"{name}/version", 2, content=b"3\n"),
+    ]
+    position = base
+    for entry in entries:
+        entry.header_offset = position
+        end = position + _LOCAL.size + len(entry.name) + _extra_bytes(entry)
+        entry.data_offset = base + -(-(end - base) // ALIGNMENT) * ALIGNMENT
+        position = entry.data_offset + entry.size
+    # The directory's size does not depend on checksums.
+    directory = sum(len(_headers(entry, 0, base)[1]) for entry in entries)
+    return TorchFile(
+        entries, base, position + directory + len(_end(len(entries), directory, position - base)) - base
+    )
+
+
+def copied(tensor: StoredTensor, file: int, storages: dict[tuple[int, Blob], NewStorage]) -> NewTensor:
+    """A tensor of a source's file as it is; tensors that share a storage there share one again."""
+    storage = storages.setdefault(
+        (file, tensor.blob), NewStorage(tensor.dtype, tensor.blob.size, blob=(file, tensor.blob))
+    )
+    return NewTensor(storage, tensor.shape, tensor.stride, tensor.start)
+
+
+def flat(dtype: str, numel: int, parts: Sequence[Part]) -> NewTensor:
+    """A tensor [numel] with a storage of its own."""
+    return NewTensor(NewStorage(dtype, numel * ELEMENT_BYTES[dtype], parts), (numel,), (1,))
+
+
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def _key(number: int, blob: Blob) -> str:
+    return f"{number}@{blob.offset}"
+
+
+def _crc(entry: _Entry, source: Source, pieces: Mapping[Key, Piece]) -> int:
+    storage = entry.storage
+    if storage is None:
+        return crc32(entry.content)
+    if storage.content is not None:
+        return crc32(storage.content)
+    if storage.blob is not None:
+        number, blob = storage.blob
+        return pieces[_key(number, blob)].crc if blob.size else 0
+    return combine(_storage_pieces(storage, source, pieces)).crc
+
+
+def _storage_pieces(storage: NewStorage, source: Source, pieces: Mapping[Key, Piece]) -> Iterator[Piece]:
+    """What a storage consists of, in order, zeros between its parts included."""
+    end = 0
+    for part in sorted(storage.parts, key=lambda part: part.offset):
+        yield from _zeros(part.offset - end)
+        end = part.offset
+        position = source.layout.positions[part.name]
+        for stretch in source.locate(part.stream, part.name, part.interval):
+            piece = pieces[PieceKey(part.stream, position, stretch.file, stretch.interval.start)]
+            yield piece
+            end += piece.size
+    yield from _zeros(storage.size - end)
+
+
+def _zeros(size: int) -> Iterator[Piece]:
+    while size > 0:
+        part = min(size, len(_ZEROS))
+        yield Piece(crc32(memoryview(_ZEROS)[:part]), part)
+        size -= part
+
+
+def _extra_bytes(entry: _Entry) -> int:
+    """Bytes of a local header's extra field without alignment: sizes over 4 GiB have one of their own."""
+    return 4 + (20 if entry.size >= _MOST_32 else 0)
+
+
+def _headers(entry: _Entry, crc: int, base: int) -> tuple[bytes, bytes]:
+    """An entry's local header, up to its data, and its entry of the directory."""
+    name = entry.name.encode()
+    large = entry.size >= _MOST_32
+    offset = entry.header_offset - base
+    size = _MOST_32 if large else entry.size
+    extra = struct.pack("<HHQQ", 1, 16, entry.size, entry.size) if large else b""
+    room = entry.data_offset - entry.header_offset - _LOCAL.size - len(name) - len(extra)
+    padding = b"FB" + struct.pack("<H", room - 4) + b"Z" * (room - 4)  # as torch pads to an alignment
+    version = 45 if large else 20
+    local = _LOCAL.pack(
+        b"PK\x03\x04", version, 0, 0, 0, 0x21, crc, size, size, len(name), len(extra) + len(padding)
+    )
+    far = offset >= _MOST_32
+    numbers = ([entry.size, entry.size] if large else []) + ([offset] if far else [])
+    wide = struct.pack(f"<HH{len(numbers)}Q", 1, 8 * len(numbers), *numbers) if numbers else b""
+    central = _CENTRAL.pack(
+        b"PK\x01\x02",
+        version,
+        version,
+        0,
+        0,
+        0,
+        0x21,
+        crc,
+        size,
+        size,
+        len(name),
+        len(wide),
+        0,
+        0,
+        0,
+        0,
+        _MOST_32 if far else offset,
+    )
+    return local + name + extra + padding, central + name + wide
+
+
+def _end(count: int, size: int, offset: int) -> bytes:
+    """The end of the directory; in its 64-bit form too, which torch's reader takes at any size."""
+    end64 = _END64.pack(b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, size, offset)
+    locator = _LOCATOR64.pack(b"PK\x06\x07", 0, offset + size, 1)
+    few, small, near = min(count, 0xFFFF), min(size, _MOST_32), min(offset, _MOST_32)
+    return end64 + locator + _END.pack(b"PK\x05\x06", 0, 0, few, few, small, near, 0)
