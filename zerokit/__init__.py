@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from zerokit.checkpoint.consolidate import consolidate
     from zerokit.checkpoint.diff import diff
+    from zerokit.checkpoint.formats.convert import convert
     from zerokit.checkpoint.inspect import inspect
     from zerokit.checkpoint.load import load
     from zerokit.checkpoint.prune import prune
@@ -53,6 +54,7 @@ __all__ = [
     "__version__",
     "check_run",
     "consolidate",
+    "convert",
     "diff",
     "inspect",
     "list_steps",
@@ -69,6 +71,7 @@ _HOMES = {
     ),
     **dict.fromkeys(("Ema", "StopSignal"), "zerokit.training"),
     "Checkpoint": "zerokit.checkpoint.reader",
+    "convert": "zerokit.checkpoint.formats.convert",
     **dict.fromkeys(("check_run", "list_steps"), "zerokit.checkpoint.run"),
     **{
         name: f"zerokit.checkpoint.{name}"

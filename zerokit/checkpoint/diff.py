@@ -11,9 +11,10 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TypeVar
 
-from zerokit.checkpoint.checksum import Piece, combine, crc32
+from zerokit.checkpoint.checksum import Piece, crc32
+from zerokit.checkpoint.formats import open_source
 from zerokit.checkpoint.manifest import WEIGHT_KINDS, File
-from zerokit.checkpoint.reader import Checkpoint
+from zerokit.checkpoint.source import Source
 from zerokit.checkpoint.strict import canonical
 from zerokit.errors import CheckpointError
 from zerokit.layout import Parameter
@@ -76,11 +77,11 @@ def diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Comparison:
     """Compare the states of two checkpoints; each path is a step's, or a run's, whose `latest` is followed.
 
     Streams are compared by parameter, by their checksums; `common` and `extra.json`, which are small, are read where
-    their checksums differ. Where one side holds weights only that is one difference, and what both hold, that is
-    parameters, buffers and what `save` was given, is compared. Raises `CheckpointError` for a path that holds none, or
-    a damaged one.
+    their checksums differ. Checkpoints of other frameworks, which state no checksums of parameters, are read. Where one
+    side holds weights only that is one difference, and what both hold, that is parameters, buffers and what `save` was
+    given, is compared. Raises `CheckpointError` for a path that holds none, or a damaged one.
     """
-    left, right = Checkpoint(a), Checkpoint(b)
+    left, right = open_source(a), open_source(b)
     changes: list[Difference] = []
     if left.step != right.step:
         changes.append(Difference("checkpoint", "step", str(left.step), str(right.step)))
@@ -98,9 +99,12 @@ def diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Comparison:
         changes += _compare(kind, ours, theirs, _describe_whole)
     common, extra = partial(_common, weights=mixed), partial(_extra, weights=mixed)
     unread = []
+    (our_common, our_extra), (their_common, their_extra) = (
+        [file for file, _ in side.whole_files()] for side in (left, right)
+    )
     for stream, ours_of, theirs_of, read in (
-        ("common", left.manifest.common, right.manifest.common, common),
-        ("extra", left.manifest.extra, right.manifest.extra, extra),
+        ("common", our_common, their_common, common),
+        ("extra", our_extra, their_extra, extra),
     ):
         try:
             changes += _files(left, right, stream, ours_of, theirs_of, read)
@@ -119,26 +123,20 @@ class _Whole:
     piece: Piece
 
 
-def _whole(checkpoint: Checkpoint, kind: str) -> dict[str, _Whole]:
-    wholes = {}
-    for number, stream in enumerate(checkpoint.streams):
-        if stream.kind != kind:
-            continue
-        for name, slices in checkpoint.slice_checksums(number).items():
-            cuts = checkpoint.layout.cuts(name)
-            pieces = (
-                Piece(crc, cut.numel * stream.element_bytes)
-                for (_, crc), (_, cut) in zip(slices, cuts, strict=True)
-            )
-            wholes[name] = _Whole(stream.dtype, checkpoint.shapes[name], combine(pieces))
-    return wholes
+def _whole(checkpoint: Source, kind: str) -> dict[str, _Whole]:
+    return {
+        name: _Whole(stream.dtype, checkpoint.shapes[name], piece)
+        for number, stream in enumerate(checkpoint.streams)
+        if stream.kind == kind
+        for name, piece in checkpoint.checksums(number)
+    }
 
 
 def _describe_whole(whole: _Whole) -> str:
     return f"{whole.dtype} {list(whole.shape)} {whole.piece.crc:08x}"
 
 
-def _parameters(checkpoint: Checkpoint) -> dict[str, Parameter]:
+def _parameters(checkpoint: Source) -> dict[str, Parameter]:
     return {parameter.name: parameter for parameter in checkpoint.layout.parameters}
 
 
@@ -160,12 +158,12 @@ def _compare(
 
 
 def _files(
-    left: Checkpoint,
-    right: Checkpoint,
+    left: Source,
+    right: Source,
     stream: str,
     ours: File,
     theirs: File,
-    read: Callable[[Checkpoint], Mapping[str, str]],
+    read: Callable[[Source], Mapping[str, str]],
 ) -> Iterator[Difference]:
     if (ours.crc, ours.size) != (theirs.crc, theirs.size):
         yield from _compare(
@@ -173,7 +171,7 @@ def _files(
         )  # nothing, if only the order of members differs
 
 
-def _common(checkpoint: Checkpoint, *, weights: bool) -> dict[str, str]:
+def _common(checkpoint: Source, *, weights: bool) -> dict[str, str]:
     """Descriptions by name; with `weights`, only of what a checkpoint of weights has."""
     tensors = {}
     for name in checkpoint.common_names:
@@ -184,7 +182,7 @@ def _common(checkpoint: Checkpoint, *, weights: bool) -> dict[str, str]:
     return tensors
 
 
-def _extra(checkpoint: Checkpoint, *, weights: bool) -> dict[str, str]:
+def _extra(checkpoint: Source, *, weights: bool) -> dict[str, str]:
     plain = checkpoint.extra_plain()
     return {
         name: canonical(value)
@@ -193,11 +191,11 @@ def _extra(checkpoint: Checkpoint, *, weights: bool) -> dict[str, str]:
     }
 
 
-def _describe_content(checkpoint: Checkpoint) -> str:
+def _describe_content(checkpoint: Source) -> str:
     return "weights only" if checkpoint.weights_only else "a whole state"
 
 
-def _layouts(left: Checkpoint, right: Checkpoint) -> Iterator[str]:
+def _layouts(left: Source, right: Source) -> Iterator[str]:
     if left.world != right.world:
         yield f"world size {left.world} and {right.world}"
     ours, theirs = left.layout, right.layout

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from zerokit import files
-from zerokit.checkpoint.reader import Checkpoint
+from zerokit.checkpoint.formats import open_source
 from zerokit.checkpoint.run import Latest, committed, read_latest, read_sound, superseded
 from zerokit.checkpoint.staging import Leftover, leftovers
 from zerokit.errors import CheckpointError
@@ -113,6 +113,7 @@ class Summary:
     files: tuple[FileSummary, ...]
     run: RunSummary | None = None
     notes: tuple[str, ...] = ()
+    format: str = "zerokit"
 
     def plain(self) -> dict[str, object]:
         """As JSON data."""
@@ -126,7 +127,7 @@ def inspect(path: str | os.PathLike[str]) -> Summary:
     No stream is read or verified: `verify` does that; a step counts as damaged by its manifest, or by files that are
     missing or too short. Raises `CheckpointError` where the manifest or `common` is damaged.
     """
-    checkpoint = Checkpoint(path)
+    checkpoint = open_source(path)
     manifest, layout = checkpoint.manifest, checkpoint.layout
     line = list(layout.parameters)
     kinds: list[list[str]] = [[] for _ in line]
@@ -140,7 +141,7 @@ def inspect(path: str | os.PathLike[str]) -> Summary:
                 stream.kind, stream.dtype, len(stream.parameters), numel, numel * stream.element_bytes
             )
         )
-    held = [FileSummary(file.name, file.size) for file in (*manifest.files, manifest.common, manifest.extra)]
+    held = [FileSummary(name, size) for name, size in checkpoint.held_files()]
     return Summary(
         checkpoint.path,
         manifest.step,
@@ -155,10 +156,11 @@ def inspect(path: str | os.PathLike[str]) -> Summary:
             ParameterSummary(p.name, p.shape, p.dtype, p.trainable, p.group, p.aliases, tuple(own))
             for p, own in zip(line, kinds, strict=True)
         ),
-        tuple(TensorSummary(t.name, t.dtype, t.shape) for t in checkpoint.common.tensors.values()),
+        tuple(TensorSummary(name, *form) for name, form in checkpoint.common_forms.items()),
         tuple(held),
-        None if checkpoint.run is None else _run(checkpoint.run),
+        None if checkpoint.run is None or checkpoint.format != "zerokit" else _run(checkpoint.run),
         checkpoint.notes,
+        checkpoint.format,
     )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zerokit.checkpoint import header
-from zerokit.checkpoint.checksum import Piece, crc32
+from zerokit.checkpoint.checksum import Piece, combine, crc32
 from zerokit.checkpoint.disk import check_size, opened, read_exactly, read_whole
 from zerokit.checkpoint.extents import RankFile, rank_file
 from zerokit.checkpoint.manifest import BUFFER_PREFIX, NAME, File
@@ -173,6 +173,21 @@ class Checkpoint(Source):
         whole = self.manifest.common.size + self.manifest.extra.size
         return whole + sum(file.size - file.header_size for file in self.manifest.files)
 
+    def held_files(self) -> list[tuple[str, int]]:
+        manifest = self.manifest
+        return [(file.name, file.size) for file in (*manifest.files, manifest.common, manifest.extra)]
+
+    def checksums(self, stream: int) -> Iterator[tuple[str, Piece]]:
+        element = self.streams[stream].element_bytes
+        for name, slices in self.slice_checksums(stream).items():
+            cuts = self.layout.cuts(name)
+            yield (
+                name,
+                combine(
+                    Piece(crc, cut.numel * element) for (_, crc), (_, cut) in zip(slices, cuts, strict=True)
+                ),
+            )
+
     def whole_files(self) -> Iterator[tuple[File, bytes | None]]:
         yield self.manifest.common, None
         yield self.manifest.extra, None
@@ -187,6 +202,10 @@ class Checkpoint(Source):
             for name, tensor in self.common.tensors.items()
             if name.startswith(BUFFER_PREFIX)
         }
+
+    @property
+    def common_forms(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
+        return {name: (tensor.dtype, tensor.shape) for name, tensor in self.common.tensors.items()}
 
     @property
     def common_names(self) -> Collection[str]:

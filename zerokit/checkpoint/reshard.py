@@ -42,7 +42,8 @@ def reshard(
 ) -> Path:
     """Write the checkpoint `source` as `world` ranks would have saved it, byte for byte.
 
-    Every byte that is copied is verified; the result is synced to the disk and appears whole or not at all.
+    A checkpoint of DeepSpeed or DCP (FSDP2) keeps its format; `convert` writes another one. Every byte that is copied
+    is verified; the result is synced to the disk and appears whole or not at all.
     A step becomes a step; a run becomes a run of one step, with its `latest`. `load` needs none of this: it reads
     checkpoints of any world size.
 
@@ -75,6 +76,7 @@ class Cut:
     step: int
     world_before: int
     taken_bytes: int
+    format: str = "zerokit"
 
 
 def cut(
@@ -88,9 +90,22 @@ def cut(
     progress: Progress | None,
 ) -> Cut:
     """`reshard`, with a summary of what was written."""
-    return write_cut(
-        open_source(source), world, output, jobs=jobs, force=force, resume=resume, progress=progress
-    )
+    opened = open_source(source)
+    if opened.format in ("deepspeed", "dcp"):  # those that have writers
+        from zerokit.checkpoint.formats.convert import convert_source
+
+        done = convert_source(
+            opened,
+            output,
+            format=opened.format,
+            world=world,
+            jobs=jobs,
+            force=force,
+            resume=resume,
+            progress=progress,
+        )
+        return Cut(done.output, done.path, done.step, done.source_world, done.taken_bytes, done.format)
+    return write_cut(opened, world, output, jobs=jobs, force=force, resume=resume, progress=progress)
 
 
 def write_cut(

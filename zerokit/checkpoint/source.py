@@ -125,6 +125,14 @@ class Source(ABC):
         """Bytes that a copy of the whole reads."""
 
     @abstractmethod
+    def held_files(self) -> list[tuple[str, int]]:
+        """Every file's name and size in bytes."""
+
+    @abstractmethod
+    def checksums(self, stream: int) -> Iterator[tuple[str, Piece]]:
+        """Each parameter's name in one stream and the checksum of its elements; data is read where none is stated."""
+
+    @abstractmethod
     def whole_files(self) -> Iterator[tuple[File, bytes | None]]:
         """The files that are not cut, `common` and `extra`; their contents where they are not on the disk."""
 
@@ -135,8 +143,13 @@ class Source(ABC):
 
     @property
     @abstractmethod
+    def common_forms(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
+        """Dtype and shape of each tensor that is stored whole, by its name: "buffers/…", "optimizer/…" and others."""
+
+    @property
     def common_names(self) -> Collection[str]:
-        """The names of the tensors that are stored whole: "buffers/…", "optimizer/…" and others."""
+        """The names of the tensors that are stored whole."""
+        return self.common_forms.keys()
 
     @abstractmethod
     def common_tensor(self, name: str) -> tuple[str, tuple[int, ...], bytearray]:

@@ -11,6 +11,8 @@ from zerokit.checkpoint.checksum import crc32
 from zerokit.checkpoint.copying import Progress
 from zerokit.checkpoint.disk import explained, opened, read_exactly
 from zerokit.checkpoint.extents import Extent, RankFile
+from zerokit.checkpoint.formats import open_source, recognised
+from zerokit.checkpoint.formats.foreign import ForeignCheckpoint
 from zerokit.checkpoint.manifest import NAME
 from zerokit.checkpoint.reader import Checkpoint, check_header
 from zerokit.checkpoint.run import LATEST_NAME, SUPERSEDED_NAME, committed, find_step
@@ -43,7 +45,8 @@ class Finding:
 class Report:
     """The result of `verify`. `step`, `world` and `slices` are the manifest's: None and 0 if it cannot be read.
 
-    `unread`: how many other steps the run has, of which nothing was read.
+    `unread`: how many other steps the run has, of which nothing was read. `without_checksums`: the format has none, so
+    headers and sizes were checked, and nothing else can be.
     """
 
     path: Path
@@ -53,6 +56,7 @@ class Report:
     bytes_read: int
     findings: tuple[Finding, ...]
     unread: int = 0
+    without_checksums: bool = False
 
     @property
     def intact(self) -> bool:
@@ -66,8 +70,11 @@ class Report:
 def verify(path: str | os.PathLike[str], progress: Progress | None = None) -> Report:
     """Read every byte of the checkpoint at `path`, a step's directory, or of a run's the newest step.
 
-    Damage is reported, not raised. Raises `CheckpointError` only where there is no checkpoint.
+    A checkpoint of another framework is compared with the checksums that its format has. Damage is reported, not
+    raised. Raises `CheckpointError` only where there is no checkpoint.
     """
+    if recognised(path) is not None:
+        return _verify_foreign(Path(path), progress)
     choice = find_step(Path(path), sound=False)
     report = _verify(choice.path, choice.faults, progress)
     others = 0 if choice.run is None else len(committed(choice.run)) - 1
@@ -76,6 +83,8 @@ def verify(path: str | os.PathLike[str], progress: Progress | None = None) -> Re
 
 def verify_all(path: str | os.PathLike[str], progress: Progress | None = None) -> tuple[Report, ...]:
     """`verify` of every step of the run at `path`, ascending; of the one step where `path` is a step's directory."""
+    if recognised(path) is not None:
+        return (_verify_foreign(Path(path), progress),)
     choice = find_step(Path(path), sound=False)
     steps = [choice.path] if choice.run is None else committed(choice.run)
     return tuple(_verify(step, choice.faults if step == choice.path else (), progress) for step in steps)
@@ -91,6 +100,25 @@ def _verify(step: Path, faults: tuple[str, ...], progress: Progress | None) -> R
     findings[:0] = [_finding(LATEST_NAME, fault, step.parent) for fault in faults]
     slices = sum(map(len, checkpoint.manifest.checksums))
     return Report(step, checkpoint.step, checkpoint.world, slices, verification.bytes_read, tuple(findings))
+
+
+def _verify_foreign(path: Path, progress: Progress | None) -> Report:
+    try:
+        source = open_source(path)
+    except CheckpointError as error:
+        return Report(path, None, None, 0, 0, (_finding("", error, path),))
+    assert isinstance(source, ForeignCheckpoint)
+    total, done = source.verifiable_size, 0
+
+    def advance(size: int) -> None:
+        nonlocal done
+        done += size
+        if progress is not None:
+            progress(done, total)
+
+    findings = tuple(Finding(file, problem) for file, problem in source.verified(advance))
+    slices = sum(len(stored.streams) for stored in source.described.parameters)
+    return Report(source.path, source.step, source.world, slices, done, findings, without_checksums=not total)
 
 
 class _Verification:

@@ -27,6 +27,7 @@ COMMANDS = {
     "compare": "Compare benches: figures, differences and noise, a page with pictures.",
     "push": "Write records on disk to MLflow.",
     "reshard": "Cut a checkpoint for another number of ranks.",
+    "convert": "Write a checkpoint of DeepSpeed, FSDP2 (DCP), Hugging Face or zerokit in another format.",
     "consolidate": "Write a checkpoint's weights as safetensors for Hugging Face's loaders.",
     "inspect": "Show what a checkpoint holds: parameters, streams, files.",
     "verify": "Read every byte of a checkpoint and report damage.",

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 _DEPTH = 16
 """Levels of modules shown as a tree; what a hostile name has beyond them stays in one line."""
 
+_FORMATS = {"deepspeed": "DeepSpeed", "dcp": "DCP", "huggingface": "Hugging Face"}
+
 _MOST = 2000
 """Lines of a list that are shown: a small file can name more than is readable, and drawing a line is slow."""
 
@@ -42,6 +44,8 @@ class _Node:
 @click.option("--json", "as_json", is_flag=True, help="Print only JSON on stdout.")
 def command(checkpoint: Path, as_json: bool) -> None:
     """Show what CKPT, a step or a run, holds: step, world size, parameters, streams, files.
+
+    Checkpoints of DeepSpeed, DCP (FSDP2) and Hugging Face are shown, too.
 
     For a run, the newest step is shown, with a list of all steps and of unfinished saves. Equal layers are shown
     once. Nothing is verified: use verify for that.
@@ -69,10 +73,11 @@ def _print(summary: Summary) -> None:
         return Text.assemble((printable(label), "bold"), (f"  {printable(detail)}" if detail else "", "dim"))
 
     weights = ", weights only" if summary.weights_only else ""
+    form = "" if summary.format == "zerokit" else f"{_FORMATS[summary.format]}, "
     root = Tree(
         text(
             str(summary.path),
-            f"step {summary.step}, {counted(summary.world, 'rank')}{weights}, {decimal_size(summary.bytes)}",
+            f"{form}step {summary.step}, {counted(summary.world, 'rank')}{weights}, {decimal_size(summary.bytes)}",
         )
     )
     if summary.run is not None:
@@ -86,7 +91,8 @@ def _print(summary: Summary) -> None:
     )
     _grow(parameters, _modules(summary.parameters), text, _MOST)
     if summary.common:
-        common = root.add(text("stored whole", "common.safetensors"))
+        where = "common.safetensors" if summary.format == "zerokit" else "buffers and the optimizer's scalars"
+        common = root.add(text("stored whole", where))
         for tensor in summary.common[:_MOST]:
             common.add(text(tensor.name, f"{tensor.dtype} {list(tensor.shape)}"))
         _rest(common, len(summary.common), text)

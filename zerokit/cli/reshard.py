@@ -31,9 +31,9 @@ def command(
 ) -> None:
     """Cut CKPT, a step or a run's newest, for another number of ranks.
 
-    Writes, byte for byte, what that many ranks would have saved. Every byte copied is verified by its checksum. Only
-    programs that read files rank by rank need this: zerokit.load and bench --resume take a checkpoint of any number
-    of ranks.
+    Writes, byte for byte, what that many ranks would have saved. Every byte copied is verified by its checksum. A
+    checkpoint of DeepSpeed or DCP (FSDP2) keeps its format: convert writes another one. zerokit.load and bench
+    --resume do not need this: they take a checkpoint of any number of ranks.
     """
     from zerokit.checkpoint.reshard import cut
     from zerokit.cli.text import counted, decimal_size
@@ -43,11 +43,15 @@ def command(
     with working("resharding") as progress:
         done = cut(checkpoint, world, output, jobs=jobs, force=force, resume=resume, progress=progress)
     print_output(done.output, as_json, summary=False, world=world, step=str(done.path))
-    size = sum(file.stat().st_size for file in done.path.iterdir())
+    size = sum(file.stat().st_size for file in done.path.rglob("*") if file.is_file())
     taken = f", {decimal_size(done.taken_bytes)} of it finished before" if done.taken_bytes else ""
+    reminder = (
+        "zerokit.load and bench --resume read any number of ranks, without it"
+        if done.format == "zerokit"
+        else f"in the source's format ({done.format}): zerokit convert writes another one"
+    )
     line = (
         f"{done.output}: step {done.step} of {counted(done.world_before, 'rank')} cut for {world:,}, "
-        f"{decimal_size(size)}{taken}, verified and synced; zerokit.load and bench --resume read any number of ranks, "
-        "without it"
+        f"{decimal_size(size)}{taken}, verified and synced; {reminder}"
     )
     click.echo(printable(line), err=True)

@@ -45,7 +45,11 @@ def _show(report: Report) -> None:
     path = printable(str(report.path))
     for finding in report.findings:
         click.echo(printable(str(finding)))
-    if report.intact:
+    if report.without_checksums and report.intact:
+        click.echo(
+            f"{path}: headers and sizes are right; the format has no checksums, so no byte can be verified"
+        )
+    elif report.intact:
         click.echo(
             f"{path}: intact: step {report.step} of {counted(report.world or 0, 'rank')}, "
             f"{counted(report.slices, 'slice')}, {decimal_size(report.bytes_read)} read"

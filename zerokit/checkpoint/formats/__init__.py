@@ -33,7 +33,10 @@ def open_source(path: str | os.PathLike[str], *, whole: bool = False) -> Source:
 
     Raises `CheckpointError` unless it holds a checkpoint that zerokit reads.
     """
-    for recognises, read in _READERS:
-        if recognises(Path(path)):
-            return read(Path(path))
-    return Checkpoint(path, whole=whole)
+    read = recognised(path)
+    return Checkpoint(path, whole=whole) if read is None else read(Path(path))
+
+
+def recognised(path: str | os.PathLike[str]) -> Callable[[Path], Source] | None:
+    """What reads the checkpoint at `path` where it is another framework's; None where it is zerokit's or none."""
+    return next((read for recognises, read in _READERS if recognises(Path(path))), None)

@@ -75,7 +75,38 @@ def convert(
     Returns what was written. Raises `UsageError` for impossible arguments, and `CheckpointError` if the source is
     damaged or of an unsupported kind, or the output cannot be written; there is no output then, or it is as before.
     """
-    checkpoint = open_source(source)
+    return convert_source(
+        open_source(source),
+        output,
+        format=format,
+        world=world,
+        dtype=dtype,
+        stream=stream,
+        max_shard_size=max_shard_size,
+        like=like,
+        jobs=jobs,
+        force=force,
+        resume=resume,
+        progress=progress,
+    )
+
+
+def convert_source(
+    checkpoint: Source,
+    output: str | os.PathLike[str] | None,
+    *,
+    format: str | None = None,
+    world: int | None = None,
+    dtype: str | None = None,
+    stream: str = "master",
+    max_shard_size: int | str = DEFAULT_SHARD_SIZE,
+    like: str | os.PathLike[str] | None = None,
+    jobs: int | None = None,
+    force: bool = False,
+    resume: bool = False,
+    progress: Progress | None = None,
+) -> Converted:
+    """`convert` of a checkpoint that is open."""
     kind = format or (checkpoint.format if checkpoint.format != "huggingface" else "zerokit")
     if kind not in FORMATS:
         raise UsageError(f"format={kind!r}: expected one of {', '.join(FORMATS)}")
@@ -85,7 +116,8 @@ def convert(
     if kind != "huggingface" and (dtype is not None or like is not None or stream != "master"):
         raise UsageError(f"dtype, stream and like are for format='huggingface', not {kind!r}")
     path = (checkpoint.run or checkpoint.path).resolve()
-    target = path.with_name(f"{path.name}.to-{ranks}") if output is None else Path(output)
+    suffix = ranks if kind == checkpoint.format else kind
+    target = path.with_name(f"{path.name}.to-{suffix}") if output is None else Path(output)
     if kind == "huggingface":
         if world is not None:
             raise UsageError("a Hugging Face folder is not cut for ranks: leave world out")
@@ -110,8 +142,8 @@ def convert(
     if kind == "deepspeed":
         if not isinstance(checkpoint, ForeignCheckpoint) or checkpoint.format != "deepspeed":
             raise UsageError(
-                f"{source} is of {checkpoint.format}: a DeepSpeed checkpoint is only written from one of DeepSpeed, "
-                "whose own settings it keeps; use format='zerokit' or 'dcp'"
+                f"{checkpoint.path} is of {checkpoint.format}: a DeepSpeed checkpoint is only written from one of "
+                "DeepSpeed, whose own settings it keeps; use format='zerokit' or 'dcp'"
             )
         foreign = foreign_to_deepspeed
         write = partial(deepspeed_writer.write_deepspeed, checkpoint)

@@ -185,7 +185,7 @@ class Reader:
         self.paths = (*files.models, *files.optimizers)
         self.world = len(files.optimizers)
         self.identity = 0
-        self.blobs: dict[int, dict[Blob, None]] = {}
+        self.blobs: dict[int, list[Blob]] = {}
         models = [self._load(number) for number in range(len(files.models))]
         self.model = models[0]
         self.optimizer_files = [self._load(len(models) + rank) for rank in range(self.world)]
@@ -201,9 +201,8 @@ class Reader:
             value = read_torch_file(path, fd)
         if not isinstance(value, dict):
             raise CheckpointError(f"{path}: a {type(value).__name__}, expected DeepSpeed's dict of states")
-        self.identity = crc32(
-            repr(sorted(_blobs(value), key=lambda blob: blob.offset)).encode(), self.identity
-        )
+        self.blobs[number] = sorted(set(_blobs(value)), key=lambda blob: blob.offset)
+        self.identity = crc32(repr(self.blobs[number]).encode(), self.identity)
         return value
 
     def _check(self, models: Sequence[dict[str, Any]]) -> None:
@@ -286,7 +285,7 @@ class Reader:
             identity=self.identity,
             user=self._user(),
             scaler=self._scaler(),
-            blobs={number: list(blobs) for number, blobs in self.blobs.items()},
+            blobs=self.blobs,
             dropped=self.dropped,
             details=self,
         )
@@ -306,9 +305,6 @@ class Reader:
     def _number(self, rank: int) -> int:
         """The number of a rank's optimizer file."""
         return len(self.files.models) + rank
-
-    def _note(self, number: int, tensor: StoredTensor) -> None:
-        self.blobs.setdefault(number, {})[tensor.blob] = None
 
     def state(self, rank: int) -> dict[int, dict[str, Any]]:
         """The optimizer's states of a rank, by group (stages 1 and 2) or sub-group."""
@@ -389,7 +385,6 @@ class Reader:
                         f"{self.files.optimizers[rank]}: {kind} of group {number} has {tensor.numel} elements, "
                         f"{name} is expected up to {start + interval.numel}: truncated, or offloaded to NVMe"
                     )
-                self._note(self._number(rank), tensor)
                 offset = tensor.offset + start * tensor.element_bytes
                 stretch = Stretch(self._number(rank), interval, offset)
                 found.setdefault(name, {}).setdefault(kind, []).append((tensor.dtype, stretch))
@@ -504,7 +499,6 @@ class Reader:
                 raise CheckpointError(
                     f"{self.files.models[0]}: {name} is {list(tensor.shape)}, expected {list(shape)}"
                 )
-            self._note(0, tensor)
             return stretches_of(tensor, 0, f"{self.files.models[0]}: {name}")
         numel = math.prod(shape)
         piece = -(-numel // self.world)
@@ -517,14 +511,12 @@ class Reader:
                     f"{self.files.models[rank]}: {name} has {fragment.numel} elements, expected {piece}"
                 )
             if part.numel:
-                self._note(rank, fragment)
                 stretches.append(Stretch(rank, part, fragment.offset))
         return StoredStream(tensor.dtype, tuple(stretches))
 
     def _buffer(self, name: str, tensor: StoredTensor) -> StoredBuffer:
         if not tensor.contiguous:
             raise CheckpointError(f"{self.files.models[0]}: buffer {name} is not contiguous: save it so")
-        self._note(0, tensor)
         size = tensor.numel * ELEMENT_BYTES[tensor.dtype]
         return StoredBuffer(tensor.dtype, tensor.shape, self.files.models[0], tensor.offset, size)
 

@@ -231,14 +231,7 @@ class ForeignCheckpoint(Source):
     def _require_equal(self, one: StoredParameter, other: StoredParameter) -> None:
         """Raises `CheckpointError` unless two parameters that the model ties have the same bytes."""
         streams = [stored.streams.get(MASTER) or stored.streams[PARAM] for stored in (one, other)]
-        crcs = []
-        for stream in streams:
-            pieces = []
-            for stretch in stream.stretches:
-                start, size = stretch.offset, stretch.interval.numel * ELEMENT_BYTES[stream.dtype]
-                with self.open_file(stretch.file) as fd:
-                    pieces.append(_piece(fd, start, start + size, self.file_path(stretch.file)))
-            crcs.append(combine(pieces))
+        crcs = [self._read_checksum(s.stretches, ELEMENT_BYTES[s.dtype]) for s in streams]
         if crcs[0] != crcs[1]:
             raise CheckpointError(
                 f"{self.path}: {one.parameter.name} and {other.parameter.name} are tied in the model, but differ here: "
@@ -299,11 +292,27 @@ class ForeignCheckpoint(Source):
         for (file, blob), pieces in sorted(read.items(), key=lambda item: (item[0][0], item[0][1].offset)):
             crc = self._whole_crc(file, blob, pieces)
             if crc != blob.crc:
-                faults.append(
-                    f"{self.file_path(file).name}: bytes {blob.offset} to {blob.offset + blob.size}: damaged "
-                    f"(CRC-32 {crc:08x}, expected {blob.crc:08x})"
-                )
+                faults.append(f"{self.file_path(file).name}: {_damage(blob, crc)}")
         return faults
+
+    def verified(self, progress: Callable[[int], None]) -> Iterator[tuple[str, str]]:
+        """Read every byte that has a checksum; yields what is wrong, as file and problem.
+
+        `progress` is called with the bytes of each piece that was read.
+        """
+        for file, blobs in sorted(self._blobs.items()):
+            path = self.file_path(file)
+            with self.open_file(file) as fd:
+                for blob in dict.fromkeys(blobs):
+                    crc = _piece(fd, blob.offset, blob.offset + blob.size, path).crc
+                    if crc != blob.crc:
+                        yield path.name, _damage(blob, crc)
+                    progress(blob.size)
+
+    @property
+    def verifiable_size(self) -> int:
+        """Bytes that have a checksum."""
+        return sum(blob.size for blobs in self._blobs.values() for blob in dict.fromkeys(blobs))
 
     def _blob(self, file: int, offset: int) -> Blob | None:
         blobs = self._blobs.get(file, [])
@@ -349,8 +358,9 @@ class ForeignCheckpoint(Source):
         return dict(self.described.buffers)
 
     @property
-    def common_names(self) -> Collection[str]:
-        return [*(BUFFER_PREFIX + name for name in self.described.buffers), *self._small]
+    def common_forms(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
+        buffers = {BUFFER_PREFIX + name: (b.dtype, b.shape) for name, b in self.described.buffers.items()}
+        return buffers | {name: (dtype, shape) for name, (dtype, shape, _) in self._small.items()}
 
     def common_tensor(self, name: str) -> tuple[str, tuple[int, ...], bytearray]:
         if name in self._small:
@@ -368,6 +378,27 @@ class ForeignCheckpoint(Source):
                 f"{buffer.path}: buffer {name}: damaged (CRC-32 {crc32(read):08x}, expected {blob.crc:08x})"
             )
         return buffer.dtype, buffer.shape, read
+
+    def held_files(self) -> list[tuple[str, int]]:
+        return [(str(file.relative_to(self._root)), file.stat().st_size) for file in self.described.files]
+
+    @property
+    def _root(self) -> Path:
+        """What the names of files are relative to."""
+        return self.path.parent if self.path.is_file() else self.path
+
+    def checksums(self, stream: int) -> Iterator[tuple[str, Piece]]:
+        for position in self.streams[stream].parameters:
+            name = self.layout.line[position].name
+            yield name, self._read_checksum(self._stretches[stream, name], self.streams[stream].element_bytes)
+
+    def _read_checksum(self, stretches: Sequence[Stretch], element_bytes: int) -> Piece:
+        pieces = []
+        for stretch in stretches:
+            start, size = stretch.offset, stretch.interval.numel * element_bytes
+            with self.open_file(stretch.file) as fd:
+                pieces.append(_piece(fd, start, start + size, self.file_path(stretch.file)))
+        return combine(pieces)
 
     def whole_files(self) -> Iterator[tuple[File, bytes | None]]:
         common = self._common_bytes()
@@ -448,6 +479,10 @@ def plain_value(value: Any, path: str, dropped: list[str]) -> Any:
         return value
     dropped.append(path)
     return _DROPPED
+
+
+def _damage(blob: Blob, crc: int) -> str:
+    return f"bytes {blob.offset} to {blob.offset + blob.size}: damaged (CRC-32 {crc:08x}, expected {blob.crc:08x})"
 
 
 def _piece(fd: int, start: int, stop: int, path: Path) -> Piece:
