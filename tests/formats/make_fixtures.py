@@ -1,11 +1,13 @@
-"""Write checkpoints with the real frameworks: the fixtures that `tests/formats` reads, and what they must contain.
+"""Checkpoints of the real frameworks: the fixtures that `tests/formats` reads, and runs that go on from ours.
 
-    torchrun --nproc-per-node 2 tests/formats/make_fixtures.py OUT deepspeed 2 fp32
-    torchrun --nproc-per-node 2 tests/formats/make_fixtures.py OUT fsdp2
-    python tests/formats/make_fixtures.py OUT huggingface
+    torchrun --nproc-per-node 2 tests/formats/make_fixtures.py OUT deepspeed STAGE PRECISION
+    torchrun --nproc-per-node 2 tests/formats/make_fixtures.py OUT fsdp2 NAMING
+    torchrun --nproc-per-node 2 tests/formats/make_fixtures.py CKPT resume-deepspeed STAGE PRECISION WORLD
+    torchrun --nproc-per-node 2 tests/formats/make_fixtures.py CKPT resume-fsdp2 WORLD
 
-Needs the environment of `scripts/peers`. Beside each checkpoint, `expected.safetensors` holds the weights, masters and
-moments that the framework itself held when it saved.
+`scripts/peers` makes the environment that this needs, and all fixtures. Beside each checkpoint,
+`expected.safetensors` holds the weights, masters and moments that the framework itself had when it saved, and
+`losses.json` those of its run, which went on after the save.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ class Model(nn.Module):
         for block in self.blocks:
             hidden = hidden + torch.tanh(block(hidden)) * self.scale
         self.seen += len(tokens)
-        self.running.mul_(0.9).add_(hidden.detach().mean(0))
+        self.running.mul_(0.9).add_(0.1)  # equal on all ranks: frameworks save that of any
         hidden = self.norm(hidden) + self.frozen(hidden).sum(-1, keepdim=True)
         return self.head(hidden)
 
@@ -256,7 +258,9 @@ def fsdp2_expected(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
 
 
 def make_fsdp2(out: Path, naming: str) -> None:
-    """`naming`: "plain" as torch's tutorial writes it, "titan" as torchtitan does, "weights" for the model alone."""
+    """`naming`: "plain" as torch's tutorial writes it, "titan" as torchtitan does, "accelerate" in its two folders,
+    "weights" for the model alone, "safetensors" for it by DCP's Hugging Face writer.
+    """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
@@ -270,6 +274,9 @@ def make_fsdp2(out: Path, naming: str) -> None:
     elif naming == "titan":
         content = {**weights, "optimizer": states, "train_state": {"step": torch.tensor(STEPS)}}
         dcp.save(content, checkpoint_id=str(out))
+    elif naming == "accelerate":  # the two folders that its save_fsdp_model and save_fsdp_optimizer write
+        dcp.save({"model": weights}, checkpoint_id=str(out / "pytorch_model_fsdp_0"))
+        dcp.save({"optimizer": states}, checkpoint_id=str(out / "optimizer_0"))
     elif naming == "weights":
         dcp.save({"model": weights}, checkpoint_id=str(out))
     else:
@@ -288,33 +295,18 @@ def make_fsdp2(out: Path, naming: str) -> None:
     finish(out, expected, losses + later)
 
 
-def make_accelerate(out: Path) -> None:
-    from accelerate import Accelerator, FullyShardedDataParallelPlugin
-
-    torch.manual_seed(0)
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2, state_dict_type="SHARDED_STATE_DICT", auto_wrap_policy="no_wrap"
-    )
-    accelerator = Accelerator(fsdp_plugin=plugin, cpu=True)
-    model = Model()
-    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(groups(model)))
-    losses = train_plainly(model, optimizer, 0, STEPS)
-    accelerator.save_state(str(out))
-    finish(out, fsdp2_expected(model, optimizer.optimizer), losses)
-
-
 if __name__ == "__main__":
     target, what, *arguments = sys.argv[1:]
     if what == "deepspeed":
         make_deepspeed(Path(target), int(arguments[0]), arguments[1])
     elif what == "fsdp2":
         make_fsdp2(Path(target), arguments[0])
-    elif what.startswith("resume-"):
+    else:
         if what == "resume-deepspeed":
             resumed = resume_deepspeed(Path(target), int(arguments[0]), arguments[1], int(arguments[2]))
-        else:
+        elif what == "resume-fsdp2":
             resumed = resume_fsdp2(Path(target), int(arguments[0]))
+        else:
+            sys.exit(f"{what}: expected deepspeed, fsdp2, resume-deepspeed or resume-fsdp2")
         if dist.get_rank() == 0:
             print("RESUMED", json.dumps(resumed))
-    else:
-        make_accelerate(Path(target))

@@ -39,6 +39,8 @@ _BUILTINS: dict[str, Callable[[], Any]] = {
     "builtins.list": list,
     "builtins.set": list,
     "__builtin__.set": list,
+    "builtins.bytes": bytes,
+    "__builtin__.bytes": bytes,
 }
 """Containers without arguments: they become plain ones that the following opcodes fill."""
 
@@ -152,14 +154,15 @@ class _Machine:
         if name.text in (_SIZE, "builtins.tuple"):
             kind = Size if name.text == _SIZE else tuple
             self._stack.append(kind(_typed(args[0], (list, tuple)) if args else ()))
-        elif name.text in _BUILTINS and len(args) <= 1:
+        elif name.text in _BUILTINS and not args:
+            self._stack.append(_BUILTINS[name.text]())
+        elif name.text in _BUILTINS and len(args) == 1:
+            given = _typed(args[0], (list, tuple))
             made = _BUILTINS[name.text]()
-            if args and isinstance(made, dict):
-                for pair in _typed(args[0], (list, tuple)):
-                    key, value = pair
-                    made[_key(key)] = value
-            elif args:
-                made.extend(_typed(args[0], (list, tuple)))
+            if isinstance(made, list):
+                made.extend(given)
+            else:
+                _typed(made, dict).update((_key(key), value) for key, value in given)
             self._stack.append(made)
         elif name.text == _BYTES and len(args) == 2 and isinstance(args[0], str):
             self._stack.append(args[0].encode("latin-1"))

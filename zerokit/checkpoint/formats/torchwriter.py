@@ -20,6 +20,7 @@ from zerokit.checkpoint.formats.torchfile import STORAGES, Blob, StoredTensor
 from zerokit.checkpoint.plan import Key, PieceKey
 from zerokit.checkpoint.slices import Want, copy_elements
 from zerokit.checkpoint.source import Source
+from zerokit.errors import CheckpointError
 from zerokit.layout import Interval
 
 ALIGNMENT = 64
@@ -99,7 +100,7 @@ class TorchFile:
                 number, blob = storage.blob
                 opened_file = copier.source(source.file_path(number), source.open_file(number))
                 copier.copy(
-                    _key(number, blob), blob.size, opened_file, blob.offset, target, entry.data_offset
+                    _key(number, blob, target), blob.size, opened_file, blob.offset, target, entry.data_offset
                 )
                 copier.release(opened_file)
             else:
@@ -116,10 +117,13 @@ class TorchFile:
                 copy_elements(source, copier, wants, target)
 
     def finish(self, source: Source, pieces: Mapping[Key, Piece], target: OpenFile) -> None:
-        """Write the zip's headers and its directory, once all is copied: `pieces` are what was read."""
+        """Write the zip's headers and its directory, once all is copied: `pieces` are what was read.
+
+        Raises `CheckpointError` where a storage that was copied whole is not what its own checksum says.
+        """
         directory = bytearray()
         for entry in self.entries:
-            crc = _crc(entry, source, pieces)
+            crc = _crc(entry, source, pieces, target)
             local, central = _headers(entry, crc, self.base)
             write_exactly(target.fd, [local], entry.header_offset, target.path)
             directory += central
@@ -199,11 +203,12 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def _key(number: int, blob: Blob) -> str:
-    return f"{number}@{blob.offset}"
+def _key(number: int, blob: Blob, target: OpenFile) -> str:
+    """A key of its own for each copy: every rank's file may hold one."""
+    return f"{number}@{blob.offset}>{target.path.name}"
 
 
-def _crc(entry: _Entry, source: Source, pieces: Mapping[Key, Piece]) -> int:
+def _crc(entry: _Entry, source: Source, pieces: Mapping[Key, Piece], target: OpenFile) -> int:
     storage = entry.storage
     if storage is None:
         return crc32(entry.content)
@@ -211,7 +216,13 @@ def _crc(entry: _Entry, source: Source, pieces: Mapping[Key, Piece]) -> int:
         return crc32(storage.content)
     if storage.blob is not None:
         number, blob = storage.blob
-        return pieces[_key(number, blob)].crc if blob.size else 0
+        crc = pieces[_key(number, blob, target)].crc if blob.size else blob.crc
+        if crc != blob.crc:
+            raise CheckpointError(
+                f"{source.file_path(number)}: bytes {blob.offset} to {blob.offset + blob.size}: damaged (CRC-32 "
+                f"{crc:08x}, expected {blob.crc:08x}): nothing was written: take another checkpoint"
+            )
+        return crc
     return combine(_storage_pieces(storage, source, pieces)).crc
 
 

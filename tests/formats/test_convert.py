@@ -1,0 +1,231 @@
+"""Conversions: bits kept from format to format and world to world, damage found, nothing half-written."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import zerokit
+from tests.cli.commands import zerokit as run_command
+from tests.formats.conftest import DEEPSPEED, FSDP2
+from tests.formats.make_fixtures import STEPS
+from tests.formats.reading import expected_bytes, held_bytes
+from zerokit.checkpoint.disk import opened
+from zerokit.checkpoint.formats import open_source
+from zerokit.checkpoint.formats.foreign import ForeignCheckpoint
+from zerokit.checkpoint.formats.pickles import Record
+from zerokit.checkpoint.formats.torchfile import StoredTensor, read_torch_file
+from zerokit.checkpoint.state import tensor_of
+from zerokit.errors import CheckpointError, UsageError
+
+
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("name", [*DEEPSPEED, *FSDP2])
+def test_every_format_becomes_zerokits_and_dcp_with_the_same_bits(
+    made: Path, tmp_path: Path, name: str, world: int
+) -> None:
+    expected = expected_bytes(made / name)
+    ours = zerokit.convert(made / name, tmp_path / "ours", format="zerokit", world=world)
+    assert held_bytes(open_source(ours.path)) == expected
+    assert zerokit.verify(tmp_path / "ours").intact
+    assert zerokit.diff(made / name, tmp_path / "ours").same
+    zerokit.convert(tmp_path / "ours", tmp_path / "dcp", format="dcp", world=world)
+    back = held_bytes(open_source(tmp_path / "dcp"))
+    if world == 1:  # nothing is divided there that could tell a frozen parameter from a buffer
+        back["buffer/running"] = back.pop("param/running", back.get("buffer/running", b""))
+    assert back == expected
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+@pytest.mark.parametrize("name", DEEPSPEED)
+def test_deepspeed_stays_deepspeeds_at_any_world(made: Path, tmp_path: Path, name: str, world: int) -> None:
+    out = zerokit.reshard(made / name, world, tmp_path / "out")
+    source = open_source(out)
+    assert (source.format, source.world, source.step) == ("deepspeed", world, STEPS)
+    assert held_bytes(source) == expected_bytes(made / name)
+    assert (out / "latest").read_text() == f"global_step{STEPS}"
+    report = zerokit.verify(out)
+    assert report.intact
+    assert not report.without_checksums
+
+
+def test_cutting_for_the_same_world_gives_deepspeeds_own_files(made: Path, tmp_path: Path) -> None:
+    """What DeepSpeed wrote is the oracle, but for padding at stage 3, which it leaves uninitialised: ours is zeros."""
+    for name, world in (("deepspeed-1-bf16", 3), ("deepspeed-3-fp32", 4)):
+        out = zerokit.reshard(made / name, world, tmp_path / name)
+        ours = sorted((out / f"global_step{STEPS}").iterdir())
+        theirs = sorted((made / name / f"global_step{STEPS}").iterdir())
+        assert [path.name for path in ours] == [path.name for path in theirs]
+        for mine, original in zip(ours, theirs, strict=True):
+            _require_same(_plain(mine), _plain(original))
+
+
+def _require_same(ours: Any, theirs: Any) -> None:
+    if isinstance(ours, torch.Tensor):
+        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
+        assert not ours[ours != theirs].any()
+    elif isinstance(ours, dict):
+        assert ours.keys() == theirs.keys()
+        for key in ours:
+            _require_same(ours[key], theirs[key])
+    elif isinstance(ours, list):
+        assert len(ours) == len(theirs)
+        for one, other in zip(ours, theirs, strict=True):
+            _require_same(one, other)
+    else:
+        assert ours == theirs
+
+
+def _plain(path: Path) -> Any:
+    """A torch file's value, read by our own parser: torch would need DeepSpeed."""
+    with opened(path) as fd:
+
+        def plain(value: Any) -> Any:
+            if isinstance(value, StoredTensor):
+                content = bytearray(os.pread(fd, value.numel * value.element_bytes, value.offset))
+                return tensor_of(content, value.dtype, value.shape)
+            if isinstance(value, dict):
+                return {key: plain(part) for key, part in value.items()}
+            if isinstance(value, (list, tuple)):
+                return [plain(part) for part in value]
+            if isinstance(value, Record):
+                return [value.name, plain(value.args), plain(value.state)]
+            return value
+
+        return plain(read_torch_file(path, fd))
+
+
+def test_what_dcp_writes_torch_reads(made: Path, tmp_path: Path) -> None:
+    """torch.distributed.checkpoint loads all of it, in one process."""
+    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+    zerokit.convert(made / "deepspeed-3-bf16", tmp_path / "dcp", format="dcp", world=3)
+    loaded: dict[str, object] = {}
+    _load_state_dict(
+        loaded,
+        storage_reader=FileSystemReader(tmp_path / "dcp"),
+        planner=_EmptyStateDictLoadPlanner(),
+        no_dist=True,
+    )
+    expected = load_file(made / "deepspeed-3-bf16" / "expected.safetensors")
+    model, optim = loaded["model"], loaded["optim"]
+    assert isinstance(model, dict)
+    assert isinstance(optim, dict)
+    for key, value in expected.items():
+        kind, _, name = key.partition("/")
+        found = optim["state"][name][kind] if kind.startswith("exp_avg") else model[name]
+        assert torch.equal(found, value), key
+    assert torch.equal(model["head.weight"], expected["master/embed.weight"])
+    assert optim["param_groups"][1]["lr"] == 3e-3
+    assert optim["param_groups"][0]["params"] == ["embed.weight", "blocks.0.weight", "blocks.1.weight"]
+    assert loaded["step"] == STEPS
+
+
+def test_hugging_face_folders_hold_the_weights(made: Path, tmp_path: Path) -> None:
+    zerokit.convert(made / "deepspeed-3-fp32", tmp_path / "hf", format="huggingface", dtype="bf16")
+    written = load_file(tmp_path / "hf" / "model.safetensors")
+    for key, value in load_file(made / "deepspeed-3-fp32" / "expected.safetensors").items():
+        kind, _, name = key.partition("/")
+        if kind in ("master", "param", "buffer"):
+            wanted = value.bfloat16() if value.is_floating_point() else value
+            assert torch.equal(written[name], wanted), key
+
+
+@pytest.mark.parametrize("name", ["deepspeed-2-fp32", "deepspeed-3-bf16", "fsdp2-titan"])
+def test_a_flipped_byte_anywhere_in_the_state_is_found(made: Path, tmp_path: Path, name: str) -> None:
+    source = open_source(made / name)
+    assert isinstance(source, ForeignCheckpoint)
+    places = [
+        (source.file_path(stretch.file), stretch.offset)
+        for stored in source.described.parameters
+        for stream in stored.streams.values()
+        for stretch in stream.stretches
+    ]
+    for number, (path, offset) in enumerate(random.Random(0).sample(places, 6)):
+        folder = Path(shutil.copytree(made / name, tmp_path / str(number)))
+        damaged = folder / path.relative_to(made / name)
+        content = bytearray(damaged.read_bytes())
+        content[offset] ^= 0x10
+        damaged.write_bytes(content)
+        assert not zerokit.verify(folder).intact
+        for form in ("zerokit", "dcp"):
+            with pytest.raises(CheckpointError, match="damaged"):
+                zerokit.convert(folder, tmp_path / f"out-{number}", format=form, world=2)
+        assert not (tmp_path / f"out-{number}").exists()
+
+
+def test_a_flipped_byte_of_what_is_only_copied_is_found(made: Path, tmp_path: Path) -> None:
+    """DeepSpeed's own half-precision weights, which no stream holds."""
+    folder = Path(shutil.copytree(made / "deepspeed-1-bf16", tmp_path / "bad"))
+    source = open_source(folder)
+    assert isinstance(source, ForeignCheckpoint)
+    weights = source.described.details.model["module"]["embed.weight"]
+    path = source.file_path(0)
+    content = bytearray(path.read_bytes())
+    content[weights.offset + 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match="damaged"):
+        zerokit.reshard(folder, 2, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_impossible_conversions_are_refused_before_anything_is_written(made: Path, tmp_path: Path) -> None:
+    for arguments, expected in (
+        ({"format": "deepspeed"}, "only written from one of DeepSpeed"),
+        ({"format": "tar"}, "expected one of zerokit"),
+        ({"format": "zerokit", "world": 0}, "world=0"),
+        ({"format": "dcp", "dtype": "bf16"}, "dtype, stream and like are for format='huggingface'"),
+        ({"format": "huggingface", "world": 2}, "leave world out"),
+    ):
+        with pytest.raises(UsageError, match=expected):
+            zerokit.convert(made / "fsdp2-plain", tmp_path / "out", **arguments)
+    with pytest.raises(CheckpointError, match="the output is the source itself"):
+        zerokit.convert(made / "fsdp2-plain", made / "fsdp2-plain", format="dcp")
+    assert not list(tmp_path.iterdir())
+
+
+def test_only_a_checkpoint_of_the_format_is_replaced(made: Path, tmp_path: Path) -> None:
+    zerokit.convert(made / "fsdp2-plain", tmp_path / "out", format="dcp", world=2)
+    with pytest.raises(CheckpointError, match="exists"):
+        zerokit.convert(made / "fsdp2-plain", tmp_path / "out", format="dcp", world=1)
+    zerokit.convert(made / "fsdp2-plain", tmp_path / "out", format="dcp", world=1, force=True)
+    assert open_source(tmp_path / "out").world == 1
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match="notes"):
+        zerokit.convert(made / "fsdp2-plain", tmp_path / "out", format="dcp", world=1, force=True)
+
+
+def test_the_command_says_what_it_wrote(made: Path, tmp_path: Path) -> None:
+    run = partial(run_command, tmp_path)
+    done = run("convert", str(made / "deepspeed-2-fp32"), "ours", "--to", "2", "--json")
+    assert done.returncode == 0, done.stderr
+    written = json.loads(done.stdout)
+    assert (written["format"], written["world"], written["source"]) == (
+        "zerokit",
+        2,
+        {"format": "deepspeed", "world": 4},
+    )
+    assert "step 3 of deepspeed as zerokit, 2 ranks, verified and synced" in done.stderr
+    done = run("reshard", str(made / "deepspeed-2-fp32"), "--to", "2", "-o", "same")
+    assert "in the source's format (deepspeed)" in done.stderr
+    done = run("inspect", "same")
+    assert "DeepSpeed, step 3, 2 ranks" in done.stdout
+    done = run("verify", str(made / "fsdp2-safetensors"))
+    assert (done.returncode, "no checksums" in done.stdout) == (0, True)
+    done = run("convert", "ours", "theirs", "--format", "deepspeed")
+    assert done.returncode == 2
+    assert "only written from one of DeepSpeed" in done.stderr
+    done = run("consolidate", "same", "-o", "weights", "--dtype", "bf16")
+    assert done.returncode == 0, done.stderr
+    assert os.listdir(tmp_path / "weights") == ["model.safetensors"]

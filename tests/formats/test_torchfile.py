@@ -1,0 +1,169 @@
+"""Files of torch.save: read without torch as torch reads them, and written so that torch reads them."""
+
+from __future__ import annotations
+
+import os
+import warnings
+import zipfile
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zerokit.checkpoint.copying import Copier
+from zerokit.checkpoint.disk import opened
+from zerokit.checkpoint.formats.torchfile import StoredTensor, read_torch_file
+from zerokit.checkpoint.formats.torchwriter import NewStorage, NewTensor, plan_torch_file, row_major
+from zerokit.checkpoint.plan import Key
+from zerokit.errors import CheckpointError
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool]
+
+
+def _read(path: Path) -> Any:
+    with opened(path) as fd:
+        return read_torch_file(path, fd)
+
+
+def _bytes(path: Path, tensor: StoredTensor) -> bytes:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        return os.pread(fd, tensor.numel * tensor.element_bytes, tensor.offset)
+    finally:
+        os.close(fd)
+
+
+def _raw(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def test_tensors_are_found_where_torch_put_them(tmp_path: Path) -> None:
+    base = torch.arange(24.0)
+    value = {
+        **{str(dtype): torch.arange(6).to(dtype).reshape(2, 3) for dtype in DTYPES},
+        "view": base[6:12].view(2, 3),
+        "whole": base,
+        "scalar": torch.tensor(3),
+        "empty": torch.empty(0, 4),
+        "parameter": torch.nn.Parameter(torch.ones(2)),
+        "ordered": OrderedDict(a=torch.ones(3), b=[torch.zeros(2), (1, "text")]),
+    }
+    torch.save(value, tmp_path / "file.pt")
+    read = _read(tmp_path / "file.pt")
+    for name, tensor in value.items():
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        found = read[name]
+        assert (found.dtype, found.shape) == (str(tensor.dtype)[6:], tuple(tensor.shape))
+        assert found.contiguous
+        assert _bytes(tmp_path / "file.pt", found) == _raw(tensor.detach())
+    assert read["view"].blob == read["whole"].blob
+    assert read["ordered"]["b"][1] == (1, "text")
+    torch.save({"t": base.view(4, 6).t()}, tmp_path / "strided.pt")
+    assert not _read(tmp_path / "strided.pt")["t"].contiguous
+
+
+def _rewritten(source: Path, target: Path, change: Any) -> None:
+    with zipfile.ZipFile(source) as old, zipfile.ZipFile(target, "w") as new:
+        for entry in old.infolist():
+            change(new, entry, old.read(entry))
+
+
+def _compressed(new: zipfile.ZipFile, entry: zipfile.ZipInfo, content: bytes) -> None:
+    new.writestr(entry.filename, content, zipfile.ZIP_DEFLATED)
+
+
+def _big_endian(new: zipfile.ZipFile, entry: zipfile.ZipInfo, content: bytes) -> None:
+    new.writestr(entry.filename, b"big" if entry.filename.endswith("byteorder") else content)
+
+
+def _without_data(new: zipfile.ZipFile, entry: zipfile.ZipInfo, content: bytes) -> None:
+    if "/data/" not in entry.filename:
+        new.writestr(entry.filename, content)
+
+
+def _short_data(new: zipfile.ZipFile, entry: zipfile.ZipInfo, content: bytes) -> None:
+    new.writestr(entry.filename, content[:-4] if "/data/" in entry.filename else content)
+
+
+def _twice(new: zipfile.ZipFile, entry: zipfile.ZipInfo, content: bytes) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        new.writestr(entry.filename, content)
+        new.writestr(entry.filename, content)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (_compressed, "is compressed"),
+        (_big_endian, "big-endian"),
+        (_without_data, "is missing"),
+        (_short_data, "reaches to element"),
+        (_twice, "is there twice"),
+    ],
+)
+def test_what_torch_never_writes_is_refused(tmp_path: Path, change: Any, expected: str) -> None:
+    torch.save({"a": torch.ones(100)}, tmp_path / "good.pt")
+    _rewritten(tmp_path / "good.pt", tmp_path / "bad.pt", change)
+    with pytest.raises(CheckpointError, match=expected):
+        _read(tmp_path / "bad.pt")
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_a_changed_file_is_read_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    folder = tmp_path_factory.mktemp("changed")
+    torch.save({"a": torch.ones(3), "b": [1, 2]}, folder / "file.pt")
+    content = bytearray((folder / "file.pt").read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    cut = data.draw(st.none() | st.integers(0, len(content)))
+    (folder / "file.pt").write_bytes(content[:cut])
+    try:
+        value = _read(folder / "file.pt")
+    except CheckpointError:
+        return
+    assert value is not None
+
+
+def _write(path: Path, value: Any) -> None:
+    file = plan_torch_file(value, "archive")
+    with Copier[Key](jobs=1) as copier:
+        target = copier.target(path, file.size)
+        file.copy(None, copier, target)  # type: ignore[arg-type]
+        copier.drain()
+        file.finish(None, copier.pieces, target)  # type: ignore[arg-type]
+        copier.release(target)
+
+
+def _new(tensor: torch.Tensor) -> NewTensor:
+    content = _raw(tensor)
+    storage = NewStorage(str(tensor.dtype)[6:], len(content), content=content)
+    return NewTensor(storage, tuple(tensor.shape), row_major(tensor.shape))
+
+
+def test_torch_reads_what_is_written(tmp_path: Path) -> None:
+    tensors = {str(dtype): torch.arange(6).to(dtype).reshape(2, 3) for dtype in DTYPES}
+    tensors |= {"scalar": torch.tensor(2.5), "empty": torch.empty(0, 3)}
+    plain = {"step": 3, "betas": (0.9, 0.999), "names": ["a", "b"], "none": None, "large": 1 << 40}
+    _write(tmp_path / "file.pt", {**{name: _new(tensor) for name, tensor in tensors.items()}, **plain})
+    for mapped in (False, True):
+        loaded = torch.load(tmp_path / "file.pt", weights_only=True, mmap=mapped)
+        for name, tensor in tensors.items():
+            assert loaded[name].dtype == tensor.dtype
+            assert torch.equal(loaded[name], tensor), name
+        assert {name: loaded[name] for name in plain} == plain
+    with zipfile.ZipFile(tmp_path / "file.pt") as archive:
+        assert archive.testzip() is None
+    assert all(
+        entry.contiguous and entry.offset % 64 == 0
+        for entry in _read(tmp_path / "file.pt").values()
+        if isinstance(entry, StoredTensor)
+    )
