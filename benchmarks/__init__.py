@@ -1,1 +1,1 @@
-"""Speed and memory beside `zerokit bench`: `bench_*.py` time the small pieces, the scripts one question each."""
+"""Speed and memory beside `zerokit bench`: each script answers one question that a bench does not."""

@@ -33,12 +33,12 @@ from benchmarks.ranks import run_ranks
 
 WORLD, WIDTH = 2, 1024
 STATE_BYTES = 12
-"""Of a parameter: master and two moments of AdamW, in fp32."""
+"""State of one parameter: master and two moments of AdamW, in fp32."""
 HELD_BAR = 1.3
 
 
 def busy_seconds() -> float:
-    """Of all processors since the boot: this process alone leaves out what the kernel writes back for it."""
+    """Busy time of all processors since boot: this process alone leaves out what the kernel writes back for it."""
     user, nice, system, _idle, _waiting, interrupts, soft = map(
         int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:8]
     )
@@ -68,8 +68,8 @@ def train(directory: str, size_mb: float, rounds: int) -> list[dict[str, float]]
     timed_steps(3)
     state = [
         tensor
-        for flat in optimizer.parts.inner.param_groups[0]["params"]
-        for tensor in (flat.detach(), *optimizer.parts.inner.state[flat].values())
+        for flat in optimizer.runtime.inner.param_groups[0]["params"]
+        for tensor in (flat.detach(), *optimizer.runtime.inner.state[flat].values())
         if tensor.dim()
     ]
     buffer = torch.zeros(sum(tensor.numel() for tensor in state))

@@ -2,6 +2,7 @@
 
     python benchmarks/compare_checkpoints.py
     python benchmarks/compare_checkpoints.py --size-gb 0.5 --repeats 3 --skip-live --json results.json
+    python benchmarks/compare_checkpoints.py --deepspeed CKPT   # made by benchmarks/deepspeed_checkpoint.py
 
 Commands are whole processes, with their peak resident memory; everything is in the page cache, and every figure
 includes the way to the disk. Rounds over all follow each other, every second one in reverse order, so that a machine's
@@ -12,7 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import subprocess
 import sys
 import tempfile
@@ -35,19 +35,17 @@ from benchmarks.measuring import (
     write_json,
 )
 from benchmarks.ranks import run_ranks
-from tests.support.checkpoints import common_file, example_extra
+from benchmarks.synthetic import make_checkpoint
 from zerokit.bench.machine.host import cores
-from zerokit.checkpoint.checksum import crc32
-from zerokit.checkpoint.extents import Stream, rank_file
-from zerokit.checkpoint.manifest import COMMON_NAME, EXTRA_NAME, NAME, File, Manifest
-from zerokit.layout import Parameter, Segment, build_layout
 
-_KINDS = ("master", "exp_avg", "exp_avg_sq")
-_WIDTH = 1024
-_SMALL_WIDTH = 64
-"""Of checkpoints that would have less than eight blocks otherwise."""
 WHOLE, WEIGHTS, HALF = (f"cp + sync ({what})" for what in ("checkpoint", "weights", "bf16 weights"))
+READ_AND_HALF = "read masters, cp + sync (bf16 weights)"
 """The floors."""
+
+_DCP_TO_TORCH = (
+    "import sys; from torch.distributed.checkpoint.format_utils import dcp_to_torch_save as convert;"
+    "convert(*sys.argv[1:]); import os; os.sync()"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,59 +59,10 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of all runs of one task. Memory is that of its largest process; a call has none of its own."""
+    """The figures of all runs of one task. Memory is that of its largest process; a call has none of its own."""
 
     seconds: list[float]
     peak_bytes: list[int]
-
-
-def make_checkpoint(path: Path, size_gb: float, world: int) -> None:
-    """Write a synthetic one of a transformer's shapes and AdamW's streams."""
-    numel = size_gb * 1e9 / 4 / len(_KINDS)
-    width = _WIDTH if numel > 8 * 11 * _WIDTH**2 else _SMALL_WIDTH
-    shapes = ((3 * width, width), (3 * width,), (4 * width, width), (width, 4 * width), (width,))
-    count = max(1, round(numel / sum(Parameter("", shape).numel for shape in shapes)))
-    layout = build_layout(
-        (
-            Segment(f"b{i}", tuple(Parameter(f"b{i}.{n}", shape) for n, shape in enumerate(shapes)))
-            for i in range(count)
-        ),
-        world=world,
-        bucket_bytes=25 << 20,
-    )
-    numbers = range(count * len(shapes))
-    streams = tuple(Stream(kind, "float32", tuple(numbers)) for kind in _KINDS)
-    path.mkdir(parents=True)
-    noise = bytearray(random.Random(0).randbytes(8 << 20))
-    noise[3::4] = b"\x3e" * (len(noise) // 4)  # numbers below 1: not every float fits bf16
-    files, crcs = [], {}
-    for rank in range(world):
-        file = rank_file(layout, streams, 1, rank)
-        with (path / file.name).open("wb") as out:
-            out.write(file.header)
-            for extent in file.extents:
-                start = random.Random(extent.offset).randrange(1 << 18) * 4
-                data = (noise * (extent.size // len(noise) + 2))[start : start + extent.size]
-                crcs[extent.stream, extent.parameter.name, rank] = crc32(data)
-                out.write(data)
-        files.append(File(file.name, file.size, len(file.header), crc32(file.header)))
-    common, extra = common_file(()), json.dumps(example_extra(1, 1, user=None)).encode()
-    for name, content in ((COMMON_NAME, common), (EXTRA_NAME, extra)):
-        (path / name).write_bytes(content)
-    manifest = Manifest(
-        step=1,
-        layout=layout,
-        streams=streams,
-        scalars=(),
-        checksums=tuple(
-            tuple(crcs[number, p.name, rank] for p in layout.parameters for rank in layout.owners(p.name))
-            for number in range(len(streams))
-        ),
-        files=tuple(files),
-        common=File(COMMON_NAME, len(common), 0, crc32(common)),
-        extra=File(EXTRA_NAME, len(extra), 0, crc32(extra)),
-    )
-    (path / NAME).write_bytes(manifest.to_bytes())
 
 
 # A process of its own: a child's peak memory begins with that of the process that it was forked from.
@@ -184,10 +133,6 @@ def offline_tasks(directory: Path, step: Path, world: int) -> list[Task]:
 def peer_tasks(directory: Path) -> list[Task]:
     """torch's tools, on what `live_checkpoint` has left: a state of the same size, and its weights."""
     python, out = [sys.executable, "-c"], directory / "out"
-    to_torch = (
-        "import sys; from torch.distributed.checkpoint.format_utils import dcp_to_torch_save as convert;"
-        "convert(*sys.argv[1:]); import os; os.sync()"
-    )
     whole = (
         "import sys, os, glob; os.makedirs(sys.argv[2]); from safetensors import safe_open;"
         "from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files as c;"
@@ -195,9 +140,49 @@ def peer_tasks(directory: Path) -> list[Task]:
         "c(sys.argv[1], sys.argv[2], dict.fromkeys(names, 1), num_threads=2); os.sync()"
     )
     return [
-        Task("torch dcp_to_torch_save (checkpoint)", [*python, to_torch, directory / "dcp", out], WHOLE),
+        Task("torch dcp_to_torch_save (checkpoint)", [*python, _DCP_TO_TORCH, directory / "dcp", out], WHOLE),
         Task("torch consolidate_safetensors (weights)", [*python, whole, directory / "dcp-hf", out], WEIGHTS),
     ]
+
+
+def foreign_tasks(directory: Path, checkpoint: Path, world: int) -> list[Task]:
+    """Conversions of a DeepSpeed checkpoint, and of the same as DCP, beside the frameworks' own tools."""
+    program = [sys.executable, "-m", "zerokit.cli"]
+    out, dcp, half = directory / "out", directory / "dcp", directory / "weights-bf16"
+    run([*program, "convert", checkpoint, dcp, "--format", "dcp"])
+    run([*program, "consolidate", checkpoint, "--dtype", "bf16", "-o", half])
+    copy = ["sh", "-c", 'cp -r "$0" "$1" && sync']
+    # What any conversion to bf16 must do: read the masters' files, write the result.
+    read_and_write = ["sh", "-c", 'cat "$0"/*/*optim_states.pt > /dev/null && cp -r "$1" "$2" && sync']
+    peers = ROOT / ".peers/bin/python"
+    whole_dcp = "cp + sync (DCP checkpoint)"
+    tasks = [
+        Task(WHOLE, [*copy, checkpoint, out]),
+        Task(
+            f"zerokit convert --to {world}", [*program, "convert", checkpoint, "--to", str(world), out], WHOLE
+        ),
+        Task(
+            f"zerokit reshard --to {world}",
+            [*program, "reshard", checkpoint, "--to", str(world), "-o", out],
+            WHOLE,
+        ),
+        Task(
+            "zerokit convert --format dcp", [*program, "convert", checkpoint, "--format", "dcp", out], WHOLE
+        ),
+        Task(READ_AND_HALF, [*read_and_write, checkpoint, half, out]),
+        Task(
+            "zerokit consolidate, bf16",
+            [*program, "consolidate", checkpoint, "--dtype", "bf16", "-o", out],
+            READ_AND_HALF,
+        ),
+        Task(whole_dcp, [*copy, dcp, out]),
+        Task("zerokit convert, of DCP", [*program, "convert", dcp, out], whole_dcp),
+        Task("torch dcp_to_torch_save", [sys.executable, "-c", _DCP_TO_TORCH, dcp, out], whole_dcp),
+    ]
+    if peers.exists():
+        script = checkpoint / "zero_to_fp32.py"
+        tasks.append(Task("DeepSpeed zero_to_fp32 (parameters)", [peers, script, checkpoint, out], WHOLE))
+    return tasks
 
 
 def live(directory: Path, size_gb: float, repeats: int) -> dict[str, Figures]:
@@ -225,6 +210,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=5, help="rounds over all")
     parser.add_argument("--world", type=int, default=4, help="ranks of the checkpoint")
     parser.add_argument("--to", type=int, default=8, help="ranks that it is resharded to")
+    parser.add_argument(
+        "--deepspeed", type=Path, metavar="CKPT", help="only conversions of this checkpoint of DeepSpeed's"
+    )
     parser.add_argument("--directory", type=Path, help="where to work  [default: a temporary one]")
     parser.add_argument("--skip-live", action="store_true", help="neither torch nor save and load")
     parser.add_argument(
@@ -237,12 +225,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         directory = Path(
             stack.enter_context(tempfile.TemporaryDirectory(prefix="zerokit-", dir=options.directory))
         )
-        step = directory / "synthetic" / "step-00000001"
-        make_checkpoint(step, options.size_gb, options.world)
-        calls = {} if options.skip_live else live(directory, options.size_gb, options.repeats)
-        tasks = offline_tasks(directory, step, options.to)
-        if not options.skip_live:
-            tasks += peer_tasks(directory)
+        if options.deepspeed:
+            size = sum(file.stat().st_size for file in options.deepspeed.rglob("*") if file.is_file()) / 1e9
+            calls, tasks = {}, foreign_tasks(directory, options.deepspeed, options.to)
+            title = f"{options.deepspeed}, {size:.1f} GB"
+        else:
+            title = f"{options.size_gb:g} GB, {options.world} ranks"
+            step = directory / "synthetic" / "step-00000001"
+            make_checkpoint(step, options.size_gb, options.world)
+            calls = {} if options.skip_live else live(directory, options.size_gb, options.repeats)
+            tasks = offline_tasks(directory, step, options.to)
+            if not options.skip_live:
+                tasks += peer_tasks(directory)
         figures = run_tasks(tasks, options.repeats) | calls
     floors = {task.name: task.floor for task in tasks} | dict.fromkeys(calls, "write and sync")
     floors["zerokit.load"] = "dcp.load"
@@ -254,7 +248,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "floors": floors,
     }
     write_json(options.json, record)
-    show(figures, floors, f"{options.size_gb:g} GB, {options.world} ranks, median of {options.repeats}")
+    show(figures, floors, f"{title}, median of {options.repeats}")
     return 0
 
 

@@ -10,11 +10,12 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from zerokit.bench.machine.host import cores, processor_name
 from zerokit.bench.measure.environment import git_commit, measured_variables
@@ -24,7 +25,7 @@ T = TypeVar("T")
 
 
 def make_parser(text: str | None) -> argparse.ArgumentParser:
-    """Of a script whose docstring is `text`."""
+    """A parser for a script whose docstring is `text`."""
     return argparse.ArgumentParser(
         description=text, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -51,6 +52,34 @@ def in_rounds(
             results[name].append(measure(name))
             keep(results)
     return results
+
+
+def in_pieces(
+    path: Path, options: Mapping[str, object], jobs: Sequence[str], run: Callable[[str], Any], minutes: float
+) -> dict[str, Any] | None:
+    """What `run` returned for each job; None where some are left, for the same command to go on with.
+
+    Results are kept in the file `path`, with `options`, which must be the same each time: `SystemExit` where they are
+    not. No job begins after `minutes`.
+    """
+    content: dict[str, Any] = {"options": json.loads(json.dumps(options)), "machine": machine(), "jobs": {}}
+    if path.exists():
+        before = json.loads(path.read_text())
+        if before["options"] != content["options"]:
+            raise SystemExit(f"{path} was begun with {before['options']}: use these, or another file")
+        content = before
+    started = time.monotonic()
+    for number, job in enumerate(jobs, start=1):
+        if job in content["jobs"]:
+            continue
+        if time.monotonic() - started > 60 * minutes:
+            print(f"{number - 1} of {len(jobs)} are done: run the same command again", file=sys.stderr)
+            return None
+        print(f"{number} of {len(jobs)}: {job}", file=sys.stderr, flush=True)
+        content["jobs"][job] = run(job)
+        write_json(path, content)
+    jobs_done: dict[str, Any] = content["jobs"]
+    return jobs_done
 
 
 def spread(values: Sequence[float], decimals: int) -> str:

@@ -34,9 +34,9 @@ def run_ranks(
 
     Raises `zerokit.launch.failures.WorkerFailed`, which tells of the rank that failed and why.
     """
-    code = function.__code__
+    code, module = function.__code__, function.__module__
     job = {
-        "module": f"benchmarks.{Path(code.co_filename).stem}",
+        "module": f"benchmarks.{Path(code.co_filename).stem}" if module == "__main__" else module,
         "function": code.co_name,
         "arguments": arguments,
         "threads": threads,

@@ -44,7 +44,7 @@ from zerokit.placement import stage_of  # noqa: E402
 from zerokit.process import Process  # noqa: E402
 
 TIMEOUT_S = 10.0
-"""Of collectives; a closed connection is noticed at once."""
+"""Time-out of collectives; a closed connection is noticed at once."""
 PATIENCE_S = 60.0
 """Ranks that say nothing for so long hang."""
 KINDS = ("saves", "background", "elastic", "conversions")
@@ -112,15 +112,15 @@ class WithoutExchange(files.System):
 
 def train(optimizer: zerokit.ZeroOptimizer, step: int) -> None:
     """One step, the same on every rank and at every world size: multiples of powers of two, so that sums are exact."""
-    model = optimizer.parts.model
+    model = optimizer.runtime.model
     optimizer.backward(model(torch.full((1, 8), float(step % 4))).sum())
     optimizer.step()
     optimizer.zero_grad()
 
 
 def digest(optimizer: zerokit.ZeroOptimizer) -> str:
-    """Of the whole weights. Collective."""
-    state = optimizer.parts.model.state_dict()
+    """A digest of the whole weights. Collective."""
+    state = optimizer.runtime.model.state_dict()
     return hashlib.sha256(b"".join(state[name].numpy().tobytes() for name in sorted(state))).hexdigest()[:16]
 
 
@@ -233,7 +233,7 @@ class Rounds:
         self._committed = 0
         self._digests: dict[int, str] = {}
         self._durations = [0.05]
-        """Of saves, in seconds: so that kills fall into them."""
+        """Durations of saves, in seconds: so that kills fall into them."""
         self._begun = 0.0
 
     def play(self, this: Round) -> None:

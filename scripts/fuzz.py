@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
+import pickle
 import subprocess
 import sys
+import tarfile
 import tempfile
+import zipfile
 import zlib
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -73,7 +78,7 @@ WORDS = (
 
 def check_header(data: bytes) -> None:
     """What is accepted tiles the file. The first byte is how many bytes of data come; 255: the rest is the file."""
-    from zerokit.checkpoint.header import parse_header
+    from zerokit.checkpoint.safetensors import parse_header
 
     size, data = data[0] if data else 255, data[1:]
     if size != 255:
@@ -115,11 +120,103 @@ def check_extra(data: bytes) -> None:
         assert not tensors
 
 
+def check_pickle(data: bytes) -> None:
+    """What is accepted is written again as it was understood; plain data is Python's, too."""
+    from zerokit.checkpoint.formats.description import plain_value
+    from zerokit.checkpoint.formats.pickle_writer import to_pickle
+    from zerokit.checkpoint.formats.pickles import mapped, parse_pickle
+
+    value = parse_pickle(data, "input")
+    try:
+        copy = mapped(value, lambda part: part)
+    except ValueError:  # deeper than files of torch may be
+        return
+    content = to_pickle(copy)
+    assert to_pickle(parse_pickle(content, "input")) == content
+    plain_value(copy, "input", [])
+
+
+def check_torch(data: bytes) -> None:
+    """Tensors that are found lie in the file."""
+    from zerokit.checkpoint.formats.torchfile import read_torch_file
+
+    with _as_file(data) as path, path.open("rb") as file:
+        pending, seen = [read_torch_file(path, file.fileno())], set()
+        while pending:
+            part = pending.pop()
+            if hasattr(part, "blob"):
+                size = part.numel * part.element_bytes
+                assert not (size and part.contiguous) or part.offset + size <= len(data), part
+            elif isinstance(part, (dict, list, tuple)) and id(part) not in seen:
+                seen.add(id(part))
+                pending.extend(part.values() if isinstance(part, dict) else part)
+
+
+def check_dcp(data: bytes) -> None:
+    """Metadata beside files that are whole. What is accepted is a checkpoint whose places lie in its files."""
+    from zerokit.checkpoint.formats import open_source
+    from zerokit.layout import Interval
+
+    folder = _dcp_folder()
+    (folder / ".metadata").write_bytes(data)
+    source = open_source(folder)
+    sizes = dict(source.held_files())
+    for number, stream in enumerate(source.streams):
+        for position in stream.parameters:
+            parameter = source.layout.line[position]
+            for stretch in source.locate(number, position, Interval(0, parameter.numel)):
+                end = stretch.offset + stretch.interval.numel * stream.element_bytes
+                assert end <= sizes[source.file_path(stretch.file).name]
+    list(source.verified(lambda done: None))  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def _as_file(data: bytes) -> Iterator[Path]:
+    with tempfile.NamedTemporaryFile(prefix="zerokit-fuzz-") as file:
+        file.write(data)
+        file.flush()
+        yield Path(file.name)
+
+
+@functools.cache
+def _dcp_folder() -> Path:
+    """A small checkpoint of DCP's, in a folder that the process leaves to the system."""
+    from tests.support.checkpoints import example_content, example_layout, write_checkpoint
+    from zerokit.checkpoint.formats.convert import convert
+
+    folder = Path(tempfile.mkdtemp(prefix="zerokit-fuzz-"))
+    layout = example_layout(2)
+    write_checkpoint(folder / "step", layout, example_content(layout))
+    return convert(folder / "step", folder / "dcp", format="dcp").output
+
+
+def foreign_seeds(target: str) -> Iterator[bytes]:
+    """Valid files of other frameworks."""
+    if target == "dcp":
+        yield (_dcp_folder() / ".metadata").read_bytes()
+        return
+    if target == "pickle":
+        small = [OrderedDict(a=(1, 2.5, None)), {1: [b"\0", "text"], (2, "b"): {True}}, 1 << 70]
+        yield from (pickle.dumps(value, protocol) for value in small for protocol in (2, 4))
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        tarfile.open(ROOT / "tests/formats/fixtures/deepspeed-3-fp32.tar.xz") as fixture,
+    ):
+        fixture.extractall(folder, filter="data")
+        for path in sorted(Path(folder).rglob("*rank_0_*.pt")):
+            with zipfile.ZipFile(path) as archive:
+                name = next(name for name in archive.namelist() if name.endswith("data.pkl"))
+                yield path.read_bytes() if target == "torch" else archive.read(name)
+
+
 def seeds(target: str) -> Iterator[bytes]:
     """Valid inputs."""
     from tests.support.checkpoints import common_file, example_content, example_layout, write_checkpoint
     from zerokit.checkpoint.extra import encode
 
+    if target in ("pickle", "torch", "dcp"):
+        yield from foreign_seeds(target)
+        return
     if target == "extra":
         from collections import Counter
 
@@ -145,6 +242,9 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "header": check_header,
     "manifest": check_manifest,
     "extra": check_extra,
+    "pickle": check_pickle,
+    "torch": check_torch,
+    "dcp": check_dcp,
 }
 
 
@@ -154,9 +254,13 @@ def fuzz(target: str, arguments: list[str]) -> None:
 
     with atheris.instrument_imports(include=["zerokit"]):
         import zerokit.checkpoint.extra
-        import zerokit.checkpoint.header
-        import zerokit.checkpoint.manifest  # noqa: F401
+        import zerokit.checkpoint.formats
+        import zerokit.checkpoint.manifest
+        import zerokit.checkpoint.safetensors  # noqa: F401
     from zerokit.errors import CheckpointError
+
+    if target == "dcp":
+        _dcp_folder()  # made before the clock of the first input runs
 
     def one(data: bytes) -> None:
         with contextlib.suppress(CheckpointError):
@@ -183,7 +287,7 @@ def main() -> int:
             words = folder.with_suffix(".dict")
             words.write_text("".join(f'"{word.replace(chr(34), chr(92) + chr(34))}"\n' for word in WORDS))
             command = [sys.executable, __file__, "--inside", target, f"-max_total_time={options.seconds}"]
-            command += ["-timeout=10", "-rss_limit_mb=2048", "-max_len=16384", "-print_final_stats=1"]
+            command += ["-timeout=10", "-rss_limit_mb=2048", "-max_len=65536", "-print_final_stats=1"]
             command += [f"-dict={words}", f"-artifact_prefix={ROOT / f'fuzz-{target}-'}", str(folder)]
             print(f"fuzz: {target} for {options.seconds} s", flush=True)
             if subprocess.run(command, check=False).returncode:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import ast
 import os
 import re
+import shlex
 import subprocess
 import sys
 from itertools import chain
 from pathlib import Path
 
+import click
 import pytest
 import yaml
+
+from zerokit.cli import cli
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -60,6 +64,56 @@ def test_every_page_is_in_the_navigation() -> None:
 def test_python_blocks_are_python(page: Path) -> None:
     for block in blocks(page, "python"):
         ast.parse(block)
+
+
+def zerokit_lines(page: Path) -> list[list[str]]:
+    """The words after `zerokit` in each line of the page's shell blocks that has it."""
+    lines = "".join(blocks(page, "sh")).replace("\\\n", " ").splitlines()
+    split = [shlex.split(re.split(r" [|>] ", line)[0], comments=True) for line in lines]
+    pairs = [(words, at) for words in split for at, word in enumerate(words[:-1]) if word == "zerokit"]
+    return [words[at + 1 :] for words, at in pairs if words[at + 1].isalpha() and words[at + 1] != "zerokit"]
+
+
+@pytest.mark.parametrize("page", [*TEXTS, ROOT / "docker" / "README.md"], ids=lambda path: path.stem)
+def test_commands_have_the_options_that_exist(page: Path) -> None:
+    group = click.Context(cli)
+    for name, *words in zerokit_lines(page):
+        command = cli.get_command(group, name)
+        assert command is not None, f"{page.name}: zerokit {name}"
+        context = click.Context(command, info_name=name)
+        given, left, _ = command.make_parser(context).parse_args(list(words))
+        assert not left, f"{page.name}: zerokit {name} {shlex.join(words)}"
+        for parameter in command.params:
+            value = given.get(parameter.name)
+            assert not parameter.required or value, f"zerokit {name} {shlex.join(words)}: {parameter.name}"
+            if value is not None and not isinstance(parameter.type, click.Path):
+                parameter.type_cast_value(context, value)
+
+
+def test_the_commands_of_checkpoints_run_as_printed(tmp_path: Path) -> None:
+    (block,) = (one for one in blocks(ROOT / "docs" / "checkpoints.md", "sh") if "zerokit prune" in one)
+    small = {
+        "MODEL": "gpt-tiny",
+        "SEQ_LEN": "16",
+        "BATCH_SIZE": "1",
+        "DEVICE": "cpu",
+        "TWIN": "0",
+        "NO_MLFLOW": "1",
+        "WARMUP": "0",
+    }
+    options = {f"ZEROKIT_BENCH_{name}": value for name, value in small.items()}
+    program = Path(sys.executable).parent
+    run = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", block],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **options, "PATH": f"{program}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"},
+    )
+    assert run.returncode == 0, run.stderr
+    assert {"model", "run", "run-3"} <= {one.name for one in tmp_path.iterdir()}
+    assert (tmp_path / "run" / "latest").read_text().startswith("step-00000025")
 
 
 def test_no_paragraph_stands_twice() -> None:

@@ -8,14 +8,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from zerokit.checkpoint.consolidate import consolidate
+    from zerokit.bench.plans.ask import plan
     from zerokit.checkpoint.diff import diff
-    from zerokit.checkpoint.formats.convert import convert
+    from zerokit.checkpoint.formats.convert import consolidate, convert, reshard
     from zerokit.checkpoint.inspect import inspect
     from zerokit.checkpoint.load import load
     from zerokit.checkpoint.prune import prune
     from zerokit.checkpoint.reader import Checkpoint
-    from zerokit.checkpoint.reshard import reshard
     from zerokit.checkpoint.run import check_run, list_steps
     from zerokit.checkpoint.save import save
     from zerokit.checkpoint.verify import verify
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
         ZerokitWarning,
     )
     from zerokit.runtime import LossScale, MemoryReport, Precision, TrafficReport, ZeroOptimizer
-    from zerokit.training import Ema, StopSignal
+    from zerokit.training import Ema, LocalSteps, StopSignal
 
 __version__ = "0.1.0"
 
@@ -39,6 +38,7 @@ __all__ = [
     "CheckpointError",
     "Ema",
     "LayoutMismatch",
+    "LocalSteps",
     "LossScale",
     "LossScaleError",
     "MemoryReport",
@@ -59,6 +59,7 @@ __all__ = [
     "inspect",
     "list_steps",
     "load",
+    "plan",
     "prune",
     "reshard",
     "save",
@@ -69,14 +70,12 @@ _HOMES = {
     **dict.fromkeys(
         ("LossScale", "MemoryReport", "Precision", "TrafficReport", "ZeroOptimizer"), "zerokit.runtime"
     ),
-    **dict.fromkeys(("Ema", "StopSignal"), "zerokit.training"),
+    **dict.fromkeys(("Ema", "LocalSteps", "StopSignal"), "zerokit.training"),
     "Checkpoint": "zerokit.checkpoint.reader",
-    "convert": "zerokit.checkpoint.formats.convert",
+    "plan": "zerokit.bench.plans.ask",
+    **dict.fromkeys(("consolidate", "convert", "reshard"), "zerokit.checkpoint.formats.convert"),
     **dict.fromkeys(("check_run", "list_steps"), "zerokit.checkpoint.run"),
-    **{
-        name: f"zerokit.checkpoint.{name}"
-        for name in ("consolidate", "diff", "inspect", "load", "prune", "reshard", "save", "verify")
-    },
+    **{name: f"zerokit.checkpoint.{name}" for name in ("diff", "inspect", "load", "prune", "save", "verify")},
 }
 """Where a public name lives; the others are errors."""
 

@@ -1,4 +1,4 @@
-"""The exceptions of zerokit: one small tree, so that a caller can catch all of it or one kind."""
+"""The exceptions of zerokit: one small tree, so that callers can catch all errors or one kind."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class ZerokitError(Exception):
 
 
 class UsageError(ZerokitError, ValueError):
-    """The caller asked for something that does not exist or does not fit together."""
+    """The caller's arguments are invalid or contradict each other."""
 
 
 class LayoutMismatch(ZerokitError):
@@ -27,7 +27,7 @@ class UnsupportedOptimizer(ZerokitError, TypeError):
 
 
 class ScheduleError(ZerokitError, RuntimeError):
-    """Collectives did not meet: a rank failed, stopped, or took another path through the model."""
+    """Ranks' collectives do not match: a rank failed, stopped, or took another path through the model."""
 
 
 class LossScaleError(ZerokitError, FloatingPointError):
@@ -35,7 +35,7 @@ class LossScaleError(ZerokitError, FloatingPointError):
 
 
 class ZerokitWarning(UserWarning):
-    """Something unexpected that is no error; the commands print it on stderr."""
+    """Something unexpected that is not an error; the commands print it on stderr."""
 
 
 class CheckpointError(ZerokitError):

@@ -1,4 +1,4 @@
-"""Every change that zerokit makes to a disk: new files, syncs, renames, removals, locks.
+"""All of zerokit's changes to disks: new files, syncs, renames, removals, locks.
 
 A file or a directory becomes visible whole or not at all: it is written under a temporary name beside its target,
 synced, renamed, and its parent synced. All calls go through one `System`; tests replace it by one that fails or ends
@@ -29,21 +29,21 @@ _RENAME_EXCHANGE = 2
 
 
 class System:
-    """The calls that change a disk, one method each. All raise `OSError`."""
+    """The calls that change a disk, one method per call. All raise `OSError`."""
 
     def mkdir(self, path: Path) -> None:
         os.mkdir(path)
 
     def create(self, path: Path) -> int:
-        """The descriptor of a new file, for reading and writing."""
+        """Create a file; returns its descriptor for reading and writing."""
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
-    def extend(self, path: Path) -> int:
-        """The descriptor of a file to which lines are added; it is made if it is not there."""
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+    def reopen(self, path: Path) -> int:
+        """The descriptor of a file that is there and no link, for reading and writing."""
+        return os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
 
     def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """Bytes written, perhaps fewer than given."""
+        """Write bytes; returns how many were written, which may be fewer than given."""
         return os.pwritev(fd, buffers, offset)
 
     def allocate(self, fd: int, size: int) -> None:
@@ -64,16 +64,16 @@ class System:
             os.close(fd)
 
     def rename(self, old: Path, new: Path) -> None:
-        """Also replaces a file, or an empty directory."""
+        """Rename a path; a file or an empty directory at the target is replaced."""
         os.rename(old, new)
 
     def rename_new(self, old: Path, new: Path) -> None:
-        """Refuses to replace anything, where the file system can."""
+        """Rename a path without replacing anything, if the file system supports it."""
         if not _renameat2(old, new, _RENAME_NOREPLACE):
             os.rename(old, new)
 
     def exchange(self, one: Path, other: Path) -> bool:
-        """Exchange two directories atomically. False where the file system cannot."""
+        """Exchange two directories atomically. False if the file system cannot."""
         return _renameat2(one, other, _RENAME_EXCHANGE)
 
     def unlink(self, path: Path) -> None:
@@ -87,13 +87,13 @@ _systems: list[System] = [System()]
 
 
 def system() -> System:
-    """The one in use."""
+    """The calls in use."""
     return _systems[-1]
 
 
 @contextmanager
 def replaced(other: System) -> Iterator[None]:
-    """Let every change of this process go through `other`: for tests."""
+    """Route every change of this process through `other`, for tests."""
     _systems.append(other)
     try:
         yield
@@ -116,24 +116,22 @@ def _renameat2(old: Path, new: Path, flags: int) -> bool:
     raise OSError(number, os.strerror(number), str(new))
 
 
-TEMPORARY = re.compile(
-    rf"\.(?P<target>.+)\.tmp-(?:(?P<writer>{PATTERN})\.[0-9a-f]{{6}}|[0-9a-f]{{12}})(?P<old>\.old)?"
-)
-"""Names of `temporary`, and those of older versions, which do not name their writer."""
+TEMPORARY = re.compile(rf"\.(?P<target>.+)\.tmp-(?P<writer>{PATTERN})\.[0-9a-f]{{6}}")
+"""Names of `temporary`."""
 
 
 def temporary(path: Path) -> Path:
-    """A name beside `path` under which this process writes it until it is whole; it names the process."""
+    """A temporary name next to `path` for writing it; the name contains the process."""
     return path.with_name(f".{stem(path.name)}.tmp-{Process.current()}.{secrets.token_hex(3)}")
 
 
 def stem(name: str) -> str:
-    """What a temporary name keeps of the name that it stands for: names end at 255 bytes."""
+    """The part of a name that its temporary name keeps: names end at 255 bytes."""
     return name.encode()[:60].decode(errors="ignore")
 
 
 def write_aside(path: Path, content: bytes, *, durable: bool = True) -> None:
-    """Write a small file whole or not at all, replacing one that may be there.
+    """Write a small file whole or not at all, replacing an existing one.
 
     `durable`: also after a power cut, by syncs of the file and of its directory.
     """
@@ -158,7 +156,7 @@ def write_aside(path: Path, content: bytes, *, durable: bool = True) -> None:
 
 
 def make_directories(path: Path) -> None:
-    """Make a directory, durably, with those above it that are missing; one that is there is left as it is."""
+    """Create a directory and its missing parents durably; an existing one is left unchanged."""
     if path.is_dir():
         return
     calls = system()
@@ -191,7 +189,7 @@ def measured(path: Path) -> tuple[int, float]:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a directory with all it holds, as far as that is possible; links are not followed."""
+    """Remove a directory and as much of its contents as possible; links are not followed."""
     calls = system()
     if path.is_symlink():
         with suppress(OSError):
@@ -210,7 +208,7 @@ def remove_tree(path: Path) -> None:
 
 @contextmanager
 def locked(path: Path) -> Iterator[bool]:
-    """Hold the lock of an existing file while the body runs; False where another process holds it."""
+    """Hold the lock of an existing file while the body runs; False if another process holds it."""
     with path.open("rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

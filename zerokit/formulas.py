@@ -1,4 +1,4 @@
-"""What a layout costs: bytes in memory and bytes on the wire, by stage. Standard library only.
+"""The costs of a layout: bytes in memory and bytes on the wire, by stage. Standard library only.
 
 The formulas are those of ZeRO (arXiv:1910.02054, §5 and §7), evaluated on a layout's real cuts, padding apart:
 for Ψ trainable parameters on N ranks, fp32 and Adam, 16Ψ · 8Ψ+8Ψ/N · 4Ψ+12Ψ/N · 16Ψ/N bytes a rank.
@@ -6,7 +6,7 @@ for Ψ trainable parameters on N ranks, fp32 and Adam, 16Ψ · 8Ψ+8Ψ/N · 4Ψ+
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 
 from zerokit.layout import Layout, Unit, pooled_units
@@ -15,7 +15,7 @@ from zerokit.placement import Axis, Mesh, Placement
 
 @dataclass(frozen=True, slots=True)
 class MemoryReport:
-    """Bytes that one rank holds between backward and step.
+    """The bytes that one rank holds between backward and step.
 
     `parameters`, `gradients` and `optimizer` (masters and element states) are the paper's three terms for trainable
     parameters; the other lines are what the paper leaves out.
@@ -32,6 +32,8 @@ class MemoryReport:
     gathered: int = 0
     host_copy: int = 0
     """Host memory of background saves."""
+    residual: int = 0
+    """What an int8 or int4 wire has rounded away of gradients, to be added to the next."""
     transient: int = 0
     """In backward alone, and so not in `total`: the most that gradients of units above the bucket size took at once on
     their way between ranks."""
@@ -55,7 +57,7 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class TrafficReport:
-    """What a step moves. `elements` and `bytes` are payload without padding, received, summed over all ranks.
+    """The traffic of a step. `elements` and `bytes` are received payload without padding, summed over all ranks.
 
     `received_bytes` arrived at this rank alone, padding included. Control messages (agreement, norms) are apart.
     """
@@ -88,12 +90,34 @@ class TrafficReport:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockFormat:
+    """Integers of `bits` in blocks of `block` elements, each with a scale of two bytes."""
+
+    bits: int
+    block: int
+
+    def nbytes(self, numel: int) -> int:
+        """Bytes of `numel` elements that lie together; the last block may be shorter."""
+        return -(-numel * self.bits // 8) + 2 * -(-numel // self.block)
+
+    def unit_nbytes(self, unit: Unit) -> int:
+        """Bytes of a unit's payload and of the scales of all its shards."""
+        shards = unit.numel // unit.shard_numel if unit.numel else 0
+        return -(-unit.payload_numel * self.bits // 8) + 2 * shards * -(-unit.shard_numel // self.block)
+
+
+BLOCK_FORMATS = {"int8": BlockFormat(8, 256), "int4": BlockFormat(4, 128)}
+"""The narrow wires: 1.008 and 0.516 bytes an element."""
+
+
+@dataclass(frozen=True, slots=True)
 class ElementBytes:
-    """Bytes an element of each kind of state.
+    """Bytes per element, for each kind of state.
 
     `master` is 0 where the parameters' own storage serves as master; `states` counts all element states of the
     optimizer together (8 for Adam in fp32), `scalars` bytes of other state for each flat parameter. `wire` is that of
-    gradients on their way to be summed, None where it is `reduce`.
+    gradients on their way to be summed, None where it is `reduce`; `updates` that of updated parameters, None where it
+    is `compute`. `residual` is what rounding gradients takes away, kept of what a rank sends over the outermost axis.
     """
 
     compute: int
@@ -101,7 +125,9 @@ class ElementBytes:
     master: int
     states: int
     scalars: int = 0
-    wire: int | None = None
+    wire: int | BlockFormat | None = None
+    updates: BlockFormat | None = None
+    residual: int = 0
 
 
 _DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2}
@@ -109,8 +135,57 @@ _CAST = ("float32", "bfloat16", "float16")
 
 
 def stored_bytes(dtype: str, compute_bytes: int) -> int:
-    """Bytes an element of a frozen parameter: the usual floating dtypes are cast to the compute dtype."""
+    """Bytes per element of a frozen parameter: the usual floating dtypes are cast to the compute dtype."""
     return compute_bytes if dtype in _CAST else _DTYPE_BYTES.get(dtype, 1)
+
+
+MEMORY_KINDS = ("parameters", "gradients", "optimizer", "buffers and buckets", "activations")
+"""What memory is for. The last is all that torch allocates in a step and nothing holds beyond it."""
+
+KIND_OF_LINE = {
+    "parameters": "parameters",
+    "frozen": "parameters",
+    "gathered": "parameters",
+    "gradients": "gradients",
+    "optimizer": "optimizer",
+    "scalars": "optimizer",
+    "buffers": "buffers and buckets",
+    "buckets": "buffers and buckets",
+    "residual": "buffers and buckets",
+}
+"""The kind of memory that each line of a `MemoryReport` is, padding included."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Elements that a rank holds between backward and step, `payload` of them without padding."""
+
+    line: str
+    unit: int
+    payload: int
+    numel: int
+    element_bytes: int
+
+
+def list_held(layout: Layout, *, rank: int, placement: Placement, sizes: ElementBytes) -> Iterator[Held]:
+    """The bytes that rank `rank` holds of each unit, by line of `MemoryReport`."""
+    position = placement.mesh.position(rank)
+    for unit in layout.units:
+        kept = placement.parameters(unit, position)
+        if not unit.trainable:
+            size = stored_bytes(unit.parameters[0].dtype, sizes.compute)
+            yield Held("frozen", unit.index, unit.payload_within(kept), kept.numel, size)
+            continue
+        yield Held("parameters", unit.index, unit.payload_within(kept), kept.numel, sizes.compute)
+        summed = placement.gradients(unit, position)
+        yield Held("gradients", unit.index, unit.payload_within(summed), summed.numel, sizes.reduce)
+        if placement.mesh.world > 1:
+            sent = placement.sent_outward(unit, position)
+            yield Held("residual", unit.index, unit.payload_within(sent), sent.numel, sizes.residual)
+        for _, stretch in unit.groups_within(placement.updated(unit, position)):
+            payload = unit.payload_within(stretch)
+            yield Held("optimizer", unit.index, payload, stretch.numel, sizes.master + sizes.states)
+            yield Held("scalars", unit.index, sizes.scalars, sizes.scalars, 1)
 
 
 def predict_memory(
@@ -121,8 +196,9 @@ def predict_memory(
     sizes: ElementBytes,
     buffers: int = 0,
     reductions: Sequence[int] | None = None,
+    held: Iterable[Held] | None = None,
 ) -> MemoryReport:
-    """What rank `rank` holds between backward and step, once the optimizer has stepped.
+    """The memory report of rank `rank` between backward and step, after the optimizer's first step.
 
     Args:
         layout: the model's; its world size is N.
@@ -130,26 +206,14 @@ def predict_memory(
         sizes: bytes an element.
         buffers: bytes of the model's buffers, which every rank holds whole.
         reductions: units in the order in which their gradients are reduced; by default reversed line order.
+        held: what `list_held` returns for the same, where that is known.
     """
-    position = placement.mesh.position(rank)
+    if held is None:
+        held = list_held(layout, rank=rank, placement=placement, sizes=sizes)
     lines = dict.fromkeys((field.name for field in fields(MemoryReport)), 0)
-
-    def hold(line: str, payload: int, numel: int, element_bytes: int) -> None:
-        lines[line] += payload * element_bytes
-        lines["padding"] += (numel - payload) * element_bytes
-
-    for unit in layout.units:
-        kept = placement.parameters(unit, position)
-        if not unit.trainable:
-            size = stored_bytes(unit.parameters[0].dtype, sizes.compute)
-            hold("frozen", unit.payload_within(kept), kept.numel, size)
-            continue
-        hold("parameters", unit.payload_within(kept), kept.numel, sizes.compute)
-        summed = placement.gradients(unit, position)
-        hold("gradients", unit.payload_within(summed), summed.numel, sizes.reduce)
-        for _, stretch in unit.groups_within(placement.updated(unit, position)):
-            hold("optimizer", unit.payload_within(stretch), stretch.numel, sizes.master + sizes.states)
-            lines["scalars"] += sizes.scalars
+    for one in held:
+        lines[one.line] += one.payload * one.element_bytes
+        lines["padding"] += (one.numel - one.payload) * one.element_bytes
     pooled = pooled_units(layout)
     largest = max(pooled, default=0)
     lines["buckets"] = min(placement.pooled_buckets, len(pooled)) * largest * sizes.reduce
@@ -164,7 +228,7 @@ def predict_memory(
 
 
 def operation_name(operation: str, axis: Axis, mesh: Mesh) -> str:
-    """What a report calls a collective: on a mesh of two axes, with the axis."""
+    """The name of a collective in reports; on a mesh of two axes it includes the axis."""
     return operation if mesh.outer == 1 else f"{operation}/{axis.name.lower()}"
 
 
@@ -178,7 +242,7 @@ def predict_traffic(
     micro_batches: int = 1,
     reductions: int = 1,
 ) -> TrafficReport:
-    """What one step moves, summed over ranks: on one axis (N-1)·kΨ elements with k = 2, 2, 2 and at most 3.
+    """The traffic of one step, summed over ranks: on one axis (N-1)·kΨ elements with k = 2, 2, 2 and at most 3.
 
     Each hop over an axis brings every element to all ranks but one of that axis. Under gathers (stage 3) units of the
     rest, and the one that backward begins with, stay gathered between forward and backward and are subtracted. `order`
@@ -192,25 +256,29 @@ def predict_traffic(
     operations: dict[str, Operation] = {}
 
     def hop(
-        operation: str, axes: Collection[Axis], units: Sequence[Unit], times: int, size: int | None
+        operation: str,
+        axes: Collection[Axis],
+        units: Sequence[Unit],
+        times: int,
+        size: int | BlockFormat | None,
     ) -> None:
-        """Units move over axes, in elements of so many bytes, or of their own."""
+        """The traffic of units over axes, in elements of this size, of their own size, or in blocks."""
         for axis in axes:
             name, copies = operation_name(operation, axis, mesh), mesh.copies(axis) * times
             before = operations.get(name, Operation(0, 0, 0))
-            numels = [unit.payload_numel for unit in units]
-            sizes_of = [_stored_bytes(unit, sizes) if size is None else size for unit in units]
             operations[name] = Operation(
                 before.calls + times * len(units),
-                before.elements + copies * sum(numels),
-                before.bytes + copies * sum(n * s for n, s in zip(numels, sizes_of, strict=True)),
+                before.elements + copies * sum(unit.payload_numel for unit in units),
+                before.bytes + copies * sum(_moved_bytes(unit, size, sizes) for unit in units),
             )
 
     for axis in mesh.axes:
-        across = wire if mesh.size(axis) > 1 else sizes.reduce
+        # Blocks cross the outermost axis only, behind exact sums.
+        narrows = mesh.size(axis) > 1 and (axis is mesh.axes[0] or not isinstance(wire, BlockFormat))
+        across = wire if narrows else sizes.reduce
         hop("reduce_scatter", [axis], trainable, reductions, across)
     hop("all_gather", placement.sums, trainable, reductions, sizes.reduce)
-    hop("all_gather", placement.update, trainable, 1, sizes.compute)
+    hop("all_gather", placement.update, trainable, 1, sizes.updates or sizes.compute)
     if placement.use:
         forward = list(order) if order is not None else [unit.index for unit in layout.units]
         stay = {unit.index for unit in layout.units if not unit.scopes} if kept is None else kept
@@ -218,6 +286,12 @@ def predict_traffic(
         used = [layout.units[index] for index in (*forward, *backward)]
         hop("all_gather", placement.use, used, micro_batches, None)
     return TrafficReport(operations)
+
+
+def _moved_bytes(unit: Unit, size: int | BlockFormat | None, sizes: ElementBytes) -> int:
+    if isinstance(size, BlockFormat):
+        return size.unit_nbytes(unit)
+    return unit.payload_numel * (_stored_bytes(unit, sizes) if size is None else size)
 
 
 def _stored_bytes(unit: Unit, sizes: ElementBytes) -> int:

@@ -1,4 +1,4 @@
-"""Who owns which elements: the one module that cuts the line of trainable state.
+"""The owners of elements: the one module that cuts the line of trainable state.
 
 A model's parameters, in order, form a line of elements. Neighbouring parameters form *units*, which are
 communicated together; each unit is cut into `world` equal contiguous pieces, the *shards*:
@@ -45,7 +45,7 @@ def align(numel: int) -> int:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Interval:
-    """Elements `start` to `stop` (exclusive) of something."""
+    """An interval of elements, `start` to `stop` (exclusive)."""
 
     start: int
     stop: int
@@ -55,7 +55,7 @@ class Interval:
         return self.stop - self.start
 
     def intersection(self, other: Interval) -> Interval:
-        """What both hold; an empty interval where they do not meet."""
+        """The intersection; an empty interval if they do not overlap."""
         start = max(self.start, other.start)
         return Interval(start, max(start, min(self.stop, other.stop)))
 
@@ -84,7 +84,7 @@ _PARAMETER_FIELDS = tuple(each.name for each in fields(Parameter))
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Parameters that the model uses together: those of one module, or a stretch of the rest of them.
+    """Parameters that the model uses together: those of one module, or neighbours among the rest.
 
     `scope` is the module's name; `None` stands for the rest, which the root module uses.
     """
@@ -143,6 +143,10 @@ class Unit:
         return tuple(whole for whole in self.slices if whole.interval.numel)
 
     @cached_property
+    def _ends(self) -> list[int]:
+        return [whole.memory.stop for whole in self._filled]
+
+    @cached_property
     def payload_numel(self) -> int:
         """Elements of the parameters themselves, without padding."""
         return sum(parameter.numel for parameter in self.parameters)
@@ -154,7 +158,7 @@ class Unit:
 
     @property
     def holders(self) -> int:
-        """How many ranks hold some of it: the first ones."""
+        """The number of ranks that hold some of it; these are the first ranks."""
         return -(-self._aligned_numel // self.shard_numel) if self.shard_numel else 0
 
     @property
@@ -172,14 +176,18 @@ class Unit:
 
     def slices_within(self, piece: Interval) -> Iterator[Slice]:
         """The parts of parameters that lie in `piece` (memory coordinates), in order; none is empty."""
+        for whole in self.wholes_within(piece):
+            part = whole.memory.intersection(piece)
+            yield Slice(whole.parameter, part.shifted(-whole.offset), part.start)
+
+    def wholes_within(self, piece: Interval) -> Iterator[Slice]:
+        """The parameters that have elements in `piece` (memory coordinates), whole, in order."""
         # Thousands of parameters at thousands of ranks: each rank looks at its own ones only.
-        first = bisect_right(self._filled, piece.start, key=lambda whole: whole.memory.stop)
+        first = bisect_right(self._ends, piece.start)
         for whole in islice(self._filled, first, None):
             if whole.offset >= piece.stop:
                 return
-            part = whole.memory.intersection(piece)
-            if part.numel:
-                yield Slice(whole.parameter, part.shifted(-whole.offset), part.start)
+            yield whole
 
     def owned(self, rank: int) -> Iterator[Slice]:
         """The parts of parameters that rank `rank` holds: at most one a parameter."""
@@ -212,7 +220,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Layout:
-    """All units of a model, in the order of the line, for one world size."""
+    """The layout: all units of a model, in the order of the line, for one world size."""
 
     world: int
     bucket_bytes: int
@@ -234,7 +242,7 @@ class Layout:
 
     @cached_property
     def line(self) -> tuple[Parameter, ...]:
-        """`parameters`, remembered: each at its position."""
+        """`parameters`, cached: each at its position."""
         return tuple(self.parameters)
 
     @cached_property
@@ -242,12 +250,15 @@ class Layout:
         """Each parameter's position in the line, by its name."""
         return {parameter.name: position for position, parameter in enumerate(self.line)}
 
-    def owned(self, rank: int) -> Iterator[tuple[int, Slice]]:
-        """`(position, slice)` of what rank `rank` holds, in line order."""
-        held = sorted(index for holders, index in self._holders[: self._count_holding(rank)])
-        for index in held:
-            for part in self.units[index].owned(rank):
-                yield self.positions[part.parameter.name], part
+    def owned(self, rank: int) -> Iterator[tuple[int, Interval]]:
+        """`(position, elements)` of what rank `rank` holds, in line order."""
+        for index in sorted(index for holders, index in self._holders[: self._count_holding(rank)]):
+            unit = self.units[index]
+            piece = unit.shard(rank)
+            for whole in unit.wholes_within(piece):
+                offset, numel = whole.offset, whole.interval.stop
+                part = Interval(max(piece.start - offset, 0), min(piece.stop - offset, numel))
+                yield self.positions[whole.parameter.name], part
 
     def _count_holding(self, rank: int) -> int:
         """Units of which the rank holds some: the first ones of `_holders`."""
@@ -276,23 +287,30 @@ class Layout:
         units = tuple(Unit(unit.index, unit.scopes, unit.parameters, world) for unit in self.units)
         return Layout(world, self.bucket_bytes, units)
 
-    def owners(self, name: str) -> range:
-        """The ranks that hold some of the parameter `name`: neighbours; none where it has no elements."""
-        unit, whole = self.find(name)
+    def owners(self, position: int) -> range:
+        """The ranks that hold some of a parameter, which are neighbours; none if it has no elements."""
+        unit, whole = self._by_name[self.line[position].name]
         if not whole.interval.numel:
             return range(0)
         return range(whole.offset // unit.shard_numel, (whole.memory.stop - 1) // unit.shard_numel + 1)
 
-    def cuts(self, name: str) -> list[tuple[int, Interval]]:
-        """`(rank, interval)` of the flattened parameter `name`, in rank order; no interval is empty."""
-        unit, whole = self.find(name)
-        return [
-            (rank, whole.memory.intersection(unit.shard(rank)).shifted(-whole.offset))
-            for rank in self.owners(name)
-        ]
+    def cuts(self, position: int, wanted: Interval | None = None) -> Iterator[tuple[int, Interval, Interval]]:
+        """`(rank, cut, part)` of the ranks that hold some of the elements `wanted` of a parameter, in rank order.
+
+        `cut` is what the rank holds, `part` what is wanted of it; no part is empty. All is wanted by default.
+        """
+        unit, whole = self._by_name[self.line[position].name]
+        wanted = whole.interval if wanted is None else wanted
+        if not wanted.numel:
+            return
+        size, offset, numel = unit.shard_numel, whole.offset, whole.interval.numel
+        for rank in range((offset + wanted.start) // size, (offset + wanted.stop - 1) // size + 1):
+            cut = Interval(max(rank * size - offset, 0), min((rank + 1) * size - offset, numel))
+            inside = wanted.start <= cut.start and cut.stop <= wanted.stop
+            yield rank, cut, cut if inside else cut.intersection(wanted)
 
     def describe(self) -> dict[str, object]:
-        """The layout as plain data: what ranks must agree on, and what a reader needs to rebuild it."""
+        """The layout as plain data: the part on which ranks must agree, and from which a reader rebuilds it."""
         return {
             "world": self.world,
             "alignment": ALIGNMENT,
@@ -316,7 +334,7 @@ class Layout:
 
 def default_bucket_bytes(segments: Iterable[Segment]) -> int:
     """A power of two of MiB, from 1 to 16: of small models at most an eighth, so that buckets in flight stay small
-    beside the state that a stage divides.
+    beside the state that a stage shards.
     """
     whole = LAYOUT_BYTES * sum(parameter.numel for segment in segments for parameter in segment.parameters)
     mib = next((mib for mib in (16, 8, 4, 2) if mib * 2**20 <= whole // 8), 1)
@@ -328,21 +346,24 @@ def build_layout(segments: Iterable[Segment], *, world: int, bucket_bytes: int) 
 
     Frozen parameters form units of their own, one dtype a unit. Neighbouring segments of the same kind
     (modules, or the rest) join while their elements, counted at `LAYOUT_BYTES`, stay within `bucket_bytes`;
-    a segment is never divided, however large. The result depends on neither stage nor precision.
+    a segment is never split, however large. The result depends on neither stage nor precision.
 
     Raises `ValueError` for a world size below 1 or a parameter named twice.
     """
     _check_world(world)
     joined: list[list[Segment]] = []
     open_units: dict[str, list[Segment]] = {}
+    numel: dict[str, int] = {}
     for segment in segments:
         for kind, members in _kinds(segment.parameters).items():
-            piece = Segment(segment.scope, members)
-            unit = open_units.get(kind)
-            if unit is None or not _may_join(unit, piece, bucket_bytes):
-                unit = open_units[kind] = []
+            unit, size = open_units.get(kind), sum(parameter.numel for parameter in members)
+            numel[kind] = numel.get(kind, 0) + size
+            alike = unit is not None and (unit[-1].scope is None) == (segment.scope is None)
+            if unit is None or not alike or numel[kind] * LAYOUT_BYTES > bucket_bytes:
+                unit, numel[kind] = [], size
+                open_units[kind] = unit
                 joined.append(unit)
-            unit.append(piece)
+            unit.append(Segment(segment.scope, members))
     units = tuple(_make_unit(index, pieces, world) for index, pieces in enumerate(joined))
     names = [parameter.name for unit in units for parameter in unit.parameters]
     if len(set(names)) != len(names):
@@ -362,13 +383,6 @@ def _kinds(parameters: Sequence[Parameter]) -> dict[str, tuple[Parameter, ...]]:
     for parameter in parameters:
         kinds.setdefault("" if parameter.trainable else parameter.dtype, []).append(parameter)
     return {kind: tuple(members) for kind, members in kinds.items()}
-
-
-def _may_join(unit: Sequence[Segment], piece: Segment, bucket_bytes: int) -> bool:
-    if (unit[-1].scope is None) != (piece.scope is None):
-        return False
-    numel = sum(parameter.numel for segment in [*unit, piece] for parameter in segment.parameters)
-    return numel * LAYOUT_BYTES <= bucket_bytes
 
 
 def _make_unit(index: int, pieces: Sequence[Segment], world: int) -> Unit:

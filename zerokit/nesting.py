@@ -1,4 +1,4 @@
-"""How deep plain data is nested. Hostile JSON may be as deep as the parser's stack, and no code after that is."""
+"""The nesting depth of plain data. Hostile JSON can be as deep as the parser's stack, and exceed other code's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each rank of a mesh holds of a unit: one table, and the hops between two placements. Standard library only.
+"""The placement of a unit on a mesh: the table of stages, and the hops between placements. Standard library only.
 
 The ranks form a mesh of one or two axes; a stage is chosen for each. On an axis a kind of state is
 
@@ -37,7 +37,7 @@ from zerokit.layout import Interval, Unit
 
 
 class Held(Enum):
-    """What ranks of one axis hold of a kind of state."""
+    """The placement of a kind of state on one axis."""
 
     WHOLE = "R"
     PARTIAL = "P"
@@ -56,7 +56,7 @@ BOTH = (Axis.OUTER, Axis.INNER)
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A stage: what ranks of an axis hold of each kind of state."""
+    """A stage: the placement of each kind of state on an axis."""
 
     parameters: Held
     gradients: Held
@@ -67,8 +67,11 @@ _ROWS = tuple(Row(*map(Held, letters)) for letters in ("RRR", "RPS", "RSS", "SSS
 _NAMES = "0 shards nothing, 1 optimizer states, 2 also gradients, 3 also parameters"
 
 StageNumber: TypeAlias = Literal[0, 1, 2, 3]
-StageArgument: TypeAlias = StageNumber | tuple[StageNumber, StageNumber]
-"""What arguments called `stage` take: a number, or one for each axis, (outer, inner)."""
+StageArgument: TypeAlias = (
+    StageNumber | tuple[StageNumber, StageNumber] | tuple[Literal["local"], StageNumber]
+)
+"""What arguments called `stage` take: a number, or one for each axis, (outer, inner). An outer axis that is "local"
+synchronises no gradients; `zerokit.LocalSteps` does its part."""
 
 
 def row_of(stage: object) -> Row:
@@ -79,14 +82,14 @@ def row_of(stage: object) -> Row:
 
 
 def require_stage(stage: StageArgument) -> StageArgument:
-    """`stage` itself, one or two. Raises `UsageError` for what is no stage."""
+    """`stage`, one or a pair. Raises `UsageError` for anything else."""
     for each in stage if isinstance(stage, tuple) else (stage,):
         row_of(each)
     return stage
 
 
 def stage_of(number: int) -> StageNumber:
-    """The stage of this number. Raises `UsageError` for another one."""
+    """The stage of this number. Raises `UsageError` for other numbers."""
     row_of(number)
     return number  # type: ignore[return-value]  # row_of has looked
 
@@ -104,7 +107,7 @@ class Mesh:
 
     @property
     def axes(self) -> tuple[Axis, ...]:
-        """Axes between whose ranks something crosses; one rank alone has the inner one."""
+        """The axes with communication; one rank alone has the inner one."""
         return BOTH if self.outer > 1 else (Axis.INNER,)
 
     def position(self, rank: int) -> int:
@@ -121,20 +124,20 @@ class Mesh:
         return self.inner if axis is Axis.INNER else self.outer
 
     def members(self, axis: Axis, rank: int) -> range:
-        """The ranks that `axis` joins with `rank`, which is one of them."""
+        """The ranks on `axis` that include `rank`."""
         m, s = divmod(rank, self.inner)
         if axis is Axis.INNER:
             return range(m * self.inner, (m + 1) * self.inner)
         return range(s, self.world, self.inner)
 
     def copies(self, axis: Axis) -> int:
-        """How many ranks receive each element in a hop over `axis`, counted over the whole mesh."""
+        """The number of ranks that receive each element in a hop over `axis`, over the whole mesh."""
         return (self.inner - 1) * self.outer if axis is Axis.INNER else self.outer - 1
 
 
 @dataclass(frozen=True)
 class Placement:
-    """What a rank holds between steps, and the axes that each kind of state crosses.
+    """The state that a rank holds between steps, and the axes that each kind of state crosses.
 
     `stages` is (outer, inner); on a mesh of one axis both are the same.
     """
@@ -144,7 +147,7 @@ class Placement:
 
     @classmethod
     def of(cls, stage: object, mesh: Mesh) -> Placement:
-        """The placement of a stage, or of one for each axis. Raises `UsageError` for what is no stage."""
+        """The placement of a stage, or of one for each axis. Raises `UsageError` for invalid stages."""
         if not isinstance(stage, tuple | list):
             row_of(stage)
             return cls(mesh, (stage, stage))  # type: ignore[arg-type]  # row_of has looked
@@ -156,7 +159,7 @@ class Placement:
         if outer > inner:
             raise UsageError(
                 f"stage {outer, inner}: the outer stage must not exceed the inner one, write stage={inner, outer}; "
-                "what is cut between nodes must be cut inside them first"
+                "state that is sharded between nodes must also be sharded inside them"
             )
         if mesh.outer == 1 and outer != inner:
             raise UsageError(
@@ -175,17 +178,17 @@ class Placement:
 
     @property
     def use(self) -> tuple[Axis, ...]:
-        """Parameters are gathered over these axes for each use: there they are cut."""
+        """The axes over which parameters are gathered for each use, because they are sharded."""
         return self._axes("parameters", Held.CUT)
 
     @property
     def update(self) -> tuple[Axis, ...]:
-        """Updated parameters are gathered over these axes after a step: whole, but updated by their owners."""
+        """The axes over which updated parameters are gathered after a step: whole parameters that owners update."""
         return tuple(axis for axis in self._axes("optimizer", Held.CUT) if axis not in self.use)
 
     @property
     def sums(self) -> tuple[Axis, ...]:
-        """Summed gradients go back to every rank of these axes, because every rank updates the same."""
+        """The axes over which summed gradients return to every rank, because every rank updates the same elements."""
         return self._axes("gradients", Held.WHOLE)
 
     # ---- what a rank holds
@@ -196,12 +199,12 @@ class Placement:
 
     @property
     def cuts_gradients(self) -> bool:
-        """Whether whole gradients exist only on their way: then they share a few buckets."""
+        """Whether whole gradients exist only in flight; they then share a few buckets."""
         return self._row(Axis.INNER).gradients is Held.CUT
 
     @property
     def pooled_buckets(self) -> int:
-        """Gradient buckets that small units share: one is filled while others, under gathers one other, are reduced.
+        """The number of gradient buckets that small units share: one is filled while others are reduced.
 
         None where every unit keeps a whole bucket of its own.
         """
@@ -210,10 +213,14 @@ class Placement:
         return 2 if self.cuts_parameters else 3
 
     def inner_piece(self, unit: Unit, position: int) -> Interval:
-        """What ranks (·, s) own together; the whole unit's shard on one axis."""
+        """The elements that ranks (·, s) own together; on one axis, the unit's shard."""
         size = unit.shard_numel * self.mesh.outer
         start = position // self.mesh.outer * size
         return Interval(start, start + size)
+
+    def sent_outward(self, unit: Unit, position: int) -> Interval:
+        """The elements whose gradients a rank sends over the outermost axis, after the inner sums."""
+        return Interval(0, unit.numel) if self.mesh.outer == 1 else self.inner_piece(unit, position)
 
     def parameters(self, unit: Unit, position: int) -> Interval:
         """The elements of `unit` that a rank holds between steps."""

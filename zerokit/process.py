@@ -1,4 +1,4 @@
-"""A process by its host, number and start, as text: any other process can check later whether it still lives."""
+"""A process's identity (host, number and start) as text, with which other processes check whether it lives."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ class Process:
 
     @staticmethod
     def current() -> Process:
-        """This one."""
+        """This process."""
         pid = os.getpid()
         return Process(_host(), _digest(_MACHINE), _digest(_BOOT), _space(), pid, _start(pid) or 0)
 
     @staticmethod
     def parse(text: str) -> Process | None:
-        """The reverse of `str`; None for other text."""
+        """Parse the output of `str`; None for other text."""
         if not re.fullmatch(PATTERN, text, re.ASCII):
             return None
         host, machine, boot, space, pid, start = text.split(".")
         return Process(host, machine, boot, int(space), int(pid), int(start))
 
     def lives(self) -> bool | None:
-        """Whether it is there still; None where that cannot be seen from here: on another host, in a container.
+        """Whether the process is alive; None if it is on another host or in a container.
 
         Before the last boot counts as elsewhere: machines that were cloned may share their names and identities.
         """

@@ -1,4 +1,4 @@
-"""Text that may come from a hostile file, made fit for a terminal. Everything that is shown goes through here."""
+"""Escapes text from hostile files for terminals; all output passes through here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _PARAMETER = re.compile(rf"([?&;][\w.-]*(?:{_NAMES})[\w.-]*=)[^&;\s'\"]+", re.IG
 
 
 def printable(text: str) -> str:
-    """In one line, without what steers a terminal: control and format characters become escapes such as "\\x1b".
+    """The text in one line: control and format characters become escapes such as "\\x1b".
 
     A name could move the cursor, change the terminal's title, turn the direction of writing, or begin a line that looks
     like zerokit's own.
@@ -20,12 +20,12 @@ def printable(text: str) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """The same, but lines stay lines: for text of several lines, such as the end of a log."""
+    """Text of several lines, such as the end of a log, with control characters escaped."""
     return "\n".join(printable(line) for line in text.expandtabs().split("\n"))
 
 
 def without_secrets(text: str) -> str:
-    """URIs in `text` without user, password and token: "postgresql://***@host/db?password=***"."""
+    """The text with URIs stripped of user, password and token: "postgresql://***@host/db?password=***"."""
     return _PARAMETER.sub(r"\1***", _LOGIN.sub("***@", text))
 
 

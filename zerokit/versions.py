@@ -1,4 +1,4 @@
-"""What must be equal on all nodes: versions, and the program itself, which an editable install may have changed."""
+"""The versions that must be equal on all nodes, including the program's own code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PACKAGE = Path(__file__).parent
 
 @functools.cache
 def program() -> str:
-    """Twelve digits of a hash over the names and contents of the package's Python files."""
+    """A hash of twelve digits over the names and contents of the package's Python files."""
     digest = hashlib.sha256()
     names = sorted(path.relative_to(_PACKAGE).as_posix() for path in _PACKAGE.rglob("*.py"))
     for name in names:
@@ -38,7 +38,7 @@ def versions() -> dict[str, str]:
 
 
 def describe_difference(where: str, theirs: object) -> str | None:
-    """What another node, named by `where`, has instead of what is here; None where its `versions` are the same."""
+    """The differences of another node, `where`, from this one; None if its `versions` are equal."""
     ours = versions()
     if theirs == ours:
         return None

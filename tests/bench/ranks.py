@@ -58,7 +58,7 @@ class Ranks:
 
     @property
     def engines(self) -> list[tuple[str, int]]:
-        """Of every launch."""
+        """The engine and stage of every launch."""
         return [(settings.engine, settings.stage) for settings in self.asked]
 
 

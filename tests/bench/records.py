@@ -8,7 +8,6 @@ import random
 from dataclasses import asdict, replace
 
 from zerokit.bench.record import (
-    MEMORY_KINDS,
     Bandwidth,
     Data,
     DeviceMemory,
@@ -27,6 +26,7 @@ from zerokit.bench.record import (
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.record.statistics import Summary
 from zerokit.bench.record.status import Status
+from zerokit.formulas import MEMORY_KINDS
 
 MIB = 2**20
 
@@ -106,6 +106,10 @@ def make_timeline() -> MemoryTimeline:
     return MemoryTimeline(parts, [0.0, 1.0, 2.0], readings)
 
 
+_LATER = ("mesh", "outer_stage", "wire_updates", "recompute", "every", "fragments", "delay", "target_loss")
+"""Settings that came later must not change what is drawn."""
+
+
 def make_cell(
     engine: str = "zerokit",
     stage: int = 2,
@@ -127,8 +131,7 @@ def make_cell(
         warmup=11,
         **{"batch_size": 2, "precision": "fp32", "device": device, "bucket_mb": 25.0, **options},  # type: ignore[arg-type]
     )
-    # Settings that came later must not change what is drawn.
-    plain = {name: value for name, value in asdict(settings).items() if name not in ("mesh", "outer_stage")}
+    plain = {name: value for name, value in asdict(settings).items() if name not in _LATER}
     text = json.dumps(plain, sort_keys=True).encode()
     draw = random.Random(hashlib.blake2b(text, digest_size=8).hexdigest())
     model = Model(

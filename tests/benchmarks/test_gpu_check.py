@@ -87,7 +87,7 @@ def test_parts_stand_in_order_of_their_evidence(script: ModuleType) -> None:
 
 
 class Names:
-    """Of the tests that pytest finds."""
+    """The names of the tests that pytest finds."""
 
     def __init__(self) -> None:
         self.found: list[str] = []

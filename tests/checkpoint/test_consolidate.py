@@ -21,8 +21,9 @@ from tests.support.checkpoints import Content, example_content, example_layout, 
 from tests.support.distributed import run_ranks
 from tests.support.training import SMALL
 from zerokit.checkpoint import copying
-from zerokit.checkpoint.arrays import from_array, to_array
-from zerokit.checkpoint.consolidate import parse_size
+from zerokit.checkpoint.formats.huggingface_writer import parse_size
+from zerokit.checkpoint.formats.rounding import from_array
+from zerokit.checkpoint.source import to_array
 from zerokit.errors import CheckpointError, UsageError
 from zerokit.layout import Parameter, Segment, build_layout
 

@@ -7,16 +7,21 @@ import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import pytest
 
 from zerokit.checkpoint.copying import Copier
-from zerokit.checkpoint.disk import opened
+from zerokit.checkpoint.requests import Request
+from zerokit.checkpoint.source import Source
 from zerokit.errors import CheckpointError
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
+
+
+NOT_ASKED = cast(Source, None)
+"""Requests for paths need no source."""
 
 
 @pytest.fixture
@@ -28,11 +33,12 @@ def source(tmp_path: Path) -> Path:
 
 def copy_all(source: Path, target: Path, **options: object) -> None:
     """The whole file in two pieces."""
-    with Copier[int](**options) as copier:  # type: ignore[arg-type]
-        file, out = copier.source(source, opened(source)), copier.target(target, 3000)
-        copier.copy(0, 1000, file, 0, out, 0)
-        copier.copy(1, 2000, file, 1000, out, 1000)
-        copier.release(file)
+    with Copier(**options) as copier:  # type: ignore[arg-type]
+        out = copier.target(target, 3000)
+        copier.copy(
+            NOT_ASKED,
+            [Request("a", source, 0, 1000, out, 0), Request("b", source, 1000, 2000, out, 1000)],
+        )
         copier.release(out)
 
 
@@ -83,11 +89,10 @@ def test_many_files_are_not_open_at_once(
 
     monkeypatch.setattr(os, "preadv", count)
     before = len(os.listdir("/proc/self/fd"))
-    with Copier[int](jobs=2) as copier:
+    with Copier(jobs=2) as copier:
         for number in range(300):
-            file, target = copier.source(source, opened(source)), copier.target(tmp_path / f"{number}", 10)
-            copier.copy(number, 10, file, 0, target, 0)
-            copier.release(file)
+            target = copier.target(tmp_path / f"{number}", 10)
+            copier.copy(NOT_ASKED, [Request("all", source, 0, 10, target, 0)])
             copier.release(target)
     assert most - before < 120
     assert len(list(tmp_path.iterdir())) == 301

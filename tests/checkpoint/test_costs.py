@@ -24,12 +24,12 @@ from tests.support.checkpoints import (
     sealed,
     write_checkpoint,
 )
-from zerokit.checkpoint.consolidate import consolidate
 from zerokit.checkpoint.diff import diff
-from zerokit.checkpoint.extents import encode_header, rank_file
+from zerokit.checkpoint.extents import rank_file
 from zerokit.checkpoint.extra import decode
+from zerokit.checkpoint.formats.convert import consolidate, reshard
 from zerokit.checkpoint.inspect import inspect
-from zerokit.checkpoint.reshard import reshard
+from zerokit.checkpoint.safetensors import lay_out
 from zerokit.checkpoint.verify import verify
 from zerokit.cli import cli
 from zerokit.errors import CheckpointError
@@ -50,8 +50,8 @@ def empty_tensors(step: Path, number: int) -> None:
     """`common` with tensors of no elements."""
     layout = example_layout(2)
     write_checkpoint(step, layout, example_content(layout))
-    entry = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
-    _replace_common(step, encode_header({f"buffers/{place}": entry for place in range(number)}))
+    header, _ = lay_out(((f"buffers/{place}", "float32", (0,)) for place in range(number)), {})
+    _replace_common(step, header)
 
 
 def empty_parameters(step: Path, number: int) -> None:
@@ -128,6 +128,16 @@ def test_reading_costs_in_proportion_to_the_files(tmp_path: Path, case: str) -> 
         assert calls["many"] < 5 * calls["few"] + 1000, name
         grown = _size(tmp_path / "many") - _size(tmp_path / "few")
         assert memory["many"] - memory["few"] < 32 * grown, name
+
+
+def test_a_folder_of_many_small_tensors_costs_in_proportion(tmp_path: Path) -> None:
+    def convert(number: int) -> int:
+        header, ends = lay_out(((f"layers.{place}.bias", "float32", (3,)) for place in range(number)), {})
+        path = tmp_path / f"{number}.safetensors"
+        path.write_bytes(header + bytes(ends[-1] - len(header)))
+        return _measured(lambda: reshard(path, 2, tmp_path / "folder", jobs=1, force=True))[0]
+
+    assert convert(4 * FEW) < 5 * convert(FEW) + 1000
 
 
 def test_a_key_as_long_as_the_file_is_not_copied_for_every_value() -> None:

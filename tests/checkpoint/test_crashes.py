@@ -28,7 +28,7 @@ from tests.support.crashes import (
 from tests.support.distributed import run_alone, run_ranks
 from tests.support.saving import How, newest_step, small_optimizer, train
 from zerokit import files
-from zerokit.checkpoint.retention import Retention, prune
+from zerokit.checkpoint.prune import Retention, prune_after_save
 from zerokit.checkpoint.save import save
 from zerokit.checkpoint.staging import finish_replacement, leftovers
 
@@ -80,7 +80,7 @@ def _record(folder: str, names: list[str]) -> None:
 
 @pytest.fixture(scope="module")
 def journals(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str], Path]:
-    """Of all the cases."""
+    """The journals of all cases."""
     found: dict[tuple[int, str], Path] = {}
     for world in (1, 3):
         folder = tmp_path_factory.mktemp(f"of-{world}")
@@ -262,14 +262,14 @@ def test_a_crash_of_prune_leaves_whole_steps(tmp_path: Path, unsynced: None) -> 
     places = _Places(tmp_path)
     root = tmp_path / "root"
     _three_steps(root / "run")
-    work = partial(prune, root / "run", Retention(keep_last=1))
+    work = partial(prune_after_save, root / "run", Retention(keep_last=1))
     run_alone(_recorded, root, tmp_path / "journal", True, work)
     assert _steps(root / "run") == ["step-00000030"]
     for state in crashes(tmp_path / "journal"):
         run = places.made(state.tree) / "run"
         _require_whole(run, str(state))
         assert len(_steps(run)) == 1 or state.calls < state.total
-        prune(run, Retention(keep_last=1))
+        prune_after_save(run, Retention(keep_last=1))
         assert _steps(run) == ["step-00000030"], str(state)
 
 

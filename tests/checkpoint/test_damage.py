@@ -24,12 +24,12 @@ RANK = "rank-00001-of-00003.safetensors"
 def read_all(step: Path) -> None:
     checkpoint = Checkpoint(step)
     for rank in range(checkpoint.world):
-        with checkpoint.open_rank(rank):
+        with checkpoint.open_file(rank):
             pass
     for stream in checkpoint.streams:
         for place in stream.parameters:
             checkpoint.read(stream.kind, checkpoint.names[place])
-    for name in checkpoint.common_names:
+    for name in checkpoint.common_forms:
         checkpoint.common_tensor(name)
     checkpoint.extra()
 

@@ -95,7 +95,7 @@ def test_a_file_system_without_fallocate_still_gives_the_size(
     assert [(tmp_path / name).stat().st_size for name in ("a", "empty")] == [5000, 0]
 
 
-def test_files_are_made_new_and_obey_the_umask(tmp_path: Path) -> None:
+def test_files_are_no_links_and_obey_the_umask(tmp_path: Path) -> None:
     mask = os.umask(0o027)
     try:
         (tmp_path / "out").mkdir()
@@ -104,5 +104,14 @@ def test_files_are_made_new_and_obey_the_umask(tmp_path: Path) -> None:
         os.umask(mask)
     assert stat.S_IMODE((tmp_path / "out").stat().st_mode) == 0o750
     assert stat.S_IMODE((tmp_path / "out" / "a").stat().st_mode) == 0o640
-    with pytest.raises(CheckpointError, match="a: cannot be created: File exists"):
-        disk.write_file(tmp_path / "out" / "a", b"y")
+    disk.write_file(tmp_path / "out" / "a", b"")  # over what an interrupted conversion has left
+    assert (tmp_path / "out" / "a").read_bytes() == b""
+    (tmp_path / "out" / "link").symlink_to("a")
+    for name in ("a", "link"):
+        with (
+            pytest.raises(CheckpointError, match=f"{name}: cannot be created: File exists"),
+            disk.new_file(tmp_path / "out" / name, 1),
+        ):
+            pass
+    with pytest.raises(CheckpointError, match="link: cannot be created: Too many levels of symbolic links"):
+        disk.write_file(tmp_path / "out" / "link", b"y")

@@ -158,14 +158,14 @@ Point = namedtuple("Point", "x y")
     [
         (
             {"a": [0, 1, 2, print]},
-            r"extra\['a'\]\[3\]: a builtins.builtin_function_or_method cannot be written",
+            r"extra/a/3: a builtins.builtin_function_or_method cannot be written",
         ),
-        ({"a": Colour.RED}, r"extra\['a'\]: a tests.checkpoint.test_extra.Colour"),
+        ({"a": Colour.RED}, r"extra/a: a tests.checkpoint.test_extra.Colour"),
         (Text("a"), r"extra: a tests.checkpoint.test_extra.Text"),
         (Point(1, 2), r"extra: a tests.checkpoint.test_extra.Point"),
         (defaultdict(list), r"extra: a collections.defaultdict"),
         (1j, "extra: a builtins.complex"),
-        ({(1, print): 0}, r"its key\)\[1\]: a builtins.builtin_function_or_method"),
+        ({(1, print): 0}, r"extra/0.key/1: a builtins.builtin_function_or_method"),
         ("\ud800", "extra: '.ud800' is not valid Unicode"),
         ({"\ud800": 1}, "not valid Unicode"),
         (torch.nn.Parameter(torch.ones(1)), "extra: a torch.nn.parameter.Parameter cannot"),

@@ -20,9 +20,9 @@ from tests.support.checkpoints import (
     write_checkpoint,
     write_run,
 )
-from zerokit.checkpoint.extents import ELEMENT_BYTES, HEADER_ALIGNMENT, SAFETENSORS_NAMES, Stream, rank_file
+from zerokit.checkpoint.extents import Stream, rank_file
 from zerokit.checkpoint.extra import MAX_DEPTH
-from zerokit.checkpoint.header import MAX_BYTES
+from zerokit.checkpoint.safetensors import ELEMENT_BYTES, HEADER_ALIGNMENT, MAX_BYTES, lay_out
 from zerokit.layout import ALIGNMENT, Layout, Parameter, Segment, build_layout
 
 TEXT = (Path(zerokit.checkpoint.__file__).parent / "FORMAT.md").read_text()
@@ -145,15 +145,16 @@ def test_the_example_of_a_file_is_right(example: list[Parameter]) -> None:
     streams = [Stream(kind, "float32", (0, 1)) for kind in ("master", "exp_avg")]
     file = rank_file(made(example, 2), streams, 100, 1)
     for extent in file.extents:
-        name = f"{streams[extent.stream].kind}/{extent.parameter.name}"
+        name = f"{streams[extent.stream].kind}/{example[extent.position].name}"
         elements = f"{extent.interval.start}–{extent.interval.stop}"
         assert f"| {extent.offset}–{extent.offset + extent.size} | `{name}`, elements {elements} |" in TEXT
     assert len(file.header) == 4096
 
 
 def test_the_constants_are_right() -> None:
-    for dtype, name in SAFETENSORS_NAMES.items():
-        assert f"| `{dtype}` | {ELEMENT_BYTES[dtype]} | {name} |" in TEXT.replace(", a byte of 0 or 1", "")
+    for dtype, width in ELEMENT_BYTES.items():
+        name = json.loads(lay_out([("x", dtype, ())], {})[0][8:])["x"]["dtype"]
+        assert f"| `{dtype}` | {width} | {name} |" in TEXT.replace(", a byte of 0 or 1", "")
     assert f"A = {ALIGNMENT} " in TEXT
     assert f"multiple of {HEADER_ALIGNMENT} bytes" in TEXT
     assert f"over {MAX_BYTES:,} bytes" in TEXT

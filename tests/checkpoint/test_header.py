@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.support.checkpoints import example_content, example_layout
 from zerokit.checkpoint.extents import rank_file
-from zerokit.checkpoint.header import MAX_BYTES, Tensor, header_size, parse_header
+from zerokit.checkpoint.safetensors import MAX_BYTES, Tensor, header_size, parse_header
 from zerokit.errors import CheckpointError
 
 A = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}

@@ -116,7 +116,7 @@ def test_a_run_tells_its_steps_and_what_is_not_finished(tmp_path: Path) -> None:
     shown = [line.split("── ", 1)[-1].split("  ", 1) for line in done.stdout.splitlines()]
     told = {parts[0]: parts[1] for parts in shown if len(parts) == 2}
     assert told["step-00000002"].endswith(" kB, weights only")
-    assert told["step-00000004"].endswith(" kB, superseded: load passes over it")
+    assert told["step-00000004"].endswith(" kB, superseded: load skips it")
     assert "damaged: run/step-00000005/extra.json: cannot be opened" in told["step-00000005"]
     assert told[begun.name] == f"4 bytes, process {own.pid} on {own.host} is writing it"
 

@@ -18,7 +18,7 @@ import zerokit
 from tests.cli.inside import zerokit_inside as command
 from tests.support.checkpoints import Content, write_run
 from zerokit.checkpoint.extents import Stream
-from zerokit.checkpoint.like import check_like
+from zerokit.checkpoint.formats.huggingface_model import check_like
 from zerokit.errors import CheckpointError
 from zerokit.layout import Parameter, Segment, build_layout
 
@@ -184,11 +184,11 @@ def test_another_model_is_refused_and_leaves_nothing(
     changes: list[tuple[Callable[[Path], object], str]] = [
         (lambda folder: gpt2(vocab_size=62).save_pretrained(folder), shape),
         (lambda folder: gpt2(n_layer=3).save_pretrained(folder), deeper),
-        (lambda folder: gpt2(n_layer=1).save_pretrained(folder), r"transformer.h.1.*is not there"),
+        (lambda folder: gpt2(n_layer=1).save_pretrained(folder), r"transformer.h.1.*is missing"),
         (partial(sharded, index_alone=True, n_layer=3), r"transformer.h.2.*is not in the checkpoint"),
         (
             lambda folder: (folder / "model.safetensors.index.json").write_text('{"weight_map": []}'),
-            r"model.safetensors.index.json: no index of weights",
+            r"model.safetensors.index.json: not an index of weights",
         ),
         (lambda folder: (folder / "config.json").unlink(), r"like: has no config.json: .*save_pretrained"),
         (shutil.rmtree, r"like: has no config.json"),

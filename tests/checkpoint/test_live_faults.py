@@ -60,13 +60,13 @@ def _refused_saves(directory: str) -> list[tuple[str, str]]:
     refused("nested", extra={"nested": [1, {"here": print}]})
     refused("file", "file")
     # As on a node with a disk of its own: what is written there is not where rank 0 looks.
-    with patch("zerokit.checkpoint.save.new_file", elsewhere if rank else new_file):
+    with patch("zerokit.checkpoint.step_files.new_file", elsewhere if rank else new_file):
         refused("not shared between the nodes")
-    with patch("zerokit.checkpoint.save.write_exactly", full) if rank else contextlib.nullcontext():
+    with patch("zerokit.checkpoint.step_files.write_exactly", full) if rank else contextlib.nullcontext():
         refused("rank 1: the disk is full")
     assert rank or not [path for path in Path(directory).rglob("*") if path.name not in ("file", "run")]
     save(f"{directory}/run", zero, step=7)
-    refused("saved already", step=7)
+    refused("already saved", step=7)
     return told
 
 
@@ -174,14 +174,14 @@ def test_damage_is_named_on_every_rank_and_never_trained_on(loads: list[Any]) ->
 
 def _hostile(folder: str) -> list[str]:
     zero = wrap(build_seeded(CASE, 0), CASE, Run(stage=2))
-    before = [list(group["params"]) for group in zero.parts.inner.param_groups]
+    before = [list(group["params"]) for group in zero.runtime.inner.param_groups]
     rates, told = [group["lr"] for group in zero.param_groups], []
     for name in HOSTILE:
         with pytest.raises(zerokit.CheckpointError) as caught:
             load(os.path.join(folder, name), zero)
         told.append(str(caught.value))
         assert zero.refusal == ""
-    for ours, group in zip(before, zero.parts.inner.param_groups, strict=True):
+    for ours, group in zip(before, zero.runtime.inner.param_groups, strict=True):
         assert all(a is b for a, b in zip(ours, group["params"], strict=True))
     assert rates == [group["lr"] for group in zero.param_groups]
     load(f"{folder}/run", zero)

@@ -37,7 +37,7 @@ def _trained() -> zerokit.ZeroOptimizer:
 
 
 def _states(zero: zerokit.ZeroOptimizer) -> list[dict[Any, Any]]:
-    return list(zero.parts.inner.state.values())
+    return list(zero.runtime.inner.state.values())
 
 
 def _changing(directory: str) -> None:
@@ -68,7 +68,7 @@ def _unreadable(directory: str) -> None:
     with pytest.raises(zerokit.UsageError, match="step="):
         save(directory, zero, step=1_795_437_700_399_421_781)  # time.time_ns()
     with (
-        patch("zerokit.checkpoint.save.MAX_TEXT_BYTES", 20_000),
+        patch("zerokit.checkpoint.step_files.MAX_TEXT_BYTES", 20_000),
         pytest.raises(zerokit.CheckpointError, match=r"extra\.json would have \d+ bytes"),
     ):
         save(directory, zero, step=1, extra="x" * 20_000)
@@ -160,7 +160,7 @@ def _on_two_disks(directory: str) -> None:
     zero = _trained()
     save(directory, zero, step=1)
     save(directory, zero, step=2)
-    before = [storage.shard.clone() for storage in zero.parts.storages]
+    before = [unit.shard.clone() for unit in zero.runtime.units]
     if dist.get_rank() == 1:  # a node that does not see the newest yet
         shutil.copytree(f"{directory}/step-00000001", f"{directory}-of-1/step-00000001")
     with pytest.raises(
@@ -168,9 +168,7 @@ def _on_two_disks(directory: str) -> None:
         match=r"rank 0: step-00000002 with the manifest [0-9a-f]{8}; rank 1: step-00000001 with the manifest",
     ):
         load(f"{directory}-of-1" if dist.get_rank() else directory, zero)
-    assert all(
-        torch.equal(storage.shard, old) for storage, old in zip(zero.parts.storages, before, strict=True)
-    )
+    assert all(torch.equal(unit.shard, old) for unit, old in zip(zero.runtime.units, before, strict=True))
     assert not zero.refusal
 
 
@@ -186,7 +184,7 @@ def _again_before_many(directory: str) -> None:
         with patch.object(
             run_module, "stated_checksum", side_effect=AssertionError("an old step was opened")
         ):
-            assert run_module.other_steps(Path(directory), f"step-{step:08d}") == ([], [])
+            assert not run_module.steps_to_supersede(Path(directory), f"step-{step:08d}")
         assert zerokit.Checkpoint(directory).step == step
         assert zerokit.verify(f"{directory}/step-00000019").intact
     dist.barrier()

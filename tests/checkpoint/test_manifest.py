@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 from tests.cli.commands import environment
 from tests.support.checkpoints import example_content, example_layout, sealed, write_checkpoint
 from tests.support.mutations import mutated
-from zerokit.checkpoint.extents import ELEMENT_BYTES, file_name, rank_file
+from zerokit.checkpoint.extents import file_name, rank_file
 from zerokit.checkpoint.manifest import MAX_WORLD, Manifest, own_checksum
 from zerokit.checkpoint.parsing import parse_manifest
+from zerokit.checkpoint.safetensors import ELEMENT_BYTES
 from zerokit.checkpoint.strict import MAX_NUMEL
 from zerokit.errors import CheckpointError
 
@@ -162,7 +163,7 @@ REFUSALS: dict[str, tuple[Callable[[Any], None], str]] = {
     ),
     "a checksum in capitals": (
         lambda plain: put("streams", 1, "crc32", value="ABCDEF01" + plain["streams"][1]["crc32"][8:])(plain),
-        "'ABCDEF01' is no CRC-32 of eight hexadecimal digits",
+        "'ABCDEF01' is not a CRC-32 of eight hexadecimal digits",
     ),
     "scalars twice": (repeat_scalars, "scalars of one kind are listed twice"),
     "a flood of scalars": (many_scalars, "hold more than 4194304 parameters together"),
@@ -176,16 +177,16 @@ REFUSALS: dict[str, tuple[Callable[[Any], None], str]] = {
     ),
     "a file outside": (
         put("files", 0, "name", value="../rank-00000-of-00003.safetensors"),
-        "rank 0's file is called '../rank-00000-of-00003.safetensors', expected 'rank-00000-of-00003.safetensors'",
+        "a file is called '../rank-00000-of-00003.safetensors', expected 'rank-00000-of-00003.safetensors'",
     ),
     "a negative size": (put("files", 0, "bytes", value=-1), "'bytes' is -1, expected 8 to"),
     "common elsewhere": (
         put("common", "name", value="/etc/passwd"),
-        "'common' is called '/etc/passwd', expected",
+        "a file is called '/etc/passwd', expected",
     ),
     "extra elsewhere": (
         put("extra", "name", value="../extra.json"),
-        "'extra' is called '../extra.json', expected",
+        "a file is called '../extra.json', expected",
     ),
 }
 
@@ -228,6 +229,7 @@ def test_refusing_takes_little_time_and_memory(plain: dict[str, Any], tmp_path: 
 import resource, sys
 from pathlib import Path
 from zerokit.checkpoint.parsing import parse_manifest
+from zerokit.checkpoint.safetensors import ELEMENT_BYTES
 from zerokit.errors import CheckpointError
 resource.setrlimit(resource.RLIMIT_AS, (1 << 29, 1 << 29))
 resource.setrlimit(resource.RLIMIT_CPU, (10, 10))

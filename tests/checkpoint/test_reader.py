@@ -12,12 +12,13 @@ import torch
 from safetensors import safe_open
 
 from tests.support.checkpoints import Content, example_content, example_layout, write_checkpoint, write_run
-from zerokit.checkpoint.arrays import to_array
 from zerokit.checkpoint.checksum import crc32
 from zerokit.checkpoint.disk import read_exactly
-from zerokit.checkpoint.extents import ELEMENT_BYTES, Stream, rank_file
+from zerokit.checkpoint.extents import Stream, rank_file
 from zerokit.checkpoint.manifest import File, Manifest
 from zerokit.checkpoint.reader import Checkpoint
+from zerokit.checkpoint.safetensors import ELEMENT_BYTES
+from zerokit.checkpoint.source import to_array
 from zerokit.checkpoint.verify import verify
 from zerokit.errors import CheckpointError, UsageError
 from zerokit.layout import Parameter, Segment, build_layout
@@ -56,7 +57,7 @@ def test_every_array_is_read_whole_at_any_world_size(tmp_path: Path, content: Co
             atol=0,
             equal_nan=True,
         )
-    assert set(checkpoint.common_names) == {name for name, *_ in content.common}
+    assert set(checkpoint.common_forms) == {name for name, *_ in content.common}
     for name, dtype, shape, data in content.common:
         assert checkpoint.common_tensor(name) == (dtype, shape, bytearray(data))
     assert checkpoint.extra_plain() == checkpoint.extra() == content.extra
@@ -64,7 +65,8 @@ def test_every_array_is_read_whole_at_any_world_size(tmp_path: Path, content: Co
         file = checkpoint.rank_file(rank)
         with safe_open(checkpoint.path / file.name, "np") as stock:
             assert set(stock.keys()) == {
-                f"{checkpoint.streams[extent.stream].kind}/{extent.parameter.name}" for extent in file.extents
+                f"{checkpoint.streams[extent.stream].kind}/{checkpoint.names[extent.position]}"
+                for extent in file.extents
             }
 
 
@@ -86,7 +88,7 @@ def test_only_the_bytes_asked_for_are_read(
         read.append(sum(memoryview(buffer).nbytes for buffer in buffers))
         read_exactly(fd, buffers, offset, where)
 
-    monkeypatch.setattr("zerokit.checkpoint.reader.read_exactly", counted)
+    monkeypatch.setattr("zerokit.checkpoint.requests.read_exactly", counted)  # headers are read elsewhere
     checkpoint.read("master", "tok.weight")
     assert sum(read) == len(content.values["master", "tok.weight"])
 
@@ -153,7 +155,7 @@ def test_a_step_under_another_step_s_name_is_refused_in_a_run(step: Path) -> Non
     moved = step.rename(step.parent / "step-00000200")
     latest = step.parent / "latest"
     latest.write_text(latest.read_text().replace("0100", "0200"))
-    with pytest.raises(CheckpointError, match=r"no step to go on from: .*describes step 100"):
+    with pytest.raises(CheckpointError, match=r"no step to resume from: .*describes step 100"):
         Checkpoint(step.parent)
     assert Checkpoint(moved).step == 100
 

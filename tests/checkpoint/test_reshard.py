@@ -174,7 +174,7 @@ def test_the_command_says_what_it_wrote(tmp_path: Path, step: Path) -> None:
     assert done.stdout == f"{tmp_path}/run.to-2\n"
     assert done.stderr == (
         f"{tmp_path}/run.to-2: step 100 of 3 ranks cut for 2, {size}, verified and synced; zerokit.load and bench "
-        "--resume read any number of ranks, without it\n"
+        "--resume read any number of ranks without resharding\n"
     )
 
 
@@ -186,7 +186,7 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
     )
     write_checkpoint(tmp_path / "large", layout, example_content(layout))  # 96 MB
     code = (
-        "import sys; from zerokit.checkpoint.reshard import reshard; reshard('large', 5, 'out');"
+        "import sys; from zerokit.checkpoint.formats.convert import reshard; reshard('large', 5, 'out');"
         "print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')))"
     )
     done = subprocess.run(

@@ -47,17 +47,17 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a group with an odd key": (
         {"groups": [{}, {"$": "dict", "items": [[1, 2]]}]},
-        r"'groups'\[1\] has a key that is no text",
+        r"'groups'\[1\] has a key that is not text",
     ),
     "a group's parameters": (
         {"groups": [{}, {"lr": 0.1, "params": []}]},
-        r"'groups'\[1\] has the member 'params', which belongs to the running program",
+        r"'groups'\[1\] has the member 'params', which only the running program may set",
     ),
     "a group's names": ({"groups": [{"param_names": []}, {}]}, "has the member 'param_names'"),
-    "a stranger's value": ({"values": {"rule": {"x": 1}}}, "is of 'x', which is no parameter"),
+    "a stranger's value": ({"values": {"rule": {"x": 1}}}, "is of 'x', which is not a parameter"),
     "a value where there is a stream": (
         {"values": {"exp_avg": {"tok.weight": 1}}},
-        r"'values'\['exp_avg'\] is of parameter 0, of which there are tensors",
+        r"'values'\['exp_avg'\] is of parameter 0, which also has tensors",
     ),
     "a scaler without a value": ({"scaler": {"good_steps": 1}}, "'scaler': 'value' is missing"),
     "a negative scaler": ({"scaler": SCALER | {"value": "-0x1p+1"}}, "expected a hexadecimal number over 0"),

@@ -18,11 +18,11 @@ from tests.support.distributed import run_ranks
 from tests.support.models import CASES
 from tests.support.saving import in_turn
 from tests.support.training import Run, Trajectory, build_seeded, digest, one_step, whole_weights, wrap
+from zerokit.checkpoint.formats.convert import reshard
 from zerokit.checkpoint.load import load
 from zerokit.checkpoint.reader import Checkpoint
-from zerokit.checkpoint.reshard import reshard
 from zerokit.checkpoint.save import save
-from zerokit.runtime.step import write_back
+from zerokit.runtime.unit import write_back
 
 STAGES = (0, 1, 2, 3)
 SMALL, LARGE = 1e-6, 64.0
@@ -71,25 +71,21 @@ def _started_from(name: str, run: Run, directory: str, first: int = 3) -> tuple[
         for scalar in checkpoint.manifest.scalars
     }
     with torch.no_grad():
-        for storage in optimizer.parts.storages:
-            if not storage.unit.trainable:
-                for part in storage.unit.slices:
-                    value = torch.as_tensor(checkpoint.read("param", part.parameter.name))
-                    storage.whole[part.memory.start : part.memory.stop].copy_(value.flatten())
-            for flat in storage.flats:
-                state: dict[str, Any] = {kind: torch.zeros_like(flat.tensor) for kind in kinds}
-                for part in storage.unit.slices:
-                    if part.parameter.group != flat.group:
-                        continue
-                    start = part.offset - flat.interval.start
-                    for kind, target in (("master", flat.tensor), *state.items()):
-                        value = torch.as_tensor(checkpoint.read(kind, part.parameter.name)).flatten()
-                        target[start : start + value.numel()].copy_(value)
-                for kind, rows in steps.items():
-                    assert len(set(rows.tolist())) == 1
-                    state[kind] = rows[0].clone()
-                optimizer.state[flat.tensor] = state
-            write_back([storage])
+        for unit in optimizer.runtime.units:
+            for part in unit.unit.slices if not unit.unit.trainable else ():
+                value = torch.as_tensor(checkpoint.read("param", part.parameter.name))
+                unit.whole[part.memory.start : part.memory.stop].copy_(value.flatten())
+        for unit, master, _ in optimizer.runtime.masters():
+            state: dict[str, Any] = {kind: torch.zeros_like(master.tensor) for kind in kinds}
+            for part in unit.members(master):
+                for kind, target in (("master", master.tensor), *state.items()):
+                    value = torch.as_tensor(checkpoint.read(kind, part.parameter.name)).flatten()
+                    master.part(target, part.memory).copy_(value[part.interval.start : part.interval.stop])
+            for kind, rows in steps.items():
+                assert len(set(rows.tolist())) == 1
+                state[kind] = rows[0].clone()
+            optimizer.state[master.tensor] = state
+        write_back(optimizer.runtime.units)
         for buffer_name, buffer in model.named_buffers():
             dtype, shape, data = checkpoint.common_tensor(f"buffers/{buffer_name}")
             buffer.copy_(torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype)).reshape(shape))

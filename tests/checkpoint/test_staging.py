@@ -1,19 +1,21 @@
-"""Directories that appear whole or not at all, and what killed writers have left of them."""
+"""Directories that appear whole or not at all, and the leftovers of killed writers."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.support.checkpoints import ended_process, leave_work
+from tests.support.crashes import Observed
 from zerokit import files
 from zerokit.checkpoint.disk import write_file
-from zerokit.checkpoint.run import Latest, read_latest
-from zerokit.checkpoint.staging import finish_replacement, leftovers, require_apart, staged
+from zerokit.checkpoint.staging import Foreign, Staging, finish_replacement, leftovers, require_apart
 from zerokit.errors import CheckpointError
 from zerokit.process import Process
 
@@ -31,11 +33,12 @@ def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-class WithoutExchange(files.System):
-    """A file system on which two directories cannot change places."""
-
-    def exchange(self, one: Path, other: Path) -> bool:
-        return False
+@contextmanager
+def staged(target: Path, *, force: bool = False, foreign: Foreign | None = None) -> Iterator[Path]:
+    """The directory that is to be `target`."""
+    with Staging(target, force=force, foreign=foreign) as staging:
+        yield staging.work
+        staging.commit()
 
 
 def nothing(folder: Path) -> str:
@@ -101,8 +104,8 @@ def test_force_replaces_what_is_zerokits_only(tmp_path: Path, old: Path) -> None
     (tmp_path / "link").symlink_to(old)
     (tmp_path / "home" / "documents").mkdir(parents=True)
     for name, message in (
-        ("file", "exists and is no directory"),
-        ("link", "exists and is no directory"),
+        ("file", "exists and is not a directory"),
+        ("link", "exists and is not a directory"),
         ("home", "holds the directory 'documents', which zerokit has not written there: it is not replaced"),
         ("none/out", "its parent directory .*none does not exist"),
     ):
@@ -136,85 +139,51 @@ def test_what_killed_writers_have_left_goes_with_the_next_work_beside_it(tmp_pat
     )  # the number, given to another process
     mine = leave_work(tmp_path, own)
     elsewhere = leave_work(tmp_path, replace(own, host="elsewhere", boot="00000000"))
-    unknown = leave_work(tmp_path, None)
     stranger = tmp_path / ".out.tmp-mine"
     stranger.mkdir()
     assert {left.path for left in leftovers(tmp_path) if left.gone} == {gone, again}
     with staged(tmp_path / "new"):
         pass
-    assert set(tmp_path.iterdir()) == {mine, elsewhere, unknown, stranger, tmp_path / "new"}
-    for path in (elsewhere, unknown, stranger, mine):
+    assert set(tmp_path.iterdir()) == {mine, elsewhere, stranger, tmp_path / "new"}
+    for path in (elsewhere, stranger, mine):
         for entry in (path / "file", path):
             if entry.exists():
                 os.utime(entry, (0, 0))
-    assert {left.path for left in leftovers(tmp_path) if left.gone} == {elsewhere, unknown}
+    assert {left.path for left in leftovers(tmp_path) if left.gone} == {elsewhere}
     assert {left.size for left in leftovers(tmp_path)} == {4}
 
 
 def test_readers_do_not_disturb_a_replacement(tmp_path: Path, old: Path) -> None:
-    """One before each rename, one after it; all are impatient."""
+    """On a file system on which no directories change places. One comes before each rename, one after it."""
 
-    class Read(WithoutExchange):
-        def rename(self, old: Path, new: Path) -> None:
-            read()
-            super().rename(old, new)
-            read()
+    class Read(Observed):
+        def rename(self, one: Path, other: Path) -> None:
+            look()
+            super().rename(one, other)
+            look()
 
-    def read() -> None:
+    def look() -> None:
         with files.replaced(files.System()):
-            finish_replacement(old, patience=0.0)
-        assert old.is_dir()
+            finish_replacement(old, patience=0.1)
+        seen.append(old.is_dir())
 
-    with files.replaced(Read()), staged(old, force=True, foreign=nothing) as work:
+    seen: list[bool] = []
+    with (
+        pytest.raises(CheckpointError, match="put in place"),  # they are impatient, and put the old one back
+        files.replaced(Read(exchanges=False)),
+        staged(old, force=True, foreign=nothing) as work,
+    ):
         write_file(work / "a", b"new")
     assert names(tmp_path) == ["out"]
-    assert names(old) == ["a"]
+    assert names(old) == ["file"]
+    assert all(seen)
 
 
-def test_work_beside_a_replacement_that_was_killed_finishes_it(tmp_path: Path, old: Path) -> None:
-    new = leave_work(tmp_path, ended_process())
-    aside = old.rename(new.with_name(f"{new.name}.old"))
-    (tmp_path / ".out.replacing").write_text(f'{{"new": "{new.name}", "old": "{aside.name}"}}')
+def test_work_beside_a_replacement_that_was_killed_puts_the_old_one_back(tmp_path: Path, old: Path) -> None:
+    old.rename(tmp_path / ".out.replaced")
+    (tmp_path / ".new.replaced").mkdir()  # killed a moment later
+    (tmp_path / "new").mkdir()
     with staged(tmp_path / "other"):
         pass
-    assert names(tmp_path) == ["other", "out"]
-    assert (old / "file").read_text() == "half"
-
-
-def test_a_journal_of_what_is_no_more_is_in_nobodys_way(tmp_path: Path) -> None:
-    new = f".out.tmp-{replace(Process.current(), boot='00000000')}.abcdef"
-    (tmp_path / ".out.replacing").write_text(f'{{"new": "{new}", "old": "{new}.old"}}')
-    finish_replacement(tmp_path / "out", patience=0.0)
-    assert not names(tmp_path)
-
-
-def test_latest_of_an_earlier_version_may_list_many_steps(tmp_path: Path) -> None:
-    listed = {f"step-{number:08d}": number for number in range(3, 40_000)}
-    lines = [f"superseded {name} {crc:08x}\n" for name, crc in listed.items()]
-    (tmp_path / "latest").write_text("".join(["step-00000002 00000001\n", *lines]))
-    assert read_latest(tmp_path) == Latest("step-00000002", (1,), listed)
-
-
-def test_a_journal_is_read_with_the_guards_of_all_files(tmp_path: Path) -> None:
-    journal = tmp_path / ".out.replacing"
-    other = leave_work(tmp_path, Process.current()).rename(
-        tmp_path / f".other.tmp-{Process.current()}.abcdef"
-    )
-    for text in (f'{{"new": "{other.name}", "old": "{other.name}.old"}}', " " * 5000):
-        journal.write_text(text)
-        with pytest.raises(CheckpointError, match="replacing: "):
-            finish_replacement(tmp_path / "out", patience=0.0)
-        assert other.is_dir()
-    journal.unlink()
-    os.mkfifo(journal)  # to open it would wait for a writer
-    with pytest.raises(CheckpointError, match="not a regular file"):
-        finish_replacement(tmp_path / "out", patience=0.0)
-
-
-def test_a_journal_of_somebody_elses_moves_nothing(tmp_path: Path) -> None:
-    (tmp_path / "mine").mkdir()
-    for text in ("{", "[]", '{"new": "mine", "old": "mine"}', '{"new": 1}'):
-        (tmp_path / ".out.replacing").write_text(text)
-        with pytest.raises(CheckpointError, match="replacing: "):
-            finish_replacement(tmp_path / "out", patience=0.0)
-    assert (tmp_path / "mine").is_dir()
+    assert names(tmp_path) == ["new", "other", "out"]
+    assert (old / "file").read_text() == "old"

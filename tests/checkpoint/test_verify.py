@@ -76,7 +76,7 @@ def test_a_flipped_bit_has_one_finding_with_its_place(step: Path) -> None:
                 if extent.offset <= place < extent.offset + extent.size:
                     kind = checkpoint.streams[extent.stream].kind
                     interval = extent.interval
-                    assert (finding.stream, finding.parameter) == (kind, extent.parameter.name)
+                    assert (finding.stream, finding.parameter) == (kind, checkpoint.names[extent.position])
                     assert (finding.start, finding.stop) == (interval.start, interval.stop)
                     assert finding.problem.startswith("damaged (CRC-32 ")
                     break
@@ -191,7 +191,7 @@ def test_every_step_of_a_run_is_read_or_said_not_to_be(step: Path, tmp_path: Pat
     (old / RANK_1).write_bytes(content)
     done = zerokit(tmp_path, "verify", "run")
     assert done.returncode == 0
-    assert done.stdout.endswith("1 other step of the run not read: --all reads every one\n")
+    assert done.stdout.endswith("1 other step of the run not read: --all reads every step\n")
     done = zerokit(tmp_path, "verify", "--all", "run")
     assert (done.returncode, done.stdout.count(": intact: "), done.stdout.count(": damaged: ")) == (1, 1, 1)
     report = json.loads(zerokit(tmp_path, "verify", "--all", "--json", "run").stdout)

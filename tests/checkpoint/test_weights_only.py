@@ -31,6 +31,7 @@ from tests.support.models import CASES
 from tests.support.training import Run, Trajectory, build_seeded, one_step, wrap
 from zerokit.checkpoint.load import load
 from zerokit.checkpoint.save import save
+from zerokit.layout import Interval
 from zerokit.placement import stage_of
 
 EXTRA = {"note": "kept", "table": torch.arange(3)}
@@ -59,9 +60,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_ranks(2, _save_all, str(made))
     shutil.copytree(made / "gpt" / "whole", made / "gpt" / "damaged")
     step = zerokit.Checkpoint(made / "gpt" / "damaged")
-    number, name = step.find("master", step.names[-1])
-    file = step.rank_file(step.slice_checksums(number)[name][0][0])
-    flip(step.path / file.name, file.by_name[number, name].offset)
+    number, position = step.find("master", step.names[-1])
+    place = next(step.locate(number, position, Interval(0, 1)))
+    flip(step.file_path(place.file), place.offset)
     return made
 
 
@@ -74,7 +75,7 @@ def weights(path: str | Path) -> dict[str, bytes]:
             for place in stream.parameters:
                 name = checkpoint.names[place]
                 found[name] = checkpoint.read(stream.kind, name).tobytes()
-    for name in checkpoint.common_names:
+    for name in checkpoint.common_forms:
         if name.startswith("buffers/"):
             found[name] = bytes(checkpoint.common_tensor(name)[2])
     return found
@@ -136,7 +137,7 @@ def test_the_file_has_weights_and_nothing_else(folder: Path) -> None:
         ("master", "float32"),
         ("param", "bfloat16"),
     }
-    assert not [name for name in checkpoint.common_names if not name.startswith(("buffers/", "extra"))]
+    assert not [name for name in checkpoint.common_forms if not name.startswith(("buffers/", "extra"))]
     assert set(checkpoint.extra_plain()) == {"step", "user"}
     manifest = json.loads((checkpoint.path / "manifest.json").read_text())
     assert (manifest["version"], manifest["content"]) == ([1, 1], "weights")
@@ -181,7 +182,7 @@ def test_loading_weights_as_a_whole_state_is_refused_with_the_line_to_write(
     for (of_run, of_step, beside_whole), *_ in loads:
         assert "step-00000002 was saved with weights_only=True" in of_run
         assert f'zerokit.load("{step.parent}", optimizer, weights_only=True)' in of_run
-        assert of_step.startswith(f"{step}: was saved with weights_only=True")
+        assert of_step.startswith(f"{step}: has weights only, no optimizer's state")
         assert f'zerokit.load("{step}", optimizer, weights_only=True)' in of_step
         assert f'zerokit.load("{mixed / "step-00000002"}", optimizer)' in beside_whole
     assert zerokit.Checkpoint(mixed).step == 4

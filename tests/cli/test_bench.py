@@ -194,13 +194,12 @@ def test_a_killed_rank_ends_the_command_and_is_named(tmp_path: Path) -> None:
     assert list(Path(logs).glob("node-1/*/attempt_0/0/stderr.log"))
 
 
-def test_the_run_of_a_killed_rank_is_running_and_then_failed(
+def test_the_run_of_a_killed_rank_has_failed(
     finished: Finished, client: MlflowClient, tmp_path: Path
 ) -> None:
     victims: list[int] = []
 
     def kill(starter: int) -> None:
-        assert newest_run(client).info.status == "RUNNING"
         victims.append(children_of(starter)[1])
         os.kill(victims[0], signal.SIGKILL)
 
@@ -238,7 +237,7 @@ def test_a_bench_resumes_with_the_same_bits_and_at_another_world_size_and_stage(
     whole = run("whole", "4")
     half = run("half", "2", *save, "--save-every", "1", "--resume")
     assert said[-1].count("\n") == 1
-    assert said[-1].startswith("zerokit: --resume: run holds no checkpoint yet: the bench began at step 0")
+    assert said[-1].startswith("zerokit: --resume: run has no checkpoint yet: the bench started at step 0")
     (tmp_path / "run" / "latest").write_text("damaged")
     rest = run("rest", "2", *save, "--resume", "--save-every", "1", "--background")
     assert half.loss + rest.loss == whole.loss
@@ -256,7 +255,7 @@ def test_a_bench_resumes_with_the_same_bits_and_at_another_world_size_and_stage(
     assert (tmp_path / "cut" / "latest").read_text().startswith("step-00000005 ")
     anew = zerokit_forked(tmp_path, "bench", "--no-mlflow", *TINY, *save, "--steps", "100000")
     assert anew.returncode == 1
-    assert "run holds step 4 already, and this bench begins after step 0" in anew.stderr
+    assert "run already has step 4, and this bench starts after step 0" in anew.stderr
     refused = zerokit_forked(tmp_path, "bench", "--no-mlflow", *TINY, *save, "--resume", "--seed", "5")
     assert refused.returncode == 1
     assert "trained with --seed 0, not 5" in refused.stderr

@@ -17,7 +17,7 @@ from tests.cli.inside import zerokit_inside
 from zerokit.bench.machine.devices import Gpu
 from zerokit.bench.record.settings import Settings
 from zerokit.cli import COMMANDS, cli, main
-from zerokit.cli.bench_options import GROUPS
+from zerokit.cli.bench_options import HEADINGS
 from zerokit.cli.bench_request import Request
 
 
@@ -51,12 +51,12 @@ def test_version_and_commands_are_told() -> None:
     ("arguments", "message"),
     [
         (["--nodes", "0"], "Invalid value for '--nodes': 0 is not in the range x>=1."),
-        (["--wire", "fp16"], "'fp16' is not one of 'own', 'bf16'."),
+        (["--wire", "fp16"], "'fp16' is not one of 'own', 'bf16', 'int8', 'int4', 'powersgd'."),
         (["--model", "gpt-9"], "model 'gpt-9' is unknown: did you mean"),
         (["--steps", "many"], "'many' is not a valid integer"),
         (["--seq-len", "257"], "seq_len 257 exceeds the 256 positions of gpt-5m"),
         (["--staeg", "2"], "No such option"),
-        (["extra"], "unexpected extra argument"),
+        (["extra"], "File 'extra' does not exist"),
     ],
 )
 def test_wrong_use_ends_with_two_and_says_what_is_wrong(arguments: list[str], message: str) -> None:
@@ -73,6 +73,66 @@ def test_the_environment_gives_options_that_flags_overrule() -> None:
     assert "Invalid value for '--nodes'" in overruled.stderr
 
 
+@pytest.fixture
+def requests(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
+    """What `zerokit bench` would run."""
+    found: list[Request] = []
+
+    def run(request: Request, _: object) -> int:
+        found.append(request)
+        return 0
+
+    monkeypatch.setattr("zerokit.cli.bench_run.run_bench", run)
+    return found
+
+
+def test_a_sweep_file_gives_options_that_flags_overrule(tmp_path: Path, requests: list[Request]) -> None:
+    file = tmp_path / "sweep.toml"
+    file.write_text(
+        'engine = ["zerokit", "ddp"]\nstage = [0, 1]\nbatch_size = 2\nrepeats = 1\nclip = 0\n'
+        "twin = false\nno-mlflow = true\n"
+    )
+    result = CliRunner().invoke(cli, ["bench", str(file), "--stage", "0", "--device", "cpu"])
+    assert result.exit_code == 0, result.output
+    (request,) = requests
+    assert request.cells == [
+        Settings(engine=engine, stage=0, batch_size=2, clip=None, twin=False, device="cpu")
+        for engine in ("zerokit", "ddp")
+    ]
+    assert request.options == {
+        "engine": ["zerokit", "ddp"],
+        "stage": [0],
+        "batch-size": [2],
+        "repeats": 1,
+        "clip": 0.0,
+        "twin": False,
+        "device": "cpu",
+    }
+    assert request.given == " --no-mlflow"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("stgae = 1", "'stgae' is not an option of zerokit bench: did you mean stage?"),
+        ("stage = [1, 4]", "Invalid value for '--stage': 4 is not in the range"),
+        ("steps = 2.5", "'2.5' is not a valid integer"),
+        ("steps = [2, 3]", "steps: takes one value, not 2"),
+        ("steps = true", "steps: expected a value, not true or false"),
+        ("twin = 1", "twin: expected true or false"),
+        ("stage = []", "stage: expected a string, a number or a list of these"),
+        ("[table]\nstage = 1", "'table' is not an option"),
+        ("stage =", "is not a TOML file of options"),
+        ('seq_len = 257\nmodel = "gpt-5m"', "seq_len 257 exceeds the 256 positions"),
+    ],
+)
+def test_a_wrong_sweep_file_is_refused(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "sweep.toml").write_text(content)
+    result = CliRunner().invoke(cli, ["bench", str(tmp_path / "sweep.toml")])
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "ranks"),
     [
@@ -86,21 +146,14 @@ def test_the_environment_gives_options_that_flags_overrule() -> None:
     ],
 )
 def test_a_node_has_a_rank_for_each_of_its_devices(
-    monkeypatch: pytest.MonkeyPatch, arguments: list[str], ranks: list[int]
+    monkeypatch: pytest.MonkeyPatch, requests: list[Request], arguments: list[str], ranks: list[int]
 ) -> None:
-    asked: list[Settings] = []
-
-    def run(request: Request, _: object) -> int:
-        asked.extend(request.cells)
-        return 0
-
     monkeypatch.setattr(
         "zerokit.cli.bench_request.visible_devices", lambda: [Gpu(f"GPU-{n}", None) for n in range(4)]
     )
-    monkeypatch.setattr("zerokit.cli.bench_run.run_bench", run)
     result = CliRunner().invoke(cli, ["bench", "--no-mlflow", *arguments])
     assert result.exit_code == 0, result.output
-    assert [settings.nproc_per_node for settings in asked] == ranks
+    assert [settings.nproc_per_node for settings in requests[0].cells] == ranks
 
 
 @pytest.mark.parametrize(
@@ -108,10 +161,13 @@ def test_a_node_has_a_rank_for_each_of_its_devices(
     [
         (["--data", "nowhere"], "data: nowhere does not exist; give a text file, a folder, or 'synthetic'\n"),
         (["--data", "short.txt"], "data: short.txt holds 5 bytes, but sequences of 128 tokens need"),
-        (["--data", "empty.txt"], "data: empty.txt holds no text"),
+        (["--data", "empty.txt"], "data: empty.txt has no text"),
         (["--output", "short.txt/records"], "the record cannot be written to short.txt/records"),
         (["--model", "nowhere.at_all:tiny"], "no module 'nowhere' here or on the Python path"),
-        (["--model", "mlp-mnist", "--data", "nowhere"], "nowhere is no folder; image models take a folder"),
+        (
+            ["--model", "mlp-mnist", "--data", "nowhere"],
+            "nowhere is not a folder; image models take a folder",
+        ),
     ],
 )
 def test_a_failure_ends_with_one_and_plain_words(tmp_path: Path, arguments: list[str], message: str) -> None:
@@ -144,5 +200,7 @@ def test_the_help_of_bench_lists_every_option_once_below_a_heading() -> None:
     listed = re.findall(r"^  (?:-h, )?(--[a-z-]+)", shown, re.MULTILINE)
     bench = cli.get_command(click.Context(cli), "bench")
     assert bench is not None
-    assert sorted(listed) == sorted([*(option.opts[0] for option in bench.params), "--help"])
-    assert all(f"{heading}:\n  -" in shown for heading in (*GROUPS, "Who starts the ranks", "Other"))
+    assert sorted(listed) == sorted(
+        [*(one.opts[0] for one in bench.params if isinstance(one, click.Option)), "--help"]
+    )
+    assert all(f"{heading}:\n  -" in shown for heading in (*HEADINGS, "Launcher", "Other"))

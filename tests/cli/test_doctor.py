@@ -77,7 +77,7 @@ def test_json_is_one_document_with_facts_by_rank(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["--quick", "--pairs"], "--pairs needs ranks, and --quick starts none"),
-        (["--pairs"], "--pairs compares nodes; there is one (--nodes 2 or more)"),
+        (["--pairs"], "--pairs compares nodes, and there is only one: give --nodes 2 or more"),
         (["--nodes", "0"], "0 is not in the range x>=1."),
         (["--timeout", "0"], "0.0 is not in the range x>0."),
         (["a", "b"], "Got unexpected extra argument (b)"),

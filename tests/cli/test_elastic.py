@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+import zerokit
 from tests.cli.commands import processes_of, start, zerokit_forked
 from tests.cli.elastic import (
     MODEL,
@@ -115,6 +116,25 @@ def test_a_killed_rank_leaves_the_other_nodes_ranks_with_the_bits_of_a_run_of_th
     assert (run.info.status, run.data.params["world"]) == ("FINISHED", "2")
 
 
+@pytest.mark.parametrize("islands", [3, 2])
+def test_islands_go_on_from_the_last_round_without_one_that_was_killed(
+    tmp_path: Path, bench: Bench, islands: int
+) -> None:
+    strike = kill_when(trained(tmp_path, 0, 5), prepare(tmp_path, hold=5), rank=1)
+    options = ("--nproc-per-node", str(islands), "--every", "2", "--steps", "9")
+    bench(*options, strike=strike, mlflow=False)
+    record, left = read_record(tmp_path / "record.json"), islands - 1
+    assert [(part.world, part.first_step, part.last_step) for part in record.parts] == [
+        (islands, 1, 5),
+        (left, 4, 9),
+    ]
+    require_plain_order(tmp_path, record.parts)
+    assert record.settings.every == (2 if left > 1 else None)
+    assert zerokit.list_steps(tmp_path / "run")[-1] == 9
+    former = [path.name for path in (tmp_path / "run").glob("former-*")]
+    assert former == (["former-island-2-until-step-00000006"] if left > 1 else [])
+
+
 def test_a_killed_node_leaves_the_other_one(tmp_path: Path) -> None:
     """With torchrun's agents."""
     seen = prepare(tmp_path, hold=4)
@@ -157,7 +177,7 @@ def test_an_interrupted_job_goes_on_with_more_ranks_and_leaves_one_record_and_on
     assert [run.info.status for run in bench.runs()] == ["FINISHED"]
     # All is trained: there is nothing left to begin, and more steps are another job.
     again = bench("--steps", "8", code=1, mlflow=False)
-    assert "run holds step 8 already, and an elastic bench ends at step 8: give more --steps" in again.stderr
+    assert "run already has step 8, and an elastic bench ends at step 8: give more --steps" in again.stderr
 
 
 def test_a_job_killed_while_mlflow_is_filled_is_completed_by_the_same_command(
@@ -176,7 +196,6 @@ def test_a_job_killed_while_mlflow_is_filled_is_completed_by_the_same_command(
         with pytest.raises(Killed):
             bench("--steps", "5")
     before = (tmp_path / "record.json").read_bytes()
-    assert [run.info.status for run in bench.runs()] == ["RUNNING"]
     bench("--steps", "5")
     assert (tmp_path / "record.json").read_bytes() == before
     assert [run.info.status for run in bench.runs()] == ["FINISHED"]
@@ -225,10 +244,10 @@ def test_a_job_killed_after_its_last_step_is_told_to_the_end_without_figures(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--elastic"], "give --elastic a run directory with --save"),
+        (["--elastic"], "give a run directory with --save"),
         (["--elastic", "--save", "run", "--stage", "1,2"], "without a sweep"),
-        (["--max-restarts", "2"], "--max-restarts is for --elastic with ranks that are started here"),
-        (["--elastic", "--save", "run", "--launcher", "ssh", "--hosts", "a"], "not for ssh"),
+        (["--max-restarts", "2"], "--max-restarts is for --elastic with ranks on this machine"),
+        (["--elastic", "--save", "run", "--launcher", "ssh", "--hosts", "a"], "not work with ssh"),
         (["--elastic", "--save", "run", "--engine", "ddp"], "--save writes zerokit's checkpoints"),
     ],
 )

@@ -47,9 +47,9 @@ def bench(*arguments: str, **variables: str) -> Result:
     ("arguments", "said"),
     [
         (["--launcher", "ssh"], "give --hosts a,b or --hostfile FILE"),
-        (["--launcher", "ssh", "--hosts", "a,,b"], "--hosts a,,b is no list of hosts"),
-        (["--launcher", "ssh", "--hosts", "-oProxyCommand=x"], "is no list of hosts"),
-        (["--launcher", "ssh", "--hosts", "a,b, a"], "--hosts a,b, a names a a second time"),
+        (["--launcher", "ssh", "--hosts", "a,,b"], "--hosts a,,b is not a list of hosts"),
+        (["--launcher", "ssh", "--hosts", "-oProxyCommand=x"], "is not a list of hosts"),
+        (["--launcher", "ssh", "--hosts", "a,b, a"], "--hosts a,b, a names a twice"),
         (["--launcher", "ssh", "--hostfile", "missing"], "the hostfile missing cannot be read"),
         (
             ["--launcher", "ssh", "--hosts", "a", "--partition", "x"],
@@ -66,7 +66,7 @@ def bench(*arguments: str, **variables: str) -> Result:
                 "--tracking-uri",
                 "http://me:pass@tracker",
             ],
-            "the password in MLFLOW_TRACKING_URI would stand in the manifest",
+            "the password in MLFLOW_TRACKING_URI would appear in the manifest",
         ),
         (
             ["--launcher", "kubernetes", "--container-image", "i", "--node-selector", "gpu"],
@@ -74,23 +74,23 @@ def bench(*arguments: str, **variables: str) -> Result:
         ),
         (["--time", "1"], "--time is for --launcher slurm, not for local"),
         (["--env", "A=1"], "--env is for --launcher ssh or slurm or kubernetes, not for local"),
-        (["--launcher", "env"], "there are no variables of torchrun, srun, mpirun or a TrainJob here"),
+        (["--launcher", "env"], "no variables of torchrun, srun, mpirun or a TrainJob are set"),
         (["--launcher", "slurm", "--env", "NO_SUCH_VARIABLE"], "give it as NO_SUCH_VARIABLE=VALUE"),
         (
             ["--launcher", "slurm", "--dry-run", "--partition", "a b"],
             "cannot be written in a line of a batch script",
         ),
         (["--launcher", "slurm", "--continue", "x"], "inside an allocation"),
-        (["--launcher", "slurm", "--nodes", "1,3", "--dry-run"], "one number of nodes"),
-        (["--launcher", "slurm", "--dry-run", "--follow"], "a job's are in its log"),
-        (["--launcher", "slurm", "--dry-run", "--env", "HF_TOKEN=x"], "a password would stand"),
+        (["--launcher", "slurm", "--nodes", "1,3", "--dry-run"], "fixed number of nodes"),
+        (["--launcher", "slurm", "--dry-run", "--follow"], "a job's output is in its log"),
+        (["--launcher", "slurm", "--dry-run", "--env", "HF_TOKEN=x"], "a password would appear"),
         (
             ["--launcher", "kubernetes", "--container-image", "i", "--env", "HF_TOKEN=x"],
             "the password in HF_TOKEN",
         ),
         (
             ["--launcher", "slurm", "--dry-run", "--tracking-uri", "http://me:pass@tracker"],
-            "a password would stand",
+            "a password would appear",
         ),
         (["--arguments"], "--arguments needs a file, or env:NAME, with a JSON list of options"),
     ],
@@ -171,7 +171,7 @@ def test_what_concerns_the_submission_stays_outside_of_the_job() -> None:
 def test_variables_are_given_or_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HERE", "now")
     assert read_variables(["A=1=2", "B=", "HERE"]) == {"A": "1=2", "B": "", "HERE": "now"}
-    with pytest.raises(UsageError, match="no name of a variable"):
+    with pytest.raises(UsageError, match="not a valid variable name"):
         read_variables(["a b=1"])
 
 
@@ -255,7 +255,7 @@ def by_mpirun(folder: Path, *arguments: str, hosts: Sequence[str] = ()) -> subpr
 
 @pytest.fixture(scope="module")
 def losses(tmp_path_factory: pytest.TempPathFactory) -> list[float | None]:
-    """Of ranks started here."""
+    """The losses of ranks started here."""
     folder = tmp_path_factory.mktemp("here")
     here = zerokit_forked(folder, *BENCH, "--nproc-per-node", "2", "--no-mlflow", OMP_NUM_THREADS="1")
     assert here.returncode == 0, here.stderr
@@ -265,7 +265,7 @@ def losses(tmp_path_factory: pytest.TempPathFactory) -> list[float | None]:
 def require_one_record(
     folder: Path, done: subprocess.CompletedProcess[str], losses: list[float | None]
 ) -> None:
-    """Of all ranks, with the losses of ranks started here, and nothing is left."""
+    """Require one record of all ranks, with the losses of ranks started here, and nothing is left."""
     assert done.returncode == 0, done.stderr
     assert len(list(folder.glob("*.json"))) == 1
     record = read_record(folder / "record.json")
@@ -304,7 +304,7 @@ def test_mpiruns_ranks_on_two_hosts_meet_where_mpirun_runs(tmp_path: Path) -> No
 def test_mpiruns_ranks_on_other_hosts_say_what_is_missing(tmp_path: Path) -> None:
     done = by_mpirun(tmp_path, *BENCH, "--no-mlflow", hosts=["here", "elsewhere"])
     assert "set MASTER_ADDR to its host (mpirun -x MASTER_ADDR=HOST), or start mpirun there" in done.stderr
-    assert "has not come" not in done.stderr
+    assert "has not joined" not in done.stderr
 
 
 def test_a_killed_torchrun_leaves_nothing(tmp_path: Path) -> None:
@@ -331,7 +331,7 @@ def test_a_killed_torchrun_leaves_nothing(tmp_path: Path) -> None:
 def test_torchruns_ranks_refuse_other_numbers_of_ranks(tmp_path: Path) -> None:
     done = by_torchrun(tmp_path, *FORKS, CLI, *BENCH, "--nproc-per-node", "4")
     assert done.returncode == 1  # torchrun's own
-    assert "leave out --nodes and --nproc-per-node" in " ".join(done.stderr.split())
+    assert "omit --nodes and --nproc-per-node" in " ".join(done.stderr.split())
     assert not (tmp_path / "record.json").exists()
 
 

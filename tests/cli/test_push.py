@@ -17,7 +17,7 @@ from tests.bench.records import make_cell, make_record
 from tests.cli.commands import zerokit
 from tests.cli.inside import zerokit_inside
 from zerokit.bench.record import write_record
-from zerokit.bench.tracking.mirror import Live
+from zerokit.bench.tracking.push import Found, Tracker
 from zerokit.bench.tracking.store import Tracking
 from zerokit.cli import cli
 
@@ -72,21 +72,20 @@ def test_a_server_that_does_not_serve_is_told_once_and_left_alone(
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     address, asked = serve(status, seconds)
     warnings: list[str] = []
-    live = Live(
-        Tracking(address, "e"), warnings.append, "zerokit push R", (KeyboardInterrupt,), lambda record: {}
-    )
-    assert live.lost
+    tracker = Tracker(Tracking(address, "e"), lambda records: {}, warnings.append, "zerokit push R")
+    found = Found([(Path("R"), make_record())], {}, [])
+    tracker.push(found)
+    assert tracker.lost
     (warning,) = warnings
-    assert warning.startswith(f"MLflow at {address} cannot be used: ")
-    assert told in warning
-    assert warning.endswith(
-        "no result is lost: records are on disk. When MLflow can be reached: zerokit push R"
+    what, advice = warning.split("\n")
+    assert what.startswith(f"MLflow at {address} cannot be used: ")
+    assert told in what
+    assert (
+        advice == "no result is lost, because records are on disk. When MLflow is reachable: zerokit push R"
     )
     before = len(asked)
     assert before
-    record = make_record()
-    assert live.during(record.settings, None, lambda identity: record) is record
-    live.open_sweep("s", "name", {})
+    tracker.push(found)
     assert len(asked) == before  # it did not ask again
     assert len(warnings) == 1
 
@@ -123,7 +122,7 @@ def test_push_says_what_it_did_and_fails_in_plain_words(tmp_path: Path, serve: S
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [([], "Missing argument"), (["nowhere"], "nowhere does not exist"), (["."], "holds no record")],
+    [([], "Missing argument"), (["nowhere"], "nowhere does not exist"), (["."], "has no record")],
 )
 def test_wrong_use_of_push(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str

@@ -39,7 +39,7 @@ def test_a_sweep_survives_an_interruption_and_a_killed_rank(tmp_path: Path, mlfl
     assert process.returncode == 128 + signal.SIGINT
     assert stdout == ""
     assert stderr.splitlines() == [
-        "zerokit: to go on where this ends: zerokit bench --continue sweep --no-mlflow",
+        "zerokit: to continue from here: zerokit bench --continue sweep --no-mlflow",
         "zerokit: interrupted by SIGINT",
     ]
     assert processes_of(tmp_path) == {}
@@ -82,7 +82,7 @@ def test_a_sweep_survives_an_interruption_and_a_killed_rank(tmp_path: Path, mlfl
     assert [entry["outcome"] for entry in json.loads(pushed.stdout)["records"]] == ["there", "left out"]
     other = zerokit_inside(tmp_path, "bench", *options, "--steps", "5")
     assert other.returncode == 2
-    assert "sweep holds a sweep of other cells" in other.stderr
+    assert "sweep has a sweep of other cells" in other.stderr
 
 
 def test_nothing_ran_is_an_exit_code_of_its_own(tmp_path: Path) -> None:
@@ -116,9 +116,9 @@ def test_nothing_ran_is_an_exit_code_of_its_own(tmp_path: Path) -> None:
         (["--engine", "zerokit,dpp"], "'dpp' is not one of 'zerokit', 'ddp'"),
         (["--model", "gpt-5m,gtp-34m"], "model 'gtp-34m' is unknown: did you mean gpt-34m"),
         (["--stage", "1,2", "--save", "run"], "checkpoints belong to one bench"),
-        (["--stage", "1,2", "--output", "x.json"], "a sweep writes a folder: --output x.json names a file"),
-        (["--continue", "x", "--stage", "1"], "--stage cannot be given with --continue"),
-        (["--continue", "x", "--no-twin"], "--twin cannot be given with --continue"),
+        (["--stage", "1,2", "--output", "x.json"], "a sweep needs a folder: --output x.json names a file"),
+        (["--continue", "x", "--stage", "1"], "--stage cannot be combined with --continue"),
+        (["--continue", "x", "--no-twin"], "--twin cannot be combined with --continue"),
     ],
 )
 def test_wrong_use_is_told_before_anything_is_written(
@@ -133,7 +133,7 @@ def test_wrong_use_is_told_before_anything_is_written(
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "holds no sweep: there is no sweep.json in it"), ("[", "cannot read the sweep sweep/sweep.json")],
+    [(None, "has no sweep: there is no sweep.json in it"), ("[", "cannot read the sweep sweep/sweep.json")],
 )
 def test_there_must_be_a_sweep_to_continue(tmp_path: Path, content: str | None, message: str) -> None:
     (tmp_path / "sweep").mkdir()

@@ -77,8 +77,8 @@ def test_drift_is_said_first() -> None:
         return replace(record, twin=replace(record.twin, pace_ms=[500 * pace] * len(record.twin.own_ms)))
 
     lines = table([at(1.0, 0), at(1.33, 1), at(1.1, 2)], 160).splitlines()
-    assert lines[1] == "The machine's pace changed between runs: the same work took up to 33 % longer."
-    assert "pace changed" not in table([at(1.0, 0), at(1.05, 1)], 160)
+    assert lines[1] == "The machine's speed changed between runs: the same work took up to 33 % longer."
+    assert "speed changed" not in table([at(1.0, 0), at(1.05, 1)], 160)
 
 
 def test_stages_that_an_engine_does_not_have_share_a_reason() -> None:
@@ -108,7 +108,7 @@ def test_a_job_that_was_restarted_tells_its_parts() -> None:
     parts = [Part(4, 2, 1, 23, 0, 16, "rank 1 was killed\nlogs: x"), Part(2, 1, 21, 41, 320, 8, "finished")]
     record = replace(make_cell(), parts=parts)
     shown = table([record], 160)
-    assert "1×  all figures but the losses are of the last part" in shown
+    assert "1×  all figures except losses belong to the last part" in shown
     assert "steps 1–23  4 ranks; rank 1 was killed\n" in re.sub(" +\n", "\n", shown)
     assert "steps 21–41  2 ranks; finished" in shown
     for rank in record.ranks:

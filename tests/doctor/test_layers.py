@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "zerokit"
-BELOW = {"bench", "doctor", "errors", "launch", "runtime", "text", "versions"}
+BELOW = {"bench", "doctor", "errors", "launch", "layout", "placement", "runtime", "text", "versions"}
 
 
 def test_the_doctor_imports_only_what_is_below_it_and_only_the_command_line_imports_it() -> None:

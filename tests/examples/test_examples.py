@@ -138,6 +138,21 @@ def test_ema(tmp_path: Path) -> None:
     assert not torch.equal(average, torch.as_tensor(checkpoint.read("master", "0.0.weight")))
 
 
+def test_local_steps(tmp_path: Path) -> None:
+    printed = _run(tmp_path, "local_steps")
+    islands = [
+        _numbers(rf"island {island}: validated (\S+), (\S+) by itself, (\S+) together", printed)
+        for island in range(2)
+    ]
+    assert islands[0][2] == islands[1][2] < islands[0][0]
+    assert islands[0][1] != islands[1][1]
+    moved, gradients = _numbers(r"moves (\d+) bytes .* would move (\d+)", printed)
+    assert moved == gradients / 10
+    elements = 4 * (32 * 32 + 32)
+    assert _numbers(r"take (\d+) bytes", printed)[0] == pytest.approx(8 * elements / 2, rel=0.2)
+    assert zerokit.list_steps(tmp_path / "runs/local_steps") == [60]
+
+
 def test_resume(tmp_path: Path) -> None:
     printed = {2: _run(tmp_path, "resume")}
     printed |= {world: _run(tmp_path, "resume", "--resume", world=world) for world in (1, 3)}

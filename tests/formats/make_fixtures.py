@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 2 tests/formats/make_fixtures.py OUT deepspeed STAGE PRECISION
     torchrun --nproc-per-node 2 tests/formats/make_fixtures.py OUT fsdp2 NAMING
+    torchrun --nproc-per-node 2 tests/formats/make_fixtures.py OUT accelerate
     torchrun --nproc-per-node 2 tests/formats/make_fixtures.py CKPT resume-deepspeed STAGE PRECISION WORLD
     torchrun --nproc-per-node 2 tests/formats/make_fixtures.py CKPT resume-fsdp2 WORLD
 
@@ -95,10 +96,10 @@ def deepspeed_engine(stage: int, precision: str, accumulated: int = 1) -> Any:
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
 
+    deepspeed.ops.__compatible_ops__["shm_comm"] = False  # it would be compiled, for minutes
     deepspeed.init_distributed("gloo")
-    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: (
-        True
-    )  # a CPU's fp16 is slow, but there
+    # A CPU's fp16 is slow, but there.
+    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
     torch.manual_seed(0)
     model = Model()
     optimizer = torch.optim.AdamW(groups(model))
@@ -150,13 +151,14 @@ def resume_fsdp2(path: Path, source_world: int) -> list[float]:
     dcp.load(content, checkpoint_id=str(path))
     set_state_dict(model, optimizer, model_state_dict=content["model"], optim_state_dict=content["optim"])
     world, losses = dist.get_world_size(), []
-    mine = range(dist.get_rank(), source_world, world)
     for step in range(STEPS, 2 * STEPS):
         total = torch.zeros((), dtype=torch.float64)
-        for rank in mine:
-            loss = loss_of(model, step, rank)
-            (loss / len(mine)).backward()
-            total += loss.detach().double()
+        for first in range(0, source_world, world):
+            rank = first + dist.get_rank()
+            there = rank < source_world  # a rank without a batch left takes part with a loss of nothing
+            loss = loss_of(model, step, rank if there else 0)
+            (loss * (world / source_world if there else 0.0)).backward()
+            total += loss.detach().double() * there
         optimizer.step()
         optimizer.zero_grad()
         dist.all_reduce(total)
@@ -295,12 +297,38 @@ def make_fsdp2(out: Path, naming: str) -> None:
     finish(out, expected, losses + later)
 
 
+def make_accelerate(out: Path) -> None:
+    """What `save_state` of accelerate's own writes for FSDP2, with sharded state dicts."""
+    from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, PartialState
+
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["LayerNorm"],
+        state_dict_type="SHARDED_STATE_DICT",
+        cpu_ram_efficient_loading=False,
+    )
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    # Without a GPU accelerate leaves the plugin out by itself.
+    PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+    accelerator.state.distributed_type, accelerator.state.fsdp_plugin = DistributedType.FSDP, plugin
+    torch.manual_seed(0)
+    model = Model()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(groups(model)))
+    losses = train_plainly(model, optimizer, 0, STEPS)
+    accelerator.save_state(str(out))
+    expected = fsdp2_expected(model, optimizer.optimizer)
+    finish(out, expected, losses + train_plainly(model, optimizer, STEPS, 2 * STEPS))
+
+
 if __name__ == "__main__":
     target, what, *arguments = sys.argv[1:]
     if what == "deepspeed":
         make_deepspeed(Path(target), int(arguments[0]), arguments[1])
     elif what == "fsdp2":
         make_fsdp2(Path(target), arguments[0])
+    elif what == "accelerate":
+        make_accelerate(Path(target))
     else:
         if what == "resume-deepspeed":
             resumed = resume_deepspeed(Path(target), int(arguments[0]), arguments[1], int(arguments[2]))

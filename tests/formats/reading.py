@@ -19,7 +19,7 @@ def held_bytes(source: Source) -> dict[str, bytes]:
         for position in stream.parameters:
             parameter = source.layout.line[position]
             content = bytearray()
-            for stretch in source.locate(number, parameter.name, Interval(0, parameter.numel)):
+            for stretch in source.locate(number, position, Interval(0, parameter.numel)):
                 size = stretch.interval.numel * stream.element_bytes
                 with source.open_file(stretch.file) as fd:
                     content += os.pread(fd, size, stretch.offset)

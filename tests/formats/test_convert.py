@@ -19,6 +19,7 @@ from tests.cli.commands import zerokit as run_command
 from tests.formats.conftest import DEEPSPEED, FSDP2
 from tests.formats.make_fixtures import STEPS
 from tests.formats.reading import expected_bytes, held_bytes
+from tests.support.crashes import read_tree
 from zerokit.checkpoint.disk import opened
 from zerokit.checkpoint.formats import open_source
 from zerokit.checkpoint.formats.foreign import ForeignCheckpoint
@@ -28,6 +29,7 @@ from zerokit.checkpoint.state import tensor_of
 from zerokit.errors import CheckpointError, UsageError
 
 
+@pytest.mark.filterwarnings("ignore:.*DCP has no place for scaler:zerokit.ZerokitWarning")
 @pytest.mark.parametrize("world", [1, 3])
 @pytest.mark.parametrize("name", [*DEEPSPEED, *FSDP2])
 def test_every_format_becomes_zerokits_and_dcp_with_the_same_bits(
@@ -186,7 +188,7 @@ def test_impossible_conversions_are_refused_before_anything_is_written(made: Pat
         ({"format": "tar"}, "expected one of zerokit"),
         ({"format": "zerokit", "world": 0}, "world=0"),
         ({"format": "dcp", "dtype": "bf16"}, "dtype, stream and like are for format='huggingface'"),
-        ({"format": "huggingface", "world": 2}, "leave world out"),
+        ({"format": "huggingface", "world": 2}, "omit world"),
     ):
         with pytest.raises(UsageError, match=expected):
             zerokit.convert(made / "fsdp2-plain", tmp_path / "out", **arguments)
@@ -204,6 +206,36 @@ def test_only_a_checkpoint_of_the_format_is_replaced(made: Path, tmp_path: Path)
     (tmp_path / "out" / "notes.txt").write_text("mine")
     with pytest.raises(CheckpointError, match="notes"):
         zerokit.convert(made / "fsdp2-plain", tmp_path / "out", format="dcp", world=1, force=True)
+
+
+@pytest.mark.parametrize(("name", "form"), [("deepspeed-2-fp32", "deepspeed"), ("fsdp2-plain", "dcp")])
+def test_a_frameworks_own_checkpoint_is_never_replaced(
+    made: Path, tmp_path: Path, name: str, form: str
+) -> None:
+    theirs = Path(shutil.copytree(made / name, tmp_path / "theirs"))
+    for result in ("expected.safetensors", "losses.json"):
+        (theirs / result).unlink()
+    before = read_tree(theirs)
+    with pytest.raises(
+        CheckpointError, match=r"holds a checkpoint of .*'s own, which zerokit has not written"
+    ):
+        zerokit.convert(made / name, theirs, format=form, world=2, force=True)
+    assert read_tree(theirs) == before
+    for world in (2, 3):  # but our own
+        zerokit.convert(made / name, tmp_path / "ours", format=form, world=world, force=True)
+    assert open_source(tmp_path / "ours").world == 3
+
+
+def test_an_output_lies_outside_the_run_it_is_made_of(made: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(made / "deepspeed-2-fp32", tmp_path / "run"))
+    for output in (folder / "out", folder / f"global_step{STEPS}" / "out", folder):
+        with pytest.raises(CheckpointError, match=r"lies in its source|is the source itself"):
+            zerokit.convert(folder, output, format="zerokit", force=True)
+    (folder / "latest").unlink()
+    with pytest.raises(
+        CheckpointError, match=r"has checkpoints of DeepSpeed \(global_step3\), and no latest that"
+    ):
+        zerokit.inspect(folder)
 
 
 def test_the_command_says_what_it_wrote(made: Path, tmp_path: Path) -> None:

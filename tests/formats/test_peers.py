@@ -11,13 +11,15 @@ import pytest
 
 import zerokit
 from tests.formats.make_fixtures import STEPS
+from tests.formats.reading import expected_bytes, held_bytes
+from zerokit.checkpoint.formats import open_source
 
 ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.peers
 
 
-def _resumed(path: Path, world: int, *arguments: str) -> list[float]:
+def _run(path: Path, world: int, *arguments: str) -> str:
     done = subprocess.run(
         [
             *(str(ROOT / ".peers/bin/torchrun"), "--standalone", "--nproc-per-node", str(world)),
@@ -29,7 +31,12 @@ def _resumed(path: Path, world: int, *arguments: str) -> list[float]:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    (line,) = (line for line in done.stdout.splitlines() if line.startswith("RESUMED "))
+    return done.stdout
+
+
+def _resumed(path: Path, world: int, *arguments: str) -> list[float]:
+    output = _run(path, world, *arguments)
+    (line,) = (line for line in output.splitlines() if line.startswith("RESUMED "))
     losses: list[float] = json.loads(line.removeprefix("RESUMED "))
     return losses
 
@@ -47,8 +54,17 @@ def test_deepspeed_resumes_at_another_world(
     assert resumed == pytest.approx(theirs, rel=1e-5)
 
 
-def test_fsdp2_resumes_at_another_world_by_way_of_zerokit(made: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("world", [1, 2])
+def test_fsdp2_resumes_at_another_world_by_way_of_zerokit(made: Path, tmp_path: Path, world: int) -> None:
     ours = zerokit.convert(made / "fsdp2-plain", tmp_path / "ours", format="zerokit", world=2)
     zerokit.convert(ours.path, tmp_path / "out", format="dcp", world=4)
     theirs = json.loads((made / "fsdp2-plain" / "losses.json").read_text())[STEPS:]
-    assert _resumed(tmp_path / "out", 1, "resume-fsdp2", "3") == pytest.approx(theirs, rel=1e-5)
+    assert _resumed(tmp_path / "out", world, "resume-fsdp2", "3") == pytest.approx(theirs, rel=1e-5)
+
+
+def test_accelerates_own_save_state_of_fsdp2_is_read_in_bits(tmp_path: Path) -> None:
+    _run(tmp_path / "saved", 2, "accelerate")
+    source = open_source(tmp_path / "saved")
+    assert (source.format, source.world, source.step) == ("dcp", 2, STEPS)
+    assert held_bytes(source) == expected_bytes(tmp_path / "saved")
+    assert "not carried over: random_states_0.pkl, random_states_1.pkl" in source.notes[0]

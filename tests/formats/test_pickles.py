@@ -14,15 +14,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zerokit.checkpoint.formats.pickles import (
-    Name,
-    Ordered,
-    Persistent,
-    Record,
-    Size,
-    parse_pickle,
-    to_pickle,
-)
+from zerokit.checkpoint.formats.description import plain_value
+from zerokit.checkpoint.formats.pickle_writer import to_pickle
+from zerokit.checkpoint.formats.pickles import Name, Ordered, Persistent, Record, Size, mapped, parse_pickle
 from zerokit.errors import CheckpointError
 
 LEAVES = (
@@ -148,6 +142,103 @@ def test_shared_parts_take_no_more_room_than_in_the_pickle() -> None:
     value = parse_pickle(bytes(content + b"."), "x")
     assert len(value) == 10
     assert value[0] is value[9]
+
+
+def test_shared_parts_are_written_once() -> None:
+    """The same, on its way into a file of DeepSpeed's; a list that holds itself, too."""
+    value: Any = ["end"]
+    for _ in range(60):
+        value = [value] * 10
+    assert len(to_pickle(value)) < 10_000
+    again = parse_pickle(to_pickle(mapped(value, lambda part: part)), "x")
+    assert again[0] is again[9]
+    value = []
+    value.append(value)
+    again = parse_pickle(to_pickle(value), "x")
+    assert again[0] is again
+    with pytest.raises(CheckpointError, match="over 16777216 values, or nested over 100"):
+        plain_value(value, "client_state", [])
+
+
+def test_what_leads_back_to_itself_is_written_as_it_is() -> None:
+    record = Record("module.Class")
+    record.pairs[record, record] = []  # a tuple that contains itself by way of a record
+    content = to_pickle([record, []])
+    again = parse_pickle(content, "x")
+    (key,) = again[0].pairs
+    assert key == (again[0], again[0])
+    assert (again[0].pairs[key], again[1]) == ([], [])
+    assert to_pickle(again) == content
+    own: list[Any] = []
+    own.append(Record("module.Class", (own,)))
+    again = parse_pickle(to_pickle([own[0], [], own]), "x")
+    assert again[0].args[0] is again[2]
+    assert again[2] == [again[0]]
+    assert again[1] == []
+
+
+def _repeated(start: bytes, again: bytes) -> bytes:
+    """A long text, remembered as number 0, and what is done with it many times."""
+    text = b"\x80\x02X" + struct.pack("<I", 100_000) + b"a" * 100_000 + b"q\x00"
+    return text + start + again * 2000 + b"."
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param(_repeated(b"", b"c_codecs\nencode\nh\x00h\x00\x86R"), id="copies of one text"),
+        pytest.param(b"\x80\x02(" + b"N" * 100 + b"tq\x00}h\x00Ns.", id="a key of a hundred parts"),
+        pytest.param(
+            b"\x80\x02}("
+            + b"".join(b"\x8a\x0a" + (i * (2**61 - 1)).to_bytes(10, "little") + b"N" for i in range(1, 9000))
+            + b"u.",
+            id="keys with one hash",
+        ),
+    ],
+)
+def test_bombs_go_out(content: bytes) -> None:
+    with pytest.raises(CheckpointError, match="not a pickle that zerokit reads"):
+        parse_pickle(content, "x")
+
+
+class Keywords:
+    """Pickled with NEWOBJ_EX: `__new__` with keywords."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Keywords:
+        return super().__new__(cls)
+
+    def __getnewargs_ex__(self) -> Any:
+        return (1,), {"size": 2}
+
+
+def test_objects_with_keywords_are_records_and_never_made() -> None:
+    value = parse_pickle(pickle.dumps([Keywords()], 4), "x")
+    assert isinstance(value[0], Record)
+    assert (value[0].name.rpartition(".")[2], value[0].args) == ("Keywords", (1, 2))
+    for content in (
+        b"\x80\x04K\x01)}\x92.",
+        b"\x80\x04cos\nsystem\nK\x01}\x92.",
+        b"\x80\x04cos\nsystem\n)K\x01\x92.",
+    ):
+        with pytest.raises(CheckpointError, match="not a pickle that zerokit reads"):
+            parse_pickle(content, "x")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\x80\x02" + b"]" * 100_000 + b"a" * 99_999 + b".",
+        b"\x80\x02" + b"(" * 100_000 + b"t" * 100_000 + b".",
+        b"\x80\x02N" + b"\x85" * 100_000 + b".",
+    ],
+)
+def test_deep_nesting_is_an_error_of_what_looks_into_it(content: bytes) -> None:
+    """No recursion: reading it is harmless, and what goes down in it says how deep it may be."""
+    value = parse_pickle(content, "x")
+    with pytest.raises(ValueError, match="nested more than 100 deep"):
+        mapped(value, lambda part: part)
+    with pytest.raises(CheckpointError, match="nested over 100 deep"):
+        plain_value(value, "client_state", [])
 
 
 @given(st.binary(max_size=200))

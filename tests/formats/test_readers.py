@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,8 +13,10 @@ from tests.formats.conftest import DEEPSPEED, FSDP2
 from tests.formats.make_fixtures import STEPS
 from tests.formats.reading import expected_bytes, held_bytes
 from zerokit.checkpoint.formats import open_source
-from zerokit.checkpoint.formats.foreign import ForeignCheckpoint, ModelNames
-from zerokit.errors import CheckpointError
+from zerokit.checkpoint.formats.deepspeed_files import read_states
+from zerokit.checkpoint.formats.foreign import ForeignCheckpoint
+from zerokit.checkpoint.formats.names import ModelNames
+from zerokit.errors import CheckpointError, ZerokitWarning
 
 
 @pytest.mark.parametrize("name", [*DEEPSPEED, *FSDP2])
@@ -112,12 +115,42 @@ def test_missing_and_truncated_files_are_refused(
         open_source(folder)
 
 
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("adapter_model.safetensors", "an adapter of PEFT: merge it"),
+        ("pytorch_model.bin", "weights in a pickle: save them with save_pretrained"),
+    ],
+)
+def test_folders_without_whole_weights_say_what_to_do(tmp_path: Path, name: str, expected: str) -> None:
+    (tmp_path / name).write_bytes(b"")
+    with pytest.raises(CheckpointError, match=expected):
+        open_source(tmp_path)
+
+
 def test_files_of_two_saves_are_not_mixed(made: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(made / "deepspeed-2-fp32", tmp_path / "mixed"))
     other = made / "deepspeed-1-fp32" / f"global_step{STEPS}" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
     shutil.copy(other, next(folder.rglob("zero_pp_rank_1_mp*")))
-    with pytest.raises(CheckpointError, match="of stage 1, rank 0's is of 2"):
+    with pytest.raises(CheckpointError, match="of stage 1, rank 0's is of 2: files of several saves"):
         open_source(folder)
+
+
+@pytest.mark.parametrize("kind", ["deepspeed-1-fp32", "deepspeed-2-fp32", "deepspeed-3-fp32"])
+def test_a_model_file_that_counts_other_steps_is_doubted(
+    made: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not any("counts" in note for note in open_source(made / kind).notes)
+
+    def later(path: Path) -> Any:
+        value, blobs = read_states(path)
+        if "global_steps" in value:
+            value["global_steps"] += 1
+        return value, blobs
+
+    monkeypatch.setattr("zerokit.checkpoint.formats.deepspeed.read_states", later)
+    with pytest.warns(ZerokitWarning, match=f"counts {STEPS + 1} steps, the optimizer's files {STEPS}: if"):
+        open_source(made / kind).warn()
 
 
 @pytest.mark.parametrize(

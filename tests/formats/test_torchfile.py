@@ -18,7 +18,6 @@ from zerokit.checkpoint.copying import Copier
 from zerokit.checkpoint.disk import opened
 from zerokit.checkpoint.formats.torchfile import StoredTensor, read_torch_file
 from zerokit.checkpoint.formats.torchwriter import NewStorage, NewTensor, plan_torch_file, row_major
-from zerokit.checkpoint.plan import Key
 from zerokit.errors import CheckpointError
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool]
@@ -90,6 +89,11 @@ def _short_data(new: zipfile.ZipFile, entry: zipfile.ZipInfo, content: bytes) ->
     new.writestr(entry.filename, content[:-4] if "/data/" in entry.filename else content)
 
 
+def _encrypted(new: zipfile.ZipFile, entry: zipfile.ZipInfo, content: bytes) -> None:
+    new.writestr(entry.filename, content)
+    new.filelist[-1].flag_bits |= 1  # in the directory; the library writes no encrypted ones itself
+
+
 def _twice(new: zipfile.ZipFile, entry: zipfile.ZipInfo, content: bytes) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -105,6 +109,7 @@ def _twice(new: zipfile.ZipFile, entry: zipfile.ZipInfo, content: bytes) -> None
         (_without_data, "is missing"),
         (_short_data, "reaches to element"),
         (_twice, "is there twice"),
+        (_encrypted, "is encrypted"),
     ],
 )
 def test_what_torch_never_writes_is_refused(tmp_path: Path, change: Any, expected: str) -> None:
@@ -112,6 +117,19 @@ def test_what_torch_never_writes_is_refused(tmp_path: Path, change: Any, expecte
     _rewritten(tmp_path / "good.pt", tmp_path / "bad.pt", change)
     with pytest.raises(CheckpointError, match=expected):
         _read(tmp_path / "bad.pt")
+
+
+def test_entries_that_share_bytes_are_refused(tmp_path: Path) -> None:
+    """A zip bomb: many names of the same bytes."""
+    torch.save({"a": torch.ones(100), "b": torch.zeros(100)}, tmp_path / "file.pt")
+    content = bytearray((tmp_path / "file.pt").read_bytes())
+    with zipfile.ZipFile(tmp_path / "file.pt") as archive:
+        first, second = (e.header_offset for e in archive.infolist() if "/data/" in e.filename)
+    place = content.rindex(second.to_bytes(4, "little"), content.rindex(b"/data/0"))
+    content[place : place + 4] = first.to_bytes(4, "little")
+    (tmp_path / "file.pt").write_bytes(content)
+    with pytest.raises(CheckpointError, match="entries overlap"):
+        _read(tmp_path / "file.pt")
 
 
 @settings(max_examples=150, deadline=None)
@@ -135,11 +153,11 @@ def test_a_changed_file_is_read_or_refused(
 
 def _write(path: Path, value: Any) -> None:
     file = plan_torch_file(value, "archive")
-    with Copier[Key](jobs=1) as copier:
+    with Copier(jobs=1) as copier:
         target = copier.target(path, file.size)
         file.copy(None, copier, target)  # type: ignore[arg-type]
         copier.drain()
-        file.finish(None, copier.pieces, target)  # type: ignore[arg-type]
+        file.finish(None, target)  # type: ignore[arg-type]
         copier.release(target)
 
 

@@ -414,7 +414,7 @@ def _refused(directory: str) -> None:
         lambda: ZeroStrategy(precision="fp16"),
         _module(pl, backward=lambda self, loss: loss.backward()),
     )
-    refused("not a directory", ckpt_path=__file__)
+    refused("not a zerokit checkpoint", ckpt_path=__file__)
     model = nn.Linear(2, 2)
     zero = zerokit.ZeroOptimizer(model, torch.optim.SGD, precision="fp32", lr=0.1)
     zerokit.save(directory, zero, step=1)

@@ -142,7 +142,7 @@ def test_the_record_is_found_between_other_lines() -> None:
     record = {"a": 1, "b": {"c": [1, 2]}}
     log = f"zerokit: leads\n{{broken\n{json.dumps(record, indent=1)}\nafter it\n"
     assert json.loads(find_json(log)) == record
-    with pytest.raises(LaunchError, match="holds no record"):
+    with pytest.raises(LaunchError, match="has no record"):
         find_json("nothing\n}\n")
 
 

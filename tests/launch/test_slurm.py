@@ -113,7 +113,7 @@ def test_values_that_would_leave_their_line_and_lines_that_are_no_options_are_re
         with pytest.raises(UsageError, match="cannot be written in a line of a batch script"):
             Request(1, **given)
     for line in ("--qos=high\nrm -rf x", "rm -rf x", "", "#SBATCH --qos=high"):
-        with pytest.raises(UsageError, match="is no option of sbatch"):
+        with pytest.raises(UsageError, match="is not an option of sbatch"):
             Request(1, lines=(line,))
 
 

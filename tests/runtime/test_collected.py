@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
+import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -35,3 +38,30 @@ def _drop_in_a_cycle(stage: int) -> float:
 def test_an_optimizer_collected_on_one_rank_alone_holds_up_nobody() -> None:
     for stage in (1, 2):
         run_ranks(2, _drop_in_a_cycle, stage, timeout=60.0, deadline=100.0)
+
+
+def _threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def _many_optimizers(folder: Path) -> list[int]:
+    threads = []
+    for step in range(4):
+        model = nn.Linear(8, 8)
+        optimizer = zerokit.ZeroOptimizer(model, torch.optim.SGD, stage=2, lr=0.1)
+        optimizer.backward(model(torch.ones(2, 8)).float().sum())
+        optimizer.step()
+        zerokit.save(folder, optimizer, step=step)  # over a group of its own
+        del model, optimizer
+        gc.collect()
+        threads.append(_threads())
+        deadline = time.monotonic() + 20.0
+        while threads[-1] > threads[0] and time.monotonic() < deadline:
+            time.sleep(0.05)  # a thread that works off tasks ends by itself, when it gets to it
+            threads[-1] = _threads()
+    return threads
+
+
+def test_groups_of_collected_optimizers_are_destroyed_with_their_threads(tmp_path: Path) -> None:
+    for threads in run_ranks(2, _many_optimizers, tmp_path, timeout=60.0, deadline=100.0):
+        assert max(threads) == threads[0], threads  # a group that stays has three threads or more

@@ -190,11 +190,11 @@ def _freeze_another(training: Training) -> None:
 
 def _change_the_schedule(training: Training) -> None:
     if dist.get_rank() == 1:
-        training.optimizer.parts.collectives._schedule[0] += 1
+        training.optimizer.runtime.collectives._schedule[0] += 1
 
 
-def _part_ways_twice(how: Callable[[Training], None], stage: int) -> list[list[str]]:
-    return [_part_ways(how, stage, precision) for precision in ("bf16", "fp16")]
+def _part_ways_at_each_stage(how: Callable[[Training], None]) -> list[list[list[str]]]:
+    return [[_part_ways(how, stage, precision) for precision in ("bf16", "fp16")] for stage in STAGES]
 
 
 def _part_ways(how: Callable[[Training], None], stage: int, precision: str) -> list[str]:
@@ -221,14 +221,12 @@ def _part_ways(how: Callable[[Training], None], stage: int, precision: str) -> l
         (_change_the_schedule, "different sequences of collectives"),
     ],
 )
-@pytest.mark.parametrize("stage", STAGES)
-def test_different_paths_are_an_error_one_step_later(
-    how: Callable[[Training], None], words: str, stage: int
-) -> None:
-    for later, at_once in run_ranks(2, _part_ways_twice, how, stage):
-        assert later[0] == ""
-        assert words in later[1]
-        assert words in at_once[0], "fp16 looks at once"
+def test_different_paths_are_an_error_one_step_later(how: Callable[[Training], None], words: str) -> None:
+    for found in run_ranks(2, _part_ways_at_each_stage, how):
+        for later, at_once in found:
+            assert later[0] == ""
+            assert words in later[1]
+            assert words in at_once[0], "fp16 looks at once"
 
 
 def _save(training: Training) -> None:
@@ -269,14 +267,19 @@ def _look_after_parting(what: Callable[[Training], None], stage: int, part: bool
     return ""
 
 
-@pytest.mark.parametrize("what", [_take_state, _gather, _save])
-@pytest.mark.parametrize("stage", [1, 3])
-def test_what_shows_the_state_looks_at_the_last_step_first(
-    what: Callable[[Training], None], stage: int
-) -> None:
-    for part in (True, False):
-        for said in run_ranks(2, _look_after_parting, what, stage, part):
-            assert ("different sequences of collectives" in said) == part
+def _look_at_all() -> dict[str, str]:
+    return {
+        f"{what.__name__}, stage {stage}, {part}": _look_after_parting(what, stage, part)
+        for what in (_take_state, _gather, _save)
+        for stage in (1, 3)
+        for part in (False, True)
+    }
+
+
+def test_what_shows_the_state_looks_at_the_last_step_first() -> None:
+    for found in run_ranks(2, _look_at_all):
+        for case, said in found.items():
+            assert ("different sequences of collectives" in said) == case.endswith("True"), case
 
 
 # --- a device that does not get on -------------------------------------------------------------------------

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from tests.support.distributed import run_ranks
+from tests.support.happens_before import FakeCuda, FakeStream
 from zerokit.errors import UsageError
 from zerokit.placement import Mesh
 from zerokit.runtime import collectives
@@ -137,7 +137,7 @@ def _communicators_on_hosts() -> Iterator[list[dist.ProcessGroup]]:
     clone = base.clone
 
     def make(
-        group: dist.ProcessGroup, backend: str, timeout: Any, device: torch.device, members: Any
+        group: dist.ProcessGroup, backend: str, timeout: Any, device: torch.device, members: Any = None
     ) -> dist.ProcessGroup:
         assert backend == "nccl"
         made.append(clone(group, "gloo", timeout))
@@ -155,41 +155,18 @@ def _make_communicators() -> None:
         group = dist.new_group([0])
         first = nccl.communicators_of(group, Mesh(1, 1), cpu, None, StallReporter(group))
         assert len(made) == 3
-        assert len(first.members()) == 3
         assert nccl.communicators_of(group, Mesh(1, 1), cpu, None, StallReporter(group)) is first
         assert len(made) == 3, "a second optimizer takes over the first one's"
         assert nccl.communicators_of(group, Mesh(1, 1), cpu, short, StallReporter(group)) is not first
         assert len(made) == 6
 
-        dist.destroy_process_group(first.axes[0][0])
-        again = nccl.communicators_of(group, Mesh(1, 1), cpu, None, StallReporter(group))
-        assert len(made) == 9, "one of three was destroyed: all are made anew"
-        assert nccl._lives(again.axes[0][0])
-
         other = dist.new_group([0])
-        assert nccl.communicators_of(other, Mesh(1, 1), cpu, None, StallReporter(other)) is not again
-        assert len(made) == 12
+        assert nccl.communicators_of(other, Mesh(1, 1), cpu, None, StallReporter(other)) is not first
+        assert len(made) == 9
 
 
 def test_communicators_are_made_once_a_group_and_time_out() -> None:
     run_ranks(1, _make_communicators)
-
-
-def _drop_the_group() -> tuple[bool, bool]:
-    with _communicators_on_hosts() as made:
-        group = dist.new_group([0])
-        communicators = nccl.communicators_of(
-            group, Mesh(1, 1), torch.device("cpu"), None, StallReporter(group)
-        )
-        lived = all(map(nccl._lives, made))
-        dist.destroy_process_group(group)
-        del group, communicators
-        gc.collect()
-        return lived, any(map(nccl._lives, made))
-
-
-def test_communicators_go_with_their_group() -> None:
-    assert run_ranks(1, _drop_the_group) == [(True, False)]
 
 
 def _start_anew() -> int:
@@ -201,10 +178,7 @@ def _start_anew() -> int:
                 dist.destroy_process_group()
                 dist.init_process_group("gloo", store=PrefixStore("again", store), rank=0, world_size=1)
             group = dist.distributed_c10d._get_default_group()
-            communicators = nccl.communicators_of(
-                group, Mesh(1, 1), torch.device("cpu"), None, StallReporter(group)
-            )
-            assert nccl._lives(communicators.axes[0][1])
+            nccl.communicators_of(group, Mesh(1, 1), torch.device("cpu"), None, StallReporter(group))
         return len(made)
 
 
@@ -215,134 +189,27 @@ def test_communicators_are_made_anew_after_all_groups_were_destroyed() -> None:
 # --- streams -----------------------------------------------------------------------------------------------
 
 
-class FakeEvent:
-    def __init__(self, name: str) -> None:
-        self.name, self.happened = name, False
+def test_a_side_stream_has_high_priority_and_names_its_first_unfinished_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What its work waits for is the business of `test_happens_before`."""
+    cuda, priorities = FakeCuda(), []
 
-    def query(self) -> bool:
-        return self.happened
+    def make_stream(device: torch.device, priority: int) -> FakeStream:
+        priorities.append(priority)
+        return FakeStream(cuda, 1)
 
-
-class FakeStream:
-    """Notes what is said to it."""
-
-    def __init__(self, log: list[str], name: str) -> None:
-        self.log, self.name, self.events = log, name, 0
-
-    def wait_event(self, event: FakeEvent) -> None:
-        self.log.append(f"{self.name} waits for event {event.name}")
-
-    def wait_stream(self, stream: FakeStream) -> None:
-        self.log.append(f"{self.name} waits for {stream.name}")
-
-    def record_event(self) -> FakeEvent:
-        self.events += 1
-        event = FakeEvent(f"{self.name}{self.events}")
-        self.log.append(f"{self.name} records event {event.name}")
-        return event
-
-
-class FakeCuda:
-    """`torch.cuda` as far as `CudaStream` knows it."""
-
-    Event = FakeEvent
-
-    def __init__(self) -> None:
-        self.log: list[str] = []
-        self.compute = FakeStream(self.log, "compute")
-        self.current = self.compute
-        self.priorities: list[int] = []
-
-    def Stream(self, device: torch.device, priority: int) -> FakeStream:
-        self.priorities.append(priority)
-        return FakeStream(self.log, "side" if len(self.priorities) == 1 else f"side{len(self.priorities)}-")
-
-    def current_stream(self, device: torch.device) -> FakeStream:
-        return self.current
-
-    @contextlib.contextmanager
-    def stream(self, stream: FakeStream) -> Iterator[None]:
-        before, self.current = self.current, stream
-        yield
-        self.current = before
-
-    def work(self, name: str) -> Callable[[], None]:
-        return lambda: self.log.append(f"{name} on {self.current.name}")
-
-
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
-    fake = FakeCuda()
-
-    def empty(shape: Any, *, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
-        assert pin_memory
-        return torch.full(shape, -1.0, dtype=dtype)
-
-    monkeypatch.setattr(streams, "torch", SimpleNamespace(cuda=fake, empty=empty))
-    return fake
-
-
-def test_a_side_stream_has_high_priority(cuda: FakeCuda) -> None:
-    streams.CudaStream(GPU)
-    assert cuda.priorities == [-1]
-
-
-def test_work_begins_behind_what_the_computation_has_issued(cuda: FakeCuda) -> None:
-    work = streams.CudaStream(GPU).launch(streams.Operation("gather", cuda.work("gather")))
-    assert cuda.log == ["side waits for compute", "gather on side", "side records event side1"]
-    cuda.log.clear()
-    work.wait()
-    assert cuda.log == ["compute waits for event side1"]
-
-
-def test_work_begins_behind_other_work_alone_where_that_is_given(cuda: FakeCuda) -> None:
-    reduction = streams.CudaStream(GPU).launch(streams.Operation("reduction", cuda.work("reduction")))
-    cuda.log.clear()
-    streams.CudaStream(GPU).launch(streams.Operation("gather", cuda.work("gather")), reduction)
-    assert cuda.log == [
-        "side2- waits for event side1",
-        "gather on side2-",
-        "side2- records event side2-1",
-    ]
-
-
-def test_waiting_and_joining_concern_the_stream_that_computes_then(cuda: FakeCuda) -> None:
+    fake = SimpleNamespace(
+        Stream=make_stream, current_stream=cuda.current_stream, stream=cuda.stream, Event=object
+    )
+    monkeypatch.setattr(streams, "torch", SimpleNamespace(cuda=fake))
     side = streams.CudaStream(GPU)
-    work = side.launch(streams.Operation("gather", cuda.work("gather")))
-    cuda.log.clear()
-    cuda.current = FakeStream(cuda.log, "another")
-    work.wait()
-    side.join()
-    assert cuda.log == ["another waits for event side1", "another waits for side"]
-
-
-def test_what_is_fetched_is_copied_on_the_side_stream_and_looked_at_once_it_is_there(cuda: FakeCuda) -> None:
-    side = streams.CudaStream(GPU)
-    events: list[FakeEvent] = []
-    record = FakeStream.record_event
-
-    def remember(self: FakeStream) -> FakeEvent:
-        events.append(record(self))
-        return events[-1]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FakeStream, "record_event", remember)
-        arrived = side.fetch(torch.tensor([2.5, 3.5]))
-    assert cuda.log == ["side records event side1"]
-    assert arrived() is None
-    events[0].happened = True
-    values = arrived()
-    assert values is not None
-    assert values.tolist() == [2.5, 3.5]
-
-
-def test_the_first_unfinished_work_is_named(cuda: FakeCuda) -> None:
-    side = streams.CudaStream(GPU)
+    assert priorities == [-1]
     assert side.unfinished() is None
-    works = [side.launch(streams.Operation(name, cuda.work(name))) for name in ("first", "second", "third")]
-    assert side.unfinished() == "first"
-    events = [work.event for work in works if isinstance(work, streams.CudaEvent)]
-    events[0].happened = True  # type: ignore[attr-defined]
-    assert side.unfinished() == "second"
-    side.launch(streams.Operation("fourth", cuda.work("fourth")))
-    assert len(side._launched) == 3, "what has ended is forgotten"
+    for name in ("first", "second"):
+        side.launch(streams.Operation(name, lambda: None))
+        assert side.unfinished() == "first"
+    cuda.host_waits = True
+    assert side.unfinished() is None
+    side.launch(streams.Operation("third", lambda: None))
+    assert len(side._launched) == 1, "what has ended is forgotten"

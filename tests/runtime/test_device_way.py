@@ -30,6 +30,7 @@ from tests.support.devices import (
 from tests.support.distributed import run_ranks
 from tests.support.missing_waits import MUTATIONS
 from zerokit.placement import Axis
+from zerokit.runtime.collectives import Wire
 from zerokit.runtime.collectives.nccl import NcclCollectives, NcclRoute
 
 # --- results that come late --------------------------------------------------------------------------------
@@ -80,7 +81,7 @@ def _rounded_reductions(device: str) -> list[bool]:
     """Reductions behind each other, on a GPU with this rank alone: what is rounded lives until it has been used."""
     with lagging(device) as place:
         optimizer = zerokit.ZeroOptimizer(nn.Linear(4, 4).to(place), torch.optim.SGD, lr=0.1)
-        route, rank, world = optimizer.parts.collectives, dist.get_rank(), dist.get_world_size()
+        route, rank, world = optimizer.runtime.collectives, dist.get_rank(), dist.get_world_size()
         generator = torch.Generator().manual_seed(0)
         pieces = torch.randn(3, world, world, 4096, generator=generator).to(place)
         out = torch.zeros(4096, device=place)
@@ -90,7 +91,7 @@ def _rounded_reductions(device: str) -> list[bool]:
             # One rank rounds nothing, so its route is asked directly.
             works.append(
                 route.routes[Axis.INNER].reduce_scatter(
-                    bucket.clone(), out, 0, add=turn > 0, wire=torch.bfloat16, after=None
+                    bucket.clone(), out, 0, turn > 0, Wire(torch.bfloat16), None
                 )
             )
             works[-1].wait()
@@ -169,7 +170,7 @@ def _gathers_behind_a_step(stage: int) -> tuple[str | None, str | None]:
         training = Training(at(SCENES["plain"], stage=stage), device)
         training.step(0)
         training.differentiate(1)
-        collectives = training.optimizer.parts.collectives
+        collectives = training.optimizer.runtime.collectives
         assert isinstance(collectives, NcclCollectives)
         route = collectives.routes[Axis.INNER]
         assert isinstance(route, NcclRoute)

@@ -60,15 +60,10 @@ def _average_alone(name: str, run: Run, world: int) -> dict[str, Tensor]:
 def _averages(optimizer: zerokit.ZeroOptimizer) -> dict[str, Tensor]:
     """Whole averages in the master dtype, put together from all ranks' pieces."""
     found: dict[str, Tensor] = {}
-    for storage in optimizer.parts.storages:
-        for flat in storage.flats:
-            for part in storage.unit.slices_within(flat.interval):
-                if part.parameter.group == flat.group:
-                    whole = found.setdefault(part.parameter.name, torch.zeros(part.parameter.numel))
-                    start = part.offset - flat.interval.start
-                    whole[part.interval.start : part.interval.stop] = optimizer.state[flat.tensor]["ema"][
-                        start : start + part.interval.numel
-                    ]
+    for unit, master, state in optimizer.runtime.masters():
+        for part in unit.members(master):
+            whole = found.setdefault(part.parameter.name, torch.zeros(part.parameter.numel))
+            whole[part.interval.start : part.interval.stop] = master.part(state["ema"], part.memory)
     for layout in optimizer.layout.parameters:
         if not layout.trainable:
             continue
@@ -122,7 +117,7 @@ def _swap(runs: list[Run]) -> None:
     for run in runs:
         model, optimizer, ema = _train("gpt", run)
         before, weights = _outputs(model), _whole_weights(model)
-        masters = [flat.tensor.detach().clone() for s in optimizer.parts.storages for flat in s.flats]
+        masters = [master.tensor.detach().clone() for _, master, _ in optimizer.runtime.masters()]
         with ema.applied():
             averaged, shown = _outputs(model), _whole_weights(model)
             with optimizer.gathered():
@@ -134,7 +129,7 @@ def _swap(runs: list[Run]) -> None:
         after = _whole_weights(model)
         assert all(torch.equal(after[name], value) for name, value in weights.items())
         assert torch.equal(_outputs(model), before)
-        again = [flat.tensor.detach() for s in optimizer.parts.storages for flat in s.flats]
+        again = [master.tensor.detach() for _, master, _ in optimizer.runtime.masters()]
         assert all(torch.equal(one, other) for one, other in zip(again, masters, strict=True))
         # What the averaged weights compute is what a model with these weights computes.
         plain = build_seeded(CASES["gpt"], 0)
@@ -186,9 +181,7 @@ def _memory() -> list[tuple[int, int, int]]:
         own = optimizer.memory()
         assert own.optimizer == optimizer.predicted_memory().optimizer
         elements = sum(
-            storage.unit.payload_within(flat.interval)
-            for storage in plain.parts.storages
-            for flat in storage.flats
+            unit.unit.payload_within(master.interval) for unit, master, _ in plain.runtime.masters()
         )
         found.append(
             (

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerokit
-from tests.support.distributed import ROOT, run_ranks, run_ranks_expecting_errors
+from tests.support.distributed import ROOT, run_each, run_ranks, run_ranks_expecting_errors
 from tests.support.machine import live_storages
 from tests.support.models import CASES, Case
 from tests.support.models.transformers import Block, Gpt
@@ -205,10 +205,9 @@ def _slow_rank(stage: int) -> str:
     return digest(whole_weights(model).items())
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_slow_rank_is_waited_for(stage: int) -> None:
-    found = run_ranks(2, _slow_rank, stage, timeout=10.0)
-    assert found[0] == found[1]
+def test_a_slow_rank_is_waited_for() -> None:
+    for first, second in run_each(2, _slow_rank, (0, 3), timeout=10.0):
+        assert first == second
 
 
 # --- ranks that take different paths -----------------------------------------------------------------------

@@ -66,7 +66,7 @@ def test_gradients_are_scaled_on_the_device(route: RecordingRoute, dtype: torch.
     with FakeTensorMode():
         shards = [torch.empty(size, device="cuda", dtype=dtype) for size in SIZES]
         units = {
-            number: SimpleNamespace(of=lambda _, own=own: own, updated=None)
+            number: SimpleNamespace(of=lambda _, own=own: own, state=SimpleNamespace(updated=None))
             for number, own in enumerate(shards)
         }
         norm = global_norm(shards, 2.0, route)

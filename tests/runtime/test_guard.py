@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerokit
-from tests.support.distributed import run_ranks
+from tests.support.distributed import run_each, run_ranks
 from zerokit.layout import Interval
 from zerokit.placement import stage_of
 from zerokit.runtime.guard import Guarded, HeldGradient
@@ -51,9 +51,8 @@ def _metadata(stage: int) -> None:
         step(model, optimizer)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_shapes_and_names_are_there_at_any_time(stage: int) -> None:
-    run_ranks(2, _metadata, stage)
+def test_shapes_and_names_are_there_at_any_time() -> None:
+    run_each(2, _metadata, (0, 1, 2, 3))
 
 
 def _plain_inside(stage: int) -> None:
@@ -67,9 +66,8 @@ def _plain_inside(stage: int) -> None:
     assert seen == [nn.Parameter] * 4
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_the_model_computes_with_plain_parameters(stage: int) -> None:
-    run_ranks(2, _plain_inside, stage)
+def test_the_model_computes_with_plain_parameters() -> None:
+    run_each(2, _plain_inside, (0, 1, 2, 3))
 
 
 def _reading_at_stage_3() -> None:
@@ -127,20 +125,19 @@ def _nothing_stays(moment: str) -> None:
     assert optimizer.memory().gathered == 0
 
 
-@pytest.mark.parametrize(
-    "moment",
-    [
-        "gathered",
-        "gathered, with an exception",
-        "evaluation",
-        "state_dict",
-        "a module called by itself",
-        "a gradient of inputs",
-        "double backward",
-    ],
+MOMENTS = (
+    "gathered",
+    "gathered, with an exception",
+    "evaluation",
+    "state_dict",
+    "a module called by itself",
+    "a gradient of inputs",
+    "double backward",
 )
-def test_units_are_freed_again(moment: str) -> None:
-    run_ranks(2, _nothing_stays, moment)
+
+
+def test_units_are_freed_again() -> None:
+    run_each(2, _nothing_stays, MOMENTS)
 
 
 def _gradient(stage: int) -> None:
@@ -174,16 +171,15 @@ def _gradient(stage: int) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_gradients_are_told_of_shown_and_cleared(stage: int) -> None:
-    run_ranks(2, _gradient, stage)
+def test_gradients_are_told_of_shown_and_cleared() -> None:
+    run_each(2, _gradient, (0, 1, 2, 3))
 
 
 def _released(stage: int) -> None:
     """Without their optimizer, parameters at stages 0 to 2 are parameters again."""
     model, optimizer = build(stage)
     step(model, optimizer)
-    optimizer.parts.gathering.make_current()
+    optimizer.runtime.gathering.make_current()
     dist.barrier()
     del optimizer
     gc.collect()
@@ -192,9 +188,8 @@ def _released(stage: int) -> None:
     assert model[0].weight.grad.sum() == 4096
 
 
-@pytest.mark.parametrize("stage", [0, 2])
-def test_parameters_outlive_their_optimizer(stage: int) -> None:
-    run_ranks(2, _released, stage)
+def test_parameters_outlive_their_optimizer() -> None:
+    run_each(2, _released, (0, 2))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

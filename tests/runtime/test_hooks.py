@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import nn
 
 import zerokit
 from tests.runtime.test_parity import assert_equal_bits
-from tests.support.distributed import run_alone, run_ranks, run_ranks_expecting_errors
+from tests.support.distributed import each, run_alone, run_ranks, run_ranks_expecting_errors
 from tests.support.models import CASES
-from tests.support.models.transformers import Gpt
 from tests.support.oracle import train_alone
 from tests.support.training import (
     LARGE,
@@ -85,10 +82,6 @@ def test_forwards_in_between_change_nothing(stage: int, bucket_mb: float) -> Non
             assert found[what] == found[NOTHING], what
 
 
-def _each(stages: tuple[int, ...], function: Callable[[int], Any]) -> list[Any]:
-    return [function(stage) for stage in stages]
-
-
 def _evaluated(stage: int) -> list[str]:
     """Losses in evaluation, right after a step (gathers may still be in flight) and again."""
     case, run = CASES["gpt"], Run(stage=stage)
@@ -103,7 +96,7 @@ def _evaluated(stage: int) -> list[str]:
 
 
 def test_evaluation_gives_the_same_bits_at_every_stage() -> None:
-    first, second = run_ranks(2, _each, STAGES, _evaluated)
+    first, second = run_ranks(2, each, _evaluated, STAGES)
     assert first == second == [first[0]] * 4
 
 
@@ -124,127 +117,7 @@ def test_reentrant_checkpointing_is_refused_or_right() -> None:
                 assert "use_reentrant=False" in outcome.error
 
 
-class Nested(nn.Module):
-    """A checkpoint around everything, with checkpoints inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Gpt(recompute="each", depth=2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.inner, x, use_reentrant=False)  # type: ignore[no-any-return]
-
-
-def _nested_losses(stage: int) -> list[str]:
-    case = CASES["gpt"]
-    torch.manual_seed(1)
-    model = Nested()
-    optimizer = wrap(model, case, Run(stage=stage))
-    trajectory = Trajectory()
-    for step in range(3):
-        one_step(model, optimizer, case, Run(clip=math.inf), step, trajectory)
-    return [value.hex() for value in [*trajectory.losses, *trajectory.norms]]
-
-
-def test_nested_checkpoints() -> None:
-    for found in run_ranks(2, _each, STAGES, _nested_losses):
-        assert found == [found[0]] * 4
-
-
 # --- several backwards -------------------------------------------------------------------------------------
-
-
-def _backward_twice(stage: int) -> tuple[float, float]:
-    """The same graph differentiated twice adds up: twice the norm."""
-    case, run = CASES["gpt"], Run(stage=stage)
-    model = build_seeded(case, 0)
-    optimizer = wrap(model, case, run)
-    norms = []
-    for times in (1, 2):
-        loss = case.loss(model, case.batch(0, 0, dist.get_rank()))
-        for remaining in reversed(range(times)):
-            torch.autograd.backward(loss, retain_graph=remaining > 0)
-        norms.append(optimizer.clip_grad_norm_(math.inf).item())
-        optimizer.zero_grad()
-    return norms[0], norms[1]
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_graph_differentiated_twice_adds_up_or_is_refused(stage: int) -> None:
-    for outcome in run_ranks_expecting_errors(2, _backward_twice, stage):
-        if outcome.ok:
-            once, twice = outcome.value
-            assert twice == pytest.approx(2 * once, rel=1e-6)
-        else:
-            assert outcome.raised("ZerokitError"), outcome.describe()
-
-
-def _two_losses(stage: int, together: bool) -> tuple[list[float], str]:
-    """Two outputs, two backwards (as in a GAN's generator or multi-task training), against one of their sum."""
-    case, run = CASES["gpt"], Run(stage=stage, optimizer="sgd")
-    model = build_seeded(case, 0)
-    optimizer = wrap(model, case, run)
-    norms = []
-    for step in range(3):
-        first = case.loss(model, case.batch(0, 2 * step, dist.get_rank()))
-        second = case.loss(model, case.batch(0, 2 * step + 1, dist.get_rank()))
-        if together:
-            optimizer.backward(first + second)
-        else:
-            optimizer.backward(first)
-            optimizer.backward(second)
-        norms.append(optimizer.clip_grad_norm_(math.inf).item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return norms, digest(whole_weights(model).items())
-
-
-@cache
-def _two_losses_together() -> list[tuple[list[float], str]]:
-    return run_ranks(2, _two_losses, 0, True)
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_two_forwards_then_two_backwards(stage: int) -> None:
-    together = _two_losses_together()
-    for rank, outcome in enumerate(run_ranks_expecting_errors(2, _two_losses, stage, False)):
-        assert outcome.ok or outcome.raised("ZerokitError"), outcome.describe()
-        if outcome.ok:
-            assert outcome.value[0] == pytest.approx(together[rank][0], rel=1e-5)
-    if stage:
-        assert run_ranks(2, _two_losses, stage, True) == together
-
-
-def _both_accumulated(stage: int) -> list[tuple[list[float], list[float]]]:
-    return [_all_accumulated(stage, inside) for inside in (False, True)]
-
-
-def _all_accumulated(stage: int, inside: bool) -> tuple[list[float], list[float]]:
-    """Every micro-batch inside accumulate(), none outside: step() must still see all gradients."""
-    case, run = CASES["gpt"], Run(stage=stage, optimizer="sgd")
-    model = build_seeded(case, 0)
-    optimizer = wrap(model, case, run)
-    losses, norms = [], []
-    for step in range(3):
-        for micro in range(2):
-            batch = case.batch(0, step * 2 + micro, dist.get_rank())
-            if inside or micro == 0:
-                with optimizer.accumulate():
-                    loss = case.loss(model, batch)
-                    optimizer.backward(loss)
-            else:
-                loss = case.loss(model, batch)
-                optimizer.backward(loss)
-            losses.append(loss.item())
-        norms.append(optimizer.clip_grad_norm_(math.inf).item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, norms
-
-
-def test_accumulating_every_micro_batch_loses_none() -> None:
-    for found in run_ranks(2, _each, STAGES, _both_accumulated):
-        assert found == [[found[0][0]] * 2] * 4
 
 
 def _without_zero_grad(stage: int) -> list[float]:
@@ -261,70 +134,10 @@ def _without_zero_grad(stage: int) -> list[float]:
 
 
 def test_gradients_add_up_without_zero_grad() -> None:
-    for stages in run_ranks(2, _each, STAGES, _without_zero_grad):
+    for stages in run_ranks(2, each, _without_zero_grad, STAGES):
         for stage, norms in enumerate(stages):
             expected = pytest.approx([norms[0], 2 * norms[0], 3 * norms[0]], rel=1e-6)
             assert norms == expected, f"stage {stage}"
-
-
-# --- modules used outside the root's forward ---------------------------------------------------------------
-
-
-class TwoDoors(nn.Module):
-    """`encode` is used directly, without the root's forward, as for feature extraction or generation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
-        self.head = nn.Linear(6, 1)
-
-    def encode(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x).tanh()
-        return x
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.encode(x))  # type: ignore[no-any-return]
-
-
-def _through_the_side_door(stage: int, train: bool) -> list[str]:
-    torch.manual_seed(2)
-    model = TwoDoors()
-    optimizer = zerokit.ZeroOptimizer(
-        model, torch.optim.SGD, stage=stage_of(stage), precision="fp32", bucket_mb=1e-6, lr=0.1
-    )
-    found = []
-    for step in range(3):
-        x = torch.full((2, 6), float(step + 1 + dist.get_rank()))
-        if train:
-            loss = model.encode(x).square().mean()
-        else:
-            with torch.no_grad():
-                found.append(exact(model.encode(x).sum()))
-            loss = model(x).square().mean()
-        found.append(exact(loss))
-        optimizer.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-    return [*found, digest(whole_weights(model).items())]
-
-
-@cache
-def _usual_door(train: bool) -> list[list[str]]:
-    return run_ranks(2, _through_the_side_door, 0, train)
-
-
-@pytest.mark.parametrize("train", [False, True])
-@pytest.mark.parametrize("stage", STAGES[1:])
-def test_a_part_of_the_model_used_directly_is_right_or_refused(stage: int, train: bool) -> None:
-    expected = _usual_door(train)
-    for rank, outcome in enumerate(
-        run_ranks_expecting_errors(2, _through_the_side_door, stage, train, timeout=5.0)
-    ):
-        if outcome.ok:
-            assert outcome.value == expected[rank]
-        else:
-            assert outcome.raised("ZerokitError"), outcome.describe()
 
 
 # --- torch.compile -----------------------------------------------------------------------------------------
@@ -396,7 +209,7 @@ def _plain_units() -> list[list[str]]:
 def test_units_change_no_bit(kind: str) -> None:
     counts = set()
     for stages, plain in zip(
-        run_ranks(2, _each, STAGES, partial(_with_units, kind=kind)), _plain_units(), strict=True
+        run_ranks(2, each, partial(_with_units, kind=kind), STAGES), _plain_units(), strict=True
     ):
         for found in stages:
             assert found["bits"] == plain
@@ -467,40 +280,8 @@ def _with_user_hooks(stage: int, hooked: bool) -> list[str]:
 
 def test_hooks_and_gradients_of_the_users_own_change_nothing() -> None:
     plain = run_ranks(2, _with_user_hooks, 0, False)
-    hooked = run_ranks(2, _each, STAGES, partial(_with_user_hooks, hooked=True))
+    hooked = run_ranks(2, each, partial(_with_user_hooks, hooked=True), STAGES)
     assert hooked == [[expected] * 4 for expected in plain]
-
-
-def _adversaries(stage: int) -> list[str]:
-    """Two models, two optimizers: the generator's loss runs through the critic, whose gradients are dropped."""
-    torch.manual_seed(4)
-    generator = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 5))
-    critic = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))
-    options: dict[str, Any] = {"stage": stage, "precision": "fp32", "bucket_mb": SMALL, "lr": 1e-2}
-    of_generator = zerokit.ZeroOptimizer(generator, torch.optim.AdamW, **options)
-    of_critic = zerokit.ZeroOptimizer(critic, torch.optim.AdamW, **options)
-    found = []
-    for step in range(4):
-        noise = torch.full((2, 3), float(step + dist.get_rank()))
-        loss = critic(generator(noise).detach()).square().mean() - critic(noise.repeat(1, 2)[:, :5]).mean()
-        of_critic.backward(loss)
-        of_critic.step()
-        of_critic.zero_grad()
-        found.append(exact(loss))
-        critic.requires_grad_(False)
-        loss = critic(generator(noise)).mean()
-        of_generator.backward(loss)
-        of_generator.step()
-        of_generator.zero_grad()
-        critic.requires_grad_(True)
-        of_critic.zero_grad()
-        found.append(exact(loss))
-    return [*found, digest(whole_weights(generator).items()), digest(whole_weights(critic).items())]
-
-
-def test_two_models_trained_against_each_other() -> None:
-    for found in run_ranks(2, _each, STAGES, _adversaries):
-        assert found == [found[0]] * 4
 
 
 def _refused_modes() -> dict[str, list[str]]:

@@ -128,7 +128,7 @@ def _fake_nodes() -> None:
         run = Run(stage=pair, mesh=(8, 64))
         model = build_seeded(case, 0)
         optimizer = wrap(model, case, run)
-        assert optimizer.parts.collectives.position == 2 * 8 + 2  # (2, 2)
+        assert optimizer.runtime.collectives.position == 2 * 8 + 2  # (2, 2)
         for step in range(2):
             one_step(model, optimizer, case, run, step, Trajectory())
         optimizer.backward(case.loss(model, case.batch(0, 9, 0)))
@@ -204,7 +204,7 @@ def _on_nodes(nodes: list[int], stages: Sequence[Any]) -> tuple[str, list[Trajec
         run = Run(stage=stage)
         model = build_seeded(case, 0)
         optimizer = wrap(model, case, run)
-        route = optimizer.parts.collectives.route
+        route = optimizer.runtime.collectives.route
         trajectory = Trajectory()
         for step in range(3):
             dist.barrier()

@@ -35,8 +35,8 @@ from tests.support.training import (
     wrap,
 )
 from zerokit.placement import Axis
-from zerokit.runtime.collectives import Collectives, host, make_collectives
-from zerokit.runtime.collectives.host import MemoryRoute
+from zerokit.runtime.collectives import Collectives, make_collectives, memory
+from zerokit.runtime.collectives.memory import MemoryRoute
 from zerokit.runtime.collectives.node import SWITCH, Neighbours, meet
 
 
@@ -109,14 +109,14 @@ def test_every_route_gives_the_same_bits(name: str, world: int, ways: list[tuple
         )
         for stage, precision in ways
     }
-    for memory, sockets in run_ranks(world, _by_every_route, name, runs):
+    for read, sent in run_ranks(world, _by_every_route, name, runs):
         for label in runs:
-            assert memory[label].bits() == sockets[label].bits(), label
+            assert read[label].bits() == sent[label].bits(), label
 
 
 def _sums(numels: list[int], dtype: torch.dtype) -> None:
     """Every way of `reduce_scatter`, with pieces around the size of a chunk, against sums by hand."""
-    host._CHUNK_BYTES = 256
+    memory._CHUNK_BYTES = 256
     collectives, rank, world = _collectives(len(numels)), dist.get_rank(), dist.get_world_size()
     for unit, numel in enumerate(numels):
         everyone = [_numbers(unit, peer, numel * world).to(dtype) for peer in range(world)]
@@ -288,7 +288,7 @@ def _unread(stage: int) -> dict[str, Any]:
     optimizer = wrap(model, case, run)
     for step in range(3):
         one_step(model, optimizer, case, run, step, Trajectory())
-    collectives = optimizer.parts.collectives
+    collectives = optimizer.runtime.collectives
     route = collectives.routes[Axis.INNER]
     assert isinstance(route, MemoryRoute)
     with torch.no_grad():

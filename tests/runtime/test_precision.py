@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 import zerokit
 from tests.runtime.test_parity import assert_equal_bits
-from tests.support.distributed import run_alone, run_ranks
+from tests.support.distributed import run_alone, run_each, run_ranks
 from tests.support.models import CASES
 from tests.support.oracle import train_alone
 from tests.support.training import (
@@ -196,9 +197,8 @@ def _casting_layers(stage: int) -> None:
     del refused
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_which_modules_of_ones_own_cast(stage: int) -> None:
-    run_ranks(2, _casting_layers, stage)
+def test_which_modules_of_ones_own_cast() -> None:
+    run_each(2, _casting_layers, (1, 3))
 
 
 # --- fp16: the loss scale ----------------------------------------------------------------------------------
@@ -269,9 +269,8 @@ def _to_the_floor(stage: int) -> dict[str, Any]:
     raise AssertionError("nan losses went on for ten steps")
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_nan_losses_end_at_the_floor_on_every_rank(stage: int) -> None:
-    for found in run_ranks(2, _to_the_floor, stage):
+def test_nan_losses_end_at_the_floor_on_every_rank() -> None:
+    for found in itertools.chain(*run_each(2, _to_the_floor, (0, 3))):
         assert found["step"] == 2  # 8 -> 4 -> 2 -> error
         assert "2" in found["text"]
 
@@ -307,9 +306,8 @@ def _plain_backward(stage: int) -> str:
     return "optimizer.backward"
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_plain_backward_under_fp16_is_refused_or_right(stage: int) -> None:
-    for text in run_ranks(2, _plain_backward, stage):
+def test_plain_backward_under_fp16_is_refused_or_right() -> None:
+    for text in itertools.chain(*run_each(2, _plain_backward, (1, 3))):
         assert "optimizer.backward" in text
 
 

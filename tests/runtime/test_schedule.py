@@ -264,7 +264,7 @@ def subsequences(order: list[int]) -> st.SearchStrategy[list[int]]:
     return places.map(lambda kept: [unit for place, unit in enumerate(order) if place in kept])
 
 
-@settings(max_examples=60, database=None)
+@settings(max_examples=60, database=None, deadline=None)
 @given(lines(), st.integers(0, 2), st.sampled_from((0, 1, 2, 3)), st.data())
 def _issue_the_same(
     line: tuple[int, list[int], list[int], bool], prefetch: int, stage: int, data: st.DataObject

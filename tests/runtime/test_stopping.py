@@ -287,7 +287,7 @@ def _arguments() -> list[str]:
         StopSignal(optimizer)
     said.append(str(caught.value))
     with pytest.raises(UsageError) as caught:
-        StopSignal(optimizer.parts.inner)  # type: ignore[arg-type]
+        StopSignal(optimizer.runtime.inner)  # type: ignore[arg-type]
     said.append(str(caught.value))
     return said
 

@@ -40,14 +40,14 @@ from tests.support.training import (
 )
 from zerokit.bench.engines.ddp import compress_in_bf16
 from zerokit.placement import Mesh
-from zerokit.runtime.collectives import Collectives, make_collectives
-from zerokit.runtime.collectives.base import clone
-from zerokit.runtime.collectives.host import MemoryRoute
-from zerokit.runtime.collectives.nccl import make_communicators, make_nccl
+from zerokit.runtime.collectives import Collectives, Wire, make_collectives
+from zerokit.runtime.collectives.memory import MemoryRoute
+from zerokit.runtime.collectives.nccl import communicators_of, make_nccl
 from zerokit.runtime.collectives.node import SWITCH
 from zerokit.runtime.collectives.stalls import StallReporter
 
 STAGES = (0, 1, 2, 3)
+BF16 = Wire(torch.bfloat16)
 WIRE = zerokit.Precision(wire=torch.bfloat16)
 HALF = zerokit.Precision(compute=torch.bfloat16, wire=torch.bfloat16)
 SCALED = zerokit.Precision(compute=torch.float16, wire=torch.bfloat16)
@@ -111,9 +111,10 @@ def test_the_host_route_sums_rounded_pieces_in_fp32_and_in_rank_order(data: st.D
     for add in (False, True):
         out = torch.ones(piece)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("zerokit.runtime.collectives.host._CHUNK_BYTES", 16)
+            patch.setattr("zerokit.runtime.collectives.memory._CHUNK_BYTES", 16)
             own = buckets[rank].view(world, piece)[rank]
-            _host_route(rank, world, buckets)._sum(own, out, dict.fromkeys(range(world), 0), add=add)
+            addresses = dict.fromkeys(range(world), 0)
+            _host_route(rank, world, buckets)._sum(own, out, addresses, BF16, add=add)
         expected = reference(pieces)
         assert np.array_equal(out.numpy(), expected + np.float32(1) if add else expected)
 
@@ -130,10 +131,11 @@ def _routes() -> Iterator[Collectives]:
         os.environ[SWITCH] = switch
         yield make_collectives(group, device, None, units=1)
     line = Mesh(1, group.size())
-    three = make_communicators(line, group.rank(), lambda members: clone(group, "gloo", None))
+    reporter = StallReporter(group)
+    three = communicators_of(group, line, device, None, reporter, backend="gloo")
     patience = datetime.timedelta(seconds=30)
     # It divides by the number of ranks, before gradients are rounded.
-    yield make_nccl(three, line, device, StallReporter(group), patience, make_stream=PromptStream)
+    yield make_nccl(three, line, device, reporter, patience, make_stream=PromptStream)
 
 
 def _pieces(numel: int) -> Tensor:
@@ -151,7 +153,6 @@ def _reduce_by_every_route(numels: list[int]) -> list[str]:
     rank, world, found = dist.get_rank(), dist.get_world_size(), []
     all_pieces = [_pieces(numel) for numel in numels]
     for collectives in _routes():
-        collectives.expect_exchanges()
         found.append(collectives.route)
         share = 1.0 / world if collectives.averages else 1.0
         references = [reference([(piece[rank] * share).numpy() for piece in pieces]) for pieces in all_pieces]
@@ -162,7 +163,7 @@ def _reduce_by_every_route(numels: list[int]) -> list[str]:
                 out = bucket.view(world, -1)[rank] if way == "in place" else torch.full((numel,), 0.5)
                 before = collectives.counters.received_bytes
                 unit = plain_unit(0, numel * world, world)
-                collectives.reduce_scatter(unit, bucket, out, add=way == "add", wire=torch.bfloat16).wait()
+                collectives.reduce_scatter(unit, bucket, out, add=way == "add", wire=BF16).wait()
                 wanted = expected + 0.5 if way == "add" else expected
                 assert torch.equal(out, wanted), f"{collectives.route}, {numel} elements, {way}"
                 assert collectives.counters.received_bytes - before == 2 * (world - 1) * numel
@@ -209,9 +210,7 @@ def _one_rank() -> None:
     assert group is not None
     collectives = make_collectives(group, torch.device("cpu"), None, units=1)
     bucket, out = _pieces(100).flatten(), torch.zeros(100)
-    collectives.reduce_scatter(
-        plain_unit(0, 100, 1), bucket.clone(), out, add=False, wire=torch.bfloat16
-    ).wait()
+    collectives.reduce_scatter(plain_unit(0, 100, 1), bucket.clone(), out, add=False, wire=BF16).wait()
     assert torch.equal(out, bucket)
 
 
@@ -362,8 +361,8 @@ def test_traffic_equals_the_formula(world: int, micro: int) -> None:
     ("options", "text"),
     [
         ({"wire": torch.float16}, "choose wire=torch.bfloat16 with reduce=torch.float32"),
-        ({"wire": torch.float32, "reduce": torch.bfloat16}, "cannot cross in torch.float32"),
-        ({"wire": "bf16", "reduce": "fp16"}, "cannot cross in torch.bfloat16"),
+        ({"wire": torch.float32, "reduce": torch.bfloat16}, "cannot travel in torch.float32"),
+        ({"wire": "bf16", "reduce": "fp16"}, "cannot travel in torch.bfloat16"),
         ({"wire": torch.int8}, "wire=torch.int8 is not one of"),
         ({"wire": torch.float64}, "wire=torch.float64 is not one of"),
         ({"wire": "fp8"}, "wire='fp8' is not one of"),

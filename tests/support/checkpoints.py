@@ -6,13 +6,15 @@ import json
 import random
 import subprocess
 import zlib
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from zerokit.checkpoint.extents import ELEMENT_BYTES, SAFETENSORS_NAMES, Stream, encode_header, rank_file
+from zerokit.checkpoint.extents import Stream, rank_file
 from zerokit.checkpoint.manifest import COMMON_NAME, EXTRA_NAME, NAME, WEIGHT_KINDS, File, Manifest, Scalars
+from zerokit.checkpoint.safetensors import ELEMENT_BYTES, lay_out
 from zerokit.layout import Layout, Parameter, Segment, build_layout
 from zerokit.process import Process
 
@@ -123,19 +125,20 @@ def write_checkpoint(path: Path, layout: Layout, content: Content) -> Manifest:
         body = b""
         for extent in file.extents:
             stream = content.streams[extent.stream]
-            whole = content.values[stream.kind, extent.parameter.name]
+            name = layout.line[extent.position].name
+            whole = content.values[stream.kind, name]
             piece = whole[
                 extent.interval.start * stream.element_bytes : extent.interval.stop * stream.element_bytes
             ]
             assert len(file.header) + len(body) == extent.offset
-            parts[extent.stream, extent.parameter.name, rank] = zlib.crc32(piece)
+            parts[extent.stream, name, rank] = zlib.crc32(piece)
             body += piece
         (path / file.name).write_bytes(file.header + body)
         files.append(File(file.name, len(file.header) + len(body), len(file.header), zlib.crc32(file.header)))
     line = [parameter.name for parameter in layout.parameters]
     for number, stream in enumerate(content.streams):
         for place in stream.parameters:
-            checksums[number] += [parts[number, line[place], rank] for rank in layout.owners(line[place])]
+            checksums[number] += [parts[number, line[place], rank] for rank in layout.owners(place)]
     common = common_file(content.common)
     extra = json.dumps(content.extra).encode()
     (path / COMMON_NAME).write_bytes(common)
@@ -145,7 +148,7 @@ def write_checkpoint(path: Path, layout: Layout, content: Content) -> Manifest:
         layout,
         content.streams,
         content.scalars,
-        tuple(map(tuple, checksums)),
+        tuple(array("I", crcs) for crcs in checksums),
         tuple(files),
         File(COMMON_NAME, len(common), 0, zlib.crc32(common)),
         File(EXTRA_NAME, len(extra), 0, zlib.crc32(extra)),
@@ -157,16 +160,9 @@ def write_checkpoint(path: Path, layout: Layout, content: Content) -> Manifest:
 
 def common_file(tensors: Sequence[tuple[str, str, tuple[int, ...], bytes]]) -> bytes:
     """A safetensors file of whole tensors, wide elements first, then by name."""
-    entries: dict[str, object] = {"__metadata__": {"format": "zerokit"}}
-    body = b""
-    for name, dtype, shape, data in sorted(tensors, key=lambda t: (-ELEMENT_BYTES[t[1]], t[0])):
-        entries[name] = {
-            "dtype": SAFETENSORS_NAMES[dtype],
-            "shape": list(shape),
-            "data_offsets": [len(body), len(body) + len(data)],
-        }
-        body += data
-    return encode_header(entries) + body
+    ordered = sorted(tensors, key=lambda t: (-ELEMENT_BYTES[t[1]], t[0]))
+    header, _ = lay_out((tensor[:3] for tensor in ordered), {"format": "zerokit"})
+    return header + b"".join(data for *_, data in ordered)
 
 
 def sealed(manifest: dict[str, Any] | bytes) -> bytes:
@@ -211,9 +207,9 @@ def ended_process() -> Process:
     return replace(Process.current(), pid=ended.pid)
 
 
-def leave_work(folder: Path, writer: Process | None, target: str = "out") -> Path:
-    """What a killed writer leaves beside its target; None: one of a version that did not write its name."""
-    path = folder / f".{target}.tmp-{'0123456789ab' if writer is None else f'{writer}.abcdef'}"
+def leave_work(folder: Path, writer: Process, target: str = "out") -> Path:
+    """What a killed writer leaves beside its target."""
+    path = folder / f".{target}.tmp-{writer}.abcdef"
     path.mkdir()
     (path / "file").write_text("half")
     return path

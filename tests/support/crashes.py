@@ -27,10 +27,10 @@ Tree = dict[str, bytes | None]
 """What is in a directory: paths relative to it, parents before children; None for a directory."""
 
 CALLS = (
-    *("mkdir", "create", "extend", "write", "allocate", "truncate", "sync", "sync_directory"),
+    *("mkdir", "create", "write", "allocate", "truncate", "reopen", "sync", "sync_directory"),
     *("rename", "rename_new", "exchange", "unlink", "rmdir"),
 )
-SPACE = CALLS[:6]
+SPACE = CALLS[:5]
 """Those that a full disk refuses."""
 
 WAYS = ("killed", "power cut", "zeroed", "mixed")
@@ -67,8 +67,8 @@ class Observed(Unsynced):
     def create(self, path: Path) -> int:
         return self.around("create", partial(super().create, path), path)
 
-    def extend(self, path: Path) -> int:
-        return self.around("extend", partial(super().extend, path), path)
+    def reopen(self, path: Path) -> int:
+        return self.around("reopen", partial(super().reopen, path), path)
 
     def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         return self.around("write", partial(super().write, fd, buffers, offset), fd, buffers, offset)
@@ -218,7 +218,7 @@ class Recording(Observed):
             str((path.absolute().parent.resolve() / path.name).relative_to(self._root)) for path in arguments
         )
         inode = 0
-        if name in ("create", "extend") and isinstance(result, int):
+        if name in ("create", "reopen") and isinstance(result, int):
             inode = os.fstat(result).st_ino
         return Call(name, paths, inode)
 
@@ -331,13 +331,11 @@ class _Disk:
                 one.entries[first] = _Folder()
             case "create":
                 one.entries[first] = self._inodes[call.inode] = _File()
-            case "extend" if first in one.entries:
+            case "reopen":
                 found = one.entries[first]
                 assert isinstance(found, _File), call
                 self._inodes[call.inode] = found
                 return
-            case "extend":
-                one.entries[first] = self._inodes[call.inode] = _File()
             case "rename" | "rename_new":
                 other.entries[second] = one.entries.pop(first)
             case "exchange":

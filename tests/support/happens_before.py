@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.cuda import _sanitizer
 from torch.cuda._sanitizer import EventHandler, SynchronizationError, UnsynchronizedAccessError
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -64,9 +65,10 @@ class Heap:
         return range(start // _GRANULE, -(-(start + span * tensor.element_size()) // _GRANULE))
 
     def _place(self, storage: torch.UntypedStorage, stream: int) -> _Block:
-        self._sweep()
+        # What is known lives: a weak reference holds the number of a storage that is gone.
         if (block := self._blocks.get(storage._cdata)) is not None:
             return block
+        self._sweep()
         size = -(-storage.nbytes() // _ALIGNMENT) * _ALIGNMENT
         pool = self._free.setdefault(stream, [])
         fitting = [place for place in pool if place[1] >= size]
@@ -261,6 +263,19 @@ def _describe(error: SynchronizationError) -> str:
     )
 
 
+class _NoTraceback:
+    """In place of `traceback` in the sanitizer, which would walk the whole stack at each operation."""
+
+    class StackSummary:
+        @staticmethod
+        def extract(frames: Any, **options: Any) -> list[Any]:
+            return []
+
+    @staticmethod
+    def walk_stack(frame: Any) -> None:
+        pass
+
+
 @contextmanager
 def followed() -> Iterator[FakeCuda]:
     """Inside, optimizers take the device's way over fake streams; yields these, with the races that were found."""
@@ -298,6 +313,7 @@ def followed() -> Iterator[FakeCuda]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(NcclCollectives, "until", wait_on_host)
         patch.setattr(streams, "torch", _Torch(cuda))
+        patch.setattr(_sanitizer, "traceback", _NoTraceback)
         patch.setattr(torch.UntypedStorage, "resize_", resize_and_tell)
         with device_way(streams.CudaStream), _Follower(cuda, heap, follow):
             yield cuda

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.support.devices import Training
+from zerokit.runtime.buckets import UnitGradients
 from zerokit.runtime.collectives import Work
 from zerokit.runtime.collectives.nccl import NcclCollectives
 from zerokit.runtime.gradients import Gradients
-from zerokit.runtime.storage import UnitState
+from zerokit.runtime.unit import UnitState
 
 
 def _twice(training: Training) -> None:
@@ -59,8 +61,8 @@ def all_steps(training: Training) -> None:
         training.step(step)
 
 
-def _forget(storage: UnitState) -> None:
-    storage.update = storage.pending = None
+def _forget(unit: UnitState) -> None:
+    unit.in_flight = None
 
 
 def _forget_to_wait_for_gathers(patch: pytest.MonkeyPatch) -> None:
@@ -71,8 +73,8 @@ def _give_buckets_back_too_early(patch: pytest.MonkeyPatch) -> None:
     def finish_oldest(self: Gradients) -> None:
         unit, _ = self._reductions.popleft()
         chained = self._chains(unit)
-        unit.finish(self.pool)
-        if unit.placement.sums and not chained:
+        unit.finish()
+        if self._placement.sums and not chained:
             self._gather(unit)
 
     patch.setattr(Gradients, "_finish_oldest", finish_oldest)
@@ -88,24 +90,22 @@ def _break_the_chain(patch: pytest.MonkeyPatch) -> None:
 
 
 def _forget_to_wait_for_shown_gradients(patch: pytest.MonkeyPatch) -> None:
-    from zerokit.runtime import whole
-
-    class Impatient:
-        """Hands on all that `_show` uses of the collectives, but no wait."""
-
-        def __init__(self, collectives: NcclCollectives) -> None:
-            self._collectives = collectives
-
-        def all_gather(self, *arguments: Any) -> Work:
-            self._collectives.all_gather(*arguments)
-            return Nothing()
-
     class Nothing:
         def wait(self) -> None:
             pass
 
-    show = whole._show
-    patch.setattr(whole, "_show", lambda unit, collectives: show(unit, Impatient(collectives)))  # type: ignore[arg-type]
+    show, gather = UnitGradients.show, NcclCollectives.all_gather
+
+    def all_gather(*arguments: Any, **options: Any) -> Work:
+        gather(*arguments, **options)
+        return Nothing()
+
+    def show_at_once(self: UnitGradients) -> Tensor:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(NcclCollectives, "all_gather", all_gather)
+            return show(self)
+
+    patch.setattr(UnitGradients, "show", show_at_once)
 
 
 def _forget_reductions_when_forgetting(patch: pytest.MonkeyPatch) -> None:
@@ -113,10 +113,10 @@ def _forget_reductions_when_forgetting(patch: pytest.MonkeyPatch) -> None:
     _forget_the_readers(patch)
     forget = Gradients.forget
 
-    def forget_without_waiting(self: Gradients) -> None:
+    def forget_without_waiting(self: Gradients, **options: bool) -> None:
         self._reductions.clear()
         self._gathers.clear()
-        forget(self)
+        forget(self, **options)
 
     patch.setattr(Gradients, "forget", forget_without_waiting)
 

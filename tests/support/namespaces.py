@@ -98,15 +98,16 @@ def _ip(*words: str) -> None:
 
 
 @contextlib.contextmanager
-def two_hosts(names: tuple[str, str] = ("a", "b")) -> Iterator[Hosts]:
-    """Make them, and take everything down at the end."""
+def two_hosts(names: tuple[str, str] = ("a", "b"), *, servers: bool = True) -> Iterator[Hosts]:
+    """Make them, with an sshd each if `servers`, and take everything down at the end."""
     prefix = f"zk{os.getpid()}"
     folder = Path(tempfile.mkdtemp(prefix="zerokit-hosts-"))
     addresses = dict(zip(names, ("10.77.0.1", "10.77.0.2"), strict=True))
     hosts = Hosts(folder, prefix, folder / "ssh.conf", addresses)
     try:
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / "key"], check=True)
-        Path("/run/sshd").mkdir(exist_ok=True)  # Debian's sshd separates its privileges there
+        if servers:
+            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / "key"], check=True)
+            Path("/run/sshd").mkdir(exist_ok=True)  # Debian's sshd separates its privileges there
         for host in addresses:
             _ip("netns", "add", hosts.namespace(host))
         known = "".join(f"{address} {host}\n" for host, address in addresses.items())
@@ -118,9 +119,9 @@ def two_hosts(names: tuple[str, str] = ("a", "b")) -> Iterator[Hosts]:
         for (host, address), end in zip(addresses.items(), wire, strict=True):
             namespace = hosts.namespace(host)
             # `ip netns exec` has given the process mounts of its own.
+            bind = f"mount --bind {hosts.config} /etc/ssh/ssh_config\n" if servers else ""
             (folder / f"enter-{host}").write_text(
-                f"hostname {host}\nmount --bind {folder}/hosts /etc/hosts\n"
-                f'mount --bind {hosts.config} /etc/ssh/ssh_config\nexec "$@"\n'
+                f'hostname {host}\nmount --bind {folder}/hosts /etc/hosts\n{bind}exec "$@"\n'
             )
             _ip("link", "set", end, "netns", namespace)
             _ip("-n", namespace, "link", "set", end, "name", "eth0")
@@ -137,7 +138,7 @@ def two_hosts(names: tuple[str, str] = ("a", "b")) -> Iterator[Hosts]:
             f"{''.join(lines)}Host *\n  User root\n  IdentityFile {folder / 'key'}\n  IdentitiesOnly yes\n"
             f"  StrictHostKeyChecking no\n  UserKnownHostsFile {folder / 'known_hosts'}\n  LogLevel ERROR\n"
         )
-        for host in addresses:
+        for host in addresses if servers else ():
             hosts.start_sshd(host)
         yield hosts
     finally:

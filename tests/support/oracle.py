@@ -74,7 +74,7 @@ def cast(args: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
 
 
 def global_norm(gradients: list[Tensor | None], norm_type: float = 2.0) -> float:
-    """Of all gradients as one vector, in fp64, rounded to fp32 at the end."""
+    """The norm of all gradients as one vector, in fp64, rounded to fp32 at the end."""
     flat = torch.cat([g.double().flatten() for g in gradients if g is not None])
     return float(torch.linalg.vector_norm(flat, norm_type).float())
 

@@ -34,7 +34,7 @@ def small_optimizer(width: int = 12, *, timeout: float | None = None) -> zerokit
 
 
 def train(optimizer: zerokit.ZeroOptimizer) -> None:
-    optimizer.backward(optimizer.parts.model(torch.ones(2, 20)).square().sum())
+    optimizer.backward(optimizer.runtime.model(torch.ones(2, 20)).square().sum())
     optimizer.step()
     optimizer.zero_grad()
 
@@ -44,7 +44,7 @@ def newest_step(run: Path) -> tuple[int, int] | None:
     try:
         found = find_step(run)
     except zerokit.CheckpointError as error:
-        if "no checkpoint" in str(error) or "does not exist" in str(error):
+        if "not a checkpoint" in str(error) or "does not exist" in str(error):
             return None
         raise
     report = zerokit.verify(run)

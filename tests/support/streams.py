@@ -19,16 +19,14 @@ from torch import Tensor
 
 from zerokit.layout import Interval
 from zerokit.placement import Mesh
-from zerokit.runtime import build, storage
+from zerokit.runtime import build, unit
 from zerokit.runtime.collectives import Collectives, Work
-from zerokit.runtime.collectives.base import clone
 from zerokit.runtime.collectives.nccl import (
-    Communicators,
     CudaEvent,
     CudaStream,
     NcclCollectives,
     Operation,
-    make_communicators,
+    communicators_of,
     make_nccl,
 )
 from zerokit.runtime.collectives.stalls import StallReporter
@@ -47,7 +45,7 @@ def same_bytes(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
-class PromptStream:
+class PromptStream(CudaStream):
     """Results are there at once: the run that the others are compared with."""
 
     def __init__(self, device: torch.device) -> None:
@@ -212,21 +210,18 @@ class LaggingCudaStream(CudaStream):
         return super().launch(replace(operation, run=late))
 
 
-StreamMaker = Callable[[torch.device], PromptStream] | Callable[[torch.device], CudaStream]
+StreamMaker = Callable[[torch.device], CudaStream]
 
 
 @contextmanager
 def device_way(make_stream: StreamMaker) -> Iterator[list[NcclCollectives]]:
     """Inside, optimizers take the route and the memory of a device, with these side streams; yields the routes.
 
-    All of them share their communicators, as optimizers over one group do.
-
     Raises:
         AssertionError: at the end, if a `LaggingStream` saw what it was at work on change.
     """
     LaggingStream.faults.clear()
     made: list[NcclCollectives] = []
-    communicators: dict[tuple[object, ...], Communicators] = {}
 
     def make(
         group: dist.ProcessGroup,
@@ -240,15 +235,12 @@ def device_way(make_stream: StreamMaker) -> Iterator[list[NcclCollectives]]:
         shape = mesh or Mesh(1, group.size())
         if timeout is None:
             timeout = group._get_backend(device).options._timeout
-        if (group, shape, timeout) not in communicators:
-            communicators[group, shape, timeout] = make_communicators(
-                shape, group.rank(), lambda members: clone(group, backend, timeout, members=members)
-            )
+        reporter = StallReporter(group)
         collectives = make_nccl(
-            communicators[group, shape, timeout],
+            communicators_of(group, shape, device, timeout, reporter, backend=backend),
             shape,
             device,
-            StallReporter(group),
+            reporter,
             timeout or datetime.timedelta(seconds=60),
             make_stream=make_stream,
             averages=backend == "nccl",
@@ -258,7 +250,7 @@ def device_way(make_stream: StreamMaker) -> Iterator[list[NcclCollectives]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "make_collectives", make)
-        patch.setattr(storage, "unit_memory", _memory)
+        patch.setattr(unit, "unit_memory", _memory)
         yield made
     assert not LaggingStream.faults, LaggingStream.faults[0]
 

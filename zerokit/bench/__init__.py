@@ -1,4 +1,4 @@
-"""Benchmarks: a workload, trained for some steps on some ranks, measured and written down.
+"""Benchmarks: train a workload for some steps on some ranks, measure it and write a record.
 
 `worker` runs on every rank and writes the record (`record`); `tracking` mirrors a record into MLflow;
 `workloads` is what is trained on what. This file imports nothing, so that names stay cheap.

@@ -1,4 +1,4 @@
-"""Saves that are written beside the training: one at a time for each optimizer."""
+"""Background saves: one at a time for each optimizer."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _UNREAD: dict[threading.Event, str] = {}
 
 @atexit.register
 def warn_of_failures() -> None:
-    """When the program ends, and so all saves have: warn of those that failed and were not waited for."""
+    """Warn, at the program's end, of failed saves that were not waited for."""
     for text in _UNREAD.values():
         warnings.warn(f"a background save failed without a wait(): {text}", ZerokitWarning, stacklevel=1)
 
 
 class Saving:
-    """A save that `zerokit.save(..., blocking=False)` has begun; it succeeds or fails on all ranks alike."""
+    """A save started by `zerokit.save(..., blocking=False)`; it succeeds or fails on all ranks together."""
 
     def __init__(self, work: Callable[[], Path]) -> None:
         self._work = work
@@ -50,7 +50,7 @@ class Saving:
         return self._path
 
     def exception(self, timeout: float | None = None) -> Exception | None:
-        """Waits, and returns what `wait` would raise; None after a success. Raises `TimeoutError`."""
+        """Wait, and return the exception that `wait` would raise; None after a success. Raises `TimeoutError`."""
         if not self._ended.wait(timeout):
             raise TimeoutError(f"the save has not ended after {timeout:g} s")
         self.seen = True
@@ -58,7 +58,7 @@ class Saving:
         return self._error
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether the save has ended, successfully or not."""
         return self._ended.is_set()
 
     def _run(self) -> None:
@@ -76,13 +76,13 @@ _SAVINGS: WeakKeyDictionary[ZeroOptimizer, Saving] = WeakKeyDictionary()
 
 
 def start(optimizer: ZeroOptimizer, work: Callable[[], Path]) -> Saving:
-    """Begin a save."""
+    """Start a save."""
     saving = _SAVINGS[optimizer] = Saving(work)
     return saving
 
 
 def failure(optimizer: ZeroOptimizer) -> CheckpointError | None:
-    """Wait for the optimizer's last save; its error, unless there was none or this rank has been given it."""
+    """Wait for the optimizer's last save; returns its error, unless there was none or it was already returned."""
     saving = _SAVINGS.get(optimizer)
     seen = saving is None or saving.seen
     error = None if saving is None else saving.exception()

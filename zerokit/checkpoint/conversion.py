@@ -1,91 +1,121 @@
-"""A directory made out of a checkpoint, whole or not at all, which a later command can go on with after a kill.
+"""A directory made out of a checkpoint, whole or not at all, which a later command can continue after a kill.
 
-The work directory holds a `journal`. Where its writer is gone, one with the same target and the same request takes the
-directory over, by a rename to a name of its own, keeps the files that are whole, and writes the rest.
+The work directory holds an order: what is to be written, out of which source. Where its writer is gone, a conversion
+with the same order takes the directory over, by a rename to a name of its own. Nothing in it is trusted: everything is
+read and verified again, and files are written only where their bytes differ.
 """
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from zerokit import files
-from zerokit.checkpoint import journal
-from zerokit.checkpoint.checksum import Piece
-from zerokit.checkpoint.disk import explained
-from zerokit.checkpoint.journal import Finished, Journal, Request
-from zerokit.checkpoint.plan import Key
-from zerokit.checkpoint.staging import Foreign, Leftover, Staging, leftovers, remove
+from zerokit import __version__, files
+from zerokit.checkpoint.copying import Copier, Progress
+from zerokit.checkpoint.disk import explained, read_whole
+from zerokit.checkpoint.source import Source
+from zerokit.checkpoint.staging import (
+    ORDER_NAME,
+    Foreign,
+    Leftover,
+    Staging,
+    leftovers,
+    remove,
+    require_apart,
+)
+from zerokit.checkpoint.strict import member, parse_json, typed
 from zerokit.errors import CheckpointError, ZerokitWarning
 
 
-@dataclass
-class Work:
-    """A conversion in the directory `path`: its finished files, and the journal for those to come.
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The options of a conversion: threads, replacing an output, resuming, and a progress callback."""
 
-    `taken` are files that an interrupted conversion has finished, by their paths in `path`, with their sizes in bytes;
-    `pieces` the checksums of what it has read for them.
+    jobs: int | None = None
+    force: bool = False
+    resume: bool = False
+    progress: Progress | None = None
+
+    def copier(self, total: int) -> Copier:
+        """What copies `total` bytes."""
+        return Copier(jobs=self.jobs, total=total, progress=self.progress)
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What a conversion is to write: equal orders write equal bytes.
+
+    `target` is the name of the output directory, `source` the CRC-32 of the source's manifest; `wanted` is all
+    else that makes a difference.
     """
 
-    path: Path
-    journal: Journal
-    taken: dict[str, int] = field(default_factory=dict)
-    pieces: dict[Key, Piece] = field(default_factory=dict)
+    target: str
+    source: int
+    wanted: dict[str, str | int | None]
 
-    @property
-    def taken_bytes(self) -> int:
-        return sum(self.taken.values())
+    def differences(self, other: Order) -> str:
+        """In what `other` differs, as text; "" if in nothing."""
+        if self.source != other.source:
+            return f"of another source (its manifest is {other.source:08x}, not {self.source:08x})"
+        both = self.wanted | other.wanted
+        names = [name for name in both if self.wanted.get(name) != other.wanted.get(name)]
+        names = ["format"] if "format" in names else names  # another format's options cannot be compared
+        reasons = (f"{name} {other.wanted.get(name)}, not {self.wanted.get(name)}" for name in names)
+        return f"of another request ({'; '.join(reasons)})" if names else ""
 
-    def has(self, path: Path, size: int) -> bool:
-        """Whether the file need not be written. Raises `CheckpointError` where it is there with another size."""
-        size_taken = self.taken.get(path.relative_to(self.path).as_posix())
-        if size_taken is not None and size_taken != size:
-            raise CheckpointError(
-                f"{path}: {size_taken} bytes, expected {size}: begin anew, without --resume (resume=False)"
-            )
-        return size_taken is not None
+
+def read_order(work: Path) -> Order | None:
+    """The order of the conversion that has written in the directory `work`; None where there is none."""
+    # What cannot be read, or is none of ours, is no order.
+    with suppress(CheckpointError, ValueError, RecursionError):
+        plain = typed(parse_json(read_whole(work / ORDER_NAME)), dict, "the order")
+        return Order(
+            member(plain, "target", str), member(plain, "source", int), member(plain, "wanted", dict)
+        )
+    return None
 
 
 @contextmanager
 def converting(
-    target: Path, request: Request, *, resume: bool, force: bool, foreign: Foreign
-) -> Iterator[Work]:
+    source: Source, target: Path, wanted: dict[str, str | int | None], options: Options, foreign: Foreign
+) -> Iterator[Path]:
     """A directory beside `target`, renamed to it durably when the body succeeds.
 
-    `resume`: take over what an interrupted conversion of the same request has finished. One that is not taken over
+    With `resume` it takes over what an interrupted one of the same order has written. One that is not taken over
     causes a `ZerokitWarning`, and is removed when this conversion succeeds. If the body fails, its work is removed,
-    unless it was resumed and only interrupted again. Raises as `Staging` does.
+    unless it was resumed and only interrupted again. Raises as `Staging` does, and where one of `source` and `target`
+    lies in the other.
     """
-    staging = Staging(target, force=force, foreign=foreign)
-    try:
-        origin = _taken_over(staging, request, resume=resume)
+    require_apart(source.run or source.path, target)
+    wanted = wanted | {"of a run": source.run is not None, "zerokit": __version__}
+    order = Order(target.name, source.manifest_crc, wanted)
+    with Staging(target, force=options.force, foreign=foreign) as staging:
+        origin = _taken_over(staging, order, resume=options.resume)
+        if origin is None:
+            with explained(staging.work / ORDER_NAME, "written"):
+                files.write_aside(staging.work / ORDER_NAME, json.dumps(asdict(order)).encode())
         try:
-            work = _begun(staging.work, request, taken=origin is not None)
-            try:
-                yield work
-            finally:
-                work.journal.close()
+            yield staging.work
         except BaseException as error:
             if origin is not None and not _of_contents(error):
                 with suppress(OSError):  # with what was added to it since
                     files.system().rename(staging.work, origin)
             raise
-        with explained(work.path / journal.NAME, "removed"):
-            files.system().unlink(work.path / journal.NAME)
+        with explained(staging.work / ORDER_NAME, "removed"):
+            files.system().unlink(staging.work / ORDER_NAME)
         staging.commit()
-    finally:
-        staging.discard()
     for left, _ in _interrupted(staging.target):
         if left.gone:
             remove(left)
 
 
-def _taken_over(staging: Staging, request: Request, *, resume: bool) -> Path | None:
+def _taken_over(staging: Staging, order: Order, *, resume: bool) -> Path | None:
     """The former path of the work directory that `staging` took over; None where there is none to resume."""
-    for left in _usable(staging.target, request, resume=resume):
+    for left in _usable(staging.target, order, resume=resume):
         # Over the empty directory that is there. One of several processes that try succeeds.
         with suppress(OSError):
             files.system().rename(left.path, staging.work)
@@ -93,21 +123,12 @@ def _taken_over(staging: Staging, request: Request, *, resume: bool) -> Path | N
     return None
 
 
-def _begun(work: Path, request: Request, *, taken: bool) -> Work:
-    done = journal.finished(work) if taken else None
-    if taken:
-        _keep_only(work, work, done)
-    if done is None:
-        return Work(work, Journal.begun(work, request))
-    return Work(work, Journal(work, done.end, done.crc), done.files, done.pieces)
-
-
 def _of_contents(error: BaseException) -> bool:
     """Whether the source was damaged, rather than a disk or a signal to blame: a resumed run would fail again."""
     return isinstance(error, CheckpointError) and not isinstance(error.__cause__, OSError)
 
 
-def _usable(target: Path, request: Request, *, resume: bool) -> list[Leftover]:
+def _usable(target: Path, order: Order, *, resume: bool) -> list[Leftover]:
     """Interrupted conversions that can be resumed, the largest first; warns of all others."""
     usable = []
     for left, other in _interrupted(target):
@@ -115,41 +136,20 @@ def _usable(target: Path, request: Request, *, resume: bool) -> list[Leftover]:
         remedy = f"zerokit prune {target.parent} removes it"
         if not left.gone:
             if resume:
-                _warn(f"{left.path}: {left.describe()}: it is not taken over, this conversion begins anew")
-        elif different := request.differences(other):
+                _warn(f"{left.path}: {left.describe()}: it is not used, and this conversion starts over")
+        elif different := order.differences(other):
             _warn(f"{described}, {different}{', so that it is not taken over' if resume else ''}: {remedy}")
         elif resume:
             usable.append(left)
         else:
-            _warn(f"{described}: --resume (resume=True) goes on with it, {remedy}")
+            _warn(f"{described}: --resume (resume=True) continues it, {remedy}")
     return sorted(usable, key=lambda left: -left.size)
 
 
-def _interrupted(target: Path) -> list[tuple[Leftover, Request]]:
-    """Conversions to `target` that have finished something, and what they were to write."""
-    conversions = []
-    for left in leftovers(target.parent):
-        request = journal.interrupted(left.path)
-        if request is not None and request.target == target.name:
-            conversions.append((left, request))
-    return conversions
-
-
-def _keep_only(folder: Path, work: Path, done: Finished | None) -> None:
-    """Remove what is not whole, and was not noted as such: it is written again."""
-    kept = set() if done is None else {work / name for name in (*done.files, journal.NAME)}
-    with explained(folder, "listed"):
-        entries = sorted(folder.iterdir())
-    for entry in entries:
-        if entry in kept:
-            continue
-        if any(path.is_relative_to(entry) for path in kept):
-            _keep_only(entry, work, done)
-        elif entry.is_dir() and not entry.is_symlink():
-            files.remove_tree(entry)
-        else:
-            with explained(entry, "removed"):
-                files.system().unlink(entry)
+def _interrupted(target: Path) -> list[tuple[Leftover, Order]]:
+    """Conversions to `target` that have begun."""
+    found = [(left, read_order(left.path)) for left in leftovers(target.parent)]
+    return [(left, order) for left, order in found if order is not None and order.target == target.name]
 
 
 def _warn(text: str) -> None:

@@ -1,4 +1,4 @@
-"""`diff`: what differs between two checkpoints, whatever their world sizes, by their manifests.
+"""`diff`: the differences between two checkpoints of any world sizes, from their manifests.
 
 The CRC-32 of a whole parameter combines from those of its slices, however it is cut, so no stream is read.
 """
@@ -6,26 +6,20 @@ The CRC-32 of a whole parameter combines from those of its slices, however it is
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from functools import partial
-from typing import TypeVar
 
-from zerokit.checkpoint.checksum import Piece, crc32
+from zerokit.checkpoint.checksum import crc32
 from zerokit.checkpoint.formats import open_source
-from zerokit.checkpoint.manifest import WEIGHT_KINDS, File
+from zerokit.checkpoint.manifest import WEIGHT_KINDS
 from zerokit.checkpoint.source import Source
 from zerokit.checkpoint.strict import canonical
 from zerokit.errors import CheckpointError
-from zerokit.layout import Parameter
-
-K = TypeVar("K")
-V = TypeVar("V")
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Something that differs: `a` and `b` describe both sides, None where one has no such thing.
+    """One difference: `a` and `b` describe both sides, None if a side lacks the item.
 
     `stream` is a kind of state, "parameter" for a parameter's own description, "common" for a tensor that is stored
     whole, "extra" for a member of `extra.json`, "checkpoint" for the step and the content: a whole state or weights.
@@ -40,6 +34,10 @@ class Difference:
     def change(self) -> str:
         """ "added", "removed" or "changed", from `a` to `b`."""
         return "added" if self.a is None else "removed" if self.b is None else "changed"
+
+    def plain(self) -> dict[str, object]:
+        """The result as JSON data."""
+        return asdict(self) | {"change": self.change}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,17 +59,6 @@ class Comparison:
     def same(self) -> bool:
         return not self.differences
 
-    def plain(self) -> dict[str, object]:
-        """As JSON data."""
-        return {
-            "same": self.same,
-            "equal": self.equal,
-            "differences": [asdict(one) | {"change": one.change} for one in self.differences],
-            "layout": list(self.layout),
-            "unread": list(self.unread),
-            "notes": list(self.notes),
-        }
-
 
 def diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Comparison:
     """Compare the states of two checkpoints; each path is a step's, or a run's, whose `latest` is followed.
@@ -88,105 +75,68 @@ def diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Comparison:
     mixed = left.weights_only != right.weights_only
     if mixed:
         changes.append(Difference("checkpoint", "content", _describe_content(left), _describe_content(right)))
-    changes += _compare("parameter", _parameters(left), _parameters(right), _describe_parameter)
+    changes += _compare("parameter", _parameters(left), _parameters(right))
     equal = 0
-    kinds = dict.fromkeys(stream.kind for checkpoint in (left, right) for stream in checkpoint.streams)
-    for kind in kinds:
-        if mixed and kind not in WEIGHT_KINDS:
-            continue
-        ours, theirs = _whole(left, kind), _whole(right, kind)
-        equal += sum(theirs.get(name) == value for name, value in ours.items())
-        changes += _compare(kind, ours, theirs, _describe_whole)
-    common, extra = partial(_common, weights=mixed), partial(_extra, weights=mixed)
+    for kind in dict.fromkeys(stream.kind for side in (left, right) for stream in side.streams):
+        if not mixed or kind in WEIGHT_KINDS:
+            ours, theirs = _elements(left, kind), _elements(right, kind)
+            equal += sum(theirs.get(name) == value for name, value in ours.items())
+            changes += _compare(kind, ours, theirs)
     unread = []
-    (our_common, our_extra), (their_common, their_extra) = (
-        [file for file, _ in side.whole_files()] for side in (left, right)
-    )
-    for stream, ours_of, theirs_of, read in (
-        ("common", our_common, their_common, common),
-        ("extra", our_extra, their_extra, extra),
-    ):
-        try:
-            changes += _files(left, right, stream, ours_of, theirs_of, read)
+    readers = ("common", _common), ("extra", _extra)
+    files = zip(left.whole_files(), right.whole_files(), strict=True)
+    for (stream, read), ((our_file, _), (their_file, _)) in zip(readers, files, strict=True):
+        if (our_file.crc, our_file.size) == (their_file.crc, their_file.size):
+            continue
+        try:  # nothing, if only the order of members differs
+            changes += _compare(stream, read(left, weights=mixed), read(right, weights=mixed))
         except CheckpointError as error:
-            sides = f"{ours_of.crc:08x}", f"{theirs_of.crc:08x}"
+            sides = f"{our_file.crc:08x}", f"{their_file.crc:08x}"
             changes.append(Difference(stream, f"unreadable: {error}", *sides))
-            unread.append(ours_of.name)
+            unread.append(our_file.name)
     notes = (*left.notes, *right.notes)
     return Comparison(equal, tuple(changes), tuple(_layouts(left, right)), tuple(unread), notes)
 
 
-@dataclass(frozen=True, slots=True)
-class _Whole:
-    dtype: str
-    shape: tuple[int, ...]
-    piece: Piece
+def _compare(stream: str, ours: Mapping[str, str], theirs: Mapping[str, str]) -> Iterator[Difference]:
+    """The functions below describe what one side has, by name: equal things have equal descriptions."""
+    for name in dict.fromkeys([*ours, *theirs]):
+        if ours.get(name) != theirs.get(name):
+            yield Difference(stream, name, ours.get(name), theirs.get(name))
 
 
-def _whole(checkpoint: Source, kind: str) -> dict[str, _Whole]:
+def _parameters(checkpoint: Source) -> dict[str, str]:
+    described = {}
+    for parameter in checkpoint.layout.parameters:
+        tied = f", tied with {', '.join(parameter.aliases)}" if parameter.aliases else ""
+        trained = f"group {parameter.group}" if parameter.trainable else "frozen"
+        described[parameter.name] = f"{parameter.dtype} {list(parameter.shape)}, {trained}{tied}"
+    return described
+
+
+def _elements(checkpoint: Source, kind: str) -> dict[str, str]:
     return {
-        name: _Whole(stream.dtype, checkpoint.shapes[name], piece)
+        name: f"{stream.dtype} {list(checkpoint.shapes[name])} {piece.crc:08x}"
         for number, stream in enumerate(checkpoint.streams)
         if stream.kind == kind
         for name, piece in checkpoint.checksums(number)
     }
 
 
-def _describe_whole(whole: _Whole) -> str:
-    return f"{whole.dtype} {list(whole.shape)} {whole.piece.crc:08x}"
-
-
-def _parameters(checkpoint: Source) -> dict[str, Parameter]:
-    return {parameter.name: parameter for parameter in checkpoint.layout.parameters}
-
-
-def _describe_parameter(parameter: Parameter) -> str:
-    tied = f", tied with {', '.join(parameter.aliases)}" if parameter.aliases else ""
-    trained = f"group {parameter.group}" if parameter.trainable else "frozen"
-    return f"{parameter.dtype} {list(parameter.shape)}, {trained}{tied}"
-
-
-def _compare(
-    stream: str, ours: Mapping[K, V], theirs: Mapping[K, V], describe: Callable[[V], str]
-) -> Iterator[Difference]:
-    for name in dict.fromkeys([*ours, *theirs]):
-        a, b = ours.get(name), theirs.get(name)
-        if a != b:
-            yield Difference(
-                stream, str(name), None if a is None else describe(a), None if b is None else describe(b)
-            )
-
-
-def _files(
-    left: Source,
-    right: Source,
-    stream: str,
-    ours: File,
-    theirs: File,
-    read: Callable[[Source], Mapping[str, str]],
-) -> Iterator[Difference]:
-    if (ours.crc, ours.size) != (theirs.crc, theirs.size):
-        yield from _compare(
-            stream, read(left), read(right), str
-        )  # nothing, if only the order of members differs
-
-
 def _common(checkpoint: Source, *, weights: bool) -> dict[str, str]:
-    """Descriptions by name; with `weights`, only of what a checkpoint of weights has."""
+    """With `weights`, only of what a checkpoint of weights has."""
     tensors = {}
-    for name in checkpoint.common_names:
-        if weights and not name.startswith(("buffers/", "extra")):
-            continue
-        dtype, shape, content = checkpoint.common_tensor(name)
-        tensors[name] = f"{dtype} {list(shape)} {crc32(content):08x}"
+    for name in checkpoint.common_forms:
+        if not weights or name.startswith(("buffers/", "extra")):
+            dtype, shape, content = checkpoint.common_tensor(name)
+            tensors[name] = f"{dtype} {list(shape)} {crc32(content):08x}"
     return tensors
 
 
 def _extra(checkpoint: Source, *, weights: bool) -> dict[str, str]:
-    plain = checkpoint.extra_plain()
     return {
         name: canonical(value)
-        for name, value in plain.items()
+        for name, value in checkpoint.extra_plain().items()
         if name == "user" or (name != "step" and not weights)
     }
 

@@ -1,4 +1,4 @@
-"""Reading and writing to the last byte.
+"""Complete reads and writes of files, with errors that name the place.
 
 Every failure of the operating system comes out as a `CheckpointError` that names the file.
 """
@@ -72,7 +72,8 @@ def read_exactly(fd: int, buffers: Sequence[WriteableBuffer], offset: int, where
     if missing:
         wanted = offset + sum(memoryview(buffer).nbytes for buffer in buffers)
         raise CheckpointError(
-            f"{where}: truncated: it ends at byte {wanted - missing}, but bytes {offset} to {wanted} were expected"
+            f"{where}: truncated: the file ends at byte {wanted - missing}, but bytes {offset} to {wanted} were "
+            "expected"
         )
 
 
@@ -118,7 +119,7 @@ def _transfer(
 
 
 def lay_out(fd: int, size: int, where: str | Path) -> None:
-    """Give the new file `fd` its `size` in bytes, with blocks on the disk where the file system can do so.
+    """Set the `size` in bytes of the new file `fd`, and allocate its blocks if the file system supports it.
 
     A full disk then shows before the work rather than in its middle, and the blocks lie together.
     """
@@ -135,7 +136,7 @@ def lay_out(fd: int, size: int, where: str | Path) -> None:
 
 @contextmanager
 def opened(path: Path) -> Iterator[int]:
-    """The descriptor of an existing regular file, for reading.
+    """Open an existing regular file for reading; a context manager with its descriptor.
 
     Raises `CheckpointError` where it is missing, may not be read or is of another kind.
     """
@@ -176,29 +177,46 @@ def check_size(fd: int, size: int, path: Path) -> None:
 
 
 @contextmanager
-def new_file(path: Path, size: int) -> Iterator[int]:
-    """The descriptor of a new file of `size` bytes, laid out; synced to the disk when the body ends well.
+def new_file(path: Path, size: int, *, again: bool = False) -> Iterator[int]:
+    """Create a file of `size` bytes; it is synced to disk after a successful body.
 
-    Raises `CheckpointError` if the file exists or cannot be made.
+    `again`: it is there already, and keeps its contents up to that size. Raises `CheckpointError` if the file exists
+    otherwise or cannot be made.
     """
+    calls = files.system()
     with explained(path, "created"):
-        fd = files.system().create(path)
+        fd = calls.reopen(path) if again else calls.create(path)
     try:
+        with explained(path, "cut"):
+            if os.fstat(fd).st_size > size:
+                calls.truncate(fd, size)
         lay_out(fd, size, path)
         yield fd
-        with explained(path, "synced", needed=size, fd=fd):
-            files.system().sync(fd)
+        sync_file(fd, size, path)
     finally:
         os.close(fd)
 
 
+def sync_file(fd: int, size: int, path: Path) -> None:
+    """Bring what was written to a file of `size` bytes to the disk. Raises `CheckpointError`."""
+    with explained(path, "synced", needed=size, fd=fd):
+        files.system().sync(fd)
+
+
 def write_file(path: Path, content: bytes) -> None:
-    """Write a new small file whole, and sync it."""
-    with new_file(path, len(content)) as fd:
+    """Write a small file whole, and sync it; one that is there is written over."""
+    with new_file(path, len(content), again=os.path.lexists(path)) as fd:
         write_exactly(fd, [content], 0, path)
 
 
+def make_directory(path: Path) -> None:
+    """Make a directory that need not be new, in one that is."""
+    if not path.is_dir():
+        with explained(path, "created"):
+            files.system().mkdir(path)
+
+
 def sync_directory(path: Path) -> None:
-    """Make the names in a directory durable."""
+    """Sync a directory, so that its names are durable."""
     with explained(path, "synced"):
         files.system().sync_directory(path)

@@ -1,4 +1,4 @@
-"""What lies where in a checkpoint's files: every offset follows from the layout and the list of streams.
+"""The places of data in a checkpoint's files: every offset follows from the layout and the list of streams.
 
 A rank's file holds, for each stream in turn, the slices of that stream's parameters that the rank owns, in the order
 of the line. So its header, its size and the offset of every element are known before anything is read or written:
@@ -11,52 +11,13 @@ Streams of wider elements come first, so that every slice starts at a multiple o
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from typing import NamedTuple
 
-from zerokit.layout import Interval, Layout, Parameter
-
-HEADER_ALIGNMENT = 4096
-"""Bytes. Data starts on a page, so that direct and mapped reads need no shifting."""
-
-ELEMENT_BYTES = {
-    "float64": 8,
-    "int64": 8,
-    "uint64": 8,
-    "float32": 4,
-    "int32": 4,
-    "uint32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "int16": 2,
-    "uint16": 2,
-    "int8": 1,
-    "uint8": 1,
-    "bool": 1,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-}
-
-SAFETENSORS_NAMES = {
-    "float64": "F64",
-    "int64": "I64",
-    "uint64": "U64",
-    "float32": "F32",
-    "int32": "I32",
-    "uint32": "U32",
-    "bfloat16": "BF16",
-    "float16": "F16",
-    "int16": "I16",
-    "uint16": "U16",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-}
+from zerokit.checkpoint.safetensors import ELEMENT_BYTES, lay_out
+from zerokit.layout import Interval, Layout
 
 
 @dataclass(frozen=True)
@@ -75,7 +36,7 @@ class Stream:
         return ELEMENT_BYTES[self.dtype]
 
     def among(self, positions: Iterable[int]) -> Iterator[int]:
-        """Those of `positions` that it holds, in the order given."""
+        """The members of `positions` that the stream has, in the given order."""
         for position in positions:
             index = bisect_left(self.parameters, position)
             if index < len(self.parameters) and self.parameters[index] == position:
@@ -83,16 +44,15 @@ class Stream:
 
     @property
     def order(self) -> tuple[int, bool, str, str]:
-        """Streams are sorted by this: wide elements first, the master before the optimizer's kinds."""
+        """The sort key of streams: wide elements first, the master before the optimizer's kinds."""
         return (-self.element_bytes, self.kind != "master", self.kind, self.dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """Elements `interval` of a flattened parameter in one stream, at byte `offset` of a rank's file."""
+class Extent(NamedTuple):
+    """Elements `interval` of the parameter at `position` of the line, in one stream, at byte `offset` of a file."""
 
     stream: int
-    parameter: Parameter
+    position: int
     interval: Interval
     offset: int
     size: int
@@ -100,21 +60,12 @@ class Extent:
 
 @dataclass(frozen=True)
 class RankFile:
-    """One rank's file, as it must be."""
+    """The expected file of one rank: its `size` and its extents, in bytes."""
 
     name: str
     header: bytes
     extents: tuple[Extent, ...]
-
-    @property
-    def size(self) -> int:
-        """Bytes of the whole file."""
-        return self.extents[-1].offset + self.extents[-1].size if self.extents else len(self.header)
-
-    @cached_property
-    def by_name(self) -> dict[tuple[int, str], Extent]:
-        """Extents by stream and parameter; a rank holds at most one slice of each."""
-        return {(extent.stream, extent.parameter.name): extent for extent in self.extents}
+    size: int
 
 
 def file_name(rank: int, world: int) -> str:
@@ -125,47 +76,26 @@ def file_name(rank: int, world: int) -> str:
 def rank_file(layout: Layout, streams: Sequence[Stream], step: int, rank: int) -> RankFile:
     """The file of `rank` in a checkpoint of `layout` with `streams` (sorted by their `order`)."""
     owned = dict(layout.owned(rank))
-    relative: list[tuple[str, Extent]] = []
-    entries: dict[str, object] = {
-        "__metadata__": {
-            "format": "zerokit",
-            "step": str(step),
-            "rank": str(rank),
-            "world": str(layout.world),
-        }
-    }
-    position = 0
-    for number, stream in enumerate(streams):
-        for index in stream.among(owned):
-            part = owned[index]
-            size = part.interval.numel * stream.element_bytes
-            name = f"{stream.kind}/{part.parameter.name}"
-            relative.append((name, Extent(number, part.parameter, part.interval, position, size)))
-            entries[name] = {
-                "dtype": SAFETENSORS_NAMES[stream.dtype],
-                "shape": [part.interval.numel],
-                "data_offsets": [position, position + size],
-            }
-            position += size
-    header = encode_header(entries)
-    extents = tuple(
-        Extent(e.stream, e.parameter, e.interval, len(header) + e.offset, e.size) for _, e in relative
+    held = [
+        (number, position, owned[position])
+        for number, stream in enumerate(streams)
+        for position in stream.among(owned)
+    ]
+    line = layout.line
+    header, offsets = lay_out(
+        (
+            (f"{streams[number].kind}/{line[position].name}", streams[number].dtype, (interval.numel,))
+            for number, position, interval in held
+        ),
+        {"format": "zerokit", "step": str(step), "rank": str(rank), "world": str(layout.world)},
     )
-    return RankFile(file_name(rank, layout.world), header, extents)
-
-
-def encode_header(entries: dict[str, object]) -> bytes:
-    """A safetensors header, its length in front, padded with spaces to a multiple of `HEADER_ALIGNMENT`."""
-    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    padded = -(-(8 + len(text)) // HEADER_ALIGNMENT) * HEADER_ALIGNMENT - 8
-    return padded.to_bytes(8, "little") + text.ljust(padded)
+    extents = tuple(
+        Extent(*one, offset, offsets[index + 1] - offset)
+        for index, (one, offset) in enumerate(zip(held, offsets, strict=False))
+    )
+    return RankFile(file_name(rank, layout.world), header, extents, offsets[-1])
 
 
 def slice_count(layout: Layout, stream: Stream) -> int:
-    """How many slices, and so checksums, the stream has."""
-    return sum(len(layout.owners(name)) for name in names_of(layout, stream))
-
-
-def names_of(layout: Layout, stream: Stream) -> list[str]:
-    """The names of the stream's parameters, in the order of the line."""
-    return [layout.line[position].name for position in stream.parameters]
+    """The number of slices, and therefore of checksums, in the stream."""
+    return sum(len(layout.owners(position)) for position in stream.parameters)

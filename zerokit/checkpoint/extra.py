@@ -1,4 +1,4 @@
-"""Values of `extra.json`: what JSON breaks is written as objects with the member "$", which names the type.
+"""`extra.json`: its members and their values. Values that JSON lacks are objects with their type in "$".
 
     None, bool, str, list, int below 2^53, finite float     as they are
     dict of str without a key "$"                           object
@@ -8,6 +8,7 @@
                                                             {"$": "bytes", "base64": "…"}
     torch tensor, numpy array, numpy scalar                 {"$": "torch" | "array" | "scalar", "tensor": name}
 
+Members are checked encoded, so that tools which never decode them refuse the same files as `load` does.
 Tensors lie in `common.safetensors`. Every type comes back as it was, or is refused: plain JSON turns the integer keys
 of MultiStepLR into text, unnoticed. This module never imports torch or numpy; it knows their types by name.
 """
@@ -19,16 +20,29 @@ import math
 import reprlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from zerokit.checkpoint.extents import ELEMENT_BYTES
-from zerokit.checkpoint.strict import canonical
+from zerokit.checkpoint.manifest import MAX_STEP, MAX_WORLD, Manifest
+from zerokit.checkpoint.safetensors import ELEMENT_BYTES
+from zerokit.checkpoint.strict import bounded, canonical, member, members, parse_json, typed
 from zerokit.errors import CheckpointError
+from zerokit.nesting import require_shallow
 
 MARKER = "$"
 MAX_DEPTH = 64
 """Values that contain themselves end here, and readers in other languages need no deep stack."""
+
+GENERATOR_PREFIX = "rng/"
+"""Names of generators' states in `common` begin so."""
+
+LOCAL_STEPS = "local_steps"
+"""The member that has the state of `zerokit.LocalSteps`, where there was one."""
+
+_LIVE_OPTIONS = ("params", "param_names")
+"""The members of a group, which are those of the running program."""
+
+_DEEPEST = 3 * (MAX_DEPTH + 2)
+"""JSON's levels: an encoded mapping takes three."""
 
 _EXACT = 1 << 53
 """Readers that keep numbers as doubles are exact below it."""
@@ -56,20 +70,20 @@ def encode(value: Any, path: str = "extra") -> tuple[Any, dict[str, Any]]:
     that are not dense and of a dtype of the format, and nesting deeper than `MAX_DEPTH`.
     """
     encoder = _Encoder()
-    return encoder.encode(value, path, path, 0), encoder.tensors
+    return encoder.encode(value, path, 0), encoder.tensors
 
 
 def decode(plain: Any, tensors: Mapping[str, Any], path: str = "extra") -> Any:
-    """The value that `encode` was given. Raises `CheckpointError`, naming the path, for anything it cannot return.
+    """The value that `encode` was given. Raises `CheckpointError`, naming the path, for invalid data.
 
     A torch tensor comes back as what `tensors` holds under its name; so does a numpy array, unless that is a torch
     tensor, which is turned into an array. No tensor is taken twice: a short text could ask for any amount of memory.
     """
-    return _Decoder(tensors).decode(plain, _Location(None, path), 0)
+    return _Decoder(tensors).decode(plain, (path,), 0)
 
 
 def mapping(encoded: dict[str, Any]) -> dict[str, Any]:
-    """A dict whose keys are text and whose items are encoded already, encoded."""
+    """Encode a dict with text keys and already encoded items."""
     return {MARKER: "dict", "items": list(map(list, encoded.items()))} if MARKER in encoded else encoded
 
 
@@ -77,14 +91,14 @@ class _Encoder:
     def __init__(self) -> None:
         self.tensors: dict[str, Any] = {}
 
-    def encode(self, value: Any, where: str, name: str, depth: int) -> Any:
+    def encode(self, value: Any, name: str, depth: int) -> Any:
         if depth > MAX_DEPTH:
-            raise CheckpointError(f"{where}: nested more than {MAX_DEPTH} deep, or it contains itself")
+            raise CheckpointError(f"{name}: nested more than {MAX_DEPTH} deep, or it contains itself")
         kind = type(value)
         if value is None or kind is bool:
             return value
         if kind is str:
-            return _text(value, where)
+            return _text(value, name)
         if kind is int:
             return value if abs(value) < _EXACT else {MARKER: "int", "hex": hex(value)}
         if kind is float:
@@ -92,57 +106,48 @@ class _Encoder:
         if kind is bytes:
             return {MARKER: "bytes", "base64": base64.b64encode(value).decode()}
         if kind is list:
-            return self._items(value, where, name, depth)
+            return self._items(value, name, depth)
         if kind.__name__ in _SEQUENCES and kind is _SEQUENCES[kind.__name__]:
-            items = self._items(value, where, name, depth)
+            items = self._items(value, name, depth)
             if kind is not tuple:
                 items.sort(key=canonical)  # sets have no order; equal ones are written equally
             return {MARKER: kind.__name__, "items": items}
         if kind.__name__ in _MAPPINGS and kind is _MAPPINGS[kind.__name__]:
-            return self._mapping(value, where, name, depth)
+            return self._mapping(value, name, depth)
         if (kind.__module__, kind.__name__) == ("torch", "Tensor"):
-            return self._torch(value, where, name)
+            return self._torch(value, name)
         if _is_numpy(kind):
-            return self._numpy(value, where, name)
+            return self._numpy(value, name)
         raise CheckpointError(
-            f"{where}: {_described(kind)} cannot be written ({reprlib.repr(value)}): use numbers, text, bytes, lists, "
-            "tuples, sets, dicts, tensors or arrays"
+            f"{name}: a {kind.__module__}.{kind.__qualname__} cannot be written ({reprlib.repr(value)}): use numbers, "
+            "text, bytes, lists, tuples, sets, dicts, tensors or arrays"
         )
 
-    def _items(self, values: Iterable[Any], where: str, name: str, depth: int) -> list[Any]:
-        return [
-            self.encode(value, f"{where}[{number}]", f"{name}/{number}", depth + 1)
-            for number, value in enumerate(values)
-        ]
+    def _items(self, values: Iterable[Any], name: str, depth: int) -> list[Any]:
+        return [self.encode(value, f"{name}/{number}", depth + 1) for number, value in enumerate(values)]
 
-    def _mapping(self, value: Mapping[Any, Any], where: str, name: str, depth: int) -> dict[str, Any]:
+    def _mapping(self, value: Mapping[Any, Any], name: str, depth: int) -> dict[str, Any]:
         encoded = []
         for number, (key, item) in enumerate(value.items()):
-            inner = f"{where}[{reprlib.repr(key)}]"
-            part = str(key) if type(key) in (str, int) else str(number)
-            encoded.append(
-                [
-                    self.encode(key, f"{inner} (its key)", f"{name}/{part}.key", depth + 1),
-                    self.encode(item, inner, f"{name}/{part}", depth + 1),
-                ]
-            )
+            inner = f"{name}/{key if type(key) in (str, int) else number}"
+            encoded.append([self.encode(key, f"{inner}.key", depth + 1), self.encode(item, inner, depth + 1)])
         if type(value) is dict and all(type(key) is str for key in value):
             return mapping(dict(encoded))
         return {MARKER: type(value).__name__, "items": encoded}
 
-    def _torch(self, value: Any, where: str, name: str) -> dict[str, Any]:
+    def _torch(self, value: Any, name: str) -> dict[str, Any]:
         dtype = str(value.dtype).removeprefix("torch.")
         if str(value.layout) != "torch.strided" or value.is_meta or dtype not in ELEMENT_BYTES:
             raise CheckpointError(
-                f"{where}: a {str(value.layout).removeprefix('torch.')} tensor of {dtype} on {value.device} cannot be "
+                f"{name}: a {str(value.layout).removeprefix('torch.')} tensor of {dtype} on {value.device} cannot be "
                 f"written, only dense ones of {', '.join(ELEMENT_BYTES)}"
             )
         return {MARKER: "torch", "tensor": self._add(name, value.detach())}
 
-    def _numpy(self, value: Any, where: str, name: str) -> dict[str, Any]:
+    def _numpy(self, value: Any, name: str) -> dict[str, Any]:
         dtype = str(value.dtype)
         if dtype not in ELEMENT_BYTES.keys() - _NUMPY_HAS_NOT:
-            raise CheckpointError(f"{where}: numpy's {dtype} cannot be written: convert it")
+            raise CheckpointError(f"{name}: numpy's {dtype} cannot be written: convert it")
         is_array = type(value).__name__ == "ndarray"
         # A copy, in C order, since not every reader of arrays takes negative strides or memory that is read-only.
         array = value.copy(order="C") if is_array else value.reshape(1).reshape(())
@@ -158,20 +163,12 @@ class _Encoder:
         return unique
 
 
-@dataclass(frozen=True, slots=True)
-class _Location:
-    """The path of a value. It becomes text for an error only: a key may be as long as the file."""
+_Place = tuple[object, ...]
+"""Where a value is. It becomes text for an error only: a key may be as long as the file."""
 
-    above: _Location | None
-    part: object
 
-    def __str__(self) -> str:
-        parts = []
-        location = self
-        while location.above is not None:
-            parts.append(f"[{reprlib.repr(location.part)}]")
-            location = location.above
-        return f"{location.part}{''.join(reversed(parts))}"
+def _text_of(place: _Place) -> str:
+    return f"{place[0]}{''.join(f'[{reprlib.repr(part)}]' for part in place[1:])}"
 
 
 class _Decoder:
@@ -179,30 +176,26 @@ class _Decoder:
         self._tensors = tensors
         self._taken: set[str] = set()
 
-    def decode(self, plain: Any, where: _Location, depth: int) -> Any:
+    def decode(self, plain: Any, where: _Place, depth: int) -> Any:
         if depth > 2 * MAX_DEPTH:  # a level of ours may be two of JSON's
-            raise CheckpointError(f"{where}: nested too deep")
+            raise CheckpointError(f"{_text_of(where)}: nested too deep")
         if isinstance(plain, list):
             return self._items(plain, where, depth)
         if not isinstance(plain, dict):
             return plain
         if MARKER not in plain:
-            return {key: self.decode(item, _Location(where, key), depth + 1) for key, item in plain.items()}
+            return {key: self.decode(item, (*where, key), depth + 1) for key, item in plain.items()}
         try:
             return self._typed_value(plain, where, depth)
-        except (
-            ValueError,
-            TypeError,
-            OverflowError,
-        ) as error:  # TypeError: a key or member that cannot be hashed
+        except (ValueError, TypeError, OverflowError) as error:  # TypeError: what cannot be hashed as a key
             raise CheckpointError(
-                f"{where}: {reprlib.repr(plain)} is no value of this format: {error}"
+                f"{_text_of(where)}: {reprlib.repr(plain)} is not a value of this format: {error}"
             ) from None
 
-    def _items(self, items: list[Any], where: _Location, depth: int) -> list[Any]:
-        return [self.decode(item, _Location(where, number), depth + 1) for number, item in enumerate(items)]
+    def _items(self, items: list[Any], where: _Place, depth: int) -> list[Any]:
+        return [self.decode(item, (*where, number), depth + 1) for number, item in enumerate(items)]
 
-    def _typed_value(self, plain: dict[str, Any], where: _Location, depth: int) -> Any:
+    def _typed_value(self, plain: dict[str, Any], where: _Place, depth: int) -> Any:
         kind = plain[MARKER]
         if len(plain) != 2 or not isinstance(kind, str):
             raise ValueError("expected two members")
@@ -262,11 +255,13 @@ def _mapping(kind: str, items: list[list[Any]]) -> dict[Any, Any]:
     return result
 
 
-def _text(value: str, where: str) -> str:
+def _text(value: str, name: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise CheckpointError(f"{where}: {value!a} is not valid Unicode: write it as bytes") from None
+        raise CheckpointError(
+            f"{ascii(name)[1:-1]}: {value!a} is not valid Unicode: write it as bytes"
+        ) from None
     return value
 
 
@@ -276,9 +271,100 @@ def _is_numpy(kind: type) -> bool:
     )
 
 
-def _described(kind: type) -> str:
-    return (
-        "a function"
-        if kind.__name__ in ("function", "method")
-        else f"a {kind.__module__}.{kind.__qualname__}"
-    )
+def parse_members(content: bytes, manifest: Manifest, where: str) -> dict[str, Any]:
+    """The members of `extra.json`. Raises `CheckpointError`, naming `where`, unless they are valid."""
+    try:
+        plain = typed(parse_json(content), dict, manifest.extra.name)
+        _check_members(plain, manifest)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{where}: not valid: {error}") from None
+    return plain
+
+
+def _check_members(plain: dict[str, Any], manifest: Manifest) -> None:
+    """Raises `ValueError`, naming the member of `extra.json`, unless all are there and of their kinds."""
+    require_shallow(plain, _DEEPEST, stated=MAX_DEPTH)
+    step = bounded(plain, "step", 0, MAX_STEP)
+    if step != manifest.step:
+        raise ValueError(f"'step' is {step}, but the manifest's is {manifest.step}")
+    if "user" not in plain:
+        raise ValueError("'user' is missing")
+    if not manifest.weights_only:
+        _check_groups(plain, manifest)
+        _check_values(plain, manifest)
+        _check_scaler(plain)
+        generators = member(plain, "rng", dict)
+        try:
+            bounded(generators, "world", 1, MAX_WORLD)
+            bounded(generators, "seed", 0, (1 << 64) - 1)
+            bounded(generators, "step", 0)
+        except ValueError as error:
+            raise ValueError(f"'rng': {error}") from None
+
+
+def _check_groups(plain: dict[str, Any], manifest: Manifest) -> None:
+    groups = member(plain, "groups", list)
+    needed = 1 + max((p.group for p in manifest.layout.line if p.trainable), default=-1)
+    if len(groups) < needed:
+        raise ValueError(f"'groups' has {len(groups)} elements, expected one for each of {needed} groups")
+    for number, group in enumerate(groups):
+        what = f"'groups'[{number}]"
+        options = _text_mapping(group, what)
+        for key in _LIVE_OPTIONS:
+            if key in options:
+                raise ValueError(f"{what} has the member {key!r}, which only the running program may set")
+
+
+def _check_values(plain: dict[str, Any], manifest: Manifest) -> None:
+    if "values" not in plain:
+        raise ValueError("'values' is missing")
+    for kind, values in _text_mapping(plain["values"], "'values'").items():
+        what = f"'values'[{kind[:60]!r}]"
+        positions = set()
+        for name in _text_mapping(values, what):
+            if name not in manifest.layout.positions:
+                raise ValueError(f"{what} is of {name[:200]!r}, which is not a parameter")
+            positions.add(manifest.layout.positions[name])
+        tensors = [(held.kind, held.parameters) for held in manifest.streams]
+        tensors += [(held.kind, held.parameters) for held in manifest.scalars]
+        for other, parameters in tensors:
+            if other == kind and (both := positions.intersection(parameters)):
+                raise ValueError(f"{what} is of parameter {min(both)}, which also has tensors of that kind")
+
+
+def _check_scaler(plain: dict[str, Any]) -> None:
+    if "scaler" not in plain:
+        raise ValueError("'scaler' is missing")
+    if plain["scaler"] is None:
+        return
+    scaler = typed(plain["scaler"], dict, "'scaler'")
+    try:
+        text = member(scaler, "value", str)
+        if not 0.0 < _hexadecimal(text) < math.inf:
+            raise ValueError(
+                f"'value' is {text[:60]!r}, expected a hexadecimal number over 0, such as 0x1p+16"
+            )
+        bounded(scaler, "good_steps", 0)
+    except ValueError as error:
+        raise ValueError(f"'scaler': {error}") from None
+
+
+def _hexadecimal(text: str) -> float:
+    """The number; NaN where there is none, which is in no range."""
+    try:
+        return float.fromhex(text) if "0x" in text else math.nan
+    except (ValueError, OverflowError):
+        return math.nan
+
+
+def _text_mapping(value: Any, what: str) -> dict[str, Any]:
+    """The members of an encoded mapping whose keys are text, still encoded."""
+    mapping = typed(value, dict, what)
+    if MARKER not in mapping:
+        return mapping
+    if mapping[MARKER] not in ("dict", "OrderedDict") or len(mapping) != 2:
+        raise ValueError(f"{what} is {str(mapping)[:60]}, expected a mapping")
+    pairs = members(mapping, "items", list)
+    if not all(len(pair) == 2 and isinstance(pair[0], str) for pair in pairs):
+        raise ValueError(f"{what} has a key that is not text")
+    return dict(pairs)

@@ -1,16 +1,15 @@
-"""`inspect`: what a checkpoint holds, by its manifest and the headers of its small files; what else a run holds."""
+"""`inspect`: the contents of a checkpoint, from its manifest and small files' headers, and of its run."""
 
 from __future__ import annotations
 
 import math
 import os
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from zerokit import files
 from zerokit.checkpoint.formats import open_source
-from zerokit.checkpoint.run import Latest, committed, read_latest, read_sound, superseded
+from zerokit.checkpoint.run import committed, read_sound, superseded
 from zerokit.checkpoint.staging import Leftover, leftovers
 from zerokit.errors import CheckpointError
 
@@ -45,7 +44,7 @@ class ParameterSummary:
 
 @dataclass(frozen=True, slots=True)
 class TensorSummary:
-    """A tensor that is stored whole, in `common`."""
+    """A whole tensor in `common`."""
 
     name: str
     dtype: str
@@ -54,7 +53,7 @@ class TensorSummary:
 
 @dataclass(frozen=True, slots=True)
 class FileSummary:
-    """A file's size in bytes."""
+    """A file and its size in bytes."""
 
     name: str
     bytes: int
@@ -62,7 +61,7 @@ class FileSummary:
 
 @dataclass(frozen=True, slots=True)
 class StepSummary:
-    """A step of a run, its size in bytes. `weights_only` is None where `damaged` says what is wrong with it.
+    """A step of a run, its size in bytes. `weights_only` is None if the step is `damaged`.
 
     `superseded`: another training has begun before it, so that `load` passes over it.
     """
@@ -76,24 +75,16 @@ class StepSummary:
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """A run: its committed steps, ascending, and what writers have begun there and not finished."""
+    """A run: its committed steps, ascending, and unfinished saves."""
 
     path: Path
     steps: tuple[StepSummary, ...]
     leftovers: tuple[Leftover, ...]
 
-    def plain(self) -> dict[str, object]:
-        """As JSON data."""
-        return {
-            "path": str(self.path),
-            "steps": [asdict(step) for step in self.steps],
-            "leftovers": [left.plain() for left in self.leftovers],
-        }
-
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What a checkpoint holds. `trainable_numel` and `frozen_numel` count elements, tied ones once.
+    """The contents of a checkpoint. `trainable_numel` and `frozen_numel` count elements, tied ones once.
 
     `weights_only`: parameters and buffers, without an optimizer's state. `run`: the one whose newest step this is;
     None where a step was named. `notes`: why it is not the step that `latest` names.
@@ -115,14 +106,9 @@ class Summary:
     notes: tuple[str, ...] = ()
     format: str = "zerokit"
 
-    def plain(self) -> dict[str, object]:
-        """As JSON data."""
-        run = None if self.run is None else self.run.plain()
-        return asdict(self) | {"path": str(self.path), "run": run}
-
 
 def inspect(path: str | os.PathLike[str]) -> Summary:
-    """Describe the checkpoint at `path`, a step's directory or a run's, whose newest step is taken.
+    """Describe the checkpoint at `path`: a step, or a run's newest step.
 
     No stream is read or verified: `verify` does that; a step counts as damaged by its manifest, or by files that are
     missing or too short. Raises `CheckpointError` where the manifest or `common` is damaged.
@@ -165,9 +151,6 @@ def inspect(path: str | os.PathLike[str]) -> Summary:
 
 
 def _run(run: Path) -> RunSummary:
-    latest: Latest | None = None
-    with suppress(CheckpointError):  # the notes mention it
-        latest = read_latest(run)
     steps = []
     for path in committed(run):
         weights_only, damaged = None, ""
@@ -178,5 +161,5 @@ def _run(run: Path) -> RunSummary:
                 continue  # a save beside this has removed it
             damaged = str(error)
         size, _ = files.measured(path)
-        steps.append(StepSummary(path.name, size, weights_only, superseded(path, latest), damaged))
+        steps.append(StepSummary(path.name, size, weights_only, superseded(path), damaged))
     return RunSummary(run, tuple(steps), tuple(leftovers(run)))

@@ -5,51 +5,41 @@ from __future__ import annotations
 import os
 import struct
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zerokit.checkpoint import background, plan, requests, rng
-from zerokit.checkpoint.checksum import Piece
-from zerokit.checkpoint.common import Tensors
-from zerokit.checkpoint.extra import decode
+from zerokit.checkpoint import background, rng
+from zerokit.checkpoint.extra import GENERATOR_PREFIX, LOCAL_STEPS, decode
 from zerokit.checkpoint.formats import open_source
-from zerokit.checkpoint.formats.foreign import ForeignCheckpoint, ModelNames, Rename
-from zerokit.checkpoint.manifest import BUFFER_PREFIX, WEIGHT_KINDS
+from zerokit.checkpoint.formats.foreign import ForeignCheckpoint
+from zerokit.checkpoint.formats.names import ModelNames, Rename
+from zerokit.checkpoint.manifest import BUFFER_PREFIX, WEIGHT_KINDS, Manifest
 from zerokit.checkpoint.matching import Match, match_state
-from zerokit.checkpoint.plan import PieceKey
-from zerokit.checkpoint.requests import Request
-from zerokit.checkpoint.rest import GENERATOR_PREFIX
-from zerokit.checkpoint.run import find_step
+from zerokit.checkpoint.requests import Request, read, requests_for
+from zerokit.checkpoint.run import common_steps, find_step, island_runs, step_name
 from zerokit.checkpoint.shared import Shared
 from zerokit.checkpoint.snapshot import persistent_buffers
-from zerokit.checkpoint.source import Source
-from zerokit.checkpoint.state import flats, host_bytes, members, within
+from zerokit.checkpoint.source import Source, Tensors
+from zerokit.checkpoint.state import Elements, host_bytes, outer_slices, own_slices, tensor_of
 from zerokit.checkpoint.together import Together
 from zerokit.errors import CheckpointError, UsageError
 from zerokit.runtime import ZeroOptimizer
-from zerokit.runtime.build import Parts
-from zerokit.runtime.flats import divide_flats
-from zerokit.runtime.states import EMA
-from zerokit.runtime.step import write_back
+from zerokit.runtime.build import Runtime
+from zerokit.runtime.states import EMA, take_residuals
 from zerokit.text import printable
 
 _STATE_LOST, _WEIGHTS_LOST = "the state is incomplete", "the weights are incomplete"
 
+_NO_ISLANDS = -1
+"""In place of a step, where the path is no run of islands."""
 _KERNEL_OPTIONS = frozenset({"fused", "foreach", "capturable", "differentiable"})
 """How an optimizer computes is the running program's business, not the checkpoint's."""
-
-
-@dataclass(frozen=True, slots=True)
-class Want(plan.Want):
-    """Elements to read into `tensor`, flat."""
-
-    tensor: Tensor
 
 
 def load(
@@ -83,12 +73,14 @@ def load(
     state had been read by then, `optimizer.step()` is refused until a load succeeds.
     """
     optimizer.require_own_weights("load()")
-    parts = optimizer.parts
+    runtime = optimizer.runtime
     failed = background.failure(optimizer)
-    together = Together(parts.collectives)
+    together = Together(runtime.collectives)
     together.raise_any(failed)
+    if optimizer.islands is not None:
+        path = _of_island(Path(path), optimizer, whole=not weights_only)
     while True:
-        checkpoint = together.each(lambda: _opened(path, parts, rename, whole=not weights_only))
+        checkpoint = together.each(lambda: _opened(path, runtime, rename, whole=not weights_only))
         try:
             return _load(checkpoint, optimizer, together, strict=strict, weights_only=weights_only)
         except CheckpointError:
@@ -97,15 +89,32 @@ def load(
                 raise
 
 
-def _opened(path: str | os.PathLike[str], parts: Parts, rename: Rename | None, *, whole: bool) -> Source:
+def _of_island(path: Path, optimizer: ZeroOptimizer, *, whole: bool) -> Path:
+    """Where this island finds its state: its own run's newest step of those that all have; else `path` itself."""
+    assert optimizer.islands is not None
+    if optimizer.local_steps is None:
+        raise UsageError("load() into an island: create zerokit.LocalSteps(optimizer, every=...) first")
+    runs = island_runs(path) if path.is_dir() else []
+    step = optimizer.local_steps.agree_on_step(common_steps(runs, whole=whole) if runs else {_NO_ISLANDS})
+    if step == _NO_ISLANDS:
+        return path
+    if step is None:
+        raise CheckpointError(
+            f"{path}: islands have no step in common that is intact: each must see its own run"
+        )
+    # With more islands than were saved, several begin from one; of fewer, the first are gone on with.
+    return runs[optimizer.islands.index % len(runs)] / step_name(step)
+
+
+def _opened(path: str | os.PathLike[str], runtime: Runtime, rename: Rename | None, *, whole: bool) -> Source:
     """The checkpoint, in whichever format, under the model's names."""
     source = open_source(path, whole=whole)
     if isinstance(source, ForeignCheckpoint):
-        parameters = {parameter.name: parameter.aliases for parameter in parts.layout.parameters}
-        return source.fitted(ModelNames(parameters, persistent_buffers(parts.model).keys()), rename)
+        parameters = {parameter.name: parameter.aliases for parameter in runtime.layout.parameters}
+        return source.fitted(ModelNames(parameters, persistent_buffers(runtime.model).keys()), rename)
     if rename is not None:
         raise UsageError(
-            "rename is of other frameworks' checkpoints: zerokit's own has the names that were saved"
+            "rename applies to other frameworks' checkpoints only: zerokit's own has the model's names"
         )
     return source
 
@@ -113,7 +122,7 @@ def _opened(path: str | os.PathLike[str], parts: Parts, rename: Rename | None, *
 def _load(
     checkpoint: Source, optimizer: ZeroOptimizer, together: Together, *, strict: bool, weights_only: bool
 ) -> Any:
-    parts = optimizer.parts
+    runtime = optimizer.runtime
     seen = together.exchange((checkpoint.path.name, checkpoint.manifest_crc))
     if len(set(seen)) > 1:
         ranks = {step: [str(rank) for rank, one in enumerate(seen) if one == step] for step in seen}
@@ -127,19 +136,23 @@ def _load(
         )
     match, extra = together.each(
         lambda: _prepare(
-            checkpoint, parts, averaged=optimizer.ema is not None, strict=strict, weights_only=weights_only
+            checkpoint, runtime, averaged=optimizer.ema is not None, strict=strict, weights_only=weights_only
         )
     )
     optimizer.zero_grad()
-    parts.gathering.free_all()
+    runtime.settle()
     # Weights do not make up for a state that an earlier load has left incomplete.
     kept = optimizer.refusal if weights_only and _STATE_LOST in optimizer.refusal else ""
     lost = _WEIGHTS_LOST if weights_only else _STATE_LOST
-    optimizer.refusal = (
+    optimizer.refuse_steps(
         kept or f"loading {checkpoint.path} did not succeed, so {lost}: load again, or build the model anew"
     )
+    local = optimizer.local_steps
+    outer = {} if local is None or weights_only else local.expect(match.outer)
     pieces = together.each(
-        lambda: _read_all(checkpoint, parts, match, together.rank, weights_only=weights_only)
+        lambda: read(
+            checkpoint, _requests(checkpoint, runtime, match, together.rank, outer, weights_only=weights_only)
+        )
     )
     by_rank = together.exchange(pieces)
     faults = checkpoint.faults(by_rank)
@@ -148,17 +161,16 @@ def _load(
         raise CheckpointError(f"{checkpoint.path}: {'; '.join(faults[:3])}{more}")
     if not weights_only:
         together.each(lambda: _apply(checkpoint, optimizer, match, extra))
-    together.each(lambda: _apply_buffers(checkpoint, parts, match, strict=strict))
-    write_back(parts.storages)
-    for storage in parts.storages:
-        if not storage.unit.trainable:
-            storage.gather_kept()
-    parts.gathering.gather_updated()
+        take_residuals(runtime, extra["step"])
+    together.each(lambda: _apply_buffers(checkpoint, runtime, match, strict=strict))
+    runtime.publish(frozen=True)
+    if local is not None:
+        together.each(lambda: local.restore(outer, None if weights_only else extra.get(LOCAL_STEPS)))
     if not weights_only:
         _restore_generators(checkpoint, optimizer, extra, together)
     elif optimizer.ema is not None:
         optimizer.ema.restart()  # the average was of other weights
-    optimizer.refusal = kept
+    optimizer.refuse_steps(kept)
     if checkpoint.notes and together.rank == 0:
         warnings.warn(printable("; ".join(checkpoint.notes)), stacklevel=2)
     if match.left_out and together.rank == 0:
@@ -168,25 +180,20 @@ def _load(
 
 
 def _prepare(
-    checkpoint: Source, parts: Parts, *, averaged: bool, strict: bool, weights_only: bool
+    checkpoint: Source, runtime: Runtime, *, averaged: bool, strict: bool, weights_only: bool
 ) -> tuple[Match, dict[str, Any]]:
     """How the checkpoint fits, and its `extra.json`."""
-    if checkpoint.weights_only and not weights_only and checkpoint.format != "zerokit":
-        raise CheckpointError(
-            f"{checkpoint.path}: has weights but no optimizer's state: take them with "
-            f'zerokit.load("{checkpoint.path}", optimizer, weights_only=True)'
-        )
     if checkpoint.weights_only and not weights_only:
-        other = "load a whole one"
+        other = ""
         with suppress(CheckpointError):
             whole = find_step(checkpoint.path.parent, whole=True).path
-            other = f'go on from the newest whole one, zerokit.load("{whole}", optimizer)'
+            other = f', or continue from the newest whole one, zerokit.load("{whole}", optimizer)'
         raise CheckpointError(
-            f"{checkpoint.path}: was saved with weights_only=True, so it has no optimizer's state to go on from: take "
-            f'its weights with zerokit.load("{checkpoint.path}", optimizer, weights_only=True), or {other}'
+            f"{checkpoint.path}: has weights only, no optimizer's state to continue from: take them with "
+            f'zerokit.load("{checkpoint.path}", optimizer, weights_only=True){other}'
         )
     match = match_state(
-        checkpoint.manifest, parts, averaged=averaged, strict=strict, weights_only=weights_only
+        checkpoint.manifest, runtime, averaged=averaged, strict=strict, weights_only=weights_only
     )
     return match, read_extra(checkpoint, weights_only=weights_only)
 
@@ -196,15 +203,21 @@ def read_extra(checkpoint: Source, *, weights_only: bool = False) -> dict[str, A
     plain = checkpoint.extra_plain()
     if not weights_only:
         checkpoint.check_generators(plain)
-    tensors = Tensors(checkpoint)
+    tensors = Tensors(checkpoint, tensor_of)
     where = checkpoint.path / checkpoint.manifest.extra.name
-    encoded = ("user",) if weights_only else ("user", "groups", "values")
-    return plain | {key: decode(plain[key], tensors, f"{where}: {key}") for key in encoded}
+    encoded = ("user",) if weights_only else ("user", "groups", "values", LOCAL_STEPS)
+    return plain | {key: decode(plain[key], tensors, f"{where}: {key}") for key in encoded if key in plain}
 
 
-def _wants(
-    checkpoint: Source, parts: Parts, match: Match, rank: int, *, weights_only: bool
-) -> Iterator[Want]:
+def _requests(
+    checkpoint: Source,
+    runtime: Runtime,
+    match: Match,
+    rank: int,
+    outer: Mapping[str, Mapping[int, Tensor]],
+    *,
+    weights_only: bool,
+) -> Iterator[Request]:
     """What this rank needs; the optimizer's states, if they are wanted, are made on the way."""
     manifest = checkpoint.manifest
     streams: dict[tuple[str, int], int] = {
@@ -214,27 +227,34 @@ def _wants(
     }
     # A parameter is in one of the two streams of weights, and its values come from that one.
     weights = {position: number for (kind, position), number in streams.items() if kind in WEIGHT_KINDS}
-    line = list(manifest.layout.parameters)
-    kinds = (
-        []
-        if weights_only
-        else sorted({stream.kind for stream in manifest.streams}.difference(WEIGHT_KINDS, match.unwanted))
-    )
-    for storage in parts.storages:
-        if storage.unit.trainable:
-            continue
-        for part in storage.unit.owned(rank):
-            position = match.sources.get(part.parameter.name)
-            if position is not None:
-                tensor = storage.slice_of(part.memory)
-                yield Want(weights[position], position, line[position].name, part.interval, tensor)
     if not weights_only:
-        parts.inner.state.clear()
-    for storage, flat, _ in flats(parts):
+        kinds = {stream.kind for stream in manifest.streams}.difference(WEIGHT_KINDS, match.unwanted)
+        _make_states(manifest, runtime, match, streams, sorted(kinds))
+    held = own_slices(runtime, rank, weights_only=weights_only, replicas=True)
+    for one in chain(held, outer_slices(runtime.layout, rank, outer)):
+        position = match.sources.get(one.part.parameter.name)
+        if position is None:
+            continue
+        number = weights[position] if one.kind in WEIGHT_KINDS else streams.get((one.kind, position))
+        if number is not None:
+            elements = Elements(one.tensor, manifest.streams[number].dtype)
+            yield from requests_for(checkpoint, number, position, one.part.interval, elements, 0)
+
+
+def _make_states(
+    manifest: Manifest,
+    runtime: Runtime,
+    match: Match,
+    streams: Mapping[tuple[str, int], int],
+    kinds: Sequence[str],
+) -> None:
+    """Give each master the optimizer's states of these kinds that its parameters have."""
+    runtime.inner.state.clear()
+    for unit, master, _ in runtime.masters():
         peers = [
             position
-            for parameter in storage.unit.parameters
-            if parameter.group == flat.group and (position := match.sources.get(parameter.name)) is not None
+            for parameter in unit.unit.parameters
+            if parameter.group == master.group and (position := match.sources.get(parameter.name)) is not None
         ]
         own: dict[str, Tensor] = {}
         for kind in kinds:
@@ -243,85 +263,49 @@ def _wants(
             }
             if len(dtypes) > 1:
                 raise CheckpointError(
-                    f"{kind} of {storage.unit.name} has several dtypes: {', '.join(sorted(dtypes))}"
+                    f"{kind} of {unit.unit.name} has several dtypes: {', '.join(sorted(dtypes))}"
                 )
             if dtypes:
                 dtype = getattr(torch, dtypes.pop())
                 # An average of weights that are not in the checkpoint begins with them.
                 own[kind] = (
-                    flat.tensor.detach().to(dtype, copy=True)
+                    master.tensor.detach().to(dtype, copy=True)
                     if kind == EMA
-                    else torch.zeros_like(flat.tensor, dtype=dtype)
+                    else torch.zeros_like(master.tensor, dtype=dtype)
                 )
         if own:
-            parts.inner.state[flat.tensor] = own
-        for part in members(storage, flat):
-            position = match.sources.get(part.parameter.name)
-            if position is None:
-                continue
-            wanted = [(weights[position], flat.tensor.detach())]
-            wanted += [
-                (streams[kind, position], whole) for kind, whole in own.items() if (kind, position) in streams
-            ]
-            for number, whole in wanted:
-                yield Want(number, position, line[position].name, part.interval, within(flat, whole, part))
-
-
-def _read_all(
-    checkpoint: Source, parts: Parts, match: Match, rank: int, *, weights_only: bool
-) -> dict[PieceKey, Piece]:
-    """Read what this rank needs into its tensors, file by file; returns the checksums of the pieces."""
-    reads: dict[int, list[Request]] = {}
-    for want in _wants(checkpoint, parts, match, rank, weights_only=weights_only):
-        stream = checkpoint.streams[want.stream]
-        for stretch in checkpoint.locate(want.stream, want.name, want.interval):
-            part = stretch.interval
-            start = part.start - want.interval.start
-            reads.setdefault(stretch.file, []).append(
-                Request(
-                    PieceKey(want.stream, want.position, stretch.file, part.start),
-                    stretch.offset,
-                    part.numel * stream.element_bytes,
-                    want.tensor[start : start + part.numel],
-                    stream.dtype,
-                )
-            )
-    pieces: dict[PieceKey, Piece] = {}
-    for file in sorted(reads):
-        with checkpoint.open_file(file) as fd:
-            pieces |= requests.read(fd, reads[file], checkpoint.file_path(file))
-    return pieces
+            runtime.inner.state[master.tensor] = own
 
 
 def _apply(checkpoint: Source, optimizer: ZeroOptimizer, match: Match, extra: Mapping[str, Any]) -> None:
     """Restore what is not cut: scalars, groups' options, the loss scale."""
-    parts = optimizer.parts
+    runtime = optimizer.runtime
     for live, source in match.groups.items():
         saved = extra["groups"][source]
         options = {key: value for key, value in saved.items() if key not in _KERNEL_OPTIONS}
-        parts.inner.param_groups[live].update(options)
+        runtime.inner.param_groups[live].update(options)
     shared = Shared(checkpoint, match, extra)
-    for storage in parts.storages:
-        divide_flats(storage, parts.inner, partial(shared.key, storage))
-        storage.guard_flats()
-        for flat in storage.flats:
-            held = [storage.unit.parameters[position].name for position in storage.positions_in(flat)]
-            if held and not any(name in match.sources for name in held):
-                parts.inner.state.pop(
-                    flat.tensor, None
-                )  # new to the checkpoint: it begins with its first step
-            else:
-                shared.apply(parts, storage, flat)
+    for unit in runtime.units:
+        if any(len({shared.key(unit, at) for at in unit.positions_in(one)}) > 1 for one in unit.masters):
+            unit.divide(runtime.inner, by_parameter=True)
+    for unit, master, _ in runtime.masters():
+        held = [part.parameter.name for part in unit.members(master)]
+        if held and not any(name in match.sources for name in held):
+            runtime.inner.state.pop(
+                master.tensor, None
+            )  # new to the checkpoint: it begins with its first step
+        else:
+            shared.apply(runtime, unit, master)
     saved_scale = extra["scaler"]
     if optimizer.scaler is not None and saved_scale is not None:
         optimizer.scaler.value = float.fromhex(saved_scale["value"])
         optimizer.scaler.good_steps = int(saved_scale["good_steps"])
 
 
-def _apply_buffers(checkpoint: Source, parts: Parts, match: Match, *, strict: bool) -> None:
-    tensors = Tensors(checkpoint)
+def _apply_buffers(checkpoint: Source, runtime: Runtime, match: Match, *, strict: bool) -> None:
+    tensors = Tensors(checkpoint, tensor_of)
     saved = {name.removeprefix(BUFFER_PREFIX) for name in tensors if name.startswith(BUFFER_PREFIX)}
-    live = persistent_buffers(parts.model)
+    live = persistent_buffers(runtime.model)
     if strange := sorted(live.keys() ^ saved):
         text = f"buffers {', '.join(strange[:5])} are on one side only"
         if strict:
@@ -345,10 +329,10 @@ def _restore_generators(
     checkpoint: Source, optimizer: ZeroOptimizer, extra: Mapping[str, Any], together: Together
 ) -> None:
     record = extra["rng"]
-    device = optimizer.parts.collectives.device
+    device = optimizer.runtime.collectives.device
 
     def restore() -> dict[str, tuple[tuple[int, ...], bytes]]:
-        tensors = Tensors(checkpoint)
+        tensors = Tensors(checkpoint, tensor_of)
         stacked = {}
         for name in [name for name in tensors if name.startswith(GENERATOR_PREFIX)]:
             tensor = tensors[name]
@@ -360,7 +344,8 @@ def _restore_generators(
             rng.restore(rng.unstack(stacked, together.rank), device)
         except (RuntimeError, TypeError, ValueError, struct.error) as error:
             raise CheckpointError(
-                f"{checkpoint.path / checkpoint.manifest.common.name}: the states of the generators are not ones: "
+                f"{checkpoint.path / checkpoint.manifest.common.name}: the states of the random generators are "
+                "invalid: "
                 f"{error}: take another checkpoint, or its weights with weights_only=True"
             ) from error
         return stacked

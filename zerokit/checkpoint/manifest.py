@@ -1,4 +1,4 @@
-"""The manifest: which state a checkpoint holds, how it is cut, and the checksum of every slice.
+"""The manifest: a checkpoint's state, its sharding, and the checksum of every slice.
 
 Where a slice lies follows from the layout (see `extents`), so the manifest lists no offsets. It is one JSON object
 whose first member is the CRC-32 of all bytes that follow that member, so that the file verifies itself.
@@ -7,12 +7,14 @@ whose first member is the CRC-32 of all bytes that follow that member, so that t
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 
-from zerokit.checkpoint.checksum import crc32
-from zerokit.checkpoint.extents import Stream, names_of
-from zerokit.layout import ALIGNMENT, Layout
+from zerokit.checkpoint.checksum import crc32, to_text
+from zerokit.checkpoint.extents import Stream
+from zerokit.layout import ALIGNMENT, Interval, Layout
 
 NAME = "manifest.json"
 COMMON_NAME = "common.safetensors"
@@ -34,6 +36,7 @@ WEIGHT_KINDS = ("master", "param")
 
 _PREFIX = '{"crc32":"%08x",'
 PREFIX_BYTES = len(_PREFIX % 0)
+_PARAMETER = ("name", "shape", "dtype", "group", "trainable", "aliases")
 MAX_WORLD = 1 << 20
 MAX_STEP = 1 << 59
 
@@ -65,7 +68,7 @@ class File:
 class Manifest:
     """A checkpoint's description.
 
-    `checksums` has one tuple a stream: the CRC-32 of each slice, parameters in line order, slices in rank order.
+    `checksums` has one sequence a stream: the CRC-32 of each slice, parameters in line order, slices in rank order.
     `weights_only`: there are parameters and buffers, and no state of an optimizer.
     """
 
@@ -73,7 +76,7 @@ class Manifest:
     layout: Layout
     streams: tuple[Stream, ...]
     scalars: tuple[Scalars, ...]
-    checksums: tuple[tuple[int, ...], ...]
+    checksums: tuple[Sequence[int], ...]
     files: tuple[File, ...]
     common: File
     extra: File
@@ -98,17 +101,7 @@ class Manifest:
             "world": layout.world,
             "alignment": ALIGNMENT,
             "bucket_bytes": layout.bucket_bytes,
-            "parameters": [
-                {
-                    "name": p.name,
-                    "shape": list(p.shape),
-                    "dtype": p.dtype,
-                    "group": p.group,
-                    "trainable": p.trainable,
-                    "aliases": list(p.aliases),
-                }
-                for p in layout.parameters
-            ],
+            "parameters": [{key: getattr(p, key) for key in _PARAMETER} for p in layout.parameters],
             "units": [
                 {"scopes": list(unit.scopes), "parameters": len(unit.parameters)} for unit in layout.units
             ],
@@ -117,7 +110,7 @@ class Manifest:
                     "kind": stream.kind,
                     "dtype": stream.dtype,
                     "parameters": list(_ranges(stream.parameters)),
-                    "crc32": "".join(f"{crc:08x}" for crc in crcs),
+                    "crc32": to_text(crcs),
                 }
                 for stream, crcs in zip(self.streams, self.checksums, strict=True)
             ],
@@ -143,15 +136,35 @@ class Manifest:
             "extra": _whole_file(self.extra),
         }
 
-    def slice_checksums(self, stream: int) -> Iterator[tuple[str, list[tuple[int, int]]]]:
-        """`(parameter, [(rank, crc), …])` of one stream, in line order."""
-        crcs = iter(self.checksums[stream])
-        for name in names_of(self.layout, self.streams[stream]):
-            yield name, [(rank, next(crcs)) for rank in self.layout.owners(name)]
+    def slices(self, stream: int, position: int) -> Iterator[tuple[int, Interval, int]]:
+        """`(rank, elements, crc)` of a parameter's slices in one stream, in rank order."""
+        first = self._first[stream][position]
+        for number, (rank, cut, _) in enumerate(self.layout.cuts(position)):
+            yield rank, cut, self.checksums[stream][first + number]
+
+    def checksum(self, stream: int, position: int, rank: int) -> int:
+        """The CRC-32 of the slice that a rank has."""
+        return self.checksums[stream][
+            self._first[stream][position] + rank - self.layout.owners(position).start
+        ]
+
+    @cached_property
+    def _first(self) -> list[dict[int, int]]:
+        """By stream and position, the index of a parameter's first slice among the stream's `checksums`."""
+        return [
+            dict(
+                zip(
+                    stream.parameters,
+                    accumulate((len(self.layout.owners(p)) for p in stream.parameters), initial=0),
+                    strict=False,
+                )
+            )
+            for stream in self.streams
+        ]
 
 
 def own_checksum(content: bytes) -> int | None:
-    """The CRC-32 that a manifest's first member states; None where there is no such member."""
+    """The CRC-32 in a manifest's first member; None if there is no such member."""
     head, crc, tail = (
         content[:10],
         content[10 : PREFIX_BYTES - 2],

@@ -1,4 +1,4 @@
-"""Whether a checkpoint fits a live model and optimizer: parameters, streams and groups, by name."""
+"""Matches a checkpoint to a live model and optimizer: parameters, streams and groups, by name."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from zerokit.checkpoint.manifest import Manifest
-from zerokit.checkpoint.state import MASTER, PARAM
+from zerokit.checkpoint.state import MASTER, OUTER_PREFIX, PARAM
 from zerokit.errors import CheckpointError, UnsupportedOptimizer
 from zerokit.layout import Layout, Parameter
 from zerokit.runtime.admission import probe
-from zerokit.runtime.build import Parts
+from zerokit.runtime.build import Runtime
+from zerokit.runtime.rounding import RESIDUAL
 from zerokit.runtime.states import EMA
 
 _NAMED = 5
@@ -19,7 +20,7 @@ _NAMED = 5
 
 @dataclass
 class Match:
-    """How a checkpoint fits a live optimizer."""
+    """The match of a checkpoint and a live optimizer."""
 
     sources: dict[str, int] = field(default_factory=dict)
     """Each parameter's position in the checkpoint's line, by its live name."""
@@ -27,30 +28,36 @@ class Match:
     """The checkpoint's group for each live one."""
     unwanted: set[str] = field(default_factory=set)
     """Streams that nothing here uses."""
+    outer: list[str] = field(default_factory=list)
+    """Streams of `zerokit.LocalSteps`, without their prefix."""
     left_out: list[str] = field(default_factory=list)
     """What does not fit and stays as it is, with `strict=False`."""
 
 
 def match_state(
-    manifest: Manifest, parts: Parts, *, averaged: bool, strict: bool, weights_only: bool = False
+    manifest: Manifest, runtime: Runtime, *, averaged: bool, strict: bool, weights_only: bool = False
 ) -> Match:
-    """Find each live parameter and group in the checkpoint; with `weights_only` no groups, and frozen or not.
+    """Find each live parameter and group in the checkpoint; with `weights_only`, ignore groups and freezing.
 
     `averaged`: whether the weights have an average here.
 
     Raises `CheckpointError` for anything that is on one side only or of another shape or kind, if `strict`.
     """
     match = Match()
-    faults = _match_parameters(manifest.layout, parts.layout, match, weights_only=weights_only)
+    faults = _match_parameters(manifest.layout, runtime.layout, match, weights_only=weights_only)
     if not weights_only:
-        faults += _match_groups(manifest.layout, parts.layout, match)
-        faults += _compare_streams(manifest, parts, match)
-        if EMA not in parts.states.kinds:
+        faults += _match_groups(manifest.layout, runtime.layout, match)
+        faults += _compare_streams(manifest, runtime, match)
+        kinds = sorted({stream.kind for stream in manifest.streams if stream.kind.startswith(OUTER_PREFIX)})
+        match.outer = [kind.removeprefix(OUTER_PREFIX) for kind in kinds]
+        match.unwanted.update(kinds)  # among the optimizer's own states
+        if EMA not in runtime.states.kinds:
             faults += _compare_averages(manifest, match, averaged=averaged)
+        faults += _compare_residuals(manifest, runtime, match)
     if faults and strict:
         needed = "the model that was" if weights_only else "the model and the optimizer that were"
         raise CheckpointError(
-            f"the checkpoint does not fit: {'; '.join(faults)}. Build {needed} saved, or take what fits with "
+            f"the checkpoint does not fit: {'; '.join(faults)}. Build {needed} saved, or load what fits with "
             "strict=False"
         )
     match.left_out += faults
@@ -81,8 +88,7 @@ def _match_parameters(source: Layout, live: Layout, match: Match, *, weights_onl
     return [
         *_listed("missing in the checkpoint", missing),
         *_listed("not in the model", spare),
-        *changed[:_NAMED],
-        *([f"and {len(changed) - _NAMED} more"] if len(changed) > _NAMED else []),
+        *_listed("changed", changed),
     ]
 
 
@@ -102,19 +108,19 @@ def _match_groups(source: Layout, live: Layout, match: Match) -> list[str]:
     return [f"parameter groups have other members: {len(theirs)} there, {len(ours)} here"]
 
 
-def _compare_streams(manifest: Manifest, parts: Parts, match: Match) -> list[str]:
+def _compare_streams(manifest: Manifest, runtime: Runtime, match: Match) -> list[str]:
     """What the optimizer keeps beside the master, compared with what was saved, once it had stepped at all."""
-    others = {MASTER, PARAM} if EMA in parts.states.kinds else {MASTER, PARAM, EMA}
+    others = {MASTER, PARAM, RESIDUAL} if EMA in runtime.states.kinds else {MASTER, PARAM, RESIDUAL, EMA}
     saved: dict[int, set[str]] = {}
     for stream in manifest.streams:
-        if stream.kind not in others:
+        if stream.kind not in others and not stream.kind.startswith(OUTER_PREFIX):
             for position in stream.parameters:
                 saved.setdefault(position, set()).add(stream.kind)
     if not saved and not manifest.scalars:
         return []
-    expected = {number: _kinds(parts, number) for number in range(len(parts.inner.param_groups))}
+    expected = {number: _kinds(runtime, number) for number in range(len(runtime.inner.param_groups))}
     faults: dict[str, None] = {}
-    for parameter in parts.layout.parameters:
+    for parameter in runtime.layout.parameters:
         source = match.sources.get(parameter.name)
         wanted = expected.get(parameter.group)
         if source is None or wanted is None or not parameter.trainable or not parameter.numel:
@@ -122,7 +128,7 @@ def _compare_streams(manifest: Manifest, parts: Parts, match: Match) -> list[str
         there = saved.get(source, set())
         if wanted != there:
             faults[
-                f"the optimizer ({type(parts.inner).__name__}) keeps {_set(wanted)} for group {parameter.group}, the "
+                f"the optimizer ({type(runtime.inner).__name__}) keeps {_set(wanted)} for group {parameter.group}, the "
                 f"checkpoint has {_set(there)}"
             ] = None
     return list(faults)
@@ -138,17 +144,27 @@ def _compare_averages(manifest: Manifest, match: Match, *, averaged: bool) -> li
     return []
 
 
-def _kinds(parts: Parts, number: int) -> frozenset[str] | None:
+def _compare_residuals(manifest: Manifest, runtime: Runtime, match: Match) -> list[str]:
+    """Residuals that are not there begin with zeros."""
+    kept = runtime.precision.blocks is not None and runtime.precision.feedback
+    if kept or all(stream.kind != RESIDUAL for stream in manifest.streams):
+        return []
+    match.unwanted.add(RESIDUAL)
+    return [
+        "it has what an int8 or int4 wire has rounded away of gradients, to be added to the next ones: build "
+        "ZeroOptimizer with Precision(wire='int8')"
+    ]
+
+
+def _kinds(runtime: Runtime, number: int) -> frozenset[str] | None:
     """The streams that a group's options lead to; None where they cannot be tried out."""
-    group = parts.inner.param_groups[number]
-    options = {key: value for key, value in group.items() if key in parts.inner.defaults}
-    dtype = next(
-        (flat.tensor.dtype for s in parts.storages for flat in s.flats if flat.group == number), None
-    )
+    group = runtime.inner.param_groups[number]
+    options = {key: value for key, value in group.items() if key in runtime.inner.defaults}
+    dtype = next((m.tensor.dtype for _, m, _ in runtime.masters() if m.group == number), None)
     if dtype is None:
         return None
     try:
-        return probe(type(parts.inner), options, dtype).kinds
+        return probe(type(runtime.inner), options, dtype).kinds
     except (UnsupportedOptimizer, TypeError, ValueError):
         return None
 

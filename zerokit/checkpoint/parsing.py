@@ -1,12 +1,13 @@
-"""The manifest out of its bytes: every member is checked."""
+"""Parses a manifest and checks every member."""
 
 from __future__ import annotations
 
+from array import array
 from itertools import pairwise, product
 from typing import Any
 
-from zerokit.checkpoint.checksum import crc32
-from zerokit.checkpoint.extents import ELEMENT_BYTES, Stream, file_name, slice_count
+from zerokit.checkpoint.checksum import crc32, from_text
+from zerokit.checkpoint.extents import Stream, file_name, slice_count
 from zerokit.checkpoint.manifest import (
     COMMON_NAME,
     EXTRA_NAME,
@@ -22,6 +23,7 @@ from zerokit.checkpoint.manifest import (
     Scalars,
     own_checksum,
 )
+from zerokit.checkpoint.safetensors import ELEMENT_BYTES
 from zerokit.checkpoint.strict import bounded, member, members, parse_json, shape_of, typed
 from zerokit.errors import CheckpointError
 from zerokit.layout import ALIGNMENT, Layout, Parameter, Unit
@@ -32,7 +34,7 @@ _MAX_KINDS = 1 << 10
 
 
 def parse_manifest(content: bytes, where: str) -> Manifest:
-    """Raises `CheckpointError`, naming `where`, unless `content` is an undamaged manifest of a known version."""
+    """Parse a manifest. Raises `CheckpointError`, naming `where`, if it is damaged or of an unknown version."""
     stated = own_checksum(content)
     if stated is None:
         raise CheckpointError(f"{where}: not a zerokit manifest (it begins with {content[:24]!r})")
@@ -80,8 +82,8 @@ def _manifest(plain: Any) -> Manifest:
         scalars,
         tuple(checksums),
         _files(top, world),
-        _file(top, "common", COMMON_NAME),
-        _file(top, "extra", EXTRA_NAME),
+        _file(member(top, "common", dict), COMMON_NAME),
+        _file(member(top, "extra", dict), EXTRA_NAME),
         weights_only,
     )
 
@@ -90,21 +92,7 @@ def _files(top: dict[str, Any], world: int) -> tuple[File, ...]:
     entries = members(top, "files", dict)
     if len(entries) != world:
         raise ValueError(f"{len(entries)} files are listed, expected one for each of {world} ranks")
-    files = tuple(
-        File(
-            member(entry, "name", str),
-            bounded(entry, "bytes", 8),
-            bounded(entry, "header_bytes", 8),
-            _crc(entry, "header_crc32"),
-        )
-        for entry in entries
-    )
-    for rank, file in enumerate(files):
-        if file.name != file_name(rank, world):
-            raise ValueError(
-                f"rank {rank}'s file is called {file.name[:60]!r}, expected {file_name(rank, world)!r}"
-            )
-    return files
+    return tuple(_file(entry, file_name(rank, world), of_rank=True) for rank, entry in enumerate(entries))
 
 
 def _layout(top: dict[str, Any], world: int) -> Layout:
@@ -212,7 +200,7 @@ class _Budget:
         end = 0
         for stretch in members(entry, "parameters", list):
             if len(stretch) != 2 or not all(type(bound) is int for bound in stretch):
-                raise ValueError(f"{str(stretch)[:60]} is no [start, stop] of parameters")
+                raise ValueError(f"{str(stretch)[:60]} is not a [start, stop] of parameters")
             start, stop = stretch
             if not end <= start < stop <= self._count:
                 raise ValueError(
@@ -226,29 +214,28 @@ class _Budget:
         return tuple(positions)
 
 
-def _checksums(entry: dict[str, Any], count: int) -> tuple[int, ...]:
+def _checksums(entry: dict[str, Any], count: int) -> array[int]:
     text = member(entry, "crc32", str)
     if len(text) != 8 * count:
         raise ValueError(
             f"stream {str(entry.get('kind'))[:200]!r} has {len(text) / 8:g} checksums, expected one for each of "
             f"{count} slices"
         )
-    return tuple(_hex(text[start : start + 8]) for start in range(0, len(text), 8))
+    return from_text(text)
 
 
 def _crc(entry: dict[str, Any], key: str) -> int:
-    return _hex(member(entry, key, str))
+    text = member(entry, key, str)
+    if len(text) != 8:
+        raise ValueError(f"{text[:60]!r} is not a CRC-32 of eight hexadecimal digits")
+    return from_text(text)[0]
 
 
-def _hex(text: str) -> int:
-    if len(text) != 8 or not set(text) <= set("0123456789abcdef"):
-        raise ValueError(f"{text[:60]!r} is no CRC-32 of eight hexadecimal digits")
-    return int(text, 16)
-
-
-def _file(top: dict[str, Any], key: str, name: str) -> File:
-    entry = member(top, key, dict)
+def _file(entry: dict[str, Any], name: str, *, of_rank: bool = False) -> File:
     stated = member(entry, "name", str)
     if stated != name:
-        raise ValueError(f"{key!r} is called {stated[:60]!r}, expected {name!r}")
+        raise ValueError(f"a file is called {stated[:60]!r}, expected {name!r}")
+    if of_rank:
+        header = bounded(entry, "header_bytes", 8)
+        return File(name, bounded(entry, "bytes", 8), header, _crc(entry, "header_crc32"))
     return File(name, bounded(entry, "bytes", 0), 0, _crc(entry, "crc32"))

@@ -1,44 +1,117 @@
-"""`prune`: remove what a run does not need any more, older steps and what killed writers have left."""
+"""`prune`, and checks before removals: older steps, files of killed writers, zerokit's own outputs.
+
+A directory that holds files which zerokit has not written there is never removed, nor replaced by an output.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 from zerokit import files
 from zerokit.checkpoint.disk import explained
-from zerokit.checkpoint.recognise import foreign_to_step
-from zerokit.checkpoint.retention import Retention, remove_step, superfluous
-from zerokit.checkpoint.run import is_step
+from zerokit.checkpoint.manifest import COMMON_NAME, EXTRA_NAME, MAX_STEP, NAME
+from zerokit.checkpoint.run import (
+    LATEST_NAME,
+    STEP,
+    SUPERSEDED_NAME,
+    find_step,
+    is_sound,
+    is_step,
+    list_steps,
+    read_latest,
+    stated_checksum,
+    step_name,
+    superseded,
+)
 from zerokit.checkpoint.staging import Leftover, finish_replacements, leftovers, remove
-from zerokit.errors import CheckpointError
+from zerokit.errors import CheckpointError, UsageError
+
+_STEP_FILE = re.compile(
+    rf"{re.escape(NAME)}|rank-\d{{5,}}-of-\d{{5,}}\.safetensors|{re.escape(COMMON_NAME)}|{re.escape(EXTRA_NAME)}|"
+    rf"{SUPERSEDED_NAME}"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """The rule for kept steps: the newest `keep_last` intact ones, multiples of `keep_every`, and those `keep` accepts.
+
+    The newest step, and the newest that is whole, always do.
+    """
+
+    keep_last: int | None = None
+    keep_every: int | None = None
+    keep: Callable[[int], bool] | None = None
+
+    @property
+    def wanted(self) -> bool:
+        """Whether anything is to be removed at all."""
+        return any(limit is not None for limit in (self.keep_last, self.keep_every, self.keep))
+
+    def check(self) -> None:
+        """Raise `UsageError` for invalid counts, and for a `keep` that is not a function."""
+        for name in ("keep_last", "keep_every"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or not 1 <= value <= MAX_STEP):
+                raise UsageError(f"{name}={value!r}: expected an integer from 1 to {MAX_STEP}")
+        if self.keep is not None and not callable(self.keep):
+            raise UsageError(f"keep={self.keep!r}: expected a function of a step's number")
+
+    def asked(self, steps: Iterable[int]) -> Retention:
+        """The rule with `keep`'s answers for these steps; it keeps steps that appear later.
+
+        Raises `UsageError` where `keep` raises.
+        """
+        if self.keep is None:
+            return self
+        try:
+            answers = {step: bool(self.keep(step)) for step in steps}
+        except Exception as error:
+            raise UsageError(f"keep raised {type(error).__name__}: {error}") from error
+        return replace(self, keep=lambda step: answers.get(step, True))
+
+    def removed(self, steps: list[int], newest: int, intact: Callable[[int], bool]) -> list[int]:
+        """The steps to remove, ascending: all before the last `keep_last` that are `intact`, `newest` included.
+
+        Nothing goes while there are fewer. A damaged step is not counted, and stays as long as its neighbours.
+        """
+        line = (step for step in sorted(steps, reverse=True) if step <= newest)
+        last = list(islice((step for step in line if step == newest or intact(step)), self.keep_last or 1))
+        if len(last) < (self.keep_last or 1):
+            return []
+        return [step for step in sorted(steps) if step < last[-1] and not self.spares(step)]
+
+    def spares(self, step: int) -> bool:
+        """Whether the step stays regardless of its age."""
+        return bool(
+            (self.keep_every and step % self.keep_every == 0) or (self.keep is not None and self.keep(step))
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Doomed:
-    """A step, or a leftover, to be removed; `size` in bytes."""
+    """A step or leftover to remove; `size` is in bytes."""
 
     path: Path
     size: int
     leftover: Leftover | None = None
 
     def remove(self) -> None:
-        """Raises `CheckpointError` where it cannot be removed, or not all of it."""
+        """Remove it. Raises `CheckpointError` if it cannot be removed completely."""
         if self.leftover is None:
-            remove_step(self.path)
+            _remove_step(self.path)
             return
         remove(self.leftover)
         if os.path.lexists(self.path):
             raise CheckpointError(
-                f"{self.path}: cannot be removed: check its permissions and its owner, and those of what is in it"
+                f"{self.path}: cannot be removed: check its permissions and its owner, and those of its contents"
             )
-
-    def plain(self) -> dict[str, object]:
-        """As JSON data."""
-        kind = "step" if self.leftover is None else "leftover"
-        return {"path": str(self.path), "kind": kind, "bytes": self.size}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,18 +125,8 @@ class Pruning:
 
     @property
     def bytes(self) -> int:
-        """Freed, or to be freed."""
+        """The bytes that were, or would be, freed."""
         return sum(doomed.size for doomed in self.removed)
-
-    def plain(self) -> dict[str, object]:
-        """As JSON data."""
-        return {
-            "run": str(self.run),
-            "dry_run": self.dry_run,
-            "bytes": self.bytes,
-            "removed": [doomed.plain() for doomed in self.removed],
-            "left": [{"path": str(path), "reason": reason} for path, reason in self.left],
-        }
 
 
 def prune(
@@ -74,7 +137,7 @@ def prune(
     keep: Callable[[int], bool] | None = None,
     dry_run: bool = False,
 ) -> Pruning:
-    """Remove a run's older steps, and what writers that are gone have left in its directory.
+    """Remove a run's older steps, and files of dead writers in its directory.
 
     Args:
         run: a run's directory; for leftovers alone any directory, such as the one where a conversion was interrupted.
@@ -95,22 +158,123 @@ def prune(
 
 
 def plan(run: Path, retention: Retention, *, dry_run: bool) -> Pruning:
-    """What `prune` will do. Raises as it does."""
+    """The plan of `prune`. Raises the same errors."""
     retention.check()
     with explained(run, "looked at"):
         if not run.is_dir():
             what = "is not a directory" if run.exists() else "does not exist"
             raise CheckpointError(f"{run}: {what}: give the directory of a run")
         if is_step(run):
-            raise CheckpointError(f"{run}: is a step: give the directory of a run")
+            raise CheckpointError(f"{run}: is a step: give a run's directory")
         if not dry_run:
             finish_replacements(run)
         begun = leftovers(run)
     removed = [Doomed(left.path, left.size, left) for left in begun if left.gone]
     kept = [(left.path, left.describe()) for left in begun if not left.gone]
-    for step in superfluous(run, retention) if retention.wanted else ():
+    for step in _superfluous(run, retention) if retention.wanted else ():
         if strange := foreign_to_step(step):
             kept.append((step, f"holds {strange}, which zerokit has not written there"))
         else:
             removed.append(Doomed(step, files.measured(step)[0]))
     return Pruning(run, dry_run, tuple(removed), tuple(kept))
+
+
+def prune_after_save(run: Path, retention: Retention) -> None:
+    """Remove the steps of a run that `retention` does not keep.
+
+    Steps that hold foreign files stay. So do superseded ones that the training has not reached yet: a user may
+    still resume from them. Raises as `prune` does.
+    """
+    for step in _superfluous(run, retention, later=False):
+        if not foreign_to_step(step):
+            _remove_step(step)
+
+
+def _superfluous(run: Path, retention: Retention, *, later: bool = True) -> list[Path]:
+    """The steps of a run that `retention` does not keep, ascending; superseded ones, if `later` all of them.
+
+    What always stays: the newest step, the newest that is whole, the one that `latest` names, and what is later than
+    the newest but not superseded: it is damaged, or could not be read just now.
+    """
+    retention.check()
+    newest = find_step(run)
+    if newest.run is None:
+        raise CheckpointError(f"{run}: is a step: give a run's directory")
+    latest = read_latest(run)
+    stays = {newest.path.name}
+    if latest is not None:
+        stays.add(latest.name)
+    with suppress(CheckpointError):
+        stays.add(find_step(run, whole=True).path.name)
+    number = int(newest.path.name.removeprefix("step-"))
+    paths = {step: run / step_name(step) for step in list_steps(run)}
+    others = {step for step, path in paths.items() if superseded(path)}
+    own = [step for step in paths if step not in others]
+    gone = retention.removed(own, number, lambda step: is_sound(paths[step]))
+    gone += [step for step in others if (later or step < number) and not retention.spares(step)]
+    return [
+        paths[step]
+        for step in sorted(gone)
+        if paths[step].name not in stays
+        and paths[step].is_dir()  # a number may be written with more zeros: that is no name of zerokit's
+        and not paths[step].is_symlink()  # what is elsewhere is not this run's to remove
+    ]
+
+
+def _remove_step(step: Path) -> None:
+    """Rename a step, so that it is never there in part, then remove its files; does nothing where another process has.
+
+    Raises `CheckpointError` where it cannot be renamed.
+    """
+    work = files.temporary(step)
+    with explained(step, "removed"):
+        try:
+            files.system().rename(step, work)
+        except FileNotFoundError:
+            return  # by a prune beside this one
+        files.system().sync_directory(step.parent)
+    files.remove_tree(work)
+
+
+def foreign_to_step(folder: Path) -> str:
+    """The foreign contents of a step's directory, as text; "" if there are none. The functions below do the same."""
+    if stated_checksum(folder) is None:
+        return f"no {NAME} of zerokit's"
+    return foreign_to(folder, _STEP_FILE, "")
+
+
+def foreign_to_checkpoint(folder: Path) -> str:
+    """The foreign contents of a step, or a run of one step, as `reshard` writes it."""
+    if stated_checksum(folder) is not None:
+        return foreign_to_step(folder)
+    steps = []
+    for entry in entries_of(folder):
+        if STEP.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+            steps.append(entry.name)
+            if strange := foreign_to_step(Path(entry.path)):
+                return f"{strange} in {entry.name}"
+        elif entry.name != LATEST_NAME and not files.TEMPORARY.fullmatch(entry.name):
+            return named(entry)
+    return "" if len(steps) == 1 else f"{len(steps) or 'no'} steps, where an output of this kind has one"
+
+
+def foreign_to(folder: Path, own: re.Pattern[str], empty: str) -> str:
+    """Beside files that are called like `own`; `empty` where there are none."""
+    entries = entries_of(folder)
+    for entry in entries:
+        if not (entry.is_file(follow_symlinks=False) and own.fullmatch(entry.name)):
+            return named(entry)
+    return "" if entries else empty
+
+
+def entries_of(folder: Path) -> list[os.DirEntry[str]]:
+    """Its entries by name; none of a directory that another process removes meanwhile."""
+    with suppress(FileNotFoundError), os.scandir(folder) as entries:
+        return sorted(entries, key=lambda entry: entry.name)
+    return []
+
+
+def named(entry: os.DirEntry[str]) -> str:
+    """An entry of a directory, as text."""
+    kind = "directory" if entry.is_dir(follow_symlinks=False) else "file"
+    return f"the {kind} {entry.name!r}"

@@ -1,23 +1,25 @@
-"""`Checkpoint`: a checkpoint on disk, read without torch. Nothing is loaded but what is asked for."""
+"""`Checkpoint`: a checkpoint on disk, read on demand and without torch."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from array import array
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zerokit.checkpoint import header
-from zerokit.checkpoint.checksum import Piece, combine, crc32
+from zerokit.checkpoint.checksum import Piece, Pieces, along, combine, crc32
 from zerokit.checkpoint.disk import check_size, opened, read_exactly, read_whole
-from zerokit.checkpoint.extents import RankFile, rank_file
+from zerokit.checkpoint.extents import RankFile, file_name, rank_file
+from zerokit.checkpoint.extra import parse_members
 from zerokit.checkpoint.manifest import BUFFER_PREFIX, NAME, File
-from zerokit.checkpoint.plan import PieceKey, damaged, refine
-from zerokit.checkpoint.rest import check_generators, parse_rest
+from zerokit.checkpoint.requests import Bytes, read, requests_for
 from zerokit.checkpoint.run import find_step, read_manifest
-from zerokit.checkpoint.source import Source, StoredBuffer, Stretch
+from zerokit.checkpoint.safetensors import Header, parse_header, read_header
+from zerokit.checkpoint.source import Source, StoredBuffer, Stretch, to_array
 from zerokit.errors import CheckpointError, UsageError
 from zerokit.layout import Interval
 
@@ -28,7 +30,7 @@ BUFFER_BYTES = 1 << 20
 
 
 class Checkpoint(Source):
-    """A step's directory, or of a run's the newest step; with `whole` the newest that has an optimizer's state, too.
+    """Open a step, or a run's newest step; with `whole`, the newest step with optimizer states.
 
     The manifest is read and verified at once. Raises `CheckpointError` unless `path` holds one that is undamaged.
     """
@@ -38,11 +40,9 @@ class Checkpoint(Source):
         self.path, self.run = choice.path, choice.run
         """The step's directory, and the run's where `path` was one."""
         self.notes = choice.notes
-        """Why it is not the step that the run's `latest` names, as sentences: `warn` shows them."""
         self.manifest, self.manifest_crc = choice.manifest or read_manifest(choice.path)
-        self._rank_files: dict[int, RankFile] = {}
-        self._crcs: dict[int, dict[str, list[tuple[int, int]]]] = {}
-        self._cuts: dict[str, list[tuple[int, Interval]]] = {}
+        self._places: dict[int, tuple[list[int], array[int], array[int]]] = {}
+        """By rank: where each stream's slices begin in two lists, of the slices' positions and of their offsets."""
 
     def read(self, stream: str, name: str) -> NDArray[Any]:
         """A whole parameter in one stream, such as `read("master", "blocks.0.weight")`, as an array of its shape.
@@ -50,89 +50,88 @@ class Checkpoint(Source):
         Only its bytes are read, and they are verified. bfloat16 and float8 elements, which numpy does not have, come as
         float32, exactly. Raises `UsageError` for a stream or name that is not there, `CheckpointError` for damage.
         """
-        from zerokit.checkpoint.arrays import to_array
-
-        number, first = self.find(stream, name)
-        held = self.streams[number]
-        slices = self.slice_checksums(number)[first]
-        for rank, _ in slices:  # before memory is taken that the files may not justify
-            with self._opened(rank):
+        number, position = self.find(stream, name)
+        parameter = self.layout.line[position]
+        for rank, _, _ in self.manifest.slices(
+            number, position
+        ):  # before memory is taken that they may not justify
+            with self.open_file(rank):
                 pass
-        whole = bytearray(self.layout.find(first)[1].interval.numel * held.element_bytes)
-        for rank, crc in slices:
-            file = self.rank_file(rank)
-            extent = file.by_name[number, first]
-            start = extent.interval.start * held.element_bytes
-            part = memoryview(whole)[start : start + extent.size]
-            path = self.path / file.name
-            with self._opened(rank) as fd:
-                read_exactly(fd, [part], extent.offset, path)
-            if crc32(part) != crc:
-                raise CheckpointError(
-                    f"{path}: {stream}/{first}, elements {extent.interval.start} to {extent.interval.stop}: damaged "
-                    f"(CRC-32 {crc32(part):08x}, expected {crc:08x}): take another checkpoint"
-                )
-        return to_array(whole, held.dtype, self.shapes[first])
+        memory = Bytes(parameter.numel * self.streams[number].element_bytes)
+        wanted = requests_for(self, number, position, Interval(0, parameter.numel), memory, 0)
+        if faults := self.faults([read(self, wanted)]):
+            raise CheckpointError(f"{self.path}: {'; '.join(faults)}: take another checkpoint")
+        return to_array(memory.content, self.streams[number].dtype, parameter.shape)
 
-    def find(self, stream: str, name: str) -> tuple[int, str]:
-        """The number of the stream of that kind which holds the parameter, and the parameter's first name.
+    def find(self, stream: str, name: str) -> tuple[int, int]:
+        """The number of the stream of this kind that has the parameter, and the parameter's position in the line.
 
         Raises `UsageError` where there is no such stream or parameter.
         """
-        first = self._first_names.get(name)
-        if first is None:
+        position = self._positions.get(name)
+        if position is None:
             raise UsageError(f"{self.path} has no parameter {name!r}: see `zerokit inspect`")
-        position = self.layout.positions[first]
-        held = {s.kind: number for number, s in enumerate(self.streams) if position in self._held[number]}
+        held = {s.kind: number for number, s in enumerate(self.streams) if list(s.among([position]))}
         if stream not in held:
             raise UsageError(
                 f"{self.path} has no stream {stream!r} of {name!r}, only {', '.join(map(repr, held))}"
             )
-        return held[stream], first
-
-    def slice_checksums(self, stream: int) -> dict[str, list[tuple[int, int]]]:
-        """`(rank, CRC-32)` of every slice of the stream with that number, in rank order, by parameter."""
-        if stream not in self._crcs:
-            self._crcs[stream] = dict(self.manifest.slice_checksums(stream))
-        return self._crcs[stream]
+        return held[stream], position
 
     def rank_file(self, rank: int) -> RankFile:
-        """A rank's file as it must be. Raises `CheckpointError` if the manifest states another one."""
-        if rank not in self._rank_files:
-            file = rank_file(self.layout, self.streams, self.step, rank)
-            stated = self.manifest.files[rank]
-            computed = File(file.name, file.size, len(file.header), crc32(file.header))
-            if stated != computed:
-                raise CheckpointError(
-                    f"{self.path / NAME}: describes {file.name} as {_summary(stated)}, but by its layout that file has "
-                    f"{_summary(computed)}: the manifest was not written by zerokit, or changed since"
-                )
-            self._rank_files[rank] = file
-        return self._rank_files[rank]
+        """A rank's expected file. Raises `CheckpointError` if the manifest contradicts it."""
+        file = rank_file(self.layout, self.streams, self.step, rank)
+        stated = self.manifest.files[rank]
+        computed = File(file.name, file.size, len(file.header), crc32(file.header))
+        if stated != computed:
+            raise CheckpointError(
+                f"{self.path / NAME}: describes {file.name} as {_summary(stated)}, but by its layout that file has "
+                f"{_summary(computed)}: the manifest was not written by zerokit, or was changed"
+            )
+        return file
+
+    def _offset(self, rank: int, stream: int, position: int) -> int:
+        """The byte of a rank's file at which a slice begins."""
+        first, positions, offsets = self._placed(rank)
+        return offsets[bisect_left(positions, position, first[stream], first[stream + 1])]
+
+    def _placed(self, rank: int) -> tuple[list[int], array[int], array[int]]:
+        if rank not in self._places:
+            extents = self.rank_file(rank).extents
+            streams = [extent.stream for extent in extents]
+            self._places[rank] = (
+                [bisect_left(streams, number) for number in range(len(self.streams) + 1)],
+                array("I", [extent.position for extent in extents]),
+                array("Q", [extent.offset for extent in extents]),
+            )
+        return self._places[rank]
 
     @contextmanager
-    def open_rank(self, rank: int) -> Iterator[int]:
-        """The descriptor of a rank's file, whose size and header are as they must be.
+    def open_file(self, file: int) -> Iterator[int]:
+        """The descriptor of a rank's file, after a check of its size and header.
 
         Raises `CheckpointError`, naming the file, if it is missing, of another size or of another header.
         """
-        file = self.rank_file(rank)
-        with self._opened(rank) as fd:
-            check_header(fd, file, self.path / file.name)
+        self._placed(file)
+        path = self.file_path(file)
+        with opened(path) as fd:
+            check_size(fd, self.manifest.files[file].size, path)
+            self.check_header(fd, file)
             yield fd
 
-    @contextmanager
-    def _opened(self, rank: int) -> Iterator[int]:
-        """The descriptor of a rank's file, whose size is as it must be."""
-        file = self.rank_file(rank)
-        path = self.path / file.name
-        with opened(path) as fd:
-            check_size(fd, file.size, path)
-            yield fd
+    def check_header(self, fd: int, rank: int) -> None:
+        """Raise `CheckpointError` unless the open file starts with the rank's expected header."""
+        stated, path = self.manifest.files[rank], self.file_path(rank)
+        actual = bytearray(stated.header_size)
+        read_exactly(fd, [actual], 0, path)
+        if crc32(actual) != stated.crc:
+            raise CheckpointError(
+                f"{path}: its header is damaged or foreign: it {_difference(bytes(actual), self.rank_file(rank), path)}"
+            )
 
     @cached_property
-    def common(self) -> header.Header:
-        """The header of `common.safetensors`; the whole file is verified once.
+    def common(self) -> Header:
+        """The header of `common.safetensors`, after one verification of the whole file.
 
         Raises `CheckpointError` if it is missing, damaged or no safetensors file.
         """
@@ -145,31 +144,46 @@ class Checkpoint(Source):
                 raise _damaged(path, crc, stated.crc)
             return read_header(fd, stated.size, path)
 
-    def locate(self, stream: int, name: str, interval: Interval) -> Iterator[Stretch]:
-        if name not in self._cuts:
-            self._cuts[name] = self.layout.cuts(name)
+    def locate(self, stream: int, position: int, interval: Interval) -> Iterator[Stretch]:
         element = self.streams[stream].element_bytes
-        for rank, cut, part in refine(self._cuts[name], interval):
-            extent = self.rank_file(rank).by_name[stream, name]
-            yield Stretch(rank, part, extent.offset + (part.start - cut.start) * element)
+        for rank, cut, part in self.layout.cuts(position, interval):
+            offset = self._offset(rank, stream, position) + (part.start - cut.start) * element
+            yield Stretch(rank, part, offset)
 
     def file_path(self, file: int) -> Path:
-        return self.path / self.manifest.files[file].name
-
-    def open_file(self, file: int) -> AbstractContextManager[int]:
-        return self.open_rank(file)
+        return self.path / file_name(file, self.world)
 
     def check_files(self) -> None:
         for rank in range(self.world):
-            with self.open_rank(rank):
+            with self.open_file(rank):
                 pass
+        for whole in (self.manifest.common, self.manifest.extra):
+            with opened(self.path / whole.name) as fd:
+                check_size(fd, whole.size, self.path / whole.name)
 
-    def faults(self, by_rank: Sequence[Mapping[PieceKey, Piece]]) -> list[str]:
-        return damaged(self.manifest, by_rank)
+    def faults(self, by_rank: Sequence[Pieces]) -> list[str]:
+        """A slice that no rank has read is not checked; one that was read in part only is an error of the caller's."""
+        pieces = Pieces.joined(by_rank)
+        lines = []
+        for number, position in pieces.parameters():
+            stream, name = self.streams[number], self.layout.line[position].name
+            slices = {cut: (rank, crc) for rank, cut, crc in self.manifest.slices(number, position)}
+            for cut, piece in along(pieces.parts(number, position), slices):
+                rank, crc = slices[cut]
+                if piece.size != cut.numel * stream.element_bytes:
+                    raise ValueError(
+                        f"{stream.kind}/{name} of rank {rank} was read in part only: {piece.size} bytes"
+                    )
+                if piece.crc != crc:
+                    lines.append(
+                        f"{file_name(rank, self.world)}: {stream.kind}/{name}, elements {cut.start} to {cut.stop}: "
+                        f"damaged (CRC-32 {piece.crc:08x}, expected {crc:08x})"
+                    )
+        return lines
 
     @property
     def data_size(self) -> int:
-        """Bytes of all slices and of the files that are whole."""
+        """The bytes of all slices and of the small files."""
         whole = self.manifest.common.size + self.manifest.extra.size
         return whole + sum(file.size - file.header_size for file in self.manifest.files)
 
@@ -179,14 +193,10 @@ class Checkpoint(Source):
 
     def checksums(self, stream: int) -> Iterator[tuple[str, Piece]]:
         element = self.streams[stream].element_bytes
-        for name, slices in self.slice_checksums(stream).items():
-            cuts = self.layout.cuts(name)
-            yield (
-                name,
-                combine(
-                    Piece(crc, cut.numel * element) for (_, crc), (_, cut) in zip(slices, cuts, strict=True)
-                ),
-            )
+        for position in self.streams[stream].parameters:
+            slices = self.manifest.slices(stream, position)
+            whole = combine(Piece(crc, cut.numel * element) for _, cut, crc in slices)
+            yield self.layout.line[position].name, whole
 
     def whole_files(self) -> Iterator[tuple[File, bytes | None]]:
         yield self.manifest.common, None
@@ -203,13 +213,9 @@ class Checkpoint(Source):
             if name.startswith(BUFFER_PREFIX)
         }
 
-    @property
+    @cached_property
     def common_forms(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
         return {name: (tensor.dtype, tensor.shape) for name, tensor in self.common.tensors.items()}
-
-    @property
-    def common_names(self) -> Collection[str]:
-        return self.common.tensors.keys()
 
     def common_tensor(self, name: str) -> tuple[str, tuple[int, ...], bytearray]:
         tensor = self.common.tensors.get(name)
@@ -227,63 +233,47 @@ class Checkpoint(Source):
         content = read_whole(path, stated.size)
         if crc32(content) != stated.crc:
             raise _damaged(path, crc32(content), stated.crc)
-        return parse_rest(content, self.manifest, str(path))
-
-    def check_generators(self, plain: dict[str, Any]) -> None:
-        try:
-            check_generators(plain, self.common)
-        except ValueError as error:
-            raise CheckpointError(f"{self.path / self.manifest.common.name}: not valid: {error}") from None
+        return parse_members(content, self.manifest, str(path))
 
     @cached_property
-    def _first_names(self) -> dict[str, str]:
-        return {name: p.name for p in self.layout.parameters for name in (p.name, *p.aliases)}
-
-    @cached_property
-    def _held(self) -> list[frozenset[int]]:
-        return [frozenset(stream.parameters) for stream in self.streams]
+    def _positions(self) -> dict[str, int]:
+        """By every name, aliases too."""
+        line = enumerate(self.layout.line)
+        return {name: position for position, p in line for name in (p.name, *p.aliases)}
 
 
-def check_header(fd: int, file: RankFile, path: Path) -> None:
-    """Raises `CheckpointError` unless the open file begins with the header that it must have."""
-    actual = bytearray(len(file.header))
-    read_exactly(fd, [actual], 0, path)
-    if actual == file.header:
-        return
-    first = next(index for index, (a, b) in enumerate(zip(actual, file.header, strict=True)) if a != b)
-    reason = f"differs from byte {first} on"
+def _difference(actual: bytes, file: RankFile, path: Path) -> str:
+    """How a header differs from the one that the file must have."""
     try:
-        metadata = header.parse_header(bytes(actual), file.size, str(path)).metadata
+        metadata = parse_header(actual, file.size, str(path)).metadata
     except CheckpointError:
         pass
     else:  # a whole header: of another step, perhaps
-        expected = header.parse_header(file.header, file.size, str(path)).metadata
+        expected = parse_header(file.header, file.size, str(path)).metadata
         if strange := [
             f"{key} {metadata.get(key)!r}, not {expected[key]!r}"
             for key in expected
             if metadata.get(key) != expected[key]
         ]:
-            reason = f"is of another checkpoint ({', '.join(strange)})"
-    raise CheckpointError(f"{path}: its header is damaged or foreign: it {reason}")
+            return f"is of another checkpoint ({', '.join(strange)})"
+    first = next(index for index, (a, b) in enumerate(zip(actual, file.header, strict=True)) if a != b)
+    return f"differs from byte {first} on"
 
 
-def read_header(fd: int, size: int, path: Path) -> header.Header:
-    """The header of an open safetensors file of `size` bytes. Raises `CheckpointError`."""
-    first = bytearray(min(header.LENGTH_BYTES, size))
-    read_exactly(fd, [first], 0, path)
-    content = bytearray(header.header_size(bytes(first), size, str(path)))
-    read_exactly(fd, [content], 0, path)
-    return header.parse_header(bytes(content), size, str(path))
+def file_checksum(
+    fd: int, size: int, path: Path, offset: int = 0, progress: Callable[[int], None] = lambda size: None
+) -> int:
+    """The CRC-32 of `size` bytes of an open file, from `offset` on. Raises `CheckpointError` if it has fewer.
 
-
-def file_checksum(fd: int, size: int, path: Path, offset: int = 0) -> int:
-    """The CRC-32 of `size` bytes of an open file, from `offset` on. Raises `CheckpointError` if it has fewer."""
+    `progress` is called with the bytes of each part that was read.
+    """
     buffer = memoryview(bytearray(min(BUFFER_BYTES, size)))
     crc = 0
     for start in range(0, size, BUFFER_BYTES):
         part = buffer[: min(BUFFER_BYTES, size - start)]
         read_exactly(fd, [part], offset + start, path)
         crc = crc32(part, crc)
+        progress(part.nbytes)
     return crc
 
 

@@ -1,75 +1,226 @@
-"""Bytes of a rank's file that are elements of a tensor, written or read by `save` and `load`."""
+"""Requests: byte ranges of files with their targets, and the engine that reads and checksums them.
+
+Copying and loading differ only in where bytes go: into another file, or into memory.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-from torch import Tensor
+from zerokit.checkpoint.checksum import Key, Part, Pieces, crc32
+from zerokit.checkpoint.disk import explained, opened, read_exactly, write_exactly
+from zerokit.errors import CheckpointError
+from zerokit.layout import Interval
 
-from zerokit.checkpoint.checksum import Piece, crc32
-from zerokit.checkpoint.disk import read_exactly, write_exactly
-from zerokit.checkpoint.plan import PieceKey
-from zerokit.checkpoint.state import host_bytes, tensor_of
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
-_BATCH_BYTES = 64 << 20
-"""Neighbours go in one vectored call up to this size: what must be converted is staged in memory."""
+    from zerokit.checkpoint.source import Source
+
+_VECTOR_BYTES = 64 << 20
+"""Neighbours that go into memory are read in one vectored call up to this size."""
+
+
+@dataclass(eq=False, slots=True)
+class OpenFile:
+    """An open file; for a target, also its size in bytes and the copied parts.
+
+    `again`: it was there already, and is written only where it differs.
+    """
+
+    fd: int
+    path: Path
+    closing: ExitStack
+    size: int | None = None
+    again: bool = False
+    pieces: Pieces = field(default_factory=Pieces)
+    unflushed: int = 0
+    """Bytes written since the disk was last asked to take what there is."""
+
+
+class Memory(ABC):
+    """Memory as the target of a request."""
+
+    @abstractmethod
+    def buffer(self, at: int, size: int) -> memoryview:
+        """The buffers for `size` bytes at byte `at`."""
+
+    @abstractmethod
+    def take(self, at: int, content: memoryview) -> None:
+        """Note that `content`, an earlier buffer, has been filled."""
+
+
+class Bytes(Memory):
+    """Plain memory: all `size` bytes that are read."""
+
+    def __init__(self, size: int) -> None:
+        self.content = bytearray(size)
+
+    def buffer(self, at: int, size: int) -> memoryview:
+        return memoryview(self.content)[at : at + size]
+
+    def take(self, at: int, content: memoryview) -> None:
+        pass
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """`size` bytes from byte `offset` of a file on are the elements of `tensor`, flat, stored as `dtype`."""
+class Conversion:
+    """Elements of `source_bytes` each become others of `element_bytes` each; no buffer ends inside an element."""
 
-    key: PieceKey
+    convert: Callable[[memoryview], ReadableBuffer]
+    source_bytes: int
+    element_bytes: int
+
+
+class Request(NamedTuple):
+    """`size` bytes from byte `offset` of a file on go to byte `at` of `target`, through `conversion` if there is one.
+
+    `file` is the number of a file of the source, or a path. The checksum of what is read counts under `key`.
+    """
+
+    key: Key
+    file: int | Path
     offset: int
     size: int
-    tensor: Tensor
-    dtype: str
+    target: OpenFile | Memory
+    at: int
+    conversion: Conversion | None = None
+
+    def split(self, most: int) -> Iterator[Request]:
+        """The request as requests of at most `most` bytes."""
+        if self.size <= most:
+            yield self
+            return
+        for start in range(0, self.size, most):
+            at = start
+            if self.conversion is not None:
+                at = start // self.conversion.source_bytes * self.conversion.element_bytes
+            size = min(most, self.size - start)
+            yield Request(
+                self.key, self.file, self.offset + start, size, self.target, self.at + at, self.conversion
+            )
+
+    def precedes(self, other: Request) -> bool:
+        """Whether the other request continues this one, in the file and in the target."""
+        if other.file != self.file or other.offset != self.offset + self.size:
+            return False
+        if isinstance(self.target, Memory):
+            return isinstance(other.target, Memory)
+        joined = other.target is self.target and other.at == self.at + self.size
+        return joined and self.conversion is None and other.conversion is None
 
 
-def write(fd: int, requests: Iterable[Request], where: Path) -> list[int]:
-    """Write them to an open file; returns their CRC-32s in the same order. Raises `CheckpointError`."""
-    crcs = []
-    for batch in _neighbours(requests):
-        buffers = [host_bytes(request.tensor) for request in batch]
-        assert [buffer.nbytes for buffer in buffers] == [request.size for request in batch]
-        write_exactly(fd, buffers, batch[0].offset, where)
-        crcs += [crc32(buffer) for buffer in buffers]
-    return crcs
+def requests_for(
+    source: Source,
+    stream: int,
+    position: int,
+    interval: Interval,
+    target: OpenFile | Memory,
+    at: int,
+    conversion: Conversion | None = None,
+) -> Iterator[Request]:
+    """The requests that bring elements of a parameter in a stream to byte `at` of `target`, in order."""
+    element = source.streams[stream].element_bytes
+    width = element if conversion is None else conversion.element_bytes
+    for file, part, offset in source.locate(stream, position, interval):
+        start = part.start
+        key, size = Part(stream, position, start), (part.stop - start) * element
+        yield Request(key, file, offset, size, target, at + (start - interval.start) * width, conversion)
 
 
-def read(fd: int, requests: Iterable[Request], where: Path) -> dict[PieceKey, Piece]:
-    """Fill their tensors from an open file; returns the checksums of what was read. Raises `CheckpointError`."""
-    pieces = {}
-    for batch in _neighbours(sorted(requests, key=lambda request: request.offset)):
-        buffers = [_buffer(request) for request in batch]
-        read_exactly(fd, buffers, batch[0].offset, where)
-        for request, buffer in zip(batch, buffers, strict=True):
-            pieces[request.key] = Piece(crc32(buffer), request.size)
-            if isinstance(buffer, bytearray):
-                with torch.no_grad():
-                    request.tensor.copy_(tensor_of(buffer, request.dtype, request.tensor.shape))
+def by_file(requests: Iterable[Request]) -> dict[int | Path, list[Request]]:
+    """The requests of each file."""
+    files: dict[int | Path, list[Request]] = {}
+    for request in requests:
+        files.setdefault(request.file, []).append(request)
+    return files
+
+
+def opening(source: Source, file: int | Path) -> tuple[Path, AbstractContextManager[int]]:
+    """A request's file: its path, and what gives its descriptor."""
+    if isinstance(file, Path):
+        return file, opened(file)
+    return source.file_path(file), source.open_file(file)
+
+
+def neighbours(requests: Iterable[Request], most: int) -> Iterator[list[Request]]:
+    """Runs of requests of at most `most` bytes, or of one request, that one call can read."""
+    run: list[Request] = []
+    size = 0
+    for request in requests:
+        if run and not (size + request.size <= most and run[-1].precedes(request)):
+            yield run
+            run, size = [], 0
+        run.append(request)
+        size += request.size
+    if run:
+        yield run
+
+
+def move(fd: int, path: Path, run: Sequence[Request], scratch: memoryview) -> Iterator[tuple[Request, int]]:
+    """Read neighbours in one call and move them to their targets; yields their CRC-32s.
+
+    `scratch` has room for what goes into a file. Raises `CheckpointError`.
+    """
+    first = run[0]
+    if isinstance(first.target, OpenFile):
+        whole = scratch[: sum(request.size for request in run)]
+        read_exactly(fd, [whole], first.offset, path)
+        start = 0
+        for request in run:
+            yield request, crc32(whole[start : start + request.size])
+            start += request.size
+        content = whole if first.conversion is None else first.conversion.convert(whole)
+        if not (first.target.again and _is_there(first.target, content, first.at)):
+            write_exactly(first.target.fd, [content], first.at, first.target.path)
+        return
+    places = [(request, request.target, _buffer(request)) for request in run]
+    read_exactly(fd, [buffer for _, _, buffer in places], first.offset, path)
+    for request, target, buffer in places:
+        yield request, crc32(buffer)
+        if isinstance(target, Memory):
+            target.take(request.at, buffer)
+
+
+def _is_there(file: OpenFile, content: ReadableBuffer, at: int) -> bool:
+    with explained(file.path, "read"):
+        wanted = bytes(content)
+        return os.pread(file.fd, len(wanted), at) == wanted
+
+
+def _buffer(request: Request) -> memoryview:
+    assert isinstance(request.target, Memory)
+    return request.target.buffer(request.at, request.size)
+
+
+def read(source: Source, requests: Iterable[Request]) -> Pieces:
+    """Fill memory, one source file after the other; returns the checksums. Raises `CheckpointError`."""
+    pieces = Pieces()
+    for file, wanted in by_file(requests).items():
+        path, descriptor = opening(source, file)
+        wanted.sort(key=lambda request: request.offset)
+        with descriptor as fd:
+            for run in neighbours(wanted, _VECTOR_BYTES):
+                for request, crc in move(fd, path, run, memoryview(b"")):
+                    pieces.add(request.key, crc, request.size)
     return pieces
 
 
-def _neighbours(requests: Iterable[Request]) -> Iterator[list[Request]]:
-    """Runs of requests that follow each other in the file, for one call each."""
-    batch: list[Request] = []
-    for request in requests:
-        end = batch[-1].offset + batch[-1].size if batch else request.offset
-        if batch and (request.offset != end or end + request.size - batch[0].offset > _BATCH_BYTES):
-            yield batch
-            batch = []
-        batch.append(request)
-    if batch:
-        yield batch
-
-
-def _buffer(request: Request) -> memoryview | bytearray:
-    """The tensor's own memory where the bytes can go there as they are."""
-    tensor = request.tensor
-    if tensor.device.type == "cpu" and str(tensor.dtype) == f"torch.{request.dtype}":
-        return host_bytes(tensor)
-    return bytearray(request.size)
+def check_read(source: Source, pieces: Pieces) -> None:
+    """Raise `CheckpointError`, naming files and elements, if copied data differs from its checksums."""
+    faults = source.faults([pieces])
+    for file in (source.manifest.common, source.manifest.extra):
+        piece = pieces.whole.get(file.name)
+        if piece is not None and piece.crc != file.crc:
+            faults.append(f"{file.name}: damaged (CRC-32 {piece.crc:08x}, expected {file.crc:08x})")
+    if faults:
+        more = f"; and {len(faults) - 3} more (zerokit verify lists all)" if len(faults) > 3 else ""
+        raise CheckpointError(
+            f"{source.path}: {'; '.join(faults[:3])}{more}: nothing was written: take another checkpoint"
+        )

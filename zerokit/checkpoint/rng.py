@@ -1,4 +1,4 @@
-"""Random number generators: one record of every rank's, and seeds for ranks that had none.
+"""Random number generators: one record of all ranks' states, and seeds for new ranks.
 
 The states belong to the world size that saved them. At another one each rank derives a seed of its own from the first
 rank's seed, the step and its rank, so that no two ranks draw the same numbers.
@@ -21,7 +21,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What the generators of all ranks were derived from, and the digests of what they were then."""
+    """The seed from which all ranks' generators were derived, and digests of their states then."""
 
     record: dict[str, Any]
     stacked: dict[str, tuple[tuple[int, ...], bytes]]
@@ -37,9 +37,9 @@ _NUMPY = struct.Struct("<624IiId")
 
 def capture(device: torch.device) -> dict[str, bytes]:
     """This process's generators: torch's (and the device's), Python's, and NumPy's where it is in use."""
-    states = {"torch": _bytes(torch.get_rng_state())}
+    states = {"torch": torch.get_rng_state().numpy().tobytes()}
     if device.type == "cuda":
-        states["cuda"] = _bytes(torch.cuda.get_rng_state(device))
+        states["cuda"] = torch.cuda.get_rng_state(device).cpu().numpy().tobytes()
     _, words, gauss = random.getstate()
     states["python"] = _PYTHON.pack(*words, gauss is not None, gauss or 0.0)
     numpy = sys.modules.get("numpy")
@@ -92,10 +92,6 @@ def stack(states: Sequence[Mapping[str, bytes]]) -> dict[str, tuple[tuple[int, i
             shape = (len(states), len(states[0][name]))
             stacked[name] = (shape, b"".join(state[name] for state in states))
     return stacked
-
-
-def _bytes(state: Tensor) -> bytes:
-    return state.cpu().numpy().tobytes()
 
 
 def _tensor(state: bytes) -> Tensor:

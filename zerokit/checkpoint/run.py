@@ -1,4 +1,4 @@
-"""A run's directory: its steps, which of them is the newest, and what may be saved into it.
+"""A run's directory: its steps, the newest one, and checks before a save.
 
 The newest step is the highest that is whole, whatever `latest` says: a writer may be killed between committing a step
 and naming it. Steps with a file `superseded`, of a training that was begun anew before them, are passed over.
@@ -6,12 +6,11 @@ and naming it. Steps with a file `superseded`, of a training that was begun anew
 
 from __future__ import annotations
 
-import errno
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zerokit import files
@@ -25,25 +24,22 @@ LATEST_NAME = "latest"
 SUPERSEDED_NAME = "superseded"
 """An empty file in a step's directory."""
 
+_ISLAND = re.compile(r"island-(\d+)")
+"""A run of islands (`zerokit.LocalSteps`) holds a run for each; a step counts where all of them have it."""
+
 STEP = re.compile(r"step-(\d{8,20})")
-_LATEST = re.compile(
-    r"(?P<name>step-\d{8,20}) (?P<crc>[0-9a-f]{8})\n"
-    r"(?:(?P=name) (?P<old>[0-9a-f]{8})\n)?"
-    r"(?P<superseded>(?:superseded step-\d{8,20} [0-9a-f]{8}\n)*)"
-)
+_LATEST = re.compile(r"(?P<name>step-\d{8,20}) (?P<crc>[0-9a-f]{8})\n(?:(?P=name) (?P<old>[0-9a-f]{8})\n)?")
 
 
 @dataclass(frozen=True, slots=True)
 class Latest:
     """The content of the file `latest`: the newest step's name and the CRC-32 that its manifest begins with.
 
-    There are two of them while that step is being replaced, the new one's first. `superseded`: by name, the manifests'
-    CRC-32s of superseded steps, as earlier versions listed them here; the next save marks these steps instead.
+    There are two of them while that step is being replaced, the new one's first.
     """
 
     name: str
     crcs: tuple[int, ...]
-    superseded: dict[str, int] = field(default_factory=dict)
 
     def text(self) -> str:
         """The file's contents."""
@@ -66,8 +62,55 @@ class Choice:
 
 
 def step_name(step: int) -> str:
-    """What a step's directory is called."""
+    """The name of a step's directory."""
     return f"step-{step:08d}"
+
+
+def island_run(run: Path, island: int) -> Path:
+    """The run of one island in a run of islands."""
+    return run / f"island-{island}"
+
+
+def island_runs(run: Path) -> list[Path]:
+    """The runs of all islands, in order; none in any other run, or where a training without islands has gone on."""
+    with explained(run, "listed"):
+        found = {path: _ISLAND.fullmatch(path.name) for path in run.glob("island-*")}
+    numbered = sorted((int(match[1]), path) for path, match in found.items() if match and path.is_dir())
+    runs = [path for _, path in numbered]
+    if runs and (own := committed(run)) and _number(own[-1]) >= max(_steps_of_all(runs), default=-1):
+        return []
+    return runs
+
+
+def _steps_of_all(islands: Sequence[Path]) -> set[int]:
+    """The numbers of the steps that all islands have."""
+    return set.intersection(*({_number(path) for path in committed(island)} for island in islands))
+
+
+def set_aside_islands(run: Path, count: int, step: int) -> None:
+    """Rename the runs of islands from number `count` on, which are gone: the first `count` have saved `step`.
+
+    A step counts where all islands have it, so theirs would hide all later ones.
+    """
+    for path in island_runs(run):
+        if int(path.name.removeprefix("island-")) >= count:
+            target = path.with_name(f"former-{path.name}-until-{step_name(step)}")
+            with explained(path, "renamed"):
+                while target.exists():  # it was lost here before
+                    target = target.with_name(f"{target.name}-again")
+                path.rename(target)
+
+
+def common_steps(runs: Sequence[Path], *, whole: bool = False) -> set[int]:
+    """Steps that all these runs have, intact and not superseded; `whole` leaves out those with weights only."""
+
+    def steps(run: Path) -> Iterator[int]:
+        for path in committed(run):
+            with suppress(CheckpointError):
+                if not superseded(path) and not (read_sound(path)[0].weights_only and whole):
+                    yield _number(path)
+
+    return set.intersection(*(set(steps(run)) for run in runs)) if runs else set()
 
 
 def write_latest(run: Path, latest: Latest) -> None:
@@ -77,7 +120,7 @@ def write_latest(run: Path, latest: Latest) -> None:
 
 
 def read_latest(run: Path) -> Latest | None:
-    """What `latest` says; None where there is no such file. Raises `CheckpointError` where it is damaged."""
+    """The content of `latest`; None if the file is missing. Raises `CheckpointError` if it is damaged."""
     path = run / LATEST_NAME
     with explained(path, "looked at"):
         if not os.path.lexists(path):
@@ -85,42 +128,39 @@ def read_latest(run: Path) -> Latest | None:
     match = _LATEST.fullmatch(read_whole(path).decode("latin-1"))
     if match is None:
         raise CheckpointError(f"{path}: damaged: expected 'step-######## ' and eight hexadecimal digits")
-    superseded = (line.split() for line in match["superseded"].splitlines())
-    return Latest(
-        match["name"],
-        tuple(int(crc, 16) for crc in (match["crc"], match["old"]) if crc),
-        {name: int(crc, 16) for _, name, crc in superseded},
-    )
+    return Latest(match["name"], tuple(int(crc, 16) for crc in (match["crc"], match["old"]) if crc))
 
 
 def find_step(path: Path, *, whole: bool = False, sound: bool = True) -> Choice:
-    """The step that `path` names, or the newest of the run that it names.
+    """The step at `path`, or the newest step of the run at `path`.
 
     Of a run, `whole` passes over steps that hold weights only, `sound` over those with a damaged manifest or with
     missing or truncated files. Raises `CheckpointError` if there is no such step.
     """
     with explained(path, "opened"):
-        with _where_allowed():
-            finish_replacement(path)
+        finish_replacement(path)
         if not path.is_dir():
             what = "is not a directory" if path.exists() else "does not exist"
             raise CheckpointError(f"{path}: {what}: give the directory of a step, or of a run")
         # A run may hold another program's file of that name.
         if (path / NAME).exists() and (stated_checksum(path) is not None or not committed(path)):
             return Choice(path, manifest=read_manifest(path) if sound else None)
-        with _where_allowed():
-            finish_replacements(path)
+        finish_replacements(path)
+        if runs := island_runs(path):
+            return _of_islands(path, runs, whole=whole, sound=sound)
         return _newest(path, whole=whole, sound=sound)
 
 
-@contextmanager
-def _where_allowed() -> Iterator[None]:
-    """A reader finishes what a killed writer has begun only if it may write."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise
+def _of_islands(run: Path, runs: Sequence[Path], *, whole: bool, sound: bool) -> Choice:
+    """The first island's newest step among those that all islands have."""
+    steps = common_steps(runs, whole=whole)
+    if not steps:
+        names = ", ".join(path.name for path in runs)
+        raise CheckpointError(
+            f"{run}: the islands have no step in common ({names}): name the run of one of them"
+        )
+    choice = find_step(runs[0] / step_name(max(steps)), whole=whole, sound=sound)
+    return replace(choice, notes=(f"{run} has the runs of {len(runs)} islands: {choice.path} is taken",))
 
 
 def _newest(run: Path, *, whole: bool, sound: bool) -> Choice:
@@ -129,7 +169,7 @@ def _newest(run: Path, *, whole: bool, sound: bool) -> Choice:
         latest = read_latest(run)
     except CheckpointError as error:
         faults.append(str(error))
-    steps = [path for path in reversed(committed(run)) if not superseded(path, latest)]
+    steps = [path for path in reversed(committed(run)) if not superseded(path)]
     for path in steps:
         manifest = None
         if sound:
@@ -157,11 +197,11 @@ def _newest(run: Path, *, whole: bool, sound: bool) -> Choice:
             f'zerokit.load("{run}", optimizer, weights_only=True)'
         )
     if passed:
-        raise CheckpointError(f"{run}: has no step to go on from: {'; '.join(passed)}")
+        raise CheckpointError(f"{run}: has no step to resume from: {'; '.join(passed)}")
     absent = (
         f"{LATEST_NAME} names {latest.name}, which is not there" if latest else f"it has no {LATEST_NAME}"
     )
-    raise CheckpointError(f"{run}: no checkpoint: it has no {NAME} and no step, and {absent}")
+    raise CheckpointError(f"{run}: not a checkpoint: it has no {NAME} and no step, and {absent}")
 
 
 def _fault(run: Path, latest: Latest | None) -> str:
@@ -183,7 +223,7 @@ def _fault(run: Path, latest: Latest | None) -> str:
 
 
 def read_sound(path: Path) -> tuple[Manifest, int]:
-    """The manifest of a step whose files are all there, as long as they should be. Raises `CheckpointError`."""
+    """The manifest of a step, after a check that all files exist with the right sizes. Raises `CheckpointError`."""
     read = read_manifest(path)
     manifest = read[0]
     if path.name != step_name(manifest.step):
@@ -192,6 +232,15 @@ def read_sound(path: Path) -> tuple[Manifest, int]:
         with opened(path / file.name) as fd:
             check_size(fd, file.size, path / file.name)
     return read
+
+
+def is_sound(step: Path) -> bool:
+    """Whether `read_sound` accepts the step."""
+    try:
+        read_sound(step)
+    except CheckpointError:
+        return False
+    return True
 
 
 def read_manifest(step: Path) -> tuple[Manifest, int]:
@@ -204,7 +253,7 @@ def read_manifest(step: Path) -> tuple[Manifest, int]:
 
 
 def stated_checksum(step: Path) -> int | None:
-    """The CRC-32 that a step's manifest begins with; None where there is none that can be read."""
+    """The CRC-32 in a step's manifest; None if it cannot be read."""
     try:
         with opened(step / NAME) as fd, explained(step / NAME, "read"):
             return own_checksum(os.pread(fd, 64, 0))
@@ -212,12 +261,9 @@ def stated_checksum(step: Path) -> int | None:
         return None
 
 
-def superseded(step: Path, latest: Latest | None) -> bool:
-    """Whether the step is marked, or listed in `latest`, as one of a training that was begun anew before it."""
-    if os.path.lexists(step / SUPERSEDED_NAME):
-        return True
-    listed = latest.superseded if latest else {}
-    return step.name in listed and listed[step.name] == stated_checksum(step)
+def superseded(step: Path) -> bool:
+    """Whether the step is marked as one of a training that was begun anew before it."""
+    return os.path.lexists(step / SUPERSEDED_NAME)
 
 
 def check_run(run_directory: str | os.PathLike[str], *, after: int = 0, overwrite: bool = False) -> None:
@@ -241,13 +287,15 @@ def check_run(run_directory: str | os.PathLike[str], *, after: int = 0, overwrit
     run = Path(run_directory)
     require_run(run)
     _require_writable(run)
-    later = [] if overwrite else later_steps(run, after)
+    later = (
+        [] if overwrite else sorted(s for one in [run, *island_runs(run)] for s in later_steps(one, after))
+    )
     if later:
         more = f" and {len(later) - 1} more" if len(later) > 1 else ""
         raise CheckpointError(
-            f"{run}: holds {step_name(later[-1])}{more}, later than step {after}, after which this training begins; a "
-            "committed step is not replaced, so saving would fail then: go on from the newest with zerokit.load(), "
-            "choose another directory, or give overwrite=True here and to zerokit.save()"
+            f"{run}: holds {step_name(later[-1])}{more}, later than step {after}, after which this training "
+            "starts. Committed steps are not replaced, so saving would fail: resume from the newest with "
+            "zerokit.load(), choose another directory, or pass overwrite=True here and to zerokit.save()"
         )
 
 
@@ -264,7 +312,7 @@ def require_run(run: Path) -> None:
 
 
 def is_step(folder: Path) -> bool:
-    """Whether there is a manifest of zerokit's; other programs call files so, too."""
+    """Whether the directory has zerokit's manifest; other programs use the same file name."""
     path = folder / NAME
     with explained(folder, "looked at"):
         if not path.is_file():
@@ -273,14 +321,18 @@ def is_step(folder: Path) -> bool:
 
 
 def list_steps(run_directory: str | os.PathLike[str]) -> list[int]:
-    """The steps of a run that are there, ascending; none where there is no such directory.
+    """The steps of a run, ascending; empty if the directory is missing.
 
         if zerokit.list_steps("run"):
             extra = zerokit.load("run", optimizer)
 
-    Their files are not looked at. Raises `CheckpointError` where the directory cannot be listed.
+    Of islands (`zerokit.LocalSteps`), the steps that all of them have. Their files are not looked at. Raises
+    `CheckpointError` where the directory cannot be listed.
     """
-    return [_number(path) for path in committed(Path(run_directory))]
+    run = Path(run_directory)
+    if islands := island_runs(run):
+        return sorted(_steps_of_all(islands))
+    return [_number(path) for path in committed(run)]
 
 
 def committed(run: Path) -> list[Path]:
@@ -295,27 +347,20 @@ def _number(step: Path) -> int:
 
 
 def later_steps(run: Path, after: int) -> list[int]:
-    """Those of a run's steps that come after the step `after`, ascending."""
-    return [step for step in list_steps(run) if step > after]
+    """The run's steps after step `after`, ascending."""
+    return [step for step in map(_number, committed(run)) if step > after]
 
 
-def other_steps(run: Path, name: str) -> tuple[list[Path], list[Path]]:
-    """What is of another training than the step `name`, and not marked: listed by `latest`, and later ones; ascending.
-
-    They stay superseded when the training has passed them.
-    """
-    latest: Latest | None = None
-    with suppress(CheckpointError):  # nothing that could be read there is lost
-        latest = read_latest(run)
-    unmarked = [
-        path for path in committed(run) if path.name != name and not os.path.lexists(path / SUPERSEDED_NAME)
-    ]
-    listed = [path for path in unmarked if superseded(path, latest)]
-    return listed, [path for path in unmarked if path not in listed and _number(path) > _number(run / name)]
+def steps_to_supersede(run: Path, name: str) -> list[Path]:
+    """Those of a run's steps that are later than the step `name` and not marked yet, ascending."""
+    return [path for path in committed(run) if _number(path) > _number(run / name) and not superseded(path)]
 
 
 def mark_superseded(steps: list[Path]) -> None:
-    """Mark steps, ascending: the last stays the newest until all are marked. Raises `CheckpointError`."""
+    """Mark steps, ascending: the last stays the newest until all are marked. Raises `CheckpointError`.
+
+    They stay superseded when the training has passed them.
+    """
     for step in steps:
         with explained(step / SUPERSEDED_NAME, "created"), suppress(FileNotFoundError):  # pruned meanwhile
             os.close(files.system().create(step / SUPERSEDED_NAME))
@@ -330,7 +375,7 @@ def unreferenced(step: Path) -> bool:
         return False
     if latest is None:
         return True
-    return _number(step.parent / latest.name) < _number(step) and not superseded(step, latest)
+    return _number(step.parent / latest.name) < _number(step) and not superseded(step)
 
 
 def _require_writable(run: Path) -> None:
@@ -340,11 +385,8 @@ def _require_writable(run: Path) -> None:
         raise CheckpointError(
             f"{run}: cannot be created: {existing} is not a directory: choose another directory"
         )
-    if os.statvfs(existing).f_flag & os.ST_RDONLY:
-        raise CheckpointError(
-            f"{run}: cannot be written to: {existing} is on a read-only file system: choose another directory"
-        )
     if not os.access(existing, os.W_OK | os.X_OK):
         raise CheckpointError(
-            f"{run}: cannot be written to: {existing} allows it to others: check its permissions and its owner"
+            f"{run}: cannot be written to: {existing} is on a read-only file system, or allows it to others: check its "
+            "permissions and its owner, or choose another directory"
         )

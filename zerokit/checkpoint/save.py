@@ -1,83 +1,47 @@
-"""`save`: every rank writes its own pieces, rank 0 the rest, and one rename commits them all."""
+"""`save`: every rank writes its own pieces, rank 0 writes the rest, and one rename commits them all."""
 
 from __future__ import annotations
 
-import json
 import os
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, overload
 
 from zerokit import files
 from zerokit.checkpoint import background
 from zerokit.checkpoint.background import Saving
-from zerokit.checkpoint.checksum import crc32
-from zerokit.checkpoint.common import encode as encode_tensors
-from zerokit.checkpoint.disk import MAX_TEXT_BYTES, explained, new_file, write_exactly, write_file
-from zerokit.checkpoint.extents import RankFile, Stream, file_name, names_of, rank_file, slice_count
-from zerokit.checkpoint.extra import decode
-from zerokit.checkpoint.header import LENGTH_BYTES, header_size, parse_header
-from zerokit.checkpoint.manifest import (
-    COMMON_NAME,
-    EXTRA_NAME,
-    MAX_STEP,
-    NAME,
-    File,
-    Manifest,
-    Scalars,
-    own_checksum,
-)
-from zerokit.checkpoint.parsing import parse_manifest
-from zerokit.checkpoint.plan import PieceKey
-from zerokit.checkpoint.recognise import foreign_to_step
-from zerokit.checkpoint.requests import Request, write
-from zerokit.checkpoint.rest import parse_rest
-from zerokit.checkpoint.retention import Retention, prune
+from zerokit.checkpoint.disk import explained
+from zerokit.checkpoint.extents import rank_file
+from zerokit.checkpoint.manifest import MAX_STEP, own_checksum
+from zerokit.checkpoint.prune import Retention, foreign_to_step, prune_after_save
 from zerokit.checkpoint.run import (
     LATEST_NAME,
     Latest,
+    island_run,
     list_steps,
     mark_superseded,
-    other_steps,
     read_latest,
     require_run,
+    set_aside_islands,
     stated_checksum,
     step_name,
+    steps_to_supersede,
     unreferenced,
     write_latest,
 )
-from zerokit.checkpoint.snapshot import Arguments, Part, Rest, Slices, complete, require_agreement, take
+from zerokit.checkpoint.snapshot import Arguments, Part, complete, require_agreement, take
 from zerokit.checkpoint.staging import Staging, remove_gone
 from zerokit.checkpoint.state import merge
+from zerokit.checkpoint.step_files import Contents, contents_of, write_rank, write_rest
 from zerokit.checkpoint.together import Together
-from zerokit.errors import CheckpointError, UsageError, ZerokitWarning
-from zerokit.layout import Layout
+from zerokit.errors import CheckpointError, ScheduleError, UsageError, ZerokitWarning
 from zerokit.runtime import ZeroOptimizer
 
 _NAMED: dict[Path, set[str]] = {}
 """By run, the steps that this process has saved, and so may be named by `latest`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Written:
-    """A rank's file: the CRC-32 of its header and of each of its extents."""
-
-    size: int
-    header_size: int
-    header_crc: int
-    crcs: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Contents:
-    """What rank 0 writes: the small files, and the manifest but for what the ranks' files turn out to be."""
-
-    common: bytes
-    extra: bytes
-    manifest: Manifest
 
 
 @overload
@@ -131,7 +95,8 @@ def save(
     random number generators are written; gradients are not, so call it between steps.
 
     Args:
-        run_directory: made if it does not exist; it must be shared by all nodes.
+        run_directory: made if it does not exist; it must be shared by all nodes. Islands (`zerokit.LocalSteps`) save
+            into `run_directory/island-0`, `island-1` and so on; each is a whole run, and may lie on a disk of its own.
         optimizer: its model comes with it.
         step: names the checkpoint.
         extra: JSON-like data, tensors included, such as schedulers' `state_dict()`s and the sampler's position.
@@ -159,19 +124,29 @@ def save(
     Ranks whose arguments, or whose options of the optimizer, differ are named. A rank that does not come raises
     `ScheduleError` on the others after the optimizer's time-out.
     """
-    parts = optimizer.parts
-    parts.control.finish()
-    parts.walk.absorb_changes()  # weights that were clamped, say, since the last step: masters are what is written
+    runtime = optimizer.runtime
+    runtime.control.finish()
+    runtime.gathering.take_changes()  # weights that were clamped, say, since the last step: masters are what is written
     failed = background.failure(optimizer)
-    together = Together(parts.collectives, background=not blocking)
+    together = Together(runtime.collectives, background=not blocking)
     together.raise_any(failed)  # here, where it cannot be overlooked: a failed save ends no later one
     retention = Retention(keep_last, keep_every, keep)
+    if not weights_only:
+        optimizer.settle(step)
     part: list[Part] = []
     cause: list[Exception] = []
+    local = optimizer.local_steps
+    islands = optimizer.islands
+    if islands is not None and local is None:
+        raise UsageError(
+            "save() of an island without local steps: create zerokit.LocalSteps(optimizer) first"
+        )
+    outer = {} if local is None or weights_only else local.streams()
     try:
-        run = os.path.abspath(run_directory)
+        whole = Path(os.path.abspath(run_directory))
+        run = str(whole if islands is None else island_run(whole, islands.index))
         arguments = Arguments(run, step, overwrite, weights_only, keep_last, keep_every)
-        part.append(take(optimizer, arguments, extra, copied=not blocking))
+        part.append(take(optimizer, arguments, extra, outer, copied=not blocking))
     except Exception as error:  # raised on every rank, below
         cause.append(error)
 
@@ -184,14 +159,21 @@ def save(
         return part[0]
 
     def work() -> Path:
-        _commit(together, own, retention)
-        return Path(run_directory) / step_name(step)
+        _commit(together, own, retention, None if local is None else partial(local.committed, step))
+        run = Path(run_directory)
+        if islands is None:
+            return run / step_name(step)
+        if islands.rank == 0:
+            set_aside_islands(run, islands.count, step)
+        return island_run(run, islands.index) / step_name(step)
 
     return work() if blocking else background.start(optimizer, work)
 
 
-def _commit(together: Together, own: Callable[[], Part], retention: Retention) -> None:
-    """Write what all ranks have taken."""
+def _commit(
+    together: Together, own: Callable[[], Part], retention: Retention, others: Callable[[], None] | None
+) -> None:
+    """Write what all ranks have taken; `others` returns when other islands have, too."""
     cards = together.do(lambda: own().card)
     require_agreement(cards)
     part = own()
@@ -208,25 +190,25 @@ def _commit(together: Together, own: Callable[[], Part], retention: Retention) -
             asked.append(retention.asked({*list_steps(target.parent), step}))
             if not arguments.weights_only:
                 complete(part, cards, scalars, values)
-            contents.append(_contents(arguments, layout, streams, tuple(scalars), part.rest))
+            contents.append(contents_of(arguments, layout, streams, tuple(scalars), part.rest))
             staging.append(_begin(target, overwrite=arguments.overwrite))
             stack.callback(staging[0].discard)
             return staging[0].work
 
         work = together.on_first(begin)
         written = together.do(
-            lambda: _write_rank(
-                work, rank_file(layout, streams, step, rank), streams, part.slices, layout, rank
-            )
+            lambda: write_rank(work, rank_file(layout, streams, step, rank), streams, part.slices, layout)
         )
 
         def finish() -> None:
-            content = _finish(work, contents[0], written)
+            content = write_rest(work, contents[0], written)
             _publish(staging[0], content, weights_only=arguments.weights_only)
             if retention.wanted:
                 try:
-                    prune(target.parent, asked[0])
-                except CheckpointError as error:
+                    if others is not None:
+                        others()  # a step that only some islands have replaces no older one
+                    prune_after_save(target.parent, asked[0])
+                except (CheckpointError, ScheduleError) as error:
                     warnings.warn(
                         f"{target} is saved, but older steps stay: {error}", ZerokitWarning, stacklevel=2
                     )
@@ -255,8 +237,8 @@ def _begin(target: Path, *, overwrite: bool) -> Staging:
     if os.path.lexists(target) and not overwrite:
         if not unreferenced(target):
             raise CheckpointError(
-                f"{target}: this step is saved already: save with overwrite=True to replace it, or another step, or in "
-                "another run directory (zerokit.check_run checks this before training)"
+                f"{target}: this step is already saved: pass overwrite=True to replace it, or save another step, "
+                "or in another run directory (zerokit.check_run checks this before training)"
             )
         replaces = True  # its writer was killed before it was announced
     with explained(target.parent, "created"):
@@ -264,103 +246,12 @@ def _begin(target: Path, *, overwrite: bool) -> Staging:
     return Staging(target, force=replaces, foreign=foreign_to_step)
 
 
-def _write_rank(
-    work: Path, file: RankFile, streams: tuple[Stream, ...], slices: Slices, layout: Layout, rank: int
-) -> Written:
-    if not work.is_dir():
-        raise CheckpointError(f"{work}: not there: the run directory is not shared between the nodes")
-    positions = layout.positions
-    requests = [
-        Request(
-            PieceKey(extent.stream, positions[extent.parameter.name], rank, extent.interval.start),
-            extent.offset,
-            extent.size,
-            slices[streams[extent.stream].kind, extent.parameter.name],
-            streams[extent.stream].dtype,
-        )
-        for extent in file.extents
-    ]
-    path = work / file.name
-    with new_file(path, file.size) as fd:
-        write_exactly(fd, [file.header], 0, path)
-        crcs = write(fd, requests, path)
-    return Written(file.size, len(file.header), crc32(file.header), crcs)
-
-
-def _contents(
-    arguments: Arguments,
-    layout: Layout,
-    streams: tuple[Stream, ...],
-    scalars: tuple[Scalars, ...],
-    rest: Rest,
-) -> Contents:
-    """What rank 0 is to write. Raises `CheckpointError` for what `load` would refuse."""
-    step, target = int(str(arguments.step)), Path(arguments.run)
-    where = f"{target / step_name(step)} cannot be saved"
-    common = encode_tensors(rest.tensors)
-    extra = json.dumps(rest.members, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
-    manifest = Manifest(
-        step,
-        layout,
-        streams,
-        scalars,
-        tuple((0,) * slice_count(layout, stream) for stream in streams),
-        tuple(
-            File(file_name(rank, layout.world), LENGTH_BYTES, LENGTH_BYTES, 0) for rank in range(layout.world)
-        ),
-        File(COMMON_NAME, len(common), 0, crc32(common)),
-        File(EXTRA_NAME, len(extra), 0, crc32(extra)),
-        arguments.weights_only,
-    )
-    content = manifest.to_bytes()
-    for name, text in ((NAME, content), (EXTRA_NAME, extra)):
-        if len(text) > MAX_TEXT_BYTES:
-            raise CheckpointError(
-                f"{where}: {name} would have {len(text)} bytes, more than the {MAX_TEXT_BYTES} that it may have: give "
-                "long data as tensors or arrays"
-            )
-    parse_manifest(content, f"{where}: {NAME}")
-    parse_header(
-        common[: header_size(common[:LENGTH_BYTES], len(common), where)],
-        len(common),
-        f"{where}: {COMMON_NAME}",
-    )
-    plain = parse_rest(extra, manifest, f"{where}: {EXTRA_NAME}")
-    for key in ("user", "groups", "values"):
-        decode(plain.get(key), rest.tensors, f"{where}: {key}")
-    return Contents(common, extra, manifest)
-
-
-def _finish(work: Path, contents: Contents, written: list[Written]) -> bytes:
-    """Rank 0's part: common, extra and the manifest, whose bytes are returned."""
-    draft = contents.manifest
-    for rank, file in enumerate(written):
-        path = work / draft.files[rank].name
-        if not path.exists() or path.stat().st_size != file.size:
-            raise CheckpointError(
-                f"{path}: rank {rank}'s file is not there: the run directory is not shared between the nodes"
-            )
-    write_file(work / COMMON_NAME, contents.common)
-    write_file(work / EXTRA_NAME, contents.extra)
-    content = replace(
-        draft,
-        checksums=_checksums(draft.layout, draft.streams, draft.step, written),
-        files=tuple(
-            File(stated.name, w.size, w.header_size, w.header_crc)
-            for stated, w in zip(draft.files, written, strict=True)
-        ),
-    ).to_bytes()
-    write_file(work / NAME, content)
-    return content
-
-
 def _publish(staging: Staging, manifest: bytes, *, weights_only: bool) -> None:
     """Commit a step, and make it the run's newest."""
     run, name = staging.target.parent, staging.target.name
     crc = own_checksum(manifest)
     assert crc is not None
-    listed, later = other_steps(run, name)
-    mark_superseded(listed)  # an earlier version's list, which the new `latest` does without
+    later = steps_to_supersede(run, name)
     begins = not (weights_only and later)  # weights alone begin no training before later steps
     replaced = _referenced_checksum(run, name)
     if begins:
@@ -382,18 +273,3 @@ def _referenced_checksum(run: Path, name: str) -> int | None:
     except CheckpointError:
         return None  # nothing that could be read there is lost
     return stated_checksum(run / name) if latest is not None and latest.name == name else None
-
-
-def _checksums(
-    layout: Layout, streams: tuple[Stream, ...], step: int, written: list[Written]
-) -> tuple[tuple[int, ...], ...]:
-    """Every slice's CRC-32, from the order of the files to the manifest's."""
-    crcs: dict[tuple[int, str, int], int] = {}
-    for rank, file in enumerate(written):
-        extents = rank_file(layout, streams, step, rank).extents
-        for extent, crc in zip(extents, file.crcs, strict=True):
-            crcs[extent.stream, extent.parameter.name, rank] = crc
-    return tuple(
-        tuple(crcs[number, name, rank] for name in names_of(layout, stream) for rank in layout.owners(name))
-        for number, stream in enumerate(streams)
-    )

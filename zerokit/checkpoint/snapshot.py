@@ -1,8 +1,7 @@
-"""What one rank holds at the moment of a save, and what the ranks' parts are together."""
+"""A snapshot: one rank's state at the moment of a save, and the union of the ranks' parts."""
 
 from __future__ import annotations
 
-import json
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
@@ -13,15 +12,23 @@ import torch
 from torch import Tensor, nn
 
 from zerokit.checkpoint import rng
-from zerokit.checkpoint.common import snapshot
-from zerokit.checkpoint.extra import encode, mapping
+from zerokit.checkpoint.extra import GENERATOR_PREFIX, LOCAL_STEPS, encode, mapping
 from zerokit.checkpoint.manifest import BUFFER_PREFIX, Scalars
-from zerokit.checkpoint.rest import GENERATOR_PREFIX
-from zerokit.checkpoint.state import Description, Encoded, Held, describe, own_slices, tensor_of
+from zerokit.checkpoint.state import (
+    Description,
+    Encoded,
+    Held,
+    describe,
+    dtype_name,
+    outer_slices,
+    own_slices,
+    tensor_of,
+)
 from zerokit.errors import CheckpointError, ZerokitWarning
 from zerokit.layout import Layout
 from zerokit.runtime import ZeroOptimizer
 from zerokit.runtime.model import plain_name
+from zerokit.runtime.states import residuals_shown
 
 Slices = dict[tuple[str, str], Tensor]
 """By stream and parameter's name, flat."""
@@ -49,19 +56,19 @@ class Card:
     arguments: Arguments
     description: Description
     generators: dict[str, bytes]
-    options: str
-    """The groups' options and the loss scale, encoded."""
+    options: dict[str, str]
+    """The groups' options and the loss scale, as text by their paths."""
 
 
 @dataclass(slots=True)
 class Rest:
-    """What is not cut: members of `extra.json`, and tensors of `common`."""
+    """The data that is not sharded: members of `extra.json`, and tensors of `common`."""
 
     members: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
     def add(self, key: str, value: Any, path: str) -> None:
-        """A member that is encoded: its tensors are copied. Raises `CheckpointError`, naming the path in it."""
+        """Encode a member and copy its tensors. Raises `CheckpointError`, naming the path in it."""
         self.members[key], tensors = encode(value, path)
         self.tensors |= {name: snapshot(tensor) for name, tensor in tensors.items()}
 
@@ -79,41 +86,68 @@ class Part:
     origin: rng.Origin | None
 
 
-def take(optimizer: ZeroOptimizer, arguments: Arguments, extra: Any, *, copied: bool) -> Part:
+def take(
+    optimizer: ZeroOptimizer,
+    arguments: Arguments,
+    extra: Any,
+    outer: Mapping[str, Mapping[int, Tensor]],
+    *,
+    copied: bool,
+) -> Part:
     """This rank's part; its slices are the live tensors, or copies in the optimizer's `host_copy`.
+
+    `outer` are the streams of `zerokit.LocalSteps`, if there is one.
 
     Raises `CheckpointError` for a state that cannot be saved.
     """
-    parts = optimizer.parts
-    rank = parts.collectives.position
+    runtime = optimizer.runtime
+    rank = runtime.collectives.position
     if optimizer.refusal:
         raise CheckpointError(f"this state cannot be saved: {optimizer.refusal}")
-    held = list(own_slices(parts, rank, weights_only=arguments.weights_only))
-    rest, options = Rest(), Rest()
+    with residuals_shown(runtime):
+        held = list(own_slices(runtime, rank, weights_only=arguments.weights_only))
+        held += outer_slices(runtime.layout, rank, outer)
+        description = describe(runtime, held, weights_only=arguments.weights_only)
+    rest, options = Rest(), {}
     if rank == 0:
         rest.members["step"] = arguments.step
         rest.add("user", extra, "extra")
         rest.tensors |= {
-            BUFFER_PREFIX + name: snapshot(buffer) for name, buffer in persistent_buffers(parts.model).items()
+            BUFFER_PREFIX + name: snapshot(buffer)
+            for name, buffer in persistent_buffers(runtime.model).items()
         }
     if not arguments.weights_only:
-        options.add("groups", _groups(optimizer), "groups")
-        options.members["scaler"] = _scaler(optimizer)
+        options = _options(optimizer)
+        if rank == 0:
+            if optimizer.local_steps is not None:
+                rest.add(LOCAL_STEPS, optimizer.local_steps.plain_state(), LOCAL_STEPS)
+            rest.add("groups", _groups(optimizer), "groups")
+            rest.members["scaler"] = _scaler(optimizer)
     return Part(
         Card(
             arguments,
-            describe(parts, rank, weights_only=arguments.weights_only),
-            {} if arguments.weights_only else rng.capture(parts.collectives.device),
-            _text(options),
+            description,
+            {} if arguments.weights_only else rng.capture(runtime.collectives.device),
+            options,
         ),
         _copies(optimizer, held)
         if copied
         else {(one.kind, one.part.parameter.name): one.tensor for one in held},
-        Rest(rest.members | options.members, rest.tensors | options.tensors) if rank == 0 else rest,
+        rest,
         optimizer.layout,
         torch.initial_seed() % 2**64,
         rng.ORIGINS.get(optimizer),
     )
+
+
+def snapshot(value: Any) -> Tensor:
+    """A tensor or array as a dense tensor in separate host memory.
+
+    Raises `CheckpointError` for a dtype that cannot be saved.
+    """
+    tensor = value.detach() if isinstance(value, Tensor) else torch.as_tensor(value)
+    dtype_name(tensor)
+    return tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def _copies(optimizer: ZeroOptimizer, held: Sequence[Held]) -> Slices:
@@ -161,7 +195,7 @@ def complete(
     scalars: Mapping[Scalars, bytes],
     values: Mapping[str, Mapping[str, Encoded]],
 ) -> None:
-    """Add to rank 0's part what is known of all ranks only."""
+    """Add the data of all ranks to rank 0's part."""
     rest, origin = part.rest, part.origin
     for scalar, data in scalars.items():
         shape = (len(scalar.parameters), *scalar.shape)
@@ -197,7 +231,7 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def require_agreement(cards: Sequence[Card]) -> None:
-    """Raises `CheckpointError`, naming the first that differs, unless all ranks request the same save.
+    """Raise `CheckpointError`, naming the first difference, unless all ranks request the same save.
 
     Options of the groups must be equal as well: they are saved once, and a rank with others trains another model.
     """
@@ -206,15 +240,13 @@ def require_agreement(cards: Sequence[Card]) -> None:
         _require_equal(
             "the run directory" if key == "run" else key, values, "save() must be called alike on all"
         )
-    if len({card.options for card in cards}) > 1:
-        options = [json.loads(card.options) for card in cards]
-        for path in sorted({path for one in options for path in one}):
-            _require_equal(
-                path,
-                [one.get(path, "absent") for one in options],
-                "set it alike on every rank, schedulers too: only one of them can be saved, and the ranks train with "
-                "different ones now",
-            )
+    for path in sorted({path for card in cards for path in card.options}):
+        _require_equal(
+            path,
+            [card.options.get(path, "absent") for card in cards],
+            "set it alike on every rank, schedulers too: only one of them can be saved, and the ranks train with "
+            "different ones now",
+        )
 
 
 def _require_equal(name: str, values: Sequence[str], advice: str) -> None:
@@ -227,22 +259,16 @@ def _require_equal(name: str, values: Sequence[str], advice: str) -> None:
     raise CheckpointError(f"{name} differs between ranks: {'; '.join(texts)}: {advice}")
 
 
-def _text(options: Rest) -> str:
-    """Every option by its path, with the bytes of tensors: equal for equal options only."""
+def _options(optimizer: ZeroOptimizer) -> dict[str, str]:
+    """Every option of the groups and of the loss scale by its path, as text: equal for equal options only."""
     texts = {}
-    for number, group in enumerate(options.members.get("groups", [])):
+    for number, group in enumerate(_groups(optimizer)):
         for key, value in group.items():
-            texts[f"option {key!r} of parameter group {number}"] = _shown(value, options.tensors)
-    for key, value in (options.members.get("scaler") or {}).items():
-        texts[f"the loss scale's {key}"] = str(value)
-    return json.dumps(texts)
-
-
-def _shown(value: Any, tensors: Mapping[str, Tensor]) -> str:
-    if isinstance(value, dict) and isinstance(value.get("tensor"), str):
-        tensor = tensors[value["tensor"]]
-        return f"{tensor.dtype} {tensor.tolist()}"
-    return json.dumps(value)
+            shown = f"{value.dtype} {value.tolist()}" if isinstance(value, Tensor) else repr(value)
+            texts[f"option {key!r} of parameter group {number}"] = shown
+    return texts | {
+        f"the loss scale's {key}": str(value) for key, value in (_scaler(optimizer) or {}).items()
+    }
 
 
 def _groups(optimizer: ZeroOptimizer) -> list[dict[str, Any]]:

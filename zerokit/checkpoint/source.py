@@ -1,4 +1,4 @@
-"""`Source`: a checkpoint to read from, in whichever format: what it holds, and where each element lies in its files.
+"""`Source`: a checkpoint of any format to read from: its contents, and the place of each element.
 
 `Checkpoint` is zerokit's own format, `formats.ForeignCheckpoint` any other. Those who copy or load bytes need no more
 than this class, and neither torch nor the framework that wrote the files.
@@ -8,28 +8,27 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from zerokit.checkpoint.checksum import Piece
+from zerokit.checkpoint.checksum import Piece, Pieces
 from zerokit.checkpoint.extents import Stream
-from zerokit.checkpoint.extra import decode
+from zerokit.checkpoint.extra import GENERATOR_PREFIX, decode
 from zerokit.checkpoint.manifest import File, Manifest
-from zerokit.checkpoint.plan import PieceKey
-from zerokit.errors import ZerokitWarning
+from zerokit.errors import CheckpointError, ZerokitWarning
 from zerokit.layout import Interval, Layout
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
+T = TypeVar("T")
 
-@dataclass(frozen=True, slots=True)
-class Stretch:
+
+class Stretch(NamedTuple):
     """Elements `interval` of a flattened parameter, one after the other from byte `offset` of file `file` on."""
 
     file: int
@@ -63,7 +62,7 @@ class Source(ABC):
     """The CRC-32 of what describes the contents: equal for equal checkpoints."""
 
     def warn(self) -> None:
-        """Show the notes as a `ZerokitWarning`, for callers that cannot return them."""
+        """Issue the notes as a `ZerokitWarning`, for callers that cannot return them."""
         if self.notes:
             warnings.warn("; ".join(self.notes), ZerokitWarning, stacklevel=3)
 
@@ -73,7 +72,7 @@ class Source(ABC):
 
     @property
     def world(self) -> int:
-        """How many ranks wrote it, or it was cut for."""
+        """The number of ranks that wrote it, or for which it was cut."""
         return self.manifest.world
 
     @property
@@ -92,7 +91,7 @@ class Source(ABC):
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every parameter's shape by its name, in the order of the line; tied ones by their first name only."""
-        return {parameter.name: parameter.shape for parameter in self.layout.parameters}
+        return {parameter.name: parameter.shape for parameter in self.layout.line}
 
     @property
     def names(self) -> list[str]:
@@ -100,8 +99,8 @@ class Source(ABC):
         return list(self.shapes)
 
     @abstractmethod
-    def locate(self, stream: int, name: str, interval: Interval) -> Iterator[Stretch]:
-        """Where the elements `interval` of a flattened parameter lie in one stream, in order."""
+    def locate(self, stream: int, position: int, interval: Interval) -> Iterator[Stretch]:
+        """The places of a parameter's elements in one stream, in order; `position` is the parameter's in the line."""
 
     @abstractmethod
     def file_path(self, file: int) -> Path:
@@ -109,20 +108,20 @@ class Source(ABC):
 
     @abstractmethod
     def open_file(self, file: int) -> AbstractContextManager[int]:
-        """The descriptor of that file, which is the one that was described."""
+        """The descriptor of the file with that number, after a check that it is unchanged."""
 
     @abstractmethod
     def check_files(self) -> None:
-        """Raises `CheckpointError` unless every file is there and is the one that was described."""
+        """Raise `CheckpointError` unless every file exists and is unchanged."""
 
     @abstractmethod
-    def faults(self, by_rank: Sequence[Mapping[PieceKey, Piece]]) -> list[str]:
-        """What is wrong with the bytes that the ranks have read (their pieces `by_rank`); empty if all is well."""
+    def faults(self, by_rank: Sequence[Pieces]) -> list[str]:
+        """The problems in the bytes that ranks have read; empty if there are none."""
 
     @property
     @abstractmethod
     def data_size(self) -> int:
-        """Bytes that a copy of the whole reads."""
+        """The number of bytes that a complete copy reads."""
 
     @abstractmethod
     def held_files(self) -> list[tuple[str, int]]:
@@ -130,11 +129,11 @@ class Source(ABC):
 
     @abstractmethod
     def checksums(self, stream: int) -> Iterator[tuple[str, Piece]]:
-        """Each parameter's name in one stream and the checksum of its elements; data is read where none is stated."""
+        """Each parameter of a stream with its checksum; data without a stated checksum is read."""
 
     @abstractmethod
     def whole_files(self) -> Iterator[tuple[File, bytes | None]]:
-        """The files that are not cut, `common` and `extra`; their contents where they are not on the disk."""
+        """The files that are not sharded, `common` and `extra`, with their contents if they are not on disk."""
 
     @property
     @abstractmethod
@@ -146,11 +145,6 @@ class Source(ABC):
     def common_forms(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
         """Dtype and shape of each tensor that is stored whole, by its name: "buffers/…", "optimizer/…" and others."""
 
-    @property
-    def common_names(self) -> Collection[str]:
-        """The names of the tensors that are stored whole."""
-        return self.common_forms.keys()
-
     @abstractmethod
     def common_tensor(self, name: str) -> tuple[str, tuple[int, ...], bytearray]:
         """Dtype, shape and bytes of a tensor that is stored whole. Raises `UsageError` if there is none."""
@@ -159,36 +153,66 @@ class Source(ABC):
     def extra_plain(self) -> dict[str, Any]:
         """The members of `extra.json`, as plain data, valid as FORMAT.md defines them."""
 
-    @abstractmethod
     def check_generators(self, plain: dict[str, Any]) -> None:
-        """Raises `CheckpointError` unless the states of the generators that `extra.json` lists are there."""
+        """Raises `CheckpointError` unless generators' states have a row for each rank that `extra.json` lists."""
+        for name, (dtype, shape) in self.common_forms.items():
+            world = plain["rng"]["world"] if name.startswith(GENERATOR_PREFIX) else 0
+            if world and (dtype != "uint8" or len(shape) != 2 or shape[0] != world):
+                raise CheckpointError(
+                    f"{self.path / self.manifest.common.name}: not valid: {name[:200]!r} is {dtype} {list(shape)}, "
+                    f"expected uint8 [{world}, bytes]: a row for each rank of 'rng'"
+                )
 
     def extra(self) -> dict[str, Any]:
-        """The members of `extra.json`: "user" is what `save` was given.
+        """The members of `extra.json`; "user" is the `extra` given to `save`.
 
         Tensors come as numpy arrays, torch's too; bfloat16 and float8 elements as float32, exactly.
         """
-        tensors = _Arrays(self)
-        where = f"{self.path / self.manifest.extra.name}"
+        tensors, where = Tensors(self, to_array), self.path / self.manifest.extra.name
         return {key: decode(value, tensors, f"{where}: {key}") for key, value in self.extra_plain().items()}
 
 
-class _Arrays(Mapping[str, "np.ndarray[Any, Any]"]):
-    """The tensors of `common`, read when they are asked for."""
+def to_array(content: bytes | bytearray | memoryview, dtype: str, shape: tuple[int, ...]) -> NDArray[Any]:
+    """The elements as an array of `shape`; bfloat16 and float8, which numpy does not have, as float32, exactly."""
+    import numpy as np
 
-    def __init__(self, source: Source) -> None:
-        self._source = source
+    if dtype == "bfloat16":
+        flat = (np.frombuffer(content, "<u2").astype(np.uint32) << 16).view(np.float32)
+    elif dtype == "float8_e5m2":  # the upper half of a float16
+        flat = (np.frombuffer(content, np.uint8).astype(np.uint16) << 8).view(np.float16).astype(np.float32)
+    elif dtype == "float8_e4m3fn":
+        code = np.arange(
+            256
+        )  # sign, 4 bits of exponent with bias 7, 3 of mantissa; no infinity (arXiv:2209.05433)
+        sign, exponent, mantissa = 1 - 2 * (code >> 7), (code >> 3) & 15, code & 7
+        size = np.where(exponent > 0, np.ldexp(8 + mantissa, exponent - 10), np.ldexp(mantissa, -9))
+        values = np.where((code & 127) == 127, np.nan, np.copysign(size, sign)).astype(np.float32)
+        flat = values[np.frombuffer(content, np.uint8)]
+    elif dtype == "bool":
+        flat = np.frombuffer(content, np.uint8) != 0
+    else:
+        flat = np.frombuffer(content, np.dtype(dtype).newbyteorder("<")).astype(dtype, copy=False)
+    return flat.reshape(shape)
 
-    def __getitem__(self, name: str) -> NDArray[Any]:
-        from zerokit.checkpoint.arrays import to_array
 
-        if name not in self._source.common_names:
+class Tensors(Mapping[str, T]):
+    """The tensors of a checkpoint's `common`, read on demand into separate memory.
+
+    `make` makes them of their bytes, dtype and shape. Raises `CheckpointError` for a file that is damaged, before
+    anything is read from it.
+    """
+
+    def __init__(self, source: Source, make: Callable[[bytearray, str, tuple[int, ...]], T]) -> None:
+        self._source, self._make = source, make
+
+    def __getitem__(self, name: str) -> T:
+        if name not in self._source.common_forms:
             raise KeyError(name)
         dtype, shape, content = self._source.common_tensor(name)
-        return to_array(content, dtype, shape)
+        return self._make(content, dtype, shape)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._source.common_names)
+        return iter(self._source.common_forms)
 
     def __len__(self) -> int:
-        return len(self._source.common_names)
+        return len(self._source.common_forms)

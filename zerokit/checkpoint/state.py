@@ -14,18 +14,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from zerokit.checkpoint.extents import ELEMENT_BYTES, Stream
+from zerokit.checkpoint.extents import Stream
 from zerokit.checkpoint.extra import encode
 from zerokit.checkpoint.manifest import Scalars
+from zerokit.checkpoint.requests import Memory
+from zerokit.checkpoint.safetensors import ELEMENT_BYTES
 from zerokit.errors import CheckpointError
-from zerokit.layout import Interval, Layout, Slice
-from zerokit.runtime.build import Parts
-from zerokit.runtime.storage import MasterSlice, UnitState
+from zerokit.layout import Layout, Slice
+from zerokit.runtime.build import Runtime
+from zerokit.runtime.unit import MasterSlice
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 MASTER, PARAM = "master", "param"
+OUTER_PREFIX = "outer."
+"""Streams of `zerokit.LocalSteps` begin so: what islands last agreed on, and the outer optimizer's states."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +44,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Encoded:
-    """A state that is no tensor, as it was when it was taken; by name dtype, shape and bytes of the tensors in it."""
+    """A state that is not a tensor, as captured, with dtype, shape and bytes of the tensors in it by name."""
 
     plain: Any
     tensors: dict[str, tuple[str, tuple[int, ...], bytes]]
@@ -51,7 +55,7 @@ class Encoded:
 
 @dataclass
 class Description:
-    """What one rank holds, by position in the line."""
+    """The state of one rank, by position in the line."""
 
     kinds: dict[tuple[str, str], list[int]] = field(default_factory=dict)
     """By kind and dtype."""
@@ -62,7 +66,7 @@ class Description:
 
 
 def dtype_name(tensor: Tensor) -> str:
-    """Raises `CheckpointError` for a dtype that safetensors has no name for."""
+    """The dtype's name in safetensors. Raises `CheckpointError` if there is none."""
     name = str(tensor.dtype).removeprefix("torch.")
     if name not in ELEMENT_BYTES:
         raise CheckpointError(f"tensors of {name} cannot be saved: safetensors has no such dtype")
@@ -78,79 +82,94 @@ def host_bytes(tensor: Tensor) -> memoryview:
 
 def tensor_of(data: ReadableBuffer, dtype: str, shape: Sequence[int]) -> Tensor:
     """A new tensor of these bytes: the reverse of `host_bytes`."""
-    content = data if isinstance(data, bytearray) else bytearray(data)
+    content = data if isinstance(data, bytearray | memoryview) else bytearray(data)
     kind = getattr(torch, dtype)
     # frombuffer refuses a buffer of no bytes.
     return (torch.frombuffer(content, dtype=kind) if content else torch.empty(0, dtype=kind)).reshape(shape)
 
 
-def flats(parts: Parts) -> Iterator[tuple[UnitState, MasterSlice, dict[str, Any]]]:
-    """Every flat parameter of the optimizer with its state."""
-    for storage in parts.storages:
-        for flat in storage.flats:
-            yield storage, flat, parts.inner.state.get(flat.tensor, {})
+@dataclass(frozen=True)
+class Elements(Memory):
+    """The flat elements of `tensor` in the file's `dtype`."""
+
+    tensor: Tensor
+    dtype: str
+
+    def _within(self, at: int, size: int) -> Tensor:
+        width = ELEMENT_BYTES[self.dtype]
+        return self.tensor[at // width : (at + size) // width]
+
+    def buffer(self, at: int, size: int) -> memoryview:
+        """The tensor's own memory, if the bytes can be read into it unchanged."""
+        if self._is_raw:
+            return host_bytes(self._within(at, size))
+        return memoryview(bytearray(size))
+
+    def take(self, at: int, content: memoryview) -> None:
+        if not self._is_raw:
+            part = self._within(at, content.nbytes)
+            with torch.no_grad():
+                part.copy_(tensor_of(content, self.dtype, part.shape))
+
+    @property
+    def _is_raw(self) -> bool:
+        return self.tensor.device.type == "cpu" and str(self.tensor.dtype) == f"torch.{self.dtype}"
 
 
-def within(flat: MasterSlice, tensor: Tensor, part: Slice) -> Tensor:
-    """The elements of `part` in `tensor`, which has the shape of the flat parameter."""
-    start = part.offset - flat.interval.start
-    return tensor[start : start + part.interval.numel]
+def own_slices(
+    runtime: Runtime, rank: int, *, weights_only: bool = False, replicas: bool = False
+) -> Iterator[Held]:
+    """The slices that this rank writes: its piece of every unit, in every stream or only in parameters'.
 
-
-def own_slices(parts: Parts, rank: int, *, weights_only: bool = False) -> Iterator[Held]:
-    """What this rank writes: its piece of every unit, in every stream, or in those of parameters."""
-    positions = parts.layout.positions
-    for storage in parts.storages:
-        unit = storage.unit
-        if not unit.trainable:
-            for part in unit.owned(rank):
-                tensor = storage.slice_of(part.memory)
-                yield Held(PARAM, positions[part.parameter.name], part, tensor)
-    for storage, flat, state in flats(parts):
-        piece = flat.interval.intersection(storage.unit.shard(rank))
-        for part in _members(storage, flat, piece):
+    `replicas`: what it reads, which is all of masters that every rank has whole (stage 0).
+    """
+    positions = runtime.layout.positions
+    for unit in runtime.units:
+        for part in unit.unit.owned(rank) if not unit.unit.trainable else ():
+            yield Held(PARAM, positions[part.parameter.name], part, unit.kept_part(part.memory))
+    for unit, master, state in runtime.masters():
+        for part in unit.members(master, None if replicas else unit.unit.shard(rank)):
             position = positions[part.parameter.name]
-            yield Held(MASTER, position, part, within(flat, flat.tensor.detach(), part))
+            yield Held(MASTER, position, part, master.part(master.tensor.detach(), part.memory))
             for kind, value in () if weights_only else state.items():
-                if _elementwise(value, flat):
-                    yield Held(kind, position, part, within(flat, value, part))
+                if _elementwise(value, master):
+                    yield Held(kind, position, part, master.part(value, part.memory))
 
 
-def members(storage: UnitState, flat: MasterSlice) -> Iterator[Slice]:
-    """The slices of parameters that a flat parameter holds, padding left out."""
-    return _members(storage, flat, flat.interval)
+def _elementwise(value: object, master: MasterSlice) -> bool:
+    return isinstance(value, Tensor) and value.shape == master.tensor.shape
 
 
-def _members(storage: UnitState, flat: MasterSlice, piece: Interval) -> Iterator[Slice]:
-    for part in storage.unit.slices_within(piece):
-        if part.parameter.group == flat.group:
-            yield part
+def outer_slices(layout: Layout, rank: int, streams: Mapping[str, Mapping[int, Tensor]]) -> Iterator[Held]:
+    """The state of `zerokit.LocalSteps` for this rank's shards: tensors [shard_numel] by name and unit."""
+    for name, shards in streams.items():
+        for index, shard in shards.items():
+            start = layout.units[index].shard(rank).start
+            for part in layout.units[index].owned(rank):
+                tensor = shard[part.offset - start : part.offset - start + part.interval.numel]
+                yield Held(OUTER_PREFIX + name, layout.positions[part.parameter.name], part, tensor)
 
 
-def _elementwise(value: object, flat: MasterSlice) -> bool:
-    return isinstance(value, Tensor) and value.shape == flat.tensor.shape
-
-
-def describe(parts: Parts, rank: int, *, weights_only: bool = False) -> Description:
-    """What this rank holds, or of it the parameters.
+def describe(runtime: Runtime, held_slices: Sequence[Held], *, weights_only: bool = False) -> Description:
+    """This rank's state, or only its parameters; `held_slices` are all its slices.
 
     Raises `CheckpointError` for kinds that no stream can be called by.
     """
     held_here = Description()
-    for held in own_slices(parts, rank, weights_only=weights_only):
+    for held in held_slices:
         held_here.kinds.setdefault((held.kind, dtype_name(held.tensor)), []).append(held.position)
     if weights_only:
         return held_here
-    positions = parts.layout.positions
-    for storage, flat, state in flats(parts):
+    positions = runtime.layout.positions
+    for unit, master, state in runtime.masters():
         for kind, value in state.items():
-            elementwise = _elementwise(value, flat)
+            elementwise = _elementwise(value, master)
             _require_name(kind, elementwise=elementwise)
             if elementwise:
                 continue
-            # The host waits for a device here, so it asks once a flat tensor and not once a parameter.
+            # The host waits for a device here, so it asks once a master and not once a parameter.
             data = bytes(host_bytes(value)) if isinstance(value, Tensor) else b""
-            for part in members(storage, flat):
+            for part in unit.members(master):
                 position = positions[part.parameter.name]
                 if isinstance(value, Tensor):
                     key = (kind, dtype_name(value), tuple(value.shape))
@@ -166,7 +185,9 @@ def _require_name(kind: object, *, elementwise: bool) -> None:
     if not isinstance(kind, str):
         raise CheckpointError(f"optimizer state {kind!r} cannot be saved: its name must be text")
     if kind in (MASTER, PARAM):
-        raise CheckpointError(f"optimizer state {kind!r} cannot be saved: that name is the checkpoint's own")
+        raise CheckpointError(
+            f"optimizer state {kind!r} cannot be saved: that name is reserved for the checkpoint"
+        )
     if elementwise and ("/" in kind or not kind):
         raise CheckpointError(f"optimizer state {kind!r} cannot be saved: rename it without '/'")
 
@@ -182,7 +203,7 @@ def _encoded(value: Any, path: str) -> Encoded:
 def merge(
     layout: Layout, by_rank: Sequence[Description]
 ) -> tuple[tuple[Stream, ...], dict[Scalars, bytes], dict[str, dict[str, Encoded]]]:
-    """The streams of all ranks together, the scalars with their bytes, and the values that are no tensors.
+    """The streams of all ranks, the scalars with their bytes, and the values that are not tensors.
 
     Raises `CheckpointError` where ranks that share a parameter disagree.
     """
@@ -191,12 +212,10 @@ def merge(
         for key, held in description.kinds.items():
             kinds.setdefault(key, set()).update(held)
     line = list(layout.parameters)
-    _require_one_dtype(layout, kinds, by_rank)
     for position, parameter in enumerate(line):
-        if not parameter.numel:
-            # No rank owns a slice of it: it belongs to the streams that all its group's parameters belong to.
-            for key in _shared_kinds(layout, kinds, position):
-                kinds.setdefault(key, set()).add(position)
+        if not parameter.numel:  # no rank owns a slice of it
+            own = (MASTER, "float32") if parameter.trainable else (PARAM, parameter.dtype)
+            kinds.setdefault(own, set()).add(position)
     streams = sorted(
         (Stream(kind, dtype, tuple(sorted(held))) for (kind, dtype), held in kinds.items()),
         key=lambda s: s.order,
@@ -223,44 +242,6 @@ def merge(
         stacked,
         {kind: {line[index].name: held[index] for index in sorted(held)} for kind, held in values.items()},
     )
-
-
-def _require_one_dtype(
-    layout: Layout, kinds: Mapping[tuple[str, str], set[int]], by_rank: Sequence[Description]
-) -> None:
-    line = list(layout.parameters)
-    dtypes: dict[tuple[str, int], str] = {}
-    for (kind, dtype), held in kinds.items():
-        for position in held:
-            if dtypes.setdefault((kind, position), dtype) != dtype:
-                raise CheckpointError(
-                    f"{kind} of {line[position].name} is {dtype} on one rank and {dtypes[kind, position]} on another"
-                )
-    for kind, position in dtypes:
-        for rank in layout.owners(line[position].name):
-            if not any(position in held for (name, _), held in by_rank[rank].kinds.items() if name == kind):
-                raise CheckpointError(
-                    f"{kind} of {line[position].name} is missing on rank {rank}, which others have"
-                )
-
-
-def _shared_kinds(
-    layout: Layout, kinds: Mapping[tuple[str, str], set[int]], position: int
-) -> list[tuple[str, str]]:
-    line = list(layout.parameters)
-    wanted = line[position]
-    peers = {
-        other
-        for other, parameter in enumerate(line)
-        if parameter.numel
-        and (parameter.trainable, parameter.group) == (wanted.trainable, wanted.group)
-        and (wanted.trainable or parameter.dtype == wanted.dtype)
-    }
-    shared = [key for key, held in kinds.items() if peers and peers <= held]
-    own = MASTER if wanted.trainable else PARAM
-    if any(kind == own for kind, _ in shared):
-        return shared
-    return [*shared, (own, "float32" if wanted.trainable else wanted.dtype)]
 
 
 def _join(target: dict[int, Any], held: Mapping[int, Any], line: Sequence[Any], kind: str, rank: int) -> None:

@@ -1,4 +1,4 @@
-"""JSON read strictly: files may be damaged or hostile, and every refusal is a `ValueError` that shows the value.
+"""Strict JSON parsing for damaged or hostile files; every refusal is a `ValueError` that shows the value.
 
 The callers know the file and turn it into a `CheckpointError`.
 """
@@ -37,7 +37,7 @@ def parse_json(content: bytes) -> Any:
 
 
 def canonical(plain: Any) -> str:
-    """The same text for equal data, whatever the order of members."""
+    """Canonical text: equal for equal data, in any order of members."""
     return json.dumps(plain, sort_keys=True)
 
 

@@ -1,11 +1,10 @@
-"""Messages between ranks while they save or load: values, and each other's errors."""
+"""Messages between ranks while they save or load: values and errors."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TypeVar
 
-import torch
 import torch.distributed as dist
 
 from zerokit.errors import CheckpointError, ScheduleError, UsageError, ZerokitError
@@ -16,7 +15,7 @@ T = TypeVar("T")
 
 
 class Together:
-    """The ranks of one optimizer, over a group of their own apart from the training's messages.
+    """The ranks of one optimizer, over a group that is separate from the training's.
 
     A rank's number here is its position among the owners of shards: on a mesh of two axes, checkpoints are those of as
     many ranks on one axis.
@@ -47,17 +46,7 @@ class Together:
         return [gathered[self._mesh.rank(position)] for position in range(self.world)]
 
     def raise_any(self, error: Exception | None) -> None:
-        """Raise every rank's error on all, as `each` does; where there is none, a fifth of the time of that."""
-        if self._group is not None:
-            flag = torch.tensor([error is not None], dtype=torch.uint8)
-            try:
-                with self._watch.waiting(f"other ranks' part in {self._purpose}"):
-                    dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
-            except ScheduleError:
-                self._collectives.drop_side_group(self._purpose)
-                raise
-            if not flag.item():
-                return
+        """Raise every rank's error on all, as `each` does."""
 
         def fail() -> None:
             if error is not None:

@@ -1,29 +1,27 @@
-"""`verify`: read every byte of a checkpoint, and report all that is wrong with it and where."""
+"""`verify`: reads every byte of a checkpoint, and reports all damage and its place."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
-from zerokit.checkpoint.checksum import crc32
 from zerokit.checkpoint.copying import Progress
-from zerokit.checkpoint.disk import explained, opened, read_exactly
-from zerokit.checkpoint.extents import Extent, RankFile
+from zerokit.checkpoint.disk import explained, opened
+from zerokit.checkpoint.extents import Extent
 from zerokit.checkpoint.formats import open_source, recognised
 from zerokit.checkpoint.formats.foreign import ForeignCheckpoint
 from zerokit.checkpoint.manifest import NAME
-from zerokit.checkpoint.reader import Checkpoint, check_header
+from zerokit.checkpoint.reader import Checkpoint, file_checksum
 from zerokit.checkpoint.run import LATEST_NAME, SUPERSEDED_NAME, committed, find_step
 from zerokit.errors import CheckpointError
-
-_BUFFER_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something wrong with a file; with one slice of one parameter, if `stream` is given.
+    """A problem in a file; in one slice of one parameter if `stream` is given.
 
     Elements `start` to `stop` (exclusive) of the flattened parameter are bad, or some of them.
     """
@@ -62,32 +60,29 @@ class Report:
     def intact(self) -> bool:
         return not self.findings
 
-    def plain(self) -> dict[str, object]:
-        """As JSON data."""
-        return {"intact": self.intact} | asdict(self) | {"path": str(self.path)}
-
 
 def verify(path: str | os.PathLike[str], progress: Progress | None = None) -> Report:
-    """Read every byte of the checkpoint at `path`, a step's directory, or of a run's the newest step.
+    """Read every byte of the checkpoint at `path`: a step, or a run's newest step.
 
     A checkpoint of another framework is compared with the checksums that its format has. Damage is reported, not
     raised. Raises `CheckpointError` only where there is no checkpoint.
     """
-    if recognised(path) is not None:
-        return _verify_foreign(Path(path), progress)
-    choice = find_step(Path(path), sound=False)
-    report = _verify(choice.path, choice.faults, progress)
-    others = 0 if choice.run is None else len(committed(choice.run)) - 1
-    return replace(report, unread=others)
+    return _reports(Path(path), progress, every=False)[0]
 
 
 def verify_all(path: str | os.PathLike[str], progress: Progress | None = None) -> tuple[Report, ...]:
-    """`verify` of every step of the run at `path`, ascending; of the one step where `path` is a step's directory."""
+    """Verify every step of the run at `path`, ascending, or the one step at `path`."""
+    return _reports(Path(path), progress, every=True)
+
+
+def _reports(path: Path, progress: Progress | None, *, every: bool) -> tuple[Report, ...]:
     if recognised(path) is not None:
-        return (_verify_foreign(Path(path), progress),)
-    choice = find_step(Path(path), sound=False)
+        return (_verify_foreign(path, progress),)
+    choice = find_step(path, sound=False)
     steps = [choice.path] if choice.run is None else committed(choice.run)
-    return tuple(_verify(step, choice.faults if step == choice.path else (), progress) for step in steps)
+    wanted = steps if every else [choice.path]
+    reports = (_verify(step, choice.faults if step == choice.path else (), progress) for step in wanted)
+    return tuple(replace(report, unread=len(steps) - len(wanted)) for report in reports)
 
 
 def _verify(step: Path, faults: tuple[str, ...], progress: Progress | None) -> Report:
@@ -123,86 +118,71 @@ def _verify_foreign(path: Path, progress: Progress | None) -> Report:
 
 class _Verification:
     def __init__(self, checkpoint: Checkpoint, progress: Progress) -> None:
-        self._checkpoint = checkpoint
-        self._progress = progress
+        self._checkpoint, self._progress = checkpoint, progress
         manifest = checkpoint.manifest
         self._total = sum(file.size for file in (*manifest.files, manifest.common, manifest.extra))
         self._done = 0
         self.bytes_read = 0
-        self._buffer = memoryview(bytearray(_BUFFER_BYTES))
 
     def run(self) -> Iterator[Finding]:
-        checkpoint, manifest = self._checkpoint, self._checkpoint.manifest
-        yield from self._foreign()
+        manifest = self._checkpoint.manifest
+        yield from self._strangers()
         for rank, stated in enumerate(manifest.files):
-            try:
-                file = checkpoint.rank_file(rank)
-            except CheckpointError as error:
-                yield _finding(NAME, error, checkpoint.path)
-                continue
-            try:
-                with opened(checkpoint.path / file.name) as fd:
-                    yield from self._rank(fd, file, rank)
-            except CheckpointError as error:
-                yield _finding(stated.name, error, checkpoint.path)
-        try:
-            yield from self._common()
-        except CheckpointError as error:
-            yield _finding(manifest.common.name, error, checkpoint.path)
+            yield from self._found(stated.name, partial(self._rank, rank))
+        yield from self._found(manifest.common.name, self._common)
         self._advance(manifest.common.size)
-        try:
-            checkpoint.extra()
-        except CheckpointError as error:
-            yield _finding(manifest.extra.name, error, checkpoint.path)
+        yield from self._found(manifest.extra.name, self._extra)
         self._advance(manifest.extra.size)
 
-    def _foreign(self) -> Iterator[Finding]:
-        manifest = self._checkpoint.manifest
-        known = {
-            NAME,
-            SUPERSEDED_NAME,
-            *(file.name for file in (*manifest.files, manifest.common, manifest.extra)),
-        }
+    def _found(self, file: str, findings: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
+        """Findings about a file, and the error that ended the search for them."""
+        try:
+            yield from findings()
+        except CheckpointError as error:
+            yield _finding(file, error, self._checkpoint.path)
+
+    def _strangers(self) -> Iterator[Finding]:
+        known = {NAME, SUPERSEDED_NAME, *(name for name, _ in self._checkpoint.held_files())}
         with explained(self._checkpoint.path, "listed"):
             for name in sorted(set(os.listdir(self._checkpoint.path)) - known):
                 yield Finding(name, "not a part of this checkpoint: move it away")
 
-    def _rank(self, fd: int, file: RankFile, rank: int) -> Iterator[Finding]:
-        path = self._checkpoint.path / file.name
-        size = os.fstat(fd).st_size
-        if size != file.size:
-            wrong = "truncated" if size < file.size else "too long"
-            yield Finding(file.name, f"{wrong}: {size} bytes, expected {file.size}")
+    def _rank(self, rank: int) -> Iterator[Finding]:
+        checkpoint = self._checkpoint
         try:
-            check_header(fd, file, path)
+            file = checkpoint.rank_file(rank)
         except CheckpointError as error:
-            yield _finding(file.name, error, self._checkpoint.path)
-        self._advance(len(file.header))
-        for extent in file.extents:
-            problem = self._problem(fd, extent, rank, size, path)
-            if problem:
-                kind, name = self._checkpoint.streams[extent.stream].kind, extent.parameter.name
-                yield Finding(file.name, problem, kind, name, extent.interval.start, extent.interval.stop)
+            yield _finding(NAME, error, checkpoint.path)
+            return
+        path = checkpoint.path / file.name
+        with opened(path) as fd:
+            size = os.fstat(fd).st_size
+            if size != file.size:
+                wrong = "truncated" if size < file.size else "too long"
+                yield Finding(file.name, f"{wrong}: {size} bytes, expected {file.size}")
+            try:
+                checkpoint.check_header(fd, rank)
+            except CheckpointError as error:
+                yield _finding(file.name, error, checkpoint.path)
+            self._advance(len(file.header))
+            for extent in file.extents:
+                if problem := self._problem(fd, extent, rank, size, path):
+                    kind = checkpoint.streams[extent.stream].kind
+                    name, part = checkpoint.layout.line[extent.position].name, extent.interval
+                    yield Finding(file.name, problem, kind, name, part.start, part.stop)
 
     def _problem(self, fd: int, extent: Extent, rank: int, size: int, path: Path) -> str:
-        """What is wrong with a slice, read through one buffer; "" if nothing is."""
+        """What is wrong with a slice; "" if nothing is."""
         if extent.offset + extent.size > size:
             self._advance(extent.size, read=False)
             return "beyond the end of the file"
-        crc, left, offset = 0, extent.size, extent.offset
-        while left:
-            part = self._buffer[: min(left, _BUFFER_BYTES)]
-            try:
-                read_exactly(fd, [part], offset, path)
-            except CheckpointError as error:
-                self._advance(left, read=False)
-                return str(error).removeprefix(f"{path}: ")
-            crc = crc32(part, crc)
-            left -= part.nbytes
-            offset += part.nbytes
-            self._advance(part.nbytes)
-        slices = self._checkpoint.slice_checksums(extent.stream)[extent.parameter.name]
-        expected = slices[rank - slices[0][0]][1]  # the ranks that hold some are neighbours
+        end = self._done + extent.size
+        try:
+            crc = file_checksum(fd, extent.size, path, extent.offset, self._advance)
+        except CheckpointError as error:
+            self._advance(end - self._done, read=False)
+            return str(error).removeprefix(f"{path}: ")
+        expected = self._checkpoint.manifest.checksum(extent.stream, extent.position, rank)
         return "" if crc == expected else f"damaged (CRC-32 {crc:08x}, expected {expected:08x})"
 
     def _common(self) -> Iterator[Finding]:
@@ -223,6 +203,10 @@ class _Verification:
             except CheckpointError:
                 return  # reported with that file
             checkpoint.check_generators(plain)
+
+    def _extra(self) -> Iterable[Finding]:
+        self._checkpoint.extra()
+        return ()
 
     def _advance(self, size: int, *, read: bool = True) -> None:
         self._done += size

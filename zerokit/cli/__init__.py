@@ -1,4 +1,4 @@
-"""The command line: one thin module a command, imported when that command is called.
+"""The command line: one thin module per command, imported when the command is called.
 
 Exit codes: 0 ok, 1 failure, 2 usage, 3 regression, 4 nothing could run, 5 doctor found a fault; a
 command that a signal ended leaves with 128 + its number, as shells do. diff: 1 different, 2 cannot be read.
@@ -24,7 +24,8 @@ from zerokit.text import printable, printable_lines
 # Name, and the line that `zerokit --help` shows without importing the command.
 COMMANDS = {
     "bench": "Train models with several engines, measure them, write records, a report and MLflow runs.",
-    "compare": "Compare benches: figures, differences and noise, a page with pictures.",
+    "plan": "Predict which stages and meshes fit, how fast they are, and which to choose.",
+    "compare": "Compare benches: figures, differences, noise, and a page with pictures.",
     "push": "Write records on disk to MLflow.",
     "reshard": "Cut a checkpoint for another number of ranks.",
     "convert": "Write a checkpoint of DeepSpeed, FSDP2 (DCP), Hugging Face or zerokit in another format.",
@@ -32,7 +33,7 @@ COMMANDS = {
     "inspect": "Show what a checkpoint holds: parameters, streams, files.",
     "verify": "Read every byte of a checkpoint and report damage.",
     "doctor": "Find what would make training fail, hang or crawl: software, network, disks, tracking.",
-    "prune": "Remove a run's older steps and what killed writers left.",
+    "prune": "Remove a run's older steps and the files of killed writers.",
     "diff": "Compare two checkpoints of any world sizes, without reading their data.",
 }
 
@@ -52,7 +53,7 @@ class _Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """A mistyped command is answered with the nearest."""
+        """Suggest the nearest command for a mistyped one."""
         if args and args[0] not in COMMANDS and not ctx.resilient_parsing:
             near = difflib.get_close_matches(args[0], COMMANDS, n=1)
             hint = f" Did you mean {near[0]}?" if near else ""
@@ -60,7 +61,7 @@ class _Commands(click.Group):
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """An interruption while modules are imported, too, ends with the code of its signal; click's would be 1."""
+        """Exit with the signal's code on interruption, also during imports; click would exit with 1."""
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
@@ -74,7 +75,7 @@ class _Commands(click.Group):
 @click.command(
     cls=_Commands,
     context_settings={"help_option_names": ["-h", "--help"], "auto_envvar_prefix": "ZEROKIT"},
-    epilog="""Every option can be given in the environment: --stage of bench is ZEROKIT_BENCH_STAGE.
+    epilog="""Every option can be set in the environment: ZEROKIT_BENCH_STAGE is bench's --stage.
 
     Completion in bash, for commands, options and values, also after a comma (zsh and fish: zsh_source, fish_source):
 
@@ -83,7 +84,7 @@ class _Commands(click.Group):
 )
 @click.version_option(__version__, prog_name="zerokit")
 def cli() -> None:
-    """ZeRO training for PyTorch: benches beside its peers, and checkpoints for any number of ranks."""
+    """ZeRO training for PyTorch: benchmarks against its peers, and checkpoints for any number of ranks."""
 
 
 _show_others = warnings.showwarning
@@ -107,7 +108,7 @@ def _show(
 
 
 def main() -> None:
-    """The program `zerokit`: errors raised on purpose are shown as plain text, without a traceback."""
+    """The program `zerokit`: its own errors are shown as plain text, without a traceback."""
     leave_process_one()
     warnings.simplefilter("always", ZerokitWarning)
     warnings.showwarning = _show

@@ -1,4 +1,4 @@
-"""`python -m zerokit.cli`: the program `zerokit` where it is not installed."""
+"""`python -m zerokit.cli`: the program `zerokit` if it is not installed."""
 
 from zerokit.cli import main
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def byte_bar(task: str) -> Iterator[Callable[[int, int], None] | None]:
-    """What to call with the bytes done and the bytes in all; None where stderr is no terminal."""
+    """A callback for the bytes done and the total; None if stderr is not a terminal."""
     if not sys.stderr.isatty():
         yield None
         return

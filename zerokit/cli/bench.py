@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from zerokit.cli.bench_options import GROUPS, bench_options
+from zerokit.cli.bench_options import HEADINGS, bench_options
 from zerokit.cli.launcher_options import OPTIONS_OF, launcher_options
 from zerokit.cli.launchers import FromFile, given_arguments, join
+from zerokit.cli.sweep_file import use_sweep_file
 
 if TYPE_CHECKING:
     from zerokit.launch.joined import Leader
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
 _EPILOG = """\b
 Several values after commas make a sweep of all combinations:
   zerokit bench --stage 0,1,2,3 --engine zerokit,ddp,fsdp2 --nodes 2
-Without --launcher N nodes are N torchrun agents here: real ranks, one loopback wire.
+Without --launcher, N nodes are N torchrun agents on this machine: real ranks over loopback.
 \b
 Exit codes: 0 ok, 1 a cell failed, 2 wrong use, 4 nothing ran (all out of memory
 or unsupported), 128 + N ended by signal N.
@@ -27,11 +29,13 @@ class _Bench(FromFile):
     """Its help has headings: there are too many options for one list."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        groups = {**GROUPS, "Who starts the ranks": tuple(OPTIONS_OF)}
+        groups = {**HEADINGS, "Launcher": tuple(OPTIONS_OF)}
         heading_of = {name: heading for heading, names in groups.items() for name in names}
         for heading in (*groups, "Other"):
             options = [
-                one for one in self.get_params(ctx) if heading_of.get(one.name or "", "Other") == heading
+                one
+                for one in self.get_params(ctx)
+                if isinstance(one, click.Option) and heading_of.get(one.name or "", "Other") == heading
             ]
             with formatter.section(heading):
                 formatter.write_dl(
@@ -40,6 +44,15 @@ class _Bench(FromFile):
 
 
 @click.command(cls=_Bench, epilog=_EPILOG)
+@click.argument(
+    "sweep_file",
+    required=False,
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="[SWEEP.toml]",
+    is_eager=True,
+    expose_value=False,
+    callback=use_sweep_file,
+)
 @bench_options
 @launcher_options
 @click.pass_context
@@ -48,7 +61,8 @@ def command(context: click.Context, /, **options: Any) -> None:
 
     A step takes as long as on its slowest rank; warm-up is not measured. The record is a JSON file with every step
     time of every rank. The MLflow run is written from it after the ranks have ended. A sweep ends with a table and an
-    HTML report.
+    HTML report. SWEEP.toml holds values of these options by their names, such as stage = [0, 1, 2, 3]; the command line
+    and the environment override it.
     """
     from zerokit.cli.bench_request import parse
 

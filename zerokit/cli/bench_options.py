@@ -1,196 +1,81 @@
-"""The options of `zerokit bench`: what is run, how often, and where its results go."""
+"""The options of `zerokit bench`: those of its cells, from the fields of `Settings`, and those of its output."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import typing
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import click
 
 from zerokit.bench.catalogue.engines import ENGINES
 from zerokit.bench.catalogue.workloads import WORKLOADS
-from zerokit.bench.record.settings import DEVICES, PRECISIONS, WIRES, Settings
+from zerokit.bench.record.settings import CHECKPOINTS, DEFAULT_REPEATS, MEASURED, OPTIONS, Option, Settings
 from zerokit.cli.lists import CommaList, Name, Range
+from zerokit.cli.work import options
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-_COUNT = click.IntRange(min=1)
-_DEFAULTS = Settings()
-DEFAULT_REPEATS = 3
-STEPS_A_ROUND = 12
 
-_OPTIONS = (
-    click.option(
-        "--engine",
-        type=CommaList(click.Choice(list(ENGINES))),
-        default=_DEFAULTS.engine,
-        show_default=True,
-        metavar="NAME,…",
-        help=f"Training engines: {', '.join(ENGINES)}.",
-    ),
-    click.option(
-        "--model",
-        type=CommaList(Name(lambda: list(WORKLOADS))),
-        default=_DEFAULTS.model,
-        show_default=True,
-        metavar="NAME,…",
-        help=f"Workloads: {', '.join(WORKLOADS)}; or package.module:factory for your own, which returns a "
-        "zerokit.bench.workloads.own.Own.",
-    ),
-    click.option(
-        "--stage",
-        type=CommaList(Range(0, 3)),
-        metavar="0-3,…",
-        help="ZeRO stage: 0 shards nothing, 1 optimizer state, 2 also gradients, 3 also parameters.  "
-        "[default: each engine's own, zerokit's is 2]",
-    ),
-    click.option(
-        "--mesh",
-        type=CommaList(click.STRING),
-        metavar="MxS,…",
-        help="Two axes: M groups (nodes, say) of S ranks; --stage is then that of the inner axis. zerokit and fsdp2.",
-    ),
-    click.option(
-        "--outer-stage",
-        type=CommaList(Range(0, 3)),
-        metavar="0-3,…",
-        help="ZeRO stage of the mesh's outer axis, at most --stage; 0 with --stage 3 is HSDP.  [default: --stage]",
-    ),
-    click.option(
-        "--precision",
-        type=CommaList(click.Choice(PRECISIONS)),
-        metavar="NAME,…",
-        help="Precision of the computation: fp32, bf16 or fp16.  [default: bf16 on CUDA, fp32 on a CPU]",
-    ),
-    click.option(
-        "--wire",
-        type=CommaList(click.Choice(WIRES)),
-        default=_DEFAULTS.wire,
-        show_default=True,
-        metavar="NAME,…",
-        help="Dtype of gradients between ranks: the engine's own, or bf16: zerokit sums them in fp32, ddp by "
-        "torch's hook.",
-    ),
-    click.option("--device", type=click.Choice(DEVICES), help="[default: cuda where there is any]"),
-    click.option(
-        "--nodes",
-        type=CommaList(_COUNT),
-        metavar="N,…",
-        help="Nodes; simulated here unless --launcher says otherwise.  [default: all there are; 1 here]",
-    ),
-    click.option(
-        "--nproc-per-node",
-        type=CommaList(_COUNT),
-        metavar="N,…",
-        help="Ranks of each node.  [default: its visible CUDA devices; 1 on a CPU]",
-    ),
-    click.option(
-        "--batch-size",
-        type=CommaList(_COUNT),
-        metavar="N,…",
-        default=str(_DEFAULTS.batch_size),
-        show_default=True,
-        help="Samples in a micro-batch of one rank.",
-    ),
-    click.option(
-        "--seq-len",
-        type=CommaList(_COUNT),
-        metavar="N,…",
-        help=f"Tokens in a sequence, for language models.  [default: {_DEFAULTS.seq_len}, or as many as the model has "
-        "positions]",
-    ),
-    click.option(
-        "--image-size",
-        type=_COUNT,
-        metavar="N",
-        help="Pixels on each side, for image models.  [default: the model's]",
-    ),
-    click.option(
-        "--accumulate",
-        type=CommaList(_COUNT),
-        metavar="N,…",
-        default=str(_DEFAULTS.accumulate),
-        show_default=True,
-        help="Micro-batches in a step.",
-    ),
-    click.option(
-        "--bucket-mb",
-        type=CommaList(click.FloatRange(min=0, min_open=True)),
-        metavar="MIB,…",
-        help="Largest unit of neighbouring small modules, in MiB of fp32.  [default: the engine's]",
-    ),
-    click.option(
-        "--steps",
-        type=_COUNT,
-        metavar="N",
-        help=f"Measured steps.  [default: {_DEFAULTS.steps}; {STEPS_A_ROUND} in each of several rounds]",
-    ),
-    click.option(
-        "--warmup",
-        type=click.IntRange(min=0),
-        metavar="N",
-        help="Steps before the measured ones.  [default: until step times are steady]",
-    ),
+_NAMES: Mapping[str, click.ParamType[Any]] = {
+    "engine": click.Choice(list(ENGINES)),
+    "model": Name(lambda: list(WORKLOADS)),
+}
+"""What the catalogue knows and `Settings` does not."""
+
+
+def _type_of(name: str, hint: Any, how: Option) -> click.ParamType[Any]:
+    """The type of one value on the command line."""
+    kind = next((one for one in typing.get_args(hint) if one is not type(None)), hint)
+    if name in _NAMES:
+        return _NAMES[name]
+    if how.choices:
+        return Range(how.choices[0], how.choices[-1]) if kind is int else click.Choice(how.choices)
+    if kind is float:
+        low = how.above if how.minimum is None else how.minimum
+        return click.FloatRange(min=low, min_open=how.above is not None)
+    if kind is int:
+        return click.INT if how.minimum is None else click.IntRange(min=int(how.minimum))
+    return click.STRING
+
+
+def _metavar_of(how: Option, hint: Any) -> str:
+    if how.metavar is None and how.choices:
+        numbers = isinstance(how.choices[0], int)
+        several = "NAME" if how.sweep else "|".join(how.choices)
+        metavar = f"{how.choices[0]}-{how.choices[-1]}" if numbers else several
+    else:
+        metavar = how.metavar or ("X" if "float" in str(hint) else "N")
+    return f"{metavar},…" if how.sweep else metavar
+
+
+def _made(name: str, hint: Any, how: Option) -> Callable[[_F], _F]:
+    """The option of a field. It has no value unless one is given: `Settings` has the defaults."""
+    flag, own = f"--{name.replace('_', '-')}", getattr(Settings(), name)
+    text = how.help.format(engines=", ".join(ENGINES), models=", ".join(WORKLOADS))
+    if hint is bool:
+        both = f"{flag}/--no-{name.replace('_', '-')}" if own else flag
+        text += f"  [default: {name}]" if own else ""
+        return click.option(both, is_flag=True, default=None, help=text)
+    default = how.shown_default or ("" if own is None else own)
+    text += f"  [default: {default}]" if default != "" else ""
+    kind = _type_of(name, hint, how)
+    return click.option(
+        flag, type=CommaList(kind) if how.sweep else kind, metavar=_metavar_of(how, hint), help=text
+    )
+
+
+_HINTS = typing.get_type_hints(Settings)
+_CELL = {name: _made(name, _HINTS[name], how) for name, how in OPTIONS.items()}
+_RUN = (
     click.option(
         "--repeats",
-        type=_COUNT,
+        type=click.IntRange(min=1),
         metavar="N",
-        help="Rounds through all cells, every second one in reverse order. They show the noise between runs.  "
+        help="Number of rounds through all cells; every second round is in reverse order. Rounds show the noise "
+        "between runs.  "
         f"[default: {DEFAULT_REPEATS} for several cells, else 1]",
-    ),
-    click.option(
-        "--twin/--no-twin",
-        default=True,
-        show_default=True,
-        help="Also train each cell without communication, in turn with the cell. The difference is the cost of "
-        "communication.",
-    ),
-    click.option(
-        "--lr",
-        type=click.FloatRange(min=0),
-        metavar="X",
-        default=_DEFAULTS.lr,
-        show_default=True,
-        help="AdamW's learning rate.",
-    ),
-    click.option(
-        "--clip",
-        type=click.FloatRange(min=0),
-        metavar="X",
-        default=_DEFAULTS.clip,
-        show_default=True,
-        help="Largest gradient norm; 0 turns clipping off, and the norm is not measured.",
-    ),
-    click.option(
-        "--seed", type=int, default=_DEFAULTS.seed, show_default=True, help="Seed of weights and batches."
-    ),
-    click.option(
-        "--data",
-        metavar="PATH",
-        help="A file or a folder, 'standard-library' (the text of this Python's own sources) or 'synthetic'.  "
-        "[default: that text for language models, else synthetic]",
-    ),
-    click.option(
-        "--save",
-        metavar="RUN",
-        help="Write checkpoints into this run directory, at the end and as --save-every says. The command fails "
-        "before training if the directory already holds later steps.",
-    ),
-    click.option("--save-every", type=_COUNT, metavar="K", help="Also save after every K-th step."),
-    click.option(
-        "--background",
-        is_flag=True,
-        help="Save in the background, beside the steps that follow; their times include it.",
-    ),
-    click.option(
-        "--resume", is_flag=True, help="Continue from the newest checkpoint in --save, if there is one."
-    ),
-    click.option(
-        "--elastic",
-        is_flag=True,
-        help="Continue from --save with the ranks that remain when others are killed, and with more when nodes join. "
-        "zerokit restarts ranks on this machine; torchrun restarts them elsewhere. The run ends at step --steps, and "
-        "--save-every is a tenth of that by default. One record covers all parts. Implies --no-twin.",
     ),
     click.option(
         "--max-restarts",
@@ -198,12 +83,12 @@ _OPTIONS = (
         metavar="N",
         default=3,
         show_default=True,
-        help="Most restarts with --elastic, for ranks on this machine.",
+        help="Maximum number of restarts with --elastic, for ranks on this machine.",
     ),
     click.option(
         "--output",
         type=click.Path(path_type=Path),
-        help="A folder for the record or the sweep; for a single bench also a file that ends in .json.  "
+        help="Folder of the record or sweep; for a single bench also a file ending in .json.  "
         "[default: zerokit-bench/]",
     ),
     click.option(
@@ -212,7 +97,7 @@ _OPTIONS = (
         envvar="ZEROKIT_BENCH_CONTINUE",
         type=click.Path(path_type=Path),
         metavar="DIR",
-        help="Continue the sweep in DIR: run the cells that are missing, failed or were interrupted.",
+        help="Continue the sweep in DIR: run the cells that are missing, failed or interrupted.",
     ),
     click.option(
         "--json",
@@ -223,40 +108,29 @@ _OPTIONS = (
     ),
     click.option(
         "--tracking-uri",
-        help="Where MLflow keeps the run.  [default: MLFLOW_TRACKING_URI, else sqlite:///mlflow.db]",
+        help="MLflow store of the runs.  [default: MLFLOW_TRACKING_URI, else sqlite:///mlflow.db]",
     ),
-    click.option("--experiment", default="zerokit-bench", show_default=True, help="MLflow experiment."),
-    click.option("--no-mlflow", is_flag=True, help="Write the record only."),
+    click.option(
+        "--experiment", default="zerokit-bench", show_default=True, help="MLflow experiment of the runs."
+    ),
+    click.option("--no-mlflow", is_flag=True, help="Write the record, without MLflow."),
 )
 
+_PLACES = {"repeats": MEASURED, "max_restarts": CHECKPOINTS}
 
-GROUPS = {
-    "What is trained (comma lists make a sweep)": (
-        *(
-            "engine",
-            "model",
-            "stage",
-            "mesh",
-            "outer_stage",
-            "precision",
-            "wire",
-            "nodes",
-            "nproc_per_node",
-            "batch_size",
-            "seq_len",
-        ),
-        *("accumulate", "bucket_mb"),
-    ),
-    "How it is trained": ("device", "image_size", "lr", "clip", "seed", "data"),
-    "How it is measured": ("steps", "warmup", "repeats", "twin"),
-    "Checkpoints": ("save", "save_every", "background", "resume", "elastic", "max_restarts"),
-    "Results": ("output", "continued", "as_json", "tracking_uri", "experiment", "no_mlflow"),
-}
+
+def _headings() -> dict[str, tuple[str, ...]]:
+    found: dict[str, list[str]] = {}
+    for name, how in OPTIONS.items():
+        found.setdefault(how.heading, []).append(name)
+    for name, heading in _PLACES.items():
+        found[heading].append(name)
+    results = ("output", "continued", "as_json", "tracking_uri", "experiment", "no_mlflow")
+    return {**{heading: tuple(names) for heading, names in found.items()}, "Results": results}
+
+
+HEADINGS: Mapping[str, tuple[str, ...]] = MappingProxyType(_headings())
 """Headings of the help, and the options below each."""
 
-
-def bench_options(function: _F) -> _F:
-    """Decorate a command with them, listed by its help in the order above."""
-    for option in reversed(_OPTIONS):
-        function = option(function)
-    return function
+bench_options = options(*_CELL.values(), *_RUN)
+"""Adds the options to a command; its help lists them in this order."""

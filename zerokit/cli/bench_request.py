@@ -1,34 +1,39 @@
-"""The request in a command line of `zerokit bench`: checked options as one value."""
+"""The request of `zerokit bench`: its checked options as one value."""
 
 from __future__ import annotations
 
 import os
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 
 from zerokit.bench.machine.devices import visible_devices
-from zerokit.bench.record.settings import Settings
-from zerokit.bench.record.words import DIMENSIONS
+from zerokit.bench.record.settings import (
+    CHECKPOINTS,
+    DEFAULT_REPEATS,
+    DIMENSIONS,
+    OPTIONS,
+    STEPS_A_ROUND,
+    Settings,
+)
 from zerokit.bench.sweeps.cells import product
 from zerokit.bench.tracking.store import Tracking, resolve_uri
-from zerokit.cli.bench_options import DEFAULT_REPEATS, STEPS_A_ROUND
 from zerokit.cli.launcher_options import take_options
-from zerokit.cli.launchers import Chosen, choose_launcher
+from zerokit.cli.launchers import Chosen, choose_launcher, given_arguments, is_given
 from zerokit.errors import UsageError
 from zerokit.text import printable, without_secrets
 
-_CHECKPOINTS = ("save", "save_every", "background", "resume", "elastic")
+_CHECKPOINTS = [name for name, how in OPTIONS.items() if how.heading == CHECKPOINTS]
 """Settings for a single bench: cells that write the same checkpoints would continue each other's."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What to run, and where its results go.
+    """The cells to run, and the places for their results.
 
     Attributes:
         chosen: who starts the ranks.
@@ -54,12 +59,12 @@ class Request:
 
     @property
     def single(self) -> bool:
-        """Whether a single cell runs once, without a folder for a sweep."""
+        """Whether one cell runs once, without a sweep's folder."""
         return self.continued is None and len(self.cells) == 1
 
 
 def parse(context: click.Context, options: dict[str, Any]) -> Request:
-    """The request in the options of a command line; raises `click.UsageError` where they contradict each other."""
+    """Parse the command line's options; raises `click.UsageError` if they contradict each other."""
     output, continued, tracking_uri, experiment, no_mlflow, as_json, max_restarts = (
         options.pop(name)
         for name in (
@@ -71,9 +76,9 @@ def parse(context: click.Context, options: dict[str, Any]) -> Request:
     try:
         elastic = bool(options["elastic"])
         chosen = choose_launcher(take_options(options), os.environ, elastic=elastic)
-        if not (elastic and chosen.name == "local") and _from_command_line(context, "max_restarts"):
+        if not (elastic and chosen.name == "local") and is_given(context, "max_restarts"):
             raise UsageError(
-                "--max-restarts is for --elastic with ranks that are started here; torchrun has its own"
+                "--max-restarts is for --elastic with ranks on this machine; torchrun has its own option"
             )
         dimensions = {name: tuple(options.pop(name) or ()) for name in DIMENSIONS}
         cells = _cells(dimensions, options, chosen, continued=continued is not None)
@@ -82,7 +87,7 @@ def parse(context: click.Context, options: dict[str, Any]) -> Request:
                 "checkpoints belong to one bench: give --save, --resume and --elastic without a sweep"
             )
         if len(cells) > 1 and output is not None and output.suffix == ".json":
-            raise UsageError(f"a sweep writes a folder: --output {output} names a file")
+            raise UsageError(f"a sweep needs a folder: --output {output} names a file")
     except UsageError as error:
         raise click.UsageError(printable(str(error))) from error
     return Request(
@@ -94,7 +99,10 @@ def parse(context: click.Context, options: dict[str, Any]) -> Request:
         tracking=None if no_mlflow else Tracking(resolve_uri(tracking_uri), experiment),
         as_json=as_json,
         max_restarts=max_restarts if chosen.name == "local" else 0,
-        given=_given(context, "tracking_uri", "experiment", "no_mlflow"),
+        given="".join(
+            f" {shlex.quote(without_secrets(word))}"
+            for word in given_arguments(context, only=("tracking_uri", "experiment", "no_mlflow"))
+        ),
     )
 
 
@@ -107,10 +115,7 @@ def _cells(
             dimensions[name] = (number,)
     left_open = not continued and not dimensions["nproc_per_node"] and options["device"] != "cpu"
     devices = len(visible_devices()) if left_open else 0
-    fixed = {name: value for name, value in options.items() if name != "repeats"}
-    fixed["clip"] = fixed["clip"] or None
-    if fixed["steps"] is None:
-        del fixed["steps"]
+    fixed = {name: value for name, value in options.items() if name != "repeats" and value is not None}
     once = product(dimensions, fixed, devices=devices, shared=chosen.here)
     repeats = options["repeats"] or (DEFAULT_REPEATS if len(once) > 1 else 1)
     if repeats > 1:
@@ -124,28 +129,11 @@ def _cells(
 
 def _require_alone(context: click.Context) -> None:
     """Refuse options of cells beside --continue, which has them from the sweep."""
-    about_cells = {field.name for field in fields(Settings)} | {"repeats", "output"}
     for parameter in context.command.params:
-        if parameter.name in about_cells and _from_command_line(context, parameter.name):
+        if parameter.name in {*OPTIONS, "repeats", "output"} and is_given(context, parameter.name):
             raise click.UsageError(
-                f"{parameter.opts[0]} cannot be given with --continue, which runs the cells of the sweep as they are"
+                f"{parameter.opts[0]} cannot be combined with --continue, which runs the sweep's cells unchanged"
             )
-
-
-def _from_command_line(context: click.Context, name: str) -> bool:
-    return context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
-
-
-def _given(context: click.Context, *names: str) -> str:
-    """These options as given on the command line, each after a space, to be repeated in advice."""
-    text = ""
-    for parameter in context.command.params:
-        if parameter.name in names and _from_command_line(context, parameter.name):
-            value = context.params[parameter.name]
-            text += f" {parameter.opts[0]}" + (
-                "" if value is True else f" {shlex.quote(without_secrets(str(value)))}"
-            )
-    return text
 
 
 def _chosen_options(context: click.Context, dimensions: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
@@ -155,7 +143,9 @@ def _chosen_options(context: click.Context, dimensions: Mapping[str, Sequence[An
     for parameter in context.command.params:
         name = parameter.name or ""
         source = context.get_parameter_source(name)
-        if name in left_out or source in (None, click.core.ParameterSource.DEFAULT):
+        if name not in context.params or name in left_out:
+            continue
+        if source in (None, click.core.ParameterSource.DEFAULT):
             continue
         values = dimensions.get(name)
         chosen[parameter.opts[0].lstrip("-")] = list(values) if values else context.params[name]

@@ -1,4 +1,4 @@
-"""Cells of a bench from their launch to the last line: records, MLflow, the page, the table."""
+"""Runs the cells of a bench: launch, records, MLflow, the page and the table."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 
 import click
@@ -20,8 +19,7 @@ from zerokit.bench.record.settings import Settings
 from zerokit.bench.record.sweep import RecordFile, Sweep, SweepFolder
 from zerokit.bench.run.session import DEFAULT_FOLDER, Host, record_path, refusal, require_data
 from zerokit.bench.sweeps.sweep import exit_code, prepare, read_sweep, run_sweep
-from zerokit.bench.tracking.content import sweep_files, sweep_status
-from zerokit.bench.tracking.mirror import Live
+from zerokit.bench.tracking.push import Found, Tracker, find_records
 from zerokit.cli.bench_request import Request
 from zerokit.cli.display import Display
 from zerokit.cli.pictures import pictures, write_report
@@ -34,7 +32,7 @@ _INTERRUPTIONS = (Interrupted, KeyboardInterrupt)
 
 
 def run_bench(request: Request, leader: Leader | None) -> int:
-    """Run the cells, or those that a folder's sweep still misses, and show what came of them; the exit code.
+    """Run the cells, or those missing in a folder's sweep, and show the results; returns the exit code.
 
     `leader` starts ranks that wait already.
     """
@@ -66,6 +64,8 @@ def run_bench(request: Request, leader: Leader | None) -> int:
     push = f"zerokit push {shlex.quote(str(files.path))}{request.given}"
     go_on = f"zerokit bench --continue {shlex.quote(str(files.path))}{request.given}"
     display, report = Display(cells=len(sweep.cells)), False
+    tracker = Tracker(request.tracking, pictures, display.warn, push)
+    sweeps = {} if folder is None else {sweep.id: (sweep, folder)}
     refused = None if folder is not None else refusal(request.cells[0], host)
     if refused is not None:
         display.warn(refused.reason)  # before MLflow takes its seconds
@@ -74,22 +74,26 @@ def run_bench(request: Request, leader: Leader | None) -> int:
         if folder is not None:
             stack.enter_context(folder.alone())
         stack.enter_context(display)
-        if request.tracking is not None:
-            display.phase("opening the MLflow run")
-        live = Live(request.tracking, display.warn, push, _INTERRUPTIONS, lambda record: pictures([record]))
         try:
-            records = run_sweep(sweep, files, host_of(interrupts, display), display, live)
-        except BaseException as error:
+            records = run_sweep(
+                sweep,
+                files,
+                host_of(interrupts, display),
+                display,
+                lambda path, record: tracker.push(Found([(path, record)], sweeps, []), going_on=True),
+            )
+        except BaseException:
             if folder is not None:
-                killed = isinstance(error, _INTERRUPTIONS)
-                live.end_sweep(sweep.id, [], dict, "KILLED" if killed else "FAILED")
-                display.warn(f"to go on where this ends: {go_on}")
+                display.warn(f"to continue from here: {go_on}")
+            with suppress(UsageError):  # nothing has been written yet
+                tracker.push(find_records([files.path]))
             raise
         if folder is not None:
             display.phase("writing the report")
             report = write_report(records, folder.report, display.warn)
-            content = partial(sweep_files, sweep, folder, lambda: pictures(records))
-            live.end_sweep(sweep.id, records, content, sweep_status(sweep, records))
+        display.phase("filling MLflow")
+        paths = [files.record(cell) for cell in sweep.cells]
+        tracker.push(Found(list(zip(paths, records, strict=True)), sweeps, []))
     if folder is None and refused is None:
         _warn(records[0], display)
     if folder is None and records[0].settings.elastic and records[0].status is Status.OK:
@@ -102,7 +106,7 @@ def run_bench(request: Request, leader: Leader | None) -> int:
         display.table(records)
     written = {"record": str(files.path)} if folder is None else {"records": str(folder.path / "cells")}
     written |= {"report": str(folder.report)} if folder is not None and report else {}
-    display.files(written, live, push, to_stderr=request.as_json or not shown)
+    display.files(written, tracker, to_stderr=request.as_json or not shown)
     if (code := exit_code(records)) == 1 and folder is not None:
         display.warn(f"to run the failed cells again: {go_on}")
     return code
@@ -150,7 +154,7 @@ def _warn(record: Record, display: Display) -> None:
         memory = record.status is Status.OUT_OF_MEMORY
         display.warn(f"{record.status}: {record.reason}" if memory else record.reason or record.status)
     elif settings.resume and record.checkpoints.resumed_from is None:
-        display.warn(f"--resume: {settings.save} holds no checkpoint yet: the bench began at step 0")
+        display.warn(f"--resume: {settings.save} has no checkpoint yet: the bench started at step 0")
     for note in record.checkpoints.notes:
         display.warn(printable(note))
 

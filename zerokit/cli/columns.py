@@ -1,4 +1,4 @@
-"""Short cells with a text beside them, or below where the terminal is narrow."""
+"""Tables of short cells with a text next to them, or below them on a narrow terminal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NARROW_TEXT = 36
 
 
 def annotate(rows: Sequence[tuple[Sequence[Text], Text]], width: int, right: int = -1) -> RenderableType:
-    """Rows of short cells, each with a text that wraps beside them, or below them where `width` leaves it too little.
+    """Rows of short cells with a wrapped text next to them, or below them if `width` is too small.
 
     Args:
         rows: cells and text of each; all rows have as many cells.

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-from click.shell_completion import CompletionItem
 
+from zerokit.cli.lists import Name
 from zerokit.errors import UsageError, ZerokitError
 from zerokit.text import printable
 
@@ -16,20 +16,13 @@ if TYPE_CHECKING:
     from zerokit.bench.record.runs import Run
 
 
-class _Metric(click.ParamType[str]):
-    """A metric's name; all of them are offered for completion."""
+def _metrics() -> list[str]:
+    from zerokit.bench.record.metrics import METRICS
 
-    name = "metric"
-
-    def shell_complete(
-        self, ctx: click.Context, param: click.Parameter, incomplete: str
-    ) -> list[CompletionItem]:
-        """The names that begin so."""
-        from zerokit.bench.record.metrics import METRICS
-
-        return [CompletionItem(name) for name in METRICS if name.startswith(incomplete)]
+    return list(METRICS)
 
 
+_METRIC = Name(_metrics, "metric")
 _EPILOG = """\b
 RUN: a record, a folder of records (a sweep), the id of an MLflow run, or the
 name of an MLflow experiment.
@@ -48,21 +41,21 @@ unknown because there is only one run of each.
 @click.option(
     "--baseline",
     metavar="RUN|CELL",
-    help="The run to compare with, or a cell by its name in the table, such as 'FSDP2 3'.  [default: the first run; "
+    help="Baseline: a run, or a cell by its name in the table, such as 'FSDP2 3'.  [default: the first run; "
     "in a single sweep its first cell]",
 )
 @click.option(
     "--metric",
     "metrics",
     multiple=True,
-    type=_Metric(),
+    type=_METRIC,
     help="Show this metric; can be repeated.  [default: the main metrics]",
 )
 @click.option(
     "--fail-on",
     "rules",
     multiple=True,
-    type=_Metric(),
+    type=_METRIC,
     metavar="METRIC:PERCENT",
     help="Exit with 3 if METRIC is worse than the baseline's by more than PERCENT and by more than the noise between "
     "runs, and with 4 if that cannot be decided. Example: step/p50_ms:3%. step/paced finds smaller differences.",
@@ -73,15 +66,17 @@ unknown because there is only one run of each.
     type=click.FloatRange(min=0),
     metavar="X",
     help="Exit with 3 if the losses of cells with equal training differ by more than this share in any step. Example: "
-    "1e-5. In half precision engines round differently; 1e-2 is the least for different engines.",
+    "1e-5. In half precision engines round differently: allow at least 1e-2 between engines.",
 )
 @click.option(
-    "--html", type=click.Path(dir_okay=False, path_type=Path), help="Write a page with pictures to this file."
+    "--html",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write an HTML page with pictures to this file.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print only JSON on stdout.")
 @click.option(
     "--tracking-uri",
-    help="Where MLflow keeps the runs.  [default: MLFLOW_TRACKING_URI, else sqlite:///mlflow.db]",
+    help="MLflow store of the runs.  [default: MLFLOW_TRACKING_URI, else sqlite:///mlflow.db]",
 )
 def command(
     names: tuple[str, ...],
@@ -94,7 +89,7 @@ def command(
     as_json: bool,
     tracking_uri: str | None,
 ) -> None:
-    """Compare benches: figures, differences, and whether the differences exceed the noise.
+    """Compare benches: figures, differences, and whether differences exceed the noise.
 
     With one RUN, all its cells are compared with the first. With several, cells are matched by the settings that vary
     within the runs, such as engine and stage; all other differences between settings are listed.
@@ -167,7 +162,7 @@ def _once(runs: list[Run]) -> list[Run]:
             kept.append(Run(run.name, fresh))
         else:
             name = printable(run.name)
-            click.echo(f"zerokit: {name} is left out: each of its records is in an earlier RUN", err=True)
+            click.echo(f"zerokit: {name} is ignored: all its records are in an earlier RUN", err=True)
     return kept
 
 

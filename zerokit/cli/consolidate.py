@@ -3,42 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
+from zerokit.cli.work import conversion_options, print_output, weights_options, working
 
-@click.command(epilog="The output is synced to the disk and appears whole or not at all.")
+
+@click.command(epilog="The output is synced to disk and appears whole or not at all.")
 @click.argument("checkpoint", metavar="CKPT", type=click.Path(path_type=Path))
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), required=True, help="A new directory for the weights."
 )
-@click.option(
-    "--dtype",
-    type=click.Choice(["bf16", "fp16", "fp32"]),
-    help="Dtype of all floating-point tensors.  [default: each tensor's own in the model]",
-)
+@weights_options("")
 @click.option(
     "--stream",
     default="master",
     show_default=True,
-    help="What the weights are taken from: master, or ema for the average that zerokit.Ema kept.",
+    help="Source of the weights: master, or ema for the average kept by zerokit.Ema.",
 )
-@click.option(
-    "--max-shard-size",
-    default="5GB",
-    show_default=True,
-    help="Largest file, such as 300MB, 5GB (10^9) or 5GiB (2^30).",
-)
-@click.option(
-    "--like",
-    type=click.Path(path_type=Path),
-    metavar="MODEL_DIR",
-    help="Copy configuration and tokenizer from this folder, whose weights, if any, must have the same shapes.",
-)
-@click.option("--jobs", type=click.IntRange(min=1), help="Threads for copying.  [default: up to 4]")
-@click.option("--force", is_flag=True, help="Replace an existing output.")
-@click.option("--resume", is_flag=True, help="Continue an interrupted run to the same output.")
-@click.option("--json", "as_json", is_flag=True, help="Print the result on stdout as JSON.")
+@conversion_options
 def command(
     checkpoint: Path,
     output: Path,
@@ -46,18 +30,16 @@ def command(
     stream: str,
     max_shard_size: str,
     like: Path | None,
-    jobs: int | None,
-    force: bool,
-    resume: bool,
     as_json: bool,
+    **options: Any,
 ) -> None:
     """Write the weights of CKPT, a step or a run's newest, for Hugging Face's loaders.
 
     The result is model.safetensors, or several such files with an index. Only the first of tied weights is written.
     With --like, the folder is one that from_pretrained takes.
     """
-    from zerokit.checkpoint.consolidate import consolidate, parse_size
-    from zerokit.cli.work import print_output, working
+    from zerokit.checkpoint.formats.convert import consolidate
+    from zerokit.checkpoint.formats.huggingface_writer import parse_size
     from zerokit.errors import UsageError
 
     try:
@@ -72,9 +54,7 @@ def command(
             stream=stream,
             max_shard_size=limit,
             like=like,
-            force=force,
-            resume=resume,
-            jobs=jobs,
             progress=progress,
+            **options,
         )
     print_output(written, as_json)

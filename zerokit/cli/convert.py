@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
+from zerokit.cli.work import conversion_options, print_output, weights_options, working
 
-@click.command(epilog="The output is synced to the disk and appears whole or not at all.")
+
+@click.command(epilog="The output is synced to disk and appears whole or not at all.")
 @click.argument("checkpoint", metavar="CKPT", type=click.Path(path_type=Path))
 @click.argument("output", metavar="OUTPUT", type=click.Path(path_type=Path))
 @click.option(
@@ -16,30 +19,11 @@ import click
     type=click.Choice(["zerokit", "huggingface", "dcp", "deepspeed"]),
     default="zerokit",
     show_default=True,
-    help="What to write: deepspeed only from DeepSpeed, huggingface has the weights alone.",
+    help="Output format. deepspeed needs a DeepSpeed source; huggingface has only the weights.",
 )
 @click.option("--to", "world", type=click.IntRange(min=1), help="Number of ranks.  [default: as CKPT]")
-@click.option(
-    "--dtype",
-    type=click.Choice(["bf16", "fp16", "fp32"]),
-    help="huggingface: dtype of all floating-point tensors.  [default: each tensor's own in the model]",
-)
-@click.option(
-    "--max-shard-size",
-    default="5GB",
-    show_default=True,
-    help="huggingface: largest file, such as 300MB, 5GB (10^9) or 5GiB (2^30).",
-)
-@click.option(
-    "--like",
-    type=click.Path(path_type=Path),
-    metavar="MODEL_DIR",
-    help="huggingface: copy configuration and tokenizer from this folder.",
-)
-@click.option("--jobs", type=click.IntRange(min=1), help="Threads for copying.  [default: up to 4]")
-@click.option("--force", is_flag=True, help="Replace an existing output.")
-@click.option("--resume", is_flag=True, help="Continue an interrupted run to the same output.")
-@click.option("--json", "as_json", is_flag=True, help="Print the result on stdout as JSON.")
+@weights_options("huggingface: ")
+@conversion_options
 def command(
     checkpoint: Path,
     output: Path,
@@ -48,12 +32,10 @@ def command(
     dtype: str | None,
     max_shard_size: str,
     like: Path | None,
-    jobs: int | None,
-    force: bool,
-    resume: bool,
     as_json: bool,
+    **options: Any,
 ) -> None:
-    """Write CKPT in another format, or the same one for another number of ranks.
+    """Write CKPT in another format, or in the same format for another number of ranks.
 
     CKPT is a checkpoint of zerokit, of DeepSpeed at stage 1, 2 or 3, of PyTorch's DCP as FSDP2, accelerate and
     torchtitan write it, or a Hugging Face folder. Masters, moments, step counts, frozen parameters and buffers are
@@ -61,7 +43,6 @@ def command(
     """
     from zerokit.checkpoint.formats.convert import convert
     from zerokit.cli.text import counted
-    from zerokit.cli.work import print_output, working
     from zerokit.text import printable
 
     with working("converting") as progress:
@@ -73,10 +54,8 @@ def command(
             dtype=dtype,
             max_shard_size=max_shard_size,
             like=like,
-            jobs=jobs,
-            force=force,
-            resume=resume,
             progress=progress,
+            **options,
         )
     print_output(
         done.output,
@@ -87,5 +66,10 @@ def command(
         source={"format": done.source_format, "world": done.source_world},
     )
     ranks = f", {counted(done.world, 'rank')}" if done.format != "huggingface" else ""
-    line = f"{done.output}: step {done.step} of {done.source_format} as {done.format}{ranks}, verified and synced"
+    checked = (
+        "synced; its source has no checksums"
+        if done.source_format == "huggingface"
+        else "verified and synced"
+    )
+    line = f"{done.output}: step {done.step} of {done.source_format} as {done.format}{ranks}, {checked}"
     click.echo(printable(line), err=True)

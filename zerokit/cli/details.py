@@ -1,4 +1,4 @@
-"""What a single run shows beside its figures: what each means, its ranks, and what is no figure."""
+"""Details of a single run: the meaning of its figures, its ranks, and other facts."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ from zerokit.cli.text import counted
 
 RANKS_SHOWN = 16
 """With more ranks, only those with the least and the most memory are shown."""
-_MORE = ("step/wall_mean_ms", *(f"bus/{name}_gb_per_s" for name in OPERATIONS))
+_PLANNED = ("step/planned_ms", "memory/step_peak_mib", "memory/planned_peak_mib")
+_MORE = ("step/wall_mean_ms", *_PLANNED, *(f"bus/{name}_gb_per_s" for name in OPERATIONS))
 
 
 def detailed_metrics(cells: Sequence[Cell]) -> list[str]:
-    """Those of a single run."""
+    """The details of a single run."""
     skipped = ["skipped_steps"] if cells[0].first.skipped_steps else []
     names = {*usual_metrics(cells), *_MORE, *skipped} - {"step/skew_p50_ms"}
     return in_order(names)
 
 
 def notes(record: Record) -> dict[str, str]:
-    """What figures mean, by their names; `record` is of a bench that succeeded."""
+    """The meaning of figures, by name; `record` must be of a successful bench."""
     settings, results, model = record.settings, record.results, record.model
     if results is None or model is None:
         return {}
@@ -45,7 +46,7 @@ def notes(record: Record) -> dict[str, str]:
         f"throughput/{model.unit}_per_s": f"{each}; "
         f"{settings.samples_per_step * model.units_per_sample:,} {model.unit} a step",
         "memory/peak_host_mib": "of the largest process, construction included",
-        "comm/exposed_ms": "a step waits for communication alone",
+        "comm/exposed_ms": "time in which a step only waits for communication",
         "skipped_steps": "gradients overflowed in fp16",
         "loss_last": f"from {loss(results.loss_first)}; {len(record.loss)} steps, {settings.warmup} of them warm-up",
     }
@@ -55,7 +56,7 @@ def notes(record: Record) -> dict[str, str]:
         noise = within_noise("comm/cost_ms", cost)
         error = f"±{ms(cost.error)}: " if noise and cost.error is not None else ""
         longer = "not measurably longer" if noise else "longer"
-        beside = f"than a compute-only one beside it, {ms(twin.step.p50)} there"
+        beside = f"than a compute-only one next to it, {ms(twin.step.p50)} there"
         texts["comm/cost_ms"] = f"{error}a step is {longer} {beside}"
     if (traffic := record.traffic) is not None:
         route = f", through {traffic.route}" if traffic.route else ""
@@ -63,6 +64,13 @@ def notes(record: Record) -> dict[str, str]:
     if any(rank.predicted_memory_bytes for rank in record.ranks):
         most = max((rank.predicted_memory_bytes or {}).get("total", 0) for rank in record.ranks)
         texts["memory/state_mib"] = f"parameters, gradients, optimizer, buckets; predicted {mib(most)}"
+    if (planned := record.planned) is not None and planned.peak_bytes:
+        texts["memory/planned_peak_mib"] = "zerokit plan's prediction for a rank's tensors"
+        texts["memory/step_peak_mib"] = (
+            f"all tensors of rank 0; planned {mib(sum(planned.peak_bytes.values()))}"
+        )
+        if planned.step_ms is not None:
+            texts["step/planned_ms"] = "zerokit plan's prediction"
     for one in record.bandwidth:
         texts[f"bus/{one.operation}_gb_per_s"] = f"{one.by}'s, {mib(one.size_bytes)} in {ms(one.ms)}"
     return texts | _device_notes(record)
@@ -85,11 +93,11 @@ def _device_notes(record: Record) -> dict[str, str]:
 
 
 def record_rows(record: Record) -> Iterator[tuple[str, str, str]]:
-    """What is no figure, as a name, a value and a note: the parts of an elastic bench, and its checkpoints."""
+    """Other facts, as a name, a value and a note: the parts of an elastic bench, and its checkpoints."""
     if record.results is None:
-        yield "figures", "none", "all steps were trained before the restart: none was left to measure"
+        yield "figures", "none", "all steps were trained before the restart, so none could be measured"
     if record.restarts:
-        yield "restarted", f"{record.restarts}×", "all figures but the losses are of the last part"
+        yield "restarted", f"{record.restarts}×", "all figures except losses belong to the last part"
         for part in record.parts:
             trained = part.last_step >= part.first_step
             steps = f"steps {part.first_step}–{part.last_step}" if trained else "no step"
@@ -107,7 +115,7 @@ def record_rows(record: Record) -> Iterator[tuple[str, str, str]]:
 
 
 def rank_table(console: Console, ranks: Sequence[Rank]) -> RenderableType:
-    """A row a rank: its steps, its peak memory, its state as counted and as predicted.
+    """One row per rank: its steps, its peak memory, and its counted and predicted state.
 
     Where the terminal is too narrow, what matters least is left out.
     """

@@ -31,6 +31,7 @@ def command(context: click.Context, a: Path, b: Path, as_json: bool) -> None:
     """
     from zerokit.checkpoint.diff import diff
     from zerokit.cli.text import note
+    from zerokit.cli.work import json_of
     from zerokit.errors import CheckpointError
     from zerokit.text import printable
 
@@ -41,7 +42,7 @@ def command(context: click.Context, a: Path, b: Path, as_json: bool) -> None:
         context.exit(2)
     note(comparison.notes)
     if as_json:
-        click.echo(json.dumps(comparison.plain(), indent=2))
+        click.echo(json.dumps({"same": comparison.same} | json_of(comparison), indent=2))
     else:
         _print(comparison)
     if comparison.unread:

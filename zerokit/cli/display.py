@@ -1,4 +1,4 @@
-"""What `zerokit bench` shows: progress on stderr, then tables on stdout.
+"""The output of `zerokit bench`: progress on stderr, then tables on stdout.
 
 On a terminal progress is drawn as bars; elsewhere a sweep writes a plain line a cell, and a single bench nothing.
 """
@@ -25,7 +25,7 @@ from rich.text import Text
 from zerokit.bench.record import Record
 from zerokit.bench.record.progress import Progress as BenchProgress
 from zerokit.bench.record.sweep import Trial
-from zerokit.bench.tracking.mirror import Live
+from zerokit.bench.tracking.push import Tracker
 from zerokit.cli.numbers import mib, ms, rate
 from zerokit.text import printable, printable_lines, without_secrets
 
@@ -86,12 +86,12 @@ class Display:
         self._progress.stop()
 
     def phase(self, text: str) -> None:
-        """Show the current phase while no steps are made."""
+        """Show the current phase while no steps are running."""
         if self._task is not None:
             self._progress.update(self._task, description=text, note="")
 
     def show(self, progress: BenchProgress) -> None:
-        """Move the bar of the present cell."""
+        """Move the bar of the current cell."""
         if self._task is not None:
             known = progress.loss is not None and progress.step_ms is not None
             self._progress.update(
@@ -103,7 +103,7 @@ class Display:
             )
 
     def began(self, cell: Trial) -> None:
-        """A cell of the sweep runs now."""
+        """Show that a cell of the sweep starts."""
         if self._sweep is not None:
             self._progress.update(self._sweep, completed=cell.number, note=cell.label)
         if self._task is not None:  # `reset` would keep the last cell's number of steps
@@ -111,7 +111,7 @@ class Display:
         self._task = self._progress.add_task("starting", total=None, note="")
 
     def ended(self, cell: Trial, record: Record, *, before: bool) -> None:
-        """A line about a cell of the sweep, above the bars; none about a single bench, whose table says it."""
+        """Print a line about a finished cell of a sweep; a single bench has a table instead."""
         if self._cells == 1:
             return
         if self._sweep is not None:
@@ -133,11 +133,11 @@ class Display:
         self._errors.print(line, soft_wrap=True)
 
     def warn(self, text: str) -> None:
-        """A line on stderr, above the bars."""
+        """Print a warning on stderr, above the bars."""
         self._errors.print(Text(f"zerokit: {printable_lines(text)}"), soft_wrap=True)
 
     def table(self, records: Sequence[Record]) -> None:
-        """The table of a bench or a sweep."""
+        """Print the table of a bench or a sweep."""
         from zerokit.bench.comparison.cells import baselines, make_cells
         from zerokit.bench.record.runs import Run
         from zerokit.cli.tables import show
@@ -146,19 +146,19 @@ class Display:
         cells = make_cells(runs)
         show(self._out, cells, baselines(cells, runs))
 
-    def files(self, files: Mapping[str, str], live: Live, push: str, *, to_stderr: bool) -> None:
-        """Where everything is, and how to open the MLflow run, or to make up for one that failed."""
+    def files(self, files: Mapping[str, str], tracker: Tracker, *, to_stderr: bool) -> None:
+        """Print where the results are, and how to open the MLflow run or to repeat a failed write."""
         lines = ["", *(f"{name:<8}{path}" for name, path in files.items())]
-        if live.lost:
-            lines.append(f"MLflow  not complete; later: {push}")
-        elif live.tracking is not None and live.run_id is not None:
-            lines.append(f"MLflow  run {live.run_id}")
-            lines += open_lines(live.tracking.uri, live.page)
+        if tracker.lost:
+            lines.append(f"MLflow  not complete; later: {tracker.later}")
+        elif tracker.tracking is not None and tracker.run_id is not None:
+            lines.append(f"MLflow  run {tracker.run_id}")
+            lines += open_lines(tracker.tracking.uri, tracker.page)
         (self._errors if to_stderr else self._out).print(Text("\n".join(lines)), soft_wrap=True)
 
 
 def open_lines(uri: str, page: str | None) -> list[str]:
-    """How to see the runs: the server of a store that has none, and the page."""
+    """How to view the runs: the command that serves the store, and the page."""
     uri = without_secrets(uri)
     serve = [] if uri.startswith("http") else [f"serve   mlflow ui --backend-store-uri {shlex.quote(uri)}"]
     return [*serve, f"open    {page or uri}"]

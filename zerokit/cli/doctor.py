@@ -30,14 +30,15 @@ Exit codes: 0 no fault (there may be warnings), 1 failure, 2 wrong use,
     "--nodes",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Nodes; simulated here unless --launcher says otherwise.  [default: all there are; 1 here]",
+    help="Number of nodes, simulated on this machine unless --launcher is given.  [default: all of the "
+    "launcher's, or 1]",
 )
 @click.option(
     "--nproc-per-node",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Ranks of each node.  [default: its visible CUDA devices, shared equally by simulated nodes; without devices "
-    "1, or 2 on a single node]",
+    help="Ranks on each node.  [default: its visible CUDA devices, divided equally among simulated nodes; "
+    "without devices 1, or 2 on a single node]",
 )
 @click.option(
     "--quick", is_flag=True, help="Check this process only, in a second: no ranks, no measurements."
@@ -49,12 +50,12 @@ Exit codes: 0 no fault (there may be warnings), 1 failure, 2 wrong use,
     default=120.0,
     show_default=True,
     metavar="SECONDS",
-    help="Time-out of the ranks, from their start to their end.",
+    help="Time limit for all ranks together.",
 )
 @click.option(
     "--tracking-uri",
     metavar="URI",
-    help="Where MLflow keeps the runs.  [default: MLFLOW_TRACKING_URI, else sqlite:///mlflow.db]",
+    help="MLflow store to check.  [default: MLFLOW_TRACKING_URI, else sqlite:///mlflow.db]",
 )
 @click.option(
     "--json",
@@ -78,7 +79,7 @@ def command(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Find what would make training fail, hang or crawl, before it does.
+    """Find what would make training fail, hang or crawl.
 
     Looks at software, devices, network, limits, clocks and disks on every rank, measures the wire between them, and
     asks the tracking store. RUN_DIRECTORY is where runs would write; by default the working directory. A file is
@@ -96,11 +97,11 @@ def command(
         raise click.UsageError(printable(str(error))) from error
     if chosen.submits:
         raise click.UsageError(
-            "the doctor looks at nodes that are there: start it inside an allocation (salloc, sbatch) or a pod"
+            "the doctor examines running nodes: start it inside an allocation (salloc, sbatch) or a pod"
         )
     nodes = nodes or chosen.nodes or 1
     if pairs and nodes < 2:
-        raise click.UsageError("--pairs compares nodes; there is one (--nodes 2 or more)")
+        raise click.UsageError("--pairs compares nodes, and there is only one: give --nodes 2 or more")
     devices = len(visible_devices()) // (nodes if chosen.here else 1)
     plan = Plan(
         nodes=nodes,

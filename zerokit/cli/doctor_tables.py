@@ -1,4 +1,4 @@
-"""A doctor's report for people: what is well in a table, then warnings, and faults last, nearest to the prompt."""
+"""The doctor's report for people: passed checks in a table, then warnings, and faults last, nearest to the prompt."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _GAP = 2
 
 
 def show(report: Report) -> None:
-    """Print it on stdout."""
+    """Print the report on stdout."""
     console = Console(highlight=False)
     console.print(Group(*report_tables(report, console.width)))
 

@@ -34,7 +34,7 @@ class _Node:
     children: dict[str, _Node] = field(default_factory=dict)
 
     def signature(self) -> object:
-        """Equal for modules that hold the same."""
+        """A key that is equal for modules with the same contents."""
         own = self.parameter and (_details(self.parameter), self.parameter.numel)
         return own, tuple((name, child.signature()) for name, child in self.children.items())
 
@@ -43,7 +43,7 @@ class _Node:
 @click.argument("checkpoint", metavar="CKPT", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print only JSON on stdout.")
 def command(checkpoint: Path, as_json: bool) -> None:
-    """Show what CKPT, a step or a run, holds: step, world size, parameters, streams, files.
+    """Show the contents of CKPT, a step or a run: step, world size, parameters, streams, files.
 
     Checkpoints of DeepSpeed, DCP (FSDP2) and Hugging Face are shown, too.
 
@@ -52,11 +52,12 @@ def command(checkpoint: Path, as_json: bool) -> None:
     """
     from zerokit.checkpoint.inspect import inspect
     from zerokit.cli.text import note
+    from zerokit.cli.work import json_of
 
     summary = inspect(checkpoint)
     note(summary.notes)
     if as_json:
-        click.echo(json.dumps(summary.plain(), indent=2))
+        click.echo(json.dumps(json_of(summary), indent=2))
     else:
         _print(summary)
 
@@ -114,12 +115,12 @@ def _add_run(tree: Tree, run: RunSummary, text: Callable[[str, str], Text]) -> N
         said = (
             decimal_size(step.bytes),
             "weights only" if step.weights_only else "",
-            "superseded: load passes over it" if step.superseded else "",
+            "superseded: load skips it" if step.superseded else "",
             f"damaged: {step.damaged}" if step.damaged else "",
         )
         steps.add(text(step.name, ", ".join(filter(None, said))))
     if run.leftovers:
-        begun = tree.add(text("not finished", "zerokit prune removes those whose writer is gone"))
+        begun = tree.add(text("not finished", "zerokit prune removes those of dead writers"))
         for left in run.leftovers:
             begun.add(text(left.path.name, f"{decimal_size(left.size)}, {left.describe()}"))
 

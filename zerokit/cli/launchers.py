@@ -1,19 +1,21 @@
-"""Who starts the ranks of `zerokit bench`, by the options of `launcher_options` and the environment."""
+"""Chooses what starts the ranks of `zerokit bench`, from `launcher_options` and the environment."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from zerokit.cli.launcher_options import OPTIONS_OF, SPELLED, UNSET
+from zerokit.cli.launcher_options import FLAGS, OPTIONS_OF, UNSET
 from zerokit.errors import UsageError
 from zerokit.text import printable
 
@@ -25,10 +27,10 @@ if TYPE_CHECKING:
 
 
 class FromFile(click.Command):
-    """A command that also takes its options from a file, a JSON list, given as `--arguments FILE`."""
+    """A command that also reads its options from a JSON list in a file, given as `--arguments FILE`."""
 
     def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
-        """Replace the file's name by its options; raises `click.UsageError` for another file."""
+        """Replace `--arguments FILE` by the file's options; raises `click.UsageError` for an invalid file."""
         if "--arguments" in args:
             at = args.index("--arguments")
             where = args[at + 1] if at + 1 < len(args) else ""
@@ -45,25 +47,30 @@ class FromFile(click.Command):
             if not isinstance(words, list) or not all(
                 isinstance(word, str) and word != "--arguments" for word in words
             ):
-                raise click.UsageError(f"{where} holds no JSON list of options")
+                raise click.UsageError(f"{where} is not a JSON list of options")
             args[at : at + 2] = words
         return super().parse_args(context, args)
 
 
-def given_arguments(context: click.Context, without: Sequence[str] = ()) -> list[str]:
-    """The command line once more, as it would be given by hand, `without` these parameters."""
+def is_given(context: click.Context, name: str) -> bool:
+    """Whether an option is given on the command line or in the sweep file."""
+    sources = click.core.ParameterSource
+    return context.get_parameter_source(name) in (sources.COMMANDLINE, sources.DEFAULT_MAP)
+
+
+def given_arguments(
+    context: click.Context, without: Sequence[str] = (), only: Sequence[str] | None = None
+) -> list[str]:
+    """The command line `without` these parameters, or with `only` these; a sweep file is replaced by its options."""
     arguments: list[str] = []
     for parameter in context.command.params:
         name = parameter.name or ""
-        if (
-            name in without
-            or not isinstance(parameter, click.Option)
-            or context.get_parameter_source(name) is not click.core.ParameterSource.COMMANDLINE
-        ):
+        wanted = name not in without and (only is None or name in only)
+        if not wanted or not isinstance(parameter, click.Option) or not is_given(context, name):
             continue
         value = context.params[name]
         if parameter.is_flag:
-            arguments.append(parameter.opts[0] if value else parameter.secondary_opts[0])
+            arguments += (parameter.opts if value else parameter.secondary_opts)[:1]
             continue
         for one in value if parameter.multiple else (value,):
             text = ",".join(map(str, one)) if isinstance(one, tuple | list) else str(one)
@@ -73,7 +80,7 @@ def given_arguments(context: click.Context, without: Sequence[str] = ()) -> list
 
 @dataclass(frozen=True)
 class Chosen:
-    """Who starts the ranks.
+    """What starts the ranks, and its options.
 
     Attributes:
         name: of the launcher.
@@ -94,13 +101,11 @@ class Chosen:
 
     @property
     def submits(self) -> bool:
-        """Whether the bench runs elsewhere, as a queued job."""
+        """Whether the bench runs as a queued job."""
         return self.name == "kubernetes" or (self.name == "slurm" and not self.hosts)
 
     def launch(self, interrupts: Interrupts, leader: Leader | None) -> Launch:
-        """What starts ranks."""
-        from functools import partial
-
+        """The function that starts ranks."""
         if leader is not None:
             return partial(leader.launch, interrupts=interrupts)
         if self.name in ("ssh", "slurm"):
@@ -131,7 +136,7 @@ class Chosen:
         hosts = choose_hosts(self.hosts, nodes)
         address = options["master_addr"]
         if self.name == "ssh":
-            words = tuple(word for line in options["ssh_option"] for word in _split(line))
+            words = tuple(word for line in options["ssh_option"] for word in shlex.split(line))
             ssh = Ssh(words, python, options["connect_timeout"])
             machines = [ssh.remote(host) for host in hosts]
             address = address or ssh.address(hosts[0])
@@ -173,21 +178,15 @@ def _followed(
         logs.look()
 
 
-def _split(line: str) -> list[str]:
-    import shlex
-
-    return shlex.split(line)
-
-
 def read_variables(given: Sequence[str]) -> dict[str, str]:
     """`NAME=VALUE`, or `NAME` with this process's value; raises `UsageError` for a name that has none."""
     variables = {}
     for text in given:
         name, equals, value = text.partition("=")
         if not equals and name not in os.environ:
-            raise UsageError(f"--env {name}: there is no such variable here; give it as {name}=VALUE")
+            raise UsageError(f"--env {name}: this variable is not set here; give it as {name}=VALUE")
         if not name.isidentifier():
-            raise UsageError(f"--env {text}: {name!r} is no name of a variable")
+            raise UsageError(f"--env {text}: {name!r} is not a valid variable name")
         variables[name] = value if equals else os.environ[name]
     return variables
 
@@ -195,7 +194,7 @@ def read_variables(given: Sequence[str]) -> dict[str, str]:
 def choose_launcher(
     options: Mapping[str, Any], environment: Mapping[str, str], *, elastic: bool = False
 ) -> Chosen:
-    """The launcher by the options and the environment; raises `UsageError` where they do not fit together.
+    """The launcher from the options and the environment; raises `UsageError` if they contradict each other.
 
     An `elastic` bench joins torchrun's one rank, too: the others may have been lost, or come later.
     """
@@ -205,8 +204,8 @@ def choose_launcher(
     member = find_membership(environment) if name in (None, "env") else None
     if name == "env" and member is None:
         raise UsageError(
-            "--launcher env joins ranks that are started already, but there are no variables of torchrun, srun, "
-            "mpirun or a TrainJob here: start zerokit by one of these, or use another launcher"
+            "--launcher env joins ranks that are already running, but no variables of torchrun, srun, mpirun or "
+            "a TrainJob are set: start zerokit with one of these, or use another launcher"
         )
     one_of_many = elastic and "TORCHELASTIC_RUN_ID" in environment
     if name is None and member is not None and member.count == 1 and not one_of_many:
@@ -214,14 +213,11 @@ def choose_launcher(
     name = name or ("env" if member is not None else "local")
     for option, launchers in OPTIONS_OF.items():
         if name not in launchers and options[option] not in (UNSET.get(option), None, (), False):
-            raise UsageError(
-                f"--{SPELLED.get(option, option).replace('_', '-')} is for --launcher {' or '.join(launchers)}, not "
-                f"for {name}"
-            )
+            raise UsageError(f"{FLAGS[option]} is for --launcher {' or '.join(launchers)}, not for {name}")
     read_variables(options["variables"])
     if elastic and name not in ("local", "env"):
         raise UsageError(
-            f"--elastic is for ranks that are started here, or by torchrun, which restarts them; not for {name}"
+            f"--elastic needs ranks on this machine, or torchrun, which restarts ranks; it does not work with {name}"
         )
     if member is not None:
         return Chosen(
@@ -250,11 +246,11 @@ def _ssh(options: Mapping[str, Any]) -> Chosen:
     else:
         names = [name.strip() for name in options["hosts"].split(",")]
         if not all(names) or any(name.startswith("-") for name in names):
-            raise UsageError(f"--hosts {options['hosts']} is no list of hosts; expected: a,b")
+            raise UsageError(f"--hosts {options['hosts']} is not a list of hosts; expected a,b")
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
             raise UsageError(
-                f"--hosts {options['hosts']} names {twice} a second time: each node is a machine of its own"
+                f"--hosts {options['hosts']} names {twice} twice: each node must be a different machine"
             )
         lines = [HostSlots(name, None) for name in names]
     require_ssh()
@@ -263,7 +259,7 @@ def _ssh(options: Mapping[str, Any]) -> Chosen:
 
 
 def join(chosen: Chosen, command_line: Sequence[str], run: Callable[[Leader | None], int]) -> int:
-    """Take part in a run of several processes that another launcher has started.
+    """Take part in a run of processes that another launcher has started.
 
     Args:
         chosen: with the member that this process is.
@@ -280,10 +276,8 @@ def join(chosen: Chosen, command_line: Sequence[str], run: Callable[[Leader | No
 
     member = chosen.member
     assert member is not None
-    if (
-        "TORCHELASTIC_RUN_ID" in os.environ
-    ):  # other launchers' daemons end what they have started, nohup shall not
-        end_with_parent()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent()  # other launchers' daemons end what they have started, nohup shall not
     if member.leads:
         click.echo(f"zerokit: {member.describe()} leads", err=True)
     with Interrupts() as interrupts, contextlib.closing(Meeting(member)) as meeting:

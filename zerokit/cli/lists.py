@@ -1,4 +1,4 @@
-"""Options that take several values, separated by commas: `--stage 0,1,2`. Completion works for each of them."""
+"""Options that take several values, separated by commas, with completion for each: `--stage 0,1,2`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from click.shell_completion import CompletionItem
 
 
 class CommaList(click.ParamType[Any]):
-    """Some values of another type of click's; a tuple of them, in their order, each once.
+    """Several values of another click type, as a tuple in their order, each once.
 
     Args:
         item: the type of each value.
@@ -23,7 +23,7 @@ class CommaList(click.ParamType[Any]):
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> tuple[Any, ...]:
-        """The values; a default may be a tuple already. An empty one is refused by name."""
+        """Parse the values; a default may already be a tuple. An empty value is refused."""
         if isinstance(value, tuple):
             return value
         parts = [part.strip() for part in str(value).split(",")]
@@ -34,7 +34,7 @@ class CommaList(click.ParamType[Any]):
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
-        """What may follow the last comma, apart from what precedes it."""
+        """Complete the value after the last comma."""
         before, comma, last = incomplete.rpartition(",")
         taken = set(before.split(","))
         return [
@@ -45,26 +45,24 @@ class CommaList(click.ParamType[Any]):
 
 
 class Name(click.ParamType[Any]):
-    """Any string; `names` are offered for completion. Whether it means anything is checked elsewhere."""
+    """Any string; `names` are offered for completion, and the value is checked elsewhere."""
 
-    name = "name"
-
-    def __init__(self, names: Callable[[], list[str]]) -> None:
-        self._names = names
+    def __init__(self, names: Callable[[], list[str]], name: str = "name") -> None:
+        self._names, self.name = names, name
 
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
-        """The names that begin so."""
+        """Complete the names."""
         return [CompletionItem(name) for name in self._names() if name.startswith(incomplete)]
 
 
 class Range(click.IntRange):
-    """A small range of whole numbers, both ends given, that completion offers."""
+    """A small range of integers, offered for completion."""
 
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
-        """The numbers that begin so."""
+        """Complete the numbers."""
         numbers = range(int(self.min or 0), int(self.max or 0) + 1)
         return [CompletionItem(str(number)) for number in numbers if str(number).startswith(incomplete)]

@@ -1,4 +1,4 @@
-"""How the tables of benches write numbers."""
+"""Number formats of the tables of benches."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ MIB = 2**20
 
 
 def ms(value: float) -> str:
-    """Milliseconds, or seconds from ten on."""
+    """A time in milliseconds, or in seconds from ten seconds on."""
     return f"{value:,.1f} ms" if abs(value) < 10_000 else f"{value / 1000:,.2f} s"
 
 
 def mib(size_bytes: float) -> str:
-    """MiB; GiB from ten on, and KiB below a tenth."""
+    """A size in MiB; in GiB from ten GiB on, and in KiB below a tenth of a MiB."""
     if 0 < size_bytes < MIB / 10:
         return f"{size_bytes / 1024:,.1f} KiB"
     if size_bytes >= 10 * 1024 * MIB:
@@ -20,10 +20,10 @@ def mib(size_bytes: float) -> str:
 
 
 def rate(value: float) -> str:
-    """Whole from a hundred on, else three digits."""
+    """A number without decimals from a hundred on, otherwise with three digits."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def loss(value: float | None) -> str:
-    """Four digits; None is what a record keeps of a diverged one."""
+    """A loss with four digits; None, in a record, stands for a diverged one."""
     return "not finite" if value is None else f"{value:.4f}"

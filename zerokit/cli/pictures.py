@@ -1,4 +1,4 @@
-"""Plots for MLflow's pages, and the page of a sweep. One that cannot be drawn is no reason to lose a run."""
+"""Plots for MLflow, and the page of a sweep. A picture that cannot be drawn does not fail a run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from zerokit.bench.record import Record
 
 
 def pictures(records: Sequence[Record]) -> Mapping[str, bytes]:
-    """PNG files by name, of one bench or of several beside each other; none where no bench succeeded."""
+    """PNG files by name, of one bench or several; empty if no bench succeeded."""
     if not any(record.status == "ok" for record in records):
         return {}
     try:
@@ -23,7 +23,7 @@ def pictures(records: Sequence[Record]) -> Mapping[str, bytes]:
 
 
 def write_report(records: Sequence[Record], path: Path, warn: Callable[[str], None]) -> bool:
-    """The page of a sweep; False, with a warning, where it cannot be made."""
+    """Write the page of a sweep; False, with a warning, if it cannot be made."""
     from zerokit.bench.record.runs import Run
 
     try:

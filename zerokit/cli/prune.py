@@ -8,23 +8,26 @@ from pathlib import Path
 import click
 
 
-@click.command(epilog="Exit code 0: done, or nothing to do. 1: something cannot be removed, or no run.")
-@click.argument("run", type=click.Path(path_type=Path))
-@click.option("--keep-last", type=click.IntRange(min=1), metavar="K", help="Remove steps, but the newest K.")
-@click.option(
-    "--keep-every", type=click.IntRange(min=1), metavar="M", help="Keep steps that are multiples of M, too."
+@click.command(
+    epilog="Exit code 0: done, or nothing to do. 1: something cannot be removed, or RUN is not a run."
 )
-@click.option("--dry-run", is_flag=True, help="Remove nothing; list what would go.")
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option(
+    "--keep-last", type=click.IntRange(min=1), metavar="K", help="Remove all steps except the newest K."
+)
+@click.option(
+    "--keep-every", type=click.IntRange(min=1), metavar="M", help="Also keep steps that are multiples of M."
+)
+@click.option("--dry-run", is_flag=True, help="List what would be removed, and remove nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print only the result, as JSON, on stdout.")
 def command(run: Path, keep_last: int | None, keep_every: int | None, dry_run: bool, as_json: bool) -> None:
-    """Remove what killed writers left in RUN and, with --keep-last, older steps.
+    """Remove files that killed writers left in RUN and, with --keep-last, older steps.
 
     The newest step, the newest step with optimizer states and the step that `latest` names always stay. Steps that a
     restarted training has superseded are removed. Files with other names are not touched. Unfinished saves of living
     processes are listed and stay; so do those of the last hour whose process cannot be checked from here.
     """
-    from zerokit.checkpoint.prune import plan
-    from zerokit.checkpoint.retention import Retention
+    from zerokit.checkpoint.prune import Retention, plan
     from zerokit.cli.text import decimal_size
     from zerokit.text import printable
 
@@ -39,7 +42,13 @@ def command(run: Path, keep_last: int | None, keep_every: int | None, dry_run: b
             verb = "would remove" if dry_run else "removed"
             click.echo(printable(f"{verb} {doomed.path}: {decimal_size(doomed.size)}{why}"))
     if as_json:
-        click.echo(json.dumps(pruning.plain(), indent=2))
+        left = [{"path": str(path), "reason": reason} for path, reason in pruning.left]
+        removed = [
+            {"path": str(one.path), "kind": "leftover" if one.leftover else "step", "bytes": one.size}
+            for one in pruning.removed
+        ]
+        plain = {"run": str(run), "dry_run": dry_run, "bytes": pruning.bytes}
+        click.echo(json.dumps(plain | {"removed": removed, "left": left}, indent=2))
         return
     for path, reason in pruning.left:
         click.echo(printable(f"left {path}: {reason}"))

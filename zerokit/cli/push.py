@@ -13,15 +13,15 @@ from zerokit.errors import UsageError
 from zerokit.text import printable, without_secrets
 
 
-@click.command(
-    epilog="What MLflow has already is not written again, so a push that broke is simply repeated."
-)
+@click.command(epilog="Nothing is written twice, so an interrupted push can simply be repeated.")
 @click.argument("paths", metavar="RECORD|FOLDER…", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option(
     "--tracking-uri",
-    help="Where MLflow keeps the runs.  [default: MLFLOW_TRACKING_URI, else sqlite:///mlflow.db]",
+    help="MLflow store of the runs.  [default: MLFLOW_TRACKING_URI, else sqlite:///mlflow.db]",
 )
-@click.option("--experiment", default="zerokit-bench", show_default=True, help="MLflow experiment.")
+@click.option(
+    "--experiment", default="zerokit-bench", show_default=True, help="MLflow experiment of the runs."
+)
 @click.option(
     "--json",
     "as_json",
@@ -30,13 +30,14 @@ from zerokit.text import printable, without_secrets
     help="Print the outcome of each record on stdout, as JSON.",
 )
 def command(paths: tuple[Path, ...], tracking_uri: str | None, experiment: str, as_json: bool) -> None:
-    """Write records on disk to MLflow: a run a record, a parent run a sweep.
+    """Write records on disk to MLflow: one run per record, and one parent run per sweep.
 
     For benches that ran without a tracking server, or whose server failed. Each record has one run, however often
     it is pushed, and even if it was tracked while it ran.
     """
+    from zerokit.bench.tracking.mirror import Mirror
     from zerokit.bench.tracking.push import Done, find_records, push
-    from zerokit.bench.tracking.store import Tracking, resolve_uri
+    from zerokit.bench.tracking.store import Store, Tracking, resolve_uri
     from zerokit.cli.display import open_lines
     from zerokit.cli.pictures import pictures
     from zerokit.launch.interrupts import Interrupts
@@ -55,7 +56,8 @@ def command(paths: tuple[Path, ...], tracking_uri: str | None, experiment: str, 
         click.echo(printable(f"{_WORDS[done.outcome]:<14}{done.path}{reason}"), err=True)
 
     with Interrupts() as interrupts:
-        push(records, tracking, pictures, interrupted=interrupts.check, show=show)
+        mirror = Mirror(Store.open(tracking))
+        push(records, mirror, pictures, interrupted=interrupts.check, show=show)
     counts = Counter(done.outcome for done in results)
     if as_json:
         content = [{**asdict(done), "path": str(done.path)} for done in results]

@@ -1,4 +1,4 @@
-"""`zerokit bench` as a job that Slurm or Kubernetes queues, and its records fetched."""
+"""Submits `zerokit bench` as a job to Slurm or Kubernetes, and fetches its records."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from zerokit.cli.launcher_options import OPTIONS_OF
-from zerokit.cli.launchers import given_arguments, read_variables
+from zerokit.cli.launchers import given_arguments, is_given, read_variables
 from zerokit.errors import UsageError
 from zerokit.text import printable, without_secrets, without_secrets_named
 
@@ -28,7 +28,7 @@ _OF_RANKS = ("nodes", "nproc_per_node")
 
 
 def submit(context: click.Context, request: Request) -> int:
-    """Queue the bench and wait for its end, or print what would be queued; the exit code."""
+    """Submit the bench and wait for its end, or print what would be submitted; returns the exit code."""
     kubernetes = request.chosen.name == "kubernetes"
     return (_submit_to_kubernetes if kubernetes else _submit_to_slurm)(context, request)
 
@@ -36,18 +36,20 @@ def submit(context: click.Context, request: Request) -> int:
 def _submit_to_kubernetes(context: click.Context, request: Request) -> int:
     from zerokit.bench.record import Record, write_record
     from zerokit.bench.run.session import record_path
+    from zerokit.bench.tracking.push import Tracker, find_records
     from zerokit.cli.display import Display
+    from zerokit.cli.pictures import pictures
     from zerokit.launch.interrupts import Interrupts
     from zerokit.launch.kubernetes import Pods, apply, find_json, follow, render, to_yaml
 
     options, cells = request.chosen.options, request.cells
     if options["container_image"] is None:
         raise click.UsageError(
-            "--launcher kubernetes needs --container-image: an image with zerokit (docker/Dockerfile)"
+            "--launcher kubernetes needs --container-image, an image with zerokit (docker/Dockerfile)"
         )
     nodes, ranks = _one_shape(context, request)
     if options["submit"] and len(cells) > 1:
-        raise click.UsageError("a job ends with one record: leave the sweep to several jobs")
+        raise click.UsageError("a job writes one record: submit each cell of the sweep as its own job")
     environment, tracked_here = _environment_of_pods(request)
     arguments = given_arguments(context, (*_OUTSIDE, *_OF_RANKS))
     if tracked_here and "--no-mlflow" not in arguments:
@@ -72,7 +74,9 @@ def _submit_to_kubernetes(context: click.Context, request: Request) -> int:
     except UsageError as error:
         raise click.UsageError(printable(str(error))) from error
     if pods.claim is None and any(cell.save is not None for cell in cells):
-        raise click.UsageError("checkpoints would go with their pod: name a volume that stays, --pvc CLAIM")
+        raise click.UsageError(
+            "checkpoints would be lost with their pod: give a persistent volume with --pvc CLAIM"
+        )
     objects = render(pods, options["form"])
     if not options["submit"]:
         made_by = shlex.join(["zerokit", "bench", *given_arguments(context)])
@@ -87,7 +91,8 @@ def _submit_to_kubernetes(context: click.Context, request: Request) -> int:
     record = Record.from_json(find_json(log))
     write_record(record, path)
     if tracked_here:
-        _push(path, request, display)
+        tracker = Tracker(request.tracking, pictures, display.warn, f"zerokit push {shlex.quote(str(path))}")
+        tracker.push(find_records([path]))
     _show(path, display, as_json=request.as_json, single=True, log=None)
     return 0 if record.status == "ok" else 1
 
@@ -99,7 +104,7 @@ _FOR_PODS = re.compile(r"(ZEROKIT|NCCL|GLOO|OMP)_\w+")
 def _environment_of_pods(request: Request) -> tuple[dict[str, str], bool]:
     """Variables of the ranks, and whether the record goes to MLflow from here: pods can only reach a tracking server.
 
-    Raises `click.UsageError` for a password or a token, which would stand in the manifest.
+    Raises `click.UsageError` for a password or a token, which would appear in the manifest.
     """
     options, tracking = request.chosen.options, request.tracking
     environment = {name: value for name, value in os.environ.items() if _FOR_PODS.fullmatch(name)}
@@ -110,24 +115,10 @@ def _environment_of_pods(request: Request) -> tuple[dict[str, str], bool]:
     for name, value in environment.items():
         if without_secrets_named(name, value) != value:
             raise click.UsageError(
-                f"the password in {name} would stand in the manifest: keep it in a Secret (for MLflow as "
-                "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD) and name that with --env-from"
+                f"the password in {name} would appear in the manifest: put it in a Secret (for MLflow as "
+                "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD) and pass it with --env-from"
             )
     return environment, tracking is not None and not served
-
-
-def _push(path: Path, request: Request, display: Display) -> None:
-    from zerokit.bench.tracking.push import find_records, push
-    from zerokit.cli.pictures import pictures
-
-    assert request.tracking is not None
-    push(
-        find_records([path]),
-        request.tracking,
-        pictures,
-        interrupted=lambda: None,
-        show=lambda done: display.warn(f"MLflow: {done.reason or done.outcome}"),
-    )
 
 
 def _pair(text: str) -> tuple[str, str]:
@@ -148,11 +139,11 @@ def _submit_to_slurm(context: click.Context, request: Request) -> int:
     options, cells = request.chosen.options, request.cells
     if request.continued is not None:
         raise click.UsageError(
-            "--continue is for nodes that are there: run it with --launcher slurm inside an allocation (salloc)"
+            "--continue needs running nodes: use --launcher slurm inside an allocation (salloc)"
         )
     if options["follow"]:
         raise click.UsageError(
-            "--follow is for ranks that are started from here; a job's are in its log (tail -f)"
+            "--follow works for ranks started from here; a job's output is in its log (tail -f)"
         )
     nodes, ranks = _one_shape(context, request)
     address = options["master_addr"]
@@ -184,8 +175,8 @@ def _submit_to_slurm(context: click.Context, request: Request) -> int:
         without_secrets_named(name, value) != value for name, value in given
     ):
         raise click.UsageError(
-            "a password would stand in the batch script: export the variable (MLFLOW_TRACKING_URI, say) instead of "
-            "giving it as an option; sbatch passes it on"
+            "a password would appear in the batch script: export the variable (such as MLFLOW_TRACKING_URI) "
+            "instead of giving it as an option; sbatch passes it on"
         )
     command += ["--output", inside or f"{JOB_FOLDER}/{name}"]
     made_by = shlex.join(["zerokit", "bench", *given_arguments(context, ("dry_run",))])
@@ -212,12 +203,13 @@ def _one_shape(context: click.Context, request: Request) -> tuple[int, int]:
     shapes = {(cell.nodes, cell.nproc_per_node) for cell in request.cells}
     if len(shapes) > 1:
         raise click.UsageError(
-            "a job has one number of nodes and of ranks on each: leave a sweep over them to several jobs, or run it "
-            "with --launcher slurm inside an allocation (salloc)"
+            "a job has a fixed number of nodes and ranks: submit one job for each, or run the sweep with "
+            "--launcher slurm inside an allocation (salloc)"
         )
     nodes, ranks = shapes.pop()
-    chosen = context.get_parameter_source("nproc_per_node") is click.core.ParameterSource.COMMANDLINE
-    return nodes, ranks if chosen else request.chosen.options["gpus_per_node"] or ranks
+    return nodes, ranks if is_given(context, "nproc_per_node") else request.chosen.options[
+        "gpus_per_node"
+    ] or ranks
 
 
 def _show(target: Path, display: Display, *, as_json: bool, single: bool, log: Path | None) -> None:

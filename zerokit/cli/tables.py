@@ -1,4 +1,4 @@
-"""The table that a bench ends with and that `zerokit compare` prints."""
+"""The table that `zerokit bench` and `zerokit compare` print."""
 
 from __future__ import annotations
 
@@ -23,19 +23,21 @@ from zerokit.bench.comparison.tables import (
     usual_metrics,
 )
 from zerokit.bench.record.metrics import PACED, instrumented
+from zerokit.bench.record.words import title_of, unusual
 from zerokit.cli.columns import annotate
 from zerokit.cli.details import detailed_metrics, notes, rank_table, record_rows
 from zerokit.cli.text import counted
 from zerokit.text import printable
 
 _ANY_WIDTH = 1000
+_SHOWN_APART = ("model", "precision", "nodes", "nproc_per_node", "batch_size", "seq_len", "bucket_mb")
 _STYLES = {"better": "green", "worse": "red", "": "dim"}
 
 
 def show(
     console: Console, cells: Sequence[Cell], partners: Mapping[int, Cell | None], metrics: Sequence[str] = ()
 ) -> None:
-    """What all cells have in common, the table, what differs, and what the marks mean.
+    """Print the common conditions, the table, the differences, and the meaning of the marks.
 
     A single run is shown with its ranks and what each figure means. Without `metrics`, those that matter most.
     """
@@ -78,10 +80,7 @@ def _common(cells: Sequence[Cell]) -> str:
         words.append(f"{settings.engine} stage {settings.stage}")
     if "precision" not in names and settings.precision:
         words.append(settings.precision)
-    if "mesh" not in names and settings.mesh is not None:
-        words.append(f"mesh {settings.mesh}")
-    if "wire" not in names and settings.wire != "own":
-        words.append(f"{settings.wire} wire")
+    words += unusual(settings, without=(*names, *_SHOWN_APART))
     if not {"nodes", "nproc_per_node"} & set(names):
         words.append(f"{counted(settings.world, 'rank')} on {counted(settings.nodes, 'node')}")
     if "batch_size" not in names:
@@ -124,12 +123,12 @@ def _marks(cells: Sequence[Cell], partners: Mapping[int, Cell | None], shown: se
             )
     if PACED in shown:
         marks.append(
-            "The paced step is in units of compute-only passes beside it, so that the machine's pace cancels."
+            "The paced step is in units of compute-only passes next to it, so that the machine's speed cancels."
         )
     if max(rounds) > 1:
         marks.append("± is half of the 95 % interval over rounds.")
     if "comm/cost_ms" in shown and len(cells) > 1:
-        marks.append("Communication is what a step takes longer than a compute-only one beside it.")
+        marks.append("Communication is the time that a step takes longer than a compute-only one next to it.")
     return " ".join(marks)
 
 
@@ -252,8 +251,9 @@ def _change(column: Column, position: int) -> Text:
 
 
 def _show_conditions(console: Console, cells: Sequence[Cell]) -> None:
-    """What differs: a line each, each value once."""
-    differing, _ = conditions(cells)
+    """What differs and no label says: a line each, each value once."""
+    labelled = {title_of(name) for name in varying(cell.first for cell in cells)}
+    differing = [(name, values) for name, values in conditions(cells)[0] if name not in labelled]
     if not differing:
         return
     table = _table(show_header=False)

@@ -1,4 +1,4 @@
-"""Text for people: sizes and counts."""
+"""Sizes and counts as text for people."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from zerokit.text import printable
 
 
 def decimal_size(size_bytes: int) -> str:
-    """In the largest fitting power of 1000: "2.2 GB"."""
+    """A size in the largest fitting power of 1000: "2.2 GB"."""
     if size_bytes < 1000:
         return f"{size_bytes} bytes"
     size, units = size_bytes / 1000, iter(("kB", "MB", "GB", "TB", "PB"))
@@ -21,11 +21,11 @@ def decimal_size(size_bytes: int) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """The number with its noun: 1 rank, 2 ranks."""
+    """A number with its noun: 1 rank, 2 ranks."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def note(lines: Iterable[str]) -> None:
-    """Print lines on stderr that are no errors."""
+    """Print lines on stderr that are not errors."""
     for line in lines:
         click.echo(printable(f"zerokit: {line}"), err=True)

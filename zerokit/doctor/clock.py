@@ -1,4 +1,4 @@
-"""How far the clocks of the ranks are apart, measured over the process group.
+"""The offsets between the ranks' clocks, measured over the process group.
 
     rank 0   ──── its time T ───▶          offset = T + (b − a) / 2 − b
     rank r   a ─ asks ─── b, answered      uncertain by (b − a) / 2, so the fastest round of some counts
@@ -40,14 +40,14 @@ SKEW_REFUSED_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Offset:
-    """Seconds that a rank's clock is ahead of rank 0's, and half the round trip: how wrong that may be."""
+    """A rank's clock offset from rank 0, in seconds, and its error bound: half the round trip."""
 
     seconds: float
     uncertainty_s: float
 
 
 def measure_offset(group: dist.ProcessGroup, now: Callable[[], float] = time.time) -> Offset:
-    """This rank's; all ranks call it. Rank 0 answers one rank after the other.
+    """Measure this rank's offset. Collective: rank 0 answers one rank after the other.
 
     Args:
         group: gloo's, of all ranks.
@@ -80,7 +80,7 @@ def measure_offset(group: dist.ProcessGroup, now: Callable[[], float] = time.tim
 def judge_clocks(answers: Answers[Offset]) -> list[Finding]:
     """ZD501."""
     if len(answers) < 2:
-        return [finding("ZD501", skipped("one rank: none to compare with"))]
+        return [finding("ZD501", skipped("one rank: nothing to compare"))]
     first, last = (pick(answers, key=lambda entry: entry[1].seconds) for pick in (min, max))
     skew = last[1].seconds - first[1].seconds
     doubt = first[1].uncertainty_s + last[1].uncertainty_s

@@ -1,4 +1,4 @@
-"""CUDA devices: the driver, what torch was built for, and one device a rank."""
+"""CUDA devices: the driver, torch's build, and one device per rank."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """What one process sees.
+    """The devices that one process sees.
 
     Attributes:
         driver: version of the NVIDIA driver; None without one.
@@ -57,7 +57,7 @@ class Devices:
 
 
 def look_at_devices(used: Device | None = None, driver: Path = _DRIVER) -> Devices:
-    """What this process sees; torch is used only where it is imported already.
+    """Collect the devices that this process sees; torch is used only if it is already imported.
 
     Args:
         used: the device that this rank computes on.
@@ -84,7 +84,7 @@ def _version(path: Path) -> str | None:
 
 
 def judge_devices(answers: Answers[Devices]) -> list[Finding]:
-    """ZD201 for each machine; ZD202 and ZD203 where ranks use devices."""
+    """ZD201 for each machine; ZD202 and ZD203 if ranks use devices."""
     findings = by_machine("ZD201", answers, _verdict)
     used = [(seat, devices.used) for seat, devices in answers if devices.used is not None]
     if not used:
@@ -107,7 +107,7 @@ def _verdict(devices: Devices) -> Verdict:
         return warning(
             f"{seen}",
             "CUDA_VISIBLE_DEVICES hides all devices, or a container shows none: training runs on the CPU.",
-            "unset CUDA_VISIBLE_DEVICES, or start the container with its devices (--gpus all)",
+            "unset CUDA_VISIBLE_DEVICES, or start the container with devices (--gpus all)",
         )
     if devices.usable is not None and devices.usable < devices.visible:
         return fault(

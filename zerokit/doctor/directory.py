@@ -1,4 +1,4 @@
-"""The directory that ranks write to: is it there, writable, large and fast enough, and the same one for all."""
+"""The directory that ranks write to: whether it exists, is writable, large and fast enough, and shared."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SEEN_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Directory:
-    """What one rank sees of it.
+    """The directory as one rank sees it.
 
     Attributes:
         path: as given.
@@ -63,7 +63,7 @@ class Directory:
 
 
 def look_at_directory(path: Path, trial_bytes: int) -> Directory:
-    """Write there, sync, and remove what was written.
+    """Write a file, sync it, and remove it.
 
     Args:
         path: need not exist: what exists of it is looked at.
@@ -109,7 +109,7 @@ def _write(folder: Path, size_bytes: int) -> float:
 
 
 def show(folder: Path, token: str) -> str | None:
-    """Rank 0 leaves a file for the others; why it could not, or None."""
+    """Write rank 0's file for the others; returns the error's text, or None."""
     try:
         (folder / f"{PREFIX}{token}").write_text(token)
     except OSError as error:
@@ -118,7 +118,7 @@ def show(folder: Path, token: str) -> str | None:
 
 
 def sees(folder: Path, token: str, seconds: float = SEEN_SECONDS) -> bool:
-    """Whether this rank finds the file that rank 0 left."""
+    """Whether this rank sees rank 0's file."""
     deadline = time.monotonic() + seconds
     while True:
         with contextlib.suppress(OSError):
@@ -131,7 +131,7 @@ def sees(folder: Path, token: str, seconds: float = SEEN_SECONDS) -> bool:
 
 
 def take_away(folder: Path, token: str) -> None:
-    """Rank 0 removes its file."""
+    """Remove rank 0's file."""
     with contextlib.suppress(OSError):
         (folder / f"{PREFIX}{token}").unlink()
 
@@ -167,7 +167,7 @@ def _judge_writable(directory: Directory) -> Verdict:
     return fault(
         f"{directory.existing}: {directory.error}",
         "Ranks cannot write checkpoints there.",
-        "name another directory, or let this user write to it (ls -ld, id, mount)",
+        "choose another directory, or give this user write access (ls -ld, id, mount)",
     )
 
 
@@ -175,17 +175,19 @@ def _judge_space(directory: Directory) -> Verdict:
     listed = f"{directory.free_bytes / 2**30:.1f} GiB free in {directory.existing}"
     if directory.free_files == 0:
         return fault(
-            "no inode is left", "New files cannot be made, though there is space.", "remove files there"
+            "no inode is left", "New files cannot be created, although there is space.", "remove files there"
         )
     if directory.free_bytes < FREE_LEAST_BYTES:
         return fault(
             f"{directory.free_bytes / _MIB:.1f} MiB free in {directory.existing}",
-            "No checkpoint fits; a bench may not even write its record.",
-            "free space there, or name another directory",
+            "No checkpoint fits, and perhaps not even a bench's record.",
+            "free space there, or choose another directory",
         )
     if directory.free_bytes < FREE_LITTLE_BYTES:
         return warning(
-            listed, "Few checkpoints fit: 12 bytes a parameter with Adam.", "free space, or keep fewer steps"
+            listed,
+            "Few checkpoints fit: one takes 12 bytes per parameter with Adam.",
+            "free space, or keep fewer steps",
         )
     return ok(listed)
 
@@ -199,7 +201,7 @@ def _judge_speed(directory: Directory) -> Verdict:
         return warning(
             listed,
             "Training waits for saves (blocking=False hides a part), and a save may take minutes.",
-            "use a local disk or a parallel file system, and look at who else writes there (iostat)",
+            "use a local disk or a parallel file system, and check what else writes there (iostat)",
         )
     return ok(listed)
 
@@ -209,6 +211,6 @@ def _judge_seen(saw: bool, path: str) -> Verdict:
         return ok(f"a file of rank 0 was read by all in {path}")
     return fault(
         f"a file that rank 0 wrote to {path} is not there",
-        "The ranks' files would lie on different disks: no save would be committed.",
-        "mount one file system at the same path on all nodes, or name a directory on one",
+        "The ranks' files would be on different disks, so no save would be committed.",
+        "mount one file system at the same path on all nodes, or choose a directory on a shared one",
     )

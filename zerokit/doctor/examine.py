@@ -1,4 +1,4 @@
-"""The examination: check this process, start the ranks, check the tracking store, judge all facts.
+"""The examination: checks this process, starts the ranks, checks the tracking store, and judges all facts.
 
 What ranks saw before a launch failed is judged as well, for that is mostly why it failed.
 """
@@ -56,7 +56,7 @@ _QUICK_ANSWER_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is to be examined.
+    """The request to examine some ranks.
 
     Attributes:
         nodes: to start ranks on.
@@ -76,13 +76,13 @@ class Plan:
 
     @property
     def world(self) -> int:
-        """Ranks in all."""
+        """The total number of ranks."""
         return self.nodes * self.nproc_per_node
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The findings, and the facts behind them.
+    """The doctor's findings, and the facts behind them.
 
     Attributes:
         plan: what was to be examined.
@@ -106,11 +106,11 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """`FAULTS` if there is one, else 0."""
+        """The exit code: `FAULTS` if there is a fault, else 0."""
         return FAULTS if any(one.severity is Severity.FAULT for one in self.findings) else 0
 
     def plain(self) -> dict[str, Any]:
-        """One JSON document:
+        """The report as one JSON document:
 
         format          "zerokit.doctor/1"
         zerokit         the version
@@ -152,7 +152,7 @@ class Report:
         }
 
     def counts(self) -> dict[str, int]:
-        """Findings by severity."""
+        """The number of findings by severity."""
         return {str(kind): sum(one.severity is kind for one in self.findings) for kind in Severity}
 
 
@@ -161,7 +161,7 @@ class TimedOut(ZerokitError):
 
 
 def examine_quickly(plan: Plan) -> Report:
-    """What this process sees by itself: no ranks are started, nothing but a few KiB is written."""
+    """Examine this process alone: no ranks are started, and only a few KiB are written."""
     here = look_around(own_seat({}), plan.directory, 0)
     try:
         # A name server that is silent would keep urllib longer than its time-out.
@@ -174,7 +174,7 @@ def examine_quickly(plan: Plan) -> Report:
 
 
 def examine(plan: Plan, launch: Launch, phase: Callable[[str], None] = lambda text: None) -> Report:
-    """Everything.
+    """Examine this process, the ranks and the tracking store.
 
     Args:
         plan: what to examine.
@@ -200,7 +200,7 @@ def examine(plan: Plan, launch: Launch, phase: Callable[[str], None] = lambda te
 
 
 def judge(ranks: Sequence[RankFacts], group: GroupFacts | None, world: int) -> list[Finding]:
-    """What follows from facts.
+    """The findings that follow from the facts.
 
     Args:
         ranks: what each saw by itself, in their order; at least one.
@@ -285,7 +285,7 @@ def _failed(plan: Plan, work: Path, reason: str, failures: Sequence[Failure] = (
         "ZD901",
         fault(
             lines[0][:400] + last,
-            f"Training would fail alike. Ranks were last seen {_progress(plan, work)}.",
+            f"Training would fail in the same way. Ranks were last seen {_progress(plan, work)}.",
             f"look at the faults above, if any, and at the logs in {work}",
         ),
         where,
@@ -297,7 +297,7 @@ def _hung(plan: Plan, work: Path, reason: str) -> Finding:
         "ZD901",
         fault(
             f"{reason}; last seen {_progress(plan, work)}",
-            "A rank hangs, was never started, or cannot reach the others: training would wait like that.",
+            "A rank hangs, was never started, or cannot reach the others: training would wait in the same way.",
             "look at the faults above, if any, at firewalls between the nodes, and at that node's processes; "
             f"--timeout gives more time; logs: {work}",
         ),

@@ -1,4 +1,4 @@
-"""All that is known before anything is judged: what each rank sees by itself, and what ranks measure together.
+"""The facts that checks judge: what each rank sees, and what ranks measure together.
 
 Plain data: a worker writes it as JSON beside its job, the process that started the ranks reads it.
 """
@@ -18,6 +18,7 @@ from zerokit.doctor.findings import Seat
 from zerokit.doctor.interfaces import Network, look_at_network
 from zerokit.doctor.limits import Limits, look_at_limits
 from zerokit.doctor.names import Lookups, OwnName, look_at_own_name
+from zerokit.doctor.pace import Paces
 from zerokit.doctor.processor import Processor, look_at_processor
 from zerokit.doctor.software import Software, look_at_software
 from zerokit.doctor.wire import AllReduce, AxisLink, Pair
@@ -25,7 +26,7 @@ from zerokit.doctor.wire import AllReduce, AxisLink, Pair
 
 @dataclass(frozen=True, slots=True)
 class RankFacts:
-    """What one process sees by itself."""
+    """The facts that one process collects alone."""
 
     seat: Seat
     software: Software
@@ -39,7 +40,7 @@ class RankFacts:
 
 @dataclass(frozen=True, slots=True)
 class GroupFacts:
-    """What the ranks measured together; lists are by rank.
+    """The facts that ranks measure together; lists are by rank.
 
     Attributes:
         offsets: of the ranks' clocks.
@@ -49,6 +50,7 @@ class GroupFacts:
         all_reduce: over all ranks.
         pairs: of nodes; empty unless asked for.
         axes: the ranks of a node, and the nodes; without an axis of one rank.
+        paces: how fast hosts compute; None on devices, and for one rank.
     """
 
     offsets: list[Offset]
@@ -58,6 +60,7 @@ class GroupFacts:
     all_reduce: AllReduce | None
     pairs: list[Pair] = field(default_factory=list)
     axes: list[AxisLink] = field(default_factory=list)
+    paces: Paces | None = None
 
 
 def look_around(seat: Seat, directory: Path, trial_bytes: int, used: Device | None = None) -> RankFacts:

@@ -1,4 +1,4 @@
-"""Findings: what a check says, about which ranks, how bad that is, and what to do.
+"""Findings: the result of a check, the ranks that it concerns, its severity, and advice.
 
 Every check has a code, which stays the same for ever, and gives at least one finding whenever it could look. Ranks
 with the same verdict share a finding.
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Severity(StrEnum):
-    """How bad a finding is; `SKIPPED`: the check was not possible, or there was nothing to check."""
+    """The severity of a finding; `SKIPPED` if the check was impossible or had nothing to check."""
 
     OK = "ok"
     SKIPPED = "skipped"
@@ -25,7 +25,7 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One check; `why` says what depends on it."""
+    """One check; `why` says what depends on its result."""
 
     code: str
     title: str
@@ -37,9 +37,7 @@ CHECKS = {
     check.code: check
     for check in (
         Check("ZD101", "software", "zerokit needs these packages, and torch 2.6 or later."),
-        Check(
-            "ZD102", "same software", "Ranks that run different versions compute and send different things."
-        ),
+        Check("ZD102", "same software", "Ranks with different versions compute and send different data."),
         Check("ZD201", "CUDA devices", "Without a device that torch can use, training runs on the CPU."),
         Check("ZD202", "one device per rank", "NCCL refuses two ranks on one device."),
         Check("ZD203", "same devices", "A step is as slow as its slowest device."),
@@ -54,9 +52,7 @@ CHECKS = {
         Check("ZD401", "/dev/shm", "NCCL and data loaders keep shared memory there."),
         Check("ZD402", "locked memory", "RDMA and io_uring lock the memory that they register."),
         Check("ZD403", "open files", "Each rank holds a connection to every other rank, and files."),
-        Check(
-            "ZD404", "memory of neighbours", "gloo ranks of one node read each other's memory where they may."
-        ),
+        Check("ZD404", "memory of neighbours", "gloo ranks of one node read each other's memory if allowed."),
         Check("ZD501", "clocks", "Logs, traces and signed requests compare times of different nodes."),
         Check("ZD502", "cores", "A rank needs a core of its own."),
         Check("ZD503", "load", "Other processes take cores from the ranks."),
@@ -78,7 +74,7 @@ CHECKS = {
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The judgement of one rank or machine; where `meaning` is empty, the check's `why` is shown."""
+    """The judgement of one rank or machine; if `meaning` is empty, the check's `why` is shown."""
 
     severity: Severity
     found: str
@@ -110,27 +106,27 @@ class Finding:
 
 
 def ok(found: str) -> Verdict:
-    """All is well."""
+    """A check that passed."""
     return Verdict(Severity.OK, found)
 
 
 def skipped(found: str) -> Verdict:
-    """There was nothing to look at, or no way to look."""
+    """A check that had nothing to examine, or could not."""
     return Verdict(Severity.SKIPPED, found)
 
 
 def warning(found: str, meaning: str, remedy: str) -> Verdict:
-    """Training works, but slower or less safely than it could."""
+    """A warning: training works, but slower or less safely than it could."""
     return Verdict(Severity.WARNING, found, meaning, remedy)
 
 
 def fault(found: str, meaning: str, remedy: str) -> Verdict:
-    """Training will fail, hang, or lose something."""
+    """A fault: training will fail, hang, or lose data."""
     return Verdict(Severity.FAULT, found, meaning, remedy)
 
 
 def finding(code: str, verdict: Verdict, where: str = "") -> Finding:
-    """The verdict as a finding of that check."""
+    """The verdict as a finding of this check."""
     check = CHECKS[code]
     return Finding(
         code,
@@ -162,7 +158,7 @@ Answers = Sequence[tuple[Seat, T]]
 
 
 def machines(answers: Answers[T]) -> list[tuple[Seat, T]]:
-    """The facts from the first rank of each machine."""
+    """The facts of the first rank on each machine."""
     first: dict[str, tuple[Seat, T]] = {}
     for seat, facts in answers:
         first.setdefault(seat.machine, (seat, facts))
@@ -170,12 +166,12 @@ def machines(answers: Answers[T]) -> list[tuple[Seat, T]]:
 
 
 def by_rank(code: str, answers: Answers[T], judge: Callable[[T], Verdict]) -> list[Finding]:
-    """A finding for each different verdict, naming the ranks that it is about."""
+    """One finding for each distinct verdict, with the ranks that it concerns."""
     return _joined(code, [(seat, judge(facts)) for seat, facts in answers], [seat for seat, _ in answers])
 
 
 def by_machine(code: str, answers: Answers[T], judge: Callable[[T], Verdict]) -> list[Finding]:
-    """The same, of facts that all ranks of a machine share: its first rank's are taken."""
+    """One finding for each distinct verdict about machines, from the facts of each machine's first rank."""
     verdicts = {seat.machine: judge(facts) for seat, facts in machines(answers)}
     return _joined(
         code, [(seat, verdicts[seat.machine]) for seat, _ in answers], [seat for seat, _ in answers]

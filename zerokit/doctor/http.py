@@ -1,4 +1,4 @@
-"""An MLflow server, queried over HTTP without MLflow: does it answer, in which version, to whom, and may we write.
+"""An MLflow server, queried over HTTP without MLflow: its version, its access rights, and whether it accepts writes.
 
 `/health` and `/version` are open to all; what begins with `/api` is guarded by the server's checks of host name,
 origin and user.
@@ -25,14 +25,14 @@ _EXCERPT = 200
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The answer to one request: the status and the beginning of the text, or why there is none."""
+    """The answer to one request: the status and the start of the text, or the error."""
 
     status: int | None
     text: str
     error: str | None = None
 
     def json(self) -> dict[str, Any]:
-        """Empty where the text is no JSON object."""
+        """The text's JSON object; empty if it is not one."""
         try:
             content = json.loads(self.text)
         except (ValueError, RecursionError):
@@ -41,7 +41,7 @@ class Answer:
 
 
 class Server:
-    """One server, with the user and the certificates that MLflow's own client would use.
+    """A server, with the user and certificates that MLflow's own client would use.
 
     Args:
         uri: with or without a user and a password.
@@ -107,11 +107,11 @@ class Server:
             return Answer(None, "", f"no HTTP: {type(error).__name__}: {str(error)[:80]}")
 
     def read(self) -> Answer:
-        """Get one experiment, as any client of MLflow does."""
+        """Get one experiment, as MLflow's clients do."""
         return self.get(f"{_API}/experiments/search?max_results=1")
 
     def write(self, listed: Answer) -> Answer | None:
-        """Set a tag of the experiment that `read` found, and remove it; None where there is no experiment.
+        """Set and remove a tag of the experiment that `read` found; None if there is none.
 
         A server older than MLflow 3 cannot remove it: the tag then stays; its value is "may be removed".
         """
@@ -149,5 +149,5 @@ def _certificates() -> ssl.SSLContext:
 
 
 def excerpt(text: str) -> str:
-    """The beginning of an answer, on one line."""
+    """The start of an answer, on one line."""
     return " ".join(text.split())[:_EXCERPT]

@@ -1,20 +1,15 @@
-"""Network interfaces: which ones gloo and NCCL will take, their MTU, and InfiniBand ports.
-
-The kernel is asked by ioctl and not by /sys/class/net, which in a container may be another network's.
-"""
+"""Network interfaces: those that gloo and NCCL will use, their MTU, and InfiniBand ports."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import fcntl
 import os
 import socket
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from ipaddress import IPv6Address, ip_address
+from ipaddress import ip_address
 from pathlib import Path
+
+import psutil
 
 from zerokit.doctor.findings import (
     Answers,
@@ -31,10 +26,6 @@ from zerokit.doctor.findings import (
     where,
 )
 
-_SIOCGIFFLAGS, _SIOCGIFADDR, _SIOCGIFMTU = 0x8913, 0x8915, 0x8921
-"""Linux's sockios.h."""
-_SIOCETHTOOL, _ETHTOOL_GSET, _ETHTOOL_CMD_BYTES = 0x8946, 0x1, 44
-_UP, _LOOPBACK, _RUNNING = 0x1, 0x8, 0x40
 _CLASS = Path("/sys/class")
 
 SMALL_MTU = 1280
@@ -43,7 +34,7 @@ SMALL_MTU = 1280
 
 @dataclass(frozen=True, slots=True)
 class Interface:
-    """One of this machine's; `running`: it is up and has a carrier, `speed_mbit` is None where unknown."""
+    """An interface of this machine; `running` if it is up with a carrier, `speed_mbit` None if unknown."""
 
     name: str
     running: bool
@@ -74,7 +65,7 @@ class Network:
     """Addresses of the host's own name: gloo's choice where no interface is given."""
 
     def gloo_takes(self) -> Interface | None:
-        """The interface that gloo will listen on; None where that cannot be answers, or where it will fail."""
+        """The interface on which gloo will listen; None if it is unknown or gloo will fail."""
         if self.gloo is not None:
             wanted = self.gloo.split(",")[0]
             return next((one for one in self.interfaces if one.name == wanted), None)
@@ -89,14 +80,14 @@ class Network:
 
 
 def look_at_network(own_addresses: Sequence[str], devices: Path = _CLASS) -> Network:
-    """What this process sees.
+    """Collect the interfaces and ports that this process sees.
 
     Args:
         own_addresses: what the host's own name resolves to.
         devices: the kernel's folder of device classes.
     """
     return Network(
-        interfaces=[_interface(name) for _, name in socket.if_nameindex()],
+        interfaces=_interfaces(),
         gloo=os.environ.get("GLOO_SOCKET_IFNAME") or None,
         nccl=os.environ.get("NCCL_SOCKET_IFNAME") or None,
         ports=[
@@ -107,47 +98,25 @@ def look_at_network(own_addresses: Sequence[str], devices: Path = _CLASS) -> Net
     )
 
 
-def _interface(name: str) -> Interface:
-    flags = struct.unpack_from("H", _ask(name, _SIOCGIFFLAGS) or bytes(32), 16)[0]
-    mtu = struct.unpack_from("i", _ask(name, _SIOCGIFMTU) or bytes(32), 16)[0]
-    address = _ask(name, _SIOCGIFADDR)
-    addresses = [socket.inet_ntoa(address[20:24])] if address else []
-    return Interface(
-        name=name,
-        running=flags & _UP != 0 and flags & _RUNNING != 0,
-        loopback=flags & _LOOPBACK != 0,
-        addresses=addresses + _addresses_6().get(name, []),
-        mtu=mtu,
-        speed_mbit=_speed(name),
-    )
-
-
-def _ask(name: str, request: int) -> bytes | None:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking, contextlib.suppress(OSError):
-        return fcntl.ioctl(asking, request, struct.pack("256s", name.encode()[:15]))
-    return None
-
-
-def _speed(name: str) -> int | None:
-    """Mbit/s, by ethtool's oldest request: the driver fills a `struct ethtool_cmd`."""
-    answer = ctypes.create_string_buffer(struct.pack("I", _ETHTOOL_GSET), _ETHTOOL_CMD_BYTES)
-    request = struct.pack("16sP", name.encode()[:15], ctypes.addressof(answer)).ljust(40, b"\0")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        try:
-            fcntl.ioctl(asking, _SIOCETHTOOL, request)
-        except OSError:
-            return None
-    low, high = struct.unpack_from("H", answer, 12)[0], struct.unpack_from("H", answer, 28)[0]
-    speed = int(high << 16 | low)
-    return None if speed in (0, 0xFFFF, 0xFFFFFFFF) else speed
-
-
-def _addresses_6() -> dict[str, list[str]]:
-    addresses: dict[str, list[str]] = {}
-    for line in _read(Path("/proc/net/if_inet6")).splitlines():
-        digits, *_, name = line.split()
-        addresses.setdefault(name, []).append(str(IPv6Address(int(digits, 16))))
-    return addresses
+def _interfaces() -> list[Interface]:
+    """This network's interfaces: those of a container, where there is one."""
+    found = psutil.net_if_addrs()
+    return [
+        Interface(
+            name=name,
+            running=state.isup,
+            loopback="loopback" in state.flags.split(","),
+            # Link-local addresses carry their interface: fe80::1%eth0.
+            addresses=[
+                one.address.partition("%")[0]
+                for one in found.get(name, [])
+                if one.family in (socket.AF_INET, socket.AF_INET6)
+            ],
+            mtu=state.mtu,
+            speed_mbit=state.speed or None,
+        )
+        for name, state in psutil.net_if_stats().items()
+    ]
 
 
 def _read(path: Path) -> str:
@@ -158,7 +127,7 @@ def _read(path: Path) -> str:
 
 
 def nccl_takes(interfaces: Sequence[Interface], wanted: str | None) -> list[Interface]:
-    """Those that NCCL would consider, by its rules for `NCCL_SOCKET_IFNAME`.
+    """The interfaces that NCCL would consider, by its rules for `NCCL_SOCKET_IFNAME`.
 
     A list of prefixes; "=" asks for whole names, "^" for all but these. Without it everything but Docker's bridges
     and loopback, and loopback if there is nothing else (NCCL's documentation, environment variables).

@@ -1,4 +1,4 @@
-"""What the system lets a rank have: shared memory, locked memory, open files, other ranks' memory."""
+"""The system's limits on a rank: shared memory, locked memory, open files, access to other ranks' memory."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ FILES_A_PEER = 6
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits of one process; None means unlimited, or for `ptrace_scope` a kernel without Yama.
+    """The limits of one process; None means unlimited, or for `ptrace_scope`, a kernel without Yama.
 
     Attributes:
         shm_bytes: size of /dev/shm; 0 where there is none.
@@ -139,7 +139,9 @@ def _judge_memlock(limits: Limits) -> Verdict:
         )
     if limits.memlock_bytes < MEMLOCK_LOW_BYTES:
         return warning(
-            listed, f"Less than the kernel's default of {_mib(MEMLOCK_LOW_BYTES)}: RDMA would fail.", remedy
+            listed,
+            f"This is less than the kernel's default of {_mib(MEMLOCK_LOW_BYTES)}: RDMA would fail.",
+            remedy,
         )
     return ok(listed)
 
@@ -179,7 +181,7 @@ def _forbidden(listed: str, route: str, scope: int | None) -> Verdict:
         listed,
         f"{because} reading other processes' memory; {route} costs more copies. Results are the same bits.",
         "sysctl kernel.yama.ptrace_scope=1; in a container --cap-add SYS_PTRACE, and a seccomp profile with "
-        "process_vm_readv; or ZEROKIT_CMA=0, to say that it is meant so",
+        "process_vm_readv; or ZEROKIT_CMA=0, to confirm that this is intended",
     )
 
 

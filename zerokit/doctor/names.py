@@ -1,4 +1,4 @@
-"""Names of hosts: one's own, there and back, and the other nodes'."""
+"""Host names: this host's, forward and back, and the other nodes'."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class OwnName:
 
 @dataclass(frozen=True, slots=True)
 class Lookups:
-    """The other nodes' names, as one node looks them up: addresses by name, or why there are none."""
+    """The other nodes' names as one node resolves them: addresses by name, or errors."""
 
     found: dict[str, list[str]] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
 
 
 def look_at_own_name() -> OwnName:
-    """Look the host's name up, and its address back."""
+    """Resolve the host's name, and its address back."""
     host = socket.gethostname()
     try:
         addresses = addresses_of(host)
@@ -60,7 +60,7 @@ def look_at_own_name() -> OwnName:
 
 
 def look_up(names: list[str]) -> Lookups:
-    """Look up other nodes' names."""
+    """Resolve other nodes' names."""
     lookups = Lookups()
     for name in dict.fromkeys(names):
         try:
@@ -127,7 +127,7 @@ def _judge_own(own: OwnName, several: bool) -> Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Neighbourhood:
-    """What a node looked up, and the addresses that the others really have, by name."""
+    """The names that a node resolved, with the others' real addresses by name."""
 
     lookups: Lookups
     truth: dict[str, list[str]]

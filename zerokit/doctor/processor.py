@@ -1,4 +1,4 @@
-"""Cores for the ranks of a machine: how many, which ones they may use, and what else runs there."""
+"""Cores for the ranks of a machine: their number, the ones that ranks may use, and other load."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Processor:
 
 
 def look_at_processor(quota: Path = _QUOTA) -> Processor:
-    """Read what this process may use."""
+    """Read the cores that this process may use."""
     return Processor(os.cpu_count() or 1, sorted(os.sched_getaffinity(0)), _quota(quota), os.getloadavg()[0])
 
 

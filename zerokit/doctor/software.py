@@ -1,4 +1,4 @@
-"""Versions of what takes part in training, and whether all ranks have the same."""
+"""Versions of the software in training, and whether all ranks have the same."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MUST_AGREE = ("zerokit", "program", "torch", "cuda", "nccl")
 
 @dataclass(frozen=True, slots=True)
 class Software:
-    """Versions; None for what is not installed, and for what this build of torch has not.
+    """Versions; None for packages that are not installed, and for parts that this torch lacks.
 
     `program` is a hash of zerokit's own files, which may differ under one version.
     """
@@ -41,7 +41,7 @@ class Software:
 
 
 def look_at_software() -> Software:
-    """This process's versions, by the installed packages' metadata: torch is not imported, but used if it is."""
+    """This process's versions, by the installed packages' metadata: torch is used only if already imported."""
     torch, cuda = _torch_built()
     return Software(
         python=platform.python_version(),
@@ -99,7 +99,7 @@ def _verdict(software: Software) -> Verdict:
     if missing:
         return fault(
             f"{listed}; {' and '.join(missing)} not installed",
-            "zerokit does not run without.",
+            "zerokit requires these packages.",
             f"pip install {' '.join(missing)}",
         )
     for name, version, oldest in (

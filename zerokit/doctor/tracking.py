@@ -1,4 +1,4 @@
-"""Where MLflow runs would go: a server, a SQLite file, a folder; can it be reached and written to.
+"""The MLflow store (a server, a SQLite file or a folder): whether it is reachable and writable.
 
 MLflow itself is never imported: that takes longer than all the rest, and would create what is missing.
 """
@@ -25,7 +25,7 @@ _PORTS = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}
 
 @dataclass(frozen=True, slots=True)
 class Tracking:
-    """What was seen of the store.
+    """The facts about the store.
 
     Attributes:
         uri: where it is, without a password.
@@ -156,10 +156,10 @@ def _database(shown: str, host: str, port: int, quick: bool) -> Tracking:
 
 
 def judge_tracking(tracking: Tracking) -> list[Finding]:
-    """ZD801, and as far as it was reached ZD802 and ZD803."""
+    """ZD801, and if the store was reached, ZD802 and ZD803."""
     if tracking.reached is None:
         return [
-            finding("ZD801", skipped(f"{tracking.uri}: a store of this kind cannot be looked at from here"))
+            finding("ZD801", skipped(f"{tracking.uri}: a store of this kind cannot be checked from here"))
         ]
     if not tracking.reached or (tracking.status or 0) >= 500:
         return [finding("ZD801", _judge_silence(tracking))]
@@ -180,7 +180,7 @@ def _judge_silence(tracking: Tracking) -> Verdict:
         return fault(
             f"{tracking.uri}: HTTP {tracking.status}: {tracking.error}",
             f"The server, or a gateway before it, fails. {lost} until it works.",
-            "look at the server's log; zerokit push makes up for it later",
+            "look at the server's log; zerokit push sends the runs later",
         )
     if tracking.kind in ("server", "database"):
         return fault(
@@ -208,11 +208,10 @@ def _judge_access(tracking: Tracking) -> Verdict:
     if tracking.status in (401, 403):
         return fault(
             listed,
-            "The server, or a gateway before it, does not let this user in.",
-            "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN; ask for the right "
-            "to write",
+            "The server, or a gateway before it, refuses this user.",
+            "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN; request write access",
         )
-    return fault(listed, "Something else than MLflow answers there.", "correct MLFLOW_TRACKING_URI")
+    return fault(listed, "The server is not MLflow.", "correct MLFLOW_TRACKING_URI")
 
 
 def _judge_writes(tracking: Tracking) -> Verdict:
@@ -223,11 +222,11 @@ def _judge_writes(tracking: Tracking) -> Verdict:
     if "locked" in (tracking.write_error or ""):
         return warning(
             f"{tracking.uri}: {tracking.write_error}",
-            "Another process writes there at this moment; over NFS, locks may be left for ever.",
+            "Another process writes there at this moment; over NFS, locks may remain forever.",
             "close it, or use a server: mlflow server --backend-store-uri …",
         )
     return fault(
         f"{tracking.uri}: {tracking.write_error}",
         "Runs cannot be written.",
-        "let this user write there, or name another store",
+        "give this user write access, or choose another store",
     )

@@ -1,4 +1,4 @@
-"""What the wire gives: an all-reduce over all ranks, exchanges along each axis, and between all pairs of nodes.
+"""Measurements of the network: an all-reduce over all ranks, and exchanges along each axis and between nodes.
 
 Times and bandwidths are by nccl-tests' definitions: the slowest rank's time, bytes on the busiest wire one way.
 """
@@ -8,11 +8,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
 from statistics import median
 from typing import TYPE_CHECKING
 
 from zerokit.doctor.findings import Finding, Seat, Verdict, fault, finding, ok, skipped, warning
+from zerokit.doctor.pace import UnitSpeeds, measure_slowdown, slowest
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +36,7 @@ SLOW_PAIR = 0.5
 
 @dataclass(frozen=True, slots=True)
 class AllReduce:
-    """One size: the median time of the slowest rank, and whether every rank got the right sum."""
+    """An all-reduce of one size: the slowest rank's median time, and whether every sum was right."""
 
     size_bytes: int
     time_s: float
@@ -45,7 +47,7 @@ class AllReduce:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two nodes that send to each other at once; bandwidth in each direction."""
+    """Two nodes that send to each other at the same time; bandwidth is per direction."""
 
     first: int
     second: int
@@ -56,7 +58,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class AxisLink:
-    """Neighbours along one axis that exchange messages, all of them at once as in training.
+    """Exchanges between neighbours on one axis, all at the same time as in training.
 
     Attributes:
         axis: "inner", the ranks of a node, or "outer", ranks with the same position on different nodes.
@@ -64,6 +66,8 @@ class AxisLink:
         latency_s: the time of an exchange of four bytes.
         gb_per_s: bytes that each rank sends, and receives, in a second, in 10^9.
         size_bytes: of the messages that gave the bandwidth.
+        slowdown: the part of a host's computing speed that an exchange takes while it is in flight; None on devices.
+        units: collectives of zerokit where the ranks of a node read each other's memory; None elsewhere.
     """
 
     axis: str
@@ -71,15 +75,20 @@ class AxisLink:
     latency_s: float
     gb_per_s: float
     size_bytes: int
+    slowdown: float | None = None
+    units: UnitSpeeds | None = None
 
 
-def measure_axes(group: dist.ProcessGroup, accelerator: Accelerator, seats: Sequence[Seat]) -> list[AxisLink]:
-    """All ranks call it. Times are those of the slowest rank; an axis of one rank is left out.
+def measure_axes(
+    group: dist.ProcessGroup, accelerator: Accelerator, seats: Sequence[Seat], units: UnitSpeeds | None
+) -> list[AxisLink]:
+    """Measure every axis of more than one rank. Collective; times are the slowest rank's.
 
     Args:
         group: of all ranks.
         accelerator: of this rank.
         seats: by rank.
+        units: what was measured among the ranks of a node.
     """
     import torch
     import torch.distributed as dist
@@ -91,11 +100,6 @@ def measure_axes(group: dist.ProcessGroup, accelerator: Accelerator, seats: Sequ
         "inner": list(nodes.values()),
         "outer": [list(line) for line in zip(*nodes.values(), strict=False)],
     }
-
-    def slowest(seconds: float) -> float:
-        cell = torch.tensor([seconds], dtype=torch.float64, device=accelerator.device)
-        dist.all_reduce(cell, op=dist.ReduceOp.MAX, group=group)
-        return float(cell.item())
 
     links = []
     for axis, members in lines.items():
@@ -111,16 +115,23 @@ def measure_axes(group: dist.ProcessGroup, accelerator: Accelerator, seats: Sequ
                 dist.barrier(group)
                 if other is not None:
                     times.append(_timed(lambda: _swap(outgoing, incoming, other, group), accelerator))
-            return slowest(median(times[1:]) if times else 0.0)
+            return slowest(group, median(times[1:]) if times else 0.0, accelerator.device)
 
         latency = exchange(4)
         size = LARGE_BYTES if exchange(SMALL_BYTES) < FAST_S else SMALL_BYTES
-        links.append(AxisLink(axis, longest, latency, size / exchange(size) / 1e9, size))
+        seconds, slowdown = exchange(size), None
+        if accelerator.device.type == "cpu":
+            buffers = (torch.zeros(size // 4), torch.zeros(size // 4))
+            slowdown = measure_slowdown(
+                group, (lambda: None) if other is None else partial(_swap, *buffers, other, group), seconds
+            )
+        inside = units if axis == "inner" else None
+        links.append(AxisLink(axis, longest, latency, size / seconds / 1e9, size, slowdown, inside))
     return links
 
 
 def neighbour(rank: int, lines: Sequence[Sequence[int]]) -> int | None:
-    """Whom `rank` exchanges with along its line; None for the last of an odd number, and where it is on no line."""
+    """The partner of `rank` on its line; None for the last of an odd number, and if it is on no line."""
     for line in lines:
         if rank in line:
             at = line.index(rank) ^ 1
@@ -129,7 +140,7 @@ def neighbour(rank: int, lines: Sequence[Sequence[int]]) -> int | None:
 
 
 def measure_all_reduce(group: dist.ProcessGroup, accelerator: Accelerator) -> AllReduce | None:
-    """All ranks call it; None for one rank."""
+    """Measure the all-reduce; None for one rank. Collective."""
     import torch
     import torch.distributed as dist
 
@@ -139,10 +150,7 @@ def measure_all_reduce(group: dist.ProcessGroup, accelerator: Accelerator) -> Al
     if world == 1:
         return None
 
-    def slowest(seconds: float) -> float:
-        cell = torch.tensor([seconds], dtype=torch.float64, device=accelerator.device)
-        dist.all_reduce(cell, op=dist.ReduceOp.MAX, group=group)
-        return float(cell.item())
+    device = accelerator.device
 
     def timed(size_bytes: int) -> tuple[float, bool]:
         buffer = torch.empty(size_bytes // 4, device=accelerator.device)
@@ -151,7 +159,8 @@ def measure_all_reduce(group: dist.ProcessGroup, accelerator: Accelerator) -> Al
         buffer.copy_(pattern + rank)
         seconds = _timed(lambda: dist.all_reduce(buffer, group=group), accelerator)
         expected = pattern * world + world * (world - 1) // 2
-        return slowest(seconds), slowest(float(not torch.equal(buffer, expected.to(buffer.dtype)))) == 0
+        wrong = float(not torch.equal(buffer, expected.to(buffer.dtype)))
+        return slowest(group, seconds, device), slowest(group, wrong, device) == 0
 
     timed(SMALL_BYTES)  # makes connections
     first, correct = timed(SMALL_BYTES)
@@ -167,7 +176,7 @@ def measure_all_reduce(group: dist.ProcessGroup, accelerator: Accelerator) -> Al
 
 
 def measure_pairs(group: dist.ProcessGroup, accelerator: Accelerator, leaders: Sequence[int]) -> list[Pair]:
-    """Every pair of nodes, one after the other, so that none disturbs another. All ranks call it.
+    """Measure every pair of nodes, one after the other. Collective.
 
     Args:
         group: of all ranks.
@@ -246,9 +255,7 @@ def _judge_all_reduce(measured: AllReduce, listed: str, link_mbit: int | None) -
             "Ranks do not get what they should: gradients would be wrong silently.",
             "try other memory, cards or cables; test with NCCL_P2P_DISABLE=1, NCCL_IB_DISABLE=1",
         )
-    remedy = (
-        "look at the interface that is used (ZD301, ZD302), MTU, load, who else uses the wire; try --pairs"
-    )
+    remedy = "check the interface in use (ZD301, ZD302), MTU, load and other traffic; try --pairs"
     link = None if link_mbit is None else link_mbit / 8000
     if link is not None and measured.bus_gb_per_s < SHARE_OF_LINK * link:
         return warning(

@@ -1,4 +1,4 @@
-"""One rank of `zerokit doctor`: looks around, meets the others, measures with them.
+"""One rank of `zerokit doctor`: collects its facts, joins the others, and measures with them.
 
     torchrun … -m zerokit.doctor.worker JOB.json
 
@@ -29,10 +29,11 @@ from zerokit.doctor.directory import TRIAL_BYTES, sees, show, take_away
 from zerokit.doctor.facts import GroupFacts, RankFacts, look_around, own_seat
 from zerokit.doctor.findings import Seat
 from zerokit.doctor.names import Lookups, look_up
+from zerokit.doctor.pace import measure_paces, measure_units
 from zerokit.doctor.wire import Pair, measure_all_reduce, measure_axes, measure_pairs
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
+    pass
 
 T = TypeVar("T")
 
@@ -41,9 +42,11 @@ STAGES = (
     "meeting the others",
     "comparing clocks",
     "reading neighbours' memory",
+    "computing together",
     "looking up names",
     "looking for rank 0's file",
     "all-reducing",
+    "exchanging along axes",
     "exchanging in pairs",
     "done",
 )
@@ -52,7 +55,7 @@ STAGES = (
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What the ranks are to do.
+    """The job of the ranks.
 
     Attributes:
         directory: that they would write to; the same path on every node.
@@ -90,6 +93,7 @@ def main(job_file: Path, look: Look = look_around, now: Callable[[], float] = ti
     import torch.distributed as dist
 
     from zerokit.bench.machine.accelerator import Accelerator, choose_accelerator, device_id
+    from zerokit.runtime.collectives import make_collectives
 
     accelerator, device = choose_accelerator(None), None
     if accelerator.device.type == "cuda":
@@ -112,7 +116,14 @@ def main(job_file: Path, look: Look = look_around, now: Callable[[], float] = ti
     at("comparing clocks")
     offsets = _gather(measure_offset(group, now))
     at("reading neighbours' memory")
-    routes = _gather(_route(group, sum(one.seat.node == seat.node for one in everyone)))
+    collectives = make_collectives(group, torch.device("cpu"), None, units=1)
+    alone = sum(one.seat.node == seat.node for one in everyone) == 1
+    routes = _gather(None if alone else collectives.route.partition(" and ")[0])
+    units, paces = None, None
+    if accelerator.device.type == "cpu" and group.size() > 1:
+        units = measure_units(group, collectives)
+        at("computing together")
+        paces = measure_paces(group)
     at("looking up names")
     names = _gather(_look_up_others(everyone, seat))
     at("looking for rank 0's file")
@@ -125,7 +136,7 @@ def main(job_file: Path, look: Look = look_around, now: Callable[[], float] = ti
     )
     all_reduce = measure_all_reduce(wire, accelerator)
     at("exchanging along axes")
-    axes = measure_axes(wire, accelerator, [one.seat for one in everyone])
+    axes = measure_axes(wire, accelerator, [one.seat for one in everyone], units)
     pairs: list[Pair] = []
     if job.pairs:
         at("exchanging in pairs")
@@ -135,7 +146,7 @@ def main(job_file: Path, look: Look = look_around, now: Callable[[], float] = ti
         for measured in _gather(measure_pairs(wire, accelerator, list(leaders.values()))):
             pairs += measured
     if seat.rank == 0:
-        together = GroupFacts(offsets, routes, names, seen, all_reduce, pairs, axes)
+        together = GroupFacts(offsets, routes, names, seen, all_reduce, pairs, axes, paces)
         _write(folder / "group.json", json.dumps(to_plain(together)))
     at("done")
     dist.barrier()
@@ -148,16 +159,6 @@ def _gather(mine: T) -> list[T]:
     gathered: list[T] = [mine] * dist.get_world_size()
     dist.all_gather_object(gathered, mine)
     return gathered
-
-
-def _route(group: dist.ProcessGroup, on_node: int) -> str | None:
-    """How this rank reads its neighbours' tensors, as zerokit's own collectives would."""
-    import torch
-
-    from zerokit.runtime.collectives import make_collectives
-
-    route = make_collectives(group, torch.device("cpu"), None, units=1).route
-    return None if on_node < 2 else route.partition(" and ")[0]
 
 
 def _look_up_others(everyone: list[RankFacts], seat: Seat) -> Lookups:

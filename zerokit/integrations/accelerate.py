@@ -1,4 +1,4 @@
-"""`ZeroAccelerator`: accelerate's `Accelerator`, dividing what it prepares by ZeRO instead of wrapping it in DDP.
+"""`ZeroAccelerator`: accelerate's `Accelerator`, which shards what it prepares instead of wrapping it in DDP.
 
     accelerator = ZeroAccelerator(stage=3)  # was: Accelerator()
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
@@ -43,7 +43,7 @@ ZERO_OPTIONS = frozenset(
 )
 """What `zero_options` may hold; the other arguments of `ZeroOptimizer` are given elsewhere."""
 
-_DIVIDED = "_zerokit_divided"
+_SHARDED = "_zerokit_sharded"
 _PRECISIONS = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
 _OTHER_ENGINES = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM)
 
@@ -62,10 +62,10 @@ class ZeroAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
 
 class ZeroAccelerator(Accelerator):  # type: ignore[misc]
-    """An `Accelerator` whose `prepare` divides one model and its optimizer.
+    """An `Accelerator` whose `prepare` shards one model and its optimizer.
 
     Args:
-        stage: what is divided, as in `ZeroOptimizer`.
+        stage: what is sharded, as in `ZeroOptimizer`.
         precision: as in `ZeroOptimizer`; by default that of `mixed_precision`. Weights of "bf16" and "fp16" are
             half precision with fp32 masters, there is no autocast.
         zero_options: further arguments of `ZeroOptimizer`: units, bucket_mb, prefetch, init_fn, loss_scale, ….
@@ -73,7 +73,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
         **options: the other arguments of `Accelerator`.
 
     Micro-batches add up in whole gradients, as under DDP's `no_sync`;
-    `GradientAccumulationPlugin(sync_each_batch=True)` keeps them divided at stages 2 and 3, and reduces each.
+    `GradientAccumulationPlugin(sync_each_batch=True)` keeps them sharded at stages 2 and 3, and reduces each.
 
     Raises `UsageError` for another engine (DeepSpeed, FSDP, Megatron-LM), torch.compile, `even_batches=False`, and
     without a process group.
@@ -100,7 +100,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
     def _require_plain_ranks(self) -> None:
         if self.distributed_type in _OTHER_ENGINES or self.parallelism_config is not None:
             raise UsageError(
-                f"this run is set up for {self.distributed_type.value} or a parallelism_config, which divide the model "
+                f"this run is set up for {self.distributed_type.value} or a parallelism_config, which shard the model "
                 "themselves: start it with torchrun, or `accelerate launch --multi_gpu`, and leave their plugins out"
             )
         if self.distributed_type == DistributedType.NO or not dist.is_initialized():
@@ -138,11 +138,11 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
     # ---- preparing
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """Divide the model and the optimizer among `args`, prepare loaders and schedulers as ever; same order back.
+        """Shard the model and the optimizer, prepare loaders and schedulers as accelerate does; returns all in order.
 
         Raises `UsageError` unless one trainable model comes together with its one optimizer.
         """
-        new_models = [obj for obj in args if isinstance(obj, nn.Module) and _undivided(obj)]
+        new_models = [obj for obj in args if isinstance(obj, nn.Module) and _unsharded(obj)]
         new_optimizers = [obj for obj in args if isinstance(obj, Optimizer) and not _prepared(obj)]
         if not new_models and not new_optimizers:
             return super().prepare(*args, device_placement=device_placement)
@@ -156,12 +156,12 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
         on_device = next(
             (moves for obj, moves in zip(args, device_placement or (), strict=False) if obj is model), None
         )
-        zero = self._divide(model, optimizer, on_device)
+        zero = self._shard(model, optimizer, on_device)
         return super().prepare(
             *(zero if obj is optimizer else obj for obj in args), device_placement=device_placement
         )
 
-    def _divide(self, model: nn.Module, optimizer: Optimizer, on_device: bool | None) -> ZeroOptimizer:
+    def _shard(self, model: nn.Module, optimizer: Optimizer, on_device: bool | None) -> ZeroOptimizer:
         recipe = Recipe.of(optimizer)
         # What lies on meta is initialised where it belongs, by ZeroOptimizer.
         meta = any(parameter.is_meta for parameter in model.parameters())
@@ -170,14 +170,14 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
         zero = recipe.build(model, **self.zero_arguments)
         hand_over(optimizer, zero)
         _share_statistics(model, zero)
-        model.__dict__ |= {"_is_accelerate_prepared": True, _DIVIDED: True}
+        model.__dict__ |= {"_is_accelerate_prepared": True, _SHARDED: True}
         return zero
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """Prepare a model that is only evaluated; one that is trained goes to `prepare` with its optimizer."""
-        if not evaluation_mode and _undivided(model):
+        if not evaluation_mode and _unsharded(model):
             raise UsageError("prepare_model() of a trainable model: write prepare(model, optimizer) instead")
         prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)
         return prepared
@@ -220,7 +220,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
         """Clip every element of the gradients, which are gathered for it. Raises as `clip_grad_norm_` does."""
         zero = self._require_whole("clip_grad_value_", parameters)
         with zero.gathered_gradients():
-            nn.utils.clip_grad_value_(zero.parts.model.parameters(), clip_value)
+            nn.utils.clip_grad_value_(zero.runtime.model.parameters(), clip_value)
 
     def _require_whole(self, call: str, parameters: Iterable[Tensor] | Tensor) -> ZeroOptimizer:
         zero = self.prepared(f"{call}()")
@@ -230,7 +230,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
                 f"`if accelerator.sync_gradients: accelerator.{call}(...)`"
             )
         given = {id(p) for p in ([parameters] if isinstance(parameters, Tensor) else parameters)}
-        left = [n for n, p in zero.parts.model.named_parameters() if p.requires_grad and id(p) not in given]
+        left = [n for n, p in zero.runtime.model.named_parameters() if p.requires_grad and id(p) not in given]
         if left:
             raise UsageError(
                 f"{call}() of some parameters only ({', '.join(left[:3])}{' …' if len(left) > 3 else ''} are not among "
@@ -275,7 +275,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
         """
         zero = self.prepared("save_state()")
         self._require_no_hooks(self._save_model_state_pre_hook, "register_save_state_pre_hook()")
-        with self._without_divided():
+        with self._without_sharded():
             directory = super().save_state(output_dir, safe_serialization, **kwargs)
         save_inside(Path(directory), zero, {"micro_step": self.step})
         return directory
@@ -297,13 +297,13 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
             raise UsageError(
                 f"{path}: not there: {input_dir} was not written by ZeroAccelerator.save_state()"
             )
-        with self._without_divided():
+        with self._without_sharded():
             super().load_state(input_dir, load_kwargs, **kwargs)
         # accelerate keeps it in a file of each rank; ranks that had none must count the same micro-batches.
         self.step = zerokit.load(path, zero)["micro_step"]
 
     @contextmanager
-    def _without_divided(self) -> Iterator[None]:
+    def _without_sharded(self) -> Iterator[None]:
         """Inside, accelerate sees no model and no optimizer: it would write each rank's part as the whole."""
         hidden = {name: self.__dict__.pop(name) for name in ("_models", "_optimizers")}
         self.__dict__ |= {name: [] for name in hidden}
@@ -335,7 +335,7 @@ def attend_state_dict(model: nn.Module) -> None:
 
 def save_inside(directory: Path, zero: ZeroOptimizer, extra: Any) -> None:
     """Write a checkpoint into the run directory `directory/zerokit`, then remove the earlier ones. Collective."""
-    together = Together(zero.parts.collectives)
+    together = Together(zero.runtime.collectives)
     run = directory / CHECKPOINT_NAME
     earlier = together.on_first(lambda: sorted(path.name for path in run.glob("step-*")))
     number = int(earlier[-1].removeprefix("step-")) + 1 if earlier else 0
@@ -376,7 +376,7 @@ def require_zero_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def _share_statistics(model: nn.Module, zero: ZeroOptimizer) -> None:
     """Let every evaluation see rank 0's running statistics, as under DDP, and as they are saved."""
-    collectives = zero.parts.collectives
+    collectives = zero.runtime.collectives
     statistics = list(persistent_buffers(model).values())
 
     def share(module: nn.Module, inputs: Any) -> None:
@@ -389,9 +389,9 @@ def _share_statistics(model: nn.Module, zero: ZeroOptimizer) -> None:
         model.register_forward_pre_hook(share)
 
 
-def _undivided(model: nn.Module) -> bool:
-    """Whether a model is to be trained, and not divided yet; accelerate's own mark stands for evaluation, too."""
-    return _DIVIDED not in model.__dict__ and any(p.requires_grad for p in model.parameters())
+def _unsharded(model: nn.Module) -> bool:
+    """Whether a model is to be trained, and not sharded yet; accelerate's own mark stands for evaluation, too."""
+    return _SHARDED not in model.__dict__ and any(p.requires_grad for p in model.parameters())
 
 
 def _prepared(thing: object) -> bool:

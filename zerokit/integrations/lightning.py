@@ -22,10 +22,10 @@ from torch.optim import Optimizer
 
 from zerokit.checkpoint.extra import encode
 from zerokit.checkpoint.load import load, read_extra
+from zerokit.checkpoint.prune import foreign_to_step
 from zerokit.checkpoint.reader import Checkpoint
-from zerokit.checkpoint.recognise import foreign_to_step
 from zerokit.checkpoint.save import save
-from zerokit.checkpoint.staging import staged
+from zerokit.checkpoint.staging import Staging
 from zerokit.checkpoint.together import Together
 from zerokit.errors import CheckpointError, UsageError
 from zerokit.integrations.lightning_checkpoints import require_whole, weights
@@ -53,15 +53,15 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
 
         trainer = lightning.Trainer(strategy=ZeroStrategy(stage=3), devices=8, precision="bf16-mixed")
 
-    A checkpoint is a directory of zerokit's: `trainer.fit(…, ckpt_path=…)` continues from it at any world size and
+    A checkpoint is a zerokit directory: `trainer.fit(…, ckpt_path=…)` continues from it at any world size and
     stage, `zerokit consolidate` makes a folder for Hugging Face's loaders of it; `save_weights_only=True` leaves the
     optimizer's state out, for `validate`, `test`, `predict` and `zerokit.load`. Lightning's own state and what
     `on_save_checkpoint` adds are its `extra`: JSON-like data and tensors; other objects are refused by name. After
-    `fit` the module stays divided: `validate`, `test` and `predict` run as in training, another `fit` needs a module
+    `fit` the module stays sharded: `validate`, `test` and `predict` run as in training, another `fit` needs a module
     built anew. Without a `fit` before, they run with the whole module on every rank.
 
     Args:
-        stage: what is divided over ranks: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters.
+        stage: what is sharded across ranks: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters.
         precision: "fp32", "bf16", "fp16" or a `Precision`; by default that of `Trainer(precision=…)`.
         units, bucket_mb, prefetch, mesh, init_fn, loss_scale: as for `ZeroOptimizer`.
         timeout: of collectives; by default torch's.
@@ -128,7 +128,7 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
     # ---- setting up
 
     def setup(self, trainer: Any) -> None:
-        """Called by the Trainer: moves the module to its device, and divides it where it is to be trained."""
+        """Called by the Trainer: moves the module to its device, and shards it if it is to be trained."""
         self.accelerator.setup(trainer)
         module = self.lightning_module
         fitting = trainer.state.fn == _FITTING
@@ -136,10 +136,10 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
         if managed is not None:
             if fitting:
                 raise UsageError(
-                    f"{type(module).__name__} has been divided by an earlier fit(): build the module anew, and go on "
+                    f"{type(module).__name__} was sharded by an earlier fit(): build the module anew, and continue "
                     "with trainer.fit(new_module, ckpt_path=…)"
                 )
-            # Its weights stay divided: validate, test and predict run as in training.
+            # Its weights stay sharded: validate, test and predict run as in training.
             self.model, self.zero_optimizer = managed.root, managed.optimizer
             return
         self.model = module
@@ -237,12 +237,12 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
     ) -> None:
-        """Write `filepath` as a step's directory; one that is there is replaced when the new one is whole."""
+        """Write `filepath` as a step's directory; an existing one is replaced when the new one is complete."""
         if storage_options is not None:
             raise UsageError("storage_options have no meaning for zerokit's directories: leave them out")
         zero = self._require_optimizer()
         target = Path(filepath).absolute()
-        together = Together(zero.parts.collectives)
+        together = Together(zero.runtime.collectives)
         extra = {key: value for key, value in checkpoint.items() if key not in _ZEROKITS}
 
         def begin() -> Path:
@@ -261,9 +261,10 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
         def commit() -> None:
             if target.is_symlink():
                 target.unlink()
-            with staged(target, force=True, foreign=foreign_to_step) as directory:
+            with Staging(target, force=True, foreign=foreign_to_step) as staging:
                 for file in written.iterdir():
-                    file.rename(directory / file.name)
+                    file.rename(staging.work / file.name)
+                staging.commit()
 
         with ExitStack() as stack:
             run = together.on_first(begin)
@@ -281,19 +282,19 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
     ) -> dict[str, Any]:
         """Load from a directory that any number of ranks saved: all of it for `fit`, else weights and buffers.
 
-        Lightning's part is returned. Raises `CheckpointError` where `fit` is to go on from weights only.
+        Lightning's part is returned. Raises `CheckpointError` if `fit` is to continue from weights only.
         """
         path = Path(checkpoint_path)
         if not path.is_dir():
             raise CheckpointError(
-                f"{path}: not a directory of zerokit's. For weights of a .ckpt file write "
+                f"{path}: not a zerokit checkpoint. For weights of a .ckpt file write "
                 "module.load_state_dict(torch.load(path)['state_dict']) before fit(), without ckpt_path"
             )
         strict = bool(self.lightning_module.strict_loading)
         zero, fitting = self.zero_optimizer, self.lightning_module.trainer.state.fn == _FITTING
         if zero is not None:
             if fitting:
-                Together(zero.parts.collectives).each(lambda: require_whole(path))
+                Together(zero.runtime.collectives).each(lambda: require_whole(path))
             loaded = load(path, zero, strict=strict, weights_only=not fitting)
         else:
             checkpoint = Checkpoint(path)
@@ -330,7 +331,7 @@ _MANAGED = "_zerokit_strategy"
 
 @dataclass(frozen=True)
 class _Managed:
-    """What a divided module was handed to; kept by the module, whose weights live there."""
+    """What a sharded module was handed to; kept by the module, whose weights live there."""
 
     root: nn.Module
     optimizer: ZeroOptimizer

@@ -15,7 +15,7 @@ def only_optimizer(optimizers: list[Optimizer]) -> Optimizer:
     """The optimizer that `configure_optimizers` returned. Raises `UsageError` for none or several."""
     if len(optimizers) != 1:
         raise UsageError(
-            f"configure_optimizers returned {len(optimizers)} optimizers, and a module is divided by one: return one "
+            f"configure_optimizers returned {len(optimizers)} optimizers, but a module takes one: return one "
             "with a parameter group for each part, which may have its own options"
         )
     (given,) = optimizers

@@ -75,7 +75,7 @@ class ZeroPrecision(_Plugin):  # type: ignore[misc]
         """Clamp every element of the gradients to ±`clip_val`. Costs whole gradients."""
         assert self.optimizer is not None
         with self.optimizer.gathered_gradients():
-            nn.utils.clip_grad_value_(self.optimizer.parts.model.parameters(), clip_val)
+            nn.utils.clip_grad_value_(self.optimizer.runtime.model.parameters(), clip_val)
 
 
 def flag_of(plugin: Any, *, chosen: bool) -> str:

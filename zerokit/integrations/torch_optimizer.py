@@ -1,4 +1,4 @@
-"""A torch optimizer that was built over a whole model, taken apart and handed over to a `ZeroOptimizer`."""
+"""A torch optimizer that was built over a whole model, whose class, options and groups a `ZeroOptimizer` takes over."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Recipe:
             state and state.get("step", 1) for state in optimizer.state.values()
         ):  # Adagrad begins with states
             raise UsageError(
-                f"this {name} has stepped already, and its state cannot be divided: build a new one, and restore a "
+                f"this {name} has stepped already, and its state cannot be sharded: build a new one, and restore a "
                 "training with zerokit.load()"
             )
         options = {}
@@ -58,7 +58,7 @@ class Recipe:
 def hand_over(optimizer: Optimizer, zero: ZeroOptimizer) -> None:
     """Let schedulers that were built over `optimizer` drive `zero`: both have the same groups from now on.
 
-    Stepping `optimizer` itself raises `UsageError`, since its parameters are divided now.
+    Stepping `optimizer` itself raises `UsageError`, since its parameters are sharded now.
     """
 
     def step(*args: object, **kwargs: object) -> NoReturn:

@@ -42,12 +42,12 @@ STATE_NAME = "trainer_state.json"
 
 
 class ZeroTrainer(Trainer):
-    """A `Trainer` whose model and optimizer are divided over the ranks.
+    """A `Trainer` whose model and optimizer are sharded across ranks.
 
     Args:
         model: as `Trainer` takes it; `model_init` works too.
         args: `bf16` and `fp16` choose the precision: weights of half precision with fp32 masters, no autocast.
-        stage: what is divided, as in `ZeroOptimizer`.
+        stage: what is sharded, as in `ZeroOptimizer`.
         precision: as in `ZeroOptimizer`, instead of `bf16` and `fp16`, or beside them for its other dtypes.
         zero_options: further arguments of `ZeroOptimizer`: units, bucket_mb, prefetch, init_fn, loss_scale, ….
         **options: the other arguments of `Trainer`, or of the trainer it is combined with, by name: which come after
@@ -58,7 +58,7 @@ class ZeroTrainer(Trainer):
     Other trainers are combined by inheritance, `class MyTrainer(ZeroTrainer, Seq2SeqTrainer)`; generate with
     `synced_gpus=True` at stage 3, since all ranks must take part until the longest text ends.
 
-    Raises `UsageError` for arguments that divide or compile the model in another way, that need whole weights, or that
+    Raises `UsageError` for arguments that shard or compile the model in another way, that need whole weights, or that
     do not fit several ranks, and `UnsupportedOptimizer` for an `optim` that is not elementwise.
     """
 
@@ -146,7 +146,7 @@ class ZeroTrainer(Trainer):
             return
         if self.zero_optimizer is not None and state_dict is None:
             if not self.args.should_save:
-                attend_state_dict(self.zero_optimizer.parts.model)
+                attend_state_dict(self.zero_optimizer.runtime.model)
                 return
             state_dict = self.accelerator.get_state_dict(self.model)
         super()._save(output_dir, state_dict)
@@ -173,7 +173,7 @@ class ZeroTrainer(Trainer):
     # ---- reading
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *more: Any, **options: Any) -> Any:
-        """Train, or go on from a checkpoint of any number of ranks.
+        """Train, or continue from a checkpoint of any number of ranks.
 
         Args:
             resume_from_checkpoint: a `checkpoint-STEP`; True for the newest complete one in `output_dir`.
@@ -228,19 +228,19 @@ class ZeroTrainer(Trainer):
         zero = self._prepared()
         extra = zerokit.load(checkpoint, zero)
         self._schedule().load_state_dict(extra["scheduler"])
-        self._generators = rng.capture(zero.parts.collectives.device)
+        self._generators = rng.capture(zero.runtime.collectives.device)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Once more what `zerokit.load` has restored: skipping trained batches may have drawn numbers since."""
         if checkpoint is not None:
-            rng.restore(self._generators, self._prepared().parts.collectives.device)
+            rng.restore(self._generators, self._prepared().runtime.collectives.device)
 
     def _load_best_model(self) -> None:
         if self.args.save_only_model:
             super()._load_best_model()
             return
         zero = self._prepared()
-        device = zero.parts.collectives.device
+        device = zero.runtime.collectives.device
         generators = rng.capture(device)
         zerokit.load(str(self.state.best_model_checkpoint), zero)
         rng.restore(generators, device)
@@ -255,7 +255,7 @@ class ZeroTrainer(Trainer):
         return self.lr_scheduler
 
     def _together(self) -> Together:
-        return Together(self._prepared().parts.collectives)
+        return Together(self._prepared().runtime.collectives)
 
     def _global_batch(self) -> int:
         """Samples of one step, over all ranks and micro-batches."""
@@ -293,7 +293,7 @@ def require_supported(args: TrainingArguments) -> None:
         ),
         "hub_strategy": (
             args.push_to_hub and args.hub_strategy != HubStrategy.END and str(args.hub_strategy),
-            'write hub_strategy="end": checkpoints hold divided weights, whole ones are pushed at the end',
+            'write hub_strategy="end": checkpoints hold sharded weights, whole ones are pushed at the end',
         ),
     }
     for name, (value, advice) in refusals.items():
@@ -316,7 +316,7 @@ def _remove(directory: Path) -> None:
 
 def _own_checkpoints(path: Path) -> str:
     return (
-        "ZeroTrainer goes on from its own checkpoints; weights of another Trainer's are taken by "
+        "ZeroTrainer continues from its own checkpoints; weights of another Trainer's are taken by "
         f"AutoModelFor….from_pretrained({str(path)!r})"
     )
 

@@ -1,4 +1,4 @@
-r"""Launchers: they start ranks that find torchrun's environment, and make sure that all of them end.
+r"""Launchers: they start ranks in torchrun's environment and ensure that all of them end.
 
     local          N simulated nodes on this machine, an `agent` (torchrun itself) each
     ssh, slurm     a `node` on each machine, reached by a command (`ssh`, `srun`), which runs an agent; `remote` sends

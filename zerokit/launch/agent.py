@@ -1,4 +1,4 @@
-"""One node of a local launch: torchrun's own agent, which reports its failed ranks in a file.
+"""One node of a local launch: torchrun's agent, which reports failed ranks in a file.
 
     python -m zerokit.launch.agent REPORT PARENT_PID [options of torchrun] -m MODULE [arguments]
 
@@ -28,7 +28,7 @@ def _write(report: Path, content: Mapping[str, Any]) -> None:
 
 
 def main(report: Path, arguments: list[str]) -> int:
-    """Run torchrun with `arguments`; 0 when every rank of this node ended well."""
+    """Run torchrun with `arguments`; returns 0 if every rank of this node succeeded."""
     import_torch()
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

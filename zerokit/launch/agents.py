@@ -1,4 +1,4 @@
-"""A launch as its launcher sees it: one agent a node, wherever that is, until all have ended.
+"""The launcher's side of a launch: one agent per node, on any machine, until all have ended.
 
 Invariant: when `attend` has raised or returned and `end_all` has run, nothing that the agents started is alive.
 """
@@ -31,7 +31,7 @@ _LEAST_FREE = 64 * 2**10
 
 
 class Agent(Protocol):
-    """A process that runs the ranks of one node."""
+    """An agent: a process that runs the ranks of one node."""
 
     node: int
     host: str | None
@@ -43,14 +43,14 @@ class Agent(Protocol):
         """Its exit code, negative for a signal; None while it runs."""
 
     def send_signal(self, number: int) -> None:
-        """Ask it to end its ranks by this signal."""
+        """Ask the agent to end its ranks with this signal."""
 
     def trouble(self) -> str | None:
-        """Why the agent itself failed, as text, where no rank was the cause."""
+        """The reason why the agent itself failed, if no rank was the cause."""
 
 
 def attend(agents: Sequence[Agent], interrupts: Interrupts, poll: Callable[[], None]) -> None:
-    """Return when all agents have ended, or one has failed and the others had time to follow."""
+    """Wait until all agents have ended, or one has failed and the others had time to end."""
     failed_at: float | None = None
     while running(agents):
         interrupts.check()
@@ -64,26 +64,26 @@ def attend(agents: Sequence[Agent], interrupts: Interrupts, poll: Callable[[], N
 
 
 def running(agents: Sequence[Agent]) -> list[Agent]:
-    """Those that have not ended."""
+    """The agents that have not ended."""
     return [agent for agent in agents if agent.poll() is None]
 
 
 def await_end(agents: Sequence[Agent], seconds: float) -> None:
-    """Wait until all have ended, at most so long."""
+    """Wait until all agents have ended, up to a time limit."""
     deadline = time.monotonic() + seconds
     while running(agents) and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
 
 
 def pass_on(agents: Sequence[Agent], number: int) -> None:
-    """Let all agents end their ranks by this signal, and give them time."""
+    """End all agents' ranks with this signal, and give them time."""
     for agent in agents:
         agent.send_signal(number)
     await_end(agents, GRACE_SECONDS)
 
 
 def explain(agents: Sequence[Agent], logs: Path) -> WorkerFailed:
-    """The error for a launch of which some `agents` failed."""
+    """The error for a launch in which some `agents` failed."""
     failed = [agent for agent in agents if agent.poll() != 0]
     failures = [one for agent in failed for one in read_failures(agent.directory, agent.node, agent.host)]
     broken = next((agent for agent in failed if (agent.poll() or 0) < 0 or agent.trouble()), None)

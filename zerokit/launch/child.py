@@ -1,4 +1,4 @@
-"""One member's part of a launch on ranks that another launcher has started, and the cores it has for that."""
+"""One member's part of a launch on ranks that another launcher has started, and its cores."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def own_cores() -> list[int]:
 
 
 def share_cores(members: Sequence[tuple[str, Sequence[int]]]) -> list[int]:
-    """Threads for each member, from its host and cores: cores that several may use are divided among them."""
+    """The number of threads for each member, from its host and cores; shared cores are divided."""
     shares = []
     for host, cores in members:
         sharing = sum(1 for other, theirs in members if other == host and not set(cores).isdisjoint(theirs))
@@ -39,7 +39,7 @@ def share_cores(members: Sequence[tuple[str, Sequence[int]]]) -> list[int]:
 
 
 class Child:
-    """This member's part of a launch: one rank, or torchrun's agent of a whole node."""
+    """This member's part of a launch: one rank, or torchrun's agent for a whole node."""
 
     host: str | None = None
 
@@ -151,7 +151,7 @@ class Child:
             self._process.send_signal(number)
 
     def stopped(self) -> str | None:
-        """What happened to the agent of a whole node, where it was stopped for too long."""
+        """The reason if the agent of a whole node was stopped for too long."""
         return self._stopped.explain(self._process.pid) if self._member.whole_node else None
 
     def trouble(self) -> str | None:
@@ -159,7 +159,7 @@ class Child:
         return how and f"{name_node(self.node, self.host)}: its torchrun agent {how}"
 
     def end(self) -> None:
-        """Kill what is left."""
+        """Kill the remaining processes."""
         if self._process.poll() is None:
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -1,4 +1,4 @@
-"""Why a launch failed: how each rank ended, which of them was the cause, and the end of its stderr."""
+"""The reason why a launch failed: how each rank ended, which one was the cause, and the end of its stderr."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class LaunchError(ZerokitError):
 
 
 class WorkerFailed(ZerokitError):
-    """A rank ended with an error or by a signal; the message names it, and the end of its stderr.
+    """A rank ended with an error or by a signal; the message names it and shows the end of its stderr.
 
     `failures` are all ranks' that are known, the cause first; `lost_nodes` those whose agent was killed, and all ranks
     with it.
@@ -39,7 +39,7 @@ class WorkerFailed(ZerokitError):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """How one rank ended; `time` in seconds since the epoch, `stderr` is its log file.
+    """The end of one rank; `time` in seconds since the epoch, `stderr` is its log file.
 
     `host` names the machine of its node, where that is not this one.
     """
@@ -56,7 +56,7 @@ class Failure:
 
     @property
     def cause_order(self) -> tuple[bool, bool, float]:
-        """Sorts the cause before its consequences.
+        """The sort key that puts the cause before its consequences.
 
         A killed rank is noticed up to a tenth of a second after its peers have failed for want of it. SIGTERM
         is how agents end the ranks beside one that failed.
@@ -65,7 +65,7 @@ class Failure:
         return (not killed, self.exit_code < 0, self.time)
 
     def describe(self) -> str:
-        """One line: the rank, its node and process, how it ended."""
+        """One line: the rank, its node and process, and how it ended."""
         where = f"rank {self.rank} ({name_node(self.node, self.host)}, pid {self.pid})"
         if self.exit_code >= 0:
             return f"{where} failed: {self.message or f'exit code {self.exit_code}'}"
@@ -79,12 +79,12 @@ class Failure:
 
 
 def name_node(node: int, host: str | None) -> str:
-    """A node as messages name it."""
+    """The name of a node in messages."""
     return f"node {node}" if host is None else f"node {node} on {host}"
 
 
 def signal_name(number: int) -> str:
-    """`SIGTERM` for 15; "signal N" for one that has no name."""
+    """The name of a signal: `SIGTERM` for 15; "signal N" if it has none."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -92,7 +92,7 @@ def signal_name(number: int) -> str:
 
 
 def tail(path: Path) -> str:
-    """The last lines of a log, indented; empty where there is none."""
+    """The last lines of a log, indented; empty if there is none."""
     try:
         lines = path.read_text(errors="replace").splitlines()
     except OSError:
@@ -101,7 +101,7 @@ def tail(path: Path) -> str:
 
 
 def read_failures(directory: Path, node: int, host: str | None = None) -> list[Failure]:
-    """What a node's agent reported in `directory`; empty if it was killed itself or never came to start ranks."""
+    """The failed ranks reported by a node's agent in `directory`; empty if it was killed or never started ranks."""
     try:
         reported = json.loads((directory / "report.json").read_text()).get("failures", [])
     except (OSError, ValueError):
@@ -131,7 +131,7 @@ def _stderr_of(directory: Path, node: int, rank: int) -> Path | None:
 
 
 def explain_failures(failures: Sequence[Failure], logs: Path) -> WorkerFailed:
-    """The cause with the end of its stderr, and who failed after it.
+    """The message: the cause with the end of its stderr, and the ranks that failed after it.
 
     Args:
         failures: at least one.

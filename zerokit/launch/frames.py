@@ -1,4 +1,4 @@
-"""Messages between a launcher and a node on another machine: a JSON document a line, over a pipe each way.
+"""Messages between a launcher and a remote node: one JSON document per line, over a pipe in each direction.
 
     node -> launcher    hello, file (name, content), exit (code, trouble), alive
     launcher -> node    start, signal (number), and empty lines: the launcher is alive
@@ -27,16 +27,16 @@ MOST_LOG_BYTES = 1 << 20
 
 
 class FrameError(ZerokitError):
-    """What came over the pipe is not what zerokit sends."""
+    """Data from the pipe is not a message of zerokit."""
 
 
 def frame(kind: str, **content: Any) -> bytes:
-    """One line."""
+    """A message as one line."""
     return json.dumps({"zerokit": kind, **content}).encode() + b"\n"
 
 
 def read_lines(stream: IO[bytes], heard: Callable[[], None]) -> Iterator[bytes]:
-    """The lines of a stream; every piece of one is `heard`, for a long one may take longer than any silence."""
+    """The lines of a stream; `heard` is called for every piece, because a long line may take long to arrive."""
     line: list[bytes] = []
     while piece := stream.read1(1 << 16):  # type: ignore[attr-defined]  # a BufferedReader's
         heard()
@@ -50,7 +50,7 @@ def read_lines(stream: IO[bytes], heard: Callable[[], None]) -> Iterator[bytes]:
 
 
 def parse(line: bytes) -> tuple[str, dict[str, Any]] | None:
-    """A line's kind and content; None for other programs' output (a login message)."""
+    """A line's kind and content; None for other programs' output, such as a login message."""
     try:
         content = json.loads(line)
     except ValueError:
@@ -62,12 +62,12 @@ def parse(line: bytes) -> tuple[str, dict[str, Any]] | None:
 
 
 def pack(data: bytes) -> str:
-    """Bytes as text."""
+    """Encode bytes as text."""
     return base64.b64encode(zlib.compress(data, 1)).decode()
 
 
 def unpack(text: str) -> bytes:
-    """The opposite; raises `FrameError`."""
+    """Decode bytes from text; raises `FrameError` if it is damaged."""
     try:
         return zlib.decompress(base64.b64decode(text, validate=True))
     except (ValueError, zlib.error) as error:
@@ -75,7 +75,7 @@ def unpack(text: str) -> bytes:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """The file `name` below `folder`; raises `FrameError` if it would lie elsewhere."""
+    """The file `name` below `folder`; raises `FrameError` if it lies outside."""
     path = folder.joinpath(name)
     if name.startswith("/") or folder.resolve() not in path.resolve().parents:
         raise FrameError(f"a node sent a file named {name!r}, which lies outside the folder of its launch")
@@ -83,7 +83,7 @@ def inside(folder: Path, name: str) -> Path:
 
 
 def relocate(arguments: Sequence[str], folder: str, here: Path) -> list[str]:
-    """A command line whose paths in `folder` are those in its copy `here`; an option's too, as in `--out=PATH`."""
+    """A command line with paths in `folder` replaced by those in its copy `here`, also in `--out=PATH`."""
     path = re.compile(rf"(?P<option>(?:-[^=]*=)?){re.escape(folder)}(?P<rest>(?:/.*)?)", re.DOTALL)
     matches = [path.fullmatch(argument) for argument in arguments]
     return [
@@ -93,7 +93,7 @@ def relocate(arguments: Sequence[str], folder: str, here: Path) -> list[str]:
 
 
 def put_file(folder: Path, content: Mapping[str, Any]) -> None:
-    """Write a `file` frame's file whole."""
+    """Write the file of a `file` frame, whole or not at all."""
     path = inside(folder, str(content["name"]))
     path.parent.mkdir(parents=True, exist_ok=True)
     files.write_aside(path, unpack(str(content["content"])), durable=False)

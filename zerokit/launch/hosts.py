@@ -14,14 +14,14 @@ _MOST_HOSTS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class HostSlots:
-    """A line of a hostfile: a host, and how many ranks it takes; None where that is left open."""
+    """A line of a hostfile: a host, and its number of ranks, None if not given."""
 
     host: str
     slots: int | None
 
 
 def read_hostfile(path: Path) -> list[HostSlots]:
-    """A hostfile's lines, `HOST [slots=N]`; `#` begins a comment.
+    """Read a hostfile's lines, `HOST [slots=N]`; `#` starts a comment.
 
     The format is DeepSpeed's, https://www.deepspeed.ai/getting-started/#resource-configuration-multi-node.
     Raises `UsageError` that names the file and the line.
@@ -39,7 +39,7 @@ def read_hostfile(path: Path) -> list[HostSlots]:
         if len(words) > 2 or (len(words) == 2 and match is None) or words[0].startswith("-"):
             raise UsageError(f"line {number} of {path} is {line.strip()!r}; expected: HOST slots=N")
         if any(words[0] == known.host for known in hosts):
-            raise UsageError(f"line {number} of {path} names {words[0]} a second time")
+            raise UsageError(f"line {number} of {path} names {words[0]} twice")
         hosts.append(HostSlots(words[0], int(match[1]) if match else None))
     if not hosts:
         raise UsageError(f"the hostfile {path} names no host")
@@ -47,18 +47,18 @@ def read_hostfile(path: Path) -> list[HostSlots]:
 
 
 def equal_slots(hosts: Sequence[HostSlots]) -> int | None:
-    """The slots of all these hosts, or None where they are left open; raises `UsageError` when they differ."""
+    """The slots of all these hosts, None if not given; raises `UsageError` if they differ."""
     slots = {one.slots for one in hosts}
     if len(slots) > 1:
         listed = ", ".join(f"{one.host} {one.slots or 'open'}" for one in hosts)
         raise UsageError(
-            f"every node runs as many ranks, but the hosts' slots differ: {listed}; give --nproc-per-node"
+            f"every node runs the same number of ranks, but the hosts' slots differ: {listed}; give --nproc-per-node"
         )
     return slots.pop() if slots else None
 
 
 def expand_hostlist(text: str) -> list[str]:
-    """Slurm's list of nodes written out: `gpu[01-03,7],login` is gpu01, gpu02, gpu03, gpu7, login.
+    """Expand Slurm's list of nodes: `gpu[01-03,7],login` is gpu01, gpu02, gpu03, gpu7, login.
 
     Brackets may come more than once in a name; leading zeros are kept. Raises `UsageError` for what is no such list.
     """
@@ -66,7 +66,7 @@ def expand_hostlist(text: str) -> list[str]:
     for part in _split(text):
         if not re.fullmatch(r"(?:[^\[\]\s]|\[[^\[\]]*\])+", part):
             raise UsageError(
-                f"{text!r} is no list of nodes as Slurm writes them: {part!r} in it cannot be read"
+                f"{text!r} is not a list of nodes in Slurm's form: {part!r} in it cannot be read"
             )
         names = [""]
         for literal, ranges in re.findall(r"([^\[\]]+)|\[([^\[\]]*)\]", part):
@@ -89,7 +89,7 @@ def _expand_ranges(ranges: str, text: str) -> list[str]:
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", piece)
         if match is None or (match[2] is not None and int(match[2]) < int(match[1])):
             raise UsageError(
-                f"{text!r} is no list of nodes as Slurm writes them: [{ranges}] is no list of numbers"
+                f"{text!r} is not a list of nodes in Slurm's form: [{ranges}] is not a list of numbers"
             )
         last = int(match[2] or match[1])
         if last - int(match[1]) >= _MOST_HOSTS:

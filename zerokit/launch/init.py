@@ -1,4 +1,4 @@
-"""The duties of the first process of a container, so that an image needs no init program.
+"""The init duties of a container's first process, so that an image needs no init program.
 
 The kernel treats process 1 apart: a signal for which it has no handler does nothing, so `docker stop` during
 the imports would wait for its SIGKILL; and processes whose parents have died become its children and stay
@@ -26,13 +26,13 @@ _PASSED_ON = frozenset(
 
 
 def leave_process_one() -> None:
-    """Return in a child process if this one is the container's first, and else at once."""
+    """Return in a child process if this is the container's first process, otherwise at once."""
     if os.getpid() == 1:
         supervise()
 
 
 def supervise() -> None:
-    """Return in a child process; this one passes signals on, reaps orphans, and leaves as the child did."""
+    """Return in a child process; this process forwards signals, reaps orphans, and exits as the child did."""
     waited = _PASSED_ON | {signal.SIGCHLD}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, waited)
     child = os.fork()

@@ -13,7 +13,7 @@ from typing import Any
 
 
 class Interrupted(Exception):
-    """A signal ended the work, after its processes were ended."""
+    """A signal ended the work; its processes have ended."""
 
     def __init__(self, signal_number: int) -> None:
         self.signal_number = signal_number
@@ -21,7 +21,7 @@ class Interrupted(Exception):
 
 
 class Interrupts:
-    """Context manager that takes the signals, save ignored ones (nohup); none outside the main thread."""
+    """A context that catches the signals, except ignored ones (nohup); it does nothing outside the main thread."""
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -48,6 +48,6 @@ class Interrupts:
         self.received = number
 
     def check(self) -> None:
-        """Raise `Interrupted` if a signal has come."""
+        """Raise `Interrupted` if a signal has arrived."""
         if self.received is not None:
             raise Interrupted(self.received)

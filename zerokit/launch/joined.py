@@ -34,7 +34,7 @@ from zerokit.versions import describe_difference, versions
 
 
 class Follower:
-    """Another member's part, as the leader sees it."""
+    """The leader's view of another member's part."""
 
     def __init__(self, meeting: Meeting, index: int, host: str, key: str, log_dir: Path) -> None:
         member = meeting.member
@@ -98,8 +98,8 @@ class Leader:
                 meeting.admit(index)
                 if time.monotonic() > deadline:
                     raise LaunchError(
-                        f"number {index} of {meeting.member.count} that {meeting.member.scheme} started has not come "
-                        f"within {meeting.patience.meet:g} s: see what it said, and that it reaches "
+                        f"number {index} of {meeting.member.count} that {meeting.member.scheme} started has not joined "
+                        f"within {meeting.patience.meet:g} s: look at its output, and check that it reaches "
                         f"{meeting.member.master_addr}:{meeting.member.master_port}"
                     )
                 time.sleep(POLL_SECONDS)
@@ -166,7 +166,7 @@ class Leader:
 
 
 def follow(meeting: Meeting, command_line: Sequence[str], interrupts: Interrupts) -> int:
-    """Do what the leader requests until it is done; returns its exit code.
+    """Run the leader's requests until it is done; returns the leader's exit code.
 
     Args:
         meeting: with the others.
@@ -210,7 +210,7 @@ def _stay(meeting: Meeting, interrupts: Interrupts) -> None:
     interrupts.check()
     if meeting.is_lost(0):
         raise LaunchError(
-            f"{meeting.member.describe()}: nothing was heard of number 0 for {meeting.patience.lost:g} s"
+            f"{meeting.member.describe()}: number 0 has not responded for {meeting.patience.lost:g} s"
         )
     time.sleep(POLL_SECONDS)
 

@@ -77,12 +77,13 @@ class Pods:
         for what, value in (("name", self.name), ("namespace", self.namespace)):
             if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,50}[a-z0-9])?", value):
                 raise UsageError(
-                    f"the {what} {value!r} is no DNS label: small letters, digits and '-', at most 52 of them"
+                    f"the {what} {value!r} is not a DNS label: use lower-case letters, digits and '-', at most 52 "
+                    "characters"
                 )
 
 
 def render(pods: Pods, form: str) -> list[dict[str, Any]]:
-    """The objects to create, in order: the ConfigMap with the options, a TrainJob's runtime, the job in this form."""
+    """The objects to create, in order: the ConfigMap with the options, a TrainJob's runtime, and the job."""
     settings = {
         "apiVersion": "v1",
         "kind": "ConfigMap",
@@ -95,7 +96,7 @@ def render(pods: Pods, form: str) -> list[dict[str, Any]]:
 
 
 def to_yaml(objects: Sequence[Mapping[str, Any]]) -> str:
-    """The objects as kubectl reads them."""
+    """The objects in the form that kubectl reads."""
     return yaml.safe_dump_all(objects, sort_keys=False, default_flow_style=False)
 
 
@@ -255,12 +256,12 @@ def _job_set(pods: Pods) -> dict[str, Any]:
 
 
 def apply(objects: Sequence[Mapping[str, Any]]) -> None:
-    """Hand them to kubectl; raises `LaunchError` with what it said."""
+    """Create the objects with kubectl; raises `LaunchError` with its message."""
     _kubectl(["create", "-f", "-"], to_yaml(objects))
 
 
 def follow(pods: Pods, form: str, interrupts: Interrupts, show: Callable[[str], None]) -> str:
-    """Wait for the job's end; returns the log of node 0.
+    """Wait until the job ends; returns the log of node 0.
 
     Raises:
         LaunchError: the job failed; the message has the end of node 0's log.
@@ -295,7 +296,7 @@ def delete(pods: Pods, form: str) -> None:
 
 
 def find_json(log: str) -> str:
-    """The last JSON document that begins and ends a line of the log, between lines of other output.
+    """The last JSON document in the log that starts and ends on line boundaries.
 
     Raises `LaunchError` if there is none.
     """
@@ -311,7 +312,7 @@ def find_json(log: str) -> str:
                 except ValueError:
                     continue
                 return text
-    raise LaunchError("node 0's log holds no record: its end is\n" + "\n".join(lines[-20:]))
+    raise LaunchError("node 0's log has no record; it ends with\n" + "\n".join(lines[-20:]))
 
 
 def _state(pods: Pods, form: str) -> str:

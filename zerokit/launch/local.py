@@ -1,4 +1,4 @@
-r"""N nodes on this machine: one torchrun agent a node, static rendezvous over loopback.
+r"""Simulated nodes on this machine: one torchrun agent per node, with static rendezvous over loopback.
 
     launch(...) -- agent (node 0) -- rank 0, rank 1
                 \- agent (node 1) -- rank 2, rank 3
@@ -29,7 +29,7 @@ PORT_ATTEMPTS = 5
 
 @dataclass(slots=True)
 class LocalAgent:
-    """torchrun's own agent in a process of this machine."""
+    """torchrun's agent in a process on this machine."""
 
     node: int
     process: subprocess.Popen[bytes]
@@ -56,7 +56,7 @@ class LocalAgent:
 
 
 def threads_per_rank(ranks: int) -> int:
-    """The cores this process may use, shared out; at least one each."""
+    """The cores that this process may use, divided among ranks; at least one each."""
     try:
         cores = len(os.sched_getaffinity(0))
     except AttributeError:  # not on macOS

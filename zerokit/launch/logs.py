@@ -1,4 +1,4 @@
-"""What ranks print, shown while they run: the files that torchrun keeps, as they grow."""
+"""The ranks' output, shown while they run: torchrun's log files as they grow."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _RANK = re.compile(r".*/node-(?P<node>\d+)/.*/(?P<local>\d+)/std(?:out|err)\.log
 
 
 class RankLogs:
-    """The logs below a launch's folder.
+    """Follows the logs below a launch's folder.
 
     Args:
         folder: of the launch.
@@ -24,7 +24,7 @@ class RankLogs:
         self._read: dict[Path, int] = {}
 
     def look(self) -> None:
-        """Show what is new. The last line of a rank that has not ended it is left for later."""
+        """Show new output; an unfinished last line waits for its end."""
         for path in sorted(self._folder.rglob("std*.log")):
             match = _RANK.fullmatch(path.as_posix())
             size, start = path.stat().st_size, self._read.get(path, 0)

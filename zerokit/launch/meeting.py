@@ -1,4 +1,4 @@
-"""How ranks that another launcher has started talk: a few keys in a store, and who is still alive."""
+"""The rendezvous of processes that another launcher has started: keys in a store, and signs of life."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PIECE_CHARACTERS = 4 << 20
 
 @dataclass(frozen=True)
 class Patience:
-    """How long members wait, in seconds.
+    """The waiting times of members, in seconds.
 
     Attributes:
         meet: until all have joined.
@@ -44,7 +44,7 @@ class Patience:
 
 
 class Meeting:
-    """Where the members talk, through a few keys. A thread shows that this one is alive, whatever else it does."""
+    """The members' store. A thread shows that this member is alive."""
 
     def __init__(self, member: Membership, patience: Patience | None = None) -> None:
         """Meet all others; raises `LaunchError` where that takes longer than the patience allows."""
@@ -57,8 +57,8 @@ class Meeting:
             socket.getaddrinfo(member.master_addr, member.master_port)
         except OSError as error:
             raise LaunchError(
-                f"{member.describe()}: the host of number 0, {member.master_addr}, does not resolve here "
-                f"({error.strerror}): set MASTER_ADDR to a name or an address that every node can reach"
+                f"{member.describe()}: the host of number 0, {member.master_addr}, does not resolve on this "
+                f"machine ({error.strerror}): set MASTER_ADDR to a name or an address that every node can reach"
             ) from error
         try:
             store: Store = TCPStore(
@@ -73,9 +73,10 @@ class Meeting:
             ValueError,
         ) as error:  # torch's DistNetworkError and DistStoreError are RuntimeErrors
             raise LaunchError(
-                f"{member.describe()}: no meeting with the others at {member.master_addr}:{member.master_port} within "
-                f"{self.patience.meet:g} s ({str(error).splitlines()[0]}); see that the name leads to the machine of "
-                "number 0 and that its port is free, or set MASTER_ADDR and MASTER_PORT"
+                f"{member.describe()}: no rendezvous with the others at {member.master_addr}:{member.master_port} "
+                "within "
+                f"{self.patience.meet:g} s ({str(error).splitlines()[0]}); check that the name resolves to the "
+                "machine of number 0 and that its port is free, or set MASTER_ADDR and MASTER_PORT"
             ) from error
         self._round = uuid.uuid4().hex
         self._hall: Store = PrefixStore("zerokit-bench", store)
@@ -104,11 +105,11 @@ class Meeting:
                     return name
             time.sleep(POLL_SECONDS)
         raise LaunchError(
-            f"{self.member.describe()}: number 0 has not come within {self.patience.meet:g} s: see what it said"
+            f"{self.member.describe()}: number 0 has not joined within {self.patience.meet:g} s: see what it said"
         )
 
     def admit(self, index: int) -> None:
-        """The leader answers another member that has asked for the meeting, if any."""
+        """Answer another member that asks to join, if any, as the leader."""
         if not self.member.has_store:
             return
 
@@ -126,7 +127,7 @@ class Meeting:
                 self.put(f"alive/{self.member.index}", at=time.time())
 
     def close(self) -> None:
-        """Stop showing that this member is alive."""
+        """Stop the signs of life."""
         self._closed.set()
         self._calls.put(None)
         for thread in self._threads:
@@ -148,7 +149,7 @@ class Meeting:
         self._call(write)
 
     def get(self, key: str) -> dict[str, Any] | None:
-        """What a key holds; None while it is not there. Raises `LaunchError` if the store is gone."""
+        """The value of a key; None if it is not set. Raises `LaunchError` if the store is gone."""
 
         def read() -> dict[str, Any] | None:
             if not self._store.check([key]):
@@ -172,9 +173,7 @@ class Meeting:
             self._hangs = True  # later calls would wait behind this one
             result = RuntimeError(f"no answer for {self.patience.lost:g} s")
         if isinstance(result, RuntimeError):
-            raise LaunchError(
-                f"{self.member.describe()}: the others cannot be reached any more: {result}"
-            ) from result
+            raise LaunchError(f"{self.member.describe()}: the others are unreachable: {result}") from result
         return result
 
     def _serve(self) -> None:
@@ -186,14 +185,14 @@ class Meeting:
                 answer.put(error)
 
     def is_lost(self, index: int) -> bool:
-        """Whether nothing was heard of a member for long."""
+        """Whether a member has shown no sign of life for too long."""
         beat, now = self.get(f"alive/{index}"), time.monotonic()
         if index not in self._heard or self._heard[index][0] != beat:
             self._heard[index] = beat, now
         return now - self._heard[index][1] > self.patience.lost
 
     def dismiss(self, code: int) -> None:
-        """The leader lets the others end with this exit code."""
+        """End the others with this exit code, as the leader."""
         self.put("end", code=code)
         deadline = time.monotonic() + GRACE_SECONDS
         # The store lives in this process: a member that has not read it yet would lose it.

@@ -1,4 +1,4 @@
-"""Whether another launcher has started several of this process, and which of them this one is.
+"""Membership in a group of processes that another launcher has started.
 
 torchrun            RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR, MASTER_PORT
 srun                SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID, SLURM_NODEID, SLURM_STEP_NODELIST
@@ -27,7 +27,7 @@ DEFAULT_PORT = 29500
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """One of `count` processes that were started together; the first, number 0, leads.
+    """One of `count` processes that were started together; number 0 is the leader.
 
     Attributes:
         scheme: the launcher that started them, as messages name it.
@@ -57,20 +57,19 @@ class Membership:
 
     @property
     def leads(self) -> bool:
-        """Whether this process decides what is run."""
+        """Whether this process is the leader."""
         return self.index == 0
 
     def require_world(self, nodes: int, nproc_per_node: int) -> None:
-        """Raises `UsageError` unless these are the ranks that were started."""
+        """Raise `UsageError` unless these are the ranks that were started."""
         if nodes != self.nodes or self.nproc_per_node not in (None, nproc_per_node):
             raise UsageError(
                 f"{self.scheme} started {self.nodes} nodes with {self.nproc_per_node or 'any number of'} ranks each, "
-                f"but {nodes} nodes with {nproc_per_node} ranks each are asked for: leave out --nodes and "
-                "--nproc-per-node"
+                f"but {nodes} nodes with {nproc_per_node} ranks each are requested: omit --nodes and --nproc-per-node"
             )
 
     def describe(self) -> str:
-        """Which one of how many, for people."""
+        """This member's number and the count, as text."""
         what = "node" if self.whole_node else "rank"
         return f"{what} {self.index} of {self.count} that {self.scheme} started"
 
@@ -78,7 +77,7 @@ class Membership:
 def find_membership(
     environment: Mapping[str, str], slurm_address: Callable[[str], str] = node_address
 ) -> Membership | None:
-    """The membership in the environment; None where this process was started alone.
+    """The membership from the environment; None if this process was started alone.
 
     `slurm_address` gives the address of a node of Slurm's.
 
@@ -121,12 +120,12 @@ def _ranks(
     if rank % local_world != local_rank:
         raise UsageError(
             f"{scheme} started rank {rank} as number {local_rank} of {local_world} on its node, but zerokit needs "
-            "neighbouring ranks on a node: ask for a block distribution (mpirun --map-by slot)"
+            "consecutive ranks on a node: request a block distribution (mpirun --map-by slot)"
         )
     address = environment.get("MASTER_ADDR") or (first if nodes > 1 else "127.0.0.1")
     if not address:
         raise UsageError(
-            f"{scheme} started ranks on {nodes} nodes, but does not state where rank 0 is: set MASTER_ADDR to its host"
+            f"{scheme} started ranks on {nodes} nodes, but does not say where rank 0 is: set MASTER_ADDR to its host"
             + remedy
         )
     # Two jobs on a machine should not meet at one port.
@@ -208,7 +207,8 @@ def _srun(environment: Mapping[str, str], address: Callable[[str], str]) -> Memb
     tasks = environment.get("SLURM_STEP_TASKS_PER_NODE", "")
     if nodes == 0 or world % nodes or "," in tasks:
         raise UsageError(
-            f"srun started {world} ranks on {nodes} nodes{tasks and f' ({tasks})'}: zerokit needs as many on every node"
+            f"srun started {world} ranks on {nodes} nodes{tasks and f' ({tasks})'}: zerokit needs the same number "
+            "on every node"
         )
     job = f"{environment.get('SLURM_JOB_ID')}.{environment['SLURM_STEP_ID']}"
     local_rank, local_world = _number(environment, "SLURM_LOCALID"), world // nodes

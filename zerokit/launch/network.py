@@ -1,8 +1,9 @@
-"""Addresses of this machine: free ports, and the interface that leads to another one."""
+"""Addresses of this machine: free ports, and the interface that leads to another machine."""
 
 from __future__ import annotations
 
 import contextlib
+import random
 import socket
 import struct
 import sys
@@ -11,17 +12,26 @@ from collections.abc import Sequence
 _SIOCGIFADDR = 0x8915
 _CONNECT_SECONDS = 5.0
 
+# Systems give ports from 32768 (Linux) or 49152 on to outgoing connections and to whoever binds port 0. A port from
+# there is often taken again before its server listens: torchrun's agent needs seconds to start.
+_PORTS = range(20_000, 30_000)
+_PORT_ATTEMPTS = 100
+
 
 def free_port(address: str = "127.0.0.1") -> int:
-    """A TCP port of this address that no process listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A random TCP port of this address that is free at the moment and that the system gives to nobody by itself."""
+    # Not the module's generator: programs that seed it alike would all draw the same ports.
+    draw = random.SystemRandom()
+    for port in [*draw.sample(_PORTS, _PORT_ATTEMPTS), 0]:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((address, port))
+            found: int = probe.getsockname()[1]
+            return found
+    raise OSError(f"no TCP port of {address or 'this machine'} is free")
 
 
 def address_towards(other: str) -> str:
-    """The IPv4 address of this machine that `other`, a name or an address, is reached from.
+    """This machine's IPv4 address on the route to `other`, a name or an address.
 
     Raises `OSError` where it cannot be resolved or no route leads there. Nothing is sent.
     """
@@ -32,7 +42,7 @@ def address_towards(other: str) -> str:
 
 
 def first_reached(addresses: Sequence[str], port: int) -> str | None:
-    """The first of these addresses of a machine at which it takes a connection from here, if any."""
+    """The first of these addresses that accepts a connection from here, if any."""
     for address in addresses:
         with contextlib.suppress(OSError), socket.create_connection((address, port), _CONNECT_SECONDS):
             return address
@@ -40,7 +50,7 @@ def first_reached(addresses: Sequence[str], port: int) -> str | None:
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface that has this IPv4 address; None where there is none, or no way to ask."""
+    """The network interface with this IPv4 address; None if there is none or it cannot be determined."""
     if sys.platform != "linux":
         return None
     import fcntl

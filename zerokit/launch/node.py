@@ -1,4 +1,4 @@
-"""One node of a launch from another machine: identifies itself, runs torchrun's agent, and sends back its files.
+"""One node of a remote launch: it identifies itself, runs torchrun's agent, and sends its files back.
 
     python -m zerokit.launch.node        its messages are those of `frames`
 
@@ -36,7 +36,7 @@ _GRACE_SECONDS = 5.0
 
 
 class Launcher:
-    """The other end: threads read its messages and write ours, so that no call ever waits for it."""
+    """The launcher's end of the pipe: threads read and write its messages, so that no call blocks."""
 
     def __init__(self, incoming: BinaryIO, outgoing: BinaryIO) -> None:
         self._unsent: queue.Queue[bytes] = queue.Queue()
@@ -70,7 +70,7 @@ class Launcher:
             self._unsent.task_done()
 
     def hear(self) -> tuple[str, dict[str, Any]] | None:
-        """What was said next, if anything; raises `EOFError` if the launcher is gone."""
+        """The next message, if any; raises `EOFError` if the launcher is gone."""
         try:
             message = self._received.get_nowait()
         except queue.Empty:
@@ -82,18 +82,18 @@ class Launcher:
         return message
 
     def say(self, kind: str, **content: Any) -> None:
-        """Have it written, without waiting for that."""
+        """Send a message without waiting."""
         self._unsent.put(frame(kind, **content))
 
     def finish(self) -> None:
-        """Wait until all is written; raises `EOFError` if the launcher is gone."""
+        """Wait until all messages are written; raises `EOFError` if the launcher is gone."""
         while self._unsent.unfinished_tasks:
             self.hear()
             time.sleep(_POLL_SECONDS)
 
 
 class Files:
-    """The files in the launch's folder here, and which of them have been sent back."""
+    """The files in this node's copy of the launch's folder, and those that have been sent back."""
 
     def __init__(self, folder: Path, inputs: Mapping[str, str]) -> None:
         self._folder = folder
@@ -113,7 +113,7 @@ class Files:
         return True
 
     def send(self, launcher: Launcher, *, logs: bool) -> None:
-        """Send what is new: what the ranks wrote beside their job, and the ends of their `logs` if asked."""
+        """Send new files that the ranks wrote next to their job, and new output in `logs` if requested."""
         paths = list(self._folder.rglob("*") if logs else self._folder.glob("*"))
         for path in paths:
             if path.is_file() and not path.name.startswith(".") and self._is_new(path):
@@ -191,7 +191,7 @@ def _serve(launcher: Launcher, start: Mapping[str, Any], folder: Path) -> tuple[
 
 
 def main() -> int:
-    """Serve one launch; returns 0 if it was served to its end, whatever became of its ranks."""
+    """Serve one launch; returns 0 if it was served to its end, even if ranks failed."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _leave)
     outgoing = os.fdopen(os.dup(1), "wb")

@@ -1,4 +1,4 @@
-"""Ending processes for certain, and dying with one's parent.
+"""Reliable ends of processes: with their parent, and of a whole launch.
 
 Every process of a launch inherits `MARK` in its environment. It can therefore be found in /proc whatever became
 of its parent, its process group and its session (torchrun gives each rank a session of its own).
@@ -26,7 +26,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Let the kernel kill this process when its parent ends; exit now if that has happened already.
+    """Have the kernel kill this process when its parent ends; exit if the parent has ended already.
 
     Nothing happens outside Linux.
 
@@ -41,7 +41,7 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 class StoppedProcesses:
-    """Kills processes that were stopped (SIGSTOP) and have not gone on since: their peers would wait for ever."""
+    """Kills processes that stay stopped (SIGSTOP), because their peers would wait forever."""
 
     def __init__(self) -> None:
         self.killed: dict[int, float] = {}
@@ -49,7 +49,7 @@ class StoppedProcesses:
         self._since: dict[int, float] = {}
 
     def look(self, pids: Iterable[int]) -> None:
-        """Note which of these are stopped now, and kill those that have been for `STOPPED_SECONDS`."""
+        """Check which of these are stopped, and kill those stopped for `STOPPED_SECONDS`."""
         for pid in pids:
             if not _is_stopped(pid):
                 self._since.pop(pid, None)
@@ -59,7 +59,7 @@ class StoppedProcesses:
                     os.kill(pid, signal.SIGKILL)
 
     def explain(self, pid: int) -> str | None:
-        """Why it was killed, where it was here."""
+        """The reason if this watch killed the process."""
         return (
             f"was stopped (SIGSTOP) for {STOPPED_SECONDS:g} s, and killed then"
             if pid in self.killed
@@ -75,7 +75,7 @@ def _is_stopped(pid: int) -> bool:
 
 
 def own_children() -> list[int]:
-    """The processes that this one has started and that are there; empty where there is no /proc."""
+    """The living processes that this one has started; empty if there is no /proc."""
     children: list[int] = []
     for listed in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):  # a thread that has just ended
@@ -84,7 +84,7 @@ def own_children() -> list[int]:
 
 
 def end_with_parent() -> None:
-    """From now on, end this process when its parent does: by SIGTERM, and where that does not help in time by SIGKILL.
+    """End this process when its parent ends: with SIGTERM, and with SIGKILL if that takes too long.
 
     By asking who the parent is, as the kernel's own way (see `die_with_parent`) goes by the parent's thread.
     """
@@ -100,7 +100,7 @@ def _watch_parent(parent: int) -> None:
 
 
 def import_torch() -> None:
-    """Import torch a sixth faster: what it makes stays, so that no garbage is looked for meanwhile, nor in it later."""
+    """Import torch a sixth faster, without garbage collection during the import; its objects stay anyway."""
     gc.disable()
     try:
         importlib.import_module("torch")
@@ -110,7 +110,7 @@ def import_torch() -> None:
 
 
 def marked(launch_id: str) -> list[int]:
-    """Process ids of the launch that are alive, this process excepted; empty where there is no /proc."""
+    """The ids of the launch's living processes except this one; empty if there is no /proc."""
     wanted = f"{MARK}={launch_id}".encode()
     pids = []
     for directory in Path("/proc").glob("[0-9]*"):
@@ -123,7 +123,7 @@ def marked(launch_id: str) -> list[int]:
 
 
 def kill_marked(launch_id: str, *, spare: frozenset[int] = frozenset(), seconds: float = 10.0) -> list[int]:
-    """SIGKILL every process of the launch except `spare`, until none is left; returns those that stay."""
+    """Send SIGKILL to every process of the launch except `spare` until none is left; returns those that remain."""
     deadline = time.monotonic() + seconds
     while (left := [pid for pid in marked(launch_id) if pid not in spare]) and time.monotonic() < deadline:
         for pid in left:

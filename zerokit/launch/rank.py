@@ -1,4 +1,4 @@
-"""One rank of a local launch: runs a module, dies with its agent, and writes down why it failed.
+"""One rank of a local launch: it runs a module, ends with its agent, and records why it failed.
 
     python -m zerokit.launch.rank MODULE [arguments]
 
@@ -42,7 +42,7 @@ def _record(error: Exception) -> None:
 
 
 def main(module: str, arguments: list[str]) -> None:
-    """Run `module` as a program and leave at once; on an error write it down before, and leave with code 1.
+    """Run `module` as a program and exit; on an error, record it and exit with code 1.
 
     At once, because the destructors of a process group whose peers are gone may wait for them, and because threads
     that an engine's library left behind may abort a process that has done its work.

@@ -1,4 +1,4 @@
-r"""Nodes on other machines, each reached by a command that runs `zerokit.launch.node` there: `ssh host …`, `srun …`.
+r"""Nodes on other machines, each reached with a command that runs `zerokit.launch.node`: `ssh host …`, `srun …`.
 
     launch -- ssh a … node -- agent (node 0) -- rank 0, rank 1
           \-- ssh b … node -- agent (node 1) -- rank 2, rank 3
@@ -41,7 +41,7 @@ _END_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class RemoteHost:
-    """A machine that runs one node: its name for people, and the command that runs a program there.
+    """A machine that runs one node: its display name, and the command that runs a program on it.
 
     `advise` turns what that command said into the remedy, if it knows one.
     """
@@ -52,7 +52,7 @@ class RemoteHost:
 
 
 def node_command(python: str, directory: Path | None = None) -> str:
-    """A shell line that becomes the node program, in this directory where the machine has it."""
+    """A shell line that starts the node program, in this directory if the machine has it."""
     directory = Path.cwd() if directory is None else directory
     path = os.environ.get("PYTHONPATH")
     environment = "" if path is None else f"env PYTHONPATH={shlex.quote(path)} "
@@ -112,7 +112,7 @@ class RemoteAgent:
         self._heard = time.monotonic()
 
     def say(self, kind: str, **content: Any) -> None:
-        """Send to the node; a connection that is gone shows by its exit code."""
+        """Send to the node; a lost connection shows in its exit code."""
         self._write(frame(kind, **content))
 
     def _write(self, line: bytes) -> None:
@@ -140,7 +140,7 @@ class RemoteAgent:
         self.say("signal", number=number)
 
     def trouble(self) -> str | None:
-        """How the connection ended, where the node could not report how its ranks did."""
+        """How the connection ended, if the node could not report its ranks."""
         if self._process.poll() is None:
             return None
         where = name_node(self.node, self.host)
@@ -161,7 +161,7 @@ class RemoteAgent:
         return "\n".join(line for line in lines if line)
 
     def end(self) -> None:
-        """Let the node end everything, by closing its pipe; then the connection goes."""
+        """End the node and the connection by closing its pipe."""
         if self._process.stdin is not None:
             with contextlib.suppress(OSError):
                 self._process.stdin.close()
@@ -270,15 +270,15 @@ def _await_hellos(agents: Sequence[RemoteAgent], interrupts: Interrupts, seconds
         if time.monotonic() > deadline:
             names = ", ".join(name_node(agent.node, agent.host) for agent in missing)
             raise LaunchError(
-                f"{names} did not answer within {seconds:g} s: see that the machine is up and reached from here, or "
-                "give it longer with --connect-timeout"
+                f"{names} did not answer within {seconds:g} s: check that the machine is up and reachable, or "
+                "raise --connect-timeout"
             )
         time.sleep(0.05)
     for agent in agents:
         assert agent.hello is not None
         where = name_node(agent.node, agent.host)
         if (difference := describe_difference(where, agent.hello.get("versions"))) is not None:
-            raise LaunchError(f"{difference}, or name the right Python there with --remote-python")
+            raise LaunchError(f"{difference}, or give the right Python there with --remote-python")
 
 
 def _never_answered(agent: RemoteAgent) -> bool:

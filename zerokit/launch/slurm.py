@@ -1,4 +1,4 @@
-"""Nodes under Slurm: one `srun` a node inside an allocation; outside, a batch script whose `srun` starts every rank.
+"""Nodes under Slurm: one `srun` per node inside an allocation; outside, a batch script that starts all ranks.
 
 Inside, node 0 is the first of Slurm's own list of nodes. Where there is no such list, nothing is guessed.
 """
@@ -38,18 +38,18 @@ _CORES, _HERE, JOB_FOLDER = "\0cores", "\0here", "\0folder"
 
 
 def folder_of(job: str) -> Path:
-    """A job's results, below the folder that it was submitted in."""
+    """The folder of a job's results, below the one from which it was submitted."""
     return Path(f"bench-runs/slurm-{job}")
 
 
 def log_of(job: str) -> Path:
-    """What a job has printed."""
+    """The file of a job's output."""
     return Path(f"zerokit-{job}.log")
 
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """An image that nodes run in.
+    """A container image for the nodes.
 
     Attributes:
         image: for Pyxis a reference or a squashfs file, for Apptainer a SIF file or `docker://…`.
@@ -83,7 +83,7 @@ class Request:
     Attributes:
         nodes, ranks: how many, and ranks of each node.
         gpus_per_node: GPUs of each; None asks for none.
-        cpus_per_task: cores of each rank; None takes whole nodes and divides their cores.
+        cpus_per_task: cores of each rank; None takes whole nodes and shares their cores equally.
         memory: of each node, as `sbatch --mem` takes it; None takes all of whole nodes, else the partition's default.
         partition, account, time: as `sbatch` takes them.
         lines: more lines for the script's head, each without `#SBATCH`.
@@ -111,7 +111,7 @@ class Request:
         for line in self.lines:
             if "\n" in line or not line.startswith("-"):
                 raise UsageError(
-                    f"{line!r} is no option of sbatch: give it as it is written behind #SBATCH, like '--qos=high'"
+                    f"{line!r} is not an option of sbatch: write it as after #SBATCH, like '--qos=high'"
                 )
 
 
@@ -121,17 +121,17 @@ def inside_allocation(environment: Mapping[str, str]) -> bool:
 
 
 def allocated_hosts(environment: Mapping[str, str]) -> list[str]:
-    """The allocation's nodes in Slurm's order; raises `UsageError` where it names none."""
+    """The allocation's nodes in Slurm's order; raises `UsageError` if there are none."""
     text = environment.get("SLURM_JOB_NODELIST") or environment.get("SLURM_NODELIST")
     if not text:
         raise UsageError(
-            "Slurm has given an allocation (SLURM_JOB_ID is set) but no list of nodes: SLURM_JOB_NODELIST is not set"
+            "this is a Slurm allocation (SLURM_JOB_ID is set) without a list of nodes: SLURM_JOB_NODELIST is not set"
         )
     return expand_hostlist(text)
 
 
 def node_address(host: str) -> str:
-    """Where a node is reached: by its name where that resolves here, else at the address that Slurm has for it.
+    """A node's address: its name if that resolves here, otherwise the address that Slurm has.
 
     Raises `UsageError` where neither is known.
     """
@@ -148,13 +148,13 @@ def node_address(host: str) -> str:
         if match is not None and match[1] != host:
             return match[1]
     raise UsageError(
-        f"Slurm's node {host} does not resolve on this machine, and scontrol knows no address of it: add it to DNS or "
+        f"Slurm's node {host} does not resolve on this machine, and scontrol has no address for it: add it to DNS or "
         "/etc/hosts, or set MASTER_ADDR"
     )
 
 
 def srun_host(host: str, python: str, container: Container | None = None) -> RemoteHost:
-    """How a node of the allocation is started: by a job step on it alone."""
+    """Start a node of the allocation with a job step on it alone."""
     command, here = ["sh", "-c", node_command(python)], str(Path.cwd())
     options = [
         "--nodes=1",
@@ -183,7 +183,7 @@ def _advise(output: str) -> str | None:
 
 
 def render_script(request: Request, command: Sequence[str], made_by: str = "") -> str:
-    """The batch script that starts `command` as every rank, and runs as it is.
+    """The batch script that starts `command` on every rank.
 
     Args:
         request: the request to Slurm.
@@ -241,7 +241,7 @@ def _quote(word: str) -> str:
 
 
 def submit(script: Path) -> str:
-    """Hand a script to sbatch; returns the job's number. Raises `LaunchError` with what sbatch said."""
+    """Submit a script with sbatch; returns the job's number. Raises `LaunchError` with sbatch's message."""
     try:
         done = subprocess.run(
             ["sbatch", "--parsable", str(script)],
@@ -264,7 +264,7 @@ def follow(
     show: Callable[[str], None],
     seconds: float = _FOLLOW_SECONDS,
 ) -> int:
-    """Wait for the end of a job submitted from this folder; returns the exit code of what it ran.
+    """Wait until a job submitted from this folder ends; returns its exit code.
 
     Args:
         job: its number.
@@ -303,7 +303,7 @@ def follow(
 
 
 def interrupts_wait(interrupts: Interrupts, seconds: float) -> None:
-    """Wait so long, or until a signal comes, which is raised."""
+    """Wait for this time; a signal raises `Interrupted`."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         interrupts.check()
@@ -337,8 +337,8 @@ def _state(job: str, answered: float) -> str | None:
         if time.monotonic() - answered < _QUEUE_SECONDS:
             return ""
         raise LaunchError(
-            f"squeue has not answered for {_QUEUE_SECONDS:g} s: {done.stderr.strip()}; Slurm's job {job} goes on by "
-            f"itself: look with squeue --jobs={job}, end it with scancel {job}"
+            f"squeue has not answered for {_QUEUE_SECONDS:g} s: {done.stderr.strip()}; Slurm's job {job} "
+            f"continues: watch it with squeue --jobs={job}and end it with scancel {job}"
         )
     if not words or words[0] in (
         "COMPLETED",

@@ -1,4 +1,4 @@
-"""Nodes over ssh: one connection a node, which ends everything there when it ends."""
+"""Nodes over ssh: one connection per node; when it ends, the node ends everything."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _REMEDIES = (
 
 @dataclass(frozen=True, slots=True)
 class Ssh:
-    """How hosts are reached.
+    """The options for reaching hosts.
 
     Attributes:
         options: of ssh itself, as on its command line.
@@ -54,7 +54,7 @@ class Ssh:
     connect_seconds: float = 30.0
 
     def remote(self, host: str) -> RemoteHost:
-        """How a node is started on a host."""
+        """Start a node on a host."""
         patience = (
             "-o", "BatchMode=yes",
             "-o", f"ConnectTimeout={max(1, round(self.connect_seconds))}",
@@ -66,7 +66,7 @@ class Ssh:
         return RemoteHost(host, ("ssh", "-T", *self.options, *patience, host, line), advise)
 
     def address(self, host: str) -> str:
-        """The name that ssh's configuration gives an alias: what the other nodes reach it by."""
+        """The host name behind an alias in ssh's configuration, by which other nodes reach it."""
         done = subprocess.run(["ssh", *self.options, "-G", host], capture_output=True, text=True, check=False)
         for line in done.stdout.splitlines():
             if line.startswith("hostname "):
@@ -75,13 +75,13 @@ class Ssh:
 
 
 def advise(output: str) -> str | None:
-    """The remedy for what ssh, or the shell behind it, has said."""
+    """Advice for a message of ssh or the remote shell."""
     lowered = output.lower()
     return next((remedy for words, remedy in _REMEDIES if words in lowered), None)
 
 
 def require_ssh() -> None:
-    """Raises `UsageError` where there is no ssh."""
+    """Raise `UsageError` if ssh is not installed."""
     try:
         subprocess.run(["ssh", "-V"], capture_output=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
@@ -89,9 +89,9 @@ def require_ssh() -> None:
 
 
 def choose_hosts(hosts: Sequence[str], nodes: int) -> list[str]:
-    """The first `nodes` of the hosts; raises `UsageError` when there are fewer."""
+    """The first `nodes` hosts; raises `UsageError` if there are fewer."""
     if len(hosts) < nodes:
         raise UsageError(
-            f"--nodes {nodes} needs as many hosts, but there are {len(hosts)}: {', '.join(hosts) or 'none'}"
+            f"--nodes {nodes} needs that many hosts, but there are {len(hosts)}: {', '.join(hosts) or 'none'}"
         )
     return list(hosts[:nodes])

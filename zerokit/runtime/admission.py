@@ -1,4 +1,4 @@
-"""What is checked at construction: ranks hold the same model, cut the same way, and the optimizer is elementwise."""
+"""Checks at construction: ranks have the same model and layout, and the optimizer is elementwise."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -18,32 +17,25 @@ from zerokit.errors import LayoutMismatch, UnsupportedOptimizer
 from zerokit.layout import Layout
 from zerokit.runtime.collectives import Collectives
 
-_NAMED = 3
-"""How many differing parameters an error lists."""
+_NAMED = 4
+"""How many differences of a rank an error lists."""
 
 
 def require_agreement(layout: Layout, settings: dict[str, str], collectives: Collectives) -> None:
-    """Raise `LayoutMismatch` on every rank, naming ranks and differences, unless all describe the same thing.
-
-    Costs one all-reduce of eight integers where they agree.
-    """
-    digest = hashlib.sha256(layout.digest() + json.dumps(settings, sort_keys=True).encode()).digest()
-    halves = torch.tensor(
-        [int.from_bytes(digest[i : i + 4], "little") for i in range(0, 16, 4)], dtype=torch.int64
-    )
-    extremes = torch.cat([halves, -halves]).to(collectives.device)
-    collectives.all_reduce(extremes, dist.ReduceOp.MAX)
-    numbers = collectives.read(extremes)
-    if all(highest == -lowest for highest, lowest in zip(numbers[:4], numbers[4:], strict=True)):
+    """Raise `LayoutMismatch` on every rank, naming ranks and differences, unless all describe the same thing."""
+    digest = hashlib.sha256(layout.digest() + json.dumps(settings, sort_keys=True).encode()).hexdigest()
+    if len(set(collectives.all_gather_objects(digest))) == 1:
         return
-    parameters = {p.name: (list(p.shape), p.dtype, p.group, p.trainable) for p in layout.parameters}
-    units = [unit.name for unit in layout.units]
-    described = collectives.all_gather_objects((settings, parameters, layout.bucket_bytes, units))
-    lines = [
-        f"rank {rank}: {difference}"
-        for rank, other in enumerate(described)
-        for difference in _differences(described[0], other)
-    ]
+    described: list[Any] = collectives.all_gather_objects(settings | _describe(layout))
+    lines = []
+    for rank, other in enumerate(described):
+        differing = [key for key in {**described[0], **other} if described[0].get(key) != other.get(key)]
+        lines += [
+            f"rank {rank}: {key} is {other.get(key, 'absent')}, not {described[0].get(key, 'absent')}"
+            for key in differing[:_NAMED]
+        ]
+        if len(differing) > _NAMED:
+            lines.append(f"rank {rank}: and {len(differing) - _NAMED} more differences")
     raise LayoutMismatch(
         "ranks disagree, compared with rank 0:\n  "
         + "\n  ".join(lines)
@@ -51,43 +43,17 @@ def require_agreement(layout: Layout, settings: dict[str, str], collectives: Col
     )
 
 
-def _differences(first: object, other: object) -> list[str]:
-    assert isinstance(first, tuple)
-    assert isinstance(other, tuple)
-    (settings, parameters, bucket, units), (other_settings, other_parameters, other_bucket, other_units) = (
-        first,
-        other,
-    )
-    lines = [
-        f"{key} is {other_settings.get(key)}, not {value}"
-        for key, value in settings.items()
-        if other_settings.get(key) != value
-    ]
-    if bucket != other_bucket:
-        lines.append(f"bucket_mb counts {other_bucket} bytes, not {bucket}")
-    if len(parameters) != len(other_parameters):
-        lines.append(f"{len(other_parameters)} parameters, not {len(parameters)}")
-    names = [
-        name
-        for name in {**parameters, **other_parameters}
-        if parameters.get(name) != other_parameters.get(name)
-    ]
-    for name in names[:_NAMED]:
-        lines.append(f"{name} is {_text(other_parameters.get(name))}, not {_text(parameters.get(name))}")
-    if len(names) > _NAMED:
-        lines.append(f"and {len(names) - _NAMED} more parameters differ")
-    if not lines and units != other_units:
-        lines.append(
-            f"{len(other_units)} units ({other_units[0]}, …), not {len(units)} ({units[0]}, …): compare units="
-        )
-    return lines
-
-
-def _text(parameter: tuple[list[int], str, int, bool] | None) -> str:
-    if parameter is None:
-        return "absent"
-    shape, dtype, group, trainable = parameter
-    return f"{dtype}{shape} in group {group}{'' if trainable else ' (frozen)'}"
+def _describe(layout: Layout) -> dict[str, str]:
+    units = [unit.name for unit in layout.units]
+    return {
+        "bucket_mb": f"{layout.bucket_bytes} bytes",
+        "the number of parameters": str(len(layout.line)),
+        **{
+            p.name: f"{p.dtype}{list(p.shape)} in group {p.group}{'' if p.trainable else ' (frozen)'}"
+            for p in layout.line
+        },
+        "the division by units=": f"{len(units)} units ({', '.join(units[:2])}, …)",
+    }
 
 
 _SHAPE = (16, 24)
@@ -103,7 +69,7 @@ _ADVICE = (
 
 @dataclass(frozen=True, slots=True)
 class OptimizerStates:
-    """What the optimizer keeps for one flat parameter: bytes an element, and bytes beside.
+    """The optimizer's state for one flat parameter: bytes per element, and fixed bytes.
 
     `kinds` names the states that have the parameter's shape, with their `dtypes`; `others` those that are numbers.
     """
@@ -118,7 +84,7 @@ class OptimizerStates:
 def choose_kernel(
     optimizer_class: type[Optimizer], options: dict[str, Any], device: torch.device, master: torch.dtype
 ) -> dict[str, Any]:
-    """Ask for the fused kernel where the user expressed no wish and one step with it succeeds on `device`.
+    """Choose the fused kernel if the user did not choose and one step with it succeeds on `device`.
 
     One fused call over flat tensors takes a third of the time of PyTorch's default on a CPU.
     """
@@ -137,7 +103,7 @@ def choose_kernel(
 
 
 def probe(optimizer_class: type[Optimizer], options: dict[str, Any], master: torch.dtype) -> OptimizerStates:
-    """Step `optimizer_class` on a matrix, and on each half of the same elements by itself; they must agree.
+    """Step `optimizer_class` on a matrix, and on each half of its elements separately; the results must agree.
 
     Raises `UnsupportedOptimizer` where they do not, or where the optimizer refuses the plain call.
     """
@@ -177,8 +143,8 @@ def probe(optimizer_class: type[Optimizer], options: dict[str, Any], master: tor
     together = torch.cat([piece.detach() for piece in cut]).view(_SHAPE)
     if not torch.allclose(whole.detach(), together, rtol=1e-4, atol=1e-6):
         raise UnsupportedOptimizer(
-            f"{name} updates an element by looking at others (the shape of its matrix, or a norm over it or over all "
-            f"parameters, matters), so cutting the line would change the training. {_ADVICE}"
+            f"{name} updates an element depending on others (through the shape of its matrix, or a norm over it "
+            f"or over all parameters), so sharding would change the training. {_ADVICE}"
         )
     tensors = {k: value for k, value in optimizer.state[typed].items() if isinstance(value, torch.Tensor)}
     elementwise = {kind: value for kind, value in tensors.items() if value.shape == typed.shape}

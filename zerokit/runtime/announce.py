@@ -1,4 +1,4 @@
-"""Which modules announce that they are about to use units, by hooks on their forward.
+"""Hooks on modules' forwards that announce which units are about to be used.
 
 A unit's own modules do, and the modules that hold its weights: those may be called by themselves, past the unit's
 module. Where the first pass went through all of a unit's modules, the hooks inside them are removed, which would cost
@@ -14,41 +14,34 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from zerokit.runtime.hooks import Compilers, Hook, TracedHook, is_compiled
+from zerokit.runtime.hooks import Hook, TracedHook, compiler_seen, is_compiled
 from zerokit.runtime.model import Anatomy, announcers
-from zerokit.runtime.storage import UnitState
+from zerokit.runtime.unit import UnitState
 
 
 class Announcements:
-    """The hooks on a model's modules.
-
-    Args:
-        model: the root module, which has hooks of its own.
-        anatomy: its parameters and who holds them.
-        storages: the units.
-        casting: modules whose inputs are cast.
-    """
+    """The hooks on the modules of `model`, but for itself; the inputs of those that are `casting` are cast."""
 
     def __init__(
-        self, model: nn.Module, anatomy: Anatomy, storages: Sequence[UnitState], casting: set[nn.Module]
+        self, model: nn.Module, anatomy: Anatomy, units: Sequence[UnitState], casting: set[nn.Module]
     ) -> None:
         self.called: set[nn.Module] = set()
         """Modules that have been called until `drop_spare`."""
         self._casting = casting
-        self._announcers = announcers(model, anatomy, [storage.unit for storage in storages])
+        self._announcers = announcers(model, anatomy, [unit.unit for unit in units])
         modules = dict(model.named_modules())
         self._users: dict[nn.Module, list[UnitState]] = {module: [] for module in casting - {model}}
         self._inside: dict[nn.Module, set[nn.Module]] = {}
         """For modules inside those of their only unit, the unit's modules."""
-        for storage in storages:
-            scopes = {modules[scope] for scope in storage.unit.scopes}
+        for unit in units:
+            scopes = {modules[scope] for scope in unit.unit.scopes}
+            owners = dict.fromkeys(owner for p in unit.unit.parameters for owner in anatomy.owners[p.name])
             for module in scopes:
-                self._users.setdefault(module, []).append(storage)
-            for parameter in storage.unit.parameters:
-                for owner in anatomy.owners[parameter.name]:
-                    if owner is not model and storage not in self._users.setdefault(owner, []):
-                        self._users[owner].append(storage)
-                        self._inside[owner] = scopes
+                self._users.setdefault(module, []).append(unit)
+            for owner in owners:
+                if owner is not model and unit not in self._users.setdefault(owner, []):
+                    self._users[owner].append(unit)
+                    self._inside[owner] = scopes
         for module, units in self._users.items():
             if len(units) > 1:
                 self._inside.pop(module, None)
@@ -71,22 +64,21 @@ class Announcements:
             ]
 
     def lazy_units(self) -> list[int]:
-        """Units all of whose uses were announced by the modules that have been called."""
+        """The units whose uses were all announced by the modules called so far."""
         return [index for index, sets in self._announcers.items() if any(one <= self.called for one in sets)]
 
-    def drop_spare(self, *, after: bool) -> None:
-        """Remove hooks inside units whose modules have all been called, and all of those `after` a forward, if so."""
-        if after:
-            for handles in self._handles.values():
-                if len(handles) == 2:
-                    handles.pop().remove()
+    def drop_spare(self) -> None:
+        """Remove hooks inside units whose modules have all been called, and after-forward hooks of whole units."""
+        for module, handles in self._handles.items():
+            if len(handles) == 2 and not any(unit.comes_and_goes for unit in self._users[module]):
+                handles.pop().remove()
         self._drop_inside(self.called)
         self._inside.clear()
         self.called.clear()
 
     def spare_compilers(self, model: nn.Module) -> None:
-        """Where parts of the model are compiled, remove all hooks inside units: they would divide graphs for good."""
-        if Compilers.seen or any(map(is_compiled, model.modules())):
+        """If parts of the model are compiled, remove all hooks inside units, because they would break graphs."""
+        if compiler_seen() or any(map(is_compiled, model.modules())):
             self._drop_inside(set(self._users))
 
     def _drop_inside(self, called: set[nn.Module]) -> None:

@@ -1,4 +1,4 @@
-"""From a model and an optimizer class to the runtime's parts: checks, layout, storages, one after the other.
+"""Builds the runtime's parts from a model and an optimizer class: checks, layout, storages.
 
 The model never exists twice: unit by unit, values are copied into the unit's storage and the old memory is given
 back; at stage 3 only the shard stays.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 import secrets
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,38 +22,61 @@ from zerokit.errors import UsageError
 from zerokit.layout import Layout, build_layout, default_bucket_bytes, pooled_units
 from zerokit.placement import Mesh, Placement
 from zerokit.runtime.admission import OptimizerStates, choose_kernel, probe, require_agreement
-from zerokit.runtime.collectives import Collectives, make_collectives
+from zerokit.runtime.collectives import Collectives, Wire, make_collectives
 from zerokit.runtime.gathering import Gathering
 from zerokit.runtime.gradients import Gradients
 from zerokit.runtime.guard import ticket_of
 from zerokit.runtime.linux import Heap
 from zerokit.runtime.model import Materializer, UnitRule, require_own_memory, take_apart
 from zerokit.runtime.precision import FLOATING, Precision, keep_statistics
-from zerokit.runtime.sharded import ShardedGathering
-from zerokit.runtime.step import FlatUpdate, StepControl
-from zerokit.runtime.storage import UnitState
+from zerokit.runtime.rounding import Rounding
+from zerokit.runtime.step import StepControl
+from zerokit.runtime.unit import MasterSlice, UnitState, write_back
 from zerokit.runtime.walk import ModelWalk
 
 _MARK = "_zerokit_walk"
 
 
 @dataclass(slots=True)
-class Parts:
-    """What a `ZeroOptimizer` is made of."""
+class Runtime:
+    """The parts of a `ZeroOptimizer`, and its interface for checkpoints and averages.
+
+    They read and write `masters()`, between `settle` and `publish`, and frozen parameters by `UnitState.kept_part`.
+    """
 
     model: nn.Module
     placement: Placement
     precision: Precision
     layout: Layout
     collectives: Collectives
-    storages: list[UnitState]
+    units: list[UnitState]
     gathering: Gathering
     gradients: Gradients
     walk: ModelWalk
     inner: Optimizer
     states: OptimizerStates
-    update: FlatUpdate
     control: StepControl
+
+    def masters(self) -> Iterator[tuple[UnitState, MasterSlice, dict[str, Any]]]:
+        """The masters that this rank updates, in line order, each with its optimizer state ({} before a step)."""
+        for unit in self.units:
+            for master in unit.masters:
+                yield unit, master, self.inner.state.get(master.tensor, {})
+
+    def settle(self) -> None:
+        """Wait until all masters are current and nothing is in flight, so that they may be changed. Collective."""
+        self.gathering.take_changes()
+        self.gathering.free_all()
+
+    def publish(self, *, frozen: bool = False) -> None:
+        """Update the parameters after the masters, or `frozen` units' shards, were changed. Collective."""
+        write_back(self.units)
+        if frozen:
+            for unit in self.units:
+                if not unit.unit.trainable:
+                    unit.gather_from_owners()
+                    unit.complete()
+        self.gathering.gather_updated()
 
 
 def build(
@@ -71,11 +94,11 @@ def build(
     process_group: dist.ProcessGroup | None,
     timeout: datetime.timedelta | None,
     init: Callable[[nn.Module], None] | None,
-) -> Parts:
-    """Take `model` over; the arguments are those of `ZeroOptimizer`, and so are the errors raised."""
+) -> Runtime:
+    """Take over `model`; arguments and errors as for `ZeroOptimizer`."""
     if not callable(optimizer_class):
         raise UsageError(
-            f"{optimizer_class!r} is no optimizer class: pass the class itself, such as torch.optim.AdamW, and its "
+            f"{optimizer_class!r} is not an optimizer class: pass the class itself, such as torch.optim.AdamW, and its "
             "options as keywords; zerokit builds it over flat parameters"
         )
     if isinstance(model, torch._dynamo.OptimizedModule):
@@ -86,14 +109,20 @@ def build(
     device = _device_of(model, group)
     options = choose_kernel(optimizer_class, options, device, precision.master)
     states = probe(optimizer_class, options, precision.master)
-    anatomy = take_apart(model, rule, {p: number for number, g in enumerate(groups) for p in g["params"]})
-    bucket_bytes = default_bucket_bytes(anatomy.segments) if bucket_mb is None else int(bucket_mb * 2**20)
-    layout = build_layout(anatomy.segments, world=group.size(), bucket_bytes=bucket_bytes)
+    parts = take_apart(model, rule, {p: number for number, g in enumerate(groups) for p in g["params"]})
+    bucket_bytes = default_bucket_bytes(parts.segments) if bucket_mb is None else int(bucket_mb * 2**20)
+    layout = build_layout(parts.segments, world=group.size(), bucket_bytes=bucket_bytes)
     shape = mesh_of(mesh, group)
     if shape is not None:
         Placement.of(stage, shape)  # raises before anything is made
     collectives = make_collectives(group, device, timeout, units=len(layout.units), mesh=shape)
     placement = Placement.of(stage, collectives.mesh)
+    if precision.wire_updates and collectives.world > 1 and placement.update != collectives.mesh.axes[:1]:
+        raise UsageError(
+            f"wire_updates at stage {placement} on a mesh of {collectives.mesh.outer}x{collectives.mesh.inner}: "
+            "updated parameters travel as differences over one axis only: choose stage 1 or 2, or on two axes (1, 3) "
+            "or (2, 3)"
+        )
     settings = {
         "stage": str(placement),
         "mesh": f"{collectives.mesh.outer}x{collectives.mesh.inner}",
@@ -109,16 +138,18 @@ def build(
     seed = collectives.broadcast_list([torch.initial_seed() % 2**62])[0] if meta else 0
     materializer = Materializer(model, init, device, seed)
     heap = Heap(device, settles=True)
-    storages = []
+    units = []
     for unit in layout.units:
-        parameters = [anatomy.named[parameter.name] for parameter in unit.parameters]
+        parameters = [parts.named[parameter.name] for parameter in unit.parameters]
         dtype = precision.compute if parameters[0].dtype in FLOATING else parameters[0].dtype
-        storage = UnitState(unit, parameters, collectives, dtype, placement)
-        exact = storage.adopt(materializer.values_of(parameters), precision.master)
-        collectives.broadcast(exact)
-        storage.take_initial(exact)
-        storages.append(storage)
-        del parameters, exact
+        renormed = [
+            position
+            for position, parameter in enumerate(unit.parameters)
+            if all(getattr(owner, "max_norm", None) is not None for owner in parts.owners[parameter.name])
+        ]
+        units.append(UnitState(unit, parameters, collectives, dtype, placement, renormed))
+        units[-1].take_over(materializer.values_of(parameters), precision.master)
+        del parameters
         # Small objects that stay are carved out of each large block that goes: unless its pages are returned, a model
         # built unit by unit still grows to its full size.
         heap.return_freed_memory()
@@ -128,34 +159,24 @@ def build(
 
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the model's old memory, block by block, fits nothing that follows
-    if precision.wire is not None:
-        collectives.expect_exchanges()
+
+    if precision.blocks is not None:
+        for state in units:
+            if state.unit.trainable:
+                state.rounding = Rounding(state, precision.blocks, precision)
     gradients = Gradients(
-        storages,
+        units,
         collectives,
         precision.reduce,
         placement=placement,
         fitting=pooled_units(layout),
-        wire=precision.wire,
+        wire=Wire(precision.wire) if isinstance(precision.wire, torch.dtype) else None,
     )
-    gathering = (
-        ShardedGathering(
-            storages,
-            collectives,
-            placement,
-            reduce_due=gradients.reduce_due,
-            allow=gradients.allow,
-            prefetch=prefetch,
-        )
-        if placement.cuts_parameters
-        else Gathering(storages, collectives, placement)
-    )
+    gathering = Gathering(units, gradients, collectives, placement, prefetch=prefetch)
     keep_statistics(model, precision.compute)
-    walk = ModelWalk(model, anatomy, storages, gathering, gradients, collectives, precision)
+    walk = ModelWalk(model, parts, units, gathering, gradients, device, precision)
     for number, entry in enumerate(groups):
-        entry["params"] = [
-            flat.tensor for storage in storages for flat in storage.flats if flat.group == number
-        ]
+        entry["params"] = [m.tensor for unit in units for m in unit.masters if m.group == number]
     # A model outlives its optimizer where a function trains it and returns it.
     if placement.cuts_parameters:
         model.__dict__[_MARK] = walk
@@ -163,20 +184,20 @@ def build(
         model.__dict__[_MARK] = weakref.ref(walk)
         weakref.finalize(walk, gathering.finish_updates).atexit = False
     inner = optimizer_class(groups, **options)
-    return Parts(
+    control = StepControl(collectives, units, gradients)
+    return Runtime(
         model,
         placement,
         precision,
         layout,
         collectives,
-        storages,
+        units,
         gathering,
         gradients,
         walk,
         inner,
         states,
-        FlatUpdate(storages, gradients, inner),
-        StepControl(collectives, storages, gradients),
+        control,
     )
 
 
@@ -192,7 +213,7 @@ def _group_of_this_rank(given: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def mesh_of(mesh: object, group: dist.ProcessGroup) -> Mesh | None:
-    """The shape of the ranks that a user means by `mesh`: (outer, inner), a `DeviceMesh` over `group`, or None.
+    """The shape of the ranks from the argument `mesh`: (outer, inner), a `DeviceMesh` over `group`, or None.
 
     Raises `UsageError` where it does not fit the ranks of `group`.
     """
@@ -210,7 +231,7 @@ def mesh_of(mesh: object, group: dist.ProcessGroup) -> Mesh | None:
         raise UsageError(f"mesh={sizes}: {outer * inner} ranks, but the process group has {world}")
     if len(sizes) == 2 and 1 in sizes:
         raise UsageError(
-            f"mesh={sizes} has an axis of one rank, over which nothing can be sharded: leave mesh out, one axis of "
+            f"mesh={sizes} has an axis of one rank, over which nothing can be sharded: omit mesh, because one axis of "
             f"{world} ranks is the default"
         )
     ranks = getattr(mesh, "mesh", None)
@@ -224,13 +245,12 @@ def mesh_of(mesh: object, group: dist.ProcessGroup) -> Mesh | None:
 
 def _describe_options(groups: list[dict[str, Any]], options: dict[str, Any]) -> dict[str, str]:
     """Options by name, as text that is equal on ranks that were given the same."""
-    described = {}
-    for number, group in enumerate(groups):
-        where = f" of group {number}" if len(groups) > 1 else ""
-        for name, value in sorted((options | group).items()):
-            if name != "params":
-                described[name + where] = _describe(value)
-    return described
+    return {
+        name + (f" of group {number}" if len(groups) > 1 else ""): _describe(value)
+        for number, group in enumerate(groups)
+        for name, value in sorted((options | group).items())
+        if name != "params"
+    }
 
 
 def _describe(value: Any) -> str:
@@ -238,8 +258,11 @@ def _describe(value: Any) -> str:
         return str(value.tolist())
     if isinstance(value, list | tuple):
         return f"({', '.join(map(_describe, value))})"
-    plain = value is None or isinstance(value, bool | int | float | str)
-    return repr(value) if plain else type(value).__qualname__
+    return (
+        repr(value)
+        if value is None or isinstance(value, bool | int | float | str)
+        else type(value).__qualname__
+    )
 
 
 def _check_arguments(model: nn.Module, bucket_mb: float | None, prefetch: int) -> None:
@@ -262,16 +285,16 @@ def _check_arguments(model: nn.Module, bucket_mb: float | None, prefetch: int) -
             "FullyShardedDataParallel",
             "DataParallel",
         ):
-            raise UsageError(f"{path or 'the model'} is wrapped in {wrapper} already: pass the plain model")
+            raise UsageError(f"{path or 'the model'} is already wrapped in {wrapper}: pass the plain model")
         if _MARK in module.__dict__:
             raise UsageError(
-                f"{path or 'the model'} is managed by a ZeroOptimizer already: build "
+                f"{path or 'the model'} is already managed by a ZeroOptimizer: build "
                 "one ZeroOptimizer for the whole model"
             )
     for name, parameter in model.named_parameters():
         if ticket_of(parameter) is not None:
             raise UsageError(
-                f"{name} is managed by a ZeroOptimizer already: models that share layers need one ZeroOptimizer over "
+                f"{name} is already managed by a ZeroOptimizer: models that share layers need one ZeroOptimizer over "
                 "one module that holds both"
             )
         if type(parameter).__name__ == "DTensor" or hasattr(parameter, "device_mesh"):
@@ -313,7 +336,9 @@ def _as_groups(model: nn.Module, params: Iterable[Any] | None) -> list[dict[str,
         for parameter in group["params"]:
             if parameter not in names:
                 shape = list(parameter.shape) if isinstance(parameter, torch.Tensor) else parameter
-                raise UsageError(f"params: group {number} holds {shape}, which is no parameter of the model")
+                raise UsageError(
+                    f"params: group {number} holds {shape}, which is not a parameter of the model"
+                )
             if parameter in seen:
                 raise UsageError(
                     f"params: {names[parameter]} is in group {seen[parameter]} and in group {number}: keep one"

@@ -1,74 +1,112 @@
-"""When units are gathered, and for how long: what all stages share, and stages 0 to 2.
+"""Gathers, reduces and frees units as the model uses them, in the one order of `schedule`.
 
-At these stages parameters stay whole. At stages 1 and 2 their owners update them, and every rank gathers them right
+At stages 0 to 2 parameters stay whole. At stages 1 and 2 their owners update them, and every rank gathers them right
 after the step, behind whatever the host does next; they are waited for unit by unit, in the next forward or when
-a parameter is read before.
+a parameter is read before. At stage 3 units are gathered before they are used and freed after.
+
+[Note: freeing in backward] A unit is freed when the backward pass enters another one, or ends; never at its last
+gradient, because a frozen weight is needed after that. It is safe because autograd runs nodes in reverse order of
+creation: when the output of an earlier unit receives its gradient, all nodes of later units have run. Where no hook
+shows it (outputs that are no tensors to us, torch.func, weights used by other modules) units are held until backward
+ends, and where backward builds a graph of its own, all units are, until the next plain backward or `step()`.
+
+[Note: leaving the order] A pass may use a unit again that it has freed, though the recorded pass did not (a loop with
+more rounds). All ranks must then do the same: they agree on it before anything is sent, which costs a few
+milliseconds, and the order is recorded again at the end of that pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from contextlib import suppress
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Sequence, Set
+from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
 
 from zerokit.errors import ScheduleError, UsageError
 from zerokit.placement import Placement
 from zerokit.runtime.collectives import Collectives
+from zerokit.runtime.gradients import Gradients
 from zerokit.runtime.linux import Heap
-from zerokit.runtime.schedule import BackwardPlan, ForwardPass
-from zerokit.runtime.storage import UnitState
+from zerokit.runtime.schedule import ForwardPass, Operation, Passes, Schedule, backward_order, reduction
+from zerokit.runtime.unit import State, UnitState
 
 _LAST_WAIT_S = 2.0
 """What others have updated is on its way since their step; they read this rank's part as soon as they wait."""
 
 
 class Gathering:
-    """Stages 0 to 2, and the order of units that every stage records.
+    """Issues the gathers and reductions of all units, and tracks which units are in memory.
 
-    `units` are all units in line order; those without `scopes` hold the rest of the model's parameters, which the
-    root module may use at any time.
+    Units without `scopes` hold the rest of the model's parameters, which the root module may use at any time. So many
+    gathers as `prefetch` says are in flight ahead of the unit that computes.
     """
 
-    def __init__(self, units: Sequence[UnitState], collectives: Collectives, placement: Placement) -> None:
-        self._placement = placement
-        self._units = units
-        self._collectives = collectives
-        rest = [unit.unit.index for unit in units if not unit.unit.scopes]
-        self.kept = frozenset(rest)
+    def __init__(
+        self,
+        units: Sequence[UnitState],
+        gradients: Gradients,
+        collectives: Collectives,
+        placement: Placement,
+        *,
+        prefetch: int = 1,
+        heap: Heap | None = None,
+    ) -> None:
+        self._units, self._gradients, self._collectives = units, gradients, collectives
+        self._placement, self._prefetch = placement, prefetch
+        self.passes = Passes()
+        self.kept = frozenset(unit.index for unit in units if not unit.unit.scopes)
         """Units that stay gathered from their first use to the end of backward, whatever uses them."""
-        self.forward_order = rest + [unit.unit.index for unit in units if unit.unit.scopes]
+        self.forward_order = sorted(
+            (unit.index for unit in units), key=lambda i: (bool(units[i].unit.scopes), i)
+        )
         self.recorded = False
         """Whether `forward_order` is what a forward pass of rank 0 did."""
         self.lazy: frozenset[int] = frozenset()
         """Units whose weights are used only inside modules that announce it: needed when those are entered."""
+        self.deviated = False
+        """Whether this forward pass left the recorded order, as all ranks agreed."""
+        self._forward, self._backward = Schedule(), Schedule()
+        self._plan = self._make_plan()
+        """The operations of backward."""
+        self._reductions_recorded = False
+        self._completed: list[int] = []
+        """Units in the order in which their gradients became complete, until it is recorded."""
+
+        self._at_first_gather: list[int] | None = None
+        """Units whose gradients were complete when backward entered the first one that is gathered."""
+        self._round: ForwardPass | None = None
+        """The forward pass whose gathers backward follows now."""
+        self._unreduced: deque[int] = deque()
+        """Reductions that the pass has come to, which wait for gradients."""
+        self._accumulates = self._ending = False
+        self._made: tuple[ForwardPass, int | None] | None = None
+        """What has just received its gradient: an output of this pass, made after so many uses of units."""
+        self._present: set[int] = set()
+        """Units that come and go and have memory now."""
+        self._last_stays = False
+        """Whether the unit that backward begins with is still there from forward."""
+        self._graph_kept = False
+        """Whether backward makes a graph of its own, which reads weights again: all of them stay."""
+        self._open = 0
         self._trace: list[int] = []
         self._read_early: set[int] = set()
-        self._active: dict[int, int] = {}
-        self._updated: list[int] = []
-        self._open = 0
-        self._heap = Heap(collectives.device, settles=not placement.cuts_parameters)
-
-    # ---- after the optimizer step, stages 1 and 2
+        self._heap = heap or Heap(collectives.device, settles=not placement.cuts_parameters)
 
     def gather_updated(self) -> None:
-        """Start gathering what its owners have updated, on every rank.
-
-        Another rank may have left after its last step; an error is raised when the values are needed.
-        """
-        if not self._placement.update:
-            return
-        self._updated = [i for i in dict.fromkeys(self.forward_order) if self._units[i].unit.trainable]
-        with suppress(ScheduleError):
-            self._refresh()
-
-    def _refresh(self) -> None:
-        while self._updated:
-            self._units[self._updated[0]].gather_update()
-            del self._updated[0]
+        """Start gathering updated parameters on every rank; inside `gathered()`, gather all of them."""
+        for index in dict.fromkeys(self.forward_order) if self._placement.update else ():
+            if self._units[index].unit.trainable:
+                self._units[index].gather_update()
+        if self._open and self._present:
+            for index in sorted(self._present):
+                self._units[index].gather()
+                self._units[index].complete()
+            self._collectives.wait_for_readers()
 
     def finish_updates(self) -> None:
-        """Nobody will wait for updates that are on their way: the optimizer is gone, and the model goes on.
+        """Finish updates in flight when the optimizer is deleted and the model remains in use.
 
         The garbage collector may call this in the midst of another optimizer's collectives, in which other ranks wait.
         """
@@ -77,93 +115,191 @@ class Gathering:
             self.make_current()
 
     def make_current(self) -> None:
-        """Let the parameters that are whole at this stage hold their current values."""
-        self._refresh()
+        """Bring this rank's kept parameters up to date, and let other ranks change theirs."""
         for unit in self._units:
             unit.complete()
         self._collectives.wait_for_readers()
 
     def read(self, index: int, name: str, *, in_forward: bool, in_backward: bool) -> None:
-        """Parameter `name` of unit `index` is about to be used outside the modules that announce it.
+        """Prepare parameter `name` of unit `index` for a use outside the modules that announce it.
 
         Raises `UsageError` where this rank alone cannot have its value (stage 3, outside the model's forward).
         """
-        self._refresh()
-        self._units[index].complete()
+        unit = self._units[index]
+        if not unit.comes_and_goes:
+            unit.complete()
+        elif not self._open and unit.state is not State.HELD:
+            if in_backward:
+                self._use(unit)
+            elif in_forward:
+                self._read_early.add(index)
+                self.enter(unit)
+                unit.guard()  # what is done to its other parameters is to be noticed, too
+            else:
+                raise refuse_reading(name)
+            self.hold(unit)
+        if in_forward or in_backward:
+            self.passes.unwatched.add(index)
 
     # ---- forward
 
-    def begin_forward(self, current: ForwardPass) -> None:
+    def begin_forward(self, *, training: bool) -> None:
+        self.passes.begin(training=training)
         self._trace.clear()
         self._read_early.clear()
-        self._active.clear()
-        self._refresh()
+        self._begin_pass()
+        self._forward = Schedule(self.forward_order if self._placement.cuts_parameters else ())
+        self.deviated = self._last_stays = False
         for unit in self._units:
-            if unit.update is None or unit.unit.index not in self.lazy:
-                unit.ready()
+            unit.active = 0
+            if self._stays(unit):
+                if unit.in_flight is None or unit.index not in self.lazy:
+                    unit.ready()
+            elif not unit.unit.scopes and unit.index not in self.lazy:
+                self._go_to(unit)
 
     def enter(self, unit: UnitState) -> None:
-        """`unit` is about to be used in forward."""
-        self._note(unit.unit.index)
-        unit.ready()
+        """A module of `unit` is about to run in forward."""
+        if self._trace[-1:] != [unit.index]:
+            self._trace.append(unit.index)
+        self._go_to(unit)
 
     def enter_aside(self, unit: UnitState) -> None:
-        """A module of `unit` was called by itself, outside the model's forward."""
-        self._refresh()
-        unit.ready()
-
-    def is_active(self, unit: UnitState) -> bool:
-        """Whether a module of `unit` is at work."""
-        return self._active.get(unit.unit.index, 0) > 0
-
-    def active_units(self) -> list[UnitState]:
-        """Units with modules at work."""
-        return [self._units[index] for index, count in self._active.items() if count > 0]
-
-    def activate(self, unit: UnitState) -> None:
-        self._active[unit.unit.index] = self._active.get(unit.unit.index, 0) + 1
+        """Prepare `unit` for a call of its module outside the model's forward."""
+        if not self._stays(unit):
+            self._free_idle({unit.index, self._last if self._last_stays else None})
+        self._use(unit)
 
     def leave(self, unit: UnitState) -> bool:
-        """A module of `unit` has returned. True when it was the outermost one at work."""
-        index = unit.unit.index
-        self._active[index] = self._active.get(index, 1) - 1
-        return self._active[index] <= 0
+        """Note a return from a module of `unit`. True if it was the outermost one, and backward may need the unit."""
+        unit.active = max(unit.active - 1, 0)
+        if unit.comes_and_goes and not unit.active:
+            unit.guard()  # reads of its weights from here on are noticed, though they may still be there
+        return unit.comes_and_goes and not unit.active
 
-    def pin(self, unit: UnitState) -> None:
-        """No hook will show when backward reads `unit`: it stays gathered until then."""
+    def hold(self, unit: UnitState) -> None:
+        """Keep `unit` gathered until backward, because no hook will show when it is read."""
+        if unit.comes_and_goes:
+            unit.state = State.HELD
 
-    def hold(self) -> None:
-        """Backward makes a graph of its own, which reads weights again: all of them stay until `drop`."""
+    def keep_graph(self) -> None:
+        """Keep all weights until `drop`, because backward creates a graph that reads them again."""
+        self._graph_kept = True
 
     def drop(self) -> None:
-        """What `hold` kept is not needed any more, or about to be updated."""
+        """Release what `keep_graph` kept: it is no longer needed, or about to be updated."""
+        self._graph_kept = False
+        if self._present:
+            self.free_all()
 
     def end_forward(self, *, training: bool) -> None:
-        """All ranks have used what they wanted, and may change it."""
-        self.make_current()
-        self._guard_all()
+        """End a use by all ranks, which may now change the parameters."""
+        if self._placement.cuts_parameters and not self._open:
+            if not self.deviated:
+                self._leave_out(self._forward, len(self._forward.operations), ending=True)
+            self._last_stays = training and self.recorded and not self.deviated
+            for index in list(self._present):
+                unit = self._units[index]
+                stays = index in self.kept or unit.state is State.HELD
+                if not training or not (stays or (self._last_stays and index == self._last)):
+                    self._free(unit)
+        self._rest()
         if training:
             self._heap.note_forward()
-        self._active.clear()
 
     # ---- backward
 
-    def begin_backward(self) -> None:
-        self._unguard_all()
+    def begin_backward(self, *, accumulates: bool) -> None:
+        """Start a backward pass; `accumulates` if it brings gradients."""
+        self._accumulates = accumulates
+        self._round, self._at_first_gather = None, None
+        self._begin_pass()
+        self._backward = Schedule()
+        for unit in self._units:
+            if self._stays(unit):
+                unit.unguard()
+            elif unit.index in self.kept:
+                self._use(unit)
+        if self._open or not self._placement.cuts_parameters:
+            self._unreduced.extend(self.reductions)
 
     def enter_backward(
-        self, units: Sequence[UnitState], current: ForwardPass | None, *, recomputing: bool = False
+        self, units: Sequence[UnitState], current: ForwardPass | None = None, uses: int | None = None
     ) -> None:
-        """The gradient of an output of `units` is there, or a checkpoint is about to run their forward again."""
+        """The gradient of an output of `units` is there, which was made in `current` after so many `uses`.
 
-    def end_backward(self, current: ForwardPass | None) -> None:
-        """Issue what this rank did not need but others may have; `current` is a pass that backward belongs to."""
+        Without `current` a checkpoint is about to run their forward again.
+        """
+        if not self._placement.cuts_parameters:
+            return
+        if current is not None:
+            if self._at_first_gather is None and any(unit.index not in self.kept for unit in units):
+                self._at_first_gather = [i for i, unit in self._gradients.units.items() if unit.complete]
+            self._made = current, uses
+            if current not in (self.passes.aside, self._round) and not self._open:
+                self._begin_round(current)
+        for unit in units:
+            position = None if self._stays(unit) else self._backward.find(unit.index)
+            if position is None:
+                self._use(unit)
+                continue
+            also = {other.index for other in units}
+            self._advance(self._backward, unit, position, moves=current is not None, also=also)
+            if current is not None and unit.index in (self._last, self._first):
+                # What came after the units (logits) is free by now, or else all activations are, but they
+                # leave holes too small for the large gradients of the rest of the model (embeddings).
+                self._heap.return_freed_memory()
+
+    def reduce_complete(self, index: int) -> None:
+        """Reduce unit `index`, whose gradients are complete, and those waiting for it, if it is their turn."""
+        if not self._reductions_recorded:
+            self._completed.append(index)
+        self._reduce(due=False)
+
+    def end_backward(self) -> None:
+        """Issue the collectives that only other ranks needed, and wait for all sums."""
+        latest, self._ending = self.passes.latest, self._accumulates
+        if self._placement.cuts_parameters and not self._open:
+            if self._round is None and latest is not None:
+                self._begin_round(latest)
+            self._leave_out(self._backward, len(self._backward.operations), ending=True)
+        if self._accumulates:
+            if not self._gradients.accumulating:
+                for index in self.reductions:
+                    if not self._gradients.units[index].reduced:
+                        self._gradients.reduce(index)
+            self._gradients.end_backward()
+            if not self._reductions_recorded and not self._gradients.accumulating:
+                self._record_reductions(latest)
+        self._backward = Schedule()
 
     def free_all(self) -> None:
-        """The pass is over, or given up."""
-        self.make_current()
-        self._guard_all()
-        self._active.clear()
+        """End the pass, complete or abandoned."""
+        if self._present and not self._open and not self._graph_kept:
+            self._last_stays = False
+            for index in sorted(self._present):
+                self._free(self._units[index])
+        self._rest()
+        self._forward = Schedule(self._forward.operations)
+
+    def _rest(self) -> None:
+        """The model does not run: what stays whole is complete and guarded, and others have read this rank's pieces."""
+        for unit in self._units:
+            unit.active = 0
+            if self._stays(unit):
+                unit.complete()
+                unit.guard()
+        self._collectives.wait_for_readers()
+
+    def _begin_round(self, current: ForwardPass) -> None:
+        """Backward goes on with another forward pass, or begins."""
+        if self._round is not None:
+            self._leave_out(self._backward, len(self._backward.operations), ending=True)
+        self._round = current
+        self._unreduced.clear()
+        reduced = {reduction(index) for index, unit in self._gradients.units.items() if unit.reduced}
+        self._backward = Schedule(operation for operation in self._plan if operation not in reduced)
+        self._perform(self._backward.issue_ahead(-1, 0))  # without gathers, nothing is waited for
 
     # ---- whole parameters, for their user
 
@@ -172,29 +308,69 @@ class Gathering:
         return self._open > 0
 
     def open(self) -> None:
-        """Gather every parameter and leave it so until `close`."""
+        """Gather every parameter and keep it gathered until `close`."""
         self._open += 1
         if self._open == 1:
-            self._gather_whole()
+            for unit in self._units:
+                self._use(unit)
+                unit.guard()
+            self._collectives.wait_for_readers()
 
     def close(self) -> None:
+        """Copy in-place changes to shards and masters."""
+        self.take_changes()
         self._open -= 1
         self.free_all()
 
-    def _gather_whole(self) -> None:
-        self.free_all()
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """A context in which every parameter is whole."""
+        self.open()
+        try:
+            yield
+        finally:
+            self.close()
+
+    def take_changes(self) -> None:
+        """Take over the user's in-place changes since the last pass, or since `gathered()` was entered."""
+        for unit in self._units:
+            # Units that come and go can be changed while they are shown, and nowhere else.
+            if unit.state is not State.FREED and (self._open if unit.comes_and_goes else unit.separate):
+                unit.complete()
+                unit.take_changes()
+
+    def _stays(self, unit: UnitState) -> bool:
+        """Whether `unit` is whole now, and stays so, whatever uses it."""
+        return not unit.comes_and_goes or self._open > 0
 
     # ---- the order
 
-    plan: BackwardPlan | None = None
-    """The order of backward, where units are gathered there."""
+    @property
+    def reductions(self) -> list[int]:
+        """Units in the order in which their gradients are reduced."""
+        return [reduction(operation) for operation in self._plan if operation < 0]
 
     @property
-    def deviated(self) -> bool:
-        """Whether this forward pass left the recorded order, as all ranks agreed."""
-        return False
+    def _last(self) -> int | None:
+        """The unit that backward begins with."""
+        return self._plan[0] if self._plan and self._plan[0] >= 0 else None
 
-    def trace(self, lazy: Collection[int]) -> list[int]:
+    @property
+    def _first(self) -> int | None:
+        """The unit that backward comes to last."""
+        return next((operation for operation in reversed(self._plan) if operation >= 0), None)
+
+    def record_forward(self, lazy: Collection[int]) -> None:
+        """Adopt rank 0's order of units in this forward pass, and its `lazy` units."""
+        broadcast = self._collectives.broadcast_list
+        self.forward_order = broadcast(self._trace_units(lazy))
+        self.lazy = frozenset(broadcast(sorted(lazy)))
+        self.kept = frozenset(broadcast(sorted(self.kept | self._read_early)))
+        self.recorded = True
+        if self._placement.cuts_parameters:
+            self._plan = self._make_plan()
+
+    def _trace_units(self, lazy: Collection[int]) -> list[int]:
         """The order of this forward on this rank, every unit at least once.
 
         Kept units appear once; those that cannot be gathered lazily come first. Between two uses of a unit with only
@@ -202,7 +378,7 @@ class Gathering:
         that ranks that use them meet them in order.
         """
         kept = self.kept | self._read_early
-        order = [u.unit.index for u in self._units if not u.unit.scopes and u.unit.index not in lazy]
+        order = [u.index for u in self._units if not u.unit.scopes and u.index not in lazy]
         last = -1
         for index in self._trace:
             if index not in order or (index not in kept and last != index):
@@ -215,31 +391,153 @@ class Gathering:
                 order.insert(before + 1, index)
         return order
 
-    def used_anywhere(self) -> list[int]:
-        """Kept units, and those that this rank's forward has used outside their modules."""
-        return sorted(self.kept | self._read_early)
+    def _record_reductions(self, latest: ForwardPass | None) -> None:
+        """After the first reductions: adopt rank 0's order, or where gathers give one, agree on what is a head."""
+        self._reductions_recorded = True
+        if not self._placement.cuts_parameters:
+            order = dict.fromkeys([*self._completed, *self.reductions])
+            self._plan = tuple(map(reduction, self._collectives.broadcast_list(list(order))))
+        elif self._last is not None:
+            unused = set() if latest is None else self._gradients.units.keys() - latest.first_use.keys()
+            early = self.kept & self.lazy & unused.union(self._at_first_gather or ())
+            everyones: list[Any] = self._collectives.all_gather_objects(early)
+            self._plan = self._make_plan(frozenset.intersection(*everyones))
 
-    def adopt_order(self, order: Sequence[int], lazy: Collection[int], kept: Collection[int]) -> None:
-        self.forward_order = list(order)
-        self.lazy = frozenset(lazy)
-        self.kept = frozenset(kept)
-        self.recorded = True
+    def _make_plan(self, early: Set[int] = frozenset()) -> tuple[Operation, ...]:
+        """The operations of backward; but for those that are `early`, units of the rest are reduced last."""
+        trainable = self._gradients.units.keys()
+        if not self._placement.cuts_parameters:
+            # Where units of the rest are used is not known.
+            order = sorted(trainable, key=lambda i: (bool(self._units[i].unit.scopes), i), reverse=True)
+            return tuple(map(reduction, order))
+        gathers = [index for index in reversed(self.forward_order) if index not in self.kept]
+        first, late = (
+            sorted(each & self.kept & trainable, reverse=True) for each in (early, self.kept - early)
+        )
+        return backward_order(gathers, trainable=trainable, early=first, late=late, ahead=self._prefetch)
 
-    def _note(self, index: int) -> None:
-        if self._trace[-1:] != [index]:
-            self._trace.append(index)
+    # ---- issuing
 
-    def _guard_all(self) -> None:
-        for unit in self._units:
-            unit.guard()
+    def _begin_pass(self) -> None:
+        self._unreduced.clear()
+        self._made, self._ending = None, False
+        for index in self._present:
+            if self._units[index].state is State.READY:
+                self._units[index].state = State.GATHERING  # there, and not used yet
 
-    def _unguard_all(self) -> None:
-        for unit in self._units:
-            unit.unguard()
+    def _go_to(self, unit: UnitState) -> None:
+        if self._stays(unit):
+            unit.ready()
+            return
+        index = unit.index
+        position = self._forward.find(index)
+        if position is None or self.deviated:
+            if unit.state is State.FREED and index not in self.kept and not self.deviated:
+                names = ", ".join(unit.unit.scopes) or unit.unit.name
+                self._collectives.agree(
+                    f"uses {names} again in one forward pass, which the recorded pass of rank 0 did not"
+                )
+                self.deviated = True
+            if self.deviated:
+                self._free_idle({index})
+            self._use(unit)
+        else:
+            # A unit before a kept one may be used again after it.
+            self._advance(self._forward, unit, position, moves=index not in self.kept)
+
+    def _advance(
+        self, schedule: Schedule, unit: UnitState, position: int, *, moves: bool, also: Collection[int] = ()
+    ) -> None:
+        """Issue all up to the gather of `unit` at `position`, and the next; where the pass `moves`, free others."""
+        if moves:
+            self._leave_out(schedule, position)
+            schedule.cursor = position
+            self._release(schedule, also)
+        self._perform(schedule.issue(position + 1))
+        unit.ready()
+        self._perform(schedule.issue_ahead(position, self._prefetch))
+
+    def _perform(self, operations: Iterable[Operation]) -> None:
+        for operation in operations:
+            self._reduce(due=operation >= 0)
+            if operation < 0:
+                self._unreduced.append(reduction(operation))
+                continue
+            unit = self._units[operation]
+            # What backward begins with is there from forward, or this rank does not use it and has freed it.
+            is_there = self._last_stays and operation == self._last
+            # Else it is gathered also where this rank still has the unit (held, or its modules at work): others may
+            # have freed it, and a gather is everybody's.
+            stays = operation in self.kept or self._graph_kept
+            if not is_there and (unit.state is State.FREED or not stays):
+                unit.gather()
+                self._present.add(operation)
+            self._last_stays = False
+        self._reduce(due=False)
+
+    def _reduce(self, *, due: bool) -> None:
+        """Issue reductions that the pass has come to, as far as their gradients are complete.
+
+        What is `due` is reduced with zeros for gradients that will not come any more. Without this a rank on which
+        a gradient is missing would hold back its reductions until the end of backward, while others wait for them
+        before they issue the gather that this rank waits for.
+        """
+        while self._unreduced and self._accumulates and not self._gradients.accumulating:
+            index = self._unreduced[0]
+            if not self._gradients.units[index].complete and not (due and self._is_over(index)):
+                return
+            self._gradients.reduce(self._unreduced.popleft())
+
+    def _is_over(self, index: int) -> bool:
+        """Whether the backward pass under way will bring no more gradients to a unit."""
+        made = self._made
+        return self._ending or (made is not None and self.passes.are_gradients_over(index, *made))
+
+    def _leave_out(self, schedule: Schedule, stop: int, *, ending: bool = False) -> None:
+        """Issue the operations up to `stop`, which this rank does not use, and hold one unit at a time."""
+        while schedule.issued < stop:
+            schedule.cursor = max(schedule.cursor, schedule.issued)
+            self._release(schedule, ending=ending)
+            self._perform(schedule.issue(schedule.issued + 1))
+
+    # ---- memory
+
+    def _use(self, unit: UnitState) -> None:
+        """Gather `unit` for use, whatever the order."""
+        if unit.state is State.FREED:
+            unit.gather()
+        if unit.comes_and_goes:
+            self._present.add(unit.index)
+        unit.ready()
+
+    def _release(self, schedule: Schedule, also: Collection[int] = (), *, ending: bool = False) -> None:
+        """Free what the pass has left behind it, but not `also`; all of it, where the pass is `ending`."""
+        for index in self._present - self.kept:
+            unit = self._units[index]
+            unused = unit.state is State.GATHERING
+            if index in also or unit.state is State.HELD or unit.active or schedule.needs(index):
+                continue
+            if schedule is self._backward:
+                if self._round is not None and index in self._round.watched and unused and not ending:
+                    continue  # this rank used it earlier than others did: its turn will come
+            elif (index == self._last and not schedule.comes_again(index)) or (unused and not self.recorded):
+                continue  # backward begins with it; or the order is a guess, and it may come yet
+            self._free(unit)
+
+    def _free_idle(self, stay: Collection[int | None]) -> None:
+        """Free units that come and go, but not those that `stay`, are at work or are held."""
+        for index in self._present - self.kept - set(stay):
+            if not self._units[index].active and self._units[index].state is not State.HELD:
+                self._free(self._units[index])
+
+    def _free(self, unit: UnitState) -> None:
+        if not self._graph_kept:
+            unit.free()
+            self._present.discard(unit.index)
 
 
 def refuse_reading(name: str) -> UsageError:
-    """The error for using a freed parameter where its unit cannot be gathered."""
+    """The error for the use of a freed parameter whose unit cannot be gathered."""
     if torch._guards.CompileContext.try_get() is not None:
         return UsageError(
             f"a graph of torch.compile reads {name}, which stage 3 has divided over ranks, outside its unit's module: "

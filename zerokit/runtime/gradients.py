@@ -1,4 +1,4 @@
-"""Gradients: from autograd into flat buckets, over the ranks, into shards.
+"""Gradients on their way from autograd into flat buckets, over the ranks, and into shards.
 
     stage 0, 1   one whole bucket a unit, kept; the sum over ranks is in this rank's piece of it (and, at
                  stage 0, is gathered to all pieces)
@@ -8,16 +8,15 @@ On hosts a gradient is multiplied by 1/N while it is copied into its bucket (tha
 made by autograd, is the bucket), and N ranks' buckets are then summed in rank order. Where the host runs ahead of a
 device, each copy costs its launch: a unit's gradients wait until all have arrived, and are copied by one operation; the
 reduction divides. With a bf16 `wire` the bucket, times 1/N by then, is rounded into memory of its own as it is sent,
-and the rounded pieces of all ranks are added in fp32; stage 0 gathers the sums in fp32. Units are reduced in one order
-on every rank. At stage 3 it is part of the order of gathers (see schedule's [Note: one order]); at the others it is
-reversed line order in the first backward, in which rank 0 records the order in which its units became complete. A unit
-that is incomplete at the end of backward is reduced with zeros for what is missing.
+and the rounded pieces of all ranks are added in fp32; stage 0 gathers the sums in fp32. When a unit is reduced is the
+business of `gathering`.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,56 +24,52 @@ from torch import Tensor, nn
 
 from zerokit.errors import ScheduleError, UsageError
 from zerokit.placement import Placement
-from zerokit.runtime.buckets import BucketPool, Phase, UnitGradients
-from zerokit.runtime.collectives import Collectives, Work
+from zerokit.runtime.buckets import BucketPool, UnitGradients
+from zerokit.runtime.collectives import Collectives, Counters, Wire, Work
 from zerokit.runtime.guard import hooked
 from zerokit.runtime.hooks import profiled
-from zerokit.runtime.storage import MasterSlice, UnitState
+from zerokit.runtime.precision import LossScale
+from zerokit.runtime.rounding import Rounding
+from zerokit.runtime.unit import MasterSlice, UnitState
 
-_MOST_IN_FLIGHT = 3
+MOST_IN_FLIGHT = 3
 """Reductions at a time on hosts, where no pool limits them: each has memory for what arrives."""
 
 
 class Gradients:
-    """All units' gradients and the one order in which they are reduced."""
+    """The gradients of all trainable `units`, summed in `dtype`.
+
+    `fitting` lists the elements of the units that the pool's buckets serve; `wire` is the form in which gradients cross
+    between ranks, where that is not `dtype`.
+    """
 
     def __init__(
         self,
-        storages: Sequence[UnitState],
+        units: Sequence[UnitState],
         collectives: Collectives,
         dtype: torch.dtype,
         *,
         placement: Placement,
         fitting: Sequence[int],
-        wire: torch.dtype | None = None,
+        wire: Wire | None = None,
     ) -> None:
-        """Gradients are summed in `dtype`, and cross between ranks in `wire` where one is given."""
-        self.units = {
-            storage.unit.index: UnitGradients(storage, dtype, wire)
-            for storage in storages
-            if storage.unit.trainable
-        }
-        self._collectives = collectives
+        count = placement.pooled_buckets
+        self.pool = BucketPool(fitting if count else (), count, dtype, collectives.device)
+        self.units = {u.index: UnitGradients(u, dtype, wire, self.pool) for u in units if u.unit.trainable}
+        self._collectives, self._placement = collectives, placement
         mean = 1.0 / collectives.world
         self._fill_factor = 1.0 if collectives.runs_ahead else mean
         self._reduce_factor = mean if collectives.runs_ahead and not collectives.averages else 1.0
-        count = placement.pooled_buckets
-        self.pool = BucketPool(fitting if count else (), count, dtype, collectives.device)
-        self._most_in_flight = count or (len(self.units) if collectives.runs_ahead else _MOST_IN_FLIGHT)
-        # Before it is recorded, units of the rest come last: where they are used is not known.
-        self.order = sorted(
-            self.units, key=lambda index: (bool(self.units[index].unit.scopes), index), reverse=True
-        )
-        self._allowed = len(self.order)
-        self.over: Callable[[int], bool] = lambda index: False
-        """Whether the current backward pass will bring no more gradients to a unit."""
-        self.recorded = False
-        self.accumulating = False
-        self.spoiled = False
-        """Whether a failed backward pass has left sums of earlier ones mixed with its own."""
-        self.shown = False
-        """Whether whole gradients are shown to the user, who may change them."""
-        self._idle: set[tuple[int, int]] = set()
+        self._most_in_flight = count or (len(self.units) if collectives.runs_ahead else MOST_IN_FLIGHT)
+        self.loss_scale = 1.0
+        """The factor of the loss that the gradients held now come from."""
+        self.accumulating = False  # gradients stay on this rank for now
+        self.received = False  # a backward pass has brought some since the last `forget`
+        self.mixed = False  # a failed backward pass has left sums of earlier ones mixed with its own
+        self.shown = False  # whole gradients are shown to the user, who may change them
+        self.transient = 0
+        """The most bytes that buckets of units' own have had in flight at once since the last `forget`."""
+        self._untrained: set[tuple[int, int]] = set()
         """Parameters that were frozen in a forward pass since then."""
         self._cleared: set[tuple[int, int]] = set()
         self._nodes: dict[tuple[int, int], Any] = {}
@@ -83,148 +78,198 @@ class Gradients:
             (index, position)
             for index, unit in self.units.items()
             for position, part in enumerate(unit.unit.slices)
-            if part.memory.intersection(unit.storage.own).numel
+            if part.memory.intersection(unit.state.own).numel
         }
-        self._completed: list[int] = []
-        self._next = 0
-        self.transient = 0
-        """The most bytes that buckets of units' own have had in flight at once since the last `forget`."""
         self._reductions: deque[tuple[UnitGradients, Work]] = deque()
-        self._gathers: list[Work] = []
-        """Gathers of summed gradients in flight, at stage 0."""
-        self.received = False
-        """Whether a backward pass has brought any gradient since the last `forget`."""
+        self._gathers: list[Work] = []  # of summed gradients, at stage 0
+
+    # ---- as they come
 
     def will_arrive(self) -> bool:
         """Whether the backward pass under way accumulates a gradient in any parameter."""
         for index, unit in sorted(self.units.items(), reverse=True):
-            for position, parameter in enumerate(unit.storage.parameters):
-                if position in unit.storage.stopped:
+            for position, parameter in enumerate(unit.state.parameters):
+                if position in unit.state.stopped:
                     continue
-                node = self._nodes.get((index, position))
-                if node is None:
+                if (index, position) not in self._nodes:
                     with torch._C.DisableTorchFunctionSubclass():
-                        node = torch.autograd.graph.get_gradient_edge(parameter).node
-                    self._nodes[index, position] = node
+                        edge = torch.autograd.graph.get_gradient_edge(parameter)
+                    self._nodes[index, position] = edge.node
                 try:
-                    if torch._C._will_engine_execute_node(node):
+                    if torch._C._will_engine_execute_node(self._nodes[index, position]):
                         return True
                 except RuntimeError:  # autograd.grad with respect to this parameter
                     return False
         return False
 
-    def accept(self, index: int, position: int, parameter: nn.Parameter) -> None:
-        """Take `parameter.grad`, which has just become ready, and reduce every unit that this completes."""
+    def note_loss_scale(self, *, required: bool) -> None:
+        """Start a pass that brings gradients, which keep the scale of their loss, whichever optimizer ran `backward`.
+
+        Raises `UsageError` where a scale is `required` and there is none, or where gradients held now have another.
+        """
+        scale = LossScale.current
+        if required and scale is None:
+            raise UsageError(
+                "fp16 gradients underflow without loss scaling: call optimizer.backward(loss), not loss.backward()"
+            )
+        if self.received and self.loss_scale != (scale or 1.0):
+            raise UsageError(
+                f"this backward brings gradients of a loss scaled by {scale or 1.0:g} to an optimizer that holds "
+                f"others scaled by {self.loss_scale:g}: call its zero_grad() or step() in between, or sum the "
+                "losses and call backward() of one optimizer"
+            )
+        self.loss_scale = scale or 1.0
+
+    def accept(self, index: int, position: int, parameter: nn.Parameter) -> bool:
+        """Take `parameter.grad`, which has just become ready. Returns whether its unit can be reduced now."""
         if self.shown:
             raise UsageError("backward() inside gathered_gradients(): leave the context first")
         unit = self.units[index]
-        if unit.storage.guarded:
-            unit.storage.unguard()
+        unit.state.unguard()
+        name = unit.unit.parameters[position].name
         if position in unit.received and hooked(parameter):
             raise UsageError(
-                f"a hook of {unit.unit.parameters[position].name} (register_post_accumulate_grad_hook) would see this "
+                f"a hook of {name} (register_post_accumulate_grad_hook) would see this "
                 "backward's gradient alone, and not the sum of those since zero_grad(): run one backward a step, or "
-                "look at whole sums inside `with optimizer.gathered_gradients():`"
+                "read whole sums inside `with optimizer.gathered_gradients():`"
             )
         unit.received.add(position)
         gradient, parameter.grad = parameter.grad, None
         if gradient is None:
-            return  # a hook of the user's has taken it
+            return False  # a hook of the user's has taken it
         if gradient.requires_grad:
             gradient = gradient.detach()  # backward(create_graph=True) gives it a graph
-        if unit.phase in (Phase.COMPLETE, Phase.REDUCING):
+        if unit.complete or unit.reduced:
             raise ScheduleError(
-                f"a gradient for {unit.unit.parameters[position].name} came after its unit had been reduced in this "
+                f"a gradient for {name} came after its unit had been reduced in this "
                 "backward pass. Reentrant activation checkpointing does that: use torch.utils.checkpoint with "
-                "use_reentrant=False. So does a module that this rank uses elsewhere than rank 0 did first: name it "
-                "in units="
+                "use_reentrant=False. So does a module that this rank uses at another place than rank 0 did "
+                "first: name it in units="
             )
         if gradient.layout != torch.strided:
             raise ScheduleError(
-                f"the gradient of {unit.unit.parameters[position].name} is "
-                f"{gradient.layout}, but flat buckets are dense: "
+                f"the gradient of {name} is {gradient.layout}, but flat buckets are dense: "
                 "build the embedding with sparse=False"
             )
         self.received = True
-        if self._cleared:
-            self._cleared.clear()
-        unit.phase = Phase.FILLING
+        self._cleared.clear()
         if self.accumulating and unit.cut:
-            unit.prepare_own()
+            unit.take_own_bucket()
         if unit.batches:
             unit.waiting[position] = gradient
-            if self.accumulating and len(unit.waiting) == len(unit.storage.parameters):
+            if self.accumulating and len(unit.waiting) == len(unit.state.parameters):
                 self._fill(unit)
-        elif unit.may_steal(gradient) and not self.accumulating:
-            unit.steal(gradient, self._fill_factor)
+        elif unit.can_adopt(gradient) and not self.accumulating:
+            unit.adopt(gradient, self._fill_factor)
         else:
-            self._prepare(unit)
+            self._take_bucket(unit)
             unit.fill(position, gradient, self._fill_factor)
         if self.accumulating:
-            return
+            return False
         unit.arrived.add(position)
-        if len(unit.arrived) == len(unit.storage.parameters):
-            self._complete(unit)
+        return unit.complete
 
-    def follow(self, order: Sequence[int]) -> None:
-        """Reduce in this order in the backward pass that begins, as far as `allow` permits."""
-        if not self._next:
-            self.order = list(order)
-            self._allowed = 0
+    def _take_bucket(self, unit: UnitGradients) -> None:
+        if unit.cut and unit.unit.numel > self.pool.numel and unit.bucket is None:
+            self._make_room()  # its memory is not the pool's, which would otherwise say when there is no more
+        while not unit.take_bucket():
+            if self._reductions:
+                self._finish_oldest()
+            else:
+                # Both buckets wait for a unit that comes earlier in the order: this one needs memory of its own.
+                unit.take_own_bucket()
 
-    def allow(self, count: int) -> None:
-        """The first `count` reductions may be issued, once they are complete."""
-        self._allowed = count
-        if not self.accumulating:
-            self._issue()
+    def _fill(self, unit: UnitGradients) -> None:
+        self._take_bucket(unit)
+        unit.fill_waiting(self._fill_factor)
 
-    def reduce_due(self, count: int) -> None:
-        """Issue the first `count` reductions, with zeros for gradients that will not come any more.
+    def _make_room(self) -> None:
+        while len(self._reductions) >= self._most_in_flight:
+            self._finish_oldest()
 
-        Without this a rank on which a gradient is missing would hold back its reductions until the end of backward,
-        while others wait for them before they issue the gather that this rank waits for. Stops at a unit whose
-        gradients may still come: then all ranks must do the same.
-        """
-        while not self.accumulating and self._next < min(count, len(self.order)):
-            index = self.order[self._next]
-            if self.units[index].phase is not Phase.COMPLETE and not self.over(index):
-                return
-            self._issue_next()
+    # ---- over ranks
+
+    def reduce(self, index: int) -> None:
+        """Start the reduction of a unit, with zeros for missing gradients."""
+        unit = self.units[index]
+        self._fill(unit)
+        self._make_room()
+        with profiled("reduce", unit.unit):
+            work = unit.reduce(self._reduce_factor)
+            if self._chains(unit):
+                self._gather(unit, after=work)
+        self._reductions.append((unit, work))
+        if unit.cut and unit.unit.numel > self.pool.numel:
+            buckets = [one.bucket for one, _ in self._reductions if one.unit.numel > self.pool.numel]
+            self.transient = max(self.transient, sum(one.nbytes for one in buckets if one is not None))
+
+    def _finish_oldest(self) -> None:
+        unit, work = self._reductions.popleft()
+        chained = self._chains(unit)
+        with profiled("wait for the reduction of", unit.unit):
+            work.wait()
+        unit.finish()
+        if self._placement.sums and not chained:
+            self._gather(unit)
+
+    def _chains(self, unit: UnitGradients) -> bool:
+        """Whether the sum of `unit` is gathered right behind its reduction, and nothing waits in between."""
+        return bool(self._placement.sums) and self._collectives.runs_ahead and unit.earlier_sum is None
+
+    def _gather(self, unit: UnitGradients, after: Work | None = None) -> None:
+        self._gathers.append(
+            self._collectives.all_gather(unit.unit, unit.memory, axes=self._placement.sums, after=after)
+        )
 
     def end_backward(self) -> None:
-        """Reduce what is left, with zeros for what never came, and wait for everything."""
+        """Wait for all reductions of the pass; unreduced gradients go into their buckets."""
         if not self.accumulating:
-            while self._next < len(self.order):
-                self._issue_next()
             while self._reductions:
                 self._finish_oldest()
             for gather in self._gathers:
                 gather.wait()
             self._gathers.clear()
             self._collectives.wait_for_readers()
-        self._next = 0
         for unit in self.units.values():
             if unit.waiting:
                 self._fill(unit)
             unit.begin_pass()
 
     @property
-    def pending(self) -> bool:
-        """Whether some gradients wait in whole buckets, not summed over ranks yet (after `accumulate()`)."""
-        return any(unit.filled for unit in self.units.values())
+    def unreduced(self) -> bool:
+        """Whether some gradients are not summed over ranks: after `accumulate()`, or without a backward."""
+        return any(unit.filled or not unit.summed for unit in self.units.values())
 
-    @property
-    def summed(self) -> bool:
-        """Whether the shards hold sums over ranks."""
-        return all(unit.summed for unit in self.units.values())
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """A context in which gradients add up on this rank and are not reduced."""
+        before, self.accumulating = self.accumulating, True
+        try:
+            yield
+        finally:
+            self.accumulating = before
 
-    def forget(self) -> None:
-        """Wait for what is in flight and drop all gradients."""
-        in_flight = bool(self._reductions or self._gathers)
-        for _, work in self._reductions:
+    @contextmanager
+    def show(self) -> Iterator[None]:
+        """A context in which every trainable `.grad` is whole and summed; this rank's part of changes is kept."""
+        if not self._collectives.any(self.received):
+            yield  # as in torch, there are no gradients to see
+            return
+        shown = [(unit, unit.show()) for unit in self.units.values()]
+        self._collectives.wait_for_readers()
+        self.shown = True
+        try:
+            yield
+        finally:
+            self.shown = False
+            for unit, before in shown:
+                unit.take_back(before)
+
+    def forget(self, *, mixed: bool = False) -> None:
+        """Wait for collectives in flight and drop all gradients; `mixed` if the user must repeat the step."""
+        in_flight = [*(work for _, work in self._reductions), *self._gathers]
+        for work in in_flight:
             work.wait()
-        for gather in self._gathers:
-            gather.wait()
         self._reductions.clear()
         self._gathers.clear()
         if in_flight or not self._collectives.runs_ahead:
@@ -232,14 +277,13 @@ class Gradients:
             # changes them waits for their gather, which goes on behind the next forward.
             self._collectives.wait_for_readers()
         for unit in self.units.values():
-            unit.forget(self.pool)
-        self._next = self.transient = 0
-        self.received = self.spoiled = False
+            unit.forget()
+        self.transient, self.received, self.mixed = 0, False, mixed
         self._cleared.clear()
-        self._idle.clear()
+        self._untrained.clear()
 
     def clear(self, index: int, position: int) -> None:
-        """Forget the gradient of one parameter; there are none, once all that this rank has a share of are cleared.
+        """Clear the gradient of one parameter; none are left once all of this rank's share are cleared.
 
         Nothing else changes: what ranks issue must not depend on what one of them clears.
         """
@@ -250,46 +294,50 @@ class Gradients:
             self.received = False
 
     def holds(self, index: int, position: int) -> bool:
-        """Whether there is a gradient of this parameter, as far as this rank knows."""
+        """Whether this rank knows of a gradient of this parameter."""
         return self.received and index in self.units and (index, position) not in self._cleared
 
-    def note_frozen(self, storage: UnitState) -> None:
-        """A forward pass begins in which the unit's frozen parameters get no gradient."""
-        self._idle.update((storage.unit.index, position) for position in storage.stopped)
+    def note_frozen(self, unit: UnitState) -> None:
+        """Start a forward pass in which the unit's frozen parameters receive no gradient."""
+        self._untrained.update((unit.index, position) for position in unit.stopped)
 
-    def skipped(self, storage: UnitState) -> set[int]:
-        """Positions of parameters that have no gradient because they are, or were, frozen: they stay as they are."""
-        if not storage.stopped and not self._idle:
+    def skipped(self, unit: UnitState) -> set[int]:
+        """The positions of parameters without a gradient because they are, or were, frozen; they keep their values."""
+        if not unit.stopped and not self._untrained:
             return set()
-        index = storage.unit.index
-        frozen = storage.stopped | {position for unit, position in self._idle if unit == index}
-        return frozen - self.units[index].received if frozen else frozen
+        frozen = unit.stopped | {position for index, position in self._untrained if index == unit.index}
+        return frozen - self.units[unit.index].received if frozen else frozen
 
-    def complete_units(self) -> list[int]:
-        """Units whose gradients have all arrived in this backward pass."""
-        return [i for i, unit in self.units.items() if unit.phase in (Phase.COMPLETE, Phase.REDUCING)]
+    # ---- residuals of an int8 or int4 wire
 
-    def completed_order(self) -> list[int]:
-        """The order in which units became complete on this rank, every trainable unit once."""
-        first = dict.fromkeys(self._completed)
-        return [*first, *(index for index in self.order if index not in first)]
+    def roundings(self) -> list[tuple[UnitState, Rounding]]:
+        """The units on such a wire, in line order."""
+        return [(unit.state, unit.rounding) for unit in self.units.values() if unit.rounding is not None]
 
-    def adopt_order(self, order: Sequence[int]) -> None:
-        self.order = list(order)
-        self.recorded = True
-        self._completed.clear()
+    def settle_residuals(self, epoch: object) -> None:
+        """Move the residuals' sums to their owners, as in a run that resumes here. This traffic belongs to no step."""
+        counters, self._collectives.counters = self._collectives.counters, Counters()
+        for _, rounding in self.roundings():
+            rounding.settle(epoch)
+        self._collectives.counters = counters
+
+    def scale_residuals(self, factor: float) -> None:
+        """Rescale gradients after a change of the loss scale."""
+        for _, rounding in self.roundings():
+            if factor != 1.0 and rounding.residual is not None:
+                rounding.residual.mul_(factor)
 
     def shards(self) -> list[Tensor]:
         """This rank's piece of every unit's gradient, in line order."""
-        return [unit.of(unit.storage.own) for unit in self.units.values()]
+        return [unit.shard for unit in self.units.values()]
 
-    def of(self, storage: UnitState, flat: MasterSlice) -> Tensor:
-        """The gradient of what the optimizer updates."""
-        return self.units[storage.unit.index].of(flat.interval)
+    def of(self, unit: UnitState, master: MasterSlice) -> Tensor:
+        """The gradient of a master."""
+        return self.units[unit.index].of(master.interval)
 
     def scale(self, factor: float | Tensor) -> None:
-        """Multiply all gradients by `factor`, which is 0-d and not looked at where the route runs ahead."""
-        gradients = [unit.of(unit.updated) for unit in self.units.values()]
+        """Multiply all gradients by `factor` (0-d), which is not read on a route that runs ahead."""
+        gradients = [unit.of(unit.state.updated) for unit in self.units.values()]
         if isinstance(factor, float) or not self._collectives.runs_ahead:
             factor = float(factor)
             if factor != 1.0:
@@ -300,70 +348,3 @@ class Gradients:
         torch._foreach_mul_(wide, factor.float())
         if wide[0] is not gradients[0]:
             torch._foreach_copy_(gradients, wide)
-
-    def clear_padding(self) -> None:
-        """After a factor that is not finite: zero times it is nan, and whole buckets keep their padding."""
-        for unit in self.units.values():
-            if not unit.cut and unit.bucket is not None:
-                for gap in unit.unit.gaps():
-                    unit.bucket[gap.start : gap.stop].zero_()
-
-    def _prepare(self, unit: UnitGradients) -> None:
-        if unit.cut and unit.unit.numel > self.pool.numel and unit.bucket is None:
-            # Its memory is not the pool's, which would otherwise say when there is no more.
-            while len(self._reductions) >= self._most_in_flight:
-                self._finish_oldest()
-        while not unit.prepare(self.pool):
-            if self._reductions:
-                self._finish_oldest()
-            else:
-                # Both buckets wait for a unit that comes earlier in the order: this one needs memory of its own.
-                unit.prepare_own()
-
-    def _fill(self, unit: UnitGradients) -> None:
-        self._prepare(unit)
-        unit.fill_waiting(self._fill_factor)
-
-    def _complete(self, unit: UnitGradients) -> None:
-        unit.phase = Phase.COMPLETE
-        if not self.recorded:
-            self._completed.append(unit.unit.index)
-        self._issue()
-
-    def _issue(self) -> None:
-        stop = min(self._allowed, len(self.order))
-        while self._next < stop and self.units[self.order[self._next]].phase is Phase.COMPLETE:
-            self._issue_next()
-
-    def _issue_next(self) -> None:
-        unit = self.units[self.order[self._next]]
-        self._fill(unit)
-        while len(self._reductions) >= self._most_in_flight:
-            self._finish_oldest()
-        with profiled("reduce", unit.unit):
-            work = unit.reduce(self._collectives, self._reduce_factor)
-            if self._chains(unit):
-                self._gather(unit, after=work)
-        self._reductions.append((unit, work))
-        self._next += 1
-        if unit.cut and unit.unit.numel > self.pool.numel:
-            buckets = [one.bucket for one, _ in self._reductions if one.unit.numel > self.pool.numel]
-            self.transient = max(self.transient, sum(one.nbytes for one in buckets if one is not None))
-
-    def _finish_oldest(self) -> None:
-        unit, work = self._reductions.popleft()
-        chained = self._chains(unit)
-        with profiled("wait for the reduction of", unit.unit):
-            work.wait()
-        unit.finish(self.pool)
-        if unit.placement.sums and not chained:
-            self._gather(unit)
-
-    def _chains(self, unit: UnitGradients) -> bool:
-        """Whether the sum of `unit` is gathered right behind its reduction, and nothing waits in between."""
-        return bool(unit.placement.sums) and self._collectives.runs_ahead and unit.carry is None
-
-    def _gather(self, unit: UnitGradients, after: Work | None = None) -> None:
-        self._gathers.append(
-            self._collectives.all_gather(unit.unit, unit.memory, axes=unit.placement.sums, after=after)
-        )

@@ -1,4 +1,4 @@
-"""Parameters whose every access is intercepted while the model does not run.
+"""Guarded parameters, whose every access is intercepted while the model does not run.
 
 Between passes a parameter's memory may be gone (stage 3), on its way (stages 1 and 2) or a rounded copy of its master,
 and its gradient lies in zerokit's buckets. Code that reads or changes parameters then must get what PyTorch would
@@ -11,15 +11,19 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from zerokit.errors import UsageError
 from zerokit.runtime.hooks import Hook, uncompiled
+
+if TYPE_CHECKING:
+    from zerokit.runtime.unit import UnitState
+    from zerokit.runtime.walk import ModelWalk
 
 TICKET = "_zerokit"
 """The attribute of a managed parameter that leads to its unit."""
@@ -45,56 +49,41 @@ _METADATA = frozenset(
 """What describes a tensor and reads no element of it: functions, and properties by their name."""
 
 
-class Guard(Protocol):
-    """Decides what may be done with the parameters of a unit while the model does not run."""
-
-    def read(self, unit: int, name: str) -> None:
-        """Make the parameter's values current, or raise `UsageError`."""
-
-    def has_gradient(self, unit: int, positions: Iterable[int]) -> bool:
-        """Whether zerokit holds a gradient of one of these parameters."""
-
-    def clear_gradient(self, unit: int, positions: Iterable[int]) -> None:
-        """Forget the gradients of these parameters."""
-
-
-class Changes(Protocol):
-    """A unit that takes note of changes that the version counters of its parameters do not show."""
-
-    def take_exact(self, position: int, values: Tensor) -> None:
-        """`values` were copied into a parameter and may have been rounded: masters take them as they are."""
-
-    def suspect(self, position: int, alias: Tensor) -> None:
-        """A tensor over a parameter's memory was handed out: its elements may be changed while it lives."""
-
-    def set_trainable(self, position: int, trainable: bool) -> None:
-        """`requires_grad` was set."""
-
-
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """What a managed parameter knows of zerokit."""
+    """What a managed parameter knows of zerokit, whose parts are there as long as the optimizer is."""
 
-    guard: weakref.ref[Any]
-    storage: weakref.ref[Any]
-    unit: int
+    walk: weakref.ref[ModelWalk]
+    """Decides what may be done with it while the model does not run."""
+    unit: weakref.ref[UnitState]
+    """Takes note of changes that version counters do not show."""
+    index: int
+    """Note that the parameter's memory is exposed."""
     positions: tuple[int, ...]
-    """Positions of the unit's parameters: one, or several for a flat tensor."""
+    """Positions of the unit's parameters: one, or several for a master."""
     name: str
 
-    def ask(self) -> Guard | None:
-        guard: Guard | None = self.guard()
-        return guard
+    def has_gradient(self) -> bool:
+        walk = self.walk()
+        return walk is not None and walk.has_gradient(self.index, self.positions)
 
-    def changes(self) -> Changes | None:
-        changes: Changes | None = self.storage()
-        return changes
+    def clear_gradient(self) -> None:
+        if (walk := self.walk()) is not None:
+            walk.clear_gradient(self.index, self.positions)
 
 
 def ticket_of(parameter: Tensor) -> Ticket | None:
     """The ticket of a parameter that a living `ZeroOptimizer` manages."""
     ticket = parameter.__dict__.get(TICKET)
-    return ticket if isinstance(ticket, Ticket) and ticket.ask() is not None else None
+    living = isinstance(ticket, Ticket) and ticket.walk() is not None and ticket.unit() is not None
+    return ticket if living else None
+
+
+def _unit_of(parameter: Tensor) -> tuple[UnitState, int] | None:
+    """The living unit of a managed parameter, and its position there."""
+    ticket = ticket_of(parameter)
+    unit = None if ticket is None else ticket.unit()
+    return None if unit is None or ticket is None else (unit, ticket.positions[0])
 
 
 class _WithoutGradient(nn.Parameter):
@@ -103,22 +92,19 @@ class _WithoutGradient(nn.Parameter):
     @property
     @uncompiled
     def grad(self) -> Tensor | None:
-        real = shown_gradient(self)
-        ticket = ticket_of(self)
-        guard = None if ticket is None else ticket.ask()
-        if real is not None or ticket is None or guard is None:
+        real, ticket = shown_gradient(self), ticket_of(self)
+        if real is not None or ticket is None or not ticket.has_gradient():
             return real
-        return HeldGradient.of(self, ticket) if guard.has_gradient(ticket.unit, ticket.positions) else None
+        return HeldGradient.of(self, ticket)
 
     @grad.setter
     @uncompiled
     def grad(self, value: Tensor | None) -> None:
         ticket = ticket_of(self)
-        guard = None if ticket is None else ticket.ask()
-        if ticket is None or guard is None or shown_gradient(self) is not None:
+        if ticket is None or shown_gradient(self) is not None:
             show_gradient(self, value)
         elif value is None:
-            guard.clear_gradient(ticket.unit, ticket.positions)
+            ticket.clear_gradient()
         elif not isinstance(value, HeldGradient):
             raise UsageError(f"assigning {ticket.name}.grad has no effect: {_GRADIENT_ADVICE}")
 
@@ -129,6 +115,9 @@ class _WithoutGradient(nn.Parameter):
 
 class Guarded(_WithoutGradient):
     """The behaviour of a guarded parameter; `guarded_class` joins it to the parameter's own class."""
+
+    plain: type[nn.Parameter] = nn.Parameter
+    """The class that the parameter has while the model computes with it."""
 
     @classmethod
     @uncompiled
@@ -141,25 +130,20 @@ class Guarded(_WithoutGradient):
     ) -> Any:
         kwargs = kwargs or {}
         name = _name(function)
-        touched: list[Guarded] = []
-        if name not in _METADATA:
-            touched = list(_guarded((args, kwargs)))
+        described = name in _METADATA or (name == "data" and function.__name__ == "__set__")
+        touched = [] if described else [each for each in _flat((args, kwargs)) if isinstance(each, Guarded)]
+        for parameter in touched:  # reading one may unguard the others of its unit
+            ticket = ticket_of(parameter)
+            if ticket is not None and (walk := ticket.walk()) is not None:
+                walk.read(ticket.index, ticket.name)
         with torch._C.DisableTorchFunctionSubclass():
-            if name == "data" and function.__name__ == "__set__":
+            if name == "data" and described:
                 _require_same_memory(args[0], args[1])
-                return function(*args, **kwargs)
-            if name == "requires_grad_" or (name == "requires_grad" and function.__name__ == "__set__"):
-                result = function(*args, **kwargs)
-                _note_requires_grad(args[0])
-                return result
-            if name == "register_post_accumulate_grad_hook":
-                result = function(*args, **kwargs)
-                _run_last(args[0])
-                return result
-        for parameter in touched:
-            _make_current(parameter)
-        with torch._C.DisableTorchFunctionSubclass():
             result = function(*args, **kwargs)
+            if name == "requires_grad_" or (name == "requires_grad" and function.__name__ == "__set__"):
+                _note_requires_grad(args[0])
+            elif name == "register_post_accumulate_grad_hook":
+                _run_last(args[0])
         for parameter in touched:
             _note_changes(parameter, name, args, result)
         return result
@@ -170,8 +154,7 @@ class Guarded(_WithoutGradient):
         return f"Parameter({named}shape={tuple(self.shape)}, dtype={self.dtype}, managed by ZeroOptimizer)"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        plain = type(self).plain
-        copied = plain(self.detach().clone(), self.requires_grad)
+        copied = type(self).plain(self.detach().clone(), self.requires_grad)
         memo[id(self)] = copied
         return copied
 
@@ -179,12 +162,9 @@ class Guarded(_WithoutGradient):
         plain = nn.Parameter(self.detach().clone(), self.requires_grad)
         return plain.__reduce_ex__(protocol)
 
-    plain: type[nn.Parameter] = nn.Parameter
-    """The class that the parameter has while the model computes with it."""
-
 
 class HeldGradient(Tensor):
-    """`parameter.grad` while zerokit holds the gradient: it can be cleared; any other use is an error with advice."""
+    """`parameter.grad` while zerokit holds the gradient: it can be cleared; other uses raise errors with advice."""
 
     ticket: Ticket
 
@@ -208,13 +188,12 @@ class HeldGradient(Tensor):
         name = _name(function)
         held = next((value for value in _flat((args, kwargs or {})) if isinstance(value, cls)), None)
         assert held is not None
-        if name in ("detach_", "requires_grad_") or name in _METADATA:
+        if name in _METADATA or name == "detach_":
             with torch._C.DisableTorchFunctionSubclass():
                 result = function(*args, **(kwargs or {}))
             return held if name in ("detach_", "requires_grad_") else result
-        guard = held.ticket.ask()
-        if name == "zero_" and guard is not None:
-            guard.clear_gradient(held.ticket.unit, held.ticket.positions)
+        if name == "zero_":
+            held.ticket.clear_gradient()
             return held
         if name.startswith("_amp_"):
             raise UsageError(
@@ -226,8 +205,8 @@ class HeldGradient(Tensor):
         return f"HeldGradient({self.ticket.name}, shape={tuple(self.shape)})"
 
 
-class FlatParameter(_WithoutGradient):
-    """What the optimizer updates, while it does not: its gradient is where zerokit holds it.
+class MasterParameter(_WithoutGradient):
+    """A master outside the optimizer's update: its gradient is held by zerokit.
 
     Otherwise functions over the gradients of `optimizer.param_groups` would find none, and do nothing.
     """
@@ -246,7 +225,7 @@ _GRAD: Any = Tensor.grad
 
 
 def show_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
-    """Let `parameter.grad` be a real tensor, or nothing again, whatever class the parameter has."""
+    """Set `parameter.grad` to a real tensor or to None, whatever class the parameter has."""
     with torch._C.DisableTorchFunctionSubclass():
         _GRAD.__set__(parameter, gradient)
 
@@ -267,37 +246,20 @@ def _name(function: Callable[..., Any]) -> str:
 
 
 def _flat(value: Any) -> Iterator[Any]:
-    if isinstance(value, list | tuple):
-        for inner in value:
-            yield from _flat(inner)
-    elif isinstance(value, dict):
-        for inner in value.values():
+    if isinstance(value, list | tuple | dict):
+        for inner in value.values() if isinstance(value, dict) else value:
             yield from _flat(inner)
     else:
         yield value
 
 
-def _guarded(value: Any) -> Iterator[Guarded]:
-    return (leaf for leaf in _flat(value) if isinstance(leaf, Guarded))
-
-
-def _make_current(parameter: Tensor) -> None:
-    # Reading one parameter may unguard the others of its unit.
-    ticket = ticket_of(parameter)
-    guard = None if ticket is None else ticket.ask()
-    if guard is not None and ticket is not None:
-        guard.read(ticket.unit, ticket.name)
-
-
 def _note_changes(parameter: Guarded, name: str, args: Sequence[Any], result: Any) -> None:
-    ticket = ticket_of(parameter)
-    storage = None if ticket is None else ticket.changes()
-    if storage is None or ticket is None:
-        return
-    if name == "data":
-        storage.suspect(ticket.positions[0], result)
-    elif name == "copy_" and len(args) > 1 and args[0] is parameter and isinstance(args[1], Tensor):
-        storage.take_exact(ticket.positions[0], args[1])
+    if (found := _unit_of(parameter)) is not None:
+        unit, position = found
+        if name == "data":
+            unit.suspect(position, result)
+        elif name == "copy_" and len(args) > 1 and args[0] is parameter and isinstance(args[1], Tensor):
+            unit.take_exact(position, args[1])
 
 
 def hooked(parameter: Tensor) -> bool:
@@ -315,11 +277,9 @@ def _run_last(parameter: Tensor) -> None:
 
 
 def _note_requires_grad(parameter: Tensor) -> None:
-    ticket = ticket_of(parameter)
-    storage = None if ticket is None else ticket.changes()
-    if ticket is not None and storage is not None:
+    if (found := _unit_of(parameter)) is not None:
         try:
-            storage.set_trainable(ticket.positions[0], parameter.requires_grad)
+            found[0].note_requires_grad()
         except UsageError:
             parameter.requires_grad = False
             raise

@@ -1,15 +1,14 @@
-"""What PyTorch calls while a model runs: hooks, the tensors that pass through them, and ranges for its profiler."""
+"""Hooks that PyTorch calls while a model runs, their tensors, and ranges for its profiler."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import types
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar, NoReturn, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,25 +25,26 @@ from zerokit.layout import Unit
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
-_NOTHING = contextlib.nullcontext()
+_NOTHING: AbstractContextManager[Any] = nullcontext()
 _set_compiler: Callable[[Any], Any] = torch._C._dynamo.eval_frame.set_eval_frame
 
 
-class Compilers:
-    """What torch.compile does in this process."""
+_compiler_seen = False
 
-    seen: ClassVar[bool] = False
-    """Whether it was ever at work on what is around a function of ours that it leaves alone."""
+
+def compiler_seen() -> bool:
+    """Whether torch.compile was ever at work on what is around a function of ours that it leaves alone."""
+    return _compiler_seen
 
 
 def uncompiled(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
-    """A function that torch.compile leaves out of its graphs, and all that it calls."""
+    """A function that torch.compile excludes from its graphs, with everything that it calls."""
 
     @functools.wraps(function)
     def call(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+        global _compiler_seen
         compiler = _set_compiler(None)
-        if compiler is not None:
-            Compilers.seen = True
+        _compiler_seen |= compiler is not None
         try:
             return function(*args, **kwargs)
         finally:
@@ -55,7 +55,7 @@ def uncompiled(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
 
 
 class Hook:
-    """A method of an object with its first arguments, for PyTorch to call; nothing, once the object is gone."""
+    """A method with its first arguments, for PyTorch to call; does nothing once the object is gone."""
 
     __slots__ = ("_arguments", "_method", "_target")
 
@@ -72,13 +72,13 @@ class Hook:
 
     def __reduce__(self) -> NoReturn:
         raise UsageError(
-            "a module under ZeroOptimizer cannot be pickled, its parameters may be divided over ranks: save its "
+            "a module under ZeroOptimizer cannot be pickled, its parameters may be sharded across ranks: save its "
             "state_dict(), inside `with optimizer.gathered():` where all ranks enter, or use zerokit.save()"
         )
 
 
 class TracedHook(Hook):
-    """A hook that works on tensors alone: compilers take it into their graphs."""
+    """A hook on tensors alone, which compilers include in their graphs."""
 
     __slots__ = ()
 
@@ -89,23 +89,21 @@ class TracedHook(Hook):
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether the module, or a function that it holds, has been through torch.compile."""
-    if module._compiled_call_impl is not None:
-        return True
-    return any(hasattr(function, "_torchdynamo_orig_callable") for function in _functions_of(module))
-
-
-def _functions_of(module: nn.Module) -> list[types.FunctionType]:
-    return [value for value in module.__dict__.values() if isinstance(value, types.FunctionType)]
+    held = vars(module).values()
+    return module._compiled_call_impl is not None or any(
+        hasattr(one, "_torchdynamo_orig_callable") for one in held if isinstance(one, types.FunctionType)
+    )
 
 
 def require_no_graphs(model: nn.Module) -> None:
-    """Raise `UsageError` for parts compiled with CUDA graphs: they replay addresses, which parameters may have left."""
+    """Raise `UsageError` for parts compiled with CUDA graphs, which replay addresses that parameters may have left."""
     for name, module in model.named_modules():
-        asked = [getattr(one, "get_compiler_config", None) for one in _functions_of(module)]
-        if any((ask() or {}).get("triton.cudagraphs") for ask in asked if ask is not None):
+        held = (one for one in vars(module).values() if isinstance(one, types.FunctionType))
+        asked = [one.get_compiler_config() for one in held if hasattr(one, "get_compiler_config")]
+        if any((config or {}).get("triton.cudagraphs") for config in asked):
             raise UsageError(
                 f"{name or 'the model'} is compiled with CUDA graphs, which are recorded for one address of each "
-                "parameter; stage 3 gives their memory back between uses: compile it with mode='default' or "
+                "parameter; stage 3 frees their memory between uses: compile it with mode='default' or "
                 "'max-autotune-no-cudagraphs', or train at stage 0, 1 or 2"
             )
 
@@ -120,32 +118,30 @@ def in_backward() -> bool:
 
 
 def transforming() -> bool:
-    """Whether torch.func (vmap, grad, jvp) is at work: hooks on its tensors are no guide."""
+    """Whether torch.func (vmap, grad, jvp) is active; hooks on its tensors are unreliable."""
     return torch._C._functorch.maybe_current_level() is not None
 
 
-def outside_transforms() -> contextlib.AbstractContextManager[Any]:
-    """Collectives see plain tensors, also while torch.func is at work."""
-    if not transforming():
-        return _NOTHING
-    context: contextlib.AbstractContextManager[Any] = temporarily_clear_interpreter_stack()
-    return context
+def outside_transforms() -> AbstractContextManager[Any]:
+    """A context in which collectives see plain tensors, even while torch.func is active."""
+    return temporarily_clear_interpreter_stack() if transforming() else _NOTHING
+
+
+@functools.cache
+def _registered() -> list[int]:
+    count = [0]
+
+    def note(*registered: Any) -> None:
+        count[0] += 1
+
+    register_module_parameter_registration_hook(note)
+    register_module_module_registration_hook(note)
+    return count
 
 
 def registrations() -> int:
-    """How often any module of this process has been given a parameter or a module, since this was first called."""
-    if not _COUNT:
-        _COUNT.append(0)
-        register_module_parameter_registration_hook(_count)
-        register_module_module_registration_hook(_count)
-    return _COUNT[0]
-
-
-_COUNT: list[int] = []
-
-
-def _count(*registered: Any) -> None:
-    _COUNT[0] += 1
+    """The number of times that a module of this process was assigned a parameter or a module, since the first call."""
+    return _registered()[0]
 
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
@@ -186,14 +182,14 @@ def _members(value: Any) -> list[Any]:
 
 
 def origin(tensor: Tensor) -> tuple[object, int]:
-    """What made `tensor`: equal for all tensors that autograd takes for the same."""
+    """The autograd node that made `tensor`: equal for all tensors that autograd treats as the same."""
     return (id(tensor), 0) if tensor.grad_fn is None else (tensor.grad_fn, tensor.output_nr)
 
 
 def follow(
     generator: Generator[Any, Any, Any], watch: Callable[[Any], None], end: Callable[[], None]
 ) -> Generator[Any, Any, Any]:
-    """The generator that a model's forward returned, with each value shown to `watch` first, and `end` called."""
+    """Wrap the generator that a forward returned: each value is passed to `watch` first, and `end` is called."""
     sent: Any = None
     try:
         while True:
@@ -207,11 +203,8 @@ def follow(
         end()
 
 
-_NOTHING = nullcontext()
-
-
 def profiled(what: str, unit: Unit | None = None) -> AbstractContextManager[object]:
-    """A range `zerokit: WHAT UNIT` around a block; costs a look at a flag where nothing is profiled."""
+    """A profiler range `zerokit: WHAT UNIT` around a block; without a profiler it only checks a flag."""
     if not profiler._is_profiler_enabled:
         return _NOTHING
     return profiler.record_function(f"zerokit: {what}" if unit is None else f"zerokit: {what} {unit.name}")

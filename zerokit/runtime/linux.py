@@ -1,4 +1,4 @@
-"""Linux hosts only: memory whose pages come and go, and when the C library's heap returns freed pages to the system.
+"""Memory on Linux hosts: mappings with temporary pages, and the return of freed heap pages to the system.
 
 Pages outside the shard are handed back to the system. They are replaced by one small piece of memory, mapped over and
 over, whose bytes are all ones: nan in every floating-point dtype. A view that the user kept reads nan there; returned
@@ -18,6 +18,7 @@ from collections.abc import Callable
 import torch
 
 from zerokit.layout import Interval
+from zerokit.runtime.memory import UnitMemory
 
 _MAP_FIXED = 0x10
 """Linux's mman.h, on every processor that it serves."""
@@ -26,8 +27,8 @@ _NAN_BYTES = _HUGE_PAGE
 """The size of the piece that stands for all freed memory."""
 
 
-class MappedMemory:
-    """Linux hosts: a private mapping whose pages outside the shard are returned to the system.
+class MappedMemory(UnitMemory):
+    """A private mapping whose pages outside the shard are returned to the system. Linux only.
 
     Stretches of huge pages (512 times fewer faults, where the system allows them) are mapped anew whenever the unit
     comes and goes. Shorter ones are private views of the file of nan for life: what was written there goes with its
@@ -38,8 +39,7 @@ class MappedMemory:
         size = numel * dtype.itemsize
         self._map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._advise_huge(0, size)
-        self.whole = torch.frombuffer(self._map, dtype=dtype)
-        self.shard = self.whole[own.start : own.stop]
+        super().__init__(torch.frombuffer(self._map, dtype=dtype), own)
         start = own.start * dtype.itemsize // mmap.PAGESIZE * mmap.PAGESIZE
         stop = -(-own.stop * dtype.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
         end = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -68,9 +68,6 @@ class MappedMemory:
             for at, length in self._huge:
                 for offset in range(at, at + length, _NAN_BYTES):
                     _map_at(self._address + offset, min(_NAN_BYTES, at + length - offset), _nan_file())
-
-    def store(self) -> None:
-        pass
 
     def _advise_huge(self, at: int, length: int) -> None:
         with contextlib.suppress(OSError):
@@ -109,11 +106,9 @@ _SETTLING_PASSES = 3
 
 
 class Heap:
-    """The heap that a model's tensors lie in, if any.
+    """The heap that a model's tensors lie in, if `device` is a host.
 
-    Args:
-        device: of the model; on another one than a host nothing is ever done.
-        settles: whether the same tensors come and go in every pass. They do not where units are gathered and freed.
+    It `settles` where the same tensors come and go in every pass, which they do not where units are gathered and freed.
     """
 
     def __init__(self, device: torch.device, *, settles: bool) -> None:
@@ -122,12 +117,12 @@ class Heap:
         self._passes = 0
 
     def return_freed_memory(self) -> None:
-        """Hand pages of freed memory back to the system: the heap keeps them otherwise."""
+        """Return pages of freed memory to the system, which the heap would keep."""
         if self._serves:
             _call("malloc_trim", 0)
 
     def note_forward(self) -> None:
-        """A forward pass has ended: backward begins with the largest tensors, which no hole in the heap can take."""
+        """Trim the heap after a forward pass, because backward starts with the largest tensors."""
         self._passes += 1
         if not self._settles or self._passes <= _SETTLING_PASSES:
             self.return_freed_memory()
@@ -136,7 +131,7 @@ class Heap:
 
 
 def keep_freed_memory() -> None:
-    """Ask glibc to keep the free top of its heap from now on, unless the environment sets how much.
+    """Make glibc keep the free top of its heap, unless the environment sets a limit.
 
     By itself glibc keeps 64 MiB at most, so that every step would hand the rest back and fault it in again: a backward
     pass that drops each gradient at once frees much more. This also ends glibc's search for the size from which

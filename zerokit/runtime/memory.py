@@ -1,4 +1,4 @@
-"""Memory that holds a whole unit only while it is needed, and one rank's shard of it always (stage 3).
+"""Memory of a unit: the whole unit while it is needed, and one rank's shard always (stage 3).
 
 [Note: one storage for life] Autograd saves views of weights (a transposed weight, for example). Re-pointing a
 parameter to another storage would leave those behind, so a unit keeps one storage, and only the memory behind it
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,60 +19,30 @@ from torch import Tensor
 from zerokit.layout import Interval
 
 
-class UnitMemory(Protocol):
-    """A unit's elements, `whole`, and this rank's, `shard`."""
-
-    whole: Tensor
-    shard: Tensor
-
-    def grow(self) -> None:
-        """Make room for the whole unit, with any contents outside the shard."""
-
-    def shrink(self) -> None:
-        """Give back everything but the shard."""
-
-    def store(self) -> None:
-        """Take this rank's piece of the whole unit, which has been written, as the shard."""
-
-
-def unit_memory(
-    numel: int, own: Interval, dtype: torch.dtype, device: torch.device, *, comes_and_goes: bool
-) -> UnitMemory:
-    """Zeroed memory for a unit of `numel` elements, whole for now."""
-    if not comes_and_goes or not numel:
-        return PermanentMemory(torch.zeros(numel, dtype=dtype, device=device), own)
-    if device.type == "cpu" and sys.platform == "linux":
-        from zerokit.runtime.linux import MappedMemory  # needs what only Linux has
-
-        return MappedMemory(numel, own, dtype)
-    return ResizedMemory(torch.zeros(numel, dtype=dtype, device=device), own)
-
-
-class PermanentMemory:
-    """Stages 0 to 2: nothing comes or goes."""
+class UnitMemory:
+    """A unit's elements, `whole`, and this rank's, `shard`. At stages 0 to 2 both are permanent."""
 
     def __init__(self, whole: Tensor, own: Interval) -> None:
         self.whole = whole
         self.shard = whole[own.start : own.stop]
 
     def grow(self) -> None:
-        pass
+        """Make room for the whole unit, with any contents outside the shard."""
 
     def shrink(self) -> None:
-        pass
+        """Free everything except the shard."""
 
     def store(self) -> None:
-        pass
+        """Copy this rank's piece of the written unit to the shard."""
 
 
-class ResizedMemory:
-    """Any device: the storage is resized, and the shard has memory of its own."""
+class ResizedMemory(UnitMemory):
+    """Memory on any device: the storage is resized, and the shard has its own memory."""
 
     def __init__(self, whole: Tensor, own: Interval) -> None:
-        self.whole = whole
-        self.shard = torch.zeros_like(whole[own.start : own.stop])
-        self._own = own
-        self._bytes = whole.untyped_storage().nbytes()
+        super().__init__(whole, own)
+        self.shard = torch.zeros_like(self.shard)
+        self._own, self._bytes = own, whole.untyped_storage().nbytes()
 
     def grow(self) -> None:
         if self.whole.untyped_storage().nbytes() < self._bytes:  # else it would be allocated anew and copied
@@ -85,24 +55,23 @@ class ResizedMemory:
         self.shard.copy_(self.whole[self._own.start : self._own.stop])
 
 
-_set_version: Any = torch._C._autograd._unsafe_set_version_counter
+def unit_memory(
+    numel: int, own: Interval, dtype: torch.dtype, device: torch.device, *, comes_and_goes: bool
+) -> UnitMemory:
+    """Zeroed memory for a unit of `numel` elements, whole for now."""
+    if comes_and_goes and numel and device.type == "cpu" and sys.platform == "linux":
+        from zerokit.runtime.linux import MappedMemory  # needs what only Linux has
 
-
-def _sets_several() -> bool:
-    try:
-        _set_version((), ())
-    except TypeError:  # torch 2.6 takes one tensor and one number
-        return False
-    return True
-
-
-_SETS_SEVERAL = _sets_several()
+        return MappedMemory(numel, own, dtype)
+    kind = ResizedMemory if comes_and_goes and numel else UnitMemory
+    return kind(torch.zeros(numel, dtype=dtype, device=device), own)
 
 
 def set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
-    """Set the counter of each tensor; as many versions as tensors."""
-    if _SETS_SEVERAL:
-        _set_version(tuple(tensors), tuple(versions))
-    else:
+    """Set the version counter of each tensor; as many versions as tensors."""
+    set_version: Any = torch._C._autograd._unsafe_set_version_counter
+    try:
+        set_version(tuple(tensors), tuple(versions))
+    except TypeError:  # torch 2.6 takes one tensor and one number
         for tensor, version in zip(tensors, versions, strict=True):
-            _set_version(tensor, version)
+            set_version(tensor, version)

@@ -1,4 +1,4 @@
-"""A model taken apart: segments of its parameters, and initial values of one that was built on `meta`.
+"""The structure of a model: segments of its parameters, and initial values for one built on `meta`.
 
 Values on `meta` are made a few modules at a time, so that the model never exists whole. Each module is initialised from
 a seed of its own (the run's seed and the module's name), so that values depend neither on the world size nor on the
@@ -10,8 +10,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 @dataclass(slots=True)
 class Anatomy:
-    """A model taken apart.
+    """The structure of a model.
 
     `named` holds every parameter once under its first name, `aliases` its other names. `segments` lists them in
     the order of the line. `owners` maps a parameter's name to the modules that hold it directly.
@@ -141,7 +141,7 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def plain_name(name: str) -> str:
-    """The name as it is without torch.compile, which puts a module of its own around each that it replaces."""
+    """The name without the wrappers that torch.compile puts around modules."""
     return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
@@ -183,7 +183,7 @@ def _as_predicate(model: nn.Module, rule: UnitRule | None) -> Callable[[nn.Modul
 
 
 def announcers(model: nn.Module, anatomy: Anatomy, units: Iterable[Unit]) -> dict[int, list[set[nn.Module]]]:
-    """For each unit, sets of modules: where all of one set are called, none of its weights is used unannounced.
+    """For each unit, sets of modules; if all modules of one set are called, every use of its weights is announced.
 
     These are its unit modules, or else the modules that hold its parameters, unless the root holds one itself.
     """
@@ -204,7 +204,7 @@ class KnownParameters:
         self._registrations = registrations()
 
     def require_same(self, model: nn.Module) -> None:
-        """Raise `UsageError` where parameters have come, gone or changed their names."""
+        """Raise `UsageError` if parameters were added, removed or renamed."""
         if self._registrations == registrations():
             return
         # torch.func.functional_call replaces parameters by plain tensors.
@@ -215,22 +215,19 @@ class KnownParameters:
         if foreign:
             raise UsageError(
                 f"{', '.join(foreign)}: not in the model when ZeroOptimizer was built (a module or parameter was "
-                "added, replaced, renamed or tied), so nothing would update or save it rightly: change the model "
-                "before, or build the optimizer anew"
+                "added, replaced, renamed or tied), so it would not be updated and saved correctly: change the "
+                "model before, or build a new optimizer"
             )
         self._registrations = registrations()
-
-
-InitFunction = Callable[[nn.Module], None]
 
 
 class Materializer:
     """Makes the initial values of parameters and buffers that are on `meta`."""
 
-    def __init__(self, model: nn.Module, init: InitFunction | None, device: torch.device, seed: int) -> None:
-        self._init = init
-        self._device = device
-        self._seed = seed
+    def __init__(
+        self, model: nn.Module, init: Callable[[nn.Module], None] | None, device: torch.device, seed: int
+    ) -> None:
+        self._init, self._device, self._seed = init, device, seed
         self._paths = {module: path for path, module in model.named_modules()}
         self._owners: dict[nn.Parameter, nn.Module] = {}
         for module in model.modules():
@@ -248,8 +245,7 @@ class Materializer:
         wanted = [parameter for parameter in parameters if parameter.is_meta]
         values: dict[nn.Parameter, Tensor] = {}
         for owner in dict.fromkeys(self._owners[parameter] for parameter in wanted):
-            with self._scratch_parameters(owner) as scratch:
-                self._initialise(owner)
+            scratch = self._initialise(owner)
             values.update({p: scratch[p].detach() for p in wanted if self._owners[p] is owner})
         return values
 
@@ -257,52 +253,35 @@ class Materializer:
         """Give buffers that are on `meta` memory and values."""
         for module in self._paths:
             meta = {n: b for n, b in module.named_buffers(recurse=False) if b.is_meta}
-            if not meta:
-                continue
             for name, buffer in meta.items():
                 module._buffers[name] = torch.empty_like(buffer, device=self._device)
-            with self._scratch_parameters(module):
+            if meta:
                 self._initialise(module)
 
-    @contextmanager
-    def _scratch_parameters(self, module: nn.Module) -> Iterator[dict[nn.Parameter, nn.Parameter]]:
-        """Let `module` hold scratch parameters for a while: its own may be on `meta`, or freed already."""
+    def _initialise(self, module: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
+        """Let `module` initialise scratch parameters, which are returned: its own may be on `meta`, or freed."""
+        path, init = self._paths[module], self._init
+        reset: Any = getattr(module, "reset_parameters", None)
+        if init is None and not callable(reset):
+            raise UsageError(
+                f"{path or 'the model'} ({type(module).__name__}) has parameters or buffers on meta but no "
+                "reset_parameters(): pass init_fn=, a function that initialises one module in place"
+            )
         held = dict(module._parameters)
         scratch = {
-            parameter: nn.Parameter(
-                torch.empty(self._forms[parameter][0], dtype=self._forms[parameter][1], device=self._device),
-                parameter.requires_grad,
+            p: nn.Parameter(
+                torch.empty(self._forms[p][0], dtype=self._forms[p][1], device=self._device), p.requires_grad
             )
-            for parameter in held.values()
-            if parameter is not None
+            for p in held.values()
+            if p is not None
         }
-        try:
-            for name, parameter in held.items():
-                if parameter is not None:
-                    module._parameters[name] = scratch[parameter]
-            yield scratch
-        finally:
-            module._parameters.update(held)
-
-    def _initialise(self, module: nn.Module) -> None:
-        path = self._paths[module]
-        init = self._init
-        if init is None:
-            reset = getattr(module, "reset_parameters", None)
-            if not callable(reset):
-                raise UsageError(
-                    f"{path or 'the model'} ({type(module).__name__}) has parameters or buffers on meta but no "
-                    "reset_parameters(): pass init_fn=, a function that initialises one module in place"
-                )
-            init = _reset_parameters
         digest = hashlib.sha256(f"{self._seed}:{path}".encode()).digest()
         devices = [self._device] if self._device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices), torch.no_grad():
-            torch.manual_seed(int.from_bytes(digest[:7], "little"))
-            init(module)
-
-
-def _reset_parameters(module: nn.Module) -> None:
-    reset: object = module.reset_parameters
-    assert callable(reset)
-    reset()
+        try:
+            module._parameters.update({name: p if p is None else scratch[p] for name, p in held.items()})
+            with torch.random.fork_rng(devices=devices), torch.no_grad():
+                torch.manual_seed(int.from_bytes(digest[:7], "little"))
+                reset() if init is None else init(module)
+        finally:
+            module._parameters.update(held)
+        return scratch

@@ -1,4 +1,4 @@
-"""`ZeroOptimizer`: a `torch.optim.Optimizer` whose memory and work are divided among ranks."""
+"""`ZeroOptimizer`: a `torch.optim.Optimizer` whose memory and work are sharded across ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn, overload
 
 import torch
@@ -22,26 +22,31 @@ from zerokit.errors import UsageError
 from zerokit.formulas import MemoryReport, TrafficReport, predict_memory, predict_traffic
 from zerokit.layout import Layout
 from zerokit.placement import StageArgument
-from zerokit.runtime.build import Parts, build
+from zerokit.runtime.build import Runtime, build
 from zerokit.runtime.collectives import Counters
 from zerokit.runtime.hooks import profiled
+from zerokit.runtime.islands import divide_into_islands
 from zerokit.runtime.measure import element_bytes, measure_memory, traffic_of
 from zerokit.runtime.model import UnitRule
 from zerokit.runtime.precision import LossScale, Precision
-from zerokit.runtime.states import Average, States, load_state, take_state
-from zerokit.runtime.step import all_finite, clip_coefficient, global_norm
-from zerokit.runtime.whole import gathered, gathered_gradients, install_model_methods
+from zerokit.runtime.states import Average, BetweenIslands, States, load_state, take_state
+from zerokit.runtime.step import all_finite, clip_coefficient, global_norm, update_masters
+from zerokit.runtime.unit import write_back
+from zerokit.runtime.whole import install_model_methods
+
+_AVERAGED = "the model has its averaged weights: leave `with ema.applied():` first"
 
 
 class ZeroOptimizer(Optimizer):
-    """A torch optimizer that shards its states, and by stage gradients and parameters, over the ranks of a group.
+    """A torch optimizer that shards its states and, by stage, gradients and parameters across the ranks of a group.
 
     Args:
         model: its parameters become views of flat storages in the compute dtype; those on `meta` are initialised here.
         optimizer_class: AdamW, Adam, SGD, Adagrad, RMSprop, NAdam, or any class that updates each element by itself.
         stage: what is sharded: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters
             (ZeRO, arXiv:1910.02054, §5). Losses are bitwise-identical at every stage. With a mesh of two axes also a
-            pair (outer, inner), such as (0, 3).
+            pair (outer, inner), such as (0, 3). ("local", 3) makes islands of the inner axis: no gradients cross the
+            outer one, over which `zerokit.LocalSteps` synchronises weights.
         mesh: the ranks as (outer, inner), for example (nodes, ranks of a node), or a `DeviceMesh`. By default one
             axis; on gloo, several nodes with equally many ranks are the outer axis.
         precision: "fp32", "bf16", "fp16" or a `Precision`.
@@ -85,7 +90,10 @@ class ZeroOptimizer(Optimizer):
         self.scaler = dataclasses.replace(loss_scale or LossScale()) if self.precision.scaled else None
         self.skipped_steps = 0
         """Steps left out because fp16 gradients overflowed."""
-        self.parts: Parts = build(
+        stage, mesh, process_group, self.islands = divide_into_islands(stage, mesh, process_group)
+        self.local_steps: BetweenIslands | None = None
+        """What synchronises the islands, if there are any: made by `zerokit.LocalSteps(optimizer, every=...)`."""
+        self.runtime: Runtime = build(
             model,
             optimizer_class,
             optimizer_options,
@@ -101,15 +109,16 @@ class ZeroOptimizer(Optimizer):
             init=init_fn,
         )
         """What the optimizer is made of; for zerokit's own checkpoints."""
+        self._collectives, self._control = self.runtime.collectives, self.runtime.control
+        self._gradients, self._gathering = self.runtime.gradients, self.runtime.gathering
+        self._walk, self._inner = self.runtime.walk, self.runtime.inner
         self.refusal = ""
-        """Why `step` is refused: set while a state is being loaded, and left there if that fails."""
+        """Why `step` is refused, if it is."""
         self.ema: Average | None = None
         """The average of the weights, if there is one: made by `zerokit.Ema(optimizer, decay)`."""
         self.host_copy: Tensor | None = None
         """The buffer that background saves write from, once there was one."""
-        self.averaged = False
-        """Whether the model has its averaged weights, inside `Ema.applied()`."""
-        self._states = States(self.parts)
+        self._states = States(self.runtime)
         self._last_counters = Counters()
         self._norm: Tensor | None = None
         self._unscaled = False
@@ -118,11 +127,9 @@ class ZeroOptimizer(Optimizer):
         # Hooks run while gradients are guarded: what they read as whole parameters are flat ones.
         self._optimizer_step_pre_hooks = OrderedDict()
         self._optimizer_step_post_hooks = OrderedDict()
-        install_model_methods(
-            self.parts.model, self.parts.storages, self.parts.gathering, weakref.WeakMethod(self.zero_grad)
-        )
-        self.parts.collectives.counters = Counters()
-        weakref.finalize(self, self.parts.control.end)
+        clear: Any = weakref.WeakMethod(self.zero_grad)
+        install_model_methods(self.runtime.model, self.runtime.units, self._gathering, clear)
+        self._collectives.counters = Counters()
 
     # ---- the training loop
 
@@ -131,7 +138,7 @@ class ZeroOptimizer(Optimizer):
 
         `retain_graph` and `create_graph` are those of `Tensor.backward`.
         """
-        if self._unscaled and self.parts.gradients.received:
+        if self._unscaled and self._gradients.received:
             raise UsageError(
                 "backward() after step() or clip_grad_norm_() without zero_grad(): these gradients are unscaled already"
             )
@@ -139,8 +146,8 @@ class ZeroOptimizer(Optimizer):
         if compiled_autograd.compiled_autograd_enabled:
             raise UsageError(
                 "compiled autograd runs backward on tensors without values, whose gradients zerokit cannot reduce: "
-                "leave torch._dynamo.config.compiled_autograd off, and compile the model or its blocks (their backward "
-                "is compiled all the same)"
+                "keep torch._dynamo.config.compiled_autograd off, and compile the model or its blocks (their "
+                "backward is compiled too)"
             )
         before, LossScale.current = LossScale.current, None if self.scaler is None else self.scaler.value
         try:
@@ -150,43 +157,39 @@ class ZeroOptimizer(Optimizer):
         finally:
             LossScale.current = before
 
-    @contextmanager
-    def accumulate(self) -> Iterator[None]:
-        """Inside, backward passes add up gradients on this rank; the first one outside reduces them all.
+    def accumulate(self) -> AbstractContextManager[None]:
+        """A context in which backward passes add up gradients on this rank; the first one outside reduces them all.
 
         Costs whole gradients at every stage, and gives the same bits at every stage.
         """
-        before, self.parts.gradients.accumulating = self.parts.gradients.accumulating, True
-        try:
-            yield
-        finally:
-            self.parts.gradients.accumulating = before
+        return self._gradients.accumulate()
 
     no_sync = accumulate
     """The name that DDP and FSDP have for it."""
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale gradients down so that their global norm is at most `max_norm`, like torch's function of this name.
+        """Scale gradients down to a global norm of at most `max_norm`, like torch's function of the same name.
 
         Costs one all-reduce of one number. Returns the norm before clipping, a 0-d fp32 tensor.
         """
         if not norm_type > 0:
             raise UsageError(f"norm_type={norm_type}: expected a positive number or inf")
         self._require_reduced("clip_grad_norm_()")
-        self.parts.walk.finish()
-        norm = global_norm(self.parts.gradients.shards(), float(norm_type), self.parts.collectives)
+        self._walk.finish()
+        norm = global_norm(self._gradients.shards(), float(norm_type), self._collectives)
         self._finite = norm.isfinite()
         factor = 1.0
         if self.scaler is not None and not self._unscaled:
-            factor = 1.0 / self.parts.walk.gradient_scale
+            factor = 1.0 / self._gradients.loss_scale
             norm = norm * factor
             self._unscaled = True
         coefficient = clip_coefficient(norm, max_norm)
-        self.parts.gradients.scale(
+        self._gradients.scale(
             coefficient if factor == 1.0 else torch.where(self._finite, coefficient * factor, 1.0)
         )
         if math.isnan(max_norm):
-            self.parts.gradients.clear_padding()  # zero times nan is nan
+            for unit in self._gradients.units.values():
+                unit.clear_padding()  # zero times nan is nan
         self._norm = norm.float()
         return self._norm
 
@@ -212,75 +215,119 @@ class ZeroOptimizer(Optimizer):
                 loss = closure()
         if self.refusal:
             raise UsageError(f"step() refused: {self.refusal}")
-        self.parts.walk.finish()
-        finite = None
+        if self.islands is not None and self.local_steps is None:
+            raise UsageError(
+                "step() of an island that nothing would ever synchronise with the others: make "
+                "zerokit.LocalSteps(optimizer, every=...) before"
+            )
+        self._walk.finish()
+        finite = None if self.scaler is None else self._finite
+        if self.scaler is not None and finite is None:
+            finite = all_finite(self._gradients.shards(), self._collectives.device)
+        overflow = not self._control.agree(finite)
         if self.scaler is not None:
-            finite = self._finite
-            if finite is None:
-                finite = all_finite(self.parts.gradients.shards(), self.parts.collectives.device)
-        overflow = not self.parts.control.agree(finite)
-        if self.scaler is not None:
-            scale = self.parts.walk.gradient_scale
+            scale = self._gradients.loss_scale
             self.scaler.update(overflow)
+            self._gradients.scale_residuals(self.scaler.value / scale)
             if overflow:
                 self.skipped_steps += 1
                 self._end_step()
+                self._meet_islands()
                 return loss
-            if not self._unscaled:
-                self.parts.gradients.scale(1.0 / scale)
-                self._unscaled = True
-        self.parts.walk.absorb_changes()
-        self.parts.collectives.wait_for_readers()
+            self._unscale()
+        self._gathering.take_changes()
+        self._collectives.wait_for_readers()
         for hook in self._optimizer_step_pre_hooks.values():
             hook(self, (), {})
         with profiled("update"):
-            self.parts.update.run()
+            update_masters(
+                self.runtime.units, self._gradients, self._inner, differences=self._sends_differences
+            )
         self._end_step()
-        self.parts.gathering.gather_updated()
+        self._gathering.gather_updated()
+        self._meet_islands()
         for hook in self._optimizer_step_post_hooks.values():
             hook(self, (), {})
         return loss
 
+    def _meet_islands(self) -> None:
+        """After each call of `step`, the skipped ones too: islands must count alike."""
+        if self.local_steps is not None:
+            self.local_steps.after_step()
+
+    def settle(self, epoch: object) -> None:
+        """Move to the state of a run that resumes from here: sums of residuals at their owners, exact parameters.
+
+        On an int8 or int4 wire; all ranks call it, and `epoch` names what is saved.
+        """
+        self._gradients.settle_residuals(epoch)
+        if self._sends_differences:
+            self._gathering.make_current()
+            write_back(self.runtime.units)
+            self._gathering.gather_updated()
+
+    @property
+    def _sends_differences(self) -> bool:
+        """Whether updated parameters travel as rounded differences."""
+        return self.precision.wire_updates and self._collectives.world > 1
+
+    def _unscale(self) -> None:
+        if not self._unscaled:
+            self._gradients.scale(1.0 / self._gradients.loss_scale)
+            self._unscaled = True
+
+    def refuse_steps(self, reason: str) -> None:
+        """Make `step` raise an error with this reason; "" allows it again."""
+        self.refusal = reason
+
+    @contextmanager
+    def with_averages(self) -> Iterator[None]:
+        """A context in which the model has the averaged weights from `zerokit.Ema`, and `step` is refused."""
+        before, self.refusal = self.refusal, _AVERAGED
+        try:
+            yield
+        finally:
+            self.refusal = before
+
     def require_own_weights(self, call: str) -> None:
         """Raise `UsageError` while the model has its averaged weights."""
-        if self.averaged:
+        if self.refusal == _AVERAGED:
             raise UsageError(
-                f"{call} inside `with ema.applied():`, where weights and averages are exchanged: leave it first"
+                f"{call} inside `with ema.applied():`, where weights and averages are exchanged: leave the "
+                "context first"
             )
 
     def _require_reduced(self, call: str) -> None:
-        if self.scaler is None and self.parts.walk.gradient_scale != 1.0 and self.parts.gradients.received:
+        if self.scaler is None and self._gradients.loss_scale != 1.0 and self._gradients.received:
             raise UsageError(
                 f"{call}: another optimizer's backward() has brought gradients of a loss scaled by "
-                f"{self.parts.walk.gradient_scale:g} for fp16: call zero_grad() before this optimizer's own "
+                f"{self._gradients.loss_scale:g} for fp16: call zero_grad() before this optimizer's own "
                 "backward(), or give both precision='fp16'"
             )
-        if self.parts.gradients.shown:
+        if self._gradients.shown:
             raise UsageError(
-                f"{call} inside gathered_gradients(): changes made there are taken over at its end, so leave it first"
+                f"{call} inside gathered_gradients(): its changes take effect at its end, so leave the context first"
             )
-        if self.parts.gradients.accumulating:
+        if self._gradients.accumulating:
             raise UsageError(
                 f"{call} inside accumulate() would see the gradients of this rank alone: leave the context first"
             )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients, and whatever an unfinished backward pass left behind."""
-        if self.parts.gradients.shown:
+        """Drop all gradients, including those of an unfinished backward pass."""
+        if self._gradients.shown:
             raise UsageError("zero_grad() inside gathered_gradients(): leave the context first")
-        if self.parts.walk.failed:
-            self.parts.walk.abandon()
-        self.parts.gradients.forget()
+        self._walk.forget()
         self._unscaled, self._finite = False, None
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Inside, every parameter of the model is whole and up to date; all ranks must enter together.
+        """A context in which every parameter of the model is whole and current; all ranks must enter together.
 
         In-place changes made alike on all ranks are kept. The model can run inside, too.
         """
-        self.parts.control.finish()
-        with gathered(self.parts.storages, self.parts.gathering):
+        self._control.finish()
+        with self._gathering.opened():
             try:
                 yield
             finally:
@@ -288,60 +335,59 @@ class ZeroOptimizer(Optimizer):
 
     @contextmanager
     def gathered_gradients(self) -> Iterator[None]:
-        """Inside, every `parameter.grad` is a whole tensor, averaged over ranks; all ranks must enter together.
+        """A context in which every `parameter.grad` is whole and averaged over ranks; all ranks must enter together.
 
         In-place changes made alike on all ranks are kept, so torch's functions over gradients work here. Costs an
         all-gather and the memory of whole gradients. Elsewhere `parameter.grad` only shows that there is one.
         """
         self._require_reduced("gathered_gradients()")
-        self.parts.walk.finish()
+        self._walk.finish()
         if self.scaler is not None and not self._unscaled:
-            self._finite = all_finite(self.parts.gradients.shards(), self.parts.collectives.device)
-            self.parts.gradients.scale(1.0 / self.parts.walk.gradient_scale)
-            self._unscaled = True
-        with gathered_gradients(self.parts.gradients, self.parts.collectives):
+            self._finite = all_finite(self._gradients.shards(), self._collectives.device)
+            self._unscale()
+        with self._gradients.show():
             yield
 
     def _end_step(self) -> None:
-        counters, self.parts.collectives.counters = self.parts.collectives.counters, Counters()
+        counters, self._collectives.counters = self._collectives.counters, Counters()
         self._last_counters = counters
 
     # ---- reports
 
     def memory(self) -> MemoryReport:
-        """Bytes this rank holds now, summed over live storages; meaningful between backward and step."""
-        held = measure_memory(self.parts.model, self.parts.storages, self.parts.gradients, self.parts.inner)
+        """The bytes that this rank holds now, summed over live storages; meaningful between backward and step."""
+        held = measure_memory(self.runtime.model, self.runtime.units, self._gradients, self._inner)
         return dataclasses.replace(held, host_copy=0 if self.host_copy is None else self.host_copy.nbytes)
 
     def predicted_memory(self) -> MemoryReport:
-        """What `memory()` must be after the first step, from the layout alone; without `host_copy`."""
-        buffers = sum(buffer.untyped_storage().nbytes() for buffer in self.parts.model.buffers())
+        """The prediction of `memory()` after the first step, from the layout alone; without `host_copy`."""
+        buffers = sum(buffer.untyped_storage().nbytes() for buffer in self.runtime.model.buffers())
         return predict_memory(
             self.layout,
-            rank=self.parts.collectives.rank,
-            placement=self.parts.placement,
-            sizes=element_bytes(self.precision, self.parts.states, averaged=self.ema is not None),
+            rank=self._collectives.rank,
+            placement=self.runtime.placement,
+            sizes=element_bytes(self.precision, self.runtime.states, averaged=self.ema is not None),
             buffers=buffers,
-            reductions=self.parts.gradients.order,
+            reductions=self._gathering.reductions,
         )
 
     @property
     def last_norm(self) -> float | None:
-        """The gradients' norm before the last clipping, for a logger; None before the first. Waits for the device."""
+        """The gradients' norm before the last clipping, for loggers; None before the first. Waits for the device."""
         return None if self._norm is None else self._norm.item()
 
     def traffic(self) -> TrafficReport:
-        """What the last finished step moved."""
-        return traffic_of(self._last_counters, self.parts.collectives.mesh)
+        """The traffic of the last finished step."""
+        return traffic_of(self._last_counters, self._collectives.mesh)
 
     def predicted_traffic(self, *, micro_batches: int = 1, reductions: int = 1) -> TrafficReport:
-        """What a step must move, from the layout alone; the first step of stages 1 and 2 moves less."""
+        """The predicted traffic of a step, from the layout alone; the first step at stages 1 and 2 moves less."""
         return predict_traffic(
             self.layout,
-            placement=self.parts.placement,
-            sizes=element_bytes(self.precision, self.parts.states, averaged=self.ema is not None),
-            order=self.parts.gathering.forward_order,
-            kept=self.parts.gathering.kept,
+            placement=self.runtime.placement,
+            sizes=element_bytes(self.precision, self.runtime.states, averaged=self.ema is not None),
+            order=self._gathering.forward_order,
+            kept=self._gathering.kept,
             micro_batches=micro_batches,
             reductions=reductions,
         )
@@ -349,13 +395,13 @@ class ZeroOptimizer(Optimizer):
     @property
     def stage(self) -> int | tuple[int, int]:
         """The stage; on a mesh of two axes, (outer, inner)."""
-        placement = self.parts.placement
+        placement = self.runtime.placement
         return placement.stages if placement.mesh.outer > 1 else placement.stages[1]
 
     @property
     def layout(self) -> Layout:
-        """How the model's elements are divided among ranks."""
-        return self.parts.layout
+        """The layout: how the model's elements are sharded across ranks."""
+        return self.runtime.layout
 
     @property
     def loss_scale(self) -> float:
@@ -366,11 +412,11 @@ class ZeroOptimizer(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        return self.parts.inner.param_groups
+        return self._inner.param_groups
 
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.parts.inner.param_groups = groups
+        self._inner.param_groups = groups
 
     @property
     def state(self) -> Any:
@@ -379,30 +425,37 @@ class ZeroOptimizer(Optimizer):
     @state.setter
     def state(self, state: Any) -> None:
         if state is not self._states:
-            self.parts.inner.state = state
+            self._inner.state = state
 
     @property
     def defaults(self) -> dict[str, Any]:
-        return self.parts.inner.defaults
+        return self._inner.defaults
 
     @defaults.setter
     def defaults(self, defaults: dict[str, Any]) -> None:
-        self.parts.inner.defaults = defaults
+        self._inner.defaults = defaults
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part of the state: only the same rank of an equal run can load it."""
+        """This rank's part of the state, which only the same rank of an equal run can load."""
         self.require_own_weights("state_dict()")
-        self.parts.control.finish()
-        state = take_state(self.parts)
+        self._control.finish()
+        state = take_state(self.runtime)
         state["loss_scale"] = None if self.scaler is None else (self.scaler.value, self.scaler.good_steps)
+        state["local_steps"] = None if self.local_steps is None else self.local_steps.state_dict()
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave. Raises `LayoutMismatch` for another layout, stage or rank."""
+        """Restore the result of `state_dict`. Raises `LayoutMismatch` for another layout, stage or rank."""
         self.require_own_weights("load_state_dict()")
-        load_state(self.parts, state_dict)
+        load_state(self.runtime, state_dict)
         if self.scaler is not None:
             self.scaler.value, self.scaler.good_steps = state_dict["loss_scale"]
+        if self.local_steps is not None:
+            if state_dict.get("local_steps") is None:
+                raise UsageError(
+                    "this state has no local steps: load it before creating LocalSteps, or use a zerokit checkpoint"
+                )
+            self.local_steps.load_state_dict(state_dict["local_steps"])
 
     def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
         raise UsageError(
@@ -419,17 +472,18 @@ class ZeroOptimizer(Optimizer):
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise UsageError(
-            "a ZeroOptimizer cannot be copied, its communicators belong to this process: take state_dict()"
+            "a ZeroOptimizer cannot be copied, because its communicators belong to this process: use state_dict()"
         )
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise UsageError(
-            "a ZeroOptimizer cannot be pickled, its communicators belong to this process: use zerokit.save(), which "
+            "a ZeroOptimizer cannot be pickled, because its communicators belong to this process: use "
+            "zerokit.save(), which "
             "any number of ranks can load, or state_dict()"
         )
 
     def __repr__(self) -> str:
         return (
-            f"ZeroOptimizer(stage={self.parts.placement}, world={self.layout.world}, "
-            f"precision={self.precision.as_dict()}, {self.parts.inner!r})"
+            f"ZeroOptimizer(stage={self.runtime.placement}, world={self.layout.world}, "
+            f"precision={self.precision.as_dict()}, {self._inner!r})"
         )

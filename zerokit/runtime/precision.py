@@ -1,4 +1,4 @@
-"""In which dtypes a step computes, sums gradients over ranks and keeps its master weights; inputs cast to them.
+"""Precision: the dtypes of computation, gradient sums and master weights, and casts of inputs.
 
 Floating-point inputs take the compute dtype where they meet weights. That is at modules that hold parameters
 themselves, in a ParameterList too, and leave none to modules inside (Linear, LayerNorm, a layer of one's own), and at
@@ -23,11 +23,14 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from zerokit.errors import LossScaleError, UsageError
+from zerokit.formulas import BLOCK_FORMATS, BlockFormat
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 
 DtypeName = Literal["fp32", "bf16", "fp16"]
 """What these dtypes are called."""
+BlockName = Literal["int8", "int4"]
+"""Wires of small integers in blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +41,13 @@ class Precision:
         compute: of the parameters that the model sees, and so of activations and raw gradients.
         reduce: of the buckets in which gradients are accumulated and summed over ranks.
         master: of the weights that the optimizer updates, and of its states.
-        wire: of gradients on their way between ranks: as `reduce` by default, or bfloat16 beside `reduce` in fp32. See
-            below.
+        wire: of gradients on their way between ranks: as `reduce` by default, or bfloat16, "int8" or "int4" beside
+            `reduce` in fp32. See below.
+        feedback: whether an int8 or int4 wire rounds to nearest and what it rounds away is kept, 4 bytes an element
+            that a rank sends, and added to the same rank's next gradients. Otherwise it rounds at random.
+        wire_updates: whether updated parameters travel on an int8 or int4 wire too, as differences from what every rank
+            has. For half-precision compute and outer stages 1 and 2.
+        seed: of rounding at random.
         cast_inputs: whether floating-point inputs take the compute dtype where they meet weights: at modules that
             hold parameters and have no modules with parameters inside, and at PyTorch's own. What a model does not feed
             to weights (timesteps, masks) keeps its dtype; a module with parameters beside such modules casts by itself.
@@ -48,22 +56,25 @@ class Precision:
     `Precision(compute=torch.float16, reduce=torch.float16)`. Summing in fp32 is the default because it costs
     little and loses nothing.
 
-    `wire=torch.bfloat16` halves the bytes of that sum: each rank rounds its bucket, times 1/N, to bf16, its own piece
-    too, and the rounded pieces are added in fp32 in rank order. So each term is rounded to bf16 once (by at most 2⁻⁹ of
-    it), no sum is, and bits are the same at every stage. What stays in fp32: the buckets, sums of several backward
-    passes, and stage 0's gather of the sums. A bucket on its way takes half its memory once more, for its rounded
-    copy. With one rank nothing crosses, so nothing is rounded.
+    `wire=torch.bfloat16` halves the bytes of that sum: each rank rounds its bucket, times 1/N, to bf16, and the rounded
+    pieces are added in fp32 in rank order, so each term is rounded once and no sum is. `wire="int8"` and `wire="int4"`
+    send 1.008 and 0.516 bytes an element: integers with a scale a block, on a mesh of two axes over the outer one
+    alone. With `feedback` what is lost in one step comes in the next; without it each rank's term is right on average.
+    Bits are the same at every stage and route. docs/precision.md says more.
 
-    Raises `UsageError` for a dtype other than float32, bfloat16 or float16, and for a wire that is neither `reduce` nor
-    bfloat16 beside float32.
+    Raises `UsageError` for a dtype other than float32, bfloat16 or float16, for a wire that is neither `reduce` nor one
+    of these beside float32, and for `wire_updates` without such a wire or with fp32 compute.
     """
 
     compute: torch.dtype = torch.float32
     reduce: torch.dtype = torch.float32
     master: torch.dtype = torch.float32
     cast_inputs: bool = True
-    wire: torch.dtype | None = None
+    wire: torch.dtype | BlockName | None = None
     """None where gradients travel in `reduce`, given so or by default."""
+    feedback: bool = True
+    wire_updates: bool = False
+    seed: int = 0
 
     if TYPE_CHECKING:  # names are taken as well, and are dtypes from then on
 
@@ -73,11 +84,14 @@ class Precision:
             reduce: torch.dtype | DtypeName = torch.float32,
             master: torch.dtype | DtypeName = torch.float32,
             cast_inputs: bool = True,
-            wire: torch.dtype | DtypeName | None = None,
+            wire: torch.dtype | DtypeName | BlockName | None = None,
+            feedback: bool = True,
+            wire_updates: bool = False,
+            seed: int = 0,
         ) -> None: ...
 
     def __post_init__(self) -> None:
-        roles = _ROLES if self.wire is None else (*_ROLES, "wire")
+        roles = _ROLES if self.wire is None or self.blocks else (*_ROLES, "wire")
         for role in roles:
             dtype = getattr(self, role)
             if isinstance(dtype, str):
@@ -87,18 +101,27 @@ class Precision:
                 raise UsageError(
                     f"precision: {role}={getattr(self, role)!r} is not one of "
                     "torch.float32, torch.bfloat16, torch.float16"
+                    + (", 'int8', 'int4'" if role == "wire" else "")
                 )
         if self.wire == self.reduce:
             object.__setattr__(self, "wire", None)
-        elif self.wire is not None and (self.wire, self.reduce) != (torch.bfloat16, torch.float32):
+        elif self.wire is not None and not (
+            self.reduce == torch.float32 and (self.blocks or self.wire == torch.bfloat16)
+        ):
             raise UsageError(
-                f"precision: gradients cannot cross in {self.wire} (wire) and be summed in {self.reduce} (reduce): "
+                f"precision: gradients cannot travel in {self.wire} (wire) and be summed in {self.reduce} (reduce): "
                 "choose wire=torch.bfloat16 with reduce=torch.float32, or leave wire out"
+            )
+        if self.wire_updates and (self.blocks is None or self.compute == self.master):
+            raise UsageError(
+                f"precision: wire_updates=True sends updated parameters as the differences between masters and what "
+                f"every rank has, on an int8 or int4 wire; with wire={self.wire}, compute={self.compute} and "
+                f"master={self.master} there are none: add wire='int8' and compute='bf16', or omit it"
             )
 
     @classmethod
     def of(cls, precision: str | Precision) -> Precision:
-        """`precision` itself, or the one of its name: "fp32", "bf16" or "fp16"."""
+        """`precision` itself, or the precision of this name: "fp32", "bf16" or "fp16"."""
         if isinstance(precision, Precision):
             return precision
         if precision not in _NAMES:
@@ -109,15 +132,22 @@ class Precision:
 
     @property
     def scaled(self) -> bool:
-        """Whether gradients can underflow so that the loss must be scaled: fp16 anywhere on their way."""
+        """Whether gradients can underflow, so that the loss must be scaled: fp16 at any point of their way."""
         return torch.float16 in (self.compute, self.reduce)
+
+    @property
+    def blocks(self) -> BlockFormat | None:
+        """The block format of an int8 or int4 wire."""
+        return BLOCK_FORMATS.get(self.wire) if isinstance(self.wire, str) else None
 
     def as_dict(self) -> dict[str, str]:
         roles = _ROLES if self.wire is None else (*_ROLES, "wire")
+        if self.blocks is not None:
+            roles = (*roles, "feedback", "wire_updates", "seed")
         return {role: str(getattr(self, role)).removeprefix("torch.") for role in roles}
 
 
-_ROLES = ("compute", "reduce", "master")
+_ROLES: tuple[str, ...] = ("compute", "reduce", "master")
 _NAMES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -150,7 +180,7 @@ class LossScale:
             )
 
     def update(self, overflow: bool) -> None:
-        """Adapt after a step. Raises `LossScaleError` for an overflow at the floor."""
+        """Adapt the scale after a step. Raises `LossScaleError` for an overflow at the floor."""
         if not overflow:
             self.good_steps += 1
             if self.good_steps == self.interval:
@@ -172,7 +202,7 @@ _CASTABLE = frozenset((torch.float64, torch.float32, torch.bfloat16, torch.float
 
 
 def modules_that_cast(model: nn.Module) -> set[nn.Module]:
-    """The modules whose inputs meet weights first."""
+    """The modules whose inputs are the first to meet weights."""
     casting = set()
     for module in model.modules():
         if isinstance(module, _LISTS):
@@ -192,7 +222,7 @@ def _any_parameters(modules: Iterable[nn.Module]) -> bool:
 
 
 def cast_inputs(args: Any, kwargs: Any, dtype: torch.dtype, device: str) -> tuple[Any, Any] | None:
-    """`args` and `kwargs` with their floating-point tensors in `dtype`; None where nothing is to be changed."""
+    """`args` and `kwargs` with floating-point tensors cast to `dtype`; None if nothing changes."""
     if not kwargs and len(args) == 1 and isinstance(args[0], Tensor) and args[0].dtype == dtype:
         return None
     if not kwargs and all(_needs_nothing(value, dtype) for value in args):
@@ -231,7 +261,7 @@ def _cast_leaf(leaf: Any, dtype: torch.dtype) -> Any:
 
 
 def keep_statistics(model: nn.Module, compute: torch.dtype) -> None:
-    """Let normalisation layers with running statistics work in half precision as under autocast.
+    """Make normalisation layers with running statistics work in half precision as under autocast.
 
     Their statistics stay in fp32, and meet weights in fp32: those of this pass are copies in the module's `__dict__`,
     which hides its parameters. Spectral norm's vectors take the dtype of the weight that they are multiplied by, as

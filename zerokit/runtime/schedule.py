@@ -1,4 +1,4 @@
-"""The order of collectives, as pure arithmetic, so that every rank computes the same, and where a pass is in it.
+"""The order of collectives, as pure arithmetic that is equal on every rank, and the position of a pass in it.
 
 [Note: one order] Collectives match by the order in which ranks issue them, so that order must not depend on what one
 rank happens to do. Forward gathers units in a recorded order, backward in its reverse, and reductions come at fixed
@@ -9,188 +9,165 @@ positions between the gathers of backward:
 
 A rank that uses a unit first issues whatever precedes it: gathers of units that it leaves out, and reductions of
 units it is done with, with zeros for gradients that never came. A rank that waits has thus issued all that precedes,
-so the rank that is furthest behind can always go on, and no rank hangs.
+so the rank that is furthest behind can always go on, and no rank hangs. A reduction whose gradients may still come
+waits for them, and lets the gathers behind it pass: then all ranks must do the same.
 
-[Note: what is over] Autograd runs nodes in reverse order of creation: when an output of a unit receives its gradient,
-every node created after that output has run. Units that a forward pass used only later than that will receive no more
-gradients, and neither will those that it never used.
+[Note: the end of a unit's gradients] Autograd runs nodes in reverse order of creation: when an output of a unit
+receives its gradient, every node created after that output has run. Units that a forward pass used only later than that
+will receive no more gradients, and neither will those that it never used.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import TypeAlias
+
+Operation: TypeAlias = int
+"""The gather of a unit, written as its index; or its reduction, written as `reduction(index)`, which is below 0."""
 
 
-class Order:
-    """Units in the order in which a pass gathers them, how far the pass has come, and what it has issued.
+def reduction(unit: int) -> Operation:
+    """Convert a unit to its reduction, or a reduction to its unit."""
+    return ~unit
 
-    A unit may occur at several positions. `cursor` is the one entered last (-1 before the first); positions
-    below `issued` have been issued, beyond the cursor as far as one prefetches or something needed them earlier.
+
+class Schedule:
+    """The operations in order, and a pass's position. A unit may be gathered several times.
+
+    `cursor` is the position of the gather whose unit was entered last (-1 before the first). Operations at positions
+    below `issued` have been issued: beyond the cursor as far as one prefetches, or something needed them earlier.
     """
 
-    def __init__(self, units: Sequence[int]) -> None:
-        self.units = tuple(units)
+    def __init__(self, operations: Iterable[Operation] = ()) -> None:
+        self.operations = tuple(operations)
         self.cursor = -1
         self.issued = 0
 
-    def restart(self) -> None:
-        self.cursor, self.issued = -1, 0
-
     def find(self, unit: int) -> int | None:
-        """The first position of `unit` at the cursor or behind it."""
-        for position in range(max(self.cursor, 0), len(self.units)):
-            if self.units[position] == unit:
+        """The first position, from the cursor on, of a gather of `unit`."""
+        for position in range(max(self.cursor, 0), len(self.operations)):
+            if self.operations[position] == unit:
                 return position
         return None
 
-    def issue(self, stop: int, *, ahead: bool = False) -> Iterator[int]:
-        """The positions up to `stop` (exclusive) that have not been issued, each marked as issued when it is taken.
+    def issue(self, stop: int) -> Iterator[Operation]:
+        """The unissued operations up to `stop` (exclusive), each marked as issued when taken."""
+        while self.issued < stop:
+            self.issued += 1
+            yield self.operations[self.issued - 1]
 
-        Those that are issued `ahead` of their need end before a unit that is still in use for an earlier position.
+    def issue_ahead(self, position: int, gathers: int) -> Iterator[Operation]:
+        """The operations after `position`, with at most this many gathers.
+
+        They end before a unit that is still in use for an earlier position.
         """
-        while self.issued < min(stop, len(self.units)):
-            if ahead and self.units[self.issued] in self.units[max(self.cursor, 0) : self.issued]:
+        while self.issued < len(self.operations):
+            operation = self.operations[self.issued]
+            ahead = sum(each >= 0 for each in self.operations[position + 1 : self.issued])
+            if operation >= 0 and (ahead >= gathers or self.needs(operation)):
                 return
             self.issued += 1
-            yield self.issued - 1
+            yield operation
 
-    def holds(self, unit: int) -> bool:
-        """Whether `unit` has been issued for a position that the pass has not left."""
-        return unit in self.units[max(self.cursor, 0) : self.issued]
+    def needs(self, unit: int) -> bool:
+        """Whether a gather of `unit` was issued for a position that the pass has not passed."""
+        return unit in self.operations[max(self.cursor, 0) : self.issued]
 
     def comes_again(self, unit: int) -> bool:
-        """Whether `unit` occurs behind the cursor."""
-        return unit in self.units[self.cursor + 1 :]
+        """Whether `unit` is gathered again after the cursor."""
+        return unit in self.operations[self.cursor + 1 :]
 
 
-@dataclass(frozen=True)
-class BackwardPlan:
-    """The one order of gathers and reductions in backward.
+def backward_order(
+    gathers: Sequence[int],
+    *,
+    trainable: Collection[int],
+    early: Iterable[int] = (),
+    late: Iterable[int],
+    ahead: int,
+) -> tuple[Operation, ...]:
+    """The one order of gathers and reductions in backward; every trainable unit is reduced once.
 
-    `gathers` are those of an `Order`; `reductions` lists every trainable unit once. The first `early` reductions
-    come before all gathers but the first (a head's), those of `gathers` follow when the pass has left the unit's last
-    position, behind the gathers that are `ahead` of it; the others come at the end.
+    A unit's reduction follows when the pass has left its last gather, behind the gathers that are `ahead` of it.
+    `early` and `late` are trainable units without gathers: the former (a head) come behind the first gather, the others
+    at the end.
     """
-
-    gathers: tuple[int, ...]
-    reductions: tuple[int, ...]
-    early: int = 0
-    ahead: int = 1
-
-    @classmethod
-    def of(
-        cls,
-        gathers: Sequence[int],
-        *,
-        early: Iterable[int],
-        trainable: Collection[int],
-        late: Iterable[int],
-        ahead: int = 1,
-    ) -> BackwardPlan:
-        """The plan for these gathers; `early` and `late` are trainable units that are not among them."""
-        last = {unit: position for position, unit in enumerate(gathers)}
-        between = sorted((unit for unit in last if unit in trainable), key=last.__getitem__)
-        head = tuple(early)
-        return cls(tuple(gathers), (*head, *between, *late), len(head), ahead)
-
-    @cached_property
-    def _after(self) -> list[int]:
-        """For each reduction, how many gathers are issued before it; ascending."""
-        last = {unit: position for position, unit in enumerate(self.gathers)}
-        most = len(self.gathers)
-        heads = [min(1, most)] * self.early
-        return heads + [
-            min(last.get(unit, most) + 1 + self.ahead, most) for unit in self.reductions[self.early :]
-        ]
-
-    def due(self, position: int) -> int:
-        """How many reductions are issued before the gather at `position`."""
-        return bisect_right(self._after, position)
-
-    def allowed(self, issued: int) -> int:
-        """How many reductions may be issued when `issued` gathers have been."""
-        return bisect_right(self._after, issued)
+    last = {unit: position for position, unit in enumerate(gathers)}
+    behind: list[list[int]] = [[] for _ in range(len(gathers) + 1)]
+    behind[min(1, len(gathers))] += early
+    for unit in sorted(last.keys() & trainable, key=last.__getitem__):
+        behind[min(last[unit] + 1 + ahead, len(gathers))].append(unit)
+    behind[-1] += late
+    operations = [reduction(unit) for unit in behind[0]]
+    for unit, reduced in zip(gathers, behind[1:], strict=True):
+        operations += [unit, *map(reduction, reduced)]
+    return tuple(operations)
 
 
 class ForwardPass:
-    """The uses of units in one forward pass, and the order that its backward follows."""
+    """The uses of units in one forward pass."""
 
-    def __init__(self, plan: BackwardPlan | None = None) -> None:
-        self.plan = plan
-        """None for a module of the model that was called without the model: its units are gathered as they come."""
+    def __init__(self) -> None:
         self.consumed = False
         """Whether a backward pass has brought gradients through it."""
-        self._first: dict[int, int] = {}
         self.uses = 0
         """How often units have been used so far."""
+        self.first_use: dict[int, int] = {}
+        """Which use of any unit was the first one of each."""
         self.watched: set[int] = set()
         """Units with outputs whose gradients a hook will announce."""
 
     def use(self, unit: int) -> None:
-        """A module of `unit` is about to run."""
+        """Record that a module of `unit` is about to run."""
         self.uses += 1
-        self._first.setdefault(unit, self.uses)
-
-    def used(self, unit: int) -> bool:
-        """Whether a module of `unit` has run."""
-        return unit in self._first
-
-    def over(self, unit: int, uses: int | None) -> bool:
-        """Whether the last gradient of `unit` has come once an output made after so many `uses` receives its own.
-
-        With None only for a unit that was never used.
-        """
-        first = self._first.get(unit)
-        return first is None or (uses is not None and uses < first)
+        self.first_use.setdefault(unit, self.uses)
 
 
 class Passes:
-    """The forward passes of this step, and which of them backward has come through."""
+    """The forward passes of this step, and those that backward has completed."""
 
     def __init__(self) -> None:
         self.current = ForwardPass()
         self.aside = ForwardPass()
-        """Modules called by themselves, outside any forward of the model."""
+        """Modules called by themselves, outside any forward of the model: their units are gathered as they come."""
         self.unanswered = False
         """Whether a forward pass with gradients has no backward yet."""
-        self.elsewhere: set[int] = set()
+        self.unwatched: set[int] = set()
         """Units used where no hook shows when backward is done with them."""
         self._open: list[ForwardPass] = []
         """Passes with gradients since the last step that no backward has come through."""
 
     def begin(self, *, training: bool) -> None:
-        """The model's forward begins."""
+        """Start a forward pass of the model."""
         self.current = ForwardPass()
         if training:
             self._open.append(self.current)
             self.unanswered = True
 
-    def latest(self, *, planned: bool = False) -> ForwardPass | None:
-        """The last one that no backward has come through; one that follows an order, if `planned`."""
-        return next((one for one in reversed(self._open) if one.plan is not None or not planned), None)
+    @property
+    def latest(self) -> ForwardPass | None:
+        """The last pass of the model without a completed backward."""
+        return self._open[-1] if self._open else None
 
     def end_backward(self) -> None:
-        """A backward pass has brought all its gradients."""
+        """Record that a backward pass has brought all its gradients."""
         self.unanswered = False
         self._open = [one for one in self._open if not one.consumed]
         if not self._open:
-            self.elsewhere.clear()
+            self.unwatched.clear()
 
     def clear(self) -> None:
-        """No backward is to come."""
+        """Record that no backward will follow."""
         self._open.clear()
-        self.elsewhere.clear()
+        self.unwatched.clear()
+        self.unanswered = False
 
-    def when_over(
-        self, current: ForwardPass, uses: int | None, *, accumulates: bool
-    ) -> Callable[[int], bool]:
-        """Which units will receive no more gradients in this pass, once an output made after `uses` has its own."""
-        alone = accumulates and all(other is current or other.consumed for other in self._open)
+    def are_gradients_over(self, unit: int, current: ForwardPass, uses: int | None) -> bool:
+        """Whether `unit` receives no more gradients once an output made after `uses` uses has received its own.
 
-        def over(unit: int) -> bool:
-            return alone and unit not in self.elsewhere and current.over(unit, uses)
-
-        return over
+        With None only if it was never used.
+        """
+        if unit in self.unwatched or any(not (one is current or one.consumed) for one in self._open):
+            return False
+        first = current.first_use.get(unit)
+        return first is None or (uses is not None and uses < first)

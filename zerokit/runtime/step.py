@@ -1,4 +1,4 @@
-"""The parts of a step: what ranks compare, the gradient norm, and the torch optimizer's update of the masters.
+"""The parts of a step: the ranks' agreement, the gradient norm, and the update of the masters.
 
 The norm has the same bits however the line is cut, and nothing of it is read on the host.
 """
@@ -6,10 +6,8 @@ The norm has the same bits however the line is cut, and nothing of it is read on
 from __future__ import annotations
 
 import math
-import warnings
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from typing import NoReturn
 
 import torch
@@ -19,9 +17,8 @@ from torch.optim import Optimizer
 
 from zerokit.errors import LayoutMismatch, UsageError
 from zerokit.runtime.collectives import Collectives, PendingNumbers
-from zerokit.runtime.flats import divide_flats, level_momentum
 from zerokit.runtime.gradients import Gradients
-from zerokit.runtime.storage import UnitState
+from zerokit.runtime.unit import UnitState, write_back
 
 _DIFFERENT_PATHS = (
     "ranks issued different sequences of collectives in this step: their models took different paths"
@@ -29,14 +26,14 @@ _DIFFERENT_PATHS = (
 
 
 class StepControl:
-    """Whether some rank has gradients, whether all are finite, and whether all ranks have done the same so far.
+    """The ranks' agreement before a step: whether any has gradients, all are finite, and all have the same schedule.
 
     Where the host runs ahead of a device, it looks at a step's numbers in the next step: at once, it would wait for
     the device in every step. Only a rank that has no gradients looks at once, and all do in fp16.
     """
 
-    def __init__(self, collectives: Collectives, storages: Sequence[UnitState], gradients: Gradients) -> None:
-        self._collectives, self._storages, self._gradients = collectives, storages, gradients
+    def __init__(self, collectives: Collectives, units: Sequence[UnitState], gradients: Gradients) -> None:
+        self._collectives, self._units, self._gradients = collectives, units, gradients
         self._pending: PendingNumbers | None = None
 
     def agree(self, finite: Tensor | None) -> bool:
@@ -69,23 +66,16 @@ class StepControl:
         return not numbers[3]
 
     def finish(self) -> None:
-        """Look at what is pending. Raises `LayoutMismatch` as `agree` does, without asking the other ranks."""
+        """Check pending results. Raises `LayoutMismatch` like `agree`, without communication."""
         previous, self._pending = self._pending, None
         if previous is not None and _differ(previous.get()):
             raise LayoutMismatch(_DIFFERENT_PATHS)
 
-    def end(self) -> None:
-        """The optimizer is deleted: warn of what the last step has shown, without waiting for it."""
-        pending, self._pending = self._pending, None
-        with suppress(RuntimeError):  # the device may be gone
-            if pending is not None and pending.arrived() and _differ(pending.get()):
-                warnings.warn(f"the last step: {_DIFFERENT_PATHS}", RuntimeWarning, stacklevel=2)
-
     def _stopped_names(self) -> list[str]:
         return [
-            storage.unit.parameters[position].name
-            for storage in self._storages
-            for position in sorted(self._gradients.skipped(storage))
+            unit.unit.parameters[position].name
+            for unit in self._units
+            for position in sorted(self._gradients.skipped(unit))
         ]
 
     def _stopped_digest(self) -> int:
@@ -134,7 +124,7 @@ def all_finite(shards: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
-    """What gradients of this norm (0-d, fp64) are multiplied by, 0-d in fp64: 1 where the norm is not finite.
+    """The factor for gradients of this norm (both 0-d, fp64); 1 if the norm is not finite.
 
     Computed in fp32, as torch.nn.utils.clip_grad_norm_ does it, so that results can be compared in bits.
     """
@@ -184,52 +174,50 @@ def _chunks(shards: Sequence[Tensor]) -> Iterator[Tensor]:
         yield torch.cat(small)
 
 
-class FlatUpdate:
-    """Runs `inner` over all flats with the gradients that were reduced into the shards."""
+def update_masters(
+    units: Sequence[UnitState], gradients: Gradients, inner: Optimizer, *, differences: bool = False
+) -> None:
+    """Run `inner` over all masters with the reduced gradients, and publish the result.
 
-    def __init__(self, storages: Sequence[UnitState], gradients: Gradients, inner: Optimizer) -> None:
-        self._storages = [storage for storage in storages if storage.unit.trainable]
-        self._gradients, self._inner = gradients, inner
-        self._divided = False
-        """Whether a flat has ever been divided: its parts may have begun at different steps."""
-
-    def run(self) -> None:
-        for storage in self._storages:
-            self._show_gradients(storage)
-        if self._divided:
-            level_momentum(self._inner)
-        self._inner.step()
-        for storage in self._storages:
-            for flat in storage.flats:
-                flat.tensor.grad = None
-            storage.guard_flats()
-        write_back(self._storages)
-
-    def _show_gradients(self, storage: UnitState) -> None:
-        stopped = self._gradients.skipped(storage)
-        if stopped:
-            divide_flats(storage, self._inner, stopped.__contains__)
-            self._divided = True
-        storage.unguard_flats()
-        for flat in storage.flats:
-            if stopped and stopped.issuperset(storage.positions_in(flat)):
+    With `differences` updates travel as such, rounded, instead of being written back.
+    """
+    trainable = [unit for unit in units if unit.unit.trainable]
+    for unit in trainable:
+        skipped = gradients.skipped(unit)
+        if skipped and not all(
+            skipped.issuperset(positions) or skipped.isdisjoint(positions)
+            for positions in map(unit.positions_in, unit.masters)
+        ):
+            unit.divide(inner, by_parameter=True)
+        unit.unguard_masters()
+        for master in unit.masters:
+            if skipped and skipped.issuperset(unit.positions_in(master)):
                 continue  # as in torch, what has no gradient keeps its value and its states
-            gradient = self._gradients.of(storage, flat)
-            master = flat.tensor
-            master.grad = gradient if gradient.dtype == master.dtype else gradient.to(master.dtype)
+            gradient = gradients.of(unit, master)
+            tensor = master.tensor
+            tensor.grad = gradient if gradient.dtype == tensor.dtype else gradient.to(tensor.dtype)
+    if any(unit.divided for unit in trainable):
+        _level_momentum(inner)
+    inner.step()
+    for unit in trainable:
+        for master in unit.masters:
+            master.tensor.grad = None
+        unit.guard_masters()
+    write_back(units, differences=differences)
 
 
-def write_back(storages: Sequence[UnitState]) -> None:
-    """Copy updated masters into what this rank keeps of the parameters, by one operation; graphs made before end."""
-    kept: list[Tensor] = []
-    masters: list[Tensor] = []
-    for storage in storages:
-        if storage.separate:
-            for flat in storage.flats:
-                kept.append(storage.slice_of(flat.interval))
-                masters.append(flat.tensor.detach())
-    if kept:
-        torch._foreach_copy_(kept, masters)
-    for storage in storages:
-        if storage.unit.trainable:
-            storage.note_update()
+def _level_momentum(inner: Optimizer) -> None:
+    """Let tensors that begin late in a group go together with the others: a fused kernel wants all buffers or none.
+
+    SGD's first step takes the gradient as its momentum, which a momentum of zeros gives as well, without dampening.
+    """
+    for group in inner.param_groups:
+        active = [tensor for tensor in group["params"] if tensor.grad is not None]
+        late = [tensor for tensor in active if inner.state[tensor].get("momentum_buffer") is None]
+        if not late or len(late) == len(active):
+            continue
+        if group.get("dampening"):
+            group["fused"] = False
+            continue
+        for tensor in late:
+            inner.state[tensor]["momentum_buffer"] = torch.zeros_like(tensor)

@@ -1,4 +1,4 @@
-"""Follows a model's forward and backward passes by hooks, and keeps gathering and gradients in step with them.
+"""The reactions to PyTorch's hooks: gathering and gradients follow the forward and backward passes.
 
 The hooks hold weak references only, so that deleting the model and the optimizer frees their memory.
 
@@ -21,12 +21,10 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from zerokit.errors import ScheduleError, UsageError
+from zerokit.errors import ScheduleError
 from zerokit.runtime.announce import Announcements
-from zerokit.runtime.collectives import Collectives
 from zerokit.runtime.gathering import Gathering
 from zerokit.runtime.gradients import Gradients
 from zerokit.runtime.hooks import (
@@ -40,81 +38,54 @@ from zerokit.runtime.hooks import (
     transforming,
 )
 from zerokit.runtime.model import Anatomy, KnownParameters
-from zerokit.runtime.precision import LossScale, Precision, cast_inputs, modules_that_cast
-from zerokit.runtime.schedule import ForwardPass, Passes
-from zerokit.runtime.sharded import ShardedGathering
-from zerokit.runtime.storage import UnitState
+from zerokit.runtime.precision import Precision, cast_inputs, modules_that_cast
+from zerokit.runtime.schedule import ForwardPass
+from zerokit.runtime.unit import UnitState
 
 
 class ModelWalk:
-    """Where the model is: in forward, in backward, or between. Guards its parameters between passes."""
+    """The model's position: in forward, in backward, or between; the `Watcher` of its parameters."""
 
     def __init__(
         self,
         model: nn.Module,
         anatomy: Anatomy,
-        storages: list[UnitState],
+        units: list[UnitState],
         gathering: Gathering,
         gradients: Gradients,
-        collectives: Collectives,
+        device: torch.device,
         precision: Precision,
     ) -> None:
-        self._storages = storages
-        self._gradients = gradients
-        self._collectives = collectives
-        self._precision = precision
-        self._device = collectives.device.type
-        self.gathering = gathering
-        self._sharded = isinstance(gathering, ShardedGathering)
-        self._passes = Passes()
+        self._units, self._gathering, self._gradients = units, gathering, gradients
+        self._passes = gathering.passes
+        self._precision, self._device = precision, device.type
         self._in_forward = False
         self._task: int | None = None
-        self._accumulates = False
-        self._keeps_graph = False
-        """Whether the backward pass under way makes a graph of its own (create_graph)."""
-        self._had_gradients = False
-        self.gradient_scale = 1.0
-        """The factor of the loss that the gradients held now come from."""
-        self._early: list[int] | None = None
+        """Autograd's number of the backward pass under way."""
+        self._accumulates = self._makes_graph = self._had_gradients = False
         self._given: dict[nn.Module, set[tuple[object, int]]] = {}
         """Where the inputs of modules at work come from."""
         self._known = KnownParameters(model)
         # In fp32 nothing is cast: inputs of another dtype are refused by PyTorch as they are without zerokit.
         casts = precision.cast_inputs and precision.compute != torch.float32
         self._casting = modules_that_cast(model) if casts else set()
-        self._modules = Announcements(model, anatomy, storages, self._casting)
-        self._install(model)
         me: weakref.ref[Any] = weakref.ref(self)
-        for storage in storages:
-            storage.renormed = frozenset(
-                position
-                for position, layout in enumerate(storage.unit.parameters)
-                if all(getattr(owner, "max_norm", None) is not None for owner in anatomy.owners[layout.name])
-            )
-            storage.issue_tickets(me)
-            storage.guard()
-
-    # ---- hooks
-
-    def _install(self, model: nn.Module) -> None:
-        me = weakref.ref(self)
-        before_root = Hook(me, ModelWalk._before_root)
-        model.register_forward_pre_hook(before_root, with_kwargs=True, prepend=True)
+        self._me = me
+        model.register_forward_pre_hook(Hook(me, ModelWalk._before_root), with_kwargs=True, prepend=True)
         model.register_forward_hook(Hook(me, ModelWalk._after_root))
+        self._modules = Announcements(model, anatomy, units, self._casting)
         self._modules.install(me, ModelWalk._before_unit, ModelWalk._after_unit, ModelWalk._cast)
-        for storage in self._storages:
-            if storage.unit.trainable:
-                for position, weight in enumerate(storage.parameters):
-                    hook = Hook(me, ModelWalk._on_gradient, storage.unit.index, position)
-                    weight.register_post_accumulate_grad_hook(hook)
+        for unit in units:
+            for position, weight in enumerate(unit.parameters if unit.unit.trainable else ()):
+                hook = Hook(me, ModelWalk._on_gradient, unit.index, position)
+                weight.register_post_accumulate_grad_hook(hook)
+            unit.watch(me)
+
+    # ---- what guarded parameters ask
 
     def read(self, unit: int, name: str) -> None:
-        """A parameter is used outside the modules that announce it."""
-        recomputing = in_backward()
         with outside_transforms():
-            self.gathering.read(unit, name, in_forward=self._in_forward, in_backward=recomputing)
-        if self._in_forward or recomputing:
-            self._passes.elsewhere.add(unit)
+            self._gathering.read(unit, name, in_forward=self._in_forward, in_backward=in_backward())
 
     def has_gradient(self, unit: int, positions: Iterable[int]) -> bool:
         return not in_backward() and any(self._gradients.holds(unit, position) for position in positions)
@@ -132,53 +103,55 @@ class ModelWalk:
         if self._task is not None:
             self.abandon()
         if self._in_forward:
-            self.gathering.free_all()  # the last forward ended in an exception
+            self._gathering.free_all()  # the last forward ended in an exception
         self._known.require_same(module)
-        if not self.gathering.recorded:
+        if not self._gathering.recorded:
             self._modules.spare_compilers(module)
-            if self._sharded and self._device == "cuda":
+            if self._device == "cuda" and any(unit.comes_and_goes for unit in self._units):
                 require_no_graphs(module)
         self._in_forward = True
         self._given.clear()
-        self._passes.begin(training=torch.is_grad_enabled())
-        self.absorb_changes()
+        self._gathering.take_changes()
         if torch.is_autocast_enabled(self._device):
             # Weights cast in an earlier forward would receive their gradients after everything of this one, and both
             # forwards' would be added in half precision where the weight stays: equal bits at all stages need neither.
             torch.clear_autocast_cache()
+        training = torch.is_grad_enabled()
         with outside_transforms():
-            self.gathering.begin_forward(self._passes.current)
-        for storage in self._storages:
-            if not storage.guarded:
-                storage.check()
-            if storage.stopped and torch.is_grad_enabled():
-                self._gradients.note_frozen(storage)
+            self._gathering.begin_forward(training=training)
+        for unit in self._units:
+            if not unit.guarded:
+                unit.note_requires_grad()
+            if unit.stopped and training:
+                self._gradients.note_frozen(unit)
         return self._cast(module, args, kwargs)
 
     def _after_root(self, module: nn.Module, args: Any, output: Any) -> Any:
         if in_backward():
             return None
         if isinstance(output, types.GeneratorType):
-            return follow(output, self._watch_outputs, partial(self.end_generator, self._passes.current))
+            return follow(output, self._watch_outputs, partial(self._end_generator, self._passes.current))
         self._watch_outputs(output)
         self._end_forward()
         return None
 
     def _watch_outputs(self, output: Any) -> None:
         if torch.is_grad_enabled() and not transforming():
-            hook = Hook(weakref.ref(self), ModelWalk._on_output_gradient, [], self._passes.current, None)
+            hook = Hook(self._me, ModelWalk._on_output_gradient, [], self._passes.current, None)
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
                     tensor.register_hook(hook)
 
     def _end_forward(self) -> None:
+        gathering = self._gathering
         with outside_transforms():
-            self.gathering.end_forward(training=torch.is_grad_enabled())
-            if not self.gathering.recorded or self.gathering.deviated:
-                self._record_forward()
+            gathering.end_forward(training=torch.is_grad_enabled())
+            if not gathering.recorded or gathering.deviated:
+                gathering.record_forward(gathering.lazy if gathering.recorded else self._modules.lazy_units())
+                self._modules.drop_spare()
         self._in_forward = False
 
-    def end_generator(self, current: ForwardPass) -> None:
+    def _end_generator(self, current: ForwardPass) -> None:
         """A generator that forward returned is exhausted, or closed."""
         if current is self._passes.current and self._in_forward and not in_backward():
             self._end_forward()
@@ -188,195 +161,129 @@ class ModelWalk:
     ) -> tuple[Any, Any] | None:
         if in_backward():
             if units:
-                self._begin_backward(None)
-                self.gathering.enter_backward(units, None, recomputing=True)
-            return self._cast(module, args, kwargs)
-        if not self.gathering.recorded:
-            self._modules.called.add(module)
-        elif not self._sharded:
+                self._begin_backward()
+                self._gathering.enter_backward(units)
+        elif self._gathering.recorded and not any(unit.comes_and_goes for unit in units):
             for unit in units:
                 if unit.guarded:  # on its way, where its owners have updated it
-                    self.gathering.enter_aside(unit)
-            return self._cast(module, args, kwargs)
-        if self._in_forward:
+                    self._gathering.enter_aside(unit)
+        else:
+            if not self._gathering.recorded:
+                self._modules.called.add(module)
+            if self._in_forward:
+                for unit in units:
+                    self._passes.current.use(unit.index)
+            # Inside another module of the same units everything is there, and nothing is to be noted.
+            if not all(unit.active for unit in units):
+                self._enter(units, module, args, kwargs)
             for unit in units:
-                self._passes.current.use(unit.unit.index)
-        # Inside another module of the same units everything is there, and nothing is to be noted.
-        if not all(map(self.gathering.is_active, units)):
-            self._enter(units, module, args, kwargs)
-        for unit in units:
-            self.gathering.activate(unit)
+                unit.active += 1
         return self._cast(module, args, kwargs)
 
     def _enter(self, units: list[UnitState], module: nn.Module, args: Any, kwargs: Any) -> None:
-        kept = self.gathering.kept
-        around = [unit for unit in self.gathering.active_units() if unit.unit.index not in kept]
-        inner = [unit for unit in units if unit.unit.index not in kept]
-        if around and inner and self._sharded:
-            # Backward will come to the units around both before and after this one.
-            for unit in (*around, *inner):
-                self.gathering.pin(unit)
-                self._passes.elsewhere.add(unit.unit.index)
+        around = [unit for unit in self._units if unit.active and self._is_freed(unit)]
+        nested = any(map(self._is_freed, units)) and around
         with outside_transforms():
             for unit in units:
                 if self._in_forward:
-                    self.gathering.enter(unit)
+                    self._gathering.enter(unit)
                 else:
-                    self._passes.elsewhere.add(unit.unit.index)
-                    self.gathering.enter_aside(unit)
-        if self._sharded and torch.is_grad_enabled():
-            given = tensors_in((args, kwargs) if kwargs else args)
-            self._given[module] = {origin(tensor) for tensor in given}
+                    self._passes.unwatched.add(unit.index)
+                    self._gathering.enter_aside(unit)
+                if nested and self._is_freed(unit):
+                    self._stay(unit)
+        if nested:  # backward will come to the units around both before and after this one
+            for unit in around:
+                self._stay(unit)
+        if torch.is_grad_enabled() and any(unit.comes_and_goes for unit in units):
+            self._given[module] = {
+                origin(tensor) for tensor in tensors_in((args, kwargs) if kwargs else args)
+            }
+
+    def _is_freed(self, unit: UnitState) -> bool:
+        """Whether `unit` is freed when its pass has left it."""
+        return unit.comes_and_goes and unit.index not in self._gathering.kept
+
+    def _stay(self, unit: UnitState) -> None:
+        self._gathering.hold(unit)
+        self._passes.unwatched.add(unit.index)
 
     def _after_unit(self, units: list[UnitState], module: nn.Module, args: Any, output: Any) -> None:
         if not units or in_backward():
             return
-        outermost = [unit for unit in units if self.gathering.leave(unit)]
+        outermost = [unit for unit in units if self._gathering.leave(unit)]
         given = self._given.pop(module, set())
-        if not self._sharded or not outermost or not torch.is_grad_enabled():
+        if not outermost or not torch.is_grad_enabled():
             return
         tensors = list(tensors_in(output))
         if not tensors or transforming():
             # Nothing that a hook could watch: what backward reads of these units must stay until it ends.
             for unit in outermost:
-                self.gathering.pin(unit)
-                self._passes.elsewhere.add(unit.unit.index)
+                self._stay(unit)
             return
         current = self._passes.current if self._in_forward else self._passes.aside
-        uses = current.uses if any(unit.unit.index not in self.gathering.kept for unit in outermost) else None
-        hook = Hook(weakref.ref(self), ModelWalk._on_output_gradient, outermost, current, uses)
+        uses = current.uses if any(map(self._is_freed, outermost)) else None
+        hook = Hook(self._me, ModelWalk._on_output_gradient, outermost, current, uses)
         for tensor in tensors:
             # What is handed through (T5's position bias) receives its gradient in an earlier unit's backward.
             if tensor.requires_grad and origin(tensor) not in given:
                 tensor.register_hook(hook)
-                current.watched.update(unit.unit.index for unit in outermost)
+                current.watched.update(unit.index for unit in outermost)
 
     def _cast(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if module not in self._casting:
             return None
         return cast_inputs(args, kwargs, self._precision.compute, self._device)
 
-    def _record_forward(self) -> None:
-        """Adopt rank 0's order of units; see schedule's [Note: one order]."""
-        gathering, broadcast = self.gathering, self._collectives.broadcast_list
-        lazy = sorted(gathering.lazy)
-        if not gathering.recorded:
-            lazy = self._modules.lazy_units()
-        order = broadcast(gathering.trace(lazy))
-        gathering.adopt_order(order, broadcast(lazy), broadcast(gathering.used_anywhere()))
-        if self._passes.current.plan is not None:
-            self._passes.current.plan = gathering.plan
-        self._modules.drop_spare(after=not self._sharded)
-
-    def absorb_changes(self) -> None:
-        """Take over what the user has changed in place since the last pass, or the opening of `gathered()`."""
-        for storage in self._storages:
-            # Where parameters are divided, they can be changed while they are shown, and nowhere else.
-            apart = self.gathering.is_open if self._sharded else storage.separate
-            if apart and storage.changed:
-                storage.complete()
-                storage.read_in()
-
     # ---- backward
 
     def _on_output_gradient(
         self, units: list[UnitState], current: ForwardPass, uses: int | None, gradient: Tensor
     ) -> None:
-        self._begin_backward(current)
+        self._begin_backward()
         if current is not self._passes.aside and not torch._C._autograd._get_current_graph_task_keep_graph():
             current.consumed |= self._accumulates
-        if not self._sharded:
-            return
         if torch.is_grad_enabled():
-            self._keeps_graph = True
-            self.gathering.hold()
-        scoped = [unit.unit.index for unit in units if unit.unit.index not in self.gathering.kept]
-        if scoped and self._early is None:
-            self._early = self._gradients.complete_units()
-        self._gradients.over = self._passes.when_over(current, uses, accumulates=self._accumulates)
-        self.gathering.enter_backward(units, current)
+            self._makes_graph = True
+            self._gathering.keep_graph()
+        self._gathering.enter_backward(units, current, uses)
 
     def _on_gradient(self, index: int, position: int, parameter: nn.Parameter) -> None:
-        if self._task is None:
-            self._begin_backward(None)
-        self._gradients.accept(index, position, parameter)
+        self._begin_backward()
+        if self._gradients.accept(index, position, parameter):
+            self._gathering.reduce_complete(index)
 
-    def _begin_backward(self, current: ForwardPass | None) -> None:
+    def _begin_backward(self) -> None:
         if self._task is not None:
             return
-        self._accumulates = self._gradients.will_arrive()
-        if self._accumulates:
-            self._note_scale()
+        accumulates = self._gradients.will_arrive()
+        if accumulates:
+            self._gradients.note_loss_scale(required=self._precision.scaled)
         self._task = torch._C._current_graph_task_id()
-        torch.autograd.Variable._execution_engine.queue_callback(
-            Hook(weakref.ref(self), ModelWalk._end_backward)
-        )
+        torch.autograd.Variable._execution_engine.queue_callback(Hook(self._me, ModelWalk._end_backward))
+        self._start_backward(accumulates=accumulates)
+
+    def _start_backward(self, *, accumulates: bool) -> None:
         self._had_gradients = self._gradients.received
-        self._early, self._keeps_graph = None, False
-        self._start_backward(current)
-
-    def _note_scale(self) -> None:
-        """Gradients keep the scale of the loss that they come from, whichever optimizer's `backward` it is."""
-        scale = LossScale.current
-        if self._precision.scaled and scale is None:
-            raise UsageError(
-                "fp16 gradients underflow without loss scaling: call optimizer.backward(loss), not loss.backward()"
-            )
-        if self._gradients.received and self.gradient_scale != (scale or 1.0):
-            raise UsageError(
-                f"this backward brings gradients of a loss scaled by {scale or 1.0:g} to an optimizer that holds "
-                f"others scaled by {self.gradient_scale:g}: call its zero_grad() or step() in between, or sum the "
-                "losses and call backward() of one optimizer"
-            )
-        self.gradient_scale = scale or 1.0
-
-    def _start_backward(self, current: ForwardPass | None) -> None:
-        plan = self.gathering.plan if current is None or current.plan is None else current.plan
-        if plan is not None:
-            self._gradients.follow(plan.reductions)
-        self._gradients.over = lambda unit: False
-        self.gathering.begin_backward()
+        self._accumulates, self._makes_graph = accumulates, False
+        self._gathering.begin_backward(accumulates=accumulates)
 
     def _end_backward(self) -> None:
-        accumulated, self._task = self._accumulates, None
-        gathering, gradients = self.gathering, self._gradients
-        latest = self._passes.latest(planned=True)
-        if not accumulated:
-            if not self._in_forward:
-                gathering.end_backward(latest)
-                gathering.free_all()
-            return
-        gradients.over = lambda unit: True
-        gathering.end_backward(latest)
-        gradients.end_backward()
-        if not gradients.recorded and not gradients.accumulating:
-            self._record_backward(latest)
-        if not self._keeps_graph:
-            gathering.drop()
-        gathering.free_all()
-        self._passes.end_backward()
+        self._task = None
+        if self._accumulates:
+            self._gathering.end_backward()
+            if not self._makes_graph:
+                self._gathering.drop()
+            self._gathering.free_all()
+            self._passes.end_backward()
+        elif not self._in_forward:
+            self._gathering.end_backward()
+            self._gathering.free_all()
 
-    def _record_backward(self, latest: ForwardPass | None) -> None:
-        gradients, gathering = self._gradients, self.gathering
-        if not isinstance(gathering, ShardedGathering):
-            gradients.adopt_order(self._collectives.broadcast_list(gradients.completed_order()))
-            return
-        gradients.recorded = True
-        candidates = [
-            i for i in sorted(gathering.kept & gathering.lazy, reverse=True) if i in gradients.units
-        ]
-        if candidates and gathering.plan.gathers:
-            early = [
-                i in (self._early or ()) or (latest is not None and not latest.used(i)) for i in candidates
-            ]
-            agreed = torch.tensor(early, dtype=torch.int64, device=self._collectives.device)
-            self._collectives.all_reduce(agreed, dist.ReduceOp.MIN)
-            gathering.adopt_early(
-                [i for i, yes in zip(candidates, self._collectives.read(agreed), strict=True) if yes]
-            )
+    # ---- between passes
 
     def finish(self) -> None:
-        """Before a step: take part in reductions that only other ranks have needed so far.
+        """Take part, before a step, in reductions that only other ranks have needed so far.
 
         Raises `ScheduleError` when a backward pass ended in an exception and its gradients are mixed with earlier ones.
         """
@@ -385,29 +292,29 @@ class ModelWalk:
                 "the last backward pass did not finish, so its gradients are incomplete: call zero_grad(), then run "
                 "forward and backward again"
             )
-        if self._gradients.spoiled:
+        if self._gradients.mixed:
             raise ScheduleError(
-                "a backward pass failed after others had brought gradients, which are mixed with its own now: call "
+                "a backward pass failed after earlier ones, and their gradients are mixed with its own: call "
                 "zero_grad(), then run all micro-batches of this step again"
             )
-        for storage in self._storages:
-            storage.note_requires_grad()
-        if self._passes.unanswered or self._gradients.pending or not self._gradients.summed:
-            self._accumulates, self._keeps_graph = True, False
-            self._start_backward(self._passes.latest())
+        for unit in self._units:
+            unit.note_requires_grad()
+        if self._passes.unanswered or self._gradients.unreduced:
+            self._start_backward(accumulates=True)
             self._end_backward()
         self._passes.clear()
-        self.gathering.drop()
+        self._gathering.drop()
+
+    def forget(self) -> None:
+        """Drop all gradients, including those of an unfinished backward pass."""
+        if self._task is not None and not in_backward():
+            self.abandon()
+        self._gradients.forget()
 
     def abandon(self) -> None:
-        """Forget an unfinished pass; gradients of earlier ones cannot be separated from its own."""
-        self._gradients.forget()
-        self._gradients.spoiled = self._had_gradients
-        self.gathering.drop()
-        self.gathering.free_all()
-        self._task, self._in_forward, self._passes.unanswered = None, False, False
+        """Abandon an unfinished pass; gradients of earlier passes cannot be separated from its own."""
+        self._gradients.forget(mixed=self._had_gradients)
+        self._gathering.drop()
+        self._gathering.free_all()
+        self._task, self._in_forward = None, False
         self._passes.clear()
-
-    @property
-    def failed(self) -> bool:
-        return self._task is not None and not in_backward()

@@ -1,4 +1,4 @@
-"""Whole parameters and gradients for their user, and the model's own methods that meet them."""
+"""The model's own methods, adapted to sharded weights or made to raise errors with advice."""
 
 from __future__ import annotations
 
@@ -15,139 +15,73 @@ from torch import Tensor, nn
 from torch.distributed._composable.contract import REGISTRY_KEY
 
 from zerokit.errors import UsageError
-from zerokit.runtime.buckets import UnitGradients
-from zerokit.runtime.collectives import Collectives
 from zerokit.runtime.gathering import Gathering
-from zerokit.runtime.gradients import Gradients
-from zerokit.runtime.guard import TICKET, show_gradient, shown_gradient
-from zerokit.runtime.storage import UnitState
-
-
-@contextmanager
-def gathered(storages: Sequence[UnitState], gathering: Gathering) -> Iterator[None]:
-    """All parameters whole; on leaving, what was changed in place goes to shards and masters."""
-    gathering.open()
-    try:
-        yield
-    finally:
-        _take_changes(storages)
-        gathering.close()
-
-
-def _take_changes(storages: Sequence[UnitState]) -> None:
-    for storage in storages:
-        if storage.changed:
-            storage.read_in()
-
-
-@contextmanager
-def gathered_gradients(gradients: Gradients, collectives: Collectives) -> Iterator[None]:
-    """Every trainable parameter's `.grad` whole and summed; on leaving, this rank's part of changes is kept.
-
-    They have their parameter's dtype; elements that were not changed keep the precision of the buckets.
-    """
-    if not collectives.any(gradients.received):
-        yield  # as in torch, there are no gradients to see
-        return
-    shown = [(unit, _show(unit, collectives)) for unit in gradients.units.values()]
-    collectives.wait_for_readers()
-    gradients.shown = True
-    try:
-        yield
-    finally:
-        gradients.shown = False
-        for unit, before in shown:
-            _take_back(unit, before)
-
-
-def _show(unit: UnitGradients, collectives: Collectives) -> Tensor:
-    """Let the unit's parameters show whole gradients [numel]; returns what was summed."""
-    if unit.updated.numel == unit.unit.numel:
-        whole = unit.of(unit.updated).clone()
-    else:
-        whole = torch.zeros(unit.unit.numel, dtype=unit.dtype, device=unit.storage.device)
-        whole[unit.storage.own.start : unit.storage.own.stop] = unit.of(unit.storage.own)
-        collectives.all_gather(unit.unit, whole).wait()
-    for parameter, part in zip(unit.storage.parameters, unit.unit.slices, strict=True):
-        piece = whole[part.memory.start : part.memory.stop].view(part.parameter.shape)
-        show_gradient(parameter, piece.to(unit.storage.dtype, copy=True))
-    return whole
-
-
-def _take_back(unit: UnitGradients, before: Tensor) -> None:
-    for parameter, part in zip(unit.storage.parameters, unit.unit.slices, strict=True):
-        gradient = shown_gradient(parameter)
-        show_gradient(parameter, None)
-        piece = before[part.memory.start : part.memory.stop]
-        if gradient is None:
-            piece.zero_()
-        else:
-            flat = gradient.detach().reshape(-1)
-            changed = flat != piece.to(flat.dtype)
-            piece.copy_(torch.where(changed, flat.to(piece.dtype), piece))
-    unit.of(unit.updated).copy_(before[unit.updated.start : unit.updated.stop])
+from zerokit.runtime.guard import TICKET
+from zerokit.runtime.unit import UnitState
 
 
 def install_model_methods(
     model: nn.Module,
-    storages: Sequence[UnitState],
+    units: Sequence[UnitState],
     gathering: Gathering,
     clear: weakref.WeakMethod[Callable[[], None]],
 ) -> None:
-    """Make the model's own methods behave as without zerokit, or raise an error with advice.
+    """Make the model's methods behave as without zerokit, or raise an error with advice.
 
     `state_dict()` gives whole, current tensors and `load_state_dict()` reaches the masters. Both are collective: all
     ranks must call them. At stage 3 both need the whole model in memory, and `state_dict` copies, unit by unit, because
     the gathered memory is freed again. `zero_grad()` also calls `clear`, the optimizer's.
     """
-    _install_state_dict(model, storages, gathering)
+    _install_state_dict(model, units, gathering)
 
     me = weakref.ref(model)  # methods of the model's own would keep it alive
 
     def zero_grad(set_to_none: bool = True) -> None:
         living, clear_gradients = me(), clear()
-        if living is not None:
-            type(living).zero_grad(living, set_to_none)
+        assert living is not None
+        type(living).zero_grad(living, set_to_none)
         if clear_gradients is not None:
             clear_gradients()
 
-    def apply(function: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module | None:
-        _require_harmless(function, storages)
+    def apply(function: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:
+        _require_harmless(function, units)
         living = me()
-        if living is not None:
-            with _unguarded(storages):
-                type(living)._apply(living, function, *args, **kwargs)
+        assert living is not None
+        with _unguarded(units):
+            type(living)._apply(living, function, *args, **kwargs)
         return living
 
-    model.__dict__["zero_grad"] = zero_grad
-    model.__dict__["_apply"] = apply
-    model.__dict__["__deepcopy__"] = _refuse_deepcopy
-    model.__dict__["__reduce_ex__"] = _refuse_pickling
-    # DistributedDataParallel reads it first of all; fully_shard and replicate look into the registry.
-    model.__dict__["_ddp_params_and_buffers_to_ignore"] = _NoDistributedDataParallel()
+    model.__dict__.update(
+        {
+            "zero_grad": zero_grad,
+            "_apply": apply,
+            "__deepcopy__": _refuse_deepcopy,
+            "__reduce_ex__": _refuse_pickling,
+            # DistributedDataParallel reads it first of all; fully_shard and replicate look into the registry.
+            "_ddp_params_and_buffers_to_ignore": _NoDistributedDataParallel(),
+        }
+    )
     for module in model.modules():
         module.__dict__[REGISTRY_KEY] = _NoFullyShard(module.__dict__.get(REGISTRY_KEY, ()))
 
 
-def _install_state_dict(model: nn.Module, storages: Sequence[UnitState], gathering: Gathering) -> None:
+def _install_state_dict(model: nn.Module, units: Sequence[UnitState], gathering: Gathering) -> None:
     me = weakref.ref(model)
 
     def state_dict(*args: Any, **kwargs: Any) -> Any:
         living = me()
-        if living is None or gathering.is_open:
-            return type(living).state_dict(living, *args, **kwargs) if living is not None else {}
+        assert living is not None
+        if gathering.is_open:
+            return type(living).state_dict(living, *args, **kwargs)
         # Every hook and override of the model's modules finds whole weights, whatever it makes of them.
-        gathering.open()
-        try:
-            holders = [_holders(storage) for storage in storages]
+        with gathering.opened():
+            holders = [_holders(unit) for unit in units]
             state = type(living).state_dict(living, *args, **kwargs)
-            _take_changes(storages)
-            for storage, count in zip(storages, holders, strict=True):
-                if storage.placement.cuts_parameters:
-                    _keep_copies(state, storage, count)
-                    storage.free()
-        finally:
-            gathering.close()
+            gathering.take_changes()
+            for unit, count in zip(units, holders, strict=True):
+                if unit.comes_and_goes:
+                    _keep_copies(state, unit, count)
+                    unit.free()
         return state
 
     def save_pretrained(*args: Any, **kwargs: Any) -> Any:
@@ -156,7 +90,7 @@ def _install_state_dict(model: nn.Module, storages: Sequence[UnitState], gatheri
         assert living is not None
         # One rank saves what all have gathered, as trainers do.
         given = kwargs.get("state_dict") is not None
-        with contextlib.nullcontext() if given else gathered(storages, gathering):
+        with contextlib.nullcontext() if given else gathering.opened():
             method: Any = getattr(type(living), "save_pretrained")  # noqa: B009 - no method that nn.Module knows
             return method(living, *args, **kwargs)
 
@@ -165,20 +99,19 @@ def _install_state_dict(model: nn.Module, storages: Sequence[UnitState], gatheri
     ) -> None:
         if metadata.get("assign_to_params_buffers"):
             raise UsageError(
-                "load_state_dict(assign=True) would put other parameters into the model, which nothing updates: leave "
-                "assign=True out, and values are copied"
+                "load_state_dict(assign=True) would put other parameters into the model, which nothing updates: "
+                "omit assign=True, so that values are copied"
             )
         gathering.open()
 
     def after_load(module: nn.Module, incompatible: Any) -> None:
-        _take_changes(storages)
         gathering.close()
 
     def before_load_of_part(module: nn.Module, state: Mapping[str, Tensor], prefix: str, *rest: Any) -> None:
         if not gathering.is_open and any(True for _ in module.parameters(recurse=False)):
             raise UsageError(
-                f"load_state_dict() of {type(module).__name__}, a part of the model, whose parameters stage 3 has "
-                "divided over ranks: call it inside `with optimizer.gathered():`, which all ranks enter"
+                f"load_state_dict() of {type(module).__name__}, a part of the model, whose parameters are sharded "
+                "across ranks at stage 3: call it inside `with optimizer.gathered():`, which all ranks enter"
             )
 
     model.__dict__["state_dict"] = state_dict
@@ -186,41 +119,34 @@ def _install_state_dict(model: nn.Module, storages: Sequence[UnitState], gatheri
         model.__dict__["save_pretrained"] = save_pretrained
     model.register_load_state_dict_pre_hook(before_load)
     model.register_load_state_dict_post_hook(after_load)
-    if any(storage.placement.cuts_parameters for storage in storages):
+    if any(unit.comes_and_goes for unit in units):
         for module in model.modules():
             if module is not model:
                 module.register_load_state_dict_pre_hook(before_load_of_part)
 
 
-def _holders(storage: UnitState) -> int:
-    """How many tensors refer to the memory of `storage`."""
-    return torch._C._storage_Use_Count(storage.whole.untyped_storage()._cdata)
+def _holders(unit: UnitState) -> int:
+    """How many tensors refer to the memory of `unit`."""
+    return torch._C._storage_Use_Count(unit.whole.untyped_storage()._cdata)
 
 
-def _keep_copies(state: Any, storage: UnitState, holders: int) -> None:
-    """Replace what lies in the memory of `storage`, which is about to be freed, by copies.
+def _keep_copies(state: Any, unit: UnitState, holders: int) -> None:
+    """Replace what lies in the memory of `unit`, which is about to be freed, by copies.
 
     Raises:
         UsageError: where more than `holders` refer to that memory then: in an object that cannot be looked into.
     """
-    memory = storage.whole.untyped_storage()
-
-    def lies_there(value: Any) -> bool:
-        if isinstance(value, numpy.ndarray):
-            return memory.data_ptr() <= value.ctypes.data < memory.data_ptr() + memory.nbytes()
-        # A parameter itself (`keep_vars=True`) is guarded again.
-        return (
-            isinstance(value, Tensor)
-            and TICKET not in value.__dict__
-            and value.untyped_storage().data_ptr() == memory.data_ptr()
-        )
-
+    memory = unit.whole.untyped_storage()
+    start, stop = memory.data_ptr(), memory.data_ptr() + memory.nbytes()
     copies: dict[tuple[Any, ...], Tensor] = {}  # tied weights stay tied
 
     def copied(value: Any) -> Any:
-        if lies_there(value):
-            if isinstance(value, numpy.ndarray):
-                return value.copy()
+        if isinstance(value, numpy.ndarray):
+            return value.copy() if start <= value.ctypes.data < stop else value
+        if isinstance(value, Tensor):
+            # A parameter itself (`keep_vars=True`) is guarded again.
+            if TICKET in value.__dict__ or value.untyped_storage().data_ptr() != start:
+                return value
             view = value.storage_offset(), value.shape, value.stride(), value.dtype
             if view not in copies:
                 copies[view] = value.detach().clone()
@@ -235,33 +161,34 @@ def _keep_copies(state: Any, storage: UnitState, holders: int) -> None:
         return value
 
     copied(state)
-    storage.note_versions()  # it held what had been handed out
-    if _holders(storage) > holders:
+    unit.note_versions()  # it held what had been handed out
+    if _holders(unit) > holders:
         gc.collect()  # cycles
-        if _holders(storage) > holders:
+        if _holders(unit) > holders:
             raise UsageError(
-                f"state_dict() of this model keeps views of {storage.unit.name} in an object that is no tensor, array, "
-                "dict, list or tuple. Stage 3 frees that memory: put copies there (weight.detach().clone()), or call "
+                f"state_dict() of this model keeps views of {unit.unit.name} in an object that is not a tensor, "
+                "array, dict, list or tuple. Stage 3 frees that memory: put copies there "
+                "(weight.detach().clone()), or call "
                 "state_dict() inside `with optimizer.gathered():` and use it there"
             )
 
 
 @contextmanager
-def _unguarded(storages: Sequence[UnitState]) -> Iterator[None]:
-    guarded = [storage for storage in storages if storage.guarded]
-    for storage in guarded:
-        storage.unguard()
+def _unguarded(units: Sequence[UnitState]) -> Iterator[None]:
+    guarded = [unit for unit in units if unit.guarded]
+    for unit in guarded:
+        unit.unguard()
     try:
         yield
     finally:
-        for storage in guarded:
-            storage.guard()
+        for unit in guarded:
+            unit.guard()
 
 
-def _require_harmless(function: Callable[[Tensor], Tensor], storages: Sequence[UnitState]) -> None:
+def _require_harmless(function: Callable[[Tensor], Tensor], units: Sequence[UnitState]) -> None:
     """Raise `UsageError` where `model.to()` and its like would change the parameters."""
-    for storage in storages:
-        probe = torch.empty(0, dtype=storage.dtype, device=storage.device)
+    for unit in units:
+        probe = torch.empty(0, dtype=unit.dtype, device=unit.device)
         made = function(probe)
         if made.dtype != probe.dtype or made.device != probe.device:
             raise UsageError(
@@ -274,13 +201,13 @@ def _require_harmless(function: Callable[[Tensor], Tensor], storages: Sequence[U
 def _refuse_deepcopy(memo: object) -> NoReturn:
     raise UsageError(
         "deepcopy of a model under ZeroOptimizer would copy empty or shared "
-        "storages: copy it before, or take its state_dict()"
+        "units: copy it before, or take its state_dict()"
     )
 
 
 def _refuse_pickling(protocol: object) -> NoReturn:
     raise UsageError(
-        "a model under ZeroOptimizer cannot be pickled, its parameters are divided over ranks: save "
+        "a model under ZeroOptimizer cannot be pickled, its parameters are sharded across ranks: save "
         "model.state_dict(), which all ranks call, or use zerokit.save()"
     )
 
@@ -290,8 +217,8 @@ class _NoDistributedDataParallel:
 
     def __iter__(self) -> Iterator[str]:
         raise UsageError(
-            "this model is under ZeroOptimizer, which reduces its gradients itself: leave DistributedDataParallel out "
-            "and call the model as it is (with accelerate, zerokit.integrations.accelerate.ZeroAccelerator does so)"
+            "this model is under ZeroOptimizer, which reduces its gradients itself: call the model without "
+            "DistributedDataParallel (with accelerate, zerokit.integrations.accelerate.ZeroAccelerator does so)"
         )
 
 
@@ -301,7 +228,7 @@ class _NoFullyShard(dict[str, Any]):
     def __contains__(self, name: object) -> bool:
         if name in ("fully_shard", "replicate"):
             raise UsageError(
-                f"this model is under ZeroOptimizer, which divides it already: leave {name}() out, or leave "
-                "ZeroOptimizer out and pass its parameters to a torch optimizer"
+                f"this model is under ZeroOptimizer, which already shards it: omit {name}(), or omit "
+                "ZeroOptimizer and pass its parameters to a torch optimizer"
             )
         return super().__contains__(name)

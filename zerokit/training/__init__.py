@@ -1,6 +1,7 @@
-"""Beside the training loop, on top of the runtime: averages of the weights, and when it is time to stop."""
+"""Additions to the training loop on top of the runtime: weight averages, local steps, and stop signals."""
 
 from zerokit.training.ema import Ema
+from zerokit.training.local_steps import LocalSteps
 from zerokit.training.stopping import StopSignal
 
-__all__ = ["Ema", "StopSignal"]
+__all__ = ["Ema", "LocalSteps", "StopSignal"]

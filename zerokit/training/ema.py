@@ -1,4 +1,4 @@
-"""`Ema`: an exponential moving average of the weights, divided over ranks like the optimizer's states.
+"""`Ema`: an exponential moving average of the weights, sharded across ranks like the optimizer states.
 
 It is kept as a state of the flat tensors, beside the optimizer's own, so that it is cut, saved, loaded
 and resharded with them.
@@ -12,15 +12,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
 from zerokit.errors import UsageError
 from zerokit.runtime.optimizer import ZeroOptimizer
 from zerokit.runtime.states import EMA
-from zerokit.runtime.step import write_back
-from zerokit.runtime.storage import MasterSlice
 
 
 class Ema:
@@ -60,17 +57,17 @@ class Ema:
             )
         if optimizer.ema is not None:
             raise UsageError("this optimizer has an average already: use optimizer.ema")
-        if EMA in optimizer.parts.states.kinds:
+        if EMA in optimizer.runtime.states.kinds:
             raise UsageError(
-                f"{type(optimizer.parts.inner).__name__} keeps a state called {EMA!r} itself: its checkpoints could "
+                f"{type(optimizer.runtime.inner).__name__} keeps a state called {EMA!r} itself: its checkpoints could "
                 "not tell the two apart"
             )
         self.decay = decay
         self._optimizer = weakref.ref(
             optimizer
         )  # which holds this object: a cycle would keep the model's memory
-        self._parts = optimizer.parts
-        _keep_aside(optimizer.parts.inner)
+        self._runtime = optimizer.runtime
+        _keep_aside(optimizer.runtime.inner)
         optimizer.ema = self
 
     @property
@@ -91,26 +88,25 @@ class Ema:
         Raises `UsageError` inside `applied()`.
         """
         self._living().require_own_weights("update()")
-        self._parts.walk.absorb_changes()
+        self._runtime.gathering.take_changes()
         averages, weights = [], []
-        for flat in self._flats():
-            state = self._parts.inner.state[flat.tensor]
+        for _, master, state in self._runtime.masters():
             if EMA in state:
                 averages.append(state[EMA])
-                weights.append(flat.tensor.detach())
+                weights.append(master.tensor.detach())
             else:
-                state[EMA] = flat.tensor.detach().clone()
+                self._runtime.inner.state[master.tensor][EMA] = master.tensor.detach().clone()
         if averages:
             torch._foreach_lerp_(averages, weights, 1.0 - self.decay)
 
     def restart(self) -> None:
-        """Forget the average: the next `update` begins it with the weights, as in a new `Ema`.
+        """Reset the average: the next `update` starts it from the weights, as in a new `Ema`.
 
         Raises `UsageError` inside `applied()`.
         """
         self._living().require_own_weights("restart()")
-        for flat in self._flats():
-            self._state(flat).pop(EMA, None)
+        for _, _, state in self._runtime.masters():
+            state.pop(EMA, None)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -124,63 +120,45 @@ class Ema:
         """
         optimizer = self._living()
         self._require_exchangeable(optimizer)
-        before = optimizer.refusal
         self._exchange()
-        optimizer.refusal = "the model has its averaged weights: leave `with ema.applied():` first"
-        optimizer.averaged = True
         try:
-            yield
+            with optimizer.with_averages():
+                yield
         finally:
             self._exchange()
-            optimizer.refusal, optimizer.averaged = before, False
 
     def _require_exchangeable(self, optimizer: ZeroOptimizer) -> None:
         optimizer.require_own_weights("applied()")
         if optimizer.refusal:
             raise UsageError(f"applied() refused: {optimizer.refusal}")
-        if self._parts.gathering.is_open:
+        runtime = self._runtime
+        if runtime.gathering.is_open:
             raise UsageError("applied() inside gathered(): enter applied() first, and gathered() inside")
-        if self._parts.gradients.shown:
+        if runtime.gradients.shown:
             raise UsageError("applied() inside gathered_gradients(): leave that context first")
-        self._parts.control.finish()
+        runtime.control.finish()
         # A rank that owns nothing cannot know by itself.
-        begun = any(EMA in self._state(flat) for flat in self._flats())
-        agreed = torch.tensor([float(begun)], device=self._parts.collectives.device)
-        self._parts.collectives.all_reduce(agreed, dist.ReduceOp.MAX)
-        if not self._parts.collectives.read(agreed)[0]:
+        if not runtime.collectives.any(any(EMA in state for _, _, state in runtime.masters())):
             raise UsageError("applied() before the first update(): there is no average yet")
 
     @torch.no_grad()
     def _exchange(self) -> None:
         """Exchange weights and averages, on every rank."""
-        parts = self._parts
-        parts.control.finish()
-        parts.walk.absorb_changes()
-        parts.gathering.free_all()
-        parts.collectives.wait_for_readers()
-        for flat in self._flats():
-            average = self._state(flat).get(EMA)
-            if average is not None:
-                weights: Tensor = flat.tensor.detach()
+        self._runtime.control.finish()
+        self._runtime.settle()
+        for _, master, state in self._runtime.masters():
+            if EMA in state:
+                weights: Tensor = master.tensor.detach()
                 held = weights.clone()
-                weights.copy_(average)
-                average.copy_(held)
-        write_back(parts.storages)
-        parts.gathering.gather_updated()
+                weights.copy_(state[EMA])
+                state[EMA].copy_(held)
+        self._runtime.publish()
 
     def _living(self) -> ZeroOptimizer:
         optimizer = self._optimizer()
         if optimizer is None:
             raise UsageError("the optimizer of this average is gone: keep it as long as its Ema")
         return optimizer
-
-    def _flats(self) -> Iterator[MasterSlice]:
-        for storage in self._parts.storages:
-            yield from storage.flats
-
-    def _state(self, flat: MasterSlice) -> dict[str, Any]:
-        state: dict[str, Any] = self._parts.inner.state.get(flat.tensor, {})
-        return state
 
 
 def _keep_aside(inner: Optimizer) -> None:

@@ -1,4 +1,4 @@
-"""When training should stop: a signal that reached some rank, or the end of the job's time; all ranks agree.
+"""Stop signals: training stops after a signal on any rank or at the job's deadline, on all ranks together.
 
 Clusters end jobs by a signal and, some seconds later, by force; when and in which ranks the signal arrives is not
 known. So a handler only takes note of it, and once a step all ranks learn the greatest note of any.
@@ -30,7 +30,7 @@ _DEADLINE = 1 << 10
 
 
 class StopSignal:
-    """Lets all ranks learn, at the same step, that it is time to save and leave. A context manager.
+    """A context manager that tells all ranks, at the same step, to save and stop.
 
         with zerokit.StopSignal(optimizer, minutes_before=5) as stop:
             for step in range(done, steps):
@@ -77,7 +77,7 @@ class StopSignal:
         """Why to stop, the same on every rank: such as "SIGTERM on rank 1"; "" until `requested` returns True."""
         self._minutes_before = minutes_before
         self._every, self._calls = every, 0
-        self._collectives = optimizer.parts.collectives
+        self._collectives = optimizer.runtime.collectives
         self._group: dist.ProcessGroup | None = None
         self._signals = tuple(_signal(number) for number in signals)
         self._former: dict[signal.Signals, Any] = {}
@@ -90,8 +90,8 @@ class StopSignal:
             raise UsageError("this StopSignal is entered already: make another one")
         if self._signals and threading.current_thread() is not threading.main_thread():
             raise UsageError(
-                "StopSignal outside the main thread, which alone can take signals: enter it there, or pass signals=() "
-                "to have the deadline alone"
+                "StopSignal outside the main thread, which alone receives signals: enter it there, or pass "
+                "signals=() to use only the deadline"
             )
         self._entered, self._process = True, os.getpid()
         for number in self._signals:
@@ -108,7 +108,7 @@ class StopSignal:
             signal.signal(number, signal.SIG_DFL if former is None else former)
 
     def requested(self) -> bool:
-        """Whether to stop now: the same answer on every rank. Collective: all ranks call it as often, once a step."""
+        """Whether to stop now; the answer is equal on every rank. Collective: all ranks call it once per step."""
         if not self._entered:
             raise UsageError(
                 "requested() outside the context: write `with zerokit.StopSignal(optimizer) as stop:`"
@@ -178,7 +178,7 @@ def _signal(number: int) -> signal.Signals:
     try:
         signal_given = signal.Signals(number)
     except ValueError:
-        raise UsageError(f"signals: {number!r} is no signal of this system") from None
+        raise UsageError(f"signals: {number!r} is not a signal of this system") from None
     if signal_given in (signal.SIGKILL, signal.SIGSTOP):
         raise UsageError(f"signals: {signal_given.name} cannot be handled by any process")
     return signal_given

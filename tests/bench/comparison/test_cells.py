@@ -36,9 +36,9 @@ def test_what_varies_is_in_the_label_and_nothing_else() -> None:
         [run(make_cell(bucket_mb=25.0), make_cell(bucket_mb=1.5), make_cell(bucket_mb=25.0, nodes=3))]
     )
     assert labels(cells) == [
-        "zerokit 2 · bucket 25 MiB · 2 nodes",
-        "zerokit 2 · bucket 1.5 MiB · 2 nodes",
-        "zerokit 2 · bucket 25 MiB · 3 nodes",
+        "zerokit 2 · 2 nodes · bucket 25 MiB",
+        "zerokit 2 · 2 nodes · bucket 1.5 MiB",
+        "zerokit 2 · 3 nodes · bucket 25 MiB",
     ]
 
 

@@ -140,9 +140,9 @@ def test_a_rule_is_read(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("step/p50_ms", "no METRIC:PERCENT"),
-        ("step/p50_ms:-3%", "no METRIC:PERCENT"),
-        ("step/p50_ms:nan", "no METRIC:PERCENT"),
+        ("step/p50_ms", "not METRIC:PERCENT"),
+        ("step/p50_ms:-3%", "not METRIC:PERCENT"),
+        ("step/p50_ms:nan", "not METRIC:PERCENT"),
         ("step/p50:3%", "did you mean step/p50_ms"),
         ("xyzzy:3%", "one of step/p50_ms"),
     ],

@@ -30,7 +30,7 @@ def test_rounds_have_winners_and_single_runs_have_none() -> None:
     single = best(*make_sweep())
     assert {one.who for one in single.values()} == {"no clear winner"}
     assert {one.also for one in single.values()} == {
-        "single runs tell no winner: take several rounds (--repeats 3)"
+        "single runs do not decide: run several rounds (--repeats 3)"
     }
     assert list(best(make_cell())) == ["Throughput", "Memory", "Communication"]
 

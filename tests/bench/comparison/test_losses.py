@@ -38,12 +38,23 @@ def test_engines_are_compared_in_half_precision_by_a_tolerance_that_allows_their
 def test_the_floor_trains_something_else() -> None:
     found = cells("fp32", compute_only_0=3.0, ddp_0=1.0, zerokit_2=1.0)
     assert disagreements(found, 1e-5) == []
-    assert loss_note(found) == "Losses of cells that train the same are equal bits."
+    assert loss_note(found) == "Losses of cells with equal training are bitwise identical."
 
 
 def test_the_note_tells_engines_from_stages() -> None:
     found = cells("fp32", ddp_0=1.0, zerokit_2=1.001, zerokit_3=1.001)
     assert loss_note(found) == (
-        "Losses of cells that train the same differ by at most 1.0e-03 of them; those of one engine are equal bits."
+        "Losses of cells with equal training differ by at most 1.0e-03 of them; "
+        "those of one engine are bitwise identical."
     )
     assert loss_note(cells("fp32", zerokit_2=1.0)) == ""
+
+
+def test_local_steps_are_never_said_to_train_the_same() -> None:
+    every_step = cells("fp32", zerokit_2=1.0, ddp_0=1.0)
+    local = cells("fp32", zerokit_1=1.0)
+    (record,) = local[0].measured_records
+    local = make_cells([Run("", (replace(record, settings=replace(record.settings, every=8)),))])
+    assert loss_note([*every_step[:1], *local]) == ""
+    with pytest.raises(ZerokitError, match="no losses to compare"):
+        disagreements([*every_step[:1], *local], 1e-5)

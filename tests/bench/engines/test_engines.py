@@ -51,7 +51,7 @@ TINY = Settings(
     nproc_per_node=2,
 )
 # DeepSpeed has an environment of its own, see `test_deepspeed_agrees`; torch 2.6's FSDP2 needs a GPU.
-ELSEWHERE = ["compute-only", "deepspeed", *([] if TRAINS_ON_CPU else ["fsdp2"])]
+ELSEWHERE = ["compute-only", "post-local-sgd", "deepspeed", *([] if TRAINS_ON_CPU else ["fsdp2"])]
 PEERS = [
     (name, stage) for name, engine in ENGINES.items() if name not in ELSEWHERE for stage in engine.stages
 ]
@@ -181,6 +181,16 @@ def test_the_bf16_wire_is_near_the_engines_own(trained: dict[Settings, list[Curv
         assert own[0].losses != bf16[0].losses
 
 
+def test_powersgd_begins_with_exact_steps_and_trains_on() -> None:
+    exact = replace(TINY, engine="ddp", stage=0)
+    (first, _), (second, _) = curves([exact, replace(exact, wire="powersgd")])
+    assert second.losses[:3] == pytest.approx(
+        first.losses[:3], rel=TOLERANCE
+    )  # the hook compresses from step 3 on
+    assert second.losses[3] != first.losses[3]
+    assert second.losses[3] == pytest.approx(first.losses[3], rel=0.1)
+
+
 def test_compute_only_is_one_process_alone(trained: dict[Settings, list[Curve]]) -> None:
     alone = run_ranks(1, train_all, [TINY])[0][0]  # with the batches of the first of two ranks
     first, second = trained[ALONE]
@@ -285,3 +295,16 @@ def test_deepspeed_agrees() -> None:
                 # In fp32 at stage 0 DeepSpeed does not tell the norm, and in bf16 it sums gradients in bf16.
                 if curve.norms and cell.precision == "fp32":
                     assert curve.norms == pytest.approx(expected.norms, rel=tolerance), cell
+
+
+def test_local_steps_are_another_training() -> None:
+    local = replace(TINY, every=2)
+    cells = [local, replace(local, mesh="2x1"), replace(local, engine="post-local-sgd", stage=0), TINY]
+    narrow = [replace(local, wire=wire) for wire in ("int8", "int4")]
+    own, named, peer, every_step, int8, int4 = curves([*cells, *narrow])
+    assert own == named
+    assert len({tuple(found[0].losses) for found in (own, int8, int4)}) == 3
+    for found in (own, peer, int8, int4):
+        assert found[0].losses[:1] == every_step[0].losses[:1]
+        assert found[0].losses != every_step[0].losses
+        assert found[0].losses[-1] < found[0].losses[0]

@@ -60,7 +60,7 @@ def measure_all(world: int) -> tuple[list[Counted], dict[str, list[Bandwidth]]]:
         trainer = make(load(settings), settings, HERE)
         assert trainer.zero is not None
         found = measure_bandwidth(trainer, loaded.model.parameters, settings, HERE)
-        counters = trainer.zero.parts.collectives.counters
+        counters = trainer.zero.runtime.collectives.counters
         largest = max(trainer.zero.layout.units, key=lambda unit: unit.numel)
         calls = {name: tally.calls for (name, _), tally in counters.by_operation.items()}
         own.append(Counted(found, calls, counters.received_bytes, largest.numel * 4))

@@ -65,7 +65,7 @@ def test_of_a_trace_only_work_on_the_device_counts() -> None:
 
 
 def test_the_profilers_events_are_as_expected() -> None:
-    """Of a CPU, since there may be no other: the attributes that `on_device` reads exist, nothing ran on a device."""
+    """The attributes that `on_device` reads exist in events of a CPU, the only device there may be."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:

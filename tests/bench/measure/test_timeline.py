@@ -16,10 +16,11 @@ from zerokit.bench.engines.fsdp2 import TRAINS_ON_CPU
 from zerokit.bench.engines.trainer import Held, Trainer, held_by, make
 from zerokit.bench.machine.accelerator import Accelerator
 from zerokit.bench.measure.timeline import READINGS, MemoryTracker, condense, measure_timeline
-from zerokit.bench.record import MEMORY_KINDS, MemoryTimeline
+from zerokit.bench.record import MemoryTimeline
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.worker.training import Loop
 from zerokit.bench.workloads.build import load
+from zerokit.formulas import MEMORY_KINDS
 
 PARAMETERS, GRADIENTS, OPTIMIZER, BUFFERS, ACTIVATIONS = MEMORY_KINDS
 ELEMENT = 4

@@ -18,7 +18,7 @@ def begin(journal: Journal, world: int, step: int, samples: int) -> PartWriter:
 
 
 def losses(first: int, last: int, part: int = 0) -> list[float]:
-    """Of steps, which differ from part to part where they are repeated."""
+    """The losses of steps, which differ from part to part where they are repeated."""
     return [step + part / 10 for step in range(first, last + 1)]
 
 

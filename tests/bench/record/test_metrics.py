@@ -141,3 +141,14 @@ def test_utilisation_is_told_with_its_flops() -> None:
     use = Utilisation(0.4, 395.6e12, 989.0e12, "H100", "bf16")
     found = metrics_of(replace(cell, results=replace(cell.results, utilisation=use)))
     assert (found["mfu"], found["model_tflops_per_s_per_device"]) == pytest.approx((0.4, 395.6))
+
+
+def test_tokens_to_a_loss_count_from_the_first_five_steps_that_come_down_to_it() -> None:
+    cell = make_cell(device="cpu", precision="fp32")
+    losses: list[float | None] = [9.0, 5.0, 4.0, 3.0, 3.0, 3.0, 2.0, 2.0]
+    record = replace(cell, loss=losses, settings=replace(cell.settings, target_loss=3.0))
+    tokens = cell.settings.samples_per_step * cell.settings.seq_len
+    assert metrics_of(record)["to_target/tokens"] == 7 * tokens
+    never = replace(record, settings=replace(cell.settings, target_loss=1.0))
+    assert "to_target/tokens" not in metrics_of(never)
+    assert "to_target/tokens" not in metrics_of(cell)

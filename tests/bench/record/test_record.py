@@ -21,7 +21,7 @@ def test_a_record_comes_back_as_it_was(tmp_path: Path) -> None:
 
 
 def on_devices(*identities: str | None, device: str = "NVIDIA H100 80GB HBM3") -> Results:
-    """Of four ranks on two nodes of two, at a known MFU if each had a device of its own."""
+    """Results of four ranks on two nodes of two, at a known MFU if each had a device of its own."""
     cell = make_cell(device="cuda", precision="bf16", nproc_per_node=2)
     assert cell.model is not None
     ranks = [

@@ -59,16 +59,16 @@ DAMAGES: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (lambda content: content["ranks"][1].pop("pid"), r"ranks\[1\].pid: missing"),
     (put("status", value="fine"), "status"),
     (put("format", value="zerokit.bench/2"), "format 'zerokit.bench/2', expected 'zerokit.bench/1'"),
-    (put("traffic", "more", value=1), "traffic.more: not a field of Traffic"),
+    (put("traffic", "more", value=1), "traffic.more: no such field"),
     (put("ranks", value={}), "ranks: expected a list, found dict"),
     (put("ranks", 0, "step_ms", value="fast"), "step_ms"),
     (put("ranks", 0, "step_ms", 0, value=None), r"step_ms\[0\]"),
     (put("ranks", 0, "memory_bytes", value=[]), "memory_bytes: expected an object"),
-    (put("settings", "stage", value=True), "settings.stage: expected int, found bool"),
+    (put("settings", "stage", value=True), "settings.stage: expected a valid integer, found True"),
     (put("settings", "batch_size", value=1.5), "settings.batch_size"),
     (put("results", "step", "p50", value=None), "results.step.p50"),
     (put("environment", "packages", "torch", value=2.13), "environment.packages.torch"),
-    (put("model", value=3), "model: expected an object, found int"),
+    (put("model", value=3), "model: expected an object, found 3"),
 ]
 
 

@@ -64,6 +64,27 @@ def test_what_remains(shape: tuple[int, int], error: WorkerFailed, left: tuple[i
     assert found is None or replace(found, nodes=shape[0], nproc_per_node=shape[1]) == settings
 
 
+@pytest.mark.parametrize(
+    ("mesh", "error", "left"),
+    [
+        (None, ended((1, 0, KILL)), (1, 3, 5, None)),
+        ("3x2", ended(lost=(1,)), (2, 2, 5, "2x2")),
+        ("3x2", ended((1, 0, KILL), lost=(1,)), (1, 2, None, None)),
+        ("3x2", ended((1, 0, KILL), (2, 1, KILL), (4, 2, KILL)), (3, 1, 5, "3x1")),
+    ],
+)
+def test_islands_go_on_without_those_that_were_lost(
+    mesh: str | None, error: WorkerFailed, left: tuple[int, int, int | None, str | None]
+) -> None:
+    nodes, ranks = (3, 2) if mesh else (1, 4)
+    settings = Settings(
+        elastic=True, save="run", every=5, delay=2, mesh=mesh, nodes=nodes, nproc_per_node=ranks
+    )
+    found = remaining(settings, error)
+    assert found is not None
+    assert (found.nodes, found.nproc_per_node, found.every, found.mesh) == left
+
+
 @pytest.fixture
 def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -162,7 +183,7 @@ def test_what_is_not_elastic_is_not_restarted(tmp_path: Path, settings: Settings
 
 
 def test_settings_of_an_elastic_bench() -> None:
-    with pytest.raises(UsageError, match="give --elastic a run directory with --save"):
+    with pytest.raises(UsageError, match="give a run directory with --save"):
         Settings(elastic=True)
     assert Settings(elastic=True, save="run", steps=100).saves_every == 10
     assert Settings(elastic=True, save="run", steps=5).saves_every == 1

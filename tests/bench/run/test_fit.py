@@ -64,7 +64,7 @@ def test_ranks_together_keep_at_least_one_copy_and_at_most_one_each(
             Settings(model="gpt3-175b", nodes=2),
             16,
             "gpt3-175b is too large: zerokit at stage 2 in fp32 keeps at least 4Ψ + 12Ψ/N bytes",
-            "3,252.3 GiB for 2 ranks on this machine, which has 16.0 GiB; take a smaller model",
+            "3,252.3 GiB for 2 ranks on this machine, which has 16.0 GiB; choose a smaller model",
         ),
         (
             Settings(model="gpt2-xl", nodes=2, stage=0),

@@ -103,9 +103,9 @@ def test_what_cannot_run_is_recorded_in_the_first_round_only() -> None:
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
-        ("lr", float("nan"), "lr: expected a finite number, found nan"),
-        ("clip", float("inf"), "clip: expected a finite number, found inf"),
-        ("seed", 2**64, "seed: expected an integer of at most 64 bits"),
+        ("lr", float("nan"), "lr: expected at most 1e.100, found nan"),
+        ("clip", float("inf"), "clip: expected at most 1e.100, found inf"),
+        ("seed", 2**64, "seed: expected at most 9.2"),
     ],
 )
 def test_numbers_that_no_record_holds_are_refused(option: str, value: float, message: str) -> None:
@@ -136,3 +136,31 @@ def test_who_trains_on_a_mesh() -> None:
     assert "its outer stage is 0" in str(unsupported(replace(square, engine="fsdp2")))
     assert unsupported(replace(square, engine="fsdp2", outer_stage=0)) is None
     assert "has one axis" in str(unsupported(replace(square, engine="ddp", stage=0, outer_stage=0)))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"fragments": 2}, "give --every too"),
+        ({"every": 4, "delay": 4}, "must be under"),
+        ({"every": 4, "nproc_per_node": 1}, "needs islands"),
+        ({"every": 4, "mesh": "2x2", "outer_stage": 0}, "omit --outer-stage"),
+        ({"every": 4, "mesh": "1x4"}, "neither axis 1"),
+    ],
+)
+def test_local_steps_that_make_no_sense_are_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        Settings(**({"nproc_per_node": 4} | options))
+
+
+def test_who_makes_local_steps() -> None:
+    local = Settings(nproc_per_node=4, every=8, fragments=2, delay=4)
+    assert local.islands == (4, 1)
+    assert replace(local, mesh="2x2").islands == (2, 2)
+    assert replace(local, mesh="4x1").islands == (4, 1)
+    assert unsupported(local) is None
+    peer = Settings(nproc_per_node=4, every=8, engine="post-local-sgd", stage=0)
+    assert unsupported(peer) is None
+    assert "without --fragments" in str(unsupported(replace(peer, fragments=2)))
+    assert "post-local-sgd averages" in str(unsupported(replace(peer, every=None)))
+    assert "zerokit and post-local-sgd" in str(unsupported(replace(peer, engine="ddp")))

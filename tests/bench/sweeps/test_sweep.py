@@ -17,7 +17,6 @@ from zerokit.bench.record.sweep import Sweep, SweepError, SweepFolder
 from zerokit.bench.sweeps.cells import product
 from zerokit.bench.sweeps.sweep import exit_code, prepare, read_sweep, run_sweep
 from zerokit.bench.tracking.content import sweep_status
-from zerokit.bench.tracking.mirror import Live
 from zerokit.errors import UsageError
 from zerokit.launch.failures import WorkerFailed
 
@@ -37,8 +36,7 @@ def run(
     interrupted: Callable[[], None] = lambda: None,
 ) -> list[Record]:
     watcher = watcher or Watcher()
-    live = Live(None, watcher.warn, "", (Stopped,), lambda record: {})
-    return run_sweep(sweep, folder, host(ranks or Ranks(), watcher, interrupted), watcher, live)
+    return run_sweep(sweep, folder, host(ranks or Ranks(), watcher, interrupted), watcher)
 
 
 @pytest.fixture
@@ -153,7 +151,7 @@ def test_what_fails_after_the_steps_is_warned_of_and_costs_no_cell(
     records = run(prepare(folder, make(stage=(1, 2))), folder, Ranks(act), watcher)
     assert [record.status for record in records] == ["failed", "ok"]
     assert watcher.warnings == [
-        f"what communication costs is not known: the compute-only twin{culprit} failed: rank 0 failed: no twin"
+        f"the cost of communication is unknown: the compute-only twin{culprit} failed: rank 0 failed: no twin"
     ]
 
 
@@ -161,14 +159,14 @@ def test_a_folder_goes_on_with_the_same_cells_only(folder: SweepFolder) -> None:
     first = prepare(folder, make(stage=(1, 2)))
     assert prepare(folder, make(stage=(1, 2))) == first
     for other in (make(stage=(2, 1)), make(stage=(1, 2), batch_size=(8,)), make(stage=(1, 2, 3))):
-        with pytest.raises(UsageError, match="holds a sweep of other cells: go on with it by --continue"):
+        with pytest.raises(UsageError, match="has a sweep of other cells: continue it by --continue"):
             prepare(folder, other)
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "holds no sweep: there is no sweep.json in it"),
+        (None, "has no sweep: there is no sweep.json in it"),
         ("{", "cannot read the sweep"),
         ("[]", "format None, expected 'zerokit.sweep/1'"),
         ('{"format": "zerokit.sweep/9"}', "format 'zerokit.sweep/9'"),

@@ -19,9 +19,8 @@ from zerokit.bench.record.settings import Settings
 from zerokit.bench.record.sweep import Sweep, SweepFolder
 from zerokit.bench.sweeps.cells import product
 from zerokit.bench.sweeps.sweep import prepare, run_sweep
-from zerokit.bench.tracking import push
-from zerokit.bench.tracking.content import sweep_status
-from zerokit.bench.tracking.mirror import Live, Mirror
+from zerokit.bench.tracking.mirror import Mirror
+from zerokit.bench.tracking.push import Found, Tracker, find_records, push
 from zerokit.bench.tracking.store import Store, Tracking, TrackingError
 from zerokit.errors import UsageError
 from zerokit.launch.failures import WorkerFailed
@@ -52,20 +51,23 @@ def make(folder: SweepFolder, **options: Sequence[object]) -> Sweep:
 
 def run(
     sweep: Sweep, folder: SweepFolder, tracking: Tracking | None, ranks: Ranks | None = None
-) -> tuple[list[Record], Watcher, Live]:
-    watcher = Watcher()
-    live = Live(tracking, watcher.warn, "zerokit push HERE", (Stopped,), lambda record: {"p.png": b"picture"})
-    try:
-        records = run_sweep(sweep, folder, host(ranks or Ranks(), watcher), watcher, live)
-    except Stopped:
-        live.end_sweep(sweep.id, folder.records(sweep), dict, "KILLED")
-        return folder.records(sweep), watcher, live
-    live.end_sweep(sweep.id, records, dict, sweep_status(sweep, records))
-    return records, watcher, live
+) -> tuple[list[Record], Watcher, Tracker]:
+    """As `zerokit bench` does: each cell is pushed, and the whole at the end or after an interruption."""
+    watcher, sweeps = Watcher(), {sweep.id: (sweep, folder)}
+    tracker = Tracker(tracking, pictures, watcher.warn, "zerokit push HERE")
+
+    def track(path: Path, record: Record) -> None:
+        tracker.push(Found([(path, record)], sweeps, []), going_on=True)
+
+    with contextlib.suppress(Stopped):
+        run_sweep(sweep, folder, host(ranks or Ranks(), watcher), watcher, track)
+    tracker.push(find_records([folder.path]))
+    return folder.records(sweep), watcher, tracker
 
 
 def pushed(tracking: Tracking, *paths: Path) -> Counter[str]:
-    return Counter(done.outcome for done in push.push(push.find_records(paths), tracking, pictures))
+    done = push(find_records(paths), Mirror(Store.open(tracking)), pictures)
+    return Counter(one.outcome for one in done)
 
 
 def runs(client: MlflowClient, tracking: Tracking) -> tuple[list[Run], list[Run]]:
@@ -127,17 +129,17 @@ def test_ten_cells_pushed_twice_are_ten_runs_and_one_parent(
     assert parent.info.status == "KILLED"  # two cells are missing
 
 
-def test_what_was_tracked_live_is_not_pushed_again(
+def test_what_a_bench_tracked_is_not_pushed_again(
     folder: SweepFolder, tracking: Tracking, client: MlflowClient
 ) -> None:
-    records, watcher, live = run(make(folder, stage=(1, 2)), folder, tracking)
-    assert (watcher.warnings, live.lost) == ([], False)
+    records, watcher, tracker = run(make(folder, stage=(1, 2)), folder, tracking)
+    assert (watcher.warnings, tracker.lost) == ([], False)
     assert_mirrored(client, tracking, records)
     assert pushed(tracking, folder.path) == {"there": 2}
     assert pushed(tracking, *(folder.path / "cells").iterdir()) == {"there": 2}
     assert_mirrored(client, tracking, records)
     (parent,), _ = runs(client, tracking)
-    assert parent.info.run_id == live.run_id
+    assert parent.info.run_id == tracker.run_id
 
 
 def test_going_on_tracks_what_was_not_tracked_before(
@@ -197,11 +199,11 @@ def test_a_server_that_goes_away_during_a_sweep_loses_nothing(
 ) -> None:
     breaking = Breaking(monkeypatch)
     breaking.left = calls
-    records, watcher, live = run(make(folder, stage=(1, 2)), folder, tracking)
+    records, watcher, tracker = run(make(folder, stage=(1, 2)), folder, tracking)
     assert [record.status for record in records] == ["ok", "ok"]
-    assert live.lost
+    assert tracker.lost
     (warning,) = watcher.warnings
-    assert "records are on disk. When MLflow can be reached: zerokit push HERE" in warning
+    assert "records are on disk. When MLflow is reachable: zerokit push HERE" in warning
     assert breaking.left == 0  # nobody asked again
     breaking.left = -1
     pushed(tracking, folder.path)
@@ -220,14 +222,11 @@ def test_a_cell_that_is_run_again_keeps_its_run(
     sweep = make(folder, stage=(0, 1, 2, 3))
     records, _, _ = run(sweep, folder, tracking, Ranks(act))
     assert [record.status for record in records] == ["ok", "failed", "ok", "killed"]
-    parents, children = runs(client, tracking)
-    assert [run.info.status for run in parents + children] == [
-        "KILLED",
-        "FINISHED",
-        "FAILED",
-        "FINISHED",
-        "KILLED",
-    ]
+    (parent,), children = runs(client, tracking)
+    assert parent.info.status == "KILLED"
+    by_id = {child.data.tags["zerokit.record_id"]: child for child in children}
+    children = [by_id[record.id] for record in records]
+    assert [run.info.status for run in children] == ["FINISHED", "FAILED", "FINISHED", "KILLED"]
     assert children[1].data.tags["zerokit.reason"] == "rank 0 failed: no"
     assert children[3].data.tags["zerokit.reason"] == "enough"
     pushed(tracking, folder.path)  # in between: the killed one is completed
@@ -235,7 +234,7 @@ def test_a_cell_that_is_run_again_keeps_its_run(
     records, _, _ = run(sweep, folder, tracking)
     assert [record.status for record in records] == ["ok"] * 4
     assert_mirrored(client, tracking, records)
-    assert [run.info.run_id for run in runs(client, tracking)[1]] == [run.info.run_id for run in children]
+    assert {run.info.run_id for run in runs(client, tracking)[1]} == {run.info.run_id for run in children}
     assert runs(client, tracking)[0][0].info.status == "FINISHED"
 
 
@@ -264,50 +263,13 @@ def test_a_record_that_grew_is_written_again(tracking: Tracking, client: MlflowC
     assert run.data.metrics["skipped_steps"] == 3
 
 
-@pytest.mark.parametrize(
-    ("error", "status"), [(None, "FINISHED"), (Stopped("enough"), "KILLED"), (ValueError("oh"), "FAILED")]
-)
-def test_a_bench_without_a_sweep_leaves_no_run_open(
-    tracking: Tracking, client: MlflowClient, tmp_path: Path, error: Exception | None, status: str
-) -> None:
-    live = Live(tracking, lambda text: None, "", (Stopped,), lambda record: {})
-    settings = Settings(model="gpt-tiny", seq_len=16)
-
-    def work(identity: str) -> Record:
-        (run,) = runs(client, tracking)[1]
-        assert (run.info.status, run.data.tags["zerokit.record_id"]) == ("RUNNING", identity)
-        if error is not None:
-            raise error
-        return replace(record_of(settings, None), id=identity)
-
-    with contextlib.nullcontext() if error is None else pytest.raises(type(error)):
-        write_record(live.during(settings, None, work), tmp_path / "r.json")
-    (run,) = runs(client, tracking)[1]
-    assert (run.info.status, run.info.run_id) == (status, live.run_id)
-    assert run.data.tags.get("zerokit.reason", "") == str(error or "")
-    assert "mlflow.parentRunId" not in run.data.tags
-    if error is None:
-        assert pushed(tracking, tmp_path / "r.json") == {"there": 1}
-
-
 def test_what_is_no_record_is_told_and_the_rest_is_pushed(tracking: Tracking, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="nowhere does not exist"):
-        push.find_records([tmp_path / "nowhere"])
-    with pytest.raises(UsageError, match="holds no record"):
-        push.find_records([tmp_path])
+        find_records([tmp_path / "nowhere"])
+    with pytest.raises(UsageError, match="has no record"):
+        find_records([tmp_path])
     write_record(make_failure("failed", "no"), tmp_path / "a.json")
     (tmp_path / "b.json").write_text("{}")
-    results = push.push(push.find_records([tmp_path]), tracking, pictures)
+    results = push(find_records([tmp_path]), Mirror(Store.open(tracking)), pictures)
     assert [(done.path.name, done.outcome) for done in results] == [("b.json", "failed"), ("a.json", "new")]
     assert "not a bench record" in (results[0].reason or "")
-
-
-def test_a_store_that_cannot_be_opened_is_told_once() -> None:
-    told: list[str] = []
-    live = Live(Tracking("nonsense://x", "e"), told.append, "zerokit push R", (Stopped,), lambda record: {})
-    record = record_of(Settings(), None)
-    assert live.during(Settings(), None, lambda identity: record) is record
-    (line,) = told
-    assert "MLflow at nonsense://x cannot be used" in line
-    assert line.endswith("zerokit push R")
-    assert line.count("\n") == 1  # what went wrong is a line, and the advice one

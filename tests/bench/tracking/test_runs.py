@@ -58,7 +58,7 @@ def test_a_malformed_record_is_named(tmp_path: Path, content: str) -> None:
 def test_places_without_records_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    with pytest.raises(RecordError, match="holds no bench record"):
+    with pytest.raises(RecordError, match="has no bench record"):
         load_run(str(tmp_path))
     with pytest.raises(UsageError, match="no such file or folder"):
         load_run("missing.json")
@@ -98,12 +98,12 @@ def test_runs_children_and_experiments_of_mlflow(tmp_path: Path) -> None:
         == set(ids(load_experiment("bench", uri).records))
         == set(ids(records))
     )
-    with pytest.raises(UsageError, match="neither a run id nor an experiment"):
+    with pytest.raises(UsageError, match="not a run id or experiment"):
         load_run("benches", uri)
     with pytest.raises(UsageError, match="no experiment 'benches'"):
         load_experiment("benches", uri)
     with pytest.raises(TrackingError, match="cannot be read"):
         load_run("0" * 32, uri)
     empty = client.create_run(experiment).info.run_id
-    with pytest.raises(RecordError, match="holds no bench record"):
+    with pytest.raises(RecordError, match="has no bench record"):
         load_run(empty, uri)

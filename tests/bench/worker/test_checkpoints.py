@@ -56,7 +56,7 @@ def test_a_bench_goes_on_from_the_newest_and_replaces_nothing(run: Path, tmp_pat
         newest, fresh, inside, *blocked, new, also_new = (step for step, _ in found)
         assert (newest, new, also_new) == (5, 0, 0)
         assert fresh == (
-            f"{run} holds step 5 already, and this bench begins after step 0: what is saved is never replaced: "
+            f"{run} already has step 5, and this bench starts after step 0. Committed steps are never replaced: "
             "--resume, or --save elsewhere"
         )
         assert "is a checkpoint itself" in str(inside)

@@ -135,9 +135,9 @@ def test_a_folder_of_images(tmp_path: Path) -> None:
 
 
 def test_bad_folders_and_images_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="is no folder; image models take a folder"):
+    with pytest.raises(DataError, match="is not a folder; image models take a folder"):
         check_inputs(Settings(model="resnet50", data=str(tmp_path / "nowhere")))
-    with pytest.raises(DataError, match="holds no images"):
+    with pytest.raises(DataError, match="has no images"):
         check_inputs(Settings(model="resnet50", data=str(tmp_path)))
     (tmp_path / "bad.png").write_bytes(b"no image")
     source = open_source(Settings(model="resnet50", image_size=32, data=str(tmp_path)))

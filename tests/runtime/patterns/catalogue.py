@@ -9,6 +9,7 @@ from tests.runtime.patterns import (
     gradients,
     half,
     hooks,
+    islands,
     library,
     loops,
     momentum,
@@ -45,6 +46,7 @@ _MODULES = (
     ranks,
     half,
     objects,
+    islands,
 )
 
 SUBJECTS = {

@@ -62,6 +62,8 @@ class Engine(ABC):
 
     plain: bool
     optimizer: Any
+    every: int | None = None
+    """Ranks are islands, which average their weights once in so many steps; None for gradients averaged in each."""
 
     def __init__(
         self,
@@ -73,7 +75,7 @@ class Engine(ABC):
         journal: Journal | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
-        """`options` are the ZeroOptimizer's (`precision`, `units`) and the inner optimizer's (`lr`)."""
+        """`options` are the ZeroOptimizer's (`precision`, `units`), the inner optimizer's (`lr`), and `every`."""
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.model: Any = model
         self.setting = setting
@@ -81,7 +83,9 @@ class Engine(ABC):
         self.journal.engines.append(self)
         self.generator = generator or torch.Generator().manual_seed(1000 + self.rank)
         cls, defaults = OPTIMIZERS[setting.optimizer]
-        self._make(cls, params, {**defaults, "fused": True}, dict(options or {}))
+        options = dict(options or {})
+        self.every = options.pop("every", None)
+        self._make(cls, params, {**defaults, "fused": True}, options)
 
     @abstractmethod
     def _make(
@@ -186,6 +190,7 @@ class Plain(Engine):
             for module in self.model.modules():
                 if next(module.parameters(recurse=False), None) is not None:
                     module.register_forward_pre_hook(_cast_inputs)
+        self.steps = 0
         groups: list[Any] = list(self.masters) if params is None else list(params)
         if groups and isinstance(groups[0], dict):
             groups = [{**g, "params": [self.masters[p] for p in g["params"]]} for g in groups]
@@ -212,7 +217,7 @@ class Plain(Engine):
                 gradient = before + gradient.to(master.dtype)
                 parameter.grad = None
             master.grad = gradient
-        if not trained:
+        if not trained or self.every is not None:
             return
         gradients = [m.grad for _, m in trained if m.grad is not None]
         flat = torch.cat([gradient.flatten() for gradient in gradients]).div_(self.world)
@@ -227,6 +232,11 @@ class Plain(Engine):
     def step(self) -> None:
         self.average()
         self.optimizer.step()
+        self.steps += 1
+        if self.every is not None and self.steps % self.every == 0:
+            for master in self.masters.values():
+                dist.all_reduce(master.detach())
+                master.detach().div_(self.world)
         self.write_back()
 
     def write_back(self) -> None:
@@ -288,8 +298,13 @@ class Zero(Engine):
         self.optimizer = zerokit.ZeroOptimizer(
             self.model, cls, stage=self._stage(options), params=params, **options
         )
+        if self.every is not None:
+            zerokit.LocalSteps(self.optimizer, every=self.every, outer=None)
 
     def _stage(self, options: dict[str, Any]) -> Any:
+        if self.every is not None:
+            options["mesh"] = (self.world, 1)
+            return "local", self.setting.stage
         if self.setting.outer is None:
             return self.setting.stage
         options["mesh"] = (2, 2)

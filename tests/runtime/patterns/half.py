@@ -40,6 +40,24 @@ def reduced_in_half(engine: Engine) -> None:
         other.update(square(other.model(engine.data(4, 8))))
 
 
+def _narrow(name: Any) -> dict[str, Any]:
+    return {"options": {"precision": zerokit.Precision(wire=name)}, "tolerance": 5e-2}
+
+
+@pattern('`Precision(wire="int8")`', Mlp, **_narrow("int8"))
+def int8_wire(engine: Engine) -> None:
+    for _ in range(STEPS):
+        engine.update(square(engine.model(engine.data(4, 8))), max_norm=0.1)
+
+
+@pattern('`Precision(wire="int4")`, accumulated over micro-batches', Mlp, **_narrow("int4"))
+def int4_wire(engine: Engine) -> None:
+    for _ in range(STEPS):
+        with engine.accumulate():
+            engine.backward(square(engine.model(engine.data(4, 8))))
+        engine.update(square(engine.model(engine.data(4, 8))))
+
+
 # Beside stage 0: a reference by hand would have to scale the loss as zerokit does.
 @pattern("fp16, the loss scaled", Mlp, options={"precision": "fp16"}, reference="stage 0", tolerance=1e-3)
 def scaled(engine: Engine) -> None:

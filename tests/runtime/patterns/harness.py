@@ -101,7 +101,7 @@ class Pattern:
 
     def on_mesh(self) -> Setting | None:
         """One pair of stages on a mesh of two by two ranks, by turns; None for what wants ranks of its own kind."""
-        if self.world != 2 or self.apart or "process_group" in self.options:
+        if self.world != 2 or self.apart or not self.options.keys().isdisjoint(("process_group", "every")):
             return None
         turn = crc32(self.key.encode())
         outer, inner = ((0, 3), (1, 3), (2, 2), (3, 3))[turn % 4]

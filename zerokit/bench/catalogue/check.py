@@ -1,4 +1,4 @@
-"""Whether settings name an engine and a model that exist, and ask of them what they can do."""
+"""Checks that settings name a known engine and model, and ask for what these support."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from zerokit.errors import UsageError
 
 
 def require_known(settings: Settings) -> Settings:
-    """The same; raises `UsageError` for an unknown engine or model, and for sizes or data that do not fit the model."""
+    """Return the settings; raise `UsageError` for an unknown engine or model, or sizes or data that do not fit."""
     if settings.engine not in ENGINES:
         raise UsageError(f"engine {settings.engine!r} is unknown: choose one of {tuple(ENGINES)}")
     if (objection := _objection(settings)) is not None:
@@ -27,7 +27,7 @@ def _objection(settings: Settings) -> str | None:
             "use a smaller --seq-len"
         )
     if settings.data not in (None, "synthetic") and text is None and images is None:
-        return f"{name} makes its own data: leave --data {settings.data} out"
+        return f"{name} makes its own data: omit --data {settings.data} out"
     if images is None:
         if settings.image_size is None:
             return None
@@ -47,19 +47,29 @@ def _objection(settings: Settings) -> str | None:
 
 
 def unsupported(settings: Settings) -> str | None:
-    """Why the engine cannot do this, in words; None where it can. Whether it is installed is not looked at."""
+    """The reason why the engine cannot run these settings; None if it can. Installation is not checked."""
     name, engine = settings.engine, ENGINES[settings.engine]
     if settings.stage not in engine.stages:
         only = len(engine.stages) == 1
         has = f"stage {engine.stages[0]} only" if only else f"stages {', '.join(map(str, engine.stages))}"
         return f"{name} has no stage {settings.stage}: it has {has}"
+    if settings.every is not None and not engine.local_steps:
+        local = " and ".join(other for other in ENGINES if ENGINES[other].local_steps)
+        return f"{name} synchronises in every step: {local} make local steps (--every)"
+    if name == "post-local-sgd" and (settings.every is None or settings.fragments > 1 or settings.delay):
+        return "post-local-sgd averages all weights once in --every steps, without --fragments and --delay"
     if settings.mesh is not None and name not in ("zerokit", "fsdp2"):
         return f"{name} has one axis: zerokit and fsdp2 train on a mesh"
     if settings.mesh is not None and name == "fsdp2" and settings.stages[0] != 0:
         return "fsdp2 replicates over the outer axis of a mesh: its outer stage is 0"
     if settings.precision == "fp16" and not engine.fp16:
         return f"{name} is not benched in fp16, which needs its own loss scaling; use bf16"
-    if settings.wire == "bf16" and not engine.bf16_wire:
-        having = " and ".join(other for other in ENGINES if ENGINES[other].bf16_wire)
-        return f"{name} has no bf16 wire: {having} have"
+    if settings.wire != "own" and settings.wire not in engine.wires:
+        having = [other for other in ENGINES if settings.wire in ENGINES[other].wires]
+        return f"{name} has no {settings.wire} wire: {' and '.join(having)} ha{'ve' if having[1:] else 's'}"
+    narrow = settings.wire in ("int8", "int4") and settings.every is None
+    if settings.wire_updates and not (narrow and settings.stages[0] in (1, 2)):
+        return (
+            "--wire-updates sends parameters on zerokit's int8 or int4 wire in every step, at stages 1 and 2"
+        )
     return None

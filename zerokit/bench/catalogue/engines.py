@@ -1,4 +1,4 @@
-"""The engines by name: what each does, which ZeRO stages it has, what it needs. Standard library only."""
+"""The engines by name: what each does, its ZeRO stages, and what it requires. Standard library only."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from types import MappingProxyType
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """One way to train over ranks.
+    """An engine: one way to train on several ranks.
 
     `stages` are the ZeRO stages that it amounts to, `default_stage` the one it has when none is asked for. `package`
-    has to be importable, and `install` says how to make it so. `fp16` and `bf16_wire` say whether it is benched so.
+    has to be importable, and `install` says how to make it so. `fp16` says whether it is benched so, `wires` on which.
     """
 
     summary: str
@@ -22,11 +22,13 @@ class Engine:
     package: str = "torch"
     install: str = "pip install torch"
     fp16: bool = False
-    bf16_wire: bool = False
+    wires: tuple[str, ...] = ()
+    local_steps: bool = False
+    """Whether islands can train by themselves (`--every`)."""
 
     @property
     def missing(self) -> str | None:
-        """How to get it, where its package is not installed."""
+        """How to install the engine's package."""
         if importlib.util.find_spec(self.package) is not None:
             return None
         return f"{self.package} is not installed here; {self.install}"
@@ -35,8 +37,21 @@ class Engine:
 _DEEPSPEED = "pip install deepspeed --no-build-isolation (its build looks for torch)"
 ENGINES: Mapping[str, Engine] = MappingProxyType(
     {
-        "zerokit": Engine("this package's ZeroOptimizer", (0, 1, 2, 3), 2, fp16=True, bf16_wire=True),
-        "ddp": Engine("torch's DistributedDataParallel", (0,), 0, bf16_wire=True),
+        "zerokit": Engine(
+            "this package's ZeroOptimizer",
+            (0, 1, 2, 3),
+            2,
+            fp16=True,
+            wires=("bf16", "int8", "int4"),
+            local_steps=True,
+        ),
+        "ddp": Engine("torch's DistributedDataParallel", (0,), 0, wires=("bf16", "powersgd")),
+        "post-local-sgd": Engine(
+            "DDP with torch's PostLocalSGDOptimizer: ranks average their weights once in --every steps",
+            (0,),
+            0,
+            local_steps=True,
+        ),
         "zero-redundancy-optimizer": Engine("DDP with torch's ZeroRedundancyOptimizer", (1,), 1),
         "fsdp2": Engine(
             "torch's fully_shard; stage 2 keeps parameters between forward and backward", (2, 3), 3

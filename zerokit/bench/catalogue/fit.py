@@ -1,4 +1,4 @@
-"""Whether a bench's model state can fit here, computed before a process is started. Standard library only.
+"""Estimates whether a bench's model state fits this machine, before any process starts. Standard library only.
 
 What is compared is a lower bound, parameters, gradients and AdamW's state by ZeRO's formulas (arXiv:1910.02054, §5),
 without activations, buffers or padding: what is refused could not have run, what is not refused may still run out.
@@ -18,7 +18,7 @@ GIB = 2.0**30
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Memory for ranks here: of the host, None where that is not known; of each CUDA device, in all."""
+    """Memory available to ranks on this machine: the host's (None if unknown), and each CUDA device's total."""
 
     host_bytes: int | None
     device_bytes: tuple[int, ...]
@@ -26,14 +26,14 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Bytes of model state a rank: `whole`·Ψ + `shared`·Ψ/N, and `first`·Ψ more on rank 0."""
+    """Bytes of model state on a rank: `whole`·Ψ + `shared`·Ψ/N, and `first`·Ψ more on rank 0."""
 
     whole: int
     shared: int
     first: int = 0
 
     def bytes_of(self, rank: int, *, parameters: int, world: int) -> int:
-        """The bytes of one rank, rounded down."""
+        """The bytes on one rank, rounded down."""
         whole = self.whole + (self.first if rank == 0 else 0)
         return whole * parameters + self.shared * parameters // world
 
@@ -43,7 +43,7 @@ class State:
 
 
 def state_of(engine: str, stage: int, precision: str) -> State:
-    """What an engine keeps of each parameter, at least; AdamW's two moments are in fp32."""
+    """The least state that an engine keeps for each parameter; AdamW's two moments are in fp32."""
     if engine == "parameter-server":  # only rank 0 steps
         return State(whole=4 + 4, shared=0, first=8)
     half = precision != "fp32"
@@ -64,7 +64,7 @@ def state_of(engine: str, stage: int, precision: str) -> State:
 
 
 def refuse_if_too_large(settings: Settings, machine: Machine) -> str | None:
-    """Why the ranks, all on this machine, cannot hold the model's state, in words; None where they may.
+    """The reason why ranks on this machine cannot hold the model's state; None if they may.
 
     A workload whose number of parameters is not known is not judged.
     """
@@ -82,7 +82,7 @@ def refuse_if_too_large(settings: Settings, machine: Machine) -> str | None:
         if there is None or needed <= there:
             continue
         for_all = least.bytes_of(1, parameters=parameters, world=settings.world) * len(sharing)
-        advice = "take a smaller model or more machines"
+        advice = "choose a smaller model or more machines"
         if settings.engine in ("zerokit", "deepspeed") and settings.stage < 3 and for_all <= there:
             advice = f"--stage 3 needs at least {for_all / GIB:,.1f} GiB"
         return (
@@ -96,12 +96,12 @@ def refuse_if_too_large(settings: Settings, machine: Machine) -> str | None:
 
 
 def this_machine() -> Machine:
-    """What there is now, without starting torch."""
+    """The memory available now; torch is not imported."""
     return Machine(available_bytes(), _device_bytes())
 
 
 def available_bytes() -> int | None:
-    """Main memory that can be had without swapping, within this process's control group."""
+    """Main memory available without swapping, within this process's control group."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:

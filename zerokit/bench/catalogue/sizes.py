@@ -1,4 +1,4 @@
-"""Models as plain data: their sizes, and what follows from these by arithmetic.
+"""Models as plain data: their sizes, and the parameter and FLOP counts that follow from them.
 
 Every count of parameters here is a formula, and a test compares it with the model that torch builds.
 """
@@ -12,7 +12,7 @@ from typing import ClassVar
 
 @dataclass(frozen=True)
 class Config(ABC):
-    """Sizes of one model; `unit` is what throughput counts, `default_data` what `--data` is where it is not given."""
+    """Sizes of one model; `unit` is what throughput counts, `default_data` the default of `--data`."""
 
     unit: ClassVar[str] = "samples"
     default_data: ClassVar[str] = "synthetic"
@@ -39,10 +39,10 @@ class TextConfig(Config):
     @property
     @abstractmethod
     def looked_up(self) -> int:
-        """Parameters that take part in no product: embedding tables that are not the head as well."""
+        """Parameters outside matrix products: embedding tables that are not also the head."""
 
     def flops(self, length: int) -> tuple[float, str]:
-        """FLOPs a token at sequences of `length`, and in words how they were counted."""
+        """FLOPs per token at sequences of `length`, and a note on how they were counted."""
         multiplied = self.parameters - self.looked_up
         return transformer_flops(multiplied, layers=self.layers, width=self.width, length=length), (
             f"6N + 12·L·d·s a token, N = {multiplied:,}: all parameters but embeddings that are only looked up; "
@@ -157,7 +157,7 @@ class ResNetConfig(ImageConfig):
 
     @property
     def parameters(self) -> int:
-        """Every convolution is followed by a BatchNorm with two a channel."""
+        """Trainable elements; every convolution is followed by a BatchNorm with two per channel."""
         total = self.stem * (7 * 7 * self.channels + 2)
         before = self.stem
         for depth, width in zip(self.depths, self.widths, strict=True):
@@ -179,13 +179,13 @@ class InceptionConfig(ImageConfig):
 
     @property
     def parameters(self) -> int:
-        """Both classifiers; the rest, without its 1000 classes, is a count of torchvision's model."""
+        """Trainable elements: both classifiers, and torchvision's count for the rest."""
         return 24_343_264 + (2048 + 1 + 768 + 1) * self.classes
 
 
 @dataclass(frozen=True)
 class MLPConfig(ImageConfig):
-    """One hidden layer over the pixels of a grey image, as first courses train it on MNIST."""
+    """One hidden layer over the pixels of a grey image, as in introductory courses on MNIST."""
 
     image_size: int = 28
     hidden: int = 256
@@ -200,7 +200,7 @@ class MLPConfig(ImageConfig):
 
 @dataclass(frozen=True)
 class LinearConfig(Config):
-    """A linear regression onto one number."""
+    """A linear regression with one output."""
 
     features: int = 100
 

@@ -1,4 +1,4 @@
-"""Every workload by name: its sizes, its unit, what it needs installed. Standard library only.
+"""Every workload by name: its sizes, its unit, and the packages it requires. Standard library only.
 
 A name is one of `WORKLOADS`, or `package.module:factory` for the user's own (`own` says what a factory returns).
 """
@@ -30,14 +30,14 @@ from zerokit.errors import UsageError
 INSTALL: Mapping[str, str] = MappingProxyType(
     {
         "transformers": "pip install 'zerokit[hf]'",
-        "torchvision": "pip install torchvision, in the version that belongs to the installed torch",
+        "torchvision": "pip install torchvision, in the version that matches the installed torch",
     }
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """One `--model`.
+    """A workload: one value of `--model`.
 
     Attributes:
         name: as asked for.
@@ -51,7 +51,7 @@ class Workload:
 
     @property
     def unit(self) -> str:
-        """What throughput counts."""
+        """The unit that throughput counts."""
         return (self.config or Config).unit
 
     @property
@@ -66,17 +66,17 @@ class Workload:
 
     @property
     def parameters(self) -> int | None:
-        """Trainable elements, tied ones once; None for the user's own, until it is built."""
+        """Trainable elements, tied ones once; None for a user's own model, which is not built yet."""
         return None if self.config is None else self.config.parameters
 
     @property
     def default_data(self) -> str:
-        """What `--data` is where it is not given: real text for language models, else made up."""
+        """The default of `--data`: real text for language models, otherwise synthetic."""
         return (self.config or Config).default_data
 
     @property
     def missing(self) -> str | None:
-        """How to get the package that builds it, where that is not installed."""
+        """How to install the package that builds the model."""
         if self.library is None or importlib.util.find_spec(self.library) is not None:
             return None
         return f"{self.name} is built by {self.library}, which is not installed here; {INSTALL[self.library]}"
@@ -141,13 +141,13 @@ _FACTORY = re.compile(rf"{_IDENTIFIER}(\.{_IDENTIFIER})*:{_IDENTIFIER}(\.{_IDENT
 
 
 def describe(name: str) -> Workload:
-    """The workload of a name; raises `UsageError` for an unknown one, with the names that are close to it."""
+    """The workload of this name; raises `UsageError` with similar names if it is unknown."""
     if name in WORKLOADS:
         return WORKLOADS[name]
     if _FACTORY.fullmatch(name):
         return Workload(name, None)
     if ":" in name:
-        raise UsageError(f"model {name!r} is no factory: write it as package.module:function")
+        raise UsageError(f"model {name!r} is not a factory: write package.module:function")
     close = difflib.get_close_matches(name, WORKLOADS, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(close)}?" if close else f"choose one of {', '.join(WORKLOADS)}"
     raise UsageError(f"model {name!r} is unknown: {hint} (or package.module:factory for your own)")

@@ -1,4 +1,4 @@
-"""Records grouped into cells: equal settings on an equal machine are repetitions of one cell, which tell its noise.
+"""Records grouped into cells: records with equal settings on an equal machine are repetitions of one cell.
 
 A cell's label says what tells it from the others beside it, and no more.
 """
@@ -14,18 +14,19 @@ from zerokit.bench.record import Record, Status
 from zerokit.bench.record.metrics import METRICS, Measured, measure, values_of
 from zerokit.bench.record.runs import Run
 from zerokit.bench.record.schema import to_plain
+from zerokit.bench.record.settings import OPTIONS
 from zerokit.bench.record.words import ENGINE_TITLES, value_in_words
 
 ALONE = "compute-only"
 """The engine whose ranks train alone, each with its own losses."""
 
 # How long was measured, what for, and how often: not what was measured.
-_ASIDE = ("repeat", "steps", "warmup", "twin", "save", "save_every", "resume", "elastic")
+_ASIDE = {"repeat", *(name for name, how in OPTIONS.items() if how.same_cell)}
 
 
 @dataclass(slots=True)
 class Cell:
-    """One point of a comparison and its repetitions.
+    """One cell of a comparison: equal settings on an equal machine, with all repetitions.
 
     Attributes:
         run: the name that the user gave to where its records are.
@@ -40,39 +41,39 @@ class Cell:
 
     @property
     def first(self) -> Record:
-        """A record that went well, if any did."""
+        """A successful record, if there is one."""
         return self.records[0]
 
     @property
     def measured_records(self) -> list[Record]:
-        """The repetitions that went well."""
+        """The successful repetitions."""
         return [record for record in self.records if record.status == "ok" and record.results is not None]
 
     @property
     def status(self) -> Status:
-        """ "ok" if any repetition went well."""
+        """The cell's status: "ok" if any repetition succeeded."""
         return self.first.status
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What was measured, by name: those of `Settings` that are not about how long or how often."""
+        """The settings that describe the cell, by name, without duration and repetition."""
         return _identity(self.first)
 
     def measure(self, name: str) -> Measured | None:
-        """A figure over its repetitions; None where no repetition has it."""
+        """A figure over the repetitions; None if no repetition has it."""
         if name not in self._measured:
             records = self.measured_records
             self._measured[name] = measure(METRICS[name], records) if records else None
         return self._measured[name]
 
     def value(self, name: str) -> float | None:
-        """The same without its error, which may take a bootstrap."""
+        """The figure's value without its error interval."""
         values = values_of(METRICS[name], self.measured_records)
         return METRICS[name].centre(values) if values else None
 
 
 def make_cells(runs: Sequence[Run]) -> list[Cell]:
-    """The cells of all runs in their order, labelled. Repetitions are looked for within a run only."""
+    """The labelled cells of all runs, in order. Repetitions are grouped within a run only."""
     cells = [cell for run in runs for cell in _group(run)]
     _label(cells)
     return cells
@@ -108,14 +109,14 @@ def _agree(known: Record, record: Record) -> bool:
 
 
 def varying(records: Iterable[Record]) -> list[str]:
-    """The settings that differ among records; those that are None in a record do not count."""
+    """The settings that differ between records; None values are ignored."""
     rows = [_identity(record) for record in records]
     names = list(rows[0]) if rows else []
     return [name for name in names if len({repr(row[name]) for row in rows if row[name] is not None}) > 1]
 
 
 def name_of(record: Record, names: Iterable[str]) -> str:
-    """The engine, its stage where it has several, and what these settings are."""
+    """A label: the engine, its stage if it has several, and the values of these settings."""
     settings = record.settings
     words = [ENGINE_TITLES.get(settings.engine, settings.engine)]
     stages = ENGINES[settings.engine].stages if settings.engine in ENGINES else ()
@@ -129,7 +130,7 @@ def name_of(record: Record, names: Iterable[str]) -> str:
 
 
 def unsupported(cells: Sequence[Cell]) -> list[tuple[str, str]]:
-    """What could not run, as names and a reason: the missing stages of an engine share one."""
+    """Cells that could not run, as names and a reason; an engine's unsupported stages are joined."""
     groups: dict[tuple[str, str], list[Cell]] = {}
     for cell in cells:
         if cell.status == "unsupported":
@@ -179,7 +180,7 @@ def _commit(record: Record) -> str:
 
 
 def short_names(names: Sequence[str]) -> dict[str, str]:
-    """What tells paths apart, without what all begin and end with: "a/x/run.json", "a/y/run.json" → "x", "y"."""
+    """Short distinct names for paths, without common ends: "a/x/run.json", "a/y/run.json" → "x", "y"."""
     parts = {name: name.removesuffix(".json").strip("/").split("/") for name in names}
     shortest = min((len(pieces) for pieces in parts.values()), default=1)
     rows = list(parts.values())
@@ -191,7 +192,7 @@ def short_names(names: Sequence[str]) -> dict[str, str]:
 
 
 def baselines(cells: Sequence[Cell], runs: Sequence[Run], label: str | None = None) -> dict[int, Cell | None]:
-    """Which cell each is compared with, by `id(cell)`; None where it has no partner, and for the baseline itself.
+    """Each cell's baseline, by `id(cell)`; None if it has none or is the baseline itself.
 
     A cell of that `label` is the baseline of everything, else the first run is. If that is one cell (or the only run:
     then its first that went well), everything is compared with it. Otherwise cells are matched by the settings that
@@ -214,7 +215,7 @@ def baselines(cells: Sequence[Cell], runs: Sequence[Run], label: str | None = No
 
 
 def side_by_side(cells: Sequence[Cell], partners: Mapping[int, Cell | None]) -> list[Cell]:
-    """Each baseline followed by the cells that are compared with it, where there are several baselines."""
+    """The cells in display order: with several baselines, each is followed by the cells compared with it."""
     chosen = {id(partner) for partner in partners.values() if partner is not None}
     if len(chosen) < 2:
         return list(cells)
@@ -227,7 +228,7 @@ def _same(one: object, other: object) -> bool:
 
 
 def environment_rows(record: Record) -> dict[str, str]:
-    """Where it ran, flat: "packages.transformers" → "5.23.0"."""
+    """The environment of a record as a flat dict: "packages.transformers" → "5.23.0"."""
     if record.environment is None:
         return {}
     rows: dict[str, str] = {}

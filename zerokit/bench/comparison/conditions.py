@@ -1,4 +1,4 @@
-"""Under which conditions cells were measured: the settings and the machine, what is equal and what differs."""
+"""The conditions under which cells were measured: equal and differing settings and machine properties."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DRIFT = 0.1
 
 
 def conditions(cells: Sequence[Cell]) -> tuple[list[tuple[str, list[str]]], list[tuple[str, str]]]:
-    """What differs, as a name and a value a cell ("–" where it has none), and what is equal, as names and values."""
+    """Differing conditions with one value per cell ("–" if it has none), and equal ones, as names and values."""
     rows = [_rows(cell) for cell in cells]
     names = list(dict.fromkeys(name for row in rows for name in row))
     differing, equal = [], []
@@ -31,7 +31,7 @@ def conditions(cells: Sequence[Cell]) -> tuple[list[tuple[str, list[str]]], list
 
 
 def drift_notes(cells: Sequence[Cell]) -> list[str]:
-    """What to say first where the machine's pace changed by more than `DRIFT`: between runs, or in the course of one.
+    """Warnings if the machine's speed changed by more than `DRIFT` between runs or during one.
 
     The pace is that of the compute-only twins, else that of equal cells in several rounds.
     """
@@ -48,15 +48,15 @@ def drift_notes(cells: Sequence[Cell]) -> list[str]:
         change := max((max(one) / min(one) - 1 for one in paces.values() if min(one) > 0), default=0)
     ) > DRIFT:
         found.append(
-            f"The machine's pace changed between runs: the same work took up to {change:.0%} longer."
+            f"The machine's speed changed between runs: the same work took up to {change:.0%} longer."
         )
     drifts = [
         record.results.step.drift for cell in cells for record in cell.measured_records if record.results
     ]
     if not found and (most := max(map(abs, drifts), default=0.0)) > DRIFT:
-        found.append(f"The machine's pace changed in the course of a run, by up to {most:.0%} of a step.")
+        found.append(f"The machine's speed changed during a run, by up to {most:.0%} of a step.")
     if found and any(len(cell.measured_records) == 1 for cell in cells):
-        found.append("Take several rounds (--repeats 3) and compare no single runs.")
+        found.append("Run several rounds (--repeats 3), and do not compare single runs.")
     return [note.replace("%", " %") for note in found]
 
 

@@ -1,4 +1,4 @@
-"""The difference of two cells beside the noise between their rounds; and the gate that only a known one decides.
+"""Differences between two cells relative to the noise between rounds, and the gates that use them.
 
 The noise within a run is not the noise between runs: a machine that is 30 % slower for ten minutes is so for a whole
 run. So from one repetition no difference is known, and of several each counts as one value.
@@ -21,12 +21,12 @@ from typing import Literal
 
 from zerokit.bench.comparison.cells import ALONE, Cell
 from zerokit.bench.record.metrics import METRICS, PACED, Metric, values_of
+from zerokit.bench.record.settings import DEFAULT_REPEATS
 from zerokit.bench.record.statistics import difference_interval, mean_interval, repeats_for
 from zerokit.errors import UsageError, ZerokitError
 
 Verdict = Literal["better", "worse", "within noise", "noise unknown"]
 
-DEFAULT_REPEATS = 3
 _RULE = re.compile(r"(?P<metric>.+):(?P<percent>\d+(?:\.\d+)?)\s*%?")
 
 
@@ -51,7 +51,7 @@ class Difference:
     def judge(
         cls, metric: Metric, relative: float, noise: float | None, logarithm: float | None
     ) -> Difference:
-        """With the verdict; `logarithm` is that of the ratio, where it has one."""
+        """A difference with its verdict; `logarithm` is that of the ratio, if there is one."""
         worsening = relative if metric.better == "lower" else -relative
         if noise is None:
             return cls(relative, None, worsening, "noise unknown" if relative else "within noise")
@@ -74,7 +74,7 @@ PACE = (*_WORK, "precision", "device", "nodes", "nproc_per_node")
 
 
 def comparable(cell: Cell, baseline: Cell, name: str) -> bool:
-    """Whether both values are of the same work.
+    """Whether both cells did the same work.
 
     A step of twice the batch is not slower because it takes longer, nor the last loss of more steps better,
     nor that of ranks which train alone worse.
@@ -92,12 +92,12 @@ def comparable(cell: Cell, baseline: Cell, name: str) -> bool:
 
 
 def steps_of(cells: Sequence[Cell]) -> set[int]:
-    """How many steps their runs trained, warm-up included: losses after other numbers of steps are not alike."""
+    """The numbers of steps that the runs trained, warm-up included; losses are comparable only at equal numbers."""
     return {len(record.loss) for cell in cells for record in cell.measured_records}
 
 
 def difference(cell: Cell, baseline: Cell | None, name: str) -> Difference | None:
-    """The difference in one metric; None without a baseline, for other work, or where a side lacks the metric."""
+    """The difference in one metric; None without a baseline, for different work, or if a side lacks the metric."""
     if baseline is None or not comparable(cell, baseline, name):
         return None
     found = Rounds.of(baseline, cell, name)
@@ -121,7 +121,7 @@ class Rounds:
 
     @classmethod
     def of(cls, baseline: Cell, cell: Cell, name: str) -> Rounds | None:
-        """None where a cell does not have the metric."""
+        """The values by round; None if a cell lacks the metric."""
         metric, records = METRICS[name], (baseline.measured_records, cell.measured_records)
         before, after = (values_of(metric, one) for one in records)
         if not before or not after:
@@ -151,7 +151,7 @@ class Rounds:
         return [math.log(value) for value in self.before], [math.log(value) for value in self.after]
 
     def difference(self) -> Difference:
-        """With its noise, by Student's t of the rounds; a single one has none."""
+        """The difference with its noise, by Student's t over the rounds; one round has no noise."""
         before, after = (self.metric.centre(values) for values in (self.before, self.after))
         relative, noise = _share(after - before, before), None
         scaled = self._scaled()
@@ -170,7 +170,7 @@ class Rounds:
         )
 
     def repeats_for(self, percent: float) -> int | None:
-        """As many repetitions as would tell a difference of so much; None for more than are reasonable."""
+        """The number of repetitions that would resolve this difference; None if it is unreasonably high."""
         if min(len(self.before), len(self.after)) < 2 or not self._logarithmic:
             return DEFAULT_REPEATS
         return repeats_for(*self._scaled(), math.log1p(percent / 100))
@@ -186,21 +186,21 @@ def _same_twins(one: Cell, other: Cell) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What must not happen: a metric worse than the baseline's by more than `percent`, and by more than the noise."""
+    """A gate: a metric must not be worse than the baseline's by more than `percent` and by more than the noise."""
 
     metric: str
     percent: float
 
     @classmethod
     def parse(cls, text: str) -> Rule:
-        """Parse a rule such as "step/p50_ms:3%"; raises `UsageError` for another form or an unknown metric."""
+        """Parse a rule such as "step/p50_ms:3%"; raises `UsageError` for a malformed rule or an unknown metric."""
         if (match := _RULE.fullmatch(text.strip())) is None:
-            raise UsageError(f"{text!r} is no METRIC:PERCENT, such as step/p50_ms:3%")
+            raise UsageError(f"{text!r} is not METRIC:PERCENT, such as step/p50_ms:3%")
         return cls(known_metric(match["metric"].strip()), float(match["percent"]))
 
 
 def known_metric(name: str) -> str:
-    """The name, if there is such a metric; raises `UsageError` with its nearest relatives."""
+    """The metric's name; raises `UsageError` with similar names if it is unknown."""
     if name in METRICS:
         return name
     near = difflib.get_close_matches(name, METRICS, n=3, cutoff=0.5)
@@ -210,7 +210,7 @@ def known_metric(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Regression:
-    """A rule that a cell broke, in words; or, not `known`, one of which the noise does not let one say."""
+    """A rule that a cell broke, or one that cannot be decided because of noise (`known` is False)."""
 
     cell: str
     rule: Rule
@@ -221,14 +221,14 @@ class Regression:
 def regressions(
     rules: Sequence[Rule], cells: Sequence[Cell], partners: Mapping[int, Cell | None]
 ) -> list[Regression]:
-    """Every rule that is broken, or of which it is not known. A cell that failed although its baseline went
+    """Every rule that is broken or undecided. A cell that failed although its baseline went
     well breaks all of them.
 
     Raises `ZerokitError` where a rule cannot be checked: nothing to compare, or a metric that a side does not have.
     """
     pairs = [(cell, partner) for cell in cells if (partner := partners[id(cell)]) is not None]
     if rules and not any(partner.status == "ok" for _, partner in pairs):
-        raise ZerokitError("nothing to check: no cell has a baseline that went well")
+        raise ZerokitError("nothing to check: no cell has a successful baseline")
     found = []
     for rule in rules:
         for cell, partner in pairs:
@@ -259,8 +259,8 @@ def _check(rule: Rule, cell: Cell, partner: Cell) -> Regression | None:
         return Regression(
             cell.label,
             rule,
-            f"{said} is not known to differ from that of {partner.label}: a single run does not tell the noise between "
-            f"runs; bench both with --repeats {values.repeats_for(rule.percent)}",
+            f"{said} is not known to differ from that of {partner.label}: a single run does not show the noise "
+            f"between runs; bench both with --repeats {values.repeats_for(rule.percent)}",
             known=False,
         )
     if change.worsening > allowed and change.verdict != "within noise":

@@ -1,4 +1,4 @@
-"""Numbers as people read them: as many digits as say something, the same number of decimals down a column."""
+"""Number formatting for people: significant digits only, and equal decimals within a column."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GIB_FROM = 10 * 1024.0
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How the values of one column are written: multiplied, with these decimals, in this unit."""
+    """The format of one column: a factor, decimals and a unit."""
 
     unit: str
     factor: float
@@ -37,7 +37,7 @@ class Scale:
         return cls(unit, factor, min(max(decimals, 0), 4))
 
     def text(self, value: float | None) -> str:
-        """Thousands apart, a real minus sign; "–" where there is no value."""
+        """A number with thousands separators and a real minus sign; "–" if there is no value."""
         if value is None:
             return "–"
         text = f"{value * self.factor:,.{self.decimals}f}"
@@ -59,7 +59,7 @@ def scale_of(name: str, unit: str, values: Sequence[float | None]) -> Scale:
 
 
 def percent(difference: Difference) -> str:
-    """A signed change: "+6.5 %", "−12 %", "×3.2" where percents stop helping; "=" for none."""
+    """A signed change: "+6.5 %", "−12 %", "×3.2" for large ratios; "=" for no change."""
     share = difference.relative
     if share == 0.0:
         return "="
@@ -73,7 +73,7 @@ def percent(difference: Difference) -> str:
 
 
 def within_noise(name: str, measured: Measured) -> bool:
-    """Whether a cost is below its error: communication makes no step shorter."""
+    """Whether a cost is within its error; communication never makes a step shorter."""
     return name == "comm/cost_ms" and measured.value <= (measured.error or 0.0)
 
 

@@ -1,4 +1,4 @@
-"""What a reader of a comparison wants to know first: who is best at what, or what changed against the baseline."""
+"""The headlines of a comparison: the best cell in each respect, or the changes against the baseline."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _UNDECIDED: tuple[Verdict, ...] = ("within noise", "noise unknown")
 
 @dataclass(frozen=True, slots=True)
 class Headline:
-    """One thing that a reader wants to know first."""
+    """One headline of a comparison."""
 
     title: str
     who: str
@@ -27,7 +27,7 @@ class Headline:
 
 
 def listed(words: Sequence[str]) -> str:
-    """As in a sentence: "a", "a and b", "a, b and c"."""
+    """The items as in a sentence: "a", "a and b", "a, b and c"."""
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
@@ -38,7 +38,7 @@ def _best(cells: Sequence[Cell], name: str) -> Cell | None:
 
 
 def best_headlines(cells: Sequence[Cell]) -> list[Headline]:
-    """Which cell is best at what; none where different models, or units, were measured.
+    """The best cell in each respect; empty if models or units differ.
 
     Nothing is called best unless it differs from all others by more than the noise. Ranks that train alone are a floor,
     and no competitor.
@@ -103,7 +103,7 @@ def _contest(superlative: str, plain: str, cells: Sequence[Cell], best: Cell, na
         single = any(len(cell.measured_records) == 1 for cell in unbeaten)
         also = f"within the noise: {listed([cell.label for cell in unbeaten])}"
         if single:
-            also = "single runs tell no winner: take several rounds (--repeats 3)"
+            also = "single runs do not decide: run several rounds (--repeats 3)"
         return Headline(superlative, "no clear winner", _range(unbeaten, name), also)
     contested = sum(cell.measure(name) is not None for cell in cells) > 1
     return Headline(superlative if contested else plain, best.label, _range([best], name))
@@ -172,11 +172,3 @@ def _hidden(cell: Cell, partner: Cell | None, name: str) -> bool:
     """Whether either value lies within its own noise: a share of it says nothing."""
     both = [one.measure(name) for one in (cell, partner) if one is not None]
     return any(one is not None and within_noise(name, one) for one in both)
-
-
-def pareto(points: Sequence[tuple[float, float]]) -> list[bool]:
-    """Which (cost, gain) no other beats: none has less cost at no less gain, or more gain at no more cost."""
-    return [
-        not any((x <= cost and y > gain) or (x < cost and y >= gain) for x, y in points)
-        for cost, gain in points
-    ]

@@ -1,4 +1,4 @@
-"""A comparison for a program."""
+"""A comparison as plain data for programs."""
 
 from __future__ import annotations
 

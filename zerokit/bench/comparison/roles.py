@@ -1,4 +1,4 @@
-"""What tables and pictures take from cells alike: each one's colour by name, and the metric that stands for memory."""
+"""Choices shared by tables and pictures: each cell's colour, and the metric used for memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _RUNS = ("first", "second", "third", "fourth")
 
 
 def roles_of(cells: Sequence[Cell]) -> dict[int, str]:
-    """A colour a cell: its engine's, or its run's where the engine is the same everywhere. By `id(cell)`."""
+    """Each cell's colour by `id(cell)`: its engine's, or its run's if all engines are equal."""
     runs = list(dict.fromkeys(cell.run for cell in cells))
     engines = {cell.first.settings.engine for cell in cells}
     if len(engines) == 1 and len(runs) > 1:
@@ -23,7 +23,7 @@ def roles_of(cells: Sequence[Cell]) -> dict[int, str]:
 
 
 def memory_metric(cells: Sequence[Cell]) -> tuple[str, str]:
-    """The name of the metric that limits a model's size here, and what it is called."""
+    """The metric that limits the model's size here, and its display name."""
     if any(cell.value("memory/peak_allocated_mib") is not None for cell in cells):
         return "memory/peak_allocated_mib", "peak CUDA memory"
     return "memory/peak_host_mib", "peak host memory"

@@ -1,4 +1,4 @@
-"""Tables of cells as text, drawn by the command line and by the page: the usual figures, or all of them."""
+"""Tables of cells as text, rendered by the command line and the page: the main figures, or all."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zerokit.bench.record.metrics import METRICS, PACED, UNITS, instrumented
 
 WITHIN_NOISE = "within noise"
 EXTRA_STEPS = "in extra steps"
-INSTRUMENTED = "each part waited for by itself, so they are longer than the measured steps"
+INSTRUMENTED = "with a wait after each part, so parts take longer than in measured steps"
 FEW = 4
 """Up to so many cells are compared in detail."""
 _REASON = 400
@@ -29,27 +29,27 @@ _OF_A_PAGE = ("memory/state_mib", "loss_last")
 
 
 def usual_metrics(cells: Sequence[Cell], details: Sequence[str] | None = None) -> list[str]:
-    """What most readers want to know; and `details`, by default of few cells more than of many."""
+    """The main metrics; with `details`, which is the default for few cells, more of them."""
     if details is None:
         details = _DETAILS if len(cells) <= FEW else ()
     wanted = {"step/p50_ms", "mfu", memory_metric(cells)[0], "comm/cost_ms", *details}
     if len(cells) > 1:
         wanted.add(PACED)
-    wanted |= {f"throughput/{unit}_per_s" for unit in UNITS}
+    wanted |= {f"throughput/{unit}_per_s" for unit in UNITS} | {f"to_target/{unit}" for unit in UNITS}
     if len(steps_of(cells)) > 1:
         wanted.discard("loss_last")
     return in_order(wanted)
 
 
 def in_order(names: Iterable[str]) -> list[str]:
-    """Figures of the measured steps, then those of extra steps that were looked into."""
+    """Figures of the measured steps, then figures of the extra profiled steps."""
     wanted = set(names)
     return sorted((name for name in METRICS if name in wanted), key=instrumented)
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A metric of a cell: the value, "±" and its error, and the difference from the baseline; "" for what is not known.
+    """A metric of a cell: the value, "±" and its error, and the difference from the baseline; "" if unknown.
 
     `verdict`: "better" or "worse" where the difference exceeds the noise, else "".
     """
@@ -62,7 +62,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A metric with its unit and an entry a cell."""
+    """A metric with its unit and one entry per cell."""
 
     metric: str
     title: str
@@ -73,7 +73,7 @@ class Column:
 def columns_of(
     cells: Sequence[Cell], partners: Mapping[int, Cell | None], names: Sequence[str]
 ) -> list[Column]:
-    """A column for each of these metrics that any cell has; values of a column have one unit and equal decimals."""
+    """A column for each of these metrics that any cell has; a column has one unit and equal decimals."""
     columns = []
     for name in names:
         values = [cell.value(name) for cell in cells]
@@ -130,7 +130,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A row: its items, or instead of them what became of the cell, and why."""
+    """A row: its items, or the cell's status and reason."""
 
     label: str
     role: str
@@ -153,7 +153,7 @@ class Table:
 
 
 def results_table(cells: Sequence[Cell], partners: Mapping[int, Cell | None]) -> Table:
-    """A row a cell, a column a metric; errors and differences have columns of their own where any cell has them."""
+    """One row per cell and one column per metric, with columns for errors and differences if there are any."""
     roles, heads = roles_of(cells), []
     by_cell: list[list[Item]] = [[] for _ in cells]
     for column in columns_of(cells, partners, usual_metrics(cells, _OF_A_PAGE)):
@@ -177,13 +177,13 @@ def results_table(cells: Sequence[Cell], partners: Mapping[int, Cell | None]) ->
 
 
 def shortened(reason: str | None) -> str:
-    """A reason on one line."""
+    """The reason on one line."""
     text = " ".join((reason or "").split())
     return text if len(text) <= _REASON else text[:_REASON] + "…"
 
 
 def figures_table(cells: Sequence[Cell]) -> Table:
-    """Every metric that any cell has: a row a metric, a column a cell."""
+    """Every metric that any cell has: one row per metric, one column per cell."""
     well = [cell for cell in cells if cell.status == "ok"]
     rows: list[Line] = []
     for column in columns_of(well, {id(cell): None for cell in well}, in_order(METRICS)):

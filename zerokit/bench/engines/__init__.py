@@ -1,4 +1,4 @@
-"""The engines that `catalogue.engines` names: `trainer` is what all are to the worker, each other module is one.
+"""The engines of `catalogue.engines`: `trainer` defines their interface, and each other module is one engine.
 
 An engine's module is named as the engine, and its trainer as both: `fsdp2.Fsdp2Trainer`. It overrides only what the
 engine does otherwise than a plain torch loop. It is tuned as its users would, imports what it needs when it is used

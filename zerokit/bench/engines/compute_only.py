@@ -1,4 +1,4 @@
-"""Every rank trains alone, without communication: the floor, and the twin that communication is measured against.
+"""The run without communication: every rank trains alone. It is the twin that communication is measured against.
 
 Its losses and weights are each rank's own. In half precision it keeps fp32 parameters and autocasts, as DDP does.
 """
@@ -14,7 +14,7 @@ from zerokit.bench.engines.trainer import Trainer, adamw, trainable
 
 
 class ComputeOnlyTrainer(Trainer):
-    """At stage 0 each rank steps the whole optimizer, at the others the share that it would own in a sharded one.
+    """At stage 0 each rank steps the whole optimizer, at other stages only the share of a sharded one.
 
     Of every parameter that is the rank-th of N parts, as even as elements can be divided: a parameter of its own in the
     same memory.

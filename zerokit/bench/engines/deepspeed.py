@@ -23,7 +23,7 @@ _BUCKET_MULTIPLE = 64
 
 
 class DeepspeedTrainer(Trainer):
-    """DeepSpeed counts micro-batches itself; here the last one is announced, and it steps once.
+    """DeepSpeed's engine; the last micro-batch is announced to it, and it steps once.
 
     The model is built in memory on every rank and then partitioned, so that it starts from everyone's weights.
     """
@@ -52,7 +52,7 @@ class DeepspeedTrainer(Trainer):
         return int(self.model.skipped_steps)
 
     def held(self) -> Iterator[Held]:
-        """At stage 3 a parameter is empty between its uses, and has this rank's part beside it."""
+        """Parameters; at stage 3 each is empty between uses, and its shard is stored separately."""
         yield from super().held()
         for parameter in self.model.parameters():
             if (part := getattr(parameter, "ds_tensor", None)) is not None:
@@ -79,7 +79,7 @@ class DeepspeedTrainer(Trainer):
 
 
 def configuration(settings: Settings, model: nn.Module) -> dict[str, Any]:
-    """DeepSpeed's configuration file, as a dictionary. `bucket_mb`, where it is given, is counted in fp32."""
+    """DeepSpeed's configuration file, as a dictionary. `bucket_mb`, if given, is counted in fp32."""
     bucket = min(_LARGEST_BUCKET, sum(parameter.numel() for parameter in model.parameters()))
     if settings.bucket_mb is not None:
         bucket = int(settings.bucket_mb * 2**20 / 4)

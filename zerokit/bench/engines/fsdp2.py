@@ -22,12 +22,12 @@ TRAINS_ON_CPU = hasattr(torch.cpu.Stream, "record_event")
 
 
 class Fsdp2Trainer(Trainer):
-    """Gradients are reduced in the last micro-batch; until then each rank adds up whole ones."""
+    """FSDP2; gradients are reduced in the last micro-batch, and each rank sums whole gradients until then."""
 
     autocasts = False
 
     def make_model(self, loaded: Loaded) -> nn.Module:
-        """Built on meta where the workload can be.
+        """The model, built on the meta device if the workload supports it.
 
         At stage 3 blocks are freed after the forward and the root, as by default, is not: backward begins with it. At
         stage 2 nothing is freed before the backward has used it.
@@ -35,7 +35,7 @@ class Fsdp2Trainer(Trainer):
         device = self.accelerator.device
         if device.type == "cpu" and not TRAINS_ON_CPU:
             raise UsageError(
-                f"FSDP2 of torch {torch.__version__} trains on GPUs only; a later torch's does on CPUs"
+                f"FSDP2 of torch {torch.__version__} trains on GPUs only: install a later torch to train on CPUs"
             )
         shape, names = self.settings.shape or (dist.get_world_size(),), ("replicate", "shard")
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=names[-len(shape) :])
@@ -66,7 +66,7 @@ class Fsdp2Trainer(Trainer):
 
 
 def outermost_blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """The children of every ModuleList that is inside no other: the layers of a transformer, the stages of a ResNet."""
+    """The children of every outermost ModuleList: the layers of a transformer, the stages of a ResNet."""
     for child in model.children():
         if isinstance(child, nn.ModuleList):
             yield from child
@@ -76,7 +76,7 @@ def outermost_blocks(model: nn.Module) -> Iterator[nn.Module]:
 
 @torch.no_grad()
 def initialise(model: nn.Module, init_fn: Callable[[nn.Module], None], device: torch.device) -> None:
-    """Give every module's parameters the values of an unsharded model, a module at a time.
+    """Copy an unsharded model's values into the parameters, one module at a time.
 
     Each module is initialised with whole parameters instead of its shards, which then take their part. A buffer is
     whole, and is filled where it is.

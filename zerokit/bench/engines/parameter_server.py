@@ -23,7 +23,7 @@ SERVER = 0
 
 
 class ParameterServerTrainer(Trainer):
-    """Parameters and gradients are views of one flat tensor each, so that nothing is copied before it is sent.
+    """The engine; parameters and gradients are views of one flat tensor each and are sent without a copy.
 
     The model is built on every rank; rank 0's weights are the ones that all begin with.
     """
@@ -55,7 +55,7 @@ class ParameterServerTrainer(Trainer):
         return nn.utils.clip_grad_norm_([self._flat], largest)
 
     def update(self) -> Tensor | None:
-        """The norm is known on the server alone."""
+        """Update the parameters; only the server knows the norm."""
         self._push()
         norm = None
         if self._rank == SERVER:

@@ -1,4 +1,4 @@
-"""What an engine is to the worker: forward, backward and update on one rank, which together are a step."""
+"""The interface of engines: forward, backward and update on one rank make a step."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 from zerokit.bench.catalogue.check import unsupported
 from zerokit.bench.catalogue.engines import ENGINES
 from zerokit.bench.machine.accelerator import Accelerator
-from zerokit.bench.record import MEMORY_KINDS
 from zerokit.bench.record.settings import Settings
 from zerokit.errors import UsageError
+from zerokit.formulas import MEMORY_KINDS
 
 if TYPE_CHECKING:
     from zerokit.bench.workloads.build import Loaded
@@ -31,11 +31,11 @@ Held = tuple[str, Tensor, int | None]
 
 
 def unmarked(part: str) -> None:
-    """Nobody wants to know that a part of a step begins."""
+    """Ignore the start of a part of a step."""
 
 
 class Trainer:
-    """One engine on one rank: by default torch's loop over a model in memory, without communication.
+    """One engine on one rank; the default is PyTorch's loop over a whole model, without communication.
 
     The parts are public so that each can be timed; `step` is what is measured.
     """
@@ -53,7 +53,7 @@ class Trainer:
         self.optimizer = self.make_optimizer()
 
     def make_model(self, loaded: Loaded) -> nn.Module:
-        """The model as the engine wants it, on the device; `forward(*batch)` is the loss."""
+        """The model as the engine uses it, on the device; `forward(*batch)` returns the loss."""
         return self.build(loaded)
 
     def make_optimizer(self) -> Optimizer:
@@ -67,20 +67,20 @@ class Trainer:
 
     @property
     def skipped_steps(self) -> int:
-        """Steps left out because fp16 gradients overflowed."""
+        """Steps skipped because fp16 gradients overflowed."""
         return 0
 
     @property
     def waited_s(self) -> float | None:
-        """Seconds that this rank has waited inside collectives so far; None where the engine cannot be asked."""
+        """Seconds that this rank has waited in collectives so far; None if the engine does not count them."""
         return None
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[object]:
-        """Surrounds forward and backward of one micro-batch; gradients are reduced in the last one of a step."""
+        """Context for forward and backward of one micro-batch; gradients are reduced in a step's last one."""
         return nullcontext()
 
     def forward(self, batch: Batch) -> Tensor:
-        """This rank's loss of a micro-batch on the device: a scalar that can be differentiated."""
+        """This rank's loss of a micro-batch: a differentiable scalar on the device."""
         with self._autocast():
             loss: Tensor = self.model(*batch)
         return loss
@@ -96,14 +96,14 @@ class Trainer:
         torch.autograd.backward(loss)
 
     def update(self) -> Tensor | None:
-        """Clip, step the optimizer, drop the gradients; returns the norm before, if it was asked for and is known."""
+        """Clip, step the optimizer and drop the gradients; returns the norm before clipping, if requested and known."""
         norm = self.clip()
         self.optimizer.step()
         self.optimizer.zero_grad()
         return norm
 
     def clip(self) -> Tensor | None:
-        """Scale the gradients down to the largest norm that is asked for, if any; returns their norm before."""
+        """Clip the gradients to the requested norm, if any; returns their norm before."""
         largest = self.settings.clip
         return None if largest is None else self.clip_to(largest)
 
@@ -112,7 +112,7 @@ class Trainer:
         return nn.utils.clip_grad_norm_(self.model.parameters(), largest)
 
     def held(self) -> Iterator[Held]:
-        """What the engine holds from step to step, as far as it can be asked."""
+        """The state that the engine holds between steps, if it reports it."""
         for parameter in self.model.parameters():
             yield from _with_gradient(PARAMETERS, parameter)
         for buffer in self.model.buffers():
@@ -144,7 +144,7 @@ class Trainer:
 
 
 def held_by(optimizer: Optimizer) -> Iterator[Held]:
-    """What an optimizer steps, and its state."""
+    """The optimizer's parameters and its state."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             yield from _with_gradient(OPTIMIZER, parameter)
@@ -161,7 +161,7 @@ def _with_gradient(kind: str, parameter: Tensor) -> Iterator[Held]:
 
 
 def trainable(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Those that are not frozen."""
+    """The parameters that are not frozen."""
     return [parameter for parameter in parameters if parameter.requires_grad]
 
 

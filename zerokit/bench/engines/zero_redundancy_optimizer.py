@@ -12,7 +12,7 @@ from zerokit.bench.engines.trainer import Held, held_by, trainable
 
 
 class ZeroRedundancyOptimizerTrainer(DdpTrainer):
-    """Each rank steps its share of the parameters, whole ones, and broadcasts them."""
+    """DDP with ZeroRedundancyOptimizer; each rank steps some whole parameters and broadcasts them."""
 
     optimizer: ZeroRedundancyOptimizer
 

@@ -1,4 +1,4 @@
-"""This package's `ZeroOptimizer`, at any stage."""
+"""zerokit's own engine: `ZeroOptimizer` at any stage."""
 
 from __future__ import annotations
 
@@ -10,26 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zerokit.bench.engines.trainer import BUFFERS, GRADIENTS, OPTIMIZER, PARAMETERS, Held, Trainer
+from zerokit.bench.engines.trainer import Held, Trainer
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.workloads.build import Loaded
+from zerokit.formulas import BLOCK_FORMATS, KIND_OF_LINE
 from zerokit.placement import StageArgument, stage_of
 from zerokit.runtime import Precision, ZeroOptimizer
 from zerokit.runtime.measure import list_holdings
-
-_KINDS = {
-    "parameters": PARAMETERS,
-    "frozen": PARAMETERS,
-    "gathered": PARAMETERS,
-    "gradients": GRADIENTS,
-    "optimizer": OPTIMIZER,
-    "scalars": OPTIMIZER,
-    "buffers": BUFFERS,
-    "buckets": BUFFERS,
-}
+from zerokit.training import LocalSteps
 
 
 def _stage_of(settings: Settings) -> StageArgument:
+    if settings.every is not None:
+        return "local", stage_of(settings.stage)
     if settings.mesh is None:
         return stage_of(settings.stage)
     outer, inner = settings.stages
@@ -37,13 +30,14 @@ def _stage_of(settings: Settings) -> StageArgument:
 
 
 class ZerokitTrainer(Trainer):
-    """The loop of the README."""
+    """`ZeroOptimizer` in the loop of the README."""
 
     zero: ZeroOptimizer
+    local: LocalSteps | None = None
     autocasts = False
 
     def make_model(self, loaded: Loaded) -> nn.Module:
-        """Built on meta, and so never whole in memory where the stage shards it.
+        """The model on the meta device; a stage that shards parameters never holds it whole.
 
         Where gloo serves CUDA tensors, the model is built on the device: from one on meta the runtime concludes CPU.
         """
@@ -54,19 +48,29 @@ class ZerokitTrainer(Trainer):
     def make_optimizer(self) -> ZeroOptimizer:
         settings = self.settings
         precision = Precision.of(settings.precision or "fp32")
-        if settings.wire == "bf16":
-            precision = replace(precision, wire=torch.bfloat16)
+        wire: Any = None if settings.wire == "own" else settings.wire  # one of the names that Precision knows
+        between_islands = settings.every is not None and wire in BLOCK_FORMATS
+        if wire is not None and not between_islands:
+            precision = replace(precision, wire=wire, wire_updates=settings.wire_updates)
         options: dict[str, Any] = {} if settings.bucket_mb is None else {"bucket_mb": settings.bucket_mb}
         self.zero = ZeroOptimizer(
             self.model,
             torch.optim.AdamW,
             stage=_stage_of(settings),
-            mesh=settings.shape,
+            mesh=settings.shape if settings.every is None else settings.islands,
             precision=precision,
             init_fn=self._init_fn,
             lr=settings.lr,
             **options,
         )
+        if settings.every is not None:
+            self.local = LocalSteps(
+                self.zero,
+                every=settings.every,
+                fragments=settings.fragments,
+                delay=settings.delay,
+                wire=wire if between_islands else None,
+            )
         return self.zero
 
     @property
@@ -75,12 +79,13 @@ class ZerokitTrainer(Trainer):
 
     @property
     def waited_s(self) -> float:
-        return self.zero.parts.collectives.reporter.waited_s
+        between = 0.0 if self.local is None else self.local.waited_s
+        return self.zero.runtime.collectives.reporter.waited_s + between
 
     def held(self) -> Iterator[Held]:
-        parts = self.zero.parts
-        for one in list_holdings(parts.model, parts.storages, parts.gradients, parts.inner):
-            yield _KINDS[one.line], one.tensor, one.used + one.padding
+        runtime = self.zero.runtime
+        for one in list_holdings(runtime.model, runtime.units, runtime.gradients, runtime.inner):
+            yield KIND_OF_LINE[one.line], one.tensor, one.used + one.padding
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[object]:
         return nullcontext() if last else self.zero.accumulate()

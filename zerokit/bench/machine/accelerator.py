@@ -1,4 +1,4 @@
-"""The device and backend of one rank, and the collectives of measuring: a maximum, a gather."""
+"""The device and backend of one rank, and the two collectives that measurements use: maximum and gather."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """Where one rank computes, and the backend that serves it; as in DeepSpeed and Lightning, a CPU is one too."""
+    """The device of one rank and its backend; as in DeepSpeed and Lightning, a CPU counts as an accelerator."""
 
     device: torch.device
     backend: str
@@ -29,19 +29,19 @@ class Accelerator:
         return self.device.type == "cuda"
 
     def synchronize(self) -> None:
-        """Wait until the device has done all its work; a CPU always has."""
+        """Wait until the device has finished its work; a CPU always has."""
         if self.is_cuda:
             torch.cuda.synchronize(self.device)
 
     def maximum(self, values: Sequence[float]) -> list[float]:
-        """Each value's maximum over all ranks, which wait for each other and give the same number of values."""
+        """Each value's maximum over all ranks. Collective: all ranks pass the same number of values."""
         largest = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         return [float(value) for value in largest.tolist()]
 
 
 def gather(mine: T) -> list[T]:
-    """What every rank gives, by rank. All ranks call it."""
+    """Every rank's value, by rank. Collective."""
     gathered = [mine] * dist.get_world_size()
     dist.all_gather_object(gathered, mine)
     return gathered
@@ -60,7 +60,7 @@ def choose_accelerator(wanted: str | None) -> Accelerator:
     """
     available = torch.cuda.is_available()
     if wanted == "cuda" and not available:
-        raise UsageError("device 'cuda' was asked for, but torch finds no CUDA device here; use --device cpu")
+        raise UsageError("--device cuda: torch finds no CUDA device here; use --device cpu")
     if wanted == "cpu" or not available:
         return Accelerator(torch.device("cpu"), "gloo")
     local_rank, local_world = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])

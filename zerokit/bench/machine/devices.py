@@ -1,4 +1,4 @@
-"""Which NVIDIA devices there are, and which of them CUDA shows to a process. Standard library only.
+"""The NVIDIA devices of this machine, and those that CUDA shows to a process. Standard library only.
 
 `CUDA_VISIBLE_DEVICES` lists devices by index or by UUID ("GPU-…", or "MIG-…" for a slice of one), and a UUID may be cut
 short as long as it stays unambiguous. CUDA reads it up to the first entry that names no device.
@@ -21,14 +21,14 @@ _QUERY_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A device of this machine, in the order of the driver; `memory_bytes` is None where only /proc lists it."""
+    """A device of this machine, in the driver's order; `memory_bytes` is None if only /proc lists it."""
 
     uuid: str
     memory_bytes: int | None
 
 
 def visible_names(environment: Mapping[str, str]) -> list[str] | None:
-    """The entries of `CUDA_VISIBLE_DEVICES`, as far as CUDA reads them; None where it is not set."""
+    """The entries of `CUDA_VISIBLE_DEVICES` that CUDA honours; None if it is not set."""
     listed = environment.get("CUDA_VISIBLE_DEVICES")
     if listed is None:
         return None
@@ -41,7 +41,7 @@ def visible_names(environment: Mapping[str, str]) -> list[str] | None:
 
 
 def visible(gpus: Sequence[Gpu], environment: Mapping[str, str]) -> list[Gpu]:
-    """Those of the machine's devices that CUDA shows, in its order.
+    """The machine's devices that CUDA shows, in CUDA's order.
 
     A slice of a device has its UUID and no size: which device it was cut from is not looked at.
     """
@@ -61,7 +61,7 @@ def visible(gpus: Sequence[Gpu], environment: Mapping[str, str]) -> list[Gpu]:
 
 
 def identify(index: int, uuid: str | None, environment: Mapping[str, str]) -> str:
-    """What a device is called on this machine: its UUID, else the driver's index of it in digits.
+    """A device's identity on this machine: its UUID, or the driver's index in digits.
 
     Args:
         index: of the device among those that CUDA shows.
@@ -76,7 +76,7 @@ def identify(index: int, uuid: str | None, environment: Mapping[str, str]) -> st
 
 
 def find_gpus(driver: Path = _DRIVER, query: Sequence[str] = _QUERY) -> list[Gpu]:
-    """All NVIDIA devices of this machine, from nvidia-smi, or else the driver's files; empty where there are none.
+    """All NVIDIA devices of this machine, from nvidia-smi or the driver's files; empty if there are none.
 
     Args:
         driver: the folder in which the driver keeps a folder a device.
@@ -98,7 +98,7 @@ def find_gpus(driver: Path = _DRIVER, query: Sequence[str] = _QUERY) -> list[Gpu
 
 
 def torch_uses_cuda() -> bool:
-    """Whether the torch that is installed here was built for CUDA, without importing it."""
+    """Whether the installed torch was built for CUDA; it is not imported."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return False

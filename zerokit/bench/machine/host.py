@@ -1,7 +1,8 @@
-"""The host: its processor and memory, and how much of it this process has had. Standard library only."""
+"""The host: its processor and memory, and this process's peak memory. Standard library only."""
 
 from __future__ import annotations
 
+import mmap
 import os
 import platform
 import resource
@@ -10,7 +11,7 @@ from pathlib import Path
 
 
 def peak_host_bytes() -> int:
-    """The most resident memory that this process has had.
+    """The peak resident memory of this process.
 
     From /proc where there is one: there `ru_maxrss` would start at what the parent held when it forked.
     """
@@ -20,8 +21,14 @@ def peak_host_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
+def write_first(pages: int) -> None:
+    """Ask the system for so many pages of memory, and write to each of them once."""
+    with mmap.mmap(-1, pages * mmap.PAGESIZE) as memory:
+        memory[:: mmap.PAGESIZE] = bytes(pages)
+
+
 def processor_name() -> str:
-    """The CPU's name, or its architecture where the system does not give one."""
+    """The CPU's name, or its architecture if the system does not report a name."""
     return _field("/proc/cpuinfo", "model name") or platform.processor() or platform.machine()
 
 

@@ -1,4 +1,4 @@
-"""Use, memory and power, by NVIDIA's management library, of the devices that one node's ranks use."""
+"""Utilisation, memory and power of the devices that a node's ranks use, from NVIDIA's management library."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _MEGABYTE = 1e6
 
 
 class Devices:
-    """Devices by their identities (`devices.identify`); `gpu_0` is the first of them, whatever else the machine has.
+    """Devices by their identities (`devices.identify`); `gpu_0` is the first of them, not of the machine.
 
     Args:
         library: `pynvml`, initialised.
@@ -27,7 +27,7 @@ class Devices:
 
     @classmethod
     def find(cls, identities: Sequence[str]) -> Devices | None:
-        """None for no identities, and without the library's binding (`pip install nvidia-ml-py`) or a driver."""
+        """A reader of these devices; None without identities, a driver, or `pip install nvidia-ml-py`."""
         if not identities:
             return None
         try:
@@ -49,7 +49,7 @@ class Devices:
             return self._library.nvmlDeviceGetHandleByUUID(identity.replace("GPU-", "MIG-", 1))
 
     def read(self, row: dict[str, float | None]) -> None:
-        """Add this moment's figures to `row`."""
+        """Add the current figures to `row`."""
         nvml = self._library
         for number, handle in self._handles:
             # Not every device has every figure.

@@ -1,1 +1,1 @@
-"""What is measured, where, and what the numbers say."""
+"""Measurements on a rank: clocks, memory, phases, bandwidth, system metrics and the environment."""

@@ -1,4 +1,4 @@
-"""Single collectives by themselves, after the training: nccl-tests' definitions of time and bandwidth.
+"""Single collectives, timed after the training with nccl-tests' definitions of time and bandwidth.
 
 zerokit's own are measured at the size of its layout's largest unit, torch's at the size of a bucket of DDP's.
 """
@@ -34,15 +34,17 @@ _TORCH_BUCKET_BYTES = 25 * 2**20
 # What each peer's step consists of. The parameter server's messages are no collectives; compute-only has none.
 _OPERATIONS: Mapping[str, tuple[str, ...]] = {
     "ddp": ("all_reduce",),
+    "post-local-sgd": ("all_reduce",),
     "zero-redundancy-optimizer": ("all_reduce", "broadcast"),
     "fsdp2": ("all_gather", "reduce_scatter"),
     "deepspeed": ("all_reduce", "all_gather", "reduce_scatter"),
 }
-_Call = tuple[torch.dtype, Callable[[], object]]
+_Call = tuple[float, Callable[[], object]]
+"""Bytes of an element on the wire, and the collective."""
 
 
 def bus_factor(operation: str, world: int) -> float:
-    """Bytes on the busiest rank's wire, in one direction, as a share of the buffer's.
+    """Bytes that the busiest rank sends, relative to the buffer's size.
 
     From nccl-tests' PERFORMANCE.md. Raises KeyError for an operation that has no such factor here.
     """
@@ -51,7 +53,7 @@ def bus_factor(operation: str, world: int) -> float:
 
 
 def bandwidth_of(operation: str, by: str, size_bytes: int, world: int, times_s: list[float]) -> Bandwidth:
-    """From the times of the slowest rank."""
+    """The result from the slowest rank's times."""
     seconds = median(times_s)
     algorithm = size_bytes / seconds / 1e9
     bus = algorithm * bus_factor(operation, world)
@@ -61,7 +63,7 @@ def bandwidth_of(operation: str, by: str, size_bytes: int, world: int, times_s: 
 def measure_bandwidth(
     trainer: Trainer, parameters: int, settings: Settings, accelerator: Accelerator
 ) -> list[Bandwidth]:
-    """The collectives that the engine's steps consist of; empty for one rank. All ranks call it alike."""
+    """Time the collectives that the engine's steps use; empty for one rank. Collective."""
     world = dist.get_world_size()
     if world == 1:
         return []
@@ -77,29 +79,39 @@ def measure_bandwidth(
             numel, world, torch.bfloat16 if settings.wire == "bf16" else torch.float32, accelerator
         )
     return [
-        bandwidth_of(operation, by, numel * dtype.itemsize, world, _time(call, accelerator))
+        bandwidth_of(operation, by, round(numel * element_bytes), world, _time(call, accelerator))
         for operation in operations
-        for dtype, call in [calls[operation]]
+        for element_bytes, call in [calls[operation]]
     ]
 
 
 def _zerokits(zero: ZeroOptimizer, world: int, accelerator: Accelerator) -> tuple[int, dict[str, _Call]]:
     """The elements of the largest unit, and zerokit's collectives over it."""
-    collectives = zero.parts.collectives
+    from zerokit.runtime.collectives import Wire
+    from zerokit.runtime.collectives.quantised import QuantisedWire, rounding_key
+
+    collectives = zero.runtime.collectives
     unit = max(zero.layout.units, key=lambda unit: unit.numel)
     whole = torch.zeros(unit.numel, dtype=zero.precision.compute, device=accelerator.device)
     bucket = torch.zeros(unit.numel, dtype=zero.precision.reduce, device=accelerator.device)
     own = bucket.view(world, -1)[collectives.position]
-    wire = zero.precision.wire or bucket.dtype
+    wire = Wire(bucket.dtype)
+    if zero.precision.blocks is not None:
+        wire = QuantisedWire(zero.precision.blocks, key=rounding_key(0))
+    elif isinstance(zero.precision.wire, torch.dtype):
+        wire = Wire(zero.precision.wire)
 
     def gather() -> None:
         collectives.all_gather(unit, whole).wait()
         collectives.wait_for_readers()
 
     def reduce() -> None:
-        collectives.reduce_scatter(unit, bucket, own, add=False, wire=zero.precision.wire).wait()
+        collectives.reduce_scatter(unit, bucket, own, add=False, wire=wire).wait()
 
-    return unit.numel, {"all_gather": (whole.dtype, gather), "reduce_scatter": (wire, reduce)}
+    return unit.numel, {
+        "all_gather": (whole.dtype.itemsize, gather),
+        "reduce_scatter": (wire.nbytes(unit) / unit.payload_numel, reduce),
+    }
 
 
 def _torchs(numel: int, world: int, dtype: torch.dtype, accelerator: Accelerator) -> dict[str, _Call]:
@@ -110,10 +122,10 @@ def _torchs(numel: int, world: int, dtype: torch.dtype, accelerator: Accelerator
     gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
     scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
     return {
-        "all_reduce": (dtype, lambda: dist.all_reduce(whole)),
-        "all_gather": (dtype, lambda: gather(whole, own)),
-        "reduce_scatter": (dtype, lambda: scatter(own, whole)),
-        "broadcast": (dtype, lambda: dist.broadcast(whole, 0)),
+        "all_reduce": (dtype.itemsize, lambda: dist.all_reduce(whole)),
+        "all_gather": (dtype.itemsize, lambda: gather(whole, own)),
+        "reduce_scatter": (dtype.itemsize, lambda: scatter(own, whole)),
+        "broadcast": (dtype.itemsize, lambda: dist.broadcast(whole, 0)),
     }
 
 

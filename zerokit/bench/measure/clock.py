@@ -1,4 +1,4 @@
-"""How long steps take: by the host's clock, or by events of a CUDA device that the host does not wait for.
+"""Clocks for steps: the host's clock, or CUDA events that the host does not wait for.
 
 clock.begin(), one step, clock.end(), again and again, then clock.read(): the milliseconds of each of these steps
 """
@@ -16,7 +16,7 @@ from zerokit.bench.machine.accelerator import Accelerator
 
 
 class Clock:
-    """Times steps by the host, from `begin` to `end`: on a CPU a step is over when its call returns.
+    """Times steps by the host, from `begin` to `end`: on a CPU a step is complete when its call returns.
 
     `runs_ahead` says whether the host may launch a step before the last one is over; `window_ms` is the wall clock of
     the steps read so far, where that is another measurement than their own times.
@@ -30,21 +30,21 @@ class Clock:
         self.window_ms: float | None = None
 
     def begin(self) -> None:
-        """A step begins."""
+        """Mark the start of a step."""
         self._started = time.perf_counter()
 
     def end(self) -> None:
-        """All of the step has been launched."""
+        """Mark the end of a step: all its work has been launched."""
         self._steps.append((time.perf_counter() - self._started) * 1000.0)
 
     def read(self) -> list[float]:
-        """Milliseconds of each step since the last reading, once all are over."""
+        """Wait for all steps, and return the milliseconds of each since the last reading."""
         steps, self._steps = self._steps, []
         return steps
 
 
 class DeviceClock(Clock):
-    """Events at the boundaries of steps: one before the first, one after each.
+    """Times steps with CUDA events: one before the first step, one after each.
 
     The device is waited for before the first step, so that none of what came before is in it, and once by `read`.
     Between these the host's wall clock runs as well (`window_ms`): it and the sum of the steps must agree, but for the

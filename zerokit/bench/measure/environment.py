@@ -1,4 +1,4 @@
-"""What a bench ran on and with, as the record keeps it: machine, software, and variables that change measurements."""
+"""The environment that a record keeps: machine, software, and variables that affect measurements."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _GIT_SECONDS = 10.0
 
 
 def look_around(accelerator: Accelerator) -> Environment:
-    """The environment of this rank, inside its process group. Starts `git`: not for a timed step."""
+    """The environment of this rank, inside its process group. It starts `git`, so do not call it in a timed step."""
     import torch
     import torch.distributed as dist
 
@@ -60,7 +60,7 @@ def look_around(accelerator: Accelerator) -> Environment:
 
 
 def versions(imported: Collection[str]) -> dict[str, str]:
-    """The versions of those packages among `imported` that can take part in a step."""
+    """The versions of those packages in `imported` that can affect a step."""
     return {name: _version(name) for name in _PACKAGES if name in imported}
 
 
@@ -72,7 +72,7 @@ def _version(package: str) -> str:
 
 
 def measured_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that change what is measured, by name, without passwords and tokens."""
+    """The environment variables that affect measurements, by name, without passwords and tokens."""
     return {
         name: without_secrets_named(name, value)
         for name, value in sorted(environment.items())
@@ -81,7 +81,7 @@ def measured_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def git_commit(folder: Path) -> str | None:
-    """The commit that is checked out around `folder`, with "-dirty" for uncommitted changes of tracked files.
+    """The commit checked out at `folder`, with "-dirty" if tracked files have uncommitted changes.
 
     None outside a repository, and where there is no git.
     """

@@ -1,4 +1,4 @@
-"""Memory of a CUDA device: torch's peaks before and during the measured steps, and what the whole device has used."""
+"""Memory of a CUDA device: torch's peaks before and during the measured steps, and the whole device's use."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from zerokit.bench.record import DeviceMemory
 
 
 class MemoryMeter:
-    """Tells the peak of the measured steps from that of what came before.
+    """Separates the peak of the measured steps from the earlier peak.
 
     Args:
         device: a CUDA device.
@@ -21,16 +21,16 @@ class MemoryMeter:
         self._setup = (0, 0)
 
     def peaks(self) -> tuple[int, int]:
-        """Most bytes that torch has allocated, and has reserved, since `begin` or the start of the process."""
+        """Peak bytes that torch has allocated and reserved since `begin` or the start of the process."""
         cuda, device = self._cuda, self._device
         return cuda.max_memory_allocated(device), cuda.max_memory_reserved(device)
 
     def begin(self) -> None:
-        """The measured steps begin: their peaks start from what is held now."""
+        """Reset the peaks at the start of the measured steps."""
         self._setup = self.peaks()
         self._cuda.reset_peak_memory_stats(self._device)
 
     def account(self, batch_bytes: int) -> DeviceMemory:
-        """The record's account of the device, right after the measured steps."""
+        """The record's entry for the device, taken right after the measured steps."""
         free, total = self._cuda.mem_get_info(self._device)
         return DeviceMemory(*self._setup, batch_bytes, total - free, total)

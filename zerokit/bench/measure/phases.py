@@ -1,4 +1,4 @@
-"""The parts of a step, and how long it waits for communication with nothing else to do.
+"""The phases of a step, and the exposed communication in it.
 
 Extra steps after the measured ones: to time the parts each is waited for, which a measured step does not do.
 """
@@ -33,7 +33,7 @@ Batches = Callable[[int], "list[Batch]"]
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """One step on one rank, in milliseconds; `waited` is None where the engine does not count it."""
+    """The phases of one step on one rank, in milliseconds; `waited` is None if the engine does not count it."""
 
     forward: float
     backward: float
@@ -42,12 +42,12 @@ class Parts:
 
     @property
     def total(self) -> float:
-        """The sum of the parts: waiting lies within them."""
+        """The sum of the phases; waiting is part of them."""
         return self.forward + self.backward + self.optimizer
 
 
 def measure_phases(trainer: Trainer, batches: Batches, accelerator: Accelerator, *, steps: int) -> Phases:
-    """At most `STEPS` extra steps in parts, and on NCCL `TRACED_STEPS` more under the profiler. All ranks call it."""
+    """Run up to `STEPS` extra steps by phases, and on NCCL `TRACED_STEPS` more under the profiler. Collective."""
     steps = min(STEPS, steps)
     mine = [_step_in_parts(trainer, batches(step), accelerator) for step in range(steps)]
     traced = _trace(trainer, batches, accelerator) if accelerator.backend == "nccl" else None
@@ -111,7 +111,7 @@ def _trace(trainer: Trainer, batches: Batches, accelerator: Accelerator) -> tupl
 
 
 def on_device(events: Iterable[Any]) -> tuple[list[Span], list[Span]]:
-    """When NCCL's kernels ran on the device, and when other kernels and copies did, in the profiler's microseconds.
+    """The spans of NCCL's kernels, and of other kernels and copies, in the profiler's microseconds.
 
     The profiler also draws annotations ("nccl:all_reduce", "Optimizer.step") on the device's line, from the first to
     the last kernel below them: these are no work.
@@ -126,14 +126,14 @@ def on_device(events: Iterable[Any]) -> tuple[list[Span], list[Span]]:
 
 
 def exposed(communication: Iterable[Span], computation: Iterable[Span]) -> float:
-    """How long some communication runs and no computation; the spans may overlap in any way."""
+    """The time in which communication runs without computation; spans may overlap in any way."""
     hidden = merge(computation)
     either = merge([*communication, *hidden])
     return sum(end - start for start, end in either) - sum(end - start for start, end in hidden)
 
 
 def merge(spans: Iterable[Span]) -> list[Span]:
-    """The same points as disjoint spans in order."""
+    """The union of the spans, as disjoint spans in order."""
     merged: list[Span] = []
     for start, end in sorted(span for span in spans if span[0] < span[1]):
         if merged and start <= merged[-1][1]:

@@ -1,4 +1,4 @@
-"""System metrics of one node while the measured steps run: a thread that reads a few small files once a second.
+"""System metrics of one node while the measured steps run: a thread reads a few small files once per second.
 
 Metrics are named as MLflow names its own, so that they appear among its system metrics. What a machine does not
 have is left out; what one reading lacks is null.
@@ -26,13 +26,13 @@ Row = dict[str, float | None]
 
 
 def parse_stat(text: str) -> tuple[int, int]:
-    """Busy and all ticks of all processors, from /proc/stat. Waiting for a disk is not busy."""
+    """Busy and total ticks of all processors, from /proc/stat. Waiting for a disk is not busy."""
     ticks = [int(word) for word in text.splitlines()[0].split()[1:9]]  # guests are part of user already
     return sum(ticks) - ticks[3] - ticks[4], sum(ticks)
 
 
 def parse_memory(text: str) -> tuple[int, int]:
-    """Used and all bytes of main memory, from /proc/meminfo; what the kernel would give back is not used."""
+    """Used and total bytes of main memory, from /proc/meminfo; reclaimable memory is not used."""
     lines = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
     total, available = (int(lines[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
     return total - available, total
@@ -51,7 +51,7 @@ def parse_network(text: str) -> tuple[int, int]:
 
 
 class Sampler:
-    """Samples this node from `start` to `stop`.
+    """Samples this node's system metrics from `start` to `stop`.
 
     Args:
         interval_s: between two readings.
@@ -75,12 +75,12 @@ class Sampler:
         self._first_bytes: tuple[int, int] | None = None
 
     def start(self) -> None:
-        """Take the first reading and begin; returns at once."""
+        """Take the first reading and start the thread; returns at once."""
         self._started = time.monotonic()
         self._thread.start()
 
     def stop(self) -> Samples:
-        """Take the last reading and end; waits for the thread."""
+        """Take the last reading and wait for the thread."""
         self._ended.set()
         self._thread.join()
         names = list(dict.fromkeys(name for row in self._rows for name in row))

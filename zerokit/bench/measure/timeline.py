@@ -1,4 +1,4 @@
-"""Where a rank's memory is in the course of a step: parameters, gradients, optimizer, buckets and activations.
+"""A rank's memory over a step, by kind: parameters, gradients, optimizer, buckets and activations.
 
 Every operation of torch is seen, and the storages of what it returns are followed for as long as they live; what an
 engine holds from step to step it says itself. What torch allocates within an operation, or an engine outside of torch,
@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from zerokit.bench.record import MEMORY_KINDS, MemoryTimeline
+from zerokit.bench.record import MemoryTimeline
+from zerokit.formulas import MEMORY_KINDS
 
 if TYPE_CHECKING:
     from zerokit.bench.engines.trainer import Held, Trainer
@@ -43,7 +44,7 @@ class _Followed:
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Reads within its context, after operations and whenever `read` is called, what is held.
+    """Records the memory held, after operations within its context and whenever `read` is called.
 
     Args:
         held: says what the engine holds.
@@ -62,13 +63,13 @@ class MemoryTracker(TorchDispatchMode):
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Forget the readings so far, and not what storages are for."""
+        """Forget the readings so far, but keep the kinds of storages."""
         self._started = self._due = time.perf_counter()
         self.readings: list[Reading] = []
         self.parts: dict[str, list[float]] = {}
 
     def mark(self, part: str) -> None:
-        """A part of the step begins now."""
+        """Mark the start of a phase."""
         self.parts.setdefault(part, []).append(time.perf_counter() - self._started)
         self.read()
 
@@ -117,7 +118,7 @@ class MemoryTracker(TorchDispatchMode):
 
 
 def measure_timeline(trainer: Trainer, batches: Batches, step_ms: float) -> MemoryTimeline | None:
-    """Memory of rank 0 in the second of two extra steps; None on the others. All ranks call it.
+    """Rank 0's memory over the second of two extra steps; None on other ranks. Collective.
 
     Args:
         trainer: the engine.
@@ -146,7 +147,7 @@ def measure_timeline(trainer: Trainer, batches: Batches, step_ms: float) -> Memo
 
 
 def condense(readings: Sequence[Reading], most: int) -> list[Reading]:
-    """At most so many readings: of each share of them the one with the most bytes."""
+    """At most `count` readings: the largest of each share."""
     share = -(-len(readings) // most)
     shares = [readings[at : at + share] for at in range(0, len(readings), share)]
     return [max(some, key=lambda reading: sum(reading[1].values())) for some in shares]

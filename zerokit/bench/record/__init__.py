@@ -1,10 +1,9 @@
-"""A bench as plain data: what it was asked (`settings`), what it measured, and what follows from that by arithmetic.
+"""A bench as plain data: its settings, its measurements, and the results computed from them.
 
 Nothing here imports another room of the bench.
 """
 
 from zerokit.bench.record.measured import (
-    MEMORY_KINDS,
     Bandwidth,
     Checkpoints,
     Data,
@@ -13,6 +12,7 @@ from zerokit.bench.record.measured import (
     MemoryTimeline,
     Model,
     Phases,
+    Planned,
     Rank,
     Results,
     Samples,
@@ -36,7 +36,6 @@ from zerokit.bench.record.status import Outcome, Status
 
 __all__ = [
     "FORMAT",
-    "MEMORY_KINDS",
     "Bandwidth",
     "Checkpoints",
     "Data",
@@ -46,6 +45,7 @@ __all__ = [
     "Model",
     "Outcome",
     "Phases",
+    "Planned",
     "Rank",
     "Record",
     "RecordError",

@@ -1,4 +1,4 @@
-"""What an elastic job has done so far, beside its checkpoints, where a later process that continues it reads it.
+"""The journal of an elastic job: its progress, stored next to its checkpoints for a later process.
 
     RUN/elastic/job.json          the identity of the record to be, and where it goes
     RUN/elastic/part-0000.jsonl   one file a part: its beginning, its steps, the losses up to each save, its end
@@ -22,11 +22,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from zerokit.bench.record.schema import Count, Number
 from zerokit.errors import UsageError
 from zerokit.files import make_directories, system, write_aside
 
 FINISHED = "finished"
-UNKNOWN = "its processes ended without a word: killed, or their machine is gone"
+UNKNOWN = "its processes ended without a report: they were killed, or their machine is gone"
 _FOLDER = "elastic"
 _JOB = "job.json"
 _PART = re.compile(r"part-(\d{4,})\.jsonl")
@@ -34,7 +35,7 @@ _PART = re.compile(r"part-(\d{4,})\.jsonl")
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What was trained between two restarts.
+    """One part of an elastic job: the training between two restarts.
 
     Attributes:
         world: ranks.
@@ -47,44 +48,44 @@ class Part:
         ended: why, in words; "finished" for the last.
     """
 
-    world: int
-    nodes: int
-    first_step: int
-    last_step: int
-    first_sample: int
-    samples_per_step: int
+    world: Count
+    nodes: Count
+    first_step: Count
+    last_step: Count
+    first_sample: Count
+    samples_per_step: Count
     ended: str
 
 
 @dataclass(slots=True)
 class Story:
-    """A job from its first step on: its parts, and of each step what it saw when it was trained last."""
+    """An elastic job: its parts, and each step's figures from the last time it was trained."""
 
     parts: list[Part] = field(default_factory=list)
-    loss: list[float] = field(default_factory=list)
-    gradient_norm: list[float] = field(default_factory=list)
+    loss: list[Number] = field(default_factory=list)
+    gradient_norm: list[Number] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """`identity` is that of the job's record and MLflow run, `record` the file that the record goes to."""
+    """`identity` identifies the job's record and MLflow run; `record` is the record's file."""
 
     identity: str
     record: Path
 
 
 class PartWriter:
-    """Rank 0's pen for one part."""
+    """Writes one part of the journal, on rank 0."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def trained(self, step: int) -> None:
-        """The run has come to this step."""
+        """Note that the run starts this part at this step."""
         self._write({"trained": step})
 
     def seen(self, first_step: int, loss: list[float], gradient_norm: list[float]) -> None:
-        """What the steps from `first_step` on have shown; it is on the disk when this returns."""
+        """Write the figures of the steps from `first_step`; they are on disk when this returns."""
         self._write({"first": first_step, "loss": loss, "gradient_norm": gradient_norm}, sync=True)
 
     def _write(self, line: dict[str, Any], *, sync: bool = False) -> None:
@@ -96,13 +97,13 @@ class PartWriter:
 
 
 class Journal:
-    """The journal of the unfinished job in a run's directory."""
+    """The journal of an unfinished job, in a run's directory."""
 
     def __init__(self, run: Path) -> None:
         self._folder = run / _FOLDER
 
     def open_job(self, record: Path | None, default: Callable[[], Path]) -> Job:
-        """The unfinished job of the run, or a new one.
+        """Open the run's unfinished job, or begin a new one.
 
         Args:
             record: where the user wants the record; by default the job's own path.
@@ -118,7 +119,7 @@ class Journal:
             job = Job(uuid.uuid4().hex, record or default())
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UsageError(
-                f"{path} cannot be read ({error}): move {self._folder} away to begin a new job"
+                f"{path} cannot be read ({error}): move {self._folder} away to start a new job"
             ) from error
         try:
             make_directories(self._folder)
@@ -128,7 +129,7 @@ class Journal:
         return job
 
     def count(self) -> int:
-        """How many parts have begun."""
+        """The number of parts that have begun."""
         return len(self._files())
 
     def begin_part(
@@ -155,7 +156,7 @@ class Journal:
                 number += 1
 
     def end_part(self, number: int, why: str) -> None:
-        """Say why the part `number`, counted from 0, ended; nothing if it never began, or if that is known."""
+        """Note why part `number` (from 0) ended; ignored if it never began or already has a reason."""
         files = self._files()
         if number < len(files) and not any("ended" in line for line in _lines(files[number])):
             with files[number].open("a", encoding="utf-8") as file:
@@ -163,7 +164,7 @@ class Journal:
                 file.write("\n" + json.dumps({"ended": why}) + "\n")
 
     def story(self) -> Story:
-        """The job up to now; its newest part counts as finished until its end is noted."""
+        """The job so far; its newest part counts as finished until its end is noted."""
         story, first = Story(), 0
         files = self._files()
         for number, file in enumerate(files):
@@ -198,7 +199,7 @@ class Journal:
         return story
 
     def finish(self) -> None:
-        """The job is done and its record written: the next one begins anew."""
+        """Finish the job after its record was written; the next one starts from the beginning."""
         try:
             identity = json.loads((self._folder / _JOB).read_text(encoding="utf-8"))["id"]
         except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""What a bench measures: plain data, of which a record is made. Units are in the names: `_ms`, `_bytes`."""
+"""The measurements in a record, as plain data. Units are in the names: `_ms`, `_bytes`."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from zerokit.bench.record.schema import to_plain
+from zerokit.bench.record.schema import Count, Number, to_plain
 from zerokit.bench.record.statistics import Summary
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What was trained; `parameters` are trainable elements (Ψ), tied ones once, `config` its sizes.
+    """The trained model; `parameters` counts trainable elements (Ψ), tied ones once, and `config` has its sizes.
 
     Attributes:
         unit: what throughput counts: "tokens", "images" or "samples".
@@ -23,21 +23,21 @@ class Model:
     """
 
     name: str
-    parameters: int
+    parameters: Count
     config: dict[str, Any]
     unit: str
-    units_per_sample: int
-    flops_per_unit: float | None
+    units_per_sample: Count
+    flops_per_unit: Number | None
     flops_convention: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """The training data: where from, bytes read, files read from, BLAKE2b of the bytes (of the seed, if made up)."""
+    """The training data: source, bytes and files read, BLAKE2b of the bytes (of the seed for synthetic data)."""
 
     source: str
-    size_bytes: int
-    files: int
+    size_bytes: Count
+    files: Count
     truncated: bool
     digest: str
 
@@ -55,13 +55,13 @@ class Environment:
     python: str
     platform: str
     processor: str
-    cores: int
-    memory_bytes: int
-    threads: int
+    cores: Count
+    memory_bytes: Count
+    threads: Count
     backend: str
-    world: int
+    world: Count
     accelerator: str | None
-    accelerators: int
+    accelerators: Count
     cuda: str | None
     nccl: str | None
     packages: dict[str, str]
@@ -70,31 +70,31 @@ class Environment:
 
     @property
     def digest(self) -> str:
-        """Equal where everything but the commit is equal: such runs can be compared without a second thought."""
+        """A key that is equal if everything but the commit is equal: such runs are directly comparable."""
         content = to_plain(self) | {"git_commit": None}
         return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class Phases:
-    """The parts of a step, medians over `steps` extra steps after the measured ones, of the slowest rank; milliseconds.
+    """The phases of a step on the slowest rank, in ms: medians over `steps` extra steps after the measured ones.
 
     The parts are waited for one by one, so that their sum may exceed a measured step. `exposed_communication_ms` is how
     long a step waits for communication with nothing else to do; null where the engine cannot be asked.
     `source` says how it was measured: "clock", or "trace" for CUDA traces.
     """
 
-    steps: int
-    forward_ms: float
-    backward_ms: float
-    optimizer_ms: float
-    exposed_communication_ms: float | None
+    steps: Count
+    forward_ms: Number
+    backward_ms: Number
+    optimizer_ms: Number
+    exposed_communication_ms: Number | None
     source: str
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """One rank's CUDA device, beside torch's peaks of the measured steps.
+    """Memory of one rank's CUDA device outside torch's peaks of the measured steps.
 
     Attributes:
         setup_allocated_bytes: the peak of torch's allocator before the measured steps: construction and warm-up, and
@@ -106,31 +106,31 @@ class DeviceMemory:
         total_bytes: of the device.
     """
 
-    setup_allocated_bytes: int
-    setup_reserved_bytes: int
-    batch_bytes: int
-    used_bytes: int
-    total_bytes: int
+    setup_allocated_bytes: Count
+    setup_reserved_bytes: Count
+    batch_bytes: Count
+    used_bytes: Count
+    total_bytes: Count
 
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """One checkpoint: the steps trained by then, how long training was held for it, and its size on the disk."""
+    """One checkpoint: the steps trained by then, how long training waited for it, and its size on disk."""
 
-    step: int
-    ms: float
-    size_bytes: int
+    step: Count
+    ms: Number
+    size_bytes: Count
 
 
 @dataclass(slots=True)
 class Checkpoints:
-    """What a bench did with checkpoints; `resumed_from` is the step it went on from, null for a fresh start.
+    """A bench's checkpoints; `resumed_from` is the step from which it resumed, null for a fresh start.
 
     `notes`: why that is not the step which the run's `latest` names.
     """
 
-    resumed_from: int | None = None
-    load_ms: float | None = None
+    resumed_from: Count | None = None
+    load_ms: Number | None = None
     saves: list[Save] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -139,16 +139,16 @@ class Checkpoints:
 class Utilisation:
     """Model FLOPs utilisation of one device: `model_flops_per_s` ÷ `peak_flops_per_s` (dense, at `precision`)."""
 
-    mfu: float
-    model_flops_per_s: float
-    peak_flops_per_s: float
+    mfu: Number
+    model_flops_per_s: Number
+    peak_flops_per_s: Number
     device: str
     precision: str
 
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """One rank's numbers.
+    """One rank's measurements.
 
     Attributes:
         step_ms: of each measured step: forward, backward, clipping, optimizer step, zeroing; the batch is
@@ -168,27 +168,27 @@ class Rank:
             apart: beside the sum of `step_ms`. Null on a CPU, whose steps are timed by that clock one by one.
     """
 
-    rank: int
-    node: int
+    rank: Count
+    node: Count
     host: str
-    pid: int
+    pid: Count
     device: str
-    step_ms: list[float]
-    warmup_ms: list[float]
-    build_ms: float
-    peak_host_bytes: int
-    peak_allocated_bytes: int | None
-    peak_reserved_bytes: int | None
-    memory_bytes: dict[str, int] | None
-    predicted_memory_bytes: dict[str, int] | None
+    step_ms: list[Number]
+    warmup_ms: list[Number]
+    build_ms: Number
+    peak_host_bytes: Count
+    peak_allocated_bytes: Count | None
+    peak_reserved_bytes: Count | None
+    memory_bytes: dict[str, Count] | None
+    predicted_memory_bytes: dict[str, Count] | None
     device_id: str | None = None
     device_memory: DeviceMemory | None = None
-    window_ms: float | None = None
+    window_ms: Number | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What all ranks together received in the last step: payload, without padding; control messages apart.
+    """Traffic that all ranks received in the last step: payload without padding, and control messages separately.
 
     `formula` says in words what `predicted_elements` is, with N ranks and Ψ parameters. `route` is how it travelled:
     "nccl", "sockets"; between ranks of one node "memory" (they read each other's); with several such nodes "memory and
@@ -196,11 +196,11 @@ class Traffic:
     noted.
     """
 
-    elements: int
-    bytes: int
-    control_bytes: int
-    predicted_elements: int
-    predicted_bytes: int
+    elements: Count
+    bytes: Count
+    control_bytes: Count
+    predicted_elements: Count
+    predicted_bytes: Count
     formula: str
     by_operation: dict[str, Any]
     route: str | None = None
@@ -208,7 +208,7 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Bandwidth:
-    """One collective by itself, after the training: nccl-tests' definitions.
+    """One collective, timed after the training with nccl-tests' definitions.
 
     Attributes:
         operation: "all_reduce", "reduce_scatter", "all_gather" or "broadcast".
@@ -222,10 +222,10 @@ class Bandwidth:
 
     operation: str
     by: str
-    size_bytes: int
-    ms: float
-    algorithm_gb_per_s: float
-    bus_gb_per_s: float
+    size_bytes: Count
+    ms: Number
+    algorithm_gb_per_s: Number
+    bus_gb_per_s: Number
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,15 +238,15 @@ class Twin:
     itself, and both are empty.
     """
 
-    stage: int
-    step_ms: list[float]
+    stage: Count
+    step_ms: list[Number]
     step: Summary
-    own_ms: list[float] = field(default_factory=list)
-    pace_ms: list[float] = field(default_factory=list)
+    own_ms: list[Number] = field(default_factory=list)
+    pace_ms: list[Number] = field(default_factory=list)
 
     @property
     def costs_ms(self) -> list[float]:
-        """What each step of the cell took longer than the twin's beside it; empty in older records."""
+        """The extra time of each of the cell's steps over the twin's step next to it; empty in older records."""
         return [own - alone for own, alone in zip(self.own_ms, self.step_ms, strict=False)]
 
 
@@ -260,35 +260,49 @@ class Samples:
     `cost_ms` is the processor time that all this sampling took.
     """
 
-    node: int
+    node: Count
     host: str
-    interval_s: float
-    seconds: list[float]
-    series: dict[str, list[float | None]]
-    cost_ms: float
+    interval_s: Number
+    seconds: list[Number]
+    series: dict[str, list[Number | None]]
+    cost_ms: Number
 
 
-MEMORY_KINDS = ("parameters", "gradients", "optimizer", "buffers and buckets", "activations")
-"""The last is all that torch allocates in a step and no engine holds beyond it."""
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """The plan for the same cell, computed from the model and settings (`zerokit plan`).
+
+    Attributes:
+        peak_bytes: of the rank that holds most, when it holds most, by kind; their sum is what torch holds at once.
+            Empty for a model that cannot be planned.
+        highest_bytes: the most of each kind, at whatever time.
+        step_ms: null where the speed of the device, or of a link, is not known.
+        reason: why something is missing.
+    """
+
+    peak_bytes: dict[str, Count]
+    highest_bytes: dict[str, Count]
+    step_ms: Number | None = None
+    reason: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryTimeline:
-    """What rank 0 held in the course of one extra step, in which looking at memory took time of its own.
+    """Rank 0's memory over one extra step, which is slower because memory is read in it.
 
     `parts` has the seconds when parts of the step began: "forward" and "backward" of each micro-batch, "optimizer".
     `seconds` are those of the readings since the step began, and `bytes` has one list of the same length for each of
     `MEMORY_KINDS`.
     """
 
-    parts: dict[str, list[float]]
-    seconds: list[float]
-    bytes: dict[str, list[int]]
+    parts: dict[str, list[Number]]
+    seconds: list[Number]
+    bytes: dict[str, list[Count]]
 
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """What is computed from the ranks' numbers; a step's time is that of its slowest rank.
+    """Results computed from the ranks' measurements; a step takes as long as its slowest rank.
 
     `step` and `skew` (slowest minus fastest rank) are in milliseconds. `throughput` counts the model's unit a second at
     the median step. `communication_ms` is what communication costs: the median of what the cell's steps took longer
@@ -301,16 +315,16 @@ class Results:
 
     step: Summary
     skew: Summary
-    throughput: float
-    throughput_per_rank: float
-    communication_ms: float | None
+    throughput: Number
+    throughput_per_rank: Number
+    communication_ms: Number | None
     utilisation: Utilisation | None
-    loss_first: float | None
-    loss_last: float | None
-    peak_host_bytes: int
-    peak_host_bytes_minimum: int
-    peak_allocated_bytes: int | None
-    peak_allocated_bytes_minimum: int | None
-    peak_reserved_bytes: int | None
-    devices: int | None = None
-    throughput_per_device: float | None = None
+    loss_first: Number | None
+    loss_last: Number | None
+    peak_host_bytes: Count
+    peak_host_bytes_minimum: Count
+    peak_allocated_bytes: Count | None
+    peak_allocated_bytes_minimum: Count | None
+    peak_reserved_bytes: Count | None
+    devices: Count | None = None
+    throughput_per_device: Number | None = None

@@ -1,4 +1,4 @@
-"""The figures of a bench by name: what tables, comparisons, reports and MLflow show, each with its unit and its noise.
+"""The metrics of a bench by name, as shown by tables, reports and MLflow, each with its unit and noise.
 
 One table, `METRICS`. A figure is computed from the record alone; where the record does not have it (no twin, no GPU, a
 cell that failed) it has no value, never a zero. Standard library only.
@@ -27,7 +27,7 @@ Read = Callable[[Record], float | None]
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One figure, and how its rounds make one value.
+    """One metric, and how the values of its rounds are combined.
 
     Attributes:
         name: as in MLflow, which takes letters, digits and `_ - . / :`.
@@ -49,11 +49,11 @@ class Metric:
     additive: bool = False
 
     def has_ratios(self, values: Iterable[float]) -> bool:
-        """Whether these values are compared by their ratios, and so averaged by their logarithms."""
+        """Whether values are compared by ratio, and therefore averaged by logarithm."""
         return not self.additive and min(values) > 0
 
     def centre(self, values: Sequence[float]) -> float:
-        """The value of a cell from those of its rounds: the geometric mean where they have ratios, else the mean.
+        """The cell's value from its rounds: the geometric mean if ratios exist, otherwise the mean.
 
         It is the one estimator of every table, tile and picture. A throughput is the work over the step beside it, and
         the ratio of two cells is the mean of their rounds' ratios, neither of which holds for medians.
@@ -67,7 +67,7 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A metric's value, and half of its 95 % interval (None: not known) in the same unit; of how many repetitions."""
+    """A metric's value, half of its 95 % interval in the same unit (None if unknown), and the number of repetitions."""
 
     value: float
     error: float | None
@@ -82,7 +82,7 @@ class Measured:
 
 
 def metrics_of(record: Record) -> dict[str, float]:
-    """Every figure that this record has, by name; all are finite and all names legal in MLflow. Fewer than 60."""
+    """Every metric that this record has, by name; values are finite and names are legal in MLflow. Fewer than 60."""
     found = {}
     for name, metric in METRICS.items():
         value = metric.value(record)
@@ -92,7 +92,7 @@ def metrics_of(record: Record) -> dict[str, float]:
 
 
 def measure(metric: Metric, records: Sequence[Record]) -> Measured | None:
-    """One figure of a cell from its repetitions (at least one): `Metric.centre`. None where no record has it.
+    """One metric of a cell from its repetitions (at least one): `Metric.centre`. None if no record has it.
 
     With several, its error is that of their mean by Student's t, however exact each run by itself seems: the noise
     within a run is not the noise between runs. With one, it is the error that a run can tell, if any.
@@ -111,7 +111,7 @@ def measure(metric: Metric, records: Sequence[Record]) -> Measured | None:
 
 
 def values_of(metric: Metric, records: Sequence[Record]) -> list[float]:
-    """The finite values of the records that have it."""
+    """The finite values, from the records that have the metric."""
     found = (metric.value(record) for record in records)
     return [float(value) for value in found if value is not None and math.isfinite(value)]
 
@@ -137,6 +137,19 @@ def _throughput(unit: str, name: str) -> Read:
 def _state(name: str) -> Read:
     """The total of the rank that holds most."""
     return lambda record: _largest((getattr(rank, name) or {}).get("total") for rank in record.ranks)
+
+
+def _peak_in_a_step(record: Record) -> float | None:
+    """MiB of all tensors on rank 0, in the extra step in which they were followed."""
+    if record.timeline is None:
+        return None
+    return _largest(map(sum, zip(*record.timeline.bytes.values(), strict=True)))
+
+
+def _planned_peak(record: Record) -> float | None:
+    """MiB of all tensors on the rank that holds most."""
+    planned = record.planned
+    return None if planned is None or not planned.peak_bytes else sum(planned.peak_bytes.values()) / MIB
 
 
 def _device(name: str) -> Read:
@@ -182,6 +195,28 @@ def _wall(record: Record) -> float | None:
     return max(windows) / len(record.ranks[0].step_ms) if windows else None
 
 
+_LOSSES_OF_A_TARGET = 5
+"""Steps whose mean loss must reach the target: one step's batch may be easy."""
+
+
+def _to_target(unit: str) -> Read:
+    """Tokens, or what else the model counts, until the loss has come down to the target; None where it has not."""
+
+    def value(record: Record) -> float | None:
+        target, model = record.settings.target_loss, record.model
+        if target is None or model is None or model.unit != unit:
+            return None
+        for stop in range(_LOSSES_OF_A_TARGET, len(record.loss) + 1):
+            last = [
+                math.inf if one is None else one for one in record.loss[stop - _LOSSES_OF_A_TARGET : stop]
+            ]
+            if fmean(last) <= target:
+                return float(stop * record.settings.samples_per_step * model.units_per_sample)
+        return None
+
+    return value
+
+
 def _skipped(record: Record) -> float | None:
     return None if record.results is None else record.skipped_steps
 
@@ -206,6 +241,7 @@ def _table() -> Iterator[tuple[str, str, str, Read]]:
     """Name, title, unit and value of each."""
     for name in ("p50", "p10", "p90", "p99", "mean"):
         yield f"step/{name}_ms", f"step {name}", "ms", _read(f"results.step.{name}")
+    yield "step/planned_ms", "step, planned", "ms", _read("planned.step_ms")
     yield PACED, "step, paced", "×", _paced
     yield "step/wall_mean_ms", "step mean, wall", "ms", _wall
     for name in ("spread", "drift"):
@@ -231,6 +267,8 @@ def _table() -> Iterator[tuple[str, str, str, Read]]:
         ("peak_reserved", "peak CUDA reserved", _read("results.peak_reserved_bytes", 1 / MIB)),
         ("setup_allocated", "peak CUDA, setup", _device("setup_allocated_bytes")),
         ("device_used", "device used", _device("used_bytes")),
+        ("step_peak", "peak in a step", _peak_in_a_step),
+        ("planned_peak", "peak, planned", _planned_peak),
         ("state", "state", _state("memory_bytes")),
         ("state_predicted", "state, formula", _state("predicted_memory_bytes")),
     ):
@@ -252,13 +290,15 @@ def _table() -> Iterator[tuple[str, str, str, Read]]:
         yield f"bus/{name}_gb_per_s", f"bus, {name.replace('_', '-')}", "GB/s", _bandwidth(name)
     yield "loss_first", "first loss", "", _read("results.loss_first")
     yield "loss_last", "last loss", "", _read("results.loss_last")
+    for unit in UNITS:
+        yield f"to_target/{unit}", "to the target loss", unit, _to_target(unit)
     yield "skipped_steps", "skipped steps", "", _skipped
     yield "build_ms", "build", "ms", _build
     yield "checkpoint/save_ms", "save", "ms", _save
     yield "checkpoint/load_ms", "load", "ms", _read("checkpoints.load_ms")
 
 
-_COUNTED = ("memory/state", "traffic/", "loss_", "skipped_steps")
+_COUNTED = ("memory/state", "memory/planned_peak", "step/planned", "traffic/", "loss_", "skipped_steps")
 """Known exactly."""
 
 
@@ -270,8 +310,8 @@ def _error_of(name: str) -> Read:
 
 
 def instrumented(name: str) -> bool:
-    """Whether a figure is of extra steps that were looked into, or of collectives by themselves."""
-    return name.startswith(("phase/", "bus/")) or name == "comm/exposed_ms"
+    """Whether a metric comes from extra steps or single collectives, outside the measured steps."""
+    return name.startswith(("phase/", "bus/")) or name in ("comm/exposed_ms", "memory/step_peak_mib")
 
 
 METRICS: Mapping[str, Metric] = MappingProxyType(

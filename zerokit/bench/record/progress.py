@@ -1,4 +1,4 @@
-"""How far a bench is: rank 0 appends a line a step to a small file, the launcher reads the new lines.
+"""The progress of a bench: rank 0 appends one line per step to a file, and the launcher reads the new lines.
 
 A file, because torchrun closes every pipe that its ranks might inherit. Lines are written between the timed
 steps, never inside one; where the host runs ahead of a device, at most two a second.
@@ -13,7 +13,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """After `done` of `total` steps, warm-up included; the last step's loss and time in ms, None while not known."""
+    """Progress after `done` of `total` steps, warm-up included; the last step's loss and ms are None if unknown."""
 
     done: int
     total: int
@@ -23,7 +23,7 @@ class Progress:
 
 
 class ProgressWriter:
-    """Rank 0's end; without a path it writes nothing."""
+    """Writes progress on rank 0; without a path it writes nothing."""
 
     def __init__(self, path: Path | None) -> None:
         self._file = None if path is None else path.open("a", encoding="utf-8")
@@ -42,14 +42,14 @@ class ProgressWriter:
 
 
 class ProgressReader:
-    """The other end."""
+    """Reads progress in the launcher."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = 0
 
     def latest(self) -> Progress | None:
-        """The newest whole line written since the last call, if any."""
+        """The newest complete line since the last call, if any."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset)

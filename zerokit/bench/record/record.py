@@ -1,4 +1,4 @@
-"""The record of a bench, `zerokit.bench/1`: what was asked, where it ran, and every number that was measured.
+"""The record of a bench, `zerokit.bench/1`: its settings, its environment and every measurement.
 
 It is written first, and everything else that is shown of the run (tables, MLflow) is
 computed from it. Units are in the names: `_ms`, `_bytes`. A number that was not finite (a diverged loss) is
@@ -12,6 +12,7 @@ import re
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from zerokit import files
 from zerokit.bench.record.checks import check_record
@@ -24,19 +25,20 @@ from zerokit.bench.record.measured import (
     MemoryTimeline,
     Model,
     Phases,
+    Planned,
     Rank,
     Results,
     Samples,
     Traffic,
     Twin,
 )
-from zerokit.bench.record.schema import from_plain, json_schema, to_plain
-from zerokit.bench.record.settings import Settings
+from zerokit.bench.record.schema import Count, Number, from_plain, json_schema, to_plain
+from zerokit.bench.record.settings import OPTIONS, Settings
 from zerokit.bench.record.status import Status
 from zerokit.errors import ZerokitError
 from zerokit.nesting import require_shallow
 
-FORMAT = "zerokit.bench/1"
+FORMAT: Literal["zerokit.bench/1"] = "zerokit.bench/1"
 
 
 _DEEPEST = 64
@@ -44,12 +46,12 @@ _DEEPEST = 64
 
 
 class RecordError(ZerokitError):
-    """A file is not a bench record, or one of a format that this version does not read."""
+    """A file is not a bench record, or has a format that this version does not read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One bench. What an unsuccessful one did not come to is null or empty.
+    """The record of one bench. What an unsuccessful bench did not reach is null or empty.
 
     Attributes:
         id: of this run, 32 hexadecimal digits; a repetition gets another.
@@ -69,6 +71,7 @@ class Record:
         traffic: of zerokit; null for other engines.
         bandwidth: of single collectives, after the training.
         timeline: memory in the course of a step; null in records from before it was noted.
+        planned: of zerokit; null for other engines, and in records from before it was noted.
         system: one a node.
         checkpoints: what was saved and resumed, between the steps.
         batches_repeat_after: steps after which batches came again, since not all lay ready on a CUDA device; null where
@@ -91,37 +94,38 @@ class Record:
     phases: Phases | None = None
     twin: Twin | None = None
     timeline: MemoryTimeline | None = None
+    planned: Planned | None = None
     system: list[Samples] = field(default_factory=list)
-    loss: list[float | None] = field(default_factory=list)
-    gradient_norm: list[float | None] = field(default_factory=list)
-    skipped_steps: int = 0
+    loss: list[Number | None] = field(default_factory=list)
+    gradient_norm: list[Number | None] = field(default_factory=list)
+    skipped_steps: Count = 0
     results: Results | None = None
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
-    batches_repeat_after: int | None = None
+    batches_repeat_after: Count | None = None
     parts: list[Part] = field(default_factory=list)
-    format: str = field(default=FORMAT, metadata={"schema": {"const": FORMAT}})
+    format: Literal["zerokit.bench/1"] = FORMAT
 
     @property
     def restarts(self) -> int:
-        """How often an elastic bench began anew after ranks were lost or came."""
+        """The number of restarts of an elastic bench after ranks were lost or joined."""
         return max(0, len(self.parts) - 1)
 
     @property
     def untimed_steps(self) -> int:
-        """How many entries of `loss` are of steps before the first that `ranks` have times of."""
+        """The number of entries of `loss` that precede the first timed step."""
         if not self.parts or not self.ranks:
             return 0
         return max(0, len(self.loss) - len(self.ranks[0].warmup_ms) - len(self.ranks[0].step_ms))
 
     def to_json(self) -> str:
-        """Two-space JSON that ends with a newline; long lists of numbers stay on one line each."""
+        """The record as JSON with two spaces of indent and a final newline; lists of numbers stay on one line."""
         return (
             _compact_lists(json.dumps(to_plain(self), indent=2, allow_nan=False, ensure_ascii=False)) + "\n"
         )
 
     @classmethod
     def from_json(cls, text: str) -> Record:
-        """Parse and check a record; raises `RecordError` naming the first field that is wrong."""
+        """Parse and check a record; raises `RecordError` naming the first invalid field."""
         try:
             value = json.loads(text)
             require_shallow(value, _DEEPEST)
@@ -144,11 +148,15 @@ class Record:
 
 def record_schema() -> str:
     """The JSON Schema of a record, as `record.schema.json` beside this module has it."""
-    return json.dumps(json_schema(Record, FORMAT), indent=2, ensure_ascii=False) + "\n"
+    schema = json_schema(Record, FORMAT)
+    for name, shape in schema["$defs"]["Settings"]["properties"].items():
+        if name in OPTIONS and "{" not in OPTIONS[name].help:
+            shape["description"] = OPTIONS[name].help
+    return json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
 
 
 def require_writable(folder: Path) -> None:
-    """Make the folder if there is none; raises `RecordError` if that, or a file in it, is impossible."""
+    """Create the folder if it is missing; raises `RecordError` if it or a file in it cannot be created."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -160,18 +168,18 @@ def require_writable(folder: Path) -> None:
 
 
 def write_record(record: Record, path: Path) -> None:
-    """Write it whole or not at all."""
+    """Write the record whole or not at all."""
     write_text(record.to_json(), path)
 
 
 def write_text(text: str, path: Path) -> None:
-    """Write a file whole or not at all, and its folder if that is not there."""
+    """Write a file whole or not at all, and create its folder if it is missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     files.write_aside(path, text.encode())
 
 
 def read_record(path: Path) -> Record:
-    """The record in a file; raises `RecordError`."""
+    """Read the record from a file; raises `RecordError`."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

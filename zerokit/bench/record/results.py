@@ -1,4 +1,4 @@
-"""What is computed from the ranks' numbers."""
+"""Results computed from the ranks' measurements."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zerokit.bench.record.utilisation import utilisation
 def summarise(
     settings: Settings, model: Model, ranks: list[Rank], loss: list[float | None], twin: Twin | None = None
 ) -> Results:
-    """The `Results` of these numbers."""
+    """The `Results` of these measurements."""
     step = Summary.of(slowest([rank.step_ms for rank in ranks]))
     throughput = settings.samples_per_step * model.units_per_sample / step.p50 * 1000.0
     host = [rank.peak_host_bytes for rank in ranks]
@@ -52,7 +52,7 @@ def summarise(
 
 
 def with_twin(record: Record, twin: Twin) -> Record:
-    """The record of a successful bench with its twin, and the results that follow from it."""
+    """The record of a successful bench with its twin and the results computed from it."""
     if record.model is None or record.results is None:
         return record
     results = summarise(record.settings, record.model, record.ranks, record.loss, twin)
@@ -60,7 +60,7 @@ def with_twin(record: Record, twin: Twin) -> Record:
 
 
 def count_distinct(used: Iterable[tuple[int, str | None]]) -> int | None:
-    """How many devices ranks use, by each rank's node and what its device is called there; None if one is not known.
+    """The number of devices in use, from each rank's node and device identity; None if one is unknown.
 
     A UUID is one device's wherever it is seen (simulated nodes share their machine's), an index one on its node.
     """

@@ -1,4 +1,4 @@
-"""Records that a user named together."""
+"""Runs: groups of records that a user named together."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ _FAMILY = FORMAT.partition("/")[0] + "/"
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Records that were named together, in the order of their cells; `name` is what the user called them."""
+    """Records named together, in the order of their cells; `name` is the user's name for them."""
 
     name: str
     records: tuple[Record, ...]
 
 
 def unique(records: Iterable[Record]) -> list[Record]:
-    """A record may lie in several places: a sweep's folder and a copy, a run and its parent."""
+    """The records without repetitions: one may lie in several places, such as a sweep's folder and a copy."""
     return list({record.id: record for record in records}.values())
 
 
 def in_folder(folder: Path) -> Iterator[Record]:
-    """Every record below, by path; a sweep's twins are in the records of their cells already."""
+    """Every record below the folder, by path; twins are part of their cells' records."""
     for path in sorted(folder.rglob("*.json")):
         if any(part.startswith(".") for part in path.relative_to(folder).parts):
             continue
@@ -37,7 +37,7 @@ def in_folder(folder: Path) -> Iterator[Record]:
 
 
 def is_record(path: Path) -> bool:
-    """Whether it says that it is one, of any version; raises `RecordError` if that cannot be read."""
+    """Whether a file claims to be a record, of any version; raises `RecordError` if it cannot be read."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

@@ -1,37 +1,39 @@
-"""Dataclasses to JSON and back, strictly: a record with a wrong field is refused and the field named.
+"""Dataclasses to JSON and back, strictly, with pydantic: an invalid field is refused by name.
 
-Understands dataclasses, enums of strings, lists, tuples of one type, dicts with string keys, unions with None, JSON's
-scalars; `json_schema` says the same in JSON Schema.
+The types of the fields are the one definition: what is checked, and what `json_schema` says. pydantic is imported when
+something is read, so that no command waits for it to show its help.
 """
 
 from __future__ import annotations
 
-import inspect
+import json
 import math
-import types
-import typing
 from collections.abc import Mapping
-from dataclasses import MISSING, fields, is_dataclass
-from enum import StrEnum
-from typing import Any, TypeVar, get_args, get_origin
+from dataclasses import fields, is_dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
+
+from annotated_types import Ge, Le
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 T = TypeVar("T")
 
-LARGEST = 2**63 - 1
-"""The largest integer: arithmetic with floats does not overflow, and other languages read it."""
-
-LARGEST_FLOAT = 1e100
-"""The largest number with a point: sums, squares and ratios do not overflow."""
-
-_SCALARS = {bool: "boolean", int: "integer", float: "number", str: "string"}
+Integer = Annotated[int, Ge(-(2**63)), Le(2**63 - 1)]
+"""Arithmetic with floats does not overflow, and other languages read it."""
+Count = Annotated[int, Ge(0), Le(2**63 - 1)]
+"""What a bench counts: never less than none."""
+Number = Annotated[float, Ge(-1e100), Le(1e100)]
+"""Finite, and sums, squares and ratios do not overflow."""
 
 
 class SchemaError(ValueError):
-    """A value does not have the form that its dataclass promises; the message starts with its path."""
+    """A value does not match its dataclass; the message starts with its path."""
 
 
 def to_plain(value: Any) -> Any:
-    """What `json.dumps(allow_nan=False)` takes. Numbers that are not finite become None: JSON has none."""
+    """The value as plain data for `json.dumps(allow_nan=False)`; numbers that are not finite become None."""
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: to_plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
@@ -43,73 +45,31 @@ def to_plain(value: Any) -> Any:
     return value
 
 
-def from_plain(kind: type[T], value: Any, path: str = "") -> T:
-    """The `kind` (a dataclass) that `to_plain` turned into `value`.
+def from_plain(kind: type[T], value: Any) -> T:
+    """The instance of `kind` (a dataclass) from which `to_plain` made `value`.
 
-    Raises `SchemaError` for a field that is unknown or mistyped, or missing without a default.
+    Raises `SchemaError` for a field that is unknown, mistyped or out of its range, or missing without a default.
     """
-    if not isinstance(value, Mapping):
-        raise SchemaError(f"{path or kind.__name__}: expected an object, found {type(value).__name__}")
-    hints = typing.get_type_hints(kind)
-    known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]  # kind is a dataclass
-    if unknown := sorted(set(value) - set(known)):
-        raise SchemaError(f"{_join(path, unknown[0])}: not a field of {kind.__name__}")
-    taken = {}
-    for name, field in known.items():
-        if name in value:
-            taken[name] = _convert(hints[name], value[name], _join(path, name))
-        elif field.default is MISSING and field.default_factory is MISSING:
-            raise SchemaError(f"{_join(path, name)}: missing")
-    return kind(**taken)
+    from pydantic import ValidationError
 
-
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
-
-
-def _convert(hint: Any, value: Any, path: str) -> Any:
-    origin, parameters = get_origin(hint), get_args(hint)
-    if origin in (types.UnionType, typing.Union):
-        if value is None:
-            return None
-        return _convert(next(one for one in parameters if one is not type(None)), value, path)
-    if origin in (list, tuple):
-        if not isinstance(value, list):
-            raise SchemaError(f"{path}: expected a list, found {type(value).__name__}")
-        return origin(
-            _convert(parameters[0], item, f"{path}[{position}]") for position, item in enumerate(value)
-        )
-    if origin is dict:
-        if not isinstance(value, Mapping):
-            raise SchemaError(f"{path}: expected an object, found {type(value).__name__}")
-        return {key: _convert(parameters[1], item, _join(path, key)) for key, item in value.items()}
-    if inspect.isclass(hint) and issubclass(hint, StrEnum):
-        if value not in list(hint):
-            raise SchemaError(f"{path}: expected one of {', '.join(hint)}, found {value!r}")
-        return hint(value)
-    if is_dataclass(hint):
-        return from_plain(typing.cast(type[Any], hint), value, path)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value) if abs(value) <= LARGEST else math.inf
-    if isinstance(value, float) and not math.isfinite(value):
-        raise SchemaError(f"{path}: expected a finite number, found {value}")
-    if isinstance(value, float) and abs(value) > LARGEST_FLOAT:
-        raise SchemaError(f"{path}: expected a number of at most {LARGEST_FLOAT:g}, found {value:g}")
-    if isinstance(value, int) and abs(value) > LARGEST:
-        raise SchemaError(f"{path}: expected an integer of at most 64 bits")
-    if hint is not Any and (not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool)):
-        raise SchemaError(f"{path}: expected {hint.__name__}, found {type(value).__name__}")
-    return value
+    try:
+        found: T = _adapter(cast(Any, kind)).validate_json(json.dumps(value), strict=True, extra="forbid")
+    except ValidationError as error:
+        raise SchemaError(_first(error, kind.__name__)) from error
+    return found
 
 
 def json_schema(kind: type[Any], name: str) -> dict[str, Any]:
-    """The JSON Schema (draft 2020-12) of what `to_plain` makes of a `kind`, a dataclass; `name` becomes its `$id`.
+    """The JSON Schema (draft 2020-12) of a `kind`, a dataclass; `name` becomes its `$id`.
 
-    Every dataclass is a definition with its docstring as description. A field's `metadata["schema"]` is added to its
-    schema: what a type cannot say, such as the values of an enumeration. Fields with a default may be absent.
+    Every dataclass is a definition with its docstring as description. Fields with a default may be absent.
     """
-    definitions: dict[str, Any] = {}
-    _define(kind, definitions)
+    schema = _adapter(cast(Any, kind)).json_schema(ref_template="#/$defs/{model}")
+    definitions: dict[str, Any] = schema.pop("$defs")
+    definitions[kind.__name__] = schema
+    for definition in definitions.values():
+        if definition.get("type") == "object":
+            definition["additionalProperties"] = False
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "$id": name,
@@ -118,41 +78,24 @@ def json_schema(kind: type[Any], name: str) -> dict[str, Any]:
     }
 
 
-def _define(kind: type[Any], definitions: dict[str, Any]) -> dict[str, Any]:
-    """A reference to the definition of a dataclass, which is made where it is missing."""
-    if kind.__name__ not in definitions:
-        definitions[kind.__name__] = {}  # holds the name, should a dataclass contain itself
-        hints, own = typing.get_type_hints(kind), fields(kind)
-        definitions[kind.__name__] = {
-            "description": inspect.cleandoc(kind.__doc__ or ""),
-            "type": "object",
-            "properties": {
-                field.name: _schema(hints[field.name], definitions) | dict(field.metadata.get("schema", {}))
-                for field in own
-            },
-            "required": [
-                field.name for field in own if field.default is MISSING and field.default_factory is MISSING
-            ],
-            "additionalProperties": False,
-        }
-    return {"$ref": f"#/$defs/{kind.__name__}"}
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(kind)
 
 
-def _schema(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
-    origin, parameters = get_origin(hint), get_args(hint)
-    if origin in (types.UnionType, typing.Union):
-        choices = [_schema(one, definitions) for one in parameters]
-        if all(set(one) == {"type"} for one in choices):
-            return {"type": [one["type"] for one in choices]}
-        return {"anyOf": choices}
-    if origin in (list, tuple):
-        return {"type": "array", "items": _schema(parameters[0], definitions)}
-    if origin is dict:
-        return {"type": "object", "additionalProperties": _schema(parameters[1], definitions)}
-    if is_dataclass(hint):
-        return _define(typing.cast(type[Any], hint), definitions)
-    if inspect.isclass(hint) and issubclass(hint, StrEnum):
-        return {"type": "string", "enum": [one.value for one in hint]}
-    if hint is type(None):
-        return {"type": "null"}
-    return {} if hint is Any else {"type": _SCALARS[hint]}
+def _first(error: Any, kind: str) -> str:
+    """The first fault in words: its path, what was expected, and what was found."""
+    fault = error.errors(include_url=False)[0]
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in fault["loc"]).lstrip(".")
+    if fault["type"] == "missing":
+        return f"{path}: missing"
+    if fault["type"] == "unexpected_keyword_argument":
+        return f"{path}: no such field"
+    found, limits = fault["input"], fault.get("ctx", {})
+    shown = repr(found) if isinstance(found, bool | int | float | str) else type(found).__name__
+    expected = fault["msg"].replace("Input should be", "expected").replace("valid array", "list")
+    for name, words in (("ge", "at least"), ("le", "at most")):
+        expected = f"expected {words} {limits[name]:g}" if name in limits else expected
+    return f"{path or kind}: {expected}, found {shown[:60]}"

@@ -1,105 +1,304 @@
-"""What a bench is asked to do: one value that the command line makes, ranks obey and the record keeps."""
+"""The settings of a bench, made by the command line, used by ranks and kept in the record.
+
+A new option is one field of `Settings`, written with `option`: its type, default, help, choices and limits, whether it
+makes sweeps, and its words in tables. `zerokit bench --help`, sweep files, completion, checks, cells, labels, MLflow's
+parameters and the record follow from the field; only what obeys the option is written elsewhere. To let an option take
+one more value, add it to `choices`.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import re
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Literal
 
+from zerokit.bench.record.schema import Integer, Number
 from zerokit.errors import UsageError
 
+TRAINED = "What is trained (comma lists make a sweep)"
+MANNER = "How it is trained"
+MEASURED = "How it is measured"
+CHECKPOINTS = "Checkpoints"
+
 STAGES = (0, 1, 2, 3)
-PRECISIONS = ("fp32", "bf16", "fp16")
-DEVICES = ("cpu", "cuda")
-WIRES = ("own", "bf16")
-"""In what gradients cross between ranks: as the engine has it, or in bf16."""
+DEFAULT_REPEATS = 3
+"""Rounds of a sweep where nobody chooses."""
+LOSSY_WIRES = ("int8", "int4", "powersgd")
+"""Gradients that arrive on these are not the sum of the ranks' gradients, rounded."""
+STEPS_A_ROUND = 12
+"""Measured steps where nobody chooses and there are several rounds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """The option of a field of `Settings`: its help, check and display.
+
+    Attributes:
+        help: one or two sentences of `zerokit bench --help`.
+        heading: of the help, where it stands.
+        sweep: whether it may have several values, which make a sweep. "outer" options change last: the engines and
+            stages of one workload run after each other, so that a machine that changes its pace in the course of an
+            hour spoils no comparison between them.
+        choices: all values, where there are few.
+        minimum, above: the smallest value, or a number that it must exceed.
+        metavar: its value in the help; by default N for whole numbers, X for others, NAME for choices.
+        shown_default: in the help, where it is not `Settings`' own.
+        title: in lists; by default its name.
+        words: a value in a label, such as "batch {}"; by default the title and the value.
+        same_cell: whether records that differ in it alone are repetitions of one cell.
+    """
+
+    help: str
+    heading: str
+    sweep: Literal["", "outer", "inner"] = ""
+    choices: tuple[Any, ...] = ()
+    minimum: float | None = None
+    above: float | None = None
+    metavar: str | None = None
+    shown_default: str | None = None
+    title: str | None = None
+    words: str | None = None
+    same_cell: bool = False
+
+
+def option(default: Any, help: str, heading: str, **more: Any) -> Any:
+    """A field of `Settings` with its `Option`."""
+    return field(default=default, metadata={"option": Option(help, heading, **more)})
+
+
+_outer = partial(option, heading=TRAINED, sweep="outer")
+_inner = partial(option, heading=TRAINED, sweep="inner")
+_fixed = partial(option, heading=MANNER)
+_timed = partial(option, heading=MEASURED, same_cell=True)
+_saved = partial(option, heading=CHECKPOINTS, same_cell=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The options of one bench.
+    """The settings of one bench; each is explained in its help.
 
-    `precision`, `device`, `bucket_mb`, `data` and `image_size` are None until a rank has looked at its machine and its
-    model: the record holds what was chosen. `batch_size` counts samples (sequences, images) a rank and micro-batch; a
-    step takes `accumulate` micro-batches. `wire` "bf16" rounds gradients on their way between ranks: zerokit sums them
-    in fp32, DDP in bf16, by torch's hook. `steps` are measured, after `warmup` that are not; `warmup` None warms up
-    until steps take a steady time. `clip` bounds the gradient norm, None leaves it alone (and unmeasured). `twin` also
-    runs the compute-only twin that communication is measured against. `save` is a run directory for checkpoints,
-    written every `save_every` steps, `background` beside the steps that follow, and at the end; `resume` goes on
-    from its newest. `elastic` does so too, with as many ranks as there are; `steps` is then the step at which the
-    run ends, whatever was trained before and warm-up included, and `save_every` None saves ten times on the way.
-    `mesh` "MxS" is M groups of S ranks, `stage` that of the inner axis and `outer_stage` that of the outer one, by
-    default the same. `repeat` numbers equal cells of a sweep.
+    `precision`, `device`, `bucket_mb`, `data`, `image_size` and `warmup` are None until a rank has looked at its
+    machine and its model; the record has the resolved values. `clip` None leaves gradients alone, and their norm
+    unmeasured. `repeat` numbers equal cells of a sweep.
 
     Raises `UsageError` for values that contradict each other; `zerokit.bench.catalogue.check` knows engines and models.
     """
 
-    engine: str = "zerokit"
-    model: str = "gpt-5m"
-    stage: int = 2
-    mesh: str | None = None
-    outer_stage: int | None = None
-    precision: str | None = None
-    device: str | None = None
-    batch_size: int = 4
-    seq_len: int = 128
-    image_size: int | None = None
-    steps: int = 30
-    warmup: int | None = None
-    accumulate: int = 1
-    wire: str = "own"
-    bucket_mb: float | None = None
-    seed: int = 0
-    data: str | None = None
-    lr: float = 1e-3
-    clip: float | None = 1.0
-    nodes: int = 1
-    nproc_per_node: int = 1
-    twin: bool = True
-    save: str | None = None
-    save_every: int | None = None
-    background: bool = False
-    resume: bool = False
-    elastic: bool = False
-    repeat: int = 0
+    engine: str = _inner("zerokit", "Training engines: {engines}.", metavar="NAME")
+    model: str = _outer(
+        "gpt-5m",
+        "Workloads: {models}; or package.module:factory for your own, which returns a zerokit.bench.workloads.own.Own.",
+        metavar="NAME",
+        words="{}",
+    )
+    stage: Integer = _inner(
+        2,
+        "ZeRO stage: 0 shards nothing, 1 optimizer states, 2 also gradients, 3 also parameters.",
+        choices=STAGES,
+        shown_default="each engine's own, zerokit's is 2",
+    )
+    mesh: str | None = _inner(
+        None,
+        "A mesh of two axes: M groups (such as nodes) of S ranks. --stage then belongs to the inner axis. For "
+        "zerokit and fsdp2.",
+        metavar="MxS",
+    )
+    outer_stage: Integer | None = _inner(
+        None,
+        "ZeRO stage of the mesh's outer axis, at most --stage; 0 with --stage 3 is HSDP.",
+        choices=STAGES,
+        shown_default="--stage",
+    )
+    every: int | None = _inner(
+        None,
+        "Local steps: islands (the groups of --mesh, or else single ranks) train alone and synchronise their "
+        "weights every N steps. For zerokit (DiLoCo) and post-local-sgd (torch's mean of the weights).",
+        minimum=1,
+        title="local steps",
+        words="every {} steps",
+    )
+    fragments: int = _inner(
+        1, "Parts of the model that islands synchronise in turn (--every).", minimum=1, words="{} fragments"
+    )
+    delay: int = _inner(
+        0,
+        "Steps for which a fragment is in flight while training continues (--every).",
+        minimum=0,
+        words="delay {}",
+    )
+    precision: str | None = _outer(
+        None,
+        "Compute dtype: fp32, bf16 or fp16.",
+        choices=("fp32", "bf16", "fp16"),
+        shown_default="bf16 on CUDA, fp32 on a CPU",
+        words="{}",
+    )
+    wire: str = _inner(
+        "own",
+        "Dtype of gradients between ranks: own is the engine's; bf16 (ddp with torch's hook; zerokit sums in "
+        "fp32); int8 and int4 with error feedback (zerokit) and powersgd (ddp with torch's hook) change the "
+        "mathematics. With "
+        "--every, int8 and int4 are the wire of the weights between islands.",
+        choices=("own", "bf16", *LOSSY_WIRES),
+        words="{} wire",
+    )
+    wire_updates: bool = _fixed(
+        False,
+        "Also send updated parameters as differences on an int8 or int4 wire. For zerokit at stages 1 and 2, not "
+        "in fp32.",
+        title="updates on the wire",
+    )
+    nodes: Integer = _outer(
+        1,
+        "Number of nodes, simulated on this machine unless --launcher is given.",
+        minimum=1,
+        shown_default="all of the launcher's, or 1",
+        words="{} nodes",
+    )
+    nproc_per_node: Integer = _outer(
+        1,
+        "Ranks on each node.",
+        minimum=1,
+        shown_default="its visible CUDA devices; 1 on a CPU",
+        title="ranks a node",
+        words="{} ranks a node",
+    )
+    batch_size: Integer = _outer(
+        4, "Samples (sequences, images) in a micro-batch on one rank.", minimum=1, words="batch {}"
+    )
+    seq_len: Integer = _outer(
+        128,
+        "Tokens in a sequence of a language model.",
+        minimum=1,
+        shown_default="128, or the model's number of positions if lower",
+        title="tokens a sequence",
+        words="{} positions",
+    )
+    accumulate: Integer = _outer(1, "Micro-batches in a step.", minimum=1, words="{} micro-batches")
+    recompute: bool = _fixed(
+        False,
+        "Recompute blocks (the children of the model's ModuleLists) in backward instead of keeping their activations.",
+    )
+    bucket_mb: Number | None = _inner(
+        None,
+        "Largest unit of neighbouring small modules, in MiB of fp32.",
+        above=0,
+        shown_default="the engine's",
+        title="bucket, MiB",
+        words="bucket {:g} MiB",
+    )
+    device: str | None = _fixed(
+        None, "Device of the ranks.", choices=("cpu", "cuda"), shown_default="cuda if available"
+    )
+    image_size: Integer | None = _fixed(
+        None, "Pixels on each side of an image model's input.", minimum=1, shown_default="the model's"
+    )
+    lr: Number = _fixed(1e-3, "AdamW's learning rate.", minimum=0, title="learning rate")
+    clip: Number | None = _fixed(
+        1.0, "Largest gradient norm; 0 turns off clipping and the measurement of the norm.", minimum=0
+    )
+    seed: Integer = _fixed(0, "Seed for weights and batches.")
+    data: str | None = _fixed(
+        None,
+        "A file or a folder, 'standard-library' (the text of this Python's own sources) or 'synthetic'.",
+        metavar="PATH",
+        shown_default="standard-library for language models, else synthetic",
+    )
+    steps: Integer = _timed(
+        30,
+        "Number of measured steps.",
+        minimum=1,
+        shown_default=f"30; {STEPS_A_ROUND} in each of several rounds",
+    )
+    warmup: Integer | None = _timed(
+        None, "Number of warm-up steps.", minimum=0, shown_default="until step times are steady"
+    )
+    target_loss: float | None = _timed(
+        None,
+        "Also report the number of tokens (samples, images) after which the mean loss of five steps reaches X.",
+        above=0,
+        title="target loss",
+    )
+    twin: bool = _timed(
+        True,
+        "Also train each cell without communication, alternating with it. The difference is the cost of "
+        "communication.",
+    )
+    save: str | None = _saved(
+        None,
+        "Write a checkpoint into this run directory at the end, and every --save-every steps. The command fails before "
+        "training if the directory already holds later steps.",
+        metavar="RUN",
+    )
+    save_every: Integer | None = _saved(None, "Also save every K steps.", minimum=1, metavar="K")
+    background: bool = _saved(
+        False,
+        "Save in the background while the next steps run; their times include it.",
+        same_cell=False,
+    )
+    resume: bool = _saved(False, "Continue from the newest checkpoint in --save, if there is one.")
+    elastic: bool = _saved(
+        False,
+        "Continue from --save with the ranks that remain when others are killed, and with more when nodes join. "
+        "zerokit restarts ranks on this machine; elsewhere torchrun does. The run ends at step --steps, and "
+        "--save-every defaults to a tenth of that. One record covers all parts. Implies --no-twin.",
+    )
+    repeat: Integer = 0
 
     def __post_init__(self) -> None:
-        for name, choices in (("stage", STAGES), ("wire", WIRES)):
-            if getattr(self, name) not in choices:
-                raise UsageError(f"{name} {getattr(self, name)!r} is unknown: choose one of {choices}")
-        for name, allowed in (("precision", PRECISIONS), ("device", DEVICES)):
-            if getattr(self, name) not in (None, *allowed):
-                raise UsageError(f"{name} {getattr(self, name)!r} is unknown: choose one of {allowed}")
+        for name, how in OPTIONS.items():
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if how.choices and value not in how.choices:
+                raise UsageError(f"{name} {value!r} is unknown: choose one of {how.choices}")
+            if how.minimum is not None and value < how.minimum:
+                raise UsageError(f"{name} must be at least {how.minimum}, not {value}")
+            if how.above is not None and value <= how.above:
+                raise UsageError(f"{name} must be above {how.above}, not {value}")
+        if self.clip == 0:
+            object.__setattr__(self, "clip", None)
+        self._check_local_steps()
         self._check_mesh()
-        for name in ("batch_size", "seq_len", "steps", "accumulate", "nodes", "nproc_per_node"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.save is None and (self.resume or self.save_every is not None or self.background):
             raise UsageError("save_every, background and resume need a run directory: give --save as well")
         if self.elastic and self.save is None:
             raise UsageError(
-                "an elastic bench goes on from its checkpoints: give --elastic a run directory with --save"
+                "an elastic bench resumes from its checkpoints: give a run directory with --save"
             )
         if self.save is not None and self.engine != "zerokit":
             raise UsageError(f"--save writes zerokit's checkpoints, which engine {self.engine!r} cannot")
-        if self.save_every is not None and self.save_every < 1:
-            raise UsageError(f"save_every must be at least 1, not {self.save_every}")
-        if self.warmup is not None and self.warmup < 0:
-            raise UsageError(f"warmup must be at least 0, not {self.warmup}")
+
+    def _check_local_steps(self) -> None:
+        if self.every is None:
+            if self.fragments != 1 or self.delay:
+                raise UsageError("--fragments and --delay belong to local steps: give --every too")
+            return
+        if self.outer_stage is not None:
+            raise UsageError("--every synchronises over the outer axis itself: omit --outer-stage")
+        if self.world == 1:
+            raise UsageError("--every needs islands to synchronise: give at least 2 ranks, or --mesh")
+        if self.delay >= self.every:
+            raise UsageError(f"--delay {self.delay} must be under --every {self.every}")
 
     def _check_mesh(self) -> None:
         if self.mesh is None:
             if self.outer_stage is not None:
                 raise UsageError(
-                    "--outer-stage is the stage of a mesh's outer axis: give --mesh, such as 2x4, as well"
+                    "--outer-stage is the stage of a mesh's outer axis: give --mesh, such as 2x4, too"
                 )
             return
         shape = re.fullmatch(r"(\d+)x(\d+)", self.mesh)
         if shape is None:
             raise UsageError(f"mesh {self.mesh!r}: expected OUTERxINNER, such as 2x4")
         outer, inner = map(int, shape.groups())
-        if outer * inner != self.world or 1 in (outer, inner):
+        islands = self.every is not None and outer > 1
+        if outer * inner != self.world or (1 in (outer, inner) and not islands):
             raise UsageError(
                 f"mesh {self.mesh} has {outer * inner} ranks, and there are {self.world}: the product of its axes must "
                 "be the number of ranks, and neither axis 1"
@@ -108,9 +307,10 @@ class Settings:
             raise UsageError(
                 f"outer stage {self.outer_stage} with stage {self.stage}: it lies between 0 and the inner one"
             )
-        if self.elastic:
+        if self.elastic and not (islands and outer == self.nodes):
             raise UsageError(
-                "an elastic bench changes the number of ranks, which a mesh fixes: leave --mesh out"
+                "an elastic bench changes the number of ranks, which a mesh fixes: leave --mesh out, or let each "
+                "node be an island (--mesh NODESxRANKS with --every)"
             )
 
     @property
@@ -122,29 +322,45 @@ class Settings:
         return int(outer), int(inner)
 
     @property
+    def islands(self) -> tuple[int, int]:
+        """With local steps, the number of islands and the ranks of each."""
+        return self.shape or (self.world, 1)
+
+    @property
     def stages(self) -> tuple[int, int]:
         """The stages of the outer and the inner axis."""
         return self.stage if self.outer_stage is None else self.outer_stage, self.stage
 
     @property
     def world(self) -> int:
-        """Ranks."""
+        """The number of ranks."""
         return self.nodes * self.nproc_per_node
 
     @property
     def samples_per_step(self) -> int:
-        """Sequences or images over all ranks and micro-batches."""
+        """Sequences or images in a step, over all ranks and micro-batches."""
         return self.world * self.batch_size * self.accumulate
 
     @property
     def saves_every(self) -> int | None:
-        """After how many steps each a checkpoint is written; None for only one at the end."""
+        """The number of steps between checkpoints; None for one at the end only."""
         if self.elastic and self.save_every is None:
             return max(1, self.steps // 10)  # a restart repeats a tenth of the run at most
         return self.save_every
 
     @property
     def key(self) -> str:
-        """Equal for equal settings, in any process and at any time: what an interrupted sweep knows its cells by."""
+        """A digest that is equal for equal settings in any process; an interrupted sweep finds its cells by it."""
         text = json.dumps(asdict(self), sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+OPTIONS: Mapping[str, Option] = MappingProxyType(
+    {one.name: one.metadata["option"] for one in fields(Settings) if "option" in one.metadata}
+)
+"""The options of a cell by the names of their fields, in the order of the help."""
+
+DIMENSIONS = tuple(
+    name for place in ("outer", "inner") for name, how in OPTIONS.items() if how.sweep == place
+)
+"""Options that may take several values, the slowest to change first."""

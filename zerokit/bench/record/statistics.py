@@ -1,4 +1,4 @@
-"""What a list of measurements says, in the numbers that records and tables show."""
+"""Statistics of a list of measurements, as records and tables show them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from statistics import fmean, median, stdev, variance
+
+from zerokit.bench.record.schema import Count, Number
 
 CONFIDENCE = 0.95
 # Warm-up is over when the medians of the last two windows of this many steps agree within the tolerance.
@@ -59,7 +61,7 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def difference_interval(before: Sequence[float], after: Sequence[float]) -> tuple[float, float]:
-    """How much larger the mean of `after` is, and half of its 95 % interval by Student's t; at least two values each.
+    """The difference of means, `after` minus `before`, and half of its 95 % interval by Student's t; two or more each.
 
     The variance is taken as equal on both sides, as it is where both ran on one machine: with three values each,
     Welch's interval would find a fifth less of what there is.
@@ -71,7 +73,7 @@ def difference_interval(before: Sequence[float], after: Sequence[float]) -> tupl
 
 
 def repeats_for(before: Sequence[float], after: Sequence[float], half_width: float) -> int | None:
-    """As many values on each side as make the interval of `difference_interval` so narrow; None for more than 50."""
+    """The number of values per side that narrows the interval of `difference_interval` this far; None for over 50."""
     spread = math.sqrt(variance(before) + variance(after))
     enough = (n for n in range(2, 51) if _student(2 * n - 2) * spread / math.sqrt(n) <= half_width)
     return next(enough, None)
@@ -85,7 +87,7 @@ def _student(freedom: float) -> float:
 
 
 def drift(values: Sequence[float]) -> float:
-    """How much the values rise from the first to the last, as a share of their median: Theil and Sen's slope × length.
+    """The rise from the first to the last value, as a share of the median: Theil and Sen's slope × length.
 
     0 for fewer than two values, or a median of 0.
     """
@@ -123,18 +125,18 @@ class Summary:
     rise from first to last, both as a share of the median.
     """
 
-    count: int
-    mean: float
-    minimum: float
-    p10: float
-    p50: float
-    p90: float
-    p99: float
-    maximum: float
-    median_low: float
-    median_high: float
-    spread: float
-    drift: float
+    count: Count
+    mean: Number
+    minimum: Number
+    p10: Number
+    p50: Number
+    p90: Number
+    p99: Number
+    maximum: Number
+    median_low: Number
+    median_high: Number
+    spread: Number
+    drift: Number
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Summary:
@@ -158,7 +160,7 @@ class Summary:
 
 
 def slowest(by_rank: Sequence[Sequence[float]]) -> list[float]:
-    """Each step's time on the rank that took longest: the others wait for it.
+    """Each step's time on its slowest rank, for which the others wait.
 
     Raises ValueError when ranks measured different numbers of steps.
     """

@@ -1,4 +1,4 @@
-"""What became of a bench, and how a rank reports why it could not go on. Standard library only.
+"""The status of a bench, and how a rank reports why it could not continue. Standard library only.
 
 A rank that runs out of memory writes a small file beside its job before it fails: the launcher then knows a result
 from a fault. A rank that the kernel kills cannot; `oom_kills`, read before and after, says whether the kernel killed
@@ -26,29 +26,29 @@ class Status(StrEnum):
 
     @property
     def final(self) -> bool:
-        """Whether running it again would give the same: it went well, or this machine or engine cannot do it."""
+        """Whether a repetition would end the same: the bench succeeded, or this machine or engine cannot run it."""
         return self not in (Status.FAILED, Status.KILLED)
 
 
 class Outcome(NamedTuple):
-    """A status with its reason in words."""
+    """A status with its reason."""
 
     status: Status
     reason: str
 
 
 def status_path(job: Path) -> Path:
-    """Where the ranks of a job write."""
+    """The file in which the ranks of a job report."""
     return job.with_name(f"{job.name}.status")
 
 
 def write_outcome(job: Path, outcome: Outcome) -> None:
-    """Write it whole; of several ranks' the last stays."""
+    """Write the report; if several ranks report, the last one stays."""
     files.write_aside(status_path(job), json.dumps(outcome._asdict()).encode(), durable=False)
 
 
 def read_outcome(job: Path) -> Outcome | None:
-    """What a rank of the job reported, if any did."""
+    """The report of a rank of the job, if there is one."""
     try:
         content = json.loads(status_path(job).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -57,7 +57,7 @@ def read_outcome(job: Path) -> Outcome | None:
 
 
 def oom_kills() -> int | None:
-    """How many processes the kernel has killed for want of memory since it started; None where it is not known.
+    """The number of processes that the kernel has killed when out of memory; None if unknown.
 
     It counts the whole machine: a rank that was killed by SIGKILL while the number rose was probably one of them.
     """

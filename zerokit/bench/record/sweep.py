@@ -18,7 +18,7 @@ from typing import Any
 
 from zerokit import files
 from zerokit.bench.record.record import Record, read_record, require_writable, write_text
-from zerokit.bench.record.schema import from_plain, to_plain
+from zerokit.bench.record.schema import Count, from_plain, to_plain
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.record.words import label, slug, varying
 from zerokit.errors import ZerokitError
@@ -31,14 +31,14 @@ _DEEPEST = 16
 
 
 class SweepError(ZerokitError):
-    """A folder holds no sweep, or a damaged one, or another process works in it."""
+    """A folder has no sweep or a damaged one, or another process is using it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
     """A cell in one round of a sweep; `number` counts from 0 in the order of running, `label` is its own."""
 
-    number: int
+    number: Count
     label: str
     key: str
     settings: Settings
@@ -46,7 +46,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """What a sweep was asked to do: `options` in the command line's words, and the `cells` that follow from them."""
+    """The plan of a sweep: its `options` as on the command line, and the resulting `cells`."""
 
     id: str
     created: str
@@ -66,7 +66,7 @@ class Sweep:
 
     @property
     def title(self) -> str:
-        """The model, and the options that have several values; MLflow's tables cut it after some 16 letters."""
+        """The sweep's name: the model, and the options with several values; MLflow's tables cut it after 16 letters."""
         several = [
             f"{name} {','.join(map(str, value))}"
             for name, value in self.options.items()
@@ -76,7 +76,7 @@ class Sweep:
         return f"{models} sweep of {' × '.join(several) or f'{len(self.cells)} cells'}"
 
     def same_cells(self, other: Sweep) -> bool:
-        """Whether the other asks for the same, in the same order."""
+        """Whether the other sweep has the same cells in the same order."""
         return [asdict(cell.settings) for cell in self.cells] == [
             asdict(cell.settings) for cell in other.cells
         ]
@@ -84,7 +84,7 @@ class Sweep:
 
 @dataclass(frozen=True, slots=True)
 class RecordFile:
-    """What a sweep of one cell, run once, leaves behind; `identity` is the record's where it is known before.
+    """A sweep of one cell that runs once; `identity` is the record's if it is known before.
 
     `finished`: the record of an elastic bench whose launcher was killed after it was written.
     """
@@ -94,16 +94,16 @@ class RecordFile:
     finished: Record | None = None
 
     def record(self, cell: Trial) -> Path:
-        """The file of the record."""
+        """The path of the cell's record."""
         return self.path
 
     def existing(self, cell: Trial) -> Record | None:
-        """None: the bench runs, unless its record only has to be pushed to MLflow."""
+        """The bench's record, if it has finished already."""
         return self.finished
 
 
 class SweepFolder:
-    """The files of a sweep."""
+    """The folder of a sweep and its files."""
 
     identity: None = None
 
@@ -112,19 +112,19 @@ class SweepFolder:
 
     @property
     def report(self) -> Path:
-        """The page."""
+        """The path of the HTML page."""
         return self.path / "report.html"
 
     def record(self, cell: Trial) -> Path:
-        """The file of a cell's record."""
+        """The path of a cell's record."""
         return self.path / "cells" / f"{cell.number:03d}-{slug(cell.label)}.json"
 
     def exists(self) -> bool:
-        """Whether there is a sweep."""
+        """Whether the folder has a sweep."""
         return (self.path / FILE).exists()
 
     def write(self, sweep: Sweep) -> None:
-        """Begin a sweep here; raises `RecordError` where nothing can be written."""
+        """Start a sweep in this folder; raises `RecordError` if it cannot be written."""
         require_writable(self.path)
         try:
             write_text(sweep_json(sweep), self.path / FILE)
@@ -132,13 +132,13 @@ class SweepFolder:
             raise SweepError(f"{self.path / FILE} cannot be written: {error.strerror}") from error
 
     def read(self) -> Sweep:
-        """The sweep that was begun here; raises `SweepError`."""
+        """Read the sweep of this folder; raises `SweepError`."""
         path = self.path / FILE
         try:
             value = json.loads(path.read_text(encoding="utf-8"))
             require_shallow(value, _DEEPEST)
         except FileNotFoundError as error:
-            raise SweepError(f"{self.path} holds no sweep: there is no {FILE} in it") from error
+            raise SweepError(f"{self.path} has no sweep: there is no {FILE} in it") from error
         except (OSError, ValueError, RecursionError) as error:
             raise SweepError(f"cannot read the sweep {path}: {error}") from error
         found = value.get("format") if isinstance(value, dict) else None
@@ -153,17 +153,17 @@ class SweepFolder:
         return sweep
 
     def records(self, sweep: Sweep) -> list[Record]:
-        """The records that are there, in the order of the cells; raises `RecordError` for a damaged one."""
+        """The existing records, in the order of the cells; raises `RecordError` for a damaged one."""
         return [record for cell in sweep.cells if (record := self.existing(cell)) is not None]
 
     def existing(self, cell: Trial) -> Record | None:
-        """The record of a cell, if it has one; raises `RecordError` if that cannot be read."""
+        """The record of a cell, if it exists; raises `RecordError` if it cannot be read."""
         path = self.record(cell)
         return read_record(path) if path.exists() else None
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Keep other processes from running cells here; raises `SweepError` if one does so now."""
+        """Lock the folder against other processes; raises `SweepError` if one is running cells in it."""
         with files.locked(self.path / FILE) as alone:
             if not alone:
                 raise SweepError(f"another zerokit bench is running the sweep in {self.path}")

@@ -1,1 +1,1 @@
-"""Pages and pictures about benches, from their records: what they show, what they say, and how they are drawn."""
+"""HTML pages and pictures of benches, made from their records."""

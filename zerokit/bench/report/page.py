@@ -1,4 +1,4 @@
-"""What the page about benches says beside its pictures; the sentences, and how it looks, are the template's."""
+"""The content of a bench's page besides its pictures; the template has the sentences and the styles."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zerokit.bench.report.pictures import Partners, having
 
 
 def page_content(cells: Sequence[Cell], partners: Partners, runs: Sequence[Run]) -> dict[str, Any]:
-    """What the template shows of these cells, by name; `partners` are their baselines."""
+    """The template's variables for these cells; `partners` are their baselines."""
     ran = [cell for cell in cells if cell.status != "unsupported"] or cells
     differing, equal = conditions(ran)
     heads, differing = _merge(ran, differing)

@@ -1,4 +1,4 @@
-"""Pages of HTML, and pictures as files: self-contained, for light, dark, narrow and paper, safe for any record.
+"""HTML pages and picture files: self-contained, for light, dark, narrow and print, safe for any record.
 
 A record is somebody's file: its texts are escaped or data, and of scripts a page allows only the one that draws, by its
 digest, with nothing from outside. Without that script the same pictures stand still.
@@ -24,8 +24,7 @@ from zerokit.bench.comparison.cells import baselines, make_cells, side_by_side
 from zerokit.bench.record import Record, write_text
 from zerokit.bench.record.runs import Run
 from zerokit.bench.report.page import page_content
-from zerokit.bench.report.pictures import Picture, make_pictures
-from zerokit.bench.report.plots import HOVER, NARROW
+from zerokit.bench.report.pictures import NARROW, Picture, make_pictures
 from zerokit.bench.report.theme import COLOURS, CONFIG, colour, in_light
 
 WIDE = 560  # pixels, of a picture's column on a desk: text keeps its size, so a still picture is drawn for its width
@@ -34,12 +33,12 @@ _FOLDER = Path(__file__).parent
 
 
 def write_comparison(runs: Sequence[Run], path: Path) -> None:
-    """The page about several runs; the first is the baseline."""
+    """The page of several runs; the first is the baseline."""
     write_text(render(runs), path)
 
 
 def plots(records: Sequence[Record]) -> dict[str, bytes]:
-    """PNG files by name, without what needs more figures than these records have."""
+    """PNG files by name; pictures without enough figures are left out."""
     runs = [Run("", tuple(records))]
     cells = make_cells(runs)
     return {f"{one.name}.png": png(one) for one in make_pictures(cells, baselines(cells, runs))}
@@ -50,11 +49,17 @@ def render(runs: Sequence[Run]) -> str:
     cells = make_cells(runs)
     partners = baselines(cells, runs)
     cells = side_by_side(cells, partners)
-    pictures = make_pictures(cells, partners)
+    return document(
+        "page.html.jinja", make_pictures(cells, partners), page=page_content(cells, partners, runs)
+    )
+
+
+def document(template: str, pictures: Sequence[Picture], **content: Any) -> str:
+    """Render a template of this folder, with each picture as a static SVG and as an interactive chart."""
     script = bundle() if pictures else ""
     environment = Environment(loader=FileSystemLoader(_FOLDER), autoescape=True, undefined=StrictUndefined)
-    text = environment.get_template("page.html.jinja").render(
-        page=page_content(cells, partners, runs),
+    text = environment.get_template(template).render(
+        **content,
         pictures=pictures,
         colours=COLOURS,
         # Text in the drawings was escaped where they were made.
@@ -67,37 +72,32 @@ def render(runs: Sequence[Run]) -> str:
 
 
 def specification(picture: Picture) -> dict[str, Any]:
-    """A picture as Vega-Lite has it, without a heading of its own, as wide as its column."""
-    title = {"title": {"text": picture.up, "fontSize": 12, "fontWeight": "normal"}} if picture.up else {}
-    fit = {"type": "fit-x", "contains": "padding"}
-    return picture.plot | {"width": "container", "autosize": fit} | title
+    """A picture's Vega-Lite specification, without a title, as wide as its column."""
+    return picture.plot | {"width": "container", "autosize": {"type": "fit-x", "contains": "padding"}}
 
 
 def svg(picture: Picture, width: int) -> str:
-    """A still drawing for a page whose style has the roles' colours."""
+    """A static SVG for a page whose styles define the roles' colours."""
     text = vl_convert.vegalite_to_svg(_still(specification(picture), width), _VERSION, config=CONFIG)
     # Names of clipping paths are their drawing's own; in a page there are several drawings.
     return re.sub(r'(id="|url\(#)(?=clip)', rf"\g<1>{picture.name}-{width}-", text)
 
 
 def png(picture: Picture) -> bytes:
-    """A still drawing in colours for light, with its title."""
-    title = {"text": picture.title} | ({"subtitle": picture.up} if picture.up else {})
+    """A static PNG in light colours, with its title."""
     config = CONFIG | {"background": colour("ground"), "padding": 12}
-    drawing = _still(specification(picture) | {"title": title, "config": config}, WIDE)
+    drawing = _still(specification(picture) | {"title": {"text": picture.title}, "config": config}, WIDE)
     return bytes(vl_convert.vegalite_to_png(in_light(json.dumps(drawing)), _VERSION, scale=2))
 
 
 def _still(plot: Mapping[str, Any], width: int) -> dict[str, Any]:
-    """Without what only a pointer brings to light, and `width` pixels wide as a whole."""
-    layers = [layer for layer in plot["layer"] if layer.get("name") != HOVER]
-    kept = {name: value for name, value in plot.items() if name != "params"}
+    """`width` pixels wide as a whole."""
     fit = plot["autosize"] | {"resize": True}  # a legend may take a second row once the width is known
-    return kept | {"layer": layers, "width": width, "autosize": fit}
+    return dict(plot) | {"width": width, "autosize": fit}
 
 
 @cache
 def bundle() -> str:
-    """The script of every page: the libraries that draw, and their instructions."""
+    """The script of every page: the drawing libraries and the call that starts them."""
     snippet = (_FOLDER / "page.js").read_text(encoding="utf-8")
     return vl_convert.javascript_bundle(snippet, _VERSION)

@@ -1,4 +1,4 @@
-"""How pictures look, as `theme.json` beside this module has it: colours for light and dark, letters and lines.
+"""The look of pictures, from `theme.json` next to this module: colours for light and dark, fonts and lines.
 
 A specification names a colour by its role, as `var(--ddp)`: a page's style says what that is in light and in dark, and
 one drawing follows the reader's setting. Hues are after Okabe and Ito, which colour-blind people tell apart.
@@ -18,10 +18,10 @@ CONFIG: dict[str, Any] = _THEME["config"]
 
 
 def colour(role: str) -> str:
-    """A role as specifications name it."""
+    """The name of a role in specifications."""
     return f"var(--{role})"
 
 
 def in_light(text: str) -> str:
-    """The same text with every role's colour for light, where no page's style says what a role is."""
+    """The text with every role replaced by its light colour, for drawings outside a page."""
     return re.sub(r"var\(--([a-z0-9-]+)\)", lambda found: COLOURS[found[1]][0], text)

@@ -1,1 +1,1 @@
-"""One bench from start to end, as its launcher sees it."""
+"""One bench from start to end, in the process that launches the ranks."""

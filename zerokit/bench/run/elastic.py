@@ -1,4 +1,4 @@
-"""Which ranks an elastic bench goes on with after some were lost.
+"""The ranks with which an elastic bench continues after some were lost.
 
 Only a signal from outside takes ranks away. An error of the program would come again with fewer ranks, and so would an
 end of memory, sooner even.
@@ -9,16 +9,18 @@ from __future__ import annotations
 import signal
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 from zerokit.bench.record.settings import Settings
 from zerokit.launch.failures import Failure, WorkerFailed
 
 
 def remaining(settings: Settings, error: WorkerFailed) -> Settings | None:
-    """The settings of a launch with the ranks that were not lost, at least one; None where none was killed.
+    """The settings of a launch with the surviving ranks, at least one; None if no rank was killed.
 
     Every node has the same number of ranks. So where ranks of some nodes were lost, the bench goes on with the other
-    nodes, or with as many ranks of each as the node that lost most still has, whichever are more ranks.
+    nodes, or with as many ranks of each as the node that lost most still has, whichever are more ranks. Islands go on
+    without those that were lost; one that is left alone trains without local steps.
     """
     killed = Counter(one.node for one in _killed(error) if one.node not in error.lost_nodes)
     if not killed and not error.lost_nodes:
@@ -28,7 +30,14 @@ def remaining(settings: Settings, error: WorkerFailed) -> Settings | None:
     smaller = (nodes, settings.nproc_per_node - max(killed.values(), default=0))
     best = max(whole, smaller, key=lambda shape: min(shape) > 0 and shape[0] * shape[1])
     nodes, ranks = best if min(best) > 0 else (1, 1)
-    return replace(settings, nodes=nodes, nproc_per_node=ranks)
+    left: dict[str, Any] = {"nodes": nodes, "nproc_per_node": ranks}
+    if settings.every is not None:
+        islands = nodes if settings.mesh else nodes * ranks
+        if islands == 1:
+            left |= {"every": None, "fragments": 1, "delay": 0, "mesh": None}
+        elif settings.mesh:
+            left["mesh"] = f"{nodes}x{ranks}"
+    return replace(settings, **left)
 
 
 def _killed(error: WorkerFailed) -> list[Failure]:

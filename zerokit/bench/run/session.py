@@ -1,4 +1,4 @@
-"""One cell from beginning to end, as the process that launches the ranks sees it.
+"""One cell from start to end, in the process that launches the ranks.
 
     can it run at all? -- launch the ranks -- rank 0 writes a record -- write it, with the status of the cell
 
@@ -40,7 +40,7 @@ from zerokit.launch.failures import WorkerFailed
 
 DEFAULT_FOLDER = Path("zerokit-bench")
 JOB = "job.json"
-_NO_TWIN = "what communication costs is not known: the compute-only twin"
+_NO_TWIN = "the cost of communication is unknown: the compute-only twin"
 # A reason holds the end of a rank's stderr; a record should not hold more of it.
 _REASON_LENGTH = 8000
 
@@ -65,21 +65,21 @@ class Launch(Protocol):
 
 
 class Watch(Protocol):
-    """Receives the progress of a bench."""
+    """Receives the progress of one bench."""
 
     def phase(self, text: str) -> None:
-        """What is going on while no steps are made."""
+        """The current phase, while no steps are running."""
 
     def show(self, progress: Progress) -> None:
-        """Steps were made."""
+        """More steps are done."""
 
     def warn(self, text: str) -> None:
-        """What went wrong beside the measurement, in plain words."""
+        """A problem outside the measurement, as text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Where cells run.
+    """The launcher and the folders with which cells run.
 
     Attributes:
         launch: starts the ranks.
@@ -99,7 +99,7 @@ class Host:
 
 
 def record_path(output: Path | None, settings: Settings, now: datetime) -> Path:
-    """The record's file: `output` itself if it ends in .json, else a new file in that folder.
+    """The record's path: `output` itself if it ends in .json, otherwise a new file in that folder.
 
     Raises `RecordError` if the folder cannot be made or written to.
     """
@@ -115,7 +115,7 @@ def record_path(output: Path | None, settings: Settings, now: datetime) -> Path:
 
 
 def require_data(settings: Settings, host: Host) -> None:
-    """Raises `ZerokitError` if the data is missing or too little, before any rank is started."""
+    """Raise `ZerokitError` if the data is missing or too small, before any rank starts."""
     if refusal(settings, host) is None:
         check_inputs(settings)
 
@@ -123,7 +123,7 @@ def require_data(settings: Settings, host: Host) -> None:
 def run_cell(
     settings: Settings, path: Path, host: Host, *, sweep: str | None = None, identity: str | None = None
 ) -> Record:
-    """Run one cell and write its record to `path`, whatever becomes of it.
+    """Run one cell and write its record to `path`, whether it succeeds or fails.
 
     A record that is there already is replaced, unless it is of a success and the new one is not. One that another
     bench writes there meanwhile stays: this one then gets a number, and `host.watch` a warning.
@@ -177,7 +177,7 @@ def run_cell(
 
 
 def refusal(settings: Settings, host: Host) -> Outcome | None:
-    """The status and the reason of a cell that need not be tried; None for one that may run."""
+    """The status and reason of a cell that cannot run; None if it may run."""
     reason = unsupported(settings)
     if reason is None and (missing := ENGINES[settings.engine].missing) is not None:
         reason = f"engine {settings.engine}: {missing}"
@@ -189,7 +189,7 @@ def refusal(settings: Settings, host: Host) -> Outcome | None:
 
 
 def what_happened(error: BaseException, job: Path, oom_kills_before: int | None) -> Outcome:
-    """The status and the reason of a cell whose ranks ended with this error.
+    """The status and reason of a cell whose ranks ended with this error.
 
     Args:
         error: what `Launch` raised.
@@ -202,7 +202,7 @@ def what_happened(error: BaseException, job: Path, oom_kills_before: int | None)
     failures = error.failures if isinstance(error, WorkerFailed) else []
     killed = any(one.exit_code == -signal.SIGKILL for one in failures)
     if killed and (oom_kills() or 0) > (oom_kills_before or 0):
-        reason = f"the kernel ended processes for want of memory meanwhile, probably ours: {reason}"
+        reason = f"the kernel ended processes when out of memory, probably these: {reason}"
         return Outcome(Status.OUT_OF_MEMORY, reason)
     return Outcome(Status.FAILED, reason)
 

@@ -1,1 +1,1 @@
-"""Many cells, one after the other."""
+"""Sweeps: many cells, run one after the other."""

@@ -1,4 +1,4 @@
-"""Which cells a bench has: the product of its options, in the order in which they run, and what each is called."""
+"""The cells of a sweep: the product of its options, in the order in which they run, with their names."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from zerokit.bench.catalogue.engines import ENGINES
 from zerokit.bench.catalogue.sizes import TextConfig
 from zerokit.bench.catalogue.workloads import WORKLOADS
 from zerokit.bench.record.schema import SchemaError, from_plain
-from zerokit.bench.record.settings import Settings
-from zerokit.bench.record.words import DIMENSIONS
+from zerokit.bench.record.settings import DIMENSIONS, Settings
 from zerokit.errors import UsageError
 
 _DEFAULTS = Settings()

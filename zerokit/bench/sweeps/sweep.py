@@ -5,12 +5,12 @@ Nothing but records is remembered: a sweep goes on where the records of its cell
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
 
 from zerokit.bench.catalogue.check import require_known
 from zerokit.bench.record import Record, Status
-from zerokit.bench.record.settings import Settings
 from zerokit.bench.record.sweep import RecordFile, Sweep, SweepError, SweepFolder, Trial
 from zerokit.bench.run.session import Host, Watch, run_cell
 from zerokit.errors import UsageError
@@ -20,33 +20,14 @@ class SweepWatch(Watch, Protocol):
     """Receives the progress of a sweep."""
 
     def began(self, cell: Trial) -> None:
-        """A cell runs now."""
+        """A cell starts."""
 
     def ended(self, cell: Trial, record: Record, *, before: bool) -> None:
-        """A cell has its record; `before`: it was there already."""
-
-
-class Tracker(Protocol):
-    """Keeps records elsewhere while they are made: MLflow's `Live`."""
-
-    def open_sweep(self, sweep: str, name: str, options: Mapping[str, Any]) -> None:
-        """A sweep begins."""
-
-    def during(
-        self,
-        settings: Settings,
-        sweep: str | None,
-        work: Callable[[str], Record],
-        identity: str | None = None,
-    ) -> Record:
-        """Do the work of a cell, with the id that its record is to have."""
-
-    def ensure(self, record: Record) -> None:
-        """The record was there already."""
+        """A cell has its record; `before` if an earlier process wrote it."""
 
 
 def read_sweep(folder: SweepFolder) -> Sweep:
-    """The sweep that was begun there; raises `SweepError`, also for engines and models that do not exist."""
+    """The sweep started in this folder; raises `SweepError`, also for unknown engines and models."""
     sweep = folder.read()
     try:
         for cell in sweep.cells:
@@ -57,7 +38,7 @@ def read_sweep(folder: SweepFolder) -> Sweep:
 
 
 def prepare(folder: SweepFolder, asked: Sweep) -> Sweep:
-    """The sweep to run in a folder: the one that was begun there, if it has the same cells, else a new one.
+    """The sweep to run in a folder: the one started there if it has the same cells, otherwise a new one.
 
     Raises `UsageError` where a sweep of other cells is in the way.
     """
@@ -67,22 +48,25 @@ def prepare(folder: SweepFolder, asked: Sweep) -> Sweep:
     begun = read_sweep(folder)
     if not begun.same_cells(asked):
         raise UsageError(
-            f"{folder.path} holds a sweep of other cells: go on with it by --continue {folder.path} alone, "
+            f"{folder.path} has a sweep of other cells: continue it by --continue {folder.path} alone, "
             "or choose another --output"
         )
     return begun
 
 
 def run_sweep(
-    sweep: Sweep, files: SweepFolder | RecordFile, host: Host, watch: SweepWatch, live: Tracker
+    sweep: Sweep,
+    files: SweepFolder | RecordFile,
+    host: Host,
+    watch: SweepWatch,
+    track: Callable[[Path, Record], None] = lambda path, record: None,
 ) -> list[Record]:
-    """Run the cells that have no result yet, one after the other; the records of all of them, in their order.
+    """Run the cells that have no result yet, one after the other; returns the records of all cells, in order.
 
-    A cell that fails, or does not fit, does not end the sweep. Raises what `run_cell` raises.
+    `track` receives each new record of a sweep, after its ranks have ended. A cell that fails, or does not fit, does
+    not end the sweep. Raises what `run_cell` raises.
     """
     parent = sweep.id if isinstance(files, SweepFolder) else None
-    if parent is not None:
-        live.open_sweep(parent, sweep.title, sweep.options)
     records = []
     for cell in sweep.cells:
         host.interrupted()
@@ -90,16 +74,10 @@ def run_sweep(
         done = record is not None and record.status.final
         if record is None or not done:
             watch.began(cell)
-            record = live.during(
-                cell.settings,
-                parent,
-                lambda identity, cell=cell: run_cell(  # type: ignore[misc]
-                    cell.settings, files.record(cell), host, sweep=parent, identity=identity
-                ),
-                files.identity,
-            )
-        else:
-            live.ensure(record)
+            path = files.record(cell)
+            record = run_cell(cell.settings, path, host, sweep=parent, identity=files.identity)
+            if parent is not None:
+                track(path, record)
         watch.ended(cell, record, before=done)
         records.append(record)
     return records

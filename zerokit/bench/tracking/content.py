@@ -1,4 +1,4 @@
-"""What an MLflow run holds of a record: parameters, metrics, tags and files, all computed from the record alone.
+"""The content of an MLflow run: parameters, metrics, tags and files, all computed from the record alone.
 
 The same for a bench that is tracked while it runs and for one that is pushed a week later.
 """
@@ -20,9 +20,9 @@ from zerokit.bench.record.metrics import METRICS, UNITS, metrics_of
 from zerokit.bench.record.schema import to_plain
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.record.sweep import FILE, Sweep, SweepFolder, sweep_json
-from zerokit.bench.record.words import value_in_words
+from zerokit.bench.record.words import unusual, value_in_words
 
-Status = Literal["RUNNING", "FINISHED", "FAILED", "KILLED"]
+Status = Literal["FINISHED", "FAILED", "KILLED"]
 # Metrics of a run. MLflow's pages draw every key, and more of them hide the ones that matter.
 MOST_KEYS = 60
 # MLflow cuts longer values silently.
@@ -31,7 +31,7 @@ TAG_LENGTH = 8000
 
 
 class Tag:
-    """The names of tags. Runs are found by the first four."""
+    """The names of tags; runs are found by the first four."""
 
     RECORD = "zerokit.record_id"
     SWEEP = "zerokit.sweep_id"
@@ -42,8 +42,6 @@ class Tag:
     """ "sweep" on the parent of a sweep's cells."""
     COMPLETE = "zerokit.complete"
     """Set last of all, to the digest of what was written: a run that has it is whole."""
-    LAUNCHER, HOST = "zerokit.launcher", "zerokit.launcher.host"
-    """The process that launched a bench, by which a later one sees that it was killed: nobody else ends its run."""
     PARENT = "mlflow.parentRunId"
     NOTE = "mlflow.note.content"
     """The description on a run's page."""
@@ -55,7 +53,7 @@ SOURCE_TAGS = {"mlflow.source.name": "zerokit bench", "mlflow.source.type": "LOC
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One value of a metric; `moment_ms` since the epoch."""
+    """One value of a metric; `moment_ms` is milliseconds since the epoch."""
 
     name: str
     value: float
@@ -72,22 +70,21 @@ _SHORT: Mapping[str, str] = {"batch_size": "{} a batch", "bucket_mb": "{:g} MiB 
 
 
 def run_name(settings: Settings, varying: Sequence[str] = ()) -> str:
-    """What the run is called. MLflow's tables cut names after some 16 letters: first stands what differs.
+    """The run's name. MLflow's tables cut names after 16 letters, so the differing settings come first.
 
     Args:
         settings: of the bench.
         varying: the settings that differ within its sweep.
     """
-    usual = ["model", "mesh", "outer_stage", "batch_size", "precision", "bucket_mb"]
-    usual += ["wire"] if settings.wire != "own" else []
-    usual += ["accumulate"] if settings.accumulate > 1 else []
+    usual = ("model", "batch_size", "precision")
     values = {name: getattr(settings, name) for name in usual if name not in varying}
     said = [value_in_words(name, value) for name, value in values.items() if value is not None]
+    said += unusual(settings, without=(*usual, *varying, "nodes", "nproc_per_node"))
     return ", ".join([cell_name(settings, varying), *said, f"world {settings.world}"])
 
 
 def cell_name(settings: Settings, varying: Sequence[str] = ()) -> str:
-    """Engine and stage, the round if it is not the first ("#2"), and what else differs within the sweep."""
+    """Engine and stage, the round if it is not the first ("#2"), and the other differences within the sweep."""
     engine = ENGINES.get(settings.engine)
     only = engine is not None and engine.stages == (settings.stage,)
     first = settings.engine if only else f"{settings.engine} {settings.stage}"
@@ -100,7 +97,7 @@ def cell_name(settings: Settings, varying: Sequence[str] = ()) -> str:
 
 
 def note(record: Record) -> str:
-    """The description of a run, in Markdown: its results, which MLflow's page would list below system metrics."""
+    """The description of a run in Markdown: its results, which MLflow's page lists below system metrics."""
     if record.status != "ok":
         return f"**{record.status}**: {record.reason or ''}"[:TAG_LENGTH]
     figures = metrics_of(record)
@@ -111,7 +108,7 @@ def note(record: Record) -> str:
 
 
 def sweep_note(title: str, records: Sequence[Record], varying: Sequence[str] = ()) -> str:
-    """The description of a sweep's run, in Markdown: a row a cell and round."""
+    """The description of a sweep's run in Markdown: one row per cell and round."""
     names = columns(records)
     rows = []
     for record in records:
@@ -129,7 +126,7 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def columns(records: Sequence[Record]) -> list[str]:
-    """The metrics that most readers want, in the order in which they want them."""
+    """The main metrics, most important first."""
     units = {record.model.unit for record in records if record.model is not None}
     return [
         "step/p50_ms",
@@ -144,7 +141,7 @@ def columns(records: Sequence[Record]) -> list[str]:
 
 
 def run_params(record: Record) -> dict[str, str]:
-    """The settings as they were resolved, and what was trained. Not the round: repetitions are to compare as equal.
+    """The resolved settings and the trained model, without the round, so that repetitions compare as equal.
 
     MLflow's parameters cannot be changed: an elastic bench that may go on at another world size has none yet.
     """
@@ -165,7 +162,7 @@ def run_params(record: Record) -> dict[str, str]:
 
 
 def run_tags(record: Record) -> dict[str, str]:
-    """What the run is found by, and where it ran."""
+    """The tags by which the run is found, and its environment."""
     tags: dict[str, str | None] = {
         Tag.RECORD: record.id,
         Tag.SWEEP: record.sweep,
@@ -194,7 +191,7 @@ def run_tags(record: Record) -> dict[str, str]:
 
 
 def run_points(record: Record) -> list[Point]:
-    """Every metric: one number each, curves over the steps, and the system's over time."""
+    """Every metric: single values, curves over the steps, and system metrics over time."""
     moment = moment_ms(record)
     series: list[_Series] = [(name, [value], [moment]) for name, value in metrics_of(record).items()]
     series += [(name, values, [moment] * len(values)) for name, values in curves(record).items()]
@@ -208,7 +205,7 @@ def run_points(record: Record) -> list[Point]:
 
 
 def curves(record: Record) -> dict[str, Sequence[float | None]]:
-    """One number a step; step 0 is the first warm-up step, null where a step was not timed."""
+    """One value per step; step 0 is the first warm-up step, null if a step was not timed."""
     found: dict[str, Sequence[float | None]] = {"loss": record.loss, "gradient_norm": record.gradient_norm}
     if record.ranks:
         by_step = zip(*(rank.warmup_ms + rank.step_ms for rank in record.ranks), strict=True)
@@ -241,7 +238,7 @@ def run_files(record: Record) -> dict[str, str]:
 
 
 def step_times(record: Record) -> str:
-    """CSV, a row a step, warm-up first: step, phase, the loss, then each rank's milliseconds."""
+    """CSV with one row per step, warm-up first: step, phase, loss, then each rank's milliseconds."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["step", "phase", "loss", *(f"rank_{rank.rank}_ms" for rank in record.ranks)])
@@ -255,12 +252,12 @@ def step_times(record: Record) -> str:
 
 
 def moment_ms(record: Record) -> int:
-    """When the record was made, in milliseconds since the epoch; 0 where it does not say."""
+    """The time of the record, in milliseconds since the epoch; 0 if it has none."""
     return milliseconds(record.created) or 0
 
 
 def milliseconds(moment: str) -> int | None:
-    """Since the epoch, of an ISO 8601 moment; None for something else."""
+    """Milliseconds since the epoch for an ISO 8601 time; None for other text."""
     try:
         return int(datetime.fromisoformat(moment).timestamp() * 1000)
     except ValueError:
@@ -282,7 +279,7 @@ def sweep_status(sweep: Sweep, records: Sequence[Record]) -> Status:
 def sweep_files(
     sweep: Sweep, folder: SweepFolder, pictures: Callable[[], Mapping[str, bytes]]
 ) -> dict[str, str | bytes]:
-    """What the sweep's MLflow run keeps: what was asked, the page if there is one, plots of all cells together."""
+    """The files of a sweep's MLflow run: its options, the page if there is one, and plots of all cells."""
     files: dict[str, str | bytes] = {FILE: sweep_json(sweep)}
     if folder.report.exists():
         files[folder.report.name] = folder.report.read_bytes()

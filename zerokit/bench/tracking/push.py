@@ -1,9 +1,13 @@
-"""Records on disk to MLflow, later and as often as one likes: what is there already is not written again."""
+"""Writes records on disk to MLflow; repeating it writes nothing twice.
+
+`zerokit push` and `zerokit bench` both do this and nothing else; a bench does it between its cells and after the last,
+never while ranks run.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -11,13 +15,13 @@ from zerokit.bench.record import Record, read_record
 from zerokit.bench.record.sweep import FILE, Sweep, SweepFolder
 from zerokit.bench.tracking.content import milliseconds, sweep_files, sweep_status
 from zerokit.bench.tracking.mirror import Mirror, Pushed
-from zerokit.bench.tracking.store import Store, Tracking
+from zerokit.bench.tracking.store import Store, Tracking, TrackingError
 from zerokit.errors import UsageError, ZerokitError
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What became of one record: "new", "completed", "there", "left out" (unsupported: its sweep's run says so), or
+    """The outcome of one record: "new", "completed", "there", "left out" (unsupported: its sweep's run says so), or
     "failed" with the reason. `page` of MLflow shows its run, or the cells of its sweep.
     """
 
@@ -30,7 +34,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The records to push, with their sweeps as far as the folders tell of them."""
+    """The records to push, with their sweeps if the folders have them."""
 
     records: list[tuple[Path, Record]]
     sweeps: dict[str, tuple[Sweep, SweepFolder]]
@@ -38,7 +42,7 @@ class Found:
 
 
 def find_records(paths: Sequence[Path]) -> Found:
-    """The records in these files and folders, each once.
+    """Find the records in these files and folders, each once.
 
     Every .json file below a folder is looked at, but for sweep.json and the compute-only twins of a sweep.
 
@@ -51,7 +55,7 @@ def find_records(paths: Sequence[Path]) -> Found:
             raise UsageError(f"{path} does not exist; give a record, or a folder of records")
         files = _records_below(path) if path.is_dir() else [path]
         if not files:
-            raise UsageError(f"{path} holds no record")
+            raise UsageError(f"{path} has no record")
         for file in files:
             try:
                 record = read_record(file)
@@ -84,24 +88,25 @@ def _records_below(folder: Path) -> list[Path]:
 
 def push(
     found: Found,
-    tracking: Tracking,
+    mirror: Mirror,
     pictures: Callable[[Sequence[Record]], Mapping[str, bytes]],
     *,
+    going_on: bool = False,
     interrupted: Callable[[], None] = lambda: None,
     show: Callable[[Done], None] = lambda done: None,
 ) -> list[Done]:
-    """Bring MLflow to where the records are.
+    """Write the missing parts of the records to MLflow.
 
     Args:
         found: by `find_records`.
-        tracking: where to.
+        mirror: of the experiment.
         pictures: makes plots of records by file name.
+        going_on: whether more cells of the sweeps follow, so that their own runs have no end yet.
         interrupted: raises if the user wants no more; called between the records.
         show: called with every record that is done.
 
     Raises `TrackingError` as soon as the store fails; what was written by then stays, and the next push completes it.
     """
-    mirror = Mirror(Store.open(tracking))
     results = list(found.damaged)
     for done in results:
         show(done)
@@ -113,6 +118,8 @@ def push(
         shown = {"view": record.sweep} if record.sweep in found.sweeps else {"run_id": run_id}
         results.append(Done(path, outcome, run_id or None, page=mirror.store.link(**shown)))
         show(results[-1])
+    if going_on:
+        return results
     for sweep, folder in found.sweeps.values():
         records = folder.records(sweep)
         files = sweep_files(sweep, folder, partial(pictures, records))
@@ -120,3 +127,42 @@ def push(
     for identity in {record.sweep for _, record in found.records if record.sweep} - found.sweeps.keys():
         mirror.end_sweep(identity, [], {}, "FINISHED")  # only these records are here to tell of it
     return results
+
+
+@dataclass(slots=True)
+class Tracker:
+    """`push` for a bench: a failure is reported once, does not end the bench, and stops further attempts.
+
+    Attributes:
+        tracking: where to; None for nowhere.
+        pictures: makes plots of records by file name.
+        warn: called with what failed, and `later`.
+        later: how to push when the bench has ended.
+        lost: whether it failed.
+        run_id, page: of the bench or its sweep.
+    """
+
+    tracking: Tracking | None
+    pictures: Callable[[Sequence[Record]], Mapping[str, bytes]]
+    warn: Callable[[str], None]
+    later: str
+    lost: bool = field(default=False, init=False)
+    run_id: str | None = field(default=None, init=False)
+    page: str | None = field(default=None, init=False)
+    _mirror: Mirror | None = field(default=None, init=False)
+
+    def push(self, found: Found, *, going_on: bool = False) -> None:
+        """Write the missing parts of these records to MLflow."""
+        if self.tracking is None or self.lost:
+            return
+        try:
+            self._mirror = self._mirror or Mirror(Store.open(self.tracking))
+            for done in push(found, self._mirror, self.pictures, going_on=going_on):
+                self.run_id, self.page = done.run_id, done.page
+            for sweep in found.sweeps:
+                self.run_id = self._mirror.parent(sweep)
+        except TrackingError as error:
+            self.lost = True
+            self.warn(
+                f"{error}\nno result is lost, because records are on disk. When MLflow is reachable: {self.later}"
+            )

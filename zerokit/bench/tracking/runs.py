@@ -1,4 +1,4 @@
-"""What a user calls a run, and the records that it means: a file, a folder, an MLflow run or an MLflow experiment."""
+"""The records behind a user's name for a run: a file, a folder, an MLflow run or an MLflow experiment."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _DEPTH = 2
 
 
 def load_run(name: str, tracking_uri: str | None = None) -> Run:
-    """The records behind a name: a path where there is one, else an MLflow run's id, else an MLflow experiment's name.
+    """The records behind a name: a path, or an MLflow run's id, or an MLflow experiment's name.
 
     Raises `UsageError` for a name that is none of these, `RecordError` for a file that is no record or a place without
     any, `TrackingError` where MLflow does not answer.
@@ -41,12 +41,12 @@ def load_run(name: str, tracking_uri: str | None = None) -> Run:
         found = _of_run(client, name) if _RUN_ID.fullmatch(name) else _of_experiment(client, name)
         if found is None:
             raise UsageError(
-                f"{name!r} is no file or folder here, and neither a run id nor an experiment of MLflow at "
+                f"{name!r} is not a file or folder, and not a run id or experiment in MLflow at "
                 f"{without_secrets(resolve_uri(tracking_uri))}"
             )
         records = found
     if not records:
-        raise RecordError(f"{name} holds no bench record ({FORMAT})")
+        raise RecordError(f"{name} has no bench record ({FORMAT})")
     return Run(name, tuple(unique(records)))
 
 
@@ -56,7 +56,7 @@ def load_experiment(name: str, tracking_uri: str | None = None) -> Run:
     if records is None:
         raise UsageError(f"MLflow has no experiment {name!r} at {without_secrets(resolve_uri(tracking_uri))}")
     if not records:
-        raise RecordError(f"experiment {name!r} holds no bench record ({FORMAT})")
+        raise RecordError(f"experiment {name!r} has no bench record ({FORMAT})")
     return Run(name, tuple(unique(records)))
 
 
@@ -65,7 +65,7 @@ def _client(name: str, tracking_uri: str | None) -> MlflowClient:
     file = uri.removeprefix("sqlite:///")
     if uri.startswith("sqlite:///") and not Path(file).exists():
         raise UsageError(
-            f"{name!r} is no file or folder here, and no MLflow run either: there is no {file}; "
+            f"{name!r} is not a file or folder, and not an MLflow run, because there is no {file}; "
             "give a record, a folder of records, or --tracking-uri"
         )
     return connect(uri)

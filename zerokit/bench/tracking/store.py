@@ -1,4 +1,4 @@
-"""An MLflow store, as far as benches need one: runs that are found by tags, filled, and ended.
+"""An MLflow store: runs are found by tags, filled, and ended.
 
 Only the process that launched the ranks talks to MLflow, and never while they run, so that tracking costs the timed
 steps nothing. Every failure is a `TrackingError`: losing MLflow loses no measurement.
@@ -14,7 +14,6 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -48,7 +47,7 @@ _PARAMS_A_CALL = 100
 
 
 class TrackingError(ZerokitError):
-    """MLflow could not be reached or refused something; the bench itself is not affected."""
+    """MLflow is unreachable or refused a request; the bench itself is not affected."""
 
     several_lines = True
 
@@ -62,12 +61,12 @@ class Tracking:
 
 
 def resolve_uri(asked: str | None) -> str:
-    """The store: what was asked for, else MLFLOW_TRACKING_URI, else SQLite in the working directory."""
+    """The store: `uri` if given, else MLFLOW_TRACKING_URI, else SQLite in the working directory."""
     return asked or os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_URI
 
 
 def connect(uri: str) -> MlflowClient:
-    """A client that gives up on a silent server in seconds; raises `TrackingError`."""
+    """An MLflow client whose requests time out in seconds; raises `TrackingError`."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
@@ -108,7 +107,7 @@ class Store:
 
     @classmethod
     def open(cls, tracking: Tracking) -> Store:
-        """Reach the store, and create the experiment if there is none."""
+        """Connect to the store, and create the experiment if it does not exist."""
         with failing(f"MLflow at {tracking.uri} cannot be used"):
             name = tracking.experiment
             with _alone(tracking.uri):
@@ -120,7 +119,7 @@ class Store:
             return cls(client, found, tracking)
 
     def find(self, tags: Mapping[str, str]) -> Run | None:
-        """The oldest run of the experiment that has all of these tags; deleted runs are not looked at."""
+        """The oldest run of the experiment that has all of these tags; deleted runs are ignored."""
         order = ["attributes.start_time ASC"]
         with self._failing("was not searched"):
             found = self._client.search_runs(
@@ -128,20 +127,13 @@ class Store:
             )
             return found[0] if found else None
 
-    def running(self, tags: Mapping[str, str]) -> list[Run]:
-        """The runs that say RUNNING and have all of these tags, of every experiment of the store."""
-        wanted = f"attributes.status = 'RUNNING' and {_filter(tags)}"
-        with self._failing("was not searched"):
-            experiments = [one.experiment_id for one in pages(self._client.search_experiments)]
-            return list(pages(partial(self._client.search_runs, experiments, wanted)))
-
     def tags(self, run_id: str) -> dict[str, str]:
-        """The tags of a run, as they are now."""
+        """The current tags of a run."""
         with self._failing("was not read"):
             return dict(self._client.get_run(run_id).data.tags)
 
     def create(self, name: str, tags: Mapping[str, str], started_ms: int | None = None) -> str:
-        """A new run that says RUNNING; its id."""
+        """Create a run with status RUNNING; returns its id."""
         with self._failing("takes no run"):
             run = self._client.create_run(self._experiment_id, started_ms, dict(tags), name)
             return str(run.info.run_id)
@@ -155,7 +147,7 @@ class Store:
         points: Iterable[Point] = (),
         files: Mapping[str, str | bytes] | None = None,
     ) -> None:
-        """Add to a run. The same once more changes nothing: points are not doubled, files are replaced."""
+        """Add content to a run. Repeating it changes nothing: points are not doubled, files are replaced."""
         from mlflow.entities import Metric, Param, RunTag
 
         metrics = [Metric(point.name, point.value, point.moment_ms, point.step) for point in points]
@@ -175,21 +167,13 @@ class Store:
                 if files:
                     self._client.log_artifacts(run_id, folder)
 
-    def delete(self, run_id: str) -> None:
-        """Move a run to MLflow's bin."""
-        with self._failing(f"left run {run_id} as it was"):
-            self._client.delete_run(run_id)
-
     def status(self, run_id: str, status: Status, ended_ms: int | None = None) -> None:
-        """End the run, or open it again with RUNNING."""
+        """End the run with a status."""
         with self._failing(f"left run {run_id} as it was"):
-            if status == "RUNNING":
-                self._client.update_run(run_id, status)
-            else:
-                self._client.set_terminated(run_id, status, ended_ms)
+            self._client.set_terminated(run_id, status, ended_ms)
 
     def show_columns(self, view: str, metrics: Sequence[str], tags: Mapping[str, str | None]) -> None:
-        """Make the view that `link` opens: runs that have these tags (None: with any value), beside these metrics.
+        """Create the view that `link` opens: runs with these tags (None: any value), and columns for these metrics.
 
         MLflow keeps a view that somebody shares as a tag of the experiment, in this form.
         """
@@ -209,7 +193,7 @@ class Store:
             self._client.set_experiment_tag(self._experiment_id, name, json.dumps(state))
 
     def link(self, *, run_id: str | None = None, view: str | None = None) -> str:
-        """The page of a run, or of the runs of a view; of a store without a server, as `mlflow ui` would serve it."""
+        """The URL of a run or a view; for a store without a server, the URL that `mlflow ui` would serve."""
         uri = without_secrets(self.tracking.uri).replace("***@", "")
         root = uri.rstrip("/") if uri.startswith("http") else "http://127.0.0.1:5000"
         page = f"{root}/#/experiments/{self._experiment_id}/runs"
@@ -232,7 +216,7 @@ def _cut(values: Sequence[T], most: int) -> Iterator[Sequence[T]]:
 
 
 def pages(search: Callable[..., PagedList[T]]) -> Iterator[T]:
-    """Everything that a search of MLflow's finds."""
+    """All results of an MLflow search."""
     page = search()
     yield from page
     while page.token:
@@ -242,7 +226,7 @@ def pages(search: Callable[..., PagedList[T]]) -> Iterator[T]:
 
 @contextmanager
 def failing(what: str) -> Iterator[None]:
-    """Any error within becomes a `TrackingError` that says so, and why in a line.
+    """Turns any error inside into a `TrackingError` with a one-line reason.
 
     Of a connection that failed that is its root, which libraries wrap up to five times.
     """

@@ -1,1 +1,1 @@
-"""What a rank does: `torchrun … -m zerokit.bench.worker JOB.json`."""
+"""The program of a rank: `torchrun … -m zerokit.bench.worker JOB.json`."""

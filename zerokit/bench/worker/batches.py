@@ -1,4 +1,4 @@
-"""One rank's batches on its device, step by step.
+"""One rank's batches on its device, by step.
 
 The job's samples are numbered through, and a step takes the next ones, whatever the number of ranks:
 
@@ -24,7 +24,7 @@ READY_BYTES = 512 * 2**20
 
 
 class Batches:
-    """Gives the micro-batches of a step; with `ahead`, those of the measured steps before the first of these begins.
+    """Provides the micro-batches of a step; with `ahead`, those of all measured steps are made before the first.
 
     A device whose host runs ahead must find its batches there: one that is made or copied between two steps would be
     timed with them, and images take longer to make than to train on. Where those of all steps exceed `READY_BYTES`, a
@@ -60,12 +60,12 @@ class Batches:
         """The cycle, once a batch has been used twice for it; None while every step has had its own."""
 
     def of(self, position: int) -> list[Batch]:
-        """This rank's micro-batches of the step that begins with sample `position` of the job, on its device."""
+        """This rank's micro-batches, on its device, for the step that starts at sample `position` of the job."""
         first = self._first_sample(position)
         return self._ready[first] if first in self._ready else self._make(first)
 
     def prepare(self, position: int, count: int) -> int:
-        """Lay the batches of `count` steps from `position` on ready, where the host runs ahead; their bytes."""
+        """Prepare the batches of `count` steps from `position` if the host runs ahead; returns their bytes."""
         if self._ahead:
             if self._settings.elastic:
                 count = min(count, self._cycle)
@@ -76,7 +76,7 @@ class Batches:
         return sum(_size_bytes(batch) for batches in self._ready.values() for batch in batches)
 
     def drop(self) -> None:
-        """Free what lies ready."""
+        """Free the prepared batches."""
         self._ready = {}
 
     def _first_sample(self, position: int) -> int:

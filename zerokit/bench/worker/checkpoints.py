@@ -1,4 +1,4 @@
-"""Checkpoints of a bench: where it resumes, when it saves, and what both cost. Never inside a timed step.
+"""Checkpoints of a bench: resuming, saving, and their cost. Never inside a timed step.
 
 A checkpoint says how many samples of the job have been trained on, so that a run goes on with the next one at whatever
 world size. An elastic bench also keeps a journal (`journal`), since the processes that saw its steps may be gone.
@@ -35,14 +35,14 @@ _IDENTITY = ("model", "seed", "data")
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """How many steps a run has trained, and on how many samples over all ranks."""
+    """The number of steps that a run has trained, and of samples over all ranks."""
 
     step: int = 0
     samples: int = 0
 
 
 class Keeper:
-    """Saves and resumes one bench's run on this rank; all ranks do the same calls.
+    """Saves and resumes one bench's run on this rank; all ranks make the same calls.
 
     Without an optimizer of zerokit's there is nothing to save: `Settings` refuses `save` for other engines.
     """
@@ -58,9 +58,9 @@ class Keeper:
         self._in_journal = 0
 
     def resume(self) -> Position:
-        """Load the run's newest step, if `resume` is set and there is one; returns how far the run is.
+        """Load the run's newest step, if `resume` is set and there is one; returns the run's position.
 
-        Raises `ZerokitError` where what is to be saved could not be, before any step is made for it.
+        Raises `ZerokitError` before the first step if a later save would fail.
         """
         if self._target is None:
             return Position()
@@ -80,21 +80,21 @@ class Keeper:
         if self._settings.elastic:
             self._begin_part(run, begin)
         elif later := later_steps(run, begin.step):
-            begins = f"this bench begins after step {begin.step}"
+            begins = f"this bench starts after step {begin.step}"
             advice = (
                 "--save to another directory" if self._settings.resume else "--resume, or --save elsewhere"
             )
             raise UsageError(
-                f"{run} holds step {later[-1]} already, and {begins}: what is saved is never replaced: {advice}"
+                f"{run} already has step {later[-1]}, and {begins}. Committed steps are never replaced: {advice}"
             )
         return begin
 
     def _begin_part(self, run: Path, begin: Position) -> None:
-        """Note in the journal that these ranks go on from here."""
+        """Note in the journal that these ranks start a part here."""
         settings, journal = self._settings, Journal(run)
         if begin.step >= settings.steps and journal.count() == 0:
             raise UsageError(
-                f"{run} holds step {begin.step} already, and an elastic bench ends at step {settings.steps}: "
+                f"{run} already has step {begin.step}, and an elastic bench ends at step {settings.steps}: "
                 "give more --steps, or --save elsewhere"
             )
         gather(None)  # none of them begins a part before all have checked
@@ -122,8 +122,8 @@ class Keeper:
             raise UsageError(f"{run}: not saved by zerokit bench, so it cannot be resumed here")
         if not isinstance(extra.get("samples"), int):
             raise UsageError(
-                f"{run}: saved by a zerokit bench that did not note its position in the data: it cannot be resumed "
-                "by this version"
+                f"{run}: saved by a zerokit bench that did not record its position in the data; this version "
+                "cannot resume it"
             )
         for name in _IDENTITY:
             if extra.get(name) != getattr(self._settings, name):
@@ -136,14 +136,14 @@ class Keeper:
         return Position(extra["step"], extra["samples"])
 
     def due(self, trained: int, *, last: bool) -> bool:
-        """Whether the number of trained steps, or the end of the bench, asks for a checkpoint that is not there."""
+        """Whether a checkpoint is due: after this number of steps, or at the end of the bench."""
         if self._target is None or self._last == trained:
             return False
         every = self._settings.saves_every
         return last or (every is not None and trained % every == 0)
 
     def after_step(self, done: Measured, *, last: bool) -> None:
-        """Save if `due`; the last one when all is on the disk."""
+        """Save if `due`; with `last`, wait until everything is on disk."""
         if self._journal is not None:
             self._journal.trained(done.trained)
         if last:
@@ -190,5 +190,5 @@ class Keeper:
 
 
 def mean_over_ranks(losses: Sequence[Sequence[float]]) -> list[float]:
-    """Each step's loss over all ranks; `losses` has a list of the same steps a rank."""
+    """Each step's loss over all ranks; `losses` has one list per rank for the same steps."""
     return [sum(step) / len(step) for step in zip(*losses, strict=True)]

@@ -1,4 +1,4 @@
-"""One rank of a bench: train, measure, hand the numbers to rank 0, which writes the record.
+"""One rank of a bench: it trains, measures, and sends its measurements to rank 0, which writes the record.
 
     torchrun ... -m zerokit.bench.worker JOB.json
 
@@ -33,6 +33,7 @@ from zerokit.bench.measure.memory import MemoryMeter
 from zerokit.bench.measure.phases import measure_phases
 from zerokit.bench.measure.sampler import Sampler
 from zerokit.bench.measure.timeline import measure_timeline
+from zerokit.bench.plans.beside import PlanBeside
 from zerokit.bench.record import Rank, Record, Traffic, summarise, with_twin, write_record
 from zerokit.bench.record.journal import Journal, Story
 from zerokit.bench.record.progress import ProgressWriter
@@ -47,11 +48,11 @@ from zerokit.errors import UsageError, ZerokitError
 
 
 class OutOfMemory(ZerokitError):
-    """A rank's device or host memory did not suffice."""
+    """A rank ran out of device or host memory."""
 
 
 def choose(settings: Settings, accelerator: Accelerator) -> Settings:
-    """The settings with what was left open: device, precision, data, image size, saving."""
+    """The settings with defaults resolved: device, precision, data, image size, saving."""
     workload = describe(settings.model)
     own_size = None if workload.images is None else workload.images.image_size
     return replace(
@@ -65,7 +66,7 @@ def choose(settings: Settings, accelerator: Accelerator) -> Settings:
 
 
 def require_ranks(settings: Settings, environment: Mapping[str, str]) -> None:
-    """Raises `UsageError` unless the launcher's ranks, by torchrun's variables, are those of the settings.
+    """Raise `UsageError` unless torchrun's variables name the ranks of the settings.
 
     Every rank checks, so that none waits for others, and none measures another world than its record says.
     """
@@ -84,7 +85,7 @@ def require_ranks(settings: Settings, environment: Mapping[str, str]) -> None:
 
 
 def run(asked: Settings, record_path: Path, progress_path: Path | None, sweep: str | None) -> None:
-    """Bench on this rank, inside the process group of all ranks."""
+    """Run the bench on this rank, inside the process group of all ranks."""
     require_ranks(asked, os.environ)
     accelerator = choose_accelerator(asked.device)
     settings = choose(asked, accelerator)
@@ -156,21 +157,28 @@ def run(asked: Settings, record_path: Path, progress_path: Path | None, sweep: s
             batches_repeat_after=measured.batches_repeat_after,
         )
         write_record(record, record_path)
+    plan: PlanBeside | None = None
     # Buffers and a second model: where memory ends here, the record of the measured steps is written.
     if measured.step_ms:
         timeline = measure_timeline(trainer, loop.batches, median(rank.step_ms))
+        if first and trainer.zero is not None:
+            name = torch.cuda.get_device_name(accelerator.device) if accelerator.is_cuda else None
+            plan = PlanBeside(settings, loaded, trainer.zero.runtime.placement, trainer.zero.precision, name)
         bandwidth = measure_bandwidth(trainer, loaded.model.parameters, settings, accelerator)
         if first:
-            record = replace(record, bandwidth=bandwidth, timeline=timeline)
+            record = replace(
+                record, bandwidth=bandwidth, timeline=timeline, planned=None if plan is None else plan.planned
+            )
             write_record(record, record_path)
     twin = measure_twin(trainer, loop.batches, loaded, settings, accelerator)
     if first and twin is not None:
-        write_record(with_twin(record, twin), record_path)
+        record = with_twin(record, twin)
+        write_record(record if plan is None else replace(record, planned=plan.with_time(record)), record_path)
     dist.destroy_process_group()
 
 
 def node_sampler(accelerator: Accelerator) -> Sampler | None:
-    """On one rank of each node, a sampler of the devices of all its ranks. All ranks call it."""
+    """A sampler of all devices of a node, on one rank per node. Collective."""
     used = [
         device for node, device in gather((_node(), device_id(accelerator))) if node == _node() and device
     ]
@@ -204,7 +212,7 @@ def _rank(measured: Measured, accelerator: Accelerator, build_ms: float, meter: 
 
 
 def with_state(rank: Rank, trainer: Trainer, loop: Loop) -> Rank:
-    """The rank with zerokit's account of its state, taken at the end of the backward pass of one more step."""
+    """The rank with zerokit's memory report, taken at the end of backward in one extra step."""
     zero = trainer.zero
     if zero is None:
         return rank
@@ -221,6 +229,20 @@ def with_state(rank: Rank, trainer: Trainer, loop: Loop) -> Rank:
 def _traffic(trainer: Trainer, settings: Settings) -> Traffic | None:
     if trainer.zero is None:
         return None
+    local = getattr(trainer, "local", None)
+    if settings.every is not None and local is not None:
+        measured, predicted = local.traffic(), local.predicted_traffic()
+        return Traffic(
+            elements=measured.elements,
+            bytes=measured.bytes,
+            control_bytes=measured.control_bytes,
+            predicted_elements=predicted.elements,
+            predicted_bytes=predicted.bytes,
+            formula=f"in {settings.every} steps, between {local.islands} islands: (M−1)·2Ψ elements, and their way to "
+            "all ranks of an island",
+            by_operation=to_plain(measured.by_operation),
+            route="gloo, through host memory",
+        )
     measured = trainer.zero.traffic()
     predicted = trainer.zero.predicted_traffic(micro_batches=settings.accumulate)
     # Reduced once a step; stage 3 gathers parameters for the forward and the backward of each micro-batch,
@@ -236,12 +258,12 @@ def _traffic(trainer: Trainer, settings: Settings) -> Traffic | None:
         if settings.mesh is None
         else "the hops of both stages",
         by_operation=to_plain(measured.by_operation),
-        route=trainer.zero.parts.collectives.route if settings.world > 1 else None,
+        route=trainer.zero.runtime.collectives.route if settings.world > 1 else None,
     )
 
 
 def main(job: Path) -> None:
-    """Run the job; an out-of-memory error becomes an `OutOfMemory` that says what may help."""
+    """Run the job; an out-of-memory error becomes an `OutOfMemory` with advice."""
     content = json.loads(job.read_text())
     settings = from_plain(Settings, content["settings"])
     progress = job.parent / content["progress"] if content.get("progress") else None

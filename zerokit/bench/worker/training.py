@@ -31,7 +31,7 @@ _PROGRESS_SECONDS = 0.5
 
 @dataclass(slots=True)
 class Measured:
-    """What one rank saw of each step, warm-up first; `trained` and `samples` count those of a resumed run as well.
+    """One rank's figures of each step, warm-up first; `trained` and `samples` include those of a resumed run.
 
     `window_ms` is `Clock.window_ms` of the measured steps, `batch_bytes` what lay ready for these on the device, and
     `batches_repeat_after` the number of steps after which batches came again.
@@ -78,7 +78,7 @@ class Loop:
         self.measured = Measured()
 
     def run(self, writer: ProgressWriter, keeper: Keeper, begin: Callable[[], None]) -> Measured:
-        """All steps, going on from a checkpoint where `keeper` has one; `begin` is called before the measured ones.
+        """Train all steps, from `keeper`'s checkpoint if there is one; `begin` is called before the measured steps.
 
         An elastic run ends at step `settings.steps`: its measured steps are those that warm-up leaves, at least
         one, or none where all were trained before.
@@ -122,11 +122,11 @@ class Loop:
         return measured
 
     def batches(self, step: int) -> list[Batch]:
-        """This rank's micro-batches of a step, counted from the beginning of the data, on its device."""
+        """This rank's micro-batches of a step, counted from the start of the data, on its device."""
         return self._batches.of(step * self._settings.samples_per_step)
 
     def next_batches(self) -> list[Batch]:
-        """Those of the next step."""
+        """The micro-batches of the next step."""
         return self._batches.of(self.measured.samples)
 
     def _is_warm(self, agreed: list[float]) -> bool:

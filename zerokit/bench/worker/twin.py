@@ -1,4 +1,4 @@
-"""The compute-only twin of a cell: the same model and batches, with nothing communicated.
+"""The compute-only twin of a cell: the same model and batches without communication.
 
 It is built beside the cell after all else has been measured, and both make steps in turn. What the cell's take longer
 is what communication costs: what slows the machine down for a while slows both. Forward and backward of the twin are
@@ -55,6 +55,9 @@ def twin_settings(settings: Settings) -> Settings | None:
         wire="own",
         mesh=None,
         outer_stage=None,
+        every=None,
+        fragments=1,
+        delay=0,
         bucket_mb=None,
         twin=False,
         save=None,
@@ -71,7 +74,7 @@ def measure_twin(
     settings: Settings,
     accelerator: Accelerator,
 ) -> Twin | None:
-    """Train the twin and the cell in turn; None where there is no twin, or no room for it. All ranks call it.
+    """Train the twin and the cell in turn; None if there is no twin or no memory for it. Collective.
 
     `batches` gives the micro-batches of a step.
     """

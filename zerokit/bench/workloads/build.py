@@ -1,4 +1,4 @@
-"""A workload in a rank: the model, what initialises it on meta, the batches, what the record says of them."""
+"""A workload in a rank: the model and its initialisation on meta, the batches, and their record entries."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from zerokit.errors import UsageError
 
 @dataclass
 class Loaded:
-    """What `load` gives: everything that a training loop needs to know of a workload.
+    """A loaded workload: everything that a training loop needs.
 
     Attributes:
         settings: of the bench.
@@ -41,11 +41,20 @@ class Loaded:
     own: Own | None = None
 
     def build(self) -> nn.Module:
-        """The model, on the device that `torch.device` as a context asks for; `forward(*batch)` is the scalar loss.
+        """Build the model on the device of the `torch.device` context; `forward(*batch)` returns the scalar loss.
 
         In memory it has its weights; on meta `init_fn` gives each module the same ones. They depend on the seed and
         the workload alone.
         """
+        model = self._build()
+        if self.settings.recompute:
+            # It brings zerokit's runtime along, which is no part of other engines' memory.
+            from zerokit.training.recomputation import recompute_blocks
+
+            recompute_blocks(model)
+        return model
+
+    def _build(self) -> nn.Module:
         if self.own is None:
             return build(self.workload.name, seed=self.settings.seed)
         # From random numbers that are the same on every rank and leave the others as they were.
@@ -55,17 +64,17 @@ class Loaded:
             return self.own.build()
 
     def batch(self, first: int) -> tuple[Tensor, ...]:
-        """The micro-batch that begins with sample `first` of the job, on the CPU; it depends on the seed besides."""
+        """The micro-batch that starts at sample `first` of the job, on the CPU; it also depends on the seed."""
         return self.source.batch(first)
 
     @property
     def data(self) -> record.Data:
-        """What the record says of the training data."""
+        """The record entry of the training data."""
         return self.source.data
 
     @cached_property
     def model(self) -> record.Model:
-        """What the record says of the model; the first time it may build it on meta: not for a timed step."""
+        """The record entry of the model. The first call may build the model on meta, so do not time it."""
         settings, workload, own = self.settings, self.workload, self.own
         config: dict[str, Any] = {} if workload.config is None else asdict(workload.config)
         if workload.images is not None and settings.image_size:
@@ -105,7 +114,7 @@ class Loaded:
 
 
 def load(settings: Settings) -> Loaded:
-    """The workload of `settings`, ready to be built.
+    """Load the workload of `settings`, ready to be built.
 
     Raises `UsageError` for one that is not known here or whose library is missing, `DataError` for bad data.
     """
@@ -119,7 +128,7 @@ def load(settings: Settings) -> Loaded:
 
 
 def build(name: str, *, seed: int = 0) -> nn.Module:
-    """The model of a catalogued name, on the device that `torch.device` as a context asks for ("meta" too)."""
+    """Build a model of the catalogue on the device of the `torch.device` context ("meta" too)."""
     workload = describe(name)
     if workload.config is None:
         raise UsageError(f"model {name!r} is not in the catalogue: load() builds it")
@@ -127,7 +136,7 @@ def build(name: str, *, seed: int = 0) -> nn.Module:
 
 
 def build_model(config: Config, library: str | None, *, seed: int) -> nn.Module:
-    """The model of a configuration that `library` makes, or with None `models`."""
+    """Build the model of a configuration, with `library` or, if None, with `models`."""
     device = _default_device()
     with torch.device("meta"):
         if library is None:
@@ -148,7 +157,7 @@ def _default_device() -> torch.device:
 
 
 def count_flops(build: Callable[[], nn.Module], batch: tuple[Tensor, ...]) -> tuple[float, str]:
-    """FLOPs a sample of a model, forward and backward, and in words how they were counted.
+    """A model's FLOPs per sample, forward and backward, and a note on how they were counted.
 
     Nothing is computed: model and batch are on meta. Raises whatever a model raises that cannot run there.
 

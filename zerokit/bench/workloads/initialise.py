@@ -20,12 +20,12 @@ DEFAULT_STD = 0.02
 
 
 def set_std(module: nn.Module, std: float) -> None:
-    """Let `module`'s weight be drawn with this standard deviation."""
+    """Draw `module`'s weight with this standard deviation."""
     setattr(module, _STD, std)
 
 
 def set_rotary_base(module: nn.Module, base: float) -> None:
-    """Let `module`'s rotary frequencies be powers of this base."""
+    """Use powers of this base as `module`'s rotary frequencies."""
     setattr(module, _ROTARY_BASE, base)
 
 
@@ -77,13 +77,11 @@ def init_module(module: nn.Module) -> None:
             case "masked_bias":  # and what it puts where the future was
                 buffer.fill_(-1e4)
             case _:
-                raise AssertionError(
-                    f"{type(module).__name__}.{name}: a buffer whose values are not known here"
-                )
+                raise AssertionError(f"{type(module).__name__}.{name}: the values of this buffer are unknown")
 
 
 def materialise(model: nn.Module, device: torch.device) -> None:
-    """Give every parameter and buffer of a model on meta memory on `device`, and weights; what is tied stays tied."""
+    """Allocate and initialise a meta model on `device`; tied parameters stay tied."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():

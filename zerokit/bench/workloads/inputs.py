@@ -1,4 +1,4 @@
-"""What is read before a batch can be made: text, and folders of images. The launcher checks it, so torch stays out.
+"""Training data on disk: text, and folders of images. The launcher checks them without importing torch.
 
 Every byte of a text is a token: nothing is downloaded and no tokenizer is needed. Of images only paths and labels are
 listed; pixels are read when a batch wants them.
@@ -36,12 +36,12 @@ LIMIT_FILES = 1024
 
 
 class DataError(ZerokitError):
-    """The training data cannot be read, or there is too little of it."""
+    """The training data cannot be read, or is too small."""
 
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Training text; `source` is a path, `STANDARD_LIBRARY` or `SYNTHETIC`, `truncated` says that there was more."""
+    """Training text; `source` is a path, `STANDARD_LIBRARY` or `SYNTHETIC`, `truncated` if there was more."""
 
     source: str
     content: bytes
@@ -50,13 +50,13 @@ class Corpus:
 
     @property
     def data(self) -> Data:
-        """What the record says of it."""
+        """The record entry of the text."""
         return Data(self.source, len(self.content), self.files, self.truncated, digest(self.content))
 
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """Images: `paths` relative to `root`, sorted, the label of each, and what the record says of them."""
+    """Images: `paths` relative to `root`, sorted, the label of each, and the record entry."""
 
     root: Path
     paths: tuple[Path, ...]
@@ -101,12 +101,12 @@ def load_corpus(source: str, *, seed: int = 0, limit: int = LIMIT_BYTES) -> Corp
         if size > limit:
             return Corpus(source, b"".join(pieces)[:limit], len(pieces), truncated=True)
     if size == 0:
-        raise DataError(f"data: {source} holds no text; give a file or a folder with some")
+        raise DataError(f"data: {source} has no text; give a text file or a folder of them")
     return Corpus(source, b"".join(pieces), len(pieces))
 
 
 def require_length(corpus: Corpus, length: int) -> None:
-    """Raise `DataError` if the text cannot fill one sequence of `length` tokens and its targets."""
+    """Raise `DataError` if the text is shorter than one sequence of `length` tokens and its targets."""
     if len(corpus.content) < length + 1:
         raise DataError(
             f"data: {corpus.source} holds {len(corpus.content)} bytes, but sequences of {length} tokens need "
@@ -124,14 +124,16 @@ def open_folder(source: str, classes: int, *, limit: int = LIMIT_FILES) -> Folde
     """
     root = Path(source)
     if not root.is_dir():
-        raise DataError(f"data: {root} is no folder; image models take a folder of images, or 'synthetic'")
+        raise DataError(f"data: {root} is not a folder; image models take a folder of images, or 'synthetic'")
     if importlib.util.find_spec("PIL") is None:
         raise DataError(
             "data: images are read by Pillow, which is not installed here; pip install 'zerokit[images]'"
         )
     images = sorted(path.relative_to(root) for path in _walk(root) if path.suffix.lower() in SUFFIXES)
     if not images:
-        raise DataError(f"data: {root} holds no images; known by their names: {', '.join(sorted(SUFFIXES))}")
+        raise DataError(
+            f"data: {root} has no images; expected files with these endings: {', '.join(sorted(SUFFIXES))}"
+        )
     every = -(-len(images) // limit)
     paths = tuple(images[::every])
     folders = sorted({path.parts[0] for path in images if len(path.parts) > 1})
@@ -168,7 +170,7 @@ def _read(path: Path, most: int = -1) -> bytes:
 
 
 def read_inputs(settings: Settings) -> Corpus | Folder | None:
-    """What a catalogued workload trains on; None for what is made up. Raises `DataError` for bad data."""
+    """The data of a catalogued workload; None for synthetic data. Raises `DataError` for bad data."""
     workload = describe(settings.model)
     source = settings.data or workload.default_data
     if workload.text is not None:
@@ -181,7 +183,7 @@ def read_inputs(settings: Settings) -> Corpus | Folder | None:
 
 
 def check_inputs(settings: Settings) -> None:
-    """What the launcher can know beforehand: raises as `read_inputs` and `own.find` do."""
+    """Check the data and the model's factory in the launcher; raises as `read_inputs` and `own.find` do."""
     if describe(settings.model).config is None:
         find(settings.model)
     else:

@@ -67,14 +67,14 @@ _CLASSES: Mapping[type[Config], tuple[str, str, dict[str, Any]]] = {
 
 
 class WithLoss(nn.Module):
-    """A library's model that returns its loss."""
+    """A wrapper of a library's model that returns the loss."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """The mean cross-entropy in fp32; targets of −100 do not count.
+        """The mean cross-entropy in fp32; targets of −100 are ignored.
 
         Args:
             inputs: tokens (batch, length) or images (batch, channels, size, size).
@@ -87,7 +87,7 @@ class WithLoss(nn.Module):
 
 
 class BatchNorm(nn.BatchNorm2d):
-    """Torch's, in a model whose parameters are in half precision and whose statistics stay in fp32.
+    """Torch's BatchNorm, with parameters in half precision and statistics in fp32.
 
     Torch takes half-precision images then, but not half-precision weights beside fp32 statistics.
     """
@@ -102,7 +102,7 @@ class BatchNorm(nn.BatchNorm2d):
 
 
 def make_library(config: Config) -> nn.Module:
-    """The model of a configuration that a library builds, without weights of its own."""
+    """The model of a library's configuration, without pretrained weights."""
     model = WithLoss(_inception(config) if isinstance(config, InceptionConfig) else _transformer(config))
     for name, module in model.named_modules():
         if type(module) is nn.BatchNorm2d:

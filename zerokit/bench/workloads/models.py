@@ -1,4 +1,4 @@
-"""The models written here, to be read: GPT-2- and Llama-style decoders, and the two smallest workloads.
+"""The bench's own models, written to be read: GPT-2- and Llama-style decoders, and the two smallest workloads.
 
 A decoder is an embedding, blocks, a final norm and a head. A block is attention and a feed-forward, each after a norm
 and around a residual; what the two families put there differs. All of these take (batch, length, width) to the same.

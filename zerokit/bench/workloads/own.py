@@ -1,4 +1,4 @@
-"""The user's own workload: `--model package.module:factory`.
+"""A user's own workload: `--model package.module:factory`.
 
 The factory takes nothing and returns an `Own`. For example, in `mine.py`:
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """A workload that zerokit does not know.
+    """A user's workload: the model, its batches, and what throughput counts.
 
     Attributes:
         build: makes the model, whose `forward(*batch)` returns the loss, a scalar; called on every rank with torch's
@@ -51,7 +51,7 @@ class Own:
 
 
 def find(name: str) -> None:
-    """Raise `UsageError` unless there is a module for `module:factory`; nothing of it is run."""
+    """Raise `UsageError` unless the module of `module:factory` exists; it is not run."""
     parts = name.partition(":")[0].split(".")
     folders: list[str] | None = [str(Path.cwd()), *sys.path]
     for count in range(1, len(parts) + 1):
@@ -67,7 +67,7 @@ def find(name: str) -> None:
 
 
 def resolve(name: str) -> Own:
-    """Import the module of `module:factory` and call the factory; raises `UsageError` saying which of these failed."""
+    """Import the module of `module:factory` and call the factory; raises `UsageError` if either fails."""
     module, _, attribute = name.partition(":")
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))

@@ -1,4 +1,4 @@
-"""Where batches come from: a function a kind of data, which makes one sample.
+"""The sources of batches: one function per kind of data, which makes one sample.
 
 Samples are numbered through the job, over all its ranks and steps, and sample i depends on (seed, i) alone: every
 engine, stage, world size and re-run sees the same ones in the same order (`worker.batches` says who takes which).
@@ -35,14 +35,14 @@ MASK = 256
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What the record says of the data, and what makes the micro-batch that begins with a sample of the job."""
+    """A source: the record entry of its data, and the function that makes the micro-batch at a sample of the job."""
 
     data: Data
     batch: Callable[[int], tuple[Tensor, ...]]
 
 
 def open_source(settings: Settings) -> Source:
-    """The data of a catalogued workload, read as far as needed to know that they suffice.
+    """The data of a catalogued workload, read and checked for sufficient size.
 
     Raises `DataError` where they are missing, unreadable or too few.
     """
@@ -70,7 +70,7 @@ def open_source(settings: Settings) -> Source:
 
 
 def open_own(settings: Settings, own: Own) -> Source:
-    """Whatever the user's own workload makes of a micro-batch, whose samples may depend on each other."""
+    """The micro-batches of a user's own workload, whose samples may depend on each other."""
 
     def batch(first: int) -> tuple[Tensor, ...]:
         drawn = generator(draw_seed(seed=settings.seed, sample=first))
@@ -80,7 +80,7 @@ def open_own(settings: Settings, own: Own) -> Source:
 
 
 def made_up(settings: Settings) -> Data:
-    """What the record says of data that come from the seed."""
+    """The record entry of synthetic data."""
     return Data(SYNTHETIC, 0, 0, False, digest(f"seed {settings.seed}".encode()))
 
 
@@ -91,12 +91,12 @@ def draw_seed(*, seed: int, sample: int) -> int:
 
 
 def generator(seed: int) -> torch.Generator:
-    """What random tensors are drawn from."""
+    """The generator from which random tensors are drawn."""
     return torch.Generator().manual_seed(seed % 2**63)
 
 
 def sample_text(corpus: Corpus, length: int) -> Sample:
-    """Tokens and next tokens, each int64 (length,): a stretch of the text from anywhere."""
+    """Tokens and next tokens, each int64 (length,), from a random place in the text."""
     content = corpus.content
 
     def sample(seed: int) -> tuple[Tensor, ...]:
@@ -109,7 +109,7 @@ def sample_text(corpus: Corpus, length: int) -> Sample:
 
 
 def sample_masked_text(corpus: Corpus, length: int) -> Sample:
-    """Tokens with some masked, and what these were, each int64 (length,); −100 where nothing is to be guessed.
+    """Tokens with some masked, and the masked tokens' originals, each int64 (length,); −100 elsewhere.
 
     As many of every sequence, so that the mean over ranks is the mean over all guesses.
     """
@@ -175,7 +175,7 @@ def sample_images(config: ImageConfig, size: int, seed: int) -> Sample:
 
 
 def sample_regression(features: int, seed: int) -> Sample:
-    """Normal features, fp32 (features,), and what a fixed linear map makes of them, with a little noise, ()."""
+    """Normal features, fp32 (features,), and their image under a fixed linear map with a little noise, ()."""
     weights = torch.randn(features, generator=generator(seed)) / features**0.5
 
     def sample(seed: int) -> tuple[Tensor, ...]:

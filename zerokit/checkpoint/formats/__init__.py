@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from zerokit.checkpoint.disk import explained
 from zerokit.checkpoint.formats import dcp, deepspeed, huggingface
 from zerokit.checkpoint.reader import Checkpoint
 from zerokit.checkpoint.source import Source
@@ -24,7 +25,7 @@ _READERS: tuple[tuple[Callable[[Path], bool], Callable[[Path], Source]], ...] = 
 
 
 def open_source(path: str | os.PathLike[str], *, whole: bool = False) -> Source:
-    """The checkpoint at `path`, in whichever format it is.
+    """Open the checkpoint at `path`, in any format.
 
     Args:
         path: the directory of a step or a run, of a DeepSpeed checkpoint or its tag, of a DCP checkpoint, or a
@@ -38,5 +39,6 @@ def open_source(path: str | os.PathLike[str], *, whole: bool = False) -> Source:
 
 
 def recognised(path: str | os.PathLike[str]) -> Callable[[Path], Source] | None:
-    """What reads the checkpoint at `path` where it is another framework's; None where it is zerokit's or none."""
-    return next((read for recognises, read in _READERS if recognises(Path(path))), None)
+    """The reader of the checkpoint at `path`, if another framework wrote it; None otherwise."""
+    with explained(Path(path), "looked at"):
+        return next((read for recognises, read in _READERS if recognises(Path(path))), None)

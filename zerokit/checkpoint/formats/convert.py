@@ -1,33 +1,28 @@
-"""`convert`: a checkpoint in another format, or the same one for another number of ranks."""
+"""`convert`, `reshard` and `consolidate`: a checkpoint in another format, or for another number of ranks."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
-from zerokit import __version__
-from zerokit.checkpoint.consolidate import DEFAULT_SHARD_SIZE, write_weights
-from zerokit.checkpoint.conversion import converting
+from zerokit.checkpoint.conversion import Options
 from zerokit.checkpoint.copying import Progress
-from zerokit.checkpoint.formats import FORMATS, dcp_writer, deepspeed_writer, open_source
+from zerokit.checkpoint.formats import FORMATS, open_source
+from zerokit.checkpoint.formats.dcp_writer import write_dcp
+from zerokit.checkpoint.formats.deepspeed_writer import write_deepspeed
 from zerokit.checkpoint.formats.foreign import ForeignCheckpoint
-from zerokit.checkpoint.journal import Request
+from zerokit.checkpoint.formats.huggingface_writer import DEFAULT_SHARD_SIZE, write_weights
+from zerokit.checkpoint.formats.zerokit_writer import write_cut
 from zerokit.checkpoint.manifest import MAX_WORLD
-from zerokit.checkpoint.recognise import foreign_to_dcp, foreign_to_deepspeed
-from zerokit.checkpoint.reshard import write_cut
-from zerokit.checkpoint.source import Source
-from zerokit.checkpoint.staging import require_apart
 from zerokit.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """What was written: the directory `output` in `format`, for `world` ranks (1 for weights alone).
+    """The result of a conversion: the directory `output` in `format`, for `world` ranks (1 for weights alone).
 
-    `path` is the step's directory in it where that is a run. `taken_bytes` had been finished by an interrupted
-    conversion.
+    `path` is the step's directory in it where that is a run.
     """
 
     output: Path
@@ -37,7 +32,6 @@ class Converted:
     source_format: str
     source_world: int
     world: int
-    taken_bytes: int = 0
 
 
 def convert(
@@ -68,45 +62,15 @@ def convert(
         world: number of ranks that the output is cut for; by default the source's.
         dtype, stream, max_shard_size, like: of "huggingface"; see `consolidate`.
         jobs: threads that copy; up to four by default.
-        force: replace an existing output.
-        resume: take over the files that a killed one of the same arguments has finished.
+        force: replace an existing output of zerokit's; a run only if it holds no more than one step.
+        resume: take over what a killed one of the same output, source and arguments has written. Without it such a one
+            stays where it is, and a `ZerokitWarning` names it, until a conversion to the same output succeeds.
         progress: called with the bytes copied and the bytes in all, often; what it raises ends the work.
 
     Returns what was written. Raises `UsageError` for impossible arguments, and `CheckpointError` if the source is
     damaged or of an unsupported kind, or the output cannot be written; there is no output then, or it is as before.
     """
-    return convert_source(
-        open_source(source),
-        output,
-        format=format,
-        world=world,
-        dtype=dtype,
-        stream=stream,
-        max_shard_size=max_shard_size,
-        like=like,
-        jobs=jobs,
-        force=force,
-        resume=resume,
-        progress=progress,
-    )
-
-
-def convert_source(
-    checkpoint: Source,
-    output: str | os.PathLike[str] | None,
-    *,
-    format: str | None = None,
-    world: int | None = None,
-    dtype: str | None = None,
-    stream: str = "master",
-    max_shard_size: int | str = DEFAULT_SHARD_SIZE,
-    like: str | os.PathLike[str] | None = None,
-    jobs: int | None = None,
-    force: bool = False,
-    resume: bool = False,
-    progress: Progress | None = None,
-) -> Converted:
-    """`convert` of a checkpoint that is open."""
+    checkpoint, options = open_source(source), Options(jobs, force, resume, progress)
     kind = format or (checkpoint.format if checkpoint.format != "huggingface" else "zerokit")
     if kind not in FORMATS:
         raise UsageError(f"format={kind!r}: expected one of {', '.join(FORMATS)}")
@@ -116,50 +80,98 @@ def convert_source(
     if kind != "huggingface" and (dtype is not None or like is not None or stream != "master"):
         raise UsageError(f"dtype, stream and like are for format='huggingface', not {kind!r}")
     path = (checkpoint.run or checkpoint.path).resolve()
-    suffix = ranks if kind == checkpoint.format else kind
+    suffix = ranks if format in (None, checkpoint.format) else kind
     target = path.with_name(f"{path.name}.to-{suffix}") if output is None else Path(output)
+    checkpoint.warn()
+    path = target
     if kind == "huggingface":
         if world is not None:
-            raise UsageError("a Hugging Face folder is not cut for ranks: leave world out")
-        write_weights(
-            checkpoint,
-            target,
-            dtype=dtype,
-            stream=stream,
-            max_shard_size=max_shard_size,
-            like=like,
-            force=force,
-            resume=resume,
-            jobs=jobs,
-            progress=progress,
-        )
-        return _converted(checkpoint, target, target, kind, 1)
-    if kind == "zerokit":
-        cut = write_cut(checkpoint, ranks, target, jobs=jobs, force=force, resume=resume, progress=progress)
-        return _converted(checkpoint, target, cut.path, kind, ranks, cut.taken_bytes)
-    checkpoint.warn()
-    require_apart(checkpoint.path, target)
-    if kind == "deepspeed":
-        if not isinstance(checkpoint, ForeignCheckpoint) or checkpoint.format != "deepspeed":
-            raise UsageError(
-                f"{checkpoint.path} is of {checkpoint.format}: a DeepSpeed checkpoint is only written from one of "
-                "DeepSpeed, whose own settings it keeps; use format='zerokit' or 'dcp'"
-            )
-        foreign = foreign_to_deepspeed
-        write = partial(deepspeed_writer.write_deepspeed, checkpoint)
+            raise UsageError("a Hugging Face folder is not sharded: omit world")
+        ranks = 1
+        write_weights(checkpoint, target, options, dtype, stream, max_shard_size, like)
+    elif kind == "zerokit":
+        path = write_cut(checkpoint, ranks, target, options)
+    elif kind == "dcp":
+        write_dcp(checkpoint, ranks, target, options)
+    elif isinstance(checkpoint, ForeignCheckpoint) and checkpoint.format == "deepspeed":
+        write_deepspeed(checkpoint, ranks, target, options)
     else:
-        foreign = foreign_to_dcp
-        write = partial(dcp_writer.write_dcp, checkpoint)
-    request = Request(
-        target.name,
-        checkpoint.manifest_crc,
-        {"command": "convert", "zerokit": __version__, "format": kind, "world": ranks},
-    )
-    with converting(target, request, resume=resume, force=force, foreign=foreign) as work:
-        write(ranks, work, jobs=jobs, progress=progress)
-        taken = work.taken_bytes
-    return _converted(checkpoint, target, target, kind, ranks, taken)
+        raise UsageError(
+            f"{checkpoint.path} is of {checkpoint.format}: a DeepSpeed checkpoint is only written from one of "
+            "DeepSpeed, whose own settings it keeps; use format='zerokit' or 'dcp'"
+        )
+    return Converted(target, path, kind, checkpoint.step, checkpoint.format, checkpoint.world, ranks)
 
 
-def _converted(source: Source, output: Path, path: Path, kind: str, world: int, taken: int = 0) -> Converted:
-    return Converted(output, path, kind, source.step, source.format, source.world, world, taken)
+def reshard(
+    source: str | os.PathLike[str],
+    world: int,
+    output: str | os.PathLike[str] | None = None,
+    *,
+    jobs: int | None = None,
+    force: bool = False,
+    resume: bool = False,
+    progress: Progress | None = None,
+) -> Path:
+    """Write the checkpoint `source` as `world` ranks would have saved it, byte for byte.
+
+    A checkpoint of DeepSpeed or DCP (FSDP2) keeps its format. A step becomes a step; a run becomes a run of one step,
+    with its `latest`. `load` needs none of this: it reads checkpoints of any world size.
+
+    Args:
+        source: the directory of a step, or of a run, whose newest step is taken.
+        world: number of ranks, at least 1.
+        output, jobs, force, resume, progress: see `convert`.
+
+    Returns the step's directory: the output, or in it. Raises as `convert` does.
+    """
+    done = convert(source, output, world=world, jobs=jobs, force=force, resume=resume, progress=progress)
+    return done.path
+
+
+def consolidate(
+    source: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    *,
+    dtype: str | None = None,
+    stream: str = "master",
+    max_shard_size: int | str = DEFAULT_SHARD_SIZE,
+    like: str | os.PathLike[str] | None = None,
+    force: bool = False,
+    resume: bool = False,
+    jobs: int | None = None,
+    progress: Progress | None = None,
+) -> Path:
+    """Write the weights and buffers of `source` as `model.safetensors`, or as several with an index.
+
+    Of tied parameters only the first name is written, as `save_pretrained` does: loaders tie them again.
+
+    Args:
+        source: the directory of a step, or of a run, whose newest step is taken.
+        output: a directory that does not exist yet.
+        dtype: "bf16", "fp16" or "fp32" for everything that is floating-point; by default each parameter's own dtype in
+            the model that was saved, and the buffers' own.
+        stream: what is taken as the trainable parameters: "master", or "ema" for the average that `zerokit.Ema` kept.
+        max_shard_size: largest size of the tensors in one file, in bytes or such as "5GB" (10^9) or "5GiB" (2^30);
+            a single tensor that is larger has a file of its own.
+        like: a folder that `from_pretrained` takes, such as the one that the training began with: its configuration,
+            tokenizer and similar files are copied, so that `from_pretrained(output)` works. Where it has weights
+            or their index, names and shapes must be those of `source`.
+        force, resume, jobs, progress: see `convert`.
+
+    Returns the output. Raises as `convert` does, `UsageError` for an unknown dtype or size or a stream that is not
+    there, and `CheckpointError` if `like` is of another model or a value does not fit the dtype.
+    """
+    return convert(
+        source,
+        output,
+        format="huggingface",
+        dtype=dtype,
+        stream=stream,
+        max_shard_size=max_shard_size,
+        like=like,
+        jobs=jobs,
+        force=force,
+        resume=resume,
+        progress=progress,
+    ).output

@@ -1,67 +1,47 @@
 """Checkpoints of torch.distributed.checkpoint (DCP), as FSDP2, accelerate and torchtitan write them.
 
-    DIR/.metadata        a pickle: names to chunks with offsets and sizes, and chunks to bytes of files
-    DIR/__R_I.distcp     complete `torch.save` files, one a chunk, one after the other
-
-accelerate keeps two of them in one folder, `pytorch_model_fsdp_0` and `optimizer_0`. A model and an optimizer's state
-are found by their shape, whatever the program called them: `X.state.NAME.KIND` beside `X.param_groups` is an
-optimizer's, and what its names end is the model's. See torch/distributed/checkpoint/metadata.py.
+`dcp_items` reads what the files hold; this module finds out what it is. accelerate keeps two of them in one folder,
+`pytorch_model_fsdp_0` and `optimizer_0`. A model and an optimizer's state are found by their shape, whatever the
+program called them: `X.state.NAME.KIND` beside `X.param_groups` is an optimizer's, and what its names end is the
+model's.
 """
 
 from __future__ import annotations
 
-import math
 import re
+import struct
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from zerokit.checkpoint.checksum import crc32
-from zerokit.checkpoint.disk import opened, read_exactly, read_whole
-from zerokit.checkpoint.extents import ELEMENT_BYTES
-from zerokit.checkpoint.formats.foreign import (
+from zerokit.checkpoint.disk import opened, read_exactly
+from zerokit.checkpoint.formats.dcp_items import METADATA, Items, StoredItem
+from zerokit.checkpoint.formats.description import (
     MASTER,
     PARAM,
     Description,
-    ForeignCheckpoint,
     StoredParameter,
     StoredScalar,
     StoredStream,
+    beside,
     plain_value,
     reading,
 )
-from zerokit.checkpoint.formats.pickles import Name, Record, parse_pickle
-from zerokit.checkpoint.formats.torchfile import Blob, StoredTensor, read_torch_file
-from zerokit.checkpoint.source import StoredBuffer, Stretch
+from zerokit.checkpoint.formats.foreign import ForeignCheckpoint
+from zerokit.checkpoint.safetensors import ELEMENT_BYTES
+from zerokit.checkpoint.source import StoredBuffer
 from zerokit.errors import CheckpointError
-from zerokit.layout import Interval, Parameter
-
-METADATA = ".metadata"
+from zerokit.layout import Parameter
 
 _MODEL_FOLDER = re.compile(r"pytorch_model_fsdp_\d+")
 _OPTIMIZER_FOLDER = re.compile(r"optimizer_\d+")
 _PARAM_GROUPS = re.compile(r"^(?:(.+?)\.)?param_groups\.")
+_STEP = re.compile(r"(?:step|checkpoint|ckpt|iter)[-_]?(\d{1,18})$")
+_State = tuple[dict[str, StoredStream], dict[str, StoredScalar]]
+"""A parameter's states, of its shape and of others, by kind."""
+
 _RANK = re.compile(r"__(\d+)_\d+\.distcp")
-_MOST_ROWS = 1 << 20
-"""Stretches of one chunk. Only chunks that are cut along a later dimension have more than one."""
-
-
-@dataclass(frozen=True, slots=True)
-class StoredItem:
-    """A tensor: its chunks in order, each as a stretch of a file; `crcs` are those of the chunks."""
-
-    path: tuple[Any, ...]
-    dtype: str
-    shape: tuple[int, ...]
-    stretches: tuple[Stretch, ...]
-    crcs: tuple[int, ...]
-    chunks: int
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
 
 
 def recognises(path: Path) -> bool:
@@ -83,116 +63,22 @@ def _folders(path: Path) -> list[Path]:
 
 
 def read(path: Path) -> ForeignCheckpoint:
-    """The checkpoint at `path`. Raises `CheckpointError` for what is damaged, missing or not supported."""
+    """Read the checkpoint at `path`. Raises `CheckpointError` for damaged, missing or unsupported data."""
     with reading(path):
         return ForeignCheckpoint(_Reader(path).describe())
 
 
 class _Reader:
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.files: list[Path] = []
-        self.numbers: dict[Path, int] = {}
-        self.blobs: dict[int, list[Blob]] = {}
-        self.tensors: dict[str, StoredItem] = {}
-        self.values: dict[str, tuple[tuple[Any, ...], Any]] = {}
-        self.dropped: list[str] = []
-        self.identity = 0
-        for folder in _folders(path):
-            self._read_folder(folder)
-
-    def _read_folder(self, folder: Path) -> None:
-        content = read_whole(folder / METADATA)
-        self.identity = crc32(content, self.identity)
-        metadata = parse_pickle(content, str(folder / METADATA))
-        if not isinstance(metadata, Record) or not metadata.name.endswith(".Metadata"):
-            raise CheckpointError(f"{folder / METADATA}: no metadata of torch.distributed.checkpoint")
-        fields = metadata.fields
-        paths: Mapping[str, tuple[Any, ...]] = fields.get("planner_data") or {}
-        places: dict[str, dict[tuple[int, ...] | None, Any]] = {}
-        for index, place in fields["storage_data"].items():
-            offset = index.fields.get("offset")
-            places.setdefault(index.fields["fqn"], {})[offset] = place.fields
-        with ExitStack() as stack:
-            descriptors: dict[Path, int] = {}
-
-            def stored(place: Mapping[str, Any]) -> tuple[int, Any]:
-                relative = place["relative_path"]
-                file = folder / relative
-                if "/" in relative or relative.startswith(".."):
-                    raise CheckpointError(
-                        f"{folder / METADATA}: names the file {relative[:200]!r}, outside it"
-                    )
-                if place.get("transform_descriptors"):
-                    raise CheckpointError(f"{file}: compressed by an extension: save it without one")
-                if file not in descriptors:
-                    descriptors[file] = stack.enter_context(opened(file))
-                if file not in self.numbers:
-                    self.numbers[file] = len(self.files)
-                    self.files.append(file)
-                value = read_torch_file(file, descriptors[file], place["offset"], place["length"])
-                return self.numbers[file], value
-
-            for name, entry in fields["state_dict_metadata"].items():
-                path = tuple(paths.get(name) or (name,))
-                if name in self.tensors or name in self.values:
-                    raise CheckpointError(f"{self.path}: {name} is in both of its folders")
-                if entry.name.endswith(".BytesStorageMetadata"):
-                    place = places[name][None]
-                    self.values[name] = path, stored(place)[1]
-                elif entry.name.endswith(".TensorStorageMetadata"):
-                    held = places.get(name, {})
-                    self.tensors[name] = self._item(name, path, entry.fields, held, stored)
-                else:
-                    raise CheckpointError(
-                        f"{self.path}: {name} is a {entry.name}, which zerokit does not read"
-                    )
-
-    def _item(
-        self,
-        name: str,
-        path: tuple[Any, ...],
-        fields: Mapping[str, Any],
-        places: Mapping[Any, Any],
-        stored: Any,
-    ) -> StoredItem:
-        shape = tuple(fields["size"])
-        properties = fields["properties"]
-        dtype = properties.state[0] if isinstance(properties.state, tuple) else properties.fields["dtype"]
-        kind = dtype.text.removeprefix("torch.") if isinstance(dtype, Name) else str(dtype)
-        if kind not in ELEMENT_BYTES:
-            raise CheckpointError(f"{self.path}: {name} is of {kind}, which zerokit cannot hold")
-        stretches: list[Stretch] = []
-        crcs = []
-        chunks = [
-            (tuple(chunk.fields["offsets"]), tuple(chunk.fields["sizes"])) for chunk in fields["chunks"]
-        ]
-        for offsets, sizes in sorted(chunks):
-            if not math.prod(sizes):
-                continue
-            if offsets not in places:
-                raise CheckpointError(f"{self.path}: {name}: no file has the chunk at {list(offsets)}")
-            file, tensor = stored(places[offsets])
-            if not isinstance(tensor, StoredTensor) or tensor.shape != sizes or tensor.dtype != kind:
-                expected = f"expected {kind} {list(sizes)}"
-                raise CheckpointError(
-                    f"{self.files[file]}: {name} at {list(offsets)} is {_described(tensor)}, {expected}"
-                )
-            if not tensor.contiguous:
-                raise CheckpointError(f"{self.files[file]}: {name} is not contiguous: save it contiguous")
-            self.blobs.setdefault(file, []).append(tensor.blob)
-            crcs.append(tensor.blob.crc)
-            width = ELEMENT_BYTES[kind]
-            for interval, start in rows(shape, offsets, sizes, f"{self.path}: {name}"):
-                stretches.append(Stretch(file, interval, tensor.offset + start * width))
-        stretches.sort(key=lambda stretch: stretch.interval.start)
-        return StoredItem(path, kind, shape, tuple(stretches), tuple(crcs), len(chunks))
+        items = Items(path, _folders(path))
+        self.path, self.items = path, items
+        self.files, self.tensors, self.values = items.files, items.tensors, items.values
+        self.dropped = beside(path)
 
     def describe(self) -> Description:
         optimizer = self._optimizer_prefix()
         options = self._options(optimizer)
         trained = {name: number for number, (_, names) in enumerate(options) for name in names}
-        states = self._states(optimizer, trained)
         model = self._model_prefix(optimizer, trained)
         parameters, buffers = [], {}
         weights = {
@@ -201,9 +87,8 @@ class _Reader:
             if key.startswith(model) and not _within(key, optimizer) and (model or len(item.path) == 1)
         }
         if missing := [name for name in trained if name not in weights]:
-            raise CheckpointError(
-                f"{self.path}: the optimizer has {missing[0]}, of which there are no weights"
-            )
+            raise CheckpointError(f"{self.path}: the optimizer has {missing[0]}, which has no weights")
+        states = self._states(optimizer, weights, trained)
         aliases = _tied(weights, trained)
         tied = {alias for names in aliases.values() for alias in names}
         divided = any(item.chunks > 1 for item in weights.values())
@@ -229,7 +114,7 @@ class _Reader:
                 tuple(aliases.get(name, ())),
             )
             parameters.append(StoredParameter(parameter, streams, scalars))
-        user, step = self._user(model, optimizer)
+        user, step = self._user(model, optimizer, states)
         return Description(
             format="dcp",
             path=self.path,
@@ -239,9 +124,9 @@ class _Reader:
             parameters=parameters,
             buffers=buffers,
             groups=[group for group, _ in options] if options else None,
-            identity=self.identity,
+            identity=self.items.identity,
             user=user,
-            blobs=self.blobs,
+            blobs=self.items.blobs,
             dropped=self.dropped,
         )
 
@@ -295,20 +180,25 @@ class _Reader:
         ]
 
     def _states(
-        self, optimizer: str | None, trained: Mapping[str, int]
-    ) -> dict[str, tuple[dict[str, StoredStream], dict[str, StoredScalar]]]:
+        self, optimizer: str | None, weights: Mapping[str, StoredItem], trained: Mapping[str, int]
+    ) -> dict[str, _State]:
         if optimizer is None:
             return {}
-        states: dict[str, tuple[dict[str, StoredStream], dict[str, StoredScalar]]] = {}
+        states: dict[str, _State] = {}
         start = f"{optimizer}state."
         for key, item in self.tensors.items():
             if not key.startswith(start):
                 continue
             name, _, kind = key.removeprefix(start).rpartition(".")
+            if len(item.path) > 2 and item.path[-2] in trained:  # a kind may have a point in it
+                name, kind = item.path[-2:]
             if name not in trained:
-                raise CheckpointError(f"{self.path}: {key} is of a parameter that is in no group")
+                hint = (
+                    ": save what get_state_dict() gives, not optimizer.state_dict()" if name.isdigit() else ""
+                )
+                raise CheckpointError(f"{self.path}: {key} is of a parameter that is in no group{hint}")
             streams, scalars = states.setdefault(name, ({}, {}))
-            if item.shape and kind != "step":
+            if item.shape == weights[name].shape and kind != "step":
                 streams[kind] = StoredStream(item.dtype, item.stretches)
             else:
                 scalars[kind] = StoredScalar(item.dtype, item.shape, self._content(item))
@@ -319,8 +209,13 @@ class _Reader:
 
     def _content(self, item: StoredItem) -> bytes:
         """A small tensor's bytes, verified."""
+        if len(item.stretches) != 1 or item.numel > 1 << 16:
+            raise CheckpointError(
+                f"{self.path}: {'.'.join(map(str, item.path))} has the shape {list(item.shape)}: zerokit reads "
+                "states of their parameter's shape, and small ones in one piece"
+            )
         (place,) = item.stretches
-        content = bytearray(min(item.numel, 1 << 16) * ELEMENT_BYTES[item.dtype])
+        content = bytearray(item.numel * ELEMENT_BYTES[item.dtype])
         path = self.files[place.file]
         with opened(path) as fd:
             read_exactly(fd, [content], place.offset, path)
@@ -342,12 +237,17 @@ class _Reader:
             ]
         if not found:
             raise CheckpointError(
-                f"{self.path}: no model's weights: expected such as 'model.{next(iter(trained), '')}'"
+                f"{self.path}: no weights of a model: expected names such as 'model.{next(iter(trained), '')}'"
             )
         return "" if "" in found else max(sorted(set(found)), key=found.count)
 
-    def _user(self, model: str, optimizer: str | None) -> tuple[dict[str, Any], int]:
-        """What the program saved beside model and optimizer, and the step that it was."""
+    def _user(
+        self, model: str, optimizer: str | None, states: Mapping[str, _State]
+    ) -> tuple[dict[str, Any], int]:
+        """What the program saved beside model and optimizer, and the step that it was.
+
+        The step is what the program called so, or in the folder's name, or what the optimizer has counted.
+        """
         own: dict[str, Any] = {}
         for key, (path, value) in self.values.items():
             if _within(key, optimizer) or (model and key.startswith(model)):
@@ -366,47 +266,14 @@ class _Reader:
                 step = int.from_bytes(content, "little") if item.dtype.startswith("int") else step
             elif not key.startswith(model) and not _within(key, optimizer):
                 self.dropped.append(key)
+        if step is None and (match := _STEP.search(self.path.name)):
+            step = int(match[1])
         if step is None:
-            match = re.search(r"(\d+)$", self.path.name)
-            step = int(match[1]) if match else 0
+            counts = [scalars["step"] for _, scalars in states.values() if "step" in scalars]
+            step = max(
+                (int(struct.unpack("<f", s.content)[0]) for s in counts if s.dtype == "float32"), default=0
+            )
         return carried, step
-
-
-def rows(
-    shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int], where: str
-) -> Iterator[tuple[Interval, int]]:
-    """The stretches of a row-major tensor that a chunk covers, each with its first element's place in the chunk.
-
-    Raises `CheckpointError` for a chunk that does not lie in the tensor, or has too many stretches.
-    """
-    if not len(shape) == len(offsets) == len(sizes) or any(
-        not 0 <= start <= start + size <= whole
-        for whole, start, size in zip(shape, offsets, sizes, strict=True)
-    ):
-        raise CheckpointError(
-            f"{where}: a chunk of {list(sizes)} at {list(offsets)} does not lie in {list(shape)}"
-        )
-    # Trailing dimensions that are whole belong to one stretch, and so does the one before them.
-    inner = len(shape)
-    while inner > 0 and sizes[inner - 1] == shape[inner - 1]:
-        inner -= 1
-    inner = max(inner - 1, 0)
-    length = math.prod(sizes[inner:])
-    count = math.prod(sizes[:inner])
-    if count > _MOST_ROWS:
-        raise CheckpointError(
-            f"{where}: a chunk of {list(sizes)} has {count} stretches, {_MOST_ROWS} are read"
-        )
-    for number in range(count):
-        rest, start = number, 0
-        stride = math.prod(shape[inner:])
-        for dimension in range(inner - 1, -1, -1):
-            rest, index = divmod(rest, sizes[dimension])
-            start += (offsets[dimension] + index) * stride
-            stride *= shape[dimension]
-        if inner < len(shape):
-            start += offsets[inner] * math.prod(shape[inner + 1 :])
-        yield Interval(start, start + length), number * length
 
 
 def _within(key: str, optimizer: str | None) -> bool:
@@ -446,7 +313,3 @@ def _named(value: Any, names: Sequence[str]) -> Iterator[Any]:
             if key in names:
                 yield part
             yield from _named(part, names)
-
-
-def _described(value: Any) -> str:
-    return f"{value.dtype} {list(value.shape)}" if isinstance(value, StoredTensor) else type(value).__name__

@@ -1,4 +1,4 @@
-"""A checkpoint as one of torch.distributed.checkpoint, which `dcp.load` takes into an FSDP2 model of any world size.
+"""Writes a checkpoint for torch.distributed.checkpoint: `dcp.load` reads it into an FSDP2 model of any world size.
 
 Names are those of torch's own tutorial: `model.NAME`, `optim.state.NAME.KIND` and `optim.param_groups.I.OPTION`, so
 that `{"model": …, "optim": …}` of `get_state_dict` loads it. Every tensor is cut along its first dimension as FSDP2
@@ -8,17 +8,22 @@ cuts it, rank by rank; tied names share their bytes.
 from __future__ import annotations
 
 import math
+import os
+import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from zerokit.checkpoint.conversion import Work
-from zerokit.checkpoint.copying import Copier, Progress
-from zerokit.checkpoint.disk import opened, read_exactly, write_file
-from zerokit.checkpoint.extents import ELEMENT_BYTES
-from zerokit.checkpoint.formats.dcp import METADATA
-from zerokit.checkpoint.formats.foreign import plain_value
-from zerokit.checkpoint.formats.pickles import Name, Record, Size, to_pickle
+from zerokit.checkpoint.conversion import Options, converting
+from zerokit.checkpoint.disk import opened, write_file
+from zerokit.checkpoint.extra import GENERATOR_PREFIX, LOCAL_STEPS
+from zerokit.checkpoint.formats.dcp_items import METADATA
+from zerokit.checkpoint.formats.description import plain_value
+from zerokit.checkpoint.formats.pickle_writer import to_pickle
+from zerokit.checkpoint.formats.pickles import Name, Record, Size
 from zerokit.checkpoint.formats.torchwriter import (
     NewStorage,
     NewTensor,
@@ -27,13 +32,18 @@ from zerokit.checkpoint.formats.torchwriter import (
     plan_torch_file,
     row_major,
 )
-from zerokit.checkpoint.manifest import WEIGHT_KINDS
-from zerokit.checkpoint.plan import Key
-from zerokit.checkpoint.slices import check_copied
+from zerokit.checkpoint.manifest import BUFFER_PREFIX, WEIGHT_KINDS
+from zerokit.checkpoint.prune import foreign_to
+from zerokit.checkpoint.requests import check_read
+from zerokit.checkpoint.safetensors import ELEMENT_BYTES
 from zerokit.checkpoint.source import Source
+from zerokit.errors import CheckpointError, ZerokitWarning
 from zerokit.layout import Interval
 
+_FILE = re.compile(r"\.metadata|__\d+_\d+\.distcp")
 _MODULE = "torch.distributed.checkpoint.metadata"
+_BEGIN = b"\x80\x02c" + _MODULE.encode() + b"\nMetadata\n"
+"""How zerokit's metadata begins. torch pickles it with a newer protocol."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +121,24 @@ def _new(name: str, state: dict[str, Any]) -> Record:
     return Record(name, (), state, new=True)
 
 
-def write_dcp(source: Source, world: int, work: Work, *, jobs: int | None, progress: Progress | None) -> None:
-    """Write `source` for `world` ranks into the directory of `work`. Raises `CheckpointError`."""
-    metadata = _Metadata()
+def write_dcp(source: Source, world: int, target: Path, options: Options) -> None:
+    """Write `source` for `world` ranks as the directory `target`. Raises as `convert` does."""
+    with converting(source, target, {"format": "dcp", "world": world}, options, _foreign) as work:
+        _write(source, world, work, options)
+
+
+def _foreign(folder: Path) -> str:
+    with suppress(CheckpointError), opened(folder / METADATA) as fd:
+        if os.pread(fd, len(_BEGIN), 0) != _BEGIN:
+            return "a checkpoint of torch's own"
+    return foreign_to(folder, _FILE, "no file of DCP's")
+
+
+def _write(source: Source, world: int, work: Path, options: Options) -> None:
+    metadata, dropped = _Metadata(), list[str]()
     files: list[list[TorchFile]] = [[] for _ in range(world)]
     ends = [0] * world
-    for item in _items(source, world):
+    for item in _items(source, world, dropped):
         places = []
         contents = [(rank, chunk.tensor) for rank, chunk in item.chunks] if item.dtype else [(0, item.value)]
         for rank, content in contents:
@@ -125,26 +147,24 @@ def write_dcp(source: Source, world: int, work: Work, *, jobs: int | None, progr
             ends[rank] = file.base + file.size
             places.append((f"__{rank}_0.distcp", file))
         metadata.add(item, places)
-    with Copier[Key](
-        jobs=jobs, total=source.data_size, progress=progress, synced=work.journal.note
-    ) as copier:
-        copier.take_over(work.pieces)
+    with options.copier(source.data_size) as copier:
         for rank, (size, parts) in enumerate(zip(ends, files, strict=True)):
-            path = work.path / f"__{rank}_0.distcp"
-            if work.has(path, size):
-                continue
-            target = copier.target(path, size)
+            target = copier.target(work / f"__{rank}_0.distcp", size)
             for part in parts:
                 part.copy(source, copier, target)
             copier.drain()
             for part in parts:
-                part.finish(source, copier.pieces, target)
+                part.finish(source, target)
             copier.release(target)
-    check_copied(source, copier.pieces)
-    write_file(work.path / METADATA, metadata.to_bytes())
+    check_read(source, copier.pieces)
+    write_file(work / METADATA, metadata.to_bytes())
+    if dropped:
+        text = f"{source.path}: DCP has no place for {', '.join(dropped)}: not carried over"
+        warnings.warn(text, ZerokitWarning, stacklevel=2)
 
 
-def _items(source: Source, world: int) -> Iterator[_Item]:
+def _items(source: Source, world: int, dropped: list[str]) -> Iterator[_Item]:
+    """All that is written; what is left out is added to `dropped`."""
     line = source.layout.line
     for number, stream in enumerate(source.streams):
         for position in stream.parameters:
@@ -157,19 +177,26 @@ def _items(source: Source, world: int) -> Iterator[_Item]:
                     names[f"optim.state.{name}.{stream.kind}"] = ("optim", "state", name, stream.kind)
             chunks = tuple(_chunks(number, stream.dtype, parameter.name, parameter.shape, world))
             yield _Item(names, stream.dtype, parameter.shape, chunks)
-    for name, buffer in source.buffers.items():
-        content = bytearray(buffer.size)
-        with opened(buffer.path) as fd:
-            read_exactly(fd, [content], buffer.offset, buffer.path)
-        yield _small({f"model.{name}": ("model", name)}, buffer.dtype, buffer.shape, bytes(content))
+    for name in source.buffers:
+        dtype, shape, content = source.common_tensor(BUFFER_PREFIX + name)
+        yield _small({f"model.{name}": ("model", name)}, dtype, shape, bytes(content))
+    extra = source.extra()
     if not source.weights_only:
-        yield from _states(source)
+        yield from _states(source, extra, dropped)
+    own = plain_value(extra["user"], "extra", dropped)
+    if isinstance(own, dict) and own:
+        yield _Item({"extra": ("extra",)}, value=own)
+    elif own is not None and own != {} and "extra" not in dropped:
+        dropped.append("extra")
     yield _Item({"step": ("step",)}, value=source.step)
 
 
-def _states(source: Source) -> Iterator[_Item]:
+def _states(source: Source, extra: Mapping[str, Any], dropped: list[str]) -> Iterator[_Item]:
     """Step counts, other states and the groups' options."""
-    line, extra = source.layout.line, source.extra()
+    line = source.layout.line
+    dropped += [key for key in ("scaler", LOCAL_STEPS) if extra.get(key)]
+    if any(name.startswith(GENERATOR_PREFIX) for name in source.common_forms):
+        dropped.append("random number generators")
     for scalar in source.manifest.scalars:
         dtype, _, content = source.common_tensor(f"optimizer/{scalar.kind}")
         size = math.prod(scalar.shape) * ELEMENT_BYTES[dtype]
@@ -182,12 +209,10 @@ def _states(source: Source) -> Iterator[_Item]:
             yield _Item({f"optim.state.{name}.{kind}": ("optim", "state", name, kind)}, value=value)
     for number, options in enumerate(extra["groups"]):
         members = [p.name for p in line if p.trainable and p.group == number]
-        for option, value in (plain_value(options, "", []) | {"params": members}).items():
+        plain = plain_value(options, f"option of group {number}", dropped)
+        for option, value in (plain | {"params": members}).items():
             path = ("optim", "param_groups", number, option)
             yield _Item({".".join(map(str, path)): path}, value=value)
-    own = plain_value(extra["user"], "extra", [])
-    if isinstance(own, dict) and own:
-        yield _Item({"extra": ("extra",)}, value=own)
 
 
 def _small(names: Mapping[str, tuple[Any, ...]], dtype: str, shape: tuple[int, ...], content: bytes) -> _Item:

@@ -7,19 +7,21 @@ DeepSpeed put there is not for us to know. A checkpoint of stage 1 or 2 loads at
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from zerokit import files
-from zerokit.checkpoint.conversion import Work
-from zerokit.checkpoint.copying import Copier, Progress
-from zerokit.checkpoint.disk import explained, sync_directory, write_file
-from zerokit.checkpoint.extents import ELEMENT_BYTES
-from zerokit.checkpoint.formats.deepspeed import Reader, lay_out
-from zerokit.checkpoint.formats.foreign import MASTER, PARAM, ForeignCheckpoint
-from zerokit.checkpoint.formats.pickles import Ordered, Record
-from zerokit.checkpoint.formats.torchfile import Blob, StoredTensor
+from zerokit.checkpoint.conversion import Options, converting
+from zerokit.checkpoint.disk import make_directory, sync_directory, write_file
+from zerokit.checkpoint.formats import deepspeed_cut
+from zerokit.checkpoint.formats.deepspeed import Reader
+from zerokit.checkpoint.formats.deepspeed_cut import Group, Piece, SubGroup
+from zerokit.checkpoint.formats.deepspeed_files import LATEST
+from zerokit.checkpoint.formats.description import MASTER, PARAM
+from zerokit.checkpoint.formats.foreign import ForeignCheckpoint
+from zerokit.checkpoint.formats.pickles import Ordered, Record, Size, mapped
+from zerokit.checkpoint.formats.torchfile import Blob, StoredTensor, is_marked
 from zerokit.checkpoint.formats.torchwriter import (
     NewStorage,
     NewTensor,
@@ -30,42 +32,48 @@ from zerokit.checkpoint.formats.torchwriter import (
     plan_torch_file,
     row_major,
 )
-from zerokit.checkpoint.plan import Key
-from zerokit.checkpoint.slices import check_copied
-from zerokit.layout import Interval
+from zerokit.checkpoint.prune import entries_of, foreign_to
+from zerokit.checkpoint.requests import check_read
+from zerokit.checkpoint.safetensors import ELEMENT_BYTES
 
+_FILE = re.compile(r"(bf16_)?(zero_pp_rank_\d+_)?mp_rank_\d+_(model|optim)_states\.pt")
 _FRAGMENT = "deepspeed.utils.tensor_fragment.fragment_address"
 _SUB_GROUP_NUMEL = 1_000_000_000
 """DeepSpeed's own default of `sub_group_size`, in elements a rank."""
 
 
-def write_deepspeed(
-    source: ForeignCheckpoint, world: int, work: Work, *, jobs: int | None, progress: Progress | None
-) -> None:
-    """Write `source` for `world` ranks into the directory of `work`. Raises `CheckpointError`."""
-    reader: Reader = source.described.details
-    folder = work.path / source.path.name if source.run is not None else work.path
-    if not folder.is_dir():
-        with explained(folder, "created"):
-            files.system().mkdir(folder)
-    writer = _Writer(source, reader, world)
-    with Copier[Key](
-        jobs=jobs, total=source.data_size, progress=progress, synced=work.journal.note
-    ) as copier:
-        copier.take_over(work.pieces)
-        for name, file in writer.files():
-            path = folder / name
-            if work.has(path, file.size):
-                continue
-            target = copier.target(path, file.size)
-            file.copy(source, copier, target)
-            copier.drain()
-            file.finish(source, copier.pieces, target)
-            copier.release(target)
-    check_copied(source, copier.pieces)
-    if source.run is not None:
-        sync_directory(folder)
-        write_file(work.path / "latest", source.path.name.encode())
+def write_deepspeed(source: ForeignCheckpoint, world: int, target: Path, options: Options) -> None:
+    """Write `source` for `world` ranks as the directory `target`: a tag, or one with `latest` and a tag.
+
+    Raises as `convert` does.
+    """
+    writer = _Writer(source, source.described.details, world)
+    with converting(source, target, {"format": "deepspeed", "world": world}, options, _foreign) as work:
+        folder = work / source.path.name if source.run is not None else work
+        make_directory(folder)
+        with options.copier(source.data_size) as copier:
+            for name, file in writer.files():
+                to = copier.target(folder / name, file.size)
+                file.copy(source, copier, to)
+                copier.drain()
+                file.finish(source, to)
+                copier.release(to)
+        check_read(source, copier.pieces)
+        if source.run is not None:
+            sync_directory(folder)
+            write_file(work / LATEST, source.path.name.encode())
+
+
+def _foreign(folder: Path) -> str:
+    """What a directory holds beside one DeepSpeed checkpoint, or a run with one tag."""
+    entries = entries_of(folder)
+    tags = [entry for entry in entries if entry.is_dir(follow_symlinks=False)]
+    if len(tags) == 1 and {entry.name for entry in entries} == {tags[0].name, LATEST}:
+        folder = Path(tags[0].path)
+    models = [entry.path for entry in entries_of(folder) if entry.name.endswith("_model_states.pt")]
+    if models and not is_marked(Path(models[0])):
+        return "a checkpoint of DeepSpeed's own"
+    return foreign_to(folder, _FILE, "no file of DeepSpeed's")
 
 
 class _Writer:
@@ -77,10 +85,8 @@ class _Writer:
             for number, stream in enumerate(source.streams)
             for position in stream.parameters
         }
-
-        self._shapes = {
-            name: shape for group in reader.model["param_shapes"] for name, shape in group.items()
-        }
+        self.cuts = self._cuts()
+        self.held = [self._by_rank(cut.pieces()) for cut in self.cuts]
 
     def files(self) -> Iterator[tuple[str, TorchFile]]:
         """Every file's name and contents."""
@@ -88,7 +94,7 @@ class _Writer:
             name = self.reader.files.models[0].name
             if self.reader.stage == 3:
                 name = name.replace("zero_pp_rank_0_", f"zero_pp_rank_{rank}_")
-            yield name, plan_torch_file(self._model(rank), Path(name).stem)
+            yield name, plan_torch_file(self._model(rank), Path(name).stem, marked=True)
         for rank in range(self.world):
             name = self.reader.files.optimizers[0].name.replace("zero_pp_rank_0_", f"zero_pp_rank_{rank}_")
             yield name, plan_torch_file(self._optimizer(rank), Path(name).stem)
@@ -97,14 +103,14 @@ class _Writer:
         storages: dict[tuple[int, Blob], NewStorage] = {}
         template = dict(self.reader.model)
         fragments = template.pop("frozen_param_fragments", None)
-        model = dict(_mapped(template, 0, storages))
+        model = dict(_as_it_was(template, 0, storages))
         model["dp_world_size"] = self.world
         if self.reader.stage < 3:
-            model["frozen_param_fragments"] = _mapped(fragments, 0, storages)
+            model["frozen_param_fragments"] = _as_it_was(fragments, 0, storages)
             return model
+        shapes = {name: shape for group in self.reader.shapes for name, shape in group.items()}
         model["param_shapes"] = [
-            Ordered({name: self._shapes[name] for name, _ in members})
-            for _, members in self._new_sub_groups()
+            Ordered({name: Size(shapes[name]) for name in cut.members}) for cut in self.cuts
         ]
         if rank:
             model["shared_params"] = {}  # DeepSpeed writes them into the first rank's file alone
@@ -117,10 +123,9 @@ class _Writer:
 
     def _frozen(self, name: str, rank: int, template: StoredTensor) -> NewTensor:
         numel = math.prod(self.reader.model["frozen_param_shapes"][name])
-        piece = -(-numel // self.world)
-        part = Interval(0, numel).intersection(Interval(rank * piece, (rank + 1) * piece))
-        parts = [Part(self.streams[PARAM, name], name, part, 0)] if part.numel else []
-        return flat(template.dtype, piece, parts)
+        held = dict(deepspeed_cut.parts(numel, self.world)).get(rank)
+        parts = [Part(self.streams[PARAM, name], name, held, 0)] if held else []
+        return flat(template.dtype, deepspeed_cut.part_size(numel, self.world), parts)
 
     def _optimizer(self, rank: int) -> dict[str, Any]:
         reader = self.reader
@@ -130,98 +135,84 @@ class _Writer:
         state = cut(rank, template)
         storages: dict[tuple[int, Blob], NewStorage] = {}
         first = len(reader.files.models)
-        return {"optimizer_state_dict": _mapped(state, first, storages), **_mapped(whole, first, storages)}
+        return {
+            "optimizer_state_dict": _as_it_was(state, first, storages),
+            **_as_it_was(whole, first, storages),
+        }
+
+    def _cuts(self) -> Sequence[Group | SubGroup]:
+        """The groups of stages 1 and 2, the sub-groups of stage 3, cut as DeepSpeed will cut them for the new world."""
+        reader = self.reader
+        if reader.stage < 3:
+            paddings = reader.optimizers[0].get("param_alignment_paddings")
+            return [
+                deepspeed_cut.lay_out(shapes, self.world, paddings[number] if paddings else None)
+                for number, shapes in enumerate(reader.groups)
+            ]
+        config = reader.optimizer_files[0].get("ds_config") or {}
+        limit = int(config.get("zero_optimization", {}).get("sub_group_size", _SUB_GROUP_NUMEL))
+        return list(deepspeed_cut.sub_groups(reader.groups, self.world, limit))
+
+    def _by_rank(self, pieces: Iterable[Piece]) -> list[list[Piece]]:
+        held: list[list[Piece]] = [[] for _ in range(self.world)]
+        for piece in pieces:
+            held[piece.rank].append(piece)
+        return held
 
     def _groups(self, rank: int, template: dict[str, Any]) -> dict[str, Any]:
         """Stages 1 and 2."""
-        reader, world = self.reader, self.world
-        alignments = template.get("param_alignment_paddings")
         base = template["base_optimizer_state"]
         elastic = not isinstance(base, dict)
         masters, states, paddings, mappings = [], {}, [], []
-        for number, shapes in enumerate(reader.model["param_shapes"]):
-            group = lay_out(shapes, world, alignments[number] if alignments else None)
-            size, lean = group.partition(world), group.lean(rank, world)
-            pieces = []
-            for name, offset in zip(group.names, group.offsets, strict=True):
-                part = Interval(offset, offset + math.prod(shapes[name])).intersection(
-                    Interval(rank * size, (rank + 1) * size)
-                )
-                if part.numel:
-                    pieces.append((name, part.shifted(-offset), part.start - rank * size))
-            masters.append(self._flat(MASTER, number, pieces, lean))
-            states[number] = self._state(number, pieces, lean if elastic else size)
-            paddings.append(size - lean)
-            mappings.append(Ordered({name: _fragment(part.numel, start) for name, part, start in pieces}))
+        for number, cut in enumerate(self.cuts):
+            assert isinstance(cut, Group)
+            held, unpadded = self.held[number][rank], cut.unpadded(rank)
+            masters.append(self._flat(MASTER, number, held, unpadded))
+            states[number] = self._state(number, held, unpadded if elastic else cut.partition)
+            paddings.append(cut.partition - unpadded)
+            mappings.append(Ordered({p.name: _fragment(p.interval.numel, p.start) for p in held}))
         return {
             **template,
             "base_optimizer_state": list(states.values()) if elastic else {**base, "state": states},
             "single_partition_of_fp32_groups": masters,
             "group_paddings": paddings,
-            "partition_count": [world] * len(masters),
+            "partition_count": [self.world] * len(masters),
             "param_slice_mappings": mappings,
         }
 
     def _sub_groups(self, rank: int, template: dict[str, Any]) -> dict[str, Any]:
         """Stage 3."""
-        reader, world = self.reader, self.world
         base = template["optimizer_state_dict"]
         # The state of a group's sub-groups differs in tensors alone, so the group's first one is the template.
         first_of: dict[int, int] = {}
-        group_of = {name: g for g, shapes in enumerate(reader.group_shapes()) for name in shapes}
-        for number, members in reader.sub_groups():
-            first_of.setdefault(group_of[members[0][0]], number)
-        masters: list[NewTensor] = []
-        states: dict[int, dict[str, Any]] = {}
+        for number, cut in enumerate(self.reader.cuts):
+            assert isinstance(cut, SubGroup)
+            first_of.setdefault(cut.group, number)
+        masters, states = [], {}
         numbers: dict[int, list[int]] = {}
-        for group, members in self._new_sub_groups():
-            pieces, start = [], 0
-            for name, numel in members:
-                piece = -(-numel // world)
-                part = Interval(0, numel).intersection(Interval(rank * piece, (rank + 1) * piece))
-                if part.numel:
-                    pieces.append((name, part, start))
-                start += piece
-            number = len(masters)
-            numbers.setdefault(group, []).append(number)
-            masters.append(self._flat(MASTER, first_of[group], pieces, start))
-            states[number] = self._state(first_of[group], pieces, start)
+        for number, cut in enumerate(self.cuts):
+            assert isinstance(cut, SubGroup)
+            held, first = self.held[number][rank], first_of[cut.group]
+            numbers.setdefault(cut.group, []).append(number)
+            masters.append(self._flat(MASTER, first, held, cut.partition))
+            states[number] = self._state(first, held, cut.partition)
         options = [
             {**group, "params": numbers.get(number, [])} for number, group in enumerate(base["param_groups"])
         ]
         return {
             **template,
-            "partition_count": world,
+            "partition_count": self.world,
             "optimizer_state_dict": {**base, "state": states, "param_groups": options},
             "fp32_flat_groups": masters,
         }
 
-    def _new_sub_groups(self) -> Iterator[tuple[int, list[tuple[str, int]]]]:
-        """Each sub-group's group and parameters, cut as DeepSpeed will cut them for the new world."""
-        config = self.reader.optimizer_files[0].get("ds_config") or {}
-        limit = int(config.get("zero_optimization", {}).get("sub_group_size", _SUB_GROUP_NUMEL))
-        for number, shapes in enumerate(self.reader.group_shapes()):
-            members: list[tuple[str, int]] = []
-            filled = 0
-            for name, shape in shapes.items():
-                numel = math.prod(shape)
-                members.append((name, numel))
-                filled += -(-numel // self.world)
-                if filled >= limit:
-                    yield number, members
-                    members, filled = [], 0
-            if members:
-                yield number, members
-
-    def _state(
-        self, template: int, pieces: Sequence[tuple[str, Interval, int]], numel: int
-    ) -> dict[str, Any]:
+    def _state(self, template: int, held: Sequence[Piece], numel: int) -> dict[str, Any]:
         reader = self.reader
         wide = reader.kinds(0, template)
         state: dict[str, Any] = {}
         for kind, value in reader.state(0).get(template, {}).items():
             if kind in wide:
-                state[kind] = self._flat(kind, template, pieces, numel)
+                state[kind] = self._flat(kind, template, held, numel)
             elif isinstance(value, StoredTensor):
                 content = reader.content(0, value)
                 storage = NewStorage(value.dtype, len(content), content=content)
@@ -230,12 +221,13 @@ class _Writer:
                 state[kind] = value
         return state
 
-    def _flat(
-        self, kind: str, template: int, pieces: Sequence[tuple[str, Interval, int]], numel: int
-    ) -> NewTensor:
+    def _flat(self, kind: str, template: int, held: Sequence[Piece], numel: int) -> NewTensor:
         dtype = self.reader.kinds(0, template)[kind].dtype
         width = ELEMENT_BYTES[dtype]
-        parts = [Part(self.streams[kind, name], name, part, start * width) for name, part, start in pieces]
+        parts = [
+            Part(self.streams[kind, piece.name], piece.name, piece.interval, piece.start * width)
+            for piece in held
+        ]
         return flat(dtype, numel, parts)
 
 
@@ -243,21 +235,8 @@ def _fragment(numel: int, start: int) -> Record:
     return Record(_FRAGMENT, (), {"numel": numel, "start": start}, new=True)
 
 
-def _mapped(value: Any, file: int, storages: dict[tuple[int, Blob], NewStorage]) -> Any:
+def _as_it_was(value: Any, file: int, storages: dict[tuple[int, Blob], NewStorage]) -> Any:
     """The value with the tensors of the source's file as they are."""
-    if isinstance(value, StoredTensor):
-        return copied(value, file, storages)
-    if isinstance(value, dict):
-        return type(value)({key: _mapped(part, file, storages) for key, part in value.items()})
-    if isinstance(value, (list, tuple)):
-        return type(value)(_mapped(part, file, storages) for part in value)
-    if isinstance(value, Record):
-        return Record(
-            value.name,
-            tuple(_mapped(part, file, storages) for part in value.args),
-            _mapped(value.state, file, storages),
-            [_mapped(part, file, storages) for part in value.items],
-            {key: _mapped(part, file, storages) for key, part in value.pairs.items()},
-            value.new,
-        )
-    return value
+    return mapped(
+        value, lambda part: copied(part, file, storages) if isinstance(part, StoredTensor) else part
+    )

@@ -1,115 +1,50 @@
-"""`ForeignCheckpoint`: a checkpoint of another framework as a `Source`, and what readers describe it by.
+"""`ForeignCheckpoint`: a checkpoint of another framework as a `Source`.
 
-A reader lists parameters and buffers with the stretches of files that their elements lie in. The rest follows from
-that list: the line, its streams and scalars, and the two small files that zerokit keeps beside the slices.
+Everything follows from what a reader found: the line, its streams and scalars, and the two small files that zerokit
+keeps beside the slices.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from zerokit.checkpoint.checksum import Piece, combine, crc32
+from zerokit.checkpoint.checksum import Piece, Pieces, combine, crc32
 from zerokit.checkpoint.disk import opened, read_exactly
-from zerokit.checkpoint.extents import ELEMENT_BYTES, SAFETENSORS_NAMES, Stream, encode_header
+from zerokit.checkpoint.extents import Stream
 from zerokit.checkpoint.extra import encode
-from zerokit.checkpoint.formats.torchfile import Blob, StoredTensor
+from zerokit.checkpoint.formats.description import MASTER, PARAM, Description, StoredParameter
+from zerokit.checkpoint.formats.names import ModelNames, Rename, under_names
+from zerokit.checkpoint.formats.torchfile import Blob
 from zerokit.checkpoint.manifest import (
     BUFFER_PREFIX,
     COMMON_NAME,
     EXTRA_NAME,
     MAX_STEP,
+    MAX_WORLD,
     File,
     Manifest,
     Scalars,
 )
-from zerokit.checkpoint.plan import PieceKey
 from zerokit.checkpoint.reader import file_checksum
+from zerokit.checkpoint.safetensors import ELEMENT_BYTES, lay_out
 from zerokit.checkpoint.source import Source, StoredBuffer, Stretch
 from zerokit.errors import CheckpointError, UsageError
 from zerokit.layout import Interval, Parameter, Segment, build_layout, default_bucket_bytes
 
-MASTER, PARAM = "master", "param"
 _BLOCK = re.compile(r"^(.*?\.\d+)\.")
 """The part of a name up to its first number: what a repeated block of the model is called."""
 
-_DROPPED = object()
-
-
-@dataclass(frozen=True, slots=True)
-class StoredStream:
-    """A parameter's state of one kind: its elements, in order, in stretches that tile the parameter."""
-
-    dtype: str
-    stretches: tuple[Stretch, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class StoredScalar:
-    """State of a parameter that has another shape, such as its step count."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    content: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class StoredParameter:
-    """A parameter with its streams: `streams` has "master" where it is trained, and else "param"."""
-
-    parameter: Parameter
-    streams: Mapping[str, StoredStream]
-    scalars: Mapping[str, StoredScalar] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Description:
-    """What a reader found.
-
-    `groups` are the options of the optimizer's groups, None where there is no optimizer's state. `user` is what the
-    program itself saved. `blobs` has the bytes of each file that have a checksum. `dropped` names what is not carried.
-    """
-
-    format: str
-    path: Path
-    step: int
-    world: int
-    files: Sequence[Path]
-    parameters: Sequence[StoredParameter]
-    buffers: Mapping[str, StoredBuffer]
-    groups: Sequence[Mapping[str, Any]] | None
-    identity: int
-    user: Any = None
-    scaler: Mapping[str, Any] | None = None
-    blobs: Mapping[int, Sequence[Blob]] = field(default_factory=dict)
-    dropped: Sequence[str] = ()
-    details: Any = None
-    """What the format's own writer needs beside it."""
-
-
-Rename = Mapping[str, str] | Callable[[str], str]
-_WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
-
-
-@dataclass(frozen=True)
-class ModelNames:
-    """The parameters of a model, each with its other names, and its persistent buffers."""
-
-    parameters: Mapping[str, Sequence[str]]
-    buffers: Collection[str]
-
 
 class ForeignCheckpoint(Source):
-    """A checkpoint that another framework wrote. Raises `CheckpointError` where the description does not hold."""
+    """A checkpoint of another framework. Raises `CheckpointError` if the description contradicts itself."""
 
     def __init__(self, described: Description, run: Path | None = None) -> None:
         """`run`: the directory of several checkpoints that was given, where it was one."""
@@ -117,7 +52,10 @@ class ForeignCheckpoint(Source):
         self.manifest_crc = described.identity
         self.described = described
         dropped = ", ".join(described.dropped)
-        self.notes = (f"{described.path}: not carried over: {dropped}",) if dropped else ()
+        self.notes = (
+            *described.doubts,
+            *([f"{described.path}: not carried over: {dropped}"] if dropped else ()),
+        )
         self._check()
         weights_only = described.groups is None
         layout = build_layout(
@@ -145,7 +83,7 @@ class ForeignCheckpoint(Source):
             key=lambda stream: stream.order,
         )
         self._stretches = {
-            (number, line[position].parameter.name): line[position].streams[stream.kind].stretches
+            (number, position): line[position].streams[stream.kind].stretches
             for number, stream in enumerate(streams)
             for position in stream.parameters
         }
@@ -179,54 +117,8 @@ class ForeignCheckpoint(Source):
         )
 
     def fitted(self, model: ModelNames, rename: Rename | None = None) -> ForeignCheckpoint:
-        """The same checkpoint under a model's own names.
-
-        Formats that do not tell a buffer from a frozen parameter, or which names are tied, learn it from the model.
-        Wrappers' prefixes, such as "module." and "_orig_mod.", are dropped where the model has none.
-
-        Args:
-            model: the parameters and buffers that it is to be loaded into.
-            rename: how a name here is called in the model: a function, or prefixes and what replaces them.
-        """
-        described = self.described
-        names = {name: first for first, names in model.parameters.items() for name in (first, *names)}
-
-        def called(name: str) -> str:
-            return _renamed(name, rename, names.keys() | model.buffers)
-
-        parameters: dict[str, StoredParameter] = {}
-        buffers: dict[str, StoredBuffer] = {}
-        for stored in described.parameters:
-            name = called(stored.parameter.name)
-            aliases = tuple(called(alias) for alias in stored.parameter.aliases)
-            stream = stored.streams.get(PARAM)
-            if name in model.buffers and stream is not None and len(stream.stretches) == 1:
-                (place,) = stream.stretches
-                size = place.interval.numel * ELEMENT_BYTES[stream.dtype]
-                path = described.files[place.file]
-                buffers[name] = StoredBuffer(stream.dtype, stored.parameter.shape, path, place.offset, size)
-                continue
-            twin = parameters.get(names.get(name, name))
-            if twin is not None and name != twin.parameter.name and not stored.parameter.trainable:
-                self._require_equal(twin, stored)  # tied in the model, stored twice
-                continue
-            if name in parameters:
-                raise CheckpointError(f"{self.path}: two parameters are called {name}, once renamed")
-            parameter = replace(stored.parameter, name=name, aliases=aliases)
-            parameters[names.get(name, name)] = replace(stored, parameter=parameter)
-        for old, buffer in described.buffers.items():
-            name = called(old)
-            if name in names and name not in model.buffers:
-                numel = math.prod(buffer.shape)
-                stretches = whole(numel, described.files.index(buffer.path), buffer.offset)
-                parameter = Parameter(name, buffer.shape, buffer.dtype, trainable=False)
-                stream = StoredStream(buffer.dtype, stretches)
-                parameters[name] = StoredParameter(parameter, {PARAM: stream})
-            else:
-                buffers[name] = buffer
-        return ForeignCheckpoint(
-            replace(described, parameters=list(parameters.values()), buffers=buffers), self.run
-        )
+        """The checkpoint under a model's names, with the model's buffers and ties."""
+        return ForeignCheckpoint(under_names(self.described, model, rename, self._require_equal), self.run)
 
     def _require_equal(self, one: StoredParameter, other: StoredParameter) -> None:
         """Raises `CheckpointError` unless two parameters that the model ties have the same bytes."""
@@ -242,6 +134,8 @@ class ForeignCheckpoint(Source):
         """Raises `CheckpointError` unless every parameter is tiled by its stretches, in every stream."""
         if not 0 <= self.described.step <= MAX_STEP:
             raise CheckpointError(f"{self.path}: its step is {self.described.step}")
+        if not 1 <= self.described.world <= MAX_WORLD:
+            raise CheckpointError(f"{self.path}: its files are of {self.described.world} ranks")
         for stored in self.described.parameters:
             parameter = stored.parameter
             for kind, stream in stored.streams.items():
@@ -255,8 +149,8 @@ class ForeignCheckpoint(Source):
                         f"{self.path}: {kind} of {parameter.name} has elements up to {end} of {parameter.numel}"
                     )
 
-    def locate(self, stream: int, name: str, interval: Interval) -> Iterator[Stretch]:
-        stretches = self._stretches[stream, name]
+    def locate(self, stream: int, position: int, interval: Interval) -> Iterator[Stretch]:
+        stretches = self._stretches[stream, position]
         element = self.streams[stream].element_bytes
         first = bisect_right(stretches, interval.start, key=lambda stretch: stretch.interval.stop)
         for stretch in stretches[first:]:
@@ -274,20 +168,18 @@ class ForeignCheckpoint(Source):
         return opened(self.described.files[file])
 
     def check_files(self) -> None:
-        """Every file has been read in parts already, to describe it."""
+        """Do nothing: every file was checked when it was described."""
 
-    def faults(self, by_rank: Sequence[Mapping[PieceKey, Piece]]) -> list[str]:
-        """Compare what was read with the checksums that the format has; what was left out between is read now."""
+    def faults(self, by_rank: Sequence[Pieces]) -> list[str]:
+        """Compare the bytes read with the format's checksums; gaps are read now."""
+        everything = Pieces.joined(by_rank)
         read: dict[tuple[int, Blob], dict[int, set[Piece]]] = {}
-        line = self.layout.line
-        for held in by_rank:
-            for key, piece in held.items():
-                name = line[key.position].name
-                interval = Interval(key.start, key.start + 1)
-                offset = next(self.locate(key.stream, name, interval)).offset
-                blob = self._blob(key.source, offset)
+        for stream, position in everything.parameters():
+            for start, piece in everything.parts(stream, position):
+                place = next(self.locate(stream, position, Interval(start, start + 1)))
+                blob = self._blob(place.file, place.offset)
                 if blob is not None:
-                    read.setdefault((key.source, blob), {}).setdefault(offset, set()).add(piece)
+                    read.setdefault((place.file, blob), {}).setdefault(place.offset, set()).add(piece)
         faults = []
         for (file, blob), pieces in sorted(read.items(), key=lambda item: (item[0][0], item[0][1].offset)):
             crc = self._whole_crc(file, blob, pieces)
@@ -296,7 +188,7 @@ class ForeignCheckpoint(Source):
         return faults
 
     def verified(self, progress: Callable[[int], None]) -> Iterator[tuple[str, str]]:
-        """Read every byte that has a checksum; yields what is wrong, as file and problem.
+        """Read every byte that has a checksum; yields problems as file and text.
 
         `progress` is called with the bytes of each piece that was read.
         """
@@ -311,7 +203,7 @@ class ForeignCheckpoint(Source):
 
     @property
     def verifiable_size(self) -> int:
-        """Bytes that have a checksum."""
+        """The number of bytes that have a checksum."""
         return sum(blob.size for blobs in self._blobs.values() for blob in dict.fromkeys(blobs))
 
     def _blob(self, file: int, offset: int) -> Blob | None:
@@ -357,7 +249,7 @@ class ForeignCheckpoint(Source):
     def buffers(self) -> dict[str, StoredBuffer]:
         return dict(self.described.buffers)
 
-    @property
+    @cached_property
     def common_forms(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
         buffers = {BUFFER_PREFIX + name: (b.dtype, b.shape) for name, b in self.described.buffers.items()}
         return buffers | {name: (dtype, shape) for name, (dtype, shape, _) in self._small.items()}
@@ -390,7 +282,10 @@ class ForeignCheckpoint(Source):
     def checksums(self, stream: int) -> Iterator[tuple[str, Piece]]:
         for position in self.streams[stream].parameters:
             name = self.layout.line[position].name
-            yield name, self._read_checksum(self._stretches[stream, name], self.streams[stream].element_bytes)
+            yield (
+                name,
+                self._read_checksum(self._stretches[stream, position], self.streams[stream].element_bytes),
+            )
 
     def _read_checksum(self, stretches: Sequence[Stretch], element_bytes: int) -> Piece:
         pieces = []
@@ -407,78 +302,14 @@ class ForeignCheckpoint(Source):
 
     def _common_bytes(self) -> bytes:
         """`common.safetensors`, whole: buffers and scalars."""
-        tensors = {name: self.common_tensor(name) for name in self.common_names}
+        tensors = {name: self.common_tensor(name) for name in self.common_forms}
         ordered = sorted(tensors, key=lambda name: (-ELEMENT_BYTES[tensors[name][0]], name))
-        entries: dict[str, object] = {"__metadata__": {"format": "zerokit"}}
-        end = 0
-        for name in ordered:
-            dtype, shape, content = tensors[name]
-            entries[name] = {
-                "dtype": SAFETENSORS_NAMES[dtype],
-                "shape": list(shape),
-                "data_offsets": [end, end + len(content)],
-            }
-            end += len(content)
-        return encode_header(entries) + b"".join(bytes(tensors[name][2]) for name in ordered)
+        header, _ = lay_out(((name, *tensors[name][:2]) for name in ordered), {"format": "zerokit"})
+        return header + b"".join(bytes(tensors[name][2]) for name in ordered)
 
     def extra_plain(self) -> dict[str, Any]:
         plain: dict[str, Any] = json.loads(self.extra_bytes)
         return plain
-
-    def check_generators(self, plain: dict[str, Any]) -> None:
-        """Other frameworks' generators are not carried: there is nothing to check."""
-
-
-def _renamed(name: str, rename: Rename | None, known: Collection[str]) -> str:
-    """What the model calls a parameter."""
-    if callable(rename):
-        return rename(name)
-    for prefix, other in (rename or {}).items():
-        if name.startswith(prefix):
-            name = other + name.removeprefix(prefix)
-            break
-    if name not in known:
-        bare = name
-        for wrapper in _WRAPPERS:
-            bare = ".".join(part for part in bare.split(".") if part != wrapper.removesuffix("."))
-        if bare in known:
-            return bare
-    return name
-
-
-def stretches_of(tensor: StoredTensor, file: int, what: str) -> StoredStream:
-    """A whole tensor of a torch file. Raises `CheckpointError`, naming `what`, where it is not contiguous."""
-    if not tensor.contiguous:
-        raise CheckpointError(
-            f"{what}: stored with strides {list(tensor.stride)} for shape {list(tensor.shape)}: save "
-            "it contiguous, with tensor.contiguous()"
-        )
-    return StoredStream(tensor.dtype, whole(tensor.numel, file, tensor.offset))
-
-
-def whole(numel: int, file: int, offset: int) -> tuple[Stretch, ...]:
-    """All elements at one place; none of an empty parameter."""
-    return (Stretch(file, Interval(0, numel), offset),) if numel else ()
-
-
-def plain_value(value: Any, path: str, dropped: list[str]) -> Any:
-    """What of a program's own data zerokit can carry; paths of the rest are added to `dropped`."""
-    if isinstance(value, dict):
-        carried = {
-            key: plain_value(part, f"{path}.{key!r}" if isinstance(key, bytes) else f"{path}.{key}", dropped)
-            for key, part in value.items()
-            if isinstance(key, (str, int, float, bytes, tuple)) or key is None
-        }
-        return {key: part for key, part in carried.items() if part is not _DROPPED}
-    if isinstance(value, (list, tuple)):
-        parts = [plain_value(part, f"{path}[{number}]", dropped) for number, part in enumerate(value)]
-        if not any(part is _DROPPED for part in parts):
-            return type(value)(parts)
-        return _DROPPED
-    if value is None or isinstance(value, (bool, int, float, str, bytes)):
-        return value
-    dropped.append(path)
-    return _DROPPED
 
 
 def _damage(blob: Blob, crc: int) -> str:
@@ -516,13 +347,3 @@ def _rest(described: Description, *, weights_only: bool) -> tuple[dict[str, Any]
         members["rng"] = {"world": described.world, "seed": 0, "step": described.step}
     assert not tensors
     return members, {}
-
-
-@contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Raise what a reader stumbles over in unexpected data as `CheckpointError`, naming `path`."""
-    try:
-        yield
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
-        kind = type(error).__name__
-        raise CheckpointError(f"{path}: not as its framework writes it: {kind}: {error}") from error

@@ -1,4 +1,4 @@
-"""Folders of Hugging Face's: weights in safetensors, in one file or several with an index, whole or sharded by DCP.
+"""Hugging Face folders: safetensors weights in one file or several with an index, whole or sharded by DCP.
 
     DIR/model.safetensors
     DIR/model-00001-of-00003.safetensors …  DIR/model.safetensors.index.json
@@ -13,26 +13,24 @@ import math
 import os
 import re
 from pathlib import Path
-from typing import Any
 
 from zerokit.checkpoint.checksum import crc32
 from zerokit.checkpoint.disk import opened, read_whole
-from zerokit.checkpoint.extents import ELEMENT_BYTES
-from zerokit.checkpoint.formats.dcp import rows
-from zerokit.checkpoint.formats.foreign import (
+from zerokit.checkpoint.formats.dcp_items import rows
+from zerokit.checkpoint.formats.description import (
     PARAM,
     Description,
-    ForeignCheckpoint,
     StoredParameter,
     StoredStream,
+    beside,
     reading,
     whole,
 )
-from zerokit.checkpoint.header import Header, Tensor
+from zerokit.checkpoint.formats.foreign import ForeignCheckpoint
 from zerokit.checkpoint.manifest import NAME
-from zerokit.checkpoint.reader import read_header
+from zerokit.checkpoint.safetensors import ELEMENT_BYTES, Header, Tensor, read_header
 from zerokit.checkpoint.source import StoredBuffer, Stretch
-from zerokit.checkpoint.strict import parse_json
+from zerokit.checkpoint.strict import parse_json, typed
 from zerokit.errors import CheckpointError
 from zerokit.layout import Parameter
 
@@ -40,6 +38,12 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 _SHARD = re.compile(r"shard-(\d+)-.*\.safetensors")
+_UNREAD = {
+    "adapter_model.safetensors": "an adapter of PEFT: merge it into its base first, with merge_and_unload()",
+    "adapter_model.bin": "an adapter of PEFT: merge it into its base first, with merge_and_unload()",
+    "pytorch_model.bin": "weights in a pickle: save them with save_pretrained, as safetensors",
+    "pytorch_model.bin.index.json": "weights in pickles: save them with save_pretrained, as safetensors",
+}
 _SHARDING = "DCP_SHARDING_INFO"
 
 
@@ -47,28 +51,61 @@ def recognises(path: Path) -> bool:
     """Whether `path` is such a folder, or a single file of weights."""
     if path.is_file():
         return path.suffix == ".safetensors"
-    return path.is_dir() and not (path / NAME).exists() and bool(_files(path))
+    if not path.is_dir() or (path / NAME).exists():
+        return False
+    known = (INDEX, SINGLE, *_UNREAD)
+    return any((path / name).is_file() for name in known) or bool(_shards(path))
 
 
 def _files(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     if (path / INDEX).is_file():
-        named: Any = parse_json(read_whole(path / INDEX)).get("weight_map", {})
-        names = sorted(set(named.values()))
-        if any(not isinstance(name, str) or "/" in name for name in names):
-            raise CheckpointError(f"{path / INDEX}: names a file outside the folder")
-        return [path / name for name in names]
+        return [path / name for name in sorted(set(_weight_map(path).values()))]
     if (path / SINGLE).is_file():
         return [path / SINGLE]
+    return _shards(path)
+
+
+def _shards(path: Path) -> list[Path]:
     return sorted(entry for entry in path.iterdir() if _SHARD.fullmatch(entry.name))
 
 
+def _weight_map(path: Path) -> dict[str, str]:
+    """The file of each tensor, by the index."""
+    named = typed(parse_json(read_whole(path / INDEX)), dict, INDEX).get("weight_map")
+    if not isinstance(named, dict) or not named:
+        raise CheckpointError(f"{path / INDEX}: has no weight_map")
+    for name in named.values():
+        if not isinstance(name, str) or "/" in name or not name.endswith(".safetensors"):
+            raise CheckpointError(
+                f"{path / INDEX}: names {str(name)[:200]!r}, expected a safetensors file beside it"
+            )
+    return named
+
+
+def _check_index(path: Path, files: list[Path], headers: list[Header]) -> None:
+    """Raises `CheckpointError` unless every tensor is where the index says, and there is no other."""
+    named = _weight_map(path)
+    found = {name: file.name for file, header in zip(files, headers, strict=True) for name in header.tensors}
+    for name in sorted(named.keys() | found.keys()):
+        if named.get(name) != found.get(name):
+            raise CheckpointError(
+                f"{path / INDEX}: says that {name[:200]!r} is in {named.get(name, 'no file')}, but it is in "
+                f"{found.get(name, 'none of its files')}: files of several saves may be mixed"
+            )
+
+
 def read(path: Path) -> ForeignCheckpoint:
-    """The weights at `path`. Raises `CheckpointError` for what is damaged or missing."""
+    """Read the weights at `path`. Raises `CheckpointError` for damaged or missing data."""
     with reading(path):
         files = _files(path)
+        unread = [name for name in _UNREAD if (path / name).is_file()]
+        if not files and unread:
+            raise CheckpointError(f"{path}: only {unread[0]}, {_UNREAD[unread[0]]}")
         headers = [_header(file) for file in files]
+        if not path.is_file() and (path / INDEX).is_file():
+            _check_index(path, files, headers)
         sharded = any(_SHARDING in header.metadata for header in headers)
         stored = _sharded(path, headers) if sharded else _whole(path, headers)
     parameters, buffers = [], {}
@@ -94,6 +131,7 @@ def read(path: Path) -> ForeignCheckpoint:
             buffers=buffers,
             groups=None,
             identity=identity,
+            dropped=beside(path) if path.is_dir() else [],
         )
     )
 
@@ -135,6 +173,10 @@ def _sharded(path: Path, headers: list[Header]) -> dict[str, _Stored]:
         )
         stretches: dict[int, Stretch] = {}
         for offsets, number, tensor in held:
+            if tensor.dtype != held[0][2].dtype:
+                raise CheckpointError(
+                    f"{path}: {name} is of {held[0][2].dtype} in one file, {tensor.dtype} in another"
+                )
             if not math.prod(tensor.shape):
                 continue
             width = ELEMENT_BYTES[tensor.dtype]

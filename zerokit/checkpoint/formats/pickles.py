@@ -9,6 +9,7 @@ protocols 2 to 5 only.
 from __future__ import annotations
 
 import struct
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,23 +19,31 @@ from zerokit.errors import CheckpointError
 MAX_PICKLE_BYTES = 1 << 28
 """The largest pickle that is read: it is held in memory several times over."""
 
-_MAX_DEPTH_OF_KEY = 1
-_ORDERED = "collections.OrderedDict"
-_SIZE = "torch.Size"
-_BYTES = "_codecs.encode"
+_MAX_CONTAINERS = 1 << 25
+"""The most in one pickle: a container takes one byte there and a hundred in memory."""
+
+_MAX_DEPTH = 100
+_MAX_KEY_PARTS = 64
+_MAX_LARGE_KEYS = 1 << 13
+_MAX_COPIED = 8
+"""What is copied out of arguments, in sizes of the pickle: shared ones could be copied without end."""
+
+ORDERED = "collections.OrderedDict"
+SIZE = "torch.Size"
+BYTES = "_codecs.encode"
 """How protocol 2 writes bytes: as text of the code points 0 to 255, and a call that encodes it."""
 
 
 class Ordered(dict[Any, Any]):
-    """What was an `OrderedDict`, so that it is written as one."""
+    """A value that was an `OrderedDict` and is written as one."""
 
 
 class Size(tuple[Any, ...]):
-    """What was a `torch.Size`, so that it is written as one."""
+    """A value that was a `torch.Size` and is written as one."""
 
 
 _BUILTINS: dict[str, Callable[[], Any]] = {
-    _ORDERED: Ordered,
+    ORDERED: Ordered,
     "builtins.dict": dict,
     "builtins.list": list,
     "builtins.set": list,
@@ -47,14 +56,14 @@ _BUILTINS: dict[str, Callable[[], Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """A class or a function that a pickle names, such as `torch._utils._rebuild_tensor_v2`; nothing is behind it."""
+    """The name of a class or function in a pickle, such as `torch._utils._rebuild_tensor_v2`; it is never imported."""
 
     text: str
 
 
 @dataclass(eq=False, slots=True)
 class Record:
-    """What a class or function called `name` would have made of `args`, then of `state`, `items` and `pairs`.
+    """The recorded call of a class or function `name` with `args`, then `state`, `items` and `pairs`.
 
     `new`: its `__new__` would have been called, not the class or function itself.
     """
@@ -68,19 +77,15 @@ class Record:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The object's attributes; empty where it was not restored from a mapping."""
+        """The object's attributes; empty if it was not restored from a mapping."""
         return self.state if isinstance(self.state, dict) else {}
 
 
 @dataclass(frozen=True, slots=True)
 class Persistent:
-    """An object that lies outside the pickle, by what the pickle says of it."""
+    """An object outside the pickle, by its persistent id."""
 
     identity: Any
-
-
-class _Mark:
-    pass
 
 
 def parse_pickle(content: bytes | memoryview, where: str) -> Any:
@@ -104,7 +109,10 @@ class _Machine:
     def __init__(self, content: bytes) -> None:
         self._content, self._position = content, 0
         self._stack: list[Any] = []
+        self._below: list[list[Any]] = []
+        """A stack for each mark: what lies below it."""
         self._memo: dict[int, Any] = {}
+        self._containers = self._copied = self._large_keys = 0
 
     def run(self) -> Any:
         while True:
@@ -132,42 +140,73 @@ class _Machine:
         end = self._content.index(b"\n", self._position)
         return self._take(end - self._position + 1)[:-1].decode()
 
+    def _mark(self) -> None:
+        self._below.append(self._stack)
+        self._stack = []
+
     def _since_mark(self) -> list[Any]:
-        for start in range(len(self._stack) - 1, -1, -1):
-            if self._stack[start] is _Mark:
-                taken = self._stack[start + 1 :]
-                del self._stack[start:]
-                return taken
-        raise ValueError("a mark is missing")
+        if not self._below:
+            raise ValueError("a mark is missing")
+        taken, self._stack = self._stack, self._below.pop()
+        return taken
+
+    def _pop(self) -> None:
+        if self._stack:
+            self._stack.pop()
+        else:
+            self._since_mark()
 
     def _push_tuple(self, count: int) -> None:
         taken = tuple(self._stack[len(self._stack) - count :])
         if len(taken) != count:
             raise ValueError("the stack is empty")
-        if count:
-            del self._stack[-count:]
-        self._stack.append(taken)
+        del self._stack[-count:]
+        self._make(taken)
+
+    def _make(self, value: Any) -> None:
+        """Push a new container."""
+        self._containers += 1
+        if self._containers > _MAX_CONTAINERS:
+            raise ValueError(f"more than {_MAX_CONTAINERS} containers")
+        self._stack.append(value)
 
     def _call(self, name: Any, args: Any, *, new: bool = False) -> None:
         if not isinstance(name, Name) or not isinstance(args, tuple):
             raise ValueError(f"{type(name).__name__} is called with {type(args).__name__}")
-        if name.text in (_SIZE, "builtins.tuple"):
-            kind = Size if name.text == _SIZE else tuple
-            self._stack.append(kind(_typed(args[0], (list, tuple)) if args else ()))
+        if args and (name.text in (SIZE, "builtins.tuple", BYTES) or name.text in _BUILTINS):
+            self._copied += len(_typed(args[0], (list, tuple, str)))
+            if self._copied > _MAX_COPIED * len(self._content):
+                raise ValueError("shared parts are copied again and again")
+        if name.text in (SIZE, "builtins.tuple"):
+            kind = Size if name.text == SIZE else tuple
+            self._make(kind(_typed(args[0], (list, tuple)) if args else ()))
         elif name.text in _BUILTINS and not args:
-            self._stack.append(_BUILTINS[name.text]())
+            self._make(_BUILTINS[name.text]())
         elif name.text in _BUILTINS and len(args) == 1:
             given = _typed(args[0], (list, tuple))
             made = _BUILTINS[name.text]()
             if isinstance(made, list):
                 made.extend(given)
             else:
-                _typed(made, dict).update((_key(key), value) for key, value in given)
-            self._stack.append(made)
-        elif name.text == _BYTES and len(args) == 2 and isinstance(args[0], str):
+                _typed(made, dict).update((self._key(key), value) for key, value in given)
+            self._make(made)
+        elif name.text == BYTES and len(args) == 2 and isinstance(args[0], str):
             self._stack.append(args[0].encode("latin-1"))
         else:
-            self._stack.append(Record(name.text, args, new=new))
+            self._make(Record(name.text, args, new=new))
+
+    def _key(self, key: Any) -> Any:
+        """A key of a mapping. Nested and long tuples, and many numbers that may have one hash, would take for ever."""
+        parts = key if isinstance(key, tuple) else (key,)
+        if len(parts) > _MAX_KEY_PARTS:
+            raise ValueError(f"a key of {len(parts)} parts")
+        for part in parts:
+            if not (part is None or isinstance(part, (str, int, float, bytes, Record, Name))):
+                raise ValueError(f"{type(part).__name__} is used as a key")
+            self._large_keys += isinstance(part, int) and abs(part) >= sys.hash_info.modulus
+        if self._large_keys > _MAX_LARGE_KEYS:
+            raise ValueError(f"more than {_MAX_LARGE_KEYS} numbers of over 60 bits are used as keys")
+        return key
 
     # One method an opcode or family of opcodes, in the order of the table below.
 
@@ -189,7 +228,7 @@ class _Machine:
         target = self._stack[-1]
         pairs = target.pairs if isinstance(target, Record) else _typed(target, dict)
         for key, value in zip(values[::2], values[1::2], strict=True):
-            pairs[_key(key)] = value
+            pairs[self._key(key)] = value
 
     def _set_one(self) -> None:
         value, key = self._stack.pop(), self._stack.pop()
@@ -231,7 +270,7 @@ class _Machine:
 
     def _dict(self) -> None:
         values = self._since_mark()
-        self._stack.append({})
+        self._make({})
         self._set(values)
 
     def _push(self, value: Any) -> None:
@@ -244,22 +283,11 @@ def _typed(value: Any, kind: Any) -> Any:
     return value
 
 
-def _key(key: Any, depth: int = 0) -> Any:
-    """A key of a mapping. Tuples in tuples are refused: their hash may take for ever."""
-    if isinstance(key, tuple):
-        if depth >= _MAX_DEPTH_OF_KEY:
-            raise ValueError("a key of nested tuples")
-        return tuple(_key(part, depth + 1) for part in key)
-    if key is None or isinstance(key, (str, int, float, bytes, Record, Name)):
-        return key
-    raise ValueError(f"{type(key).__name__} is used as a key")
-
-
 _OPERATIONS: dict[int, Callable[[_Machine], Any]] = {
     0x80: lambda m: m._skip_protocol(),
     0x95: lambda m: m._number("<Q"),  # FRAME
-    ord("("): lambda m: m._push(_Mark),
-    ord("0"): lambda m: m._stack.pop(),
+    ord("("): lambda m: m._mark(),
+    ord("0"): lambda m: m._pop(),
     ord("1"): lambda m: m._since_mark(),
     ord("2"): lambda m: m._push(m._stack[-1]),
     ord("N"): lambda m: m._push(None),
@@ -277,21 +305,21 @@ _OPERATIONS: dict[int, Callable[[_Machine], Any]] = {
     ord("C"): lambda m: m._push(m._take(m._number("<B"))),
     0x8E: lambda m: m._push(m._take(m._number("<Q"))),
     0x96: lambda m: m._push(m._take(m._number("<Q"))),
-    ord("]"): lambda m: m._push([]),
-    ord("}"): lambda m: m._push({}),
+    ord("]"): lambda m: m._make([]),
+    ord("}"): lambda m: m._make({}),
     ord(")"): lambda m: m._push(()),
-    0x8F: lambda m: m._push([]),  # EMPTY_SET
+    0x8F: lambda m: m._make([]),  # EMPTY_SET
     ord("a"): lambda m: m._append_one(),
     ord("e"): lambda m: m._append(m._since_mark()),
     0x90: lambda m: m._append(m._since_mark()),  # ADDITEMS
     ord("s"): lambda m: m._set_one(),
     ord("u"): lambda m: m._set(m._since_mark()),
-    ord("t"): lambda m: m._push(tuple(m._since_mark())),
-    0x91: lambda m: m._push(tuple(m._since_mark())),  # FROZENSET
+    ord("t"): lambda m: m._make(tuple(m._since_mark())),
+    0x91: lambda m: m._make(tuple(m._since_mark())),  # FROZENSET
     0x85: lambda m: m._push_tuple(1),
     0x86: lambda m: m._push_tuple(2),
     0x87: lambda m: m._push_tuple(3),
-    ord("l"): lambda m: m._push(m._since_mark()),
+    ord("l"): lambda m: m._make(m._since_mark()),
     ord("d"): lambda m: m._dict(),
     ord("q"): lambda m: m._remember(m._number("<B")),
     ord("r"): lambda m: m._remember(m._number("<I")),
@@ -304,86 +332,47 @@ _OPERATIONS: dict[int, Callable[[_Machine], Any]] = {
     0x81: lambda m: m._new(),
     0x92: lambda m: m._new_with_keywords(),
     ord("b"): lambda m: m._build(),
-    ord("Q"): lambda m: m._push(Persistent(m._stack.pop())),
+    ord("Q"): lambda m: m._make(Persistent(m._stack.pop())),
 }
 
 
-def to_pickle(value: Any) -> bytes:
-    """The pickle (protocol 2) of plain data, `Name`, `Record` and `Persistent`: `parse_pickle` gives it back.
+def mapped(root: Any, change: Callable[[Any], Any]) -> Any:
+    """A copy of plain data with `change` applied to each part that is not a plain container; shared parts stay shared.
 
-    Shared parts are written as often as they are met. Raises `TypeError` for any other type.
+    Raises `ValueError` for data that is nested more than 100 deep.
     """
-    out = bytearray(b"\x80\x02")
-    _write(value, out)
-    return bytes(out + b".")
+    seen: dict[int, Any] = {}
+    kept: list[Any] = []
 
-
-def _write(value: Any, out: bytearray) -> None:
-    kind = type(value)
-    if value is None or kind is bool:
-        out += b"N" if value is None else b"\x88" if value else b"\x89"
-    elif kind is int:
-        if -(1 << 31) <= value < 1 << 31:
-            out += b"J" + struct.pack("<i", value)
+    def visit(value: Any, depth: int) -> Any:
+        if value is None or isinstance(value, (str, bytes, int, float)):
+            return value
+        if id(value) in seen:
+            return seen[id(value)]
+        if depth > _MAX_DEPTH:
+            raise ValueError(f"nested more than {_MAX_DEPTH} deep")
+        kept.append(value)  # its identity must not be taken by another object
+        copy: Any
+        if isinstance(value, dict):
+            seen[id(value)] = copy = type(value)()
+            for key, part in value.items():
+                copy[key] = visit(part, depth + 1)
+        elif isinstance(value, list):
+            seen[id(value)] = copy = []
+            copy.extend(visit(part, depth + 1) for part in value)
+        elif isinstance(value, tuple):
+            copy = type(value)(visit(part, depth + 1) for part in value)
+        elif (changed := change(value)) is not value:
+            copy = visit(changed, depth + 1)
+        elif isinstance(value, Record):
+            seen[id(value)] = copy = Record(value.name, new=value.new)
+            copy.args = visit(value.args, depth + 1)
+            copy.state = visit(value.state, depth + 1)
+            copy.items = visit(value.items, depth + 1)
+            copy.pairs = visit(value.pairs, depth + 1)
         else:
-            content = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
-            out += b"\x8a" + bytes([len(content)]) + content
-    elif kind is float:
-        out += b"G" + struct.pack(">d", value)
-    elif kind is str:
-        content = value.encode("utf-8", "surrogatepass")
-        out += b"X" + struct.pack("<I", len(content)) + content
-    elif kind is bytes:
-        _write(Record(_BYTES, (value.decode("latin-1"), "latin1")), out)
-    elif kind is Name:
-        module, _, name = value.text.rpartition(".")
-        out += f"c{module}\n{name}\n".encode()
-    elif kind is Persistent:
-        _write(value.identity, out)
-        out += b"Q"
-    elif kind is Size:
-        _write(Record(_SIZE, (tuple(value),)), out)
-    elif kind is tuple:
-        if value:
-            out += b"("
-            for part in value:
-                _write(part, out)
-        out += b"t" if value else b")"
-    elif kind is list:
-        out += b"]"
-        _write_items(value, out)
-    elif kind is dict:
-        out += b"}"
-        _write_pairs(value, out)
-    elif kind is Ordered:
-        _write(Name(_ORDERED), out)
-        out += b")R"
-        _write_pairs(value, out)
-    elif kind is Record:
-        _write(Name(value.name), out)
-        _write(value.args, out)
-        out += b"\x81" if value.new else b"R"
-        _write_items(value.items, out)
-        _write_pairs(value.pairs, out)
-        if value.state is not None:
-            _write(value.state, out)
-            out += b"b"
-    else:
-        raise TypeError(f"{kind.__name__} is not written into a pickle")
+            copy = value
+        seen[id(value)] = copy
+        return copy
 
-
-def _write_items(items: list[Any], out: bytearray) -> None:
-    if items:
-        out += b"("
-        for part in items:
-            _write(part, out)
-        out += b"e"
-
-
-def _write_pairs(pairs: dict[Any, Any], out: bytearray) -> None:
-    if pairs:
-        out += b"("
-        for key, part in pairs.items():
-            _write(key, out)
-            _write(part, out)
-        out += b"u"
+    return visit(root, 0)

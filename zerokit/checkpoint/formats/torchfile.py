@@ -1,4 +1,4 @@
-"""Files of `torch.save`, read without torch: which tensors lie where in them.
+"""Reads files of `torch.save` without torch: their tensors and places.
 
 A file is an uncompressed zip: `NAME/data.pkl` holds the value, and each storage is an entry of raw little-endian
 bytes, `NAME/data/KEY`, so its elements can be copied as they are. Entries carry a CRC-32. See
@@ -13,18 +13,21 @@ import os
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from zerokit.checkpoint.disk import read_exactly
-from zerokit.checkpoint.extents import ELEMENT_BYTES
+from zerokit.checkpoint.checksum import crc32
+from zerokit.checkpoint.disk import opened, read_exactly
 from zerokit.checkpoint.formats.pickles import (
     MAX_PICKLE_BYTES,
     Name,
     Persistent,
     Record,
+    mapped,
     parse_pickle,
 )
+from zerokit.checkpoint.safetensors import ELEMENT_BYTES
 from zerokit.errors import CheckpointError
 
 STORAGES = {
@@ -47,6 +50,13 @@ _REBUILT = {
 }
 _LOCAL_HEADER_BYTES = 30
 _MAX_ENTRIES = 1 << 20
+_MAX_DIRECTORY_BYTES = 1 << 26
+"""The zip's directory: it is held in memory ten times over."""
+
+_MAX_DIMENSIONS = 64
+
+PRODUCER = "producer"
+"""The entry that marks files which zerokit has written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +116,7 @@ def read_torch_file(path: Path, fd: int, offset: int = 0, size: int | None = Non
     pickles = [name for name in entries if name.endswith("/data.pkl") or name == "data.pkl"]
     if len(pickles) != 1:
         raise CheckpointError(
-            f"{path}: no file of torch.save: {len(pickles)} entries called data.pkl, expected 1"
+            f"{path}: not a file of torch.save: {len(pickles)} entries called data.pkl, expected 1"
         )
     prefix = pickles[0].removesuffix("data.pkl")
     content = _content(path, fd, entries[pickles[0]])
@@ -114,6 +124,15 @@ def read_torch_file(path: Path, fd: int, offset: int = 0, size: int | None = Non
     if order is not None and _content(path, fd, order) != b"little":
         raise CheckpointError(f"{path}: its numbers are big-endian: save it on a little-endian machine")
     return _resolved(parse_pickle(content, f"{path}: data.pkl"), entries, prefix, path)
+
+
+def is_marked(path: Path) -> bool:
+    """Whether zerokit has written the file."""
+    try:
+        with opened(path) as fd:
+            return any(name.endswith(f"/{PRODUCER}") for name in _entries(path, fd, 0, os.fstat(fd).st_size))
+    except CheckpointError:
+        return False
 
 
 def _entries(path: Path, fd: int, offset: int, size: int) -> dict[str, Blob]:
@@ -144,15 +163,16 @@ def _entries(path: Path, fd: int, offset: int, size: int) -> dict[str, Blob]:
                 if entry.filename in entries:
                     raise ValueError(f"{entry.filename[:200]!r} is there twice")
                 entries[entry.filename] = Blob(offset + start, entry.file_size, entry.CRC)
+            placed = sorted(entries.values(), key=lambda blob: blob.offset)
+            if any(one.offset + one.size > other.offset for one, other in pairwise(placed)):
+                raise ValueError("entries overlap")
             return entries
     except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError, OverflowError) as error:
-        raise CheckpointError(f"{path}: no file of torch.save, or truncated: {error}") from None
+        raise CheckpointError(f"{path}: not a file of torch.save, or truncated: {error}") from None
 
 
 def _content(path: Path, fd: int, blob: Blob) -> bytes:
     """A small entry's bytes, verified."""
-    from zerokit.checkpoint.checksum import crc32
-
     if blob.size > MAX_PICKLE_BYTES:
         raise CheckpointError(
             f"{path}: a pickle of {blob.size} bytes, more than the {MAX_PICKLE_BYTES} that are read"
@@ -165,54 +185,27 @@ def _content(path: Path, fd: int, blob: Blob) -> bytes:
 
 
 def _resolved(root: Any, entries: Mapping[str, Blob], prefix: str, path: Path) -> Any:
-    """The value with its tensors found. Each container is visited once, however often it is shared."""
-    seen: dict[int, Any] = {}
-    kept: list[Any] = []
+    """The value with its tensors found."""
 
-    def resolve(value: Any, depth: int) -> Any:
-        if not isinstance(value, (dict, list, tuple, Record)):
+    def tensor(value: Any) -> Any:
+        if not isinstance(value, Record):
             return value
-        if id(value) in seen:
-            return seen[id(value)]
-        if depth > 100:
-            raise CheckpointError(f"{path}: nested more than 100 deep")
-        kept.append(value)  # its identity must not be taken by another object
-        resolved: Any
-        if isinstance(value, Record):
-            if value.name in _REBUILT:
-                resolved = _tensor(value.args, entries, prefix, path)
-            elif value.name == "torch._utils._rebuild_parameter" and value.args:
-                resolved = resolve(value.args[0], depth + 1)
-            elif value.name == "torch._tensor._rebuild_from_type_v2" and len(value.args) > 2:
-                # A tensor subclass, such as DeepSpeed's parameters: function, type, arguments, state.
-                function, arguments = value.args[0], value.args[2]
-                resolved = resolve(Record(getattr(function, "text", ""), arguments), depth + 1)
-            else:
-                resolved = value
-                seen[id(value)] = value
-                value.args = tuple(resolve(part, depth + 1) for part in value.args)
-                value.state = resolve(value.state, depth + 1)
-                value.items = [resolve(part, depth + 1) for part in value.items]
-                value.pairs = {key: resolve(part, depth + 1) for key, part in value.pairs.items()}
-        elif isinstance(value, dict):
-            seen[id(value)] = resolved = type(value)()
-            for key, part in value.items():
-                resolved[key] = resolve(part, depth + 1)
-        elif isinstance(value, list):
-            seen[id(value)] = resolved = []
-            resolved.extend(resolve(part, depth + 1) for part in value)
-        else:
-            resolved = type(value)(resolve(part, depth + 1) for part in value)
-        seen[id(value)] = resolved
-        return resolved
+        if value.name in _REBUILT:
+            return _tensor(value.args, entries, prefix)
+        if value.name == "torch._utils._rebuild_parameter" and value.args:
+            return value.args[0]
+        if value.name == "torch._tensor._rebuild_from_type_v2" and len(value.args) > 2:
+            # A tensor subclass, such as DeepSpeed's parameters: function, type, arguments, state.
+            return Record(getattr(value.args[0], "text", ""), value.args[2])
+        return value
 
     try:
-        return resolve(root, 0)
+        return mapped(root, tensor)
     except (ValueError, TypeError, IndexError) as error:
-        raise CheckpointError(f"{path}: a tensor is not as torch.save writes it: {error}") from None
+        raise CheckpointError(f"{path}: not in torch.save's format: {error}") from None
 
 
-def _tensor(args: Sequence[Any], entries: Mapping[str, Blob], prefix: str, path: Path) -> StoredTensor:
+def _tensor(args: Sequence[Any], entries: Mapping[str, Blob], prefix: str) -> StoredTensor:
     storage, start, shape, stride = args[:4]
     if not isinstance(storage, Persistent):
         raise ValueError("its storage is not in the file")
@@ -230,6 +223,8 @@ def _tensor(args: Sequence[Any], entries: Mapping[str, Blob], prefix: str, path:
     blob = entries.get(f"{prefix}data/{key}")
     if blob is None:
         raise ValueError(f"its storage {str(key)[:60]!r} is missing")
+    if not isinstance(shape, tuple) or not isinstance(stride, tuple) or len(shape) > _MAX_DIMENSIONS:
+        raise ValueError(f"shape {str(shape)[:60]} with strides {str(stride)[:60]}")
     shape, stride = tuple(shape), tuple(stride)
     numbers = (start, *shape, *stride)
     if len(shape) != len(stride) or not all(type(n) is int and 0 <= n < 1 << 62 for n in numbers):
@@ -265,6 +260,8 @@ class _Window(io.RawIOBase):
     def read(self, size: int | None = -1) -> bytes:
         left = max(0, self._size - self._position)
         wanted = left if size is None or size < 0 else min(size, left)
+        if wanted > _MAX_DIRECTORY_BYTES:
+            raise ValueError(f"a directory of {wanted} bytes, more than {_MAX_DIRECTORY_BYTES}")
         content = os.pread(self._fd, wanted, self._offset + self._position)
         self._position += len(content)
         return content

@@ -1,4 +1,4 @@
-"""Files of `torch.save`, written without torch: a pickle beside storages that are copied, not decoded.
+"""Writes files of `torch.save` without torch: a pickle, and storages that are copied, not decoded.
 
 A file's size and every offset follow from its contents, so storages are copied to their places by a `Copier`. Their
 checksums are known when that is done, and then the zip's headers and its directory are written around them.
@@ -7,18 +7,18 @@ checksums are known when that is done, and then the zip's headers and its direct
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from zerokit.checkpoint.checksum import Piece, combine, crc32
-from zerokit.checkpoint.copying import Copier, OpenFile
+from zerokit.checkpoint.copying import Copier
 from zerokit.checkpoint.disk import write_exactly
-from zerokit.checkpoint.extents import ELEMENT_BYTES
-from zerokit.checkpoint.formats.pickles import Name, Persistent, Record, to_pickle
-from zerokit.checkpoint.formats.torchfile import STORAGES, Blob, StoredTensor
-from zerokit.checkpoint.plan import Key, PieceKey
-from zerokit.checkpoint.slices import Want, copy_elements
+from zerokit.checkpoint.formats.pickle_writer import to_pickle
+from zerokit.checkpoint.formats.pickles import Name, Persistent, Record, mapped
+from zerokit.checkpoint.formats.torchfile import PRODUCER, STORAGES, Blob, StoredTensor
+from zerokit.checkpoint.requests import OpenFile, Request, requests_for
+from zerokit.checkpoint.safetensors import ELEMENT_BYTES
 from zerokit.checkpoint.source import Source
 from zerokit.errors import CheckpointError
 from zerokit.layout import Interval
@@ -88,42 +88,34 @@ class TorchFile:
     base: int
     size: int
 
-    def copy(self, source: Source, copier: Copier[Key], target: OpenFile) -> None:
-        """Hand over every storage's bytes."""
+    def copy(self, source: Source, copier: Copier, target: OpenFile) -> None:
+        """Submit every storage's bytes for copying."""
+        requests: list[Request] = []
         for entry in self.entries:
-            storage = entry.storage
+            storage, at = entry.storage, entry.data_offset
             if storage is None:
-                write_exactly(target.fd, [entry.content], entry.data_offset, target.path)
+                write_exactly(target.fd, [entry.content], at, target.path)
             elif storage.content is not None:
-                write_exactly(target.fd, [storage.content], entry.data_offset, target.path)
+                write_exactly(target.fd, [storage.content], at, target.path)
             elif storage.blob is not None:
                 number, blob = storage.blob
-                opened_file = copier.source(source.file_path(number), source.open_file(number))
-                copier.copy(
-                    _key(number, blob, target), blob.size, opened_file, blob.offset, target, entry.data_offset
-                )
-                copier.release(opened_file)
+                requests.append(Request(_key(number, blob), number, blob.offset, blob.size, target, at))
             else:
-                wants = (
-                    Want(
-                        part.stream,
-                        source.layout.positions[part.name],
-                        part.name,
-                        part.interval,
-                        entry.data_offset + part.offset,
+                for part in storage.parts:
+                    position = source.layout.positions[part.name]
+                    requests += requests_for(
+                        source, part.stream, position, part.interval, target, at + part.offset
                     )
-                    for part in storage.parts
-                )
-                copy_elements(source, copier, wants, target)
+        copier.copy(source, requests)
 
-    def finish(self, source: Source, pieces: Mapping[Key, Piece], target: OpenFile) -> None:
-        """Write the zip's headers and its directory, once all is copied: `pieces` are what was read.
+    def finish(self, source: Source, target: OpenFile) -> None:
+        """Write the zip's headers and its directory, once everything is copied.
 
         Raises `CheckpointError` where a storage that was copied whole is not what its own checksum says.
         """
         directory = bytearray()
         for entry in self.entries:
-            crc = _crc(entry, source, pieces, target)
+            crc = _crc(entry, source, target)
             local, central = _headers(entry, crc, self.base)
             write_exactly(target.fd, [local], entry.header_offset, target.path)
             directory += central
@@ -132,40 +124,33 @@ class TorchFile:
         write_exactly(target.fd, [tail], start, target.path)
 
 
-def plan_torch_file(value: Any, name: str, base: int = 0) -> TorchFile:
-    """Lay out a file that holds `value`, whose tensors are `NewTensor`s, from byte `base` of a file on."""
+def plan_torch_file(value: Any, name: str, base: int = 0, *, marked: bool = False) -> TorchFile:
+    """Lay out a file that holds `value`, whose tensors are `NewTensor`s, from byte `base` of a file on.
+
+    `marked`: with an entry `PRODUCER`, by which zerokit knows it again; torch passes over it.
+    """
     storages: dict[int, tuple[str, NewStorage]] = {}
 
-    def replaced(part: Any) -> Any:
-        if isinstance(part, NewTensor):
-            key, storage = storages.setdefault(id(part.storage), (str(len(storages)), part.storage))
-            numel = storage.size // ELEMENT_BYTES[storage.dtype]
-            kind = Name(f"torch.{_STORAGE_OF[storage.dtype]}")
-            identity = Persistent(("storage", kind, key, "cpu", numel))
-            hooks = Record("collections.OrderedDict")
-            args = (identity, part.start, part.shape, part.stride, False, hooks)
+    def stored(part: Any) -> Any:
+        if not isinstance(part, NewTensor):
+            return part
+        key, storage = storages.setdefault(id(part.storage), (str(len(storages)), part.storage))
+        known = _STORAGE_OF.get(storage.dtype)
+        kind = Name(f"torch.{known}" if known else "torch.storage.UntypedStorage")
+        numel = storage.size // ELEMENT_BYTES[storage.dtype] if known else storage.size
+        identity = Persistent(("storage", kind, key, "cpu", numel))
+        args = (identity, part.start, part.shape, part.stride, False, Record("collections.OrderedDict"))
+        if known:
             return Record("torch._utils._rebuild_tensor_v2", args)
-        if isinstance(part, dict):
-            return type(part)({key: replaced(inner) for key, inner in part.items()})
-        if isinstance(part, (list, tuple)):
-            return type(part)(replaced(inner) for inner in part)
-        if isinstance(part, Record):
-            return Record(
-                part.name,
-                tuple(replaced(inner) for inner in part.args),
-                replaced(part.state),
-                [replaced(inner) for inner in part.items],
-                {key: replaced(inner) for key, inner in part.pairs.items()},
-                part.new,
-            )
-        return part
+        return Record("torch._utils._rebuild_tensor_v3", (*args, Name(f"torch.{storage.dtype}")))
 
-    pickle = to_pickle(replaced(value))
+    pickle = to_pickle(mapped(value, stored))
     entries = [
         _Entry(f"{name}/data.pkl", len(pickle), content=pickle),
         _Entry(f"{name}/byteorder", 6, content=b"little"),
         *(_Entry(f"{name}/data/{key}", storage.size, storage) for key, storage in storages.values()),
         _Entry(f"{name}/version", 2, content=b"3\n"),
+        *([_Entry(f"{name}/{PRODUCER}", 7, content=b"zerokit")] if marked else []),
     ]
     position = base
     for entry in entries:
@@ -181,7 +166,7 @@ def plan_torch_file(value: Any, name: str, base: int = 0) -> TorchFile:
 
 
 def copied(tensor: StoredTensor, file: int, storages: dict[tuple[int, Blob], NewStorage]) -> NewTensor:
-    """A tensor of a source's file as it is; tensors that share a storage there share one again."""
+    """An unchanged tensor of a source's file; tensors that share a storage still share it."""
     storage = storages.setdefault(
         (file, tensor.blob), NewStorage(tensor.dtype, tensor.blob.size, blob=(file, tensor.blob))
     )
@@ -203,12 +188,11 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def _key(number: int, blob: Blob, target: OpenFile) -> str:
-    """A key of its own for each copy: every rank's file may hold one."""
-    return f"{number}@{blob.offset}>{target.path.name}"
+def _key(number: int, blob: Blob) -> str:
+    return f"{number}@{blob.offset}"
 
 
-def _crc(entry: _Entry, source: Source, pieces: Mapping[Key, Piece], target: OpenFile) -> int:
+def _crc(entry: _Entry, source: Source, target: OpenFile) -> int:
     storage = entry.storage
     if storage is None:
         return crc32(entry.content)
@@ -216,25 +200,25 @@ def _crc(entry: _Entry, source: Source, pieces: Mapping[Key, Piece], target: Ope
         return crc32(storage.content)
     if storage.blob is not None:
         number, blob = storage.blob
-        crc = pieces[_key(number, blob, target)].crc if blob.size else blob.crc
+        crc = target.pieces.whole[_key(number, blob)].crc if blob.size else blob.crc
         if crc != blob.crc:
             raise CheckpointError(
                 f"{source.file_path(number)}: bytes {blob.offset} to {blob.offset + blob.size}: damaged (CRC-32 "
                 f"{crc:08x}, expected {blob.crc:08x}): nothing was written: take another checkpoint"
             )
         return crc
-    return combine(_storage_pieces(storage, source, pieces)).crc
+    return combine(_storage_pieces(storage, source, target)).crc
 
 
-def _storage_pieces(storage: NewStorage, source: Source, pieces: Mapping[Key, Piece]) -> Iterator[Piece]:
+def _storage_pieces(storage: NewStorage, source: Source, target: OpenFile) -> Iterator[Piece]:
     """What a storage consists of, in order, zeros between its parts included."""
     end = 0
     for part in sorted(storage.parts, key=lambda part: part.offset):
         yield from _zeros(part.offset - end)
         end = part.offset
-        position = source.layout.positions[part.name]
-        for stretch in source.locate(part.stream, part.name, part.interval):
-            piece = pieces[PieceKey(part.stream, position, stretch.file, stretch.interval.start)]
+        copied = dict(target.pieces.parts(part.stream, source.layout.positions[part.name]))
+        for stretch in source.locate(part.stream, source.layout.positions[part.name], part.interval):
+            piece = copied[stretch.interval.start]
             yield piece
             end += piece.size
     yield from _zeros(storage.size - end)

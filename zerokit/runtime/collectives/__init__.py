@@ -1,10 +1,10 @@
-"""Every byte that the runtime sends: `base` counts it, and each route is a module of its own.
+"""The runtime's collectives: `base` counts every byte, and each route is a separate module.
 
-base      the mesh, the count of bytes, control values; a unit's hops over the axes
+base      the mesh, the count of bytes, control values; a unit's hops over the axes; a rank alone, for predictions
 nccl      CUDA: NCCL's collectives on streams of their own
-sockets   hosts: point-to-point messages of gloo, and how collectives follow each other
-host      an axis on one node: its ranks read each other's memory (`node`)
-fake      nothing moves, for predictions
+host      hosts: how collectives follow each other, over one of two routes
+sockets   point-to-point messages of gloo
+memory    an axis on one node: its ranks read each other's memory (`node`)
 stalls    names what ranks wait for
 """
 
@@ -18,15 +18,27 @@ import torch.distributed as dist
 
 from zerokit.errors import UsageError
 from zerokit.placement import Mesh
-from zerokit.runtime.collectives.base import Collectives, Counters, Done, PendingNumbers, Work, clone
-from zerokit.runtime.collectives.fake import FakeCollectives, FakeRoute
-from zerokit.runtime.collectives.host import MemoryRoute
+from zerokit.runtime.collectives.base import (
+    Collectives,
+    Counters,
+    Done,
+    FakeCollectives,
+    PendingNumbers,
+    Route,
+    Wire,
+    Work,
+    clone,
+    destroy_unused_groups,
+    timeout_of,
+)
+from zerokit.runtime.collectives.host import HostCollectives, Progress
+from zerokit.runtime.collectives.memory import MemoryRoute
 from zerokit.runtime.collectives.nccl import communicators_of, make_nccl, require_current_device
 from zerokit.runtime.collectives.node import meet, node_number
-from zerokit.runtime.collectives.sockets import HostCollectives, Progress, SocketRoute
+from zerokit.runtime.collectives.sockets import SocketRoute
 from zerokit.runtime.collectives.stalls import StallReporter
 
-__all__ = ["Collectives", "Counters", "Done", "PendingNumbers", "Work", "make_collectives"]
+__all__ = ["Collectives", "Counters", "Done", "PendingNumbers", "Wire", "Work", "make_collectives"]
 
 _GRACE = datetime.timedelta(minutes=1)
 
@@ -39,59 +51,53 @@ def make_collectives(
     units: int,
     mesh: Mesh | None = None,
 ) -> Collectives:
-    """The collectives that serve `device` over communicators of their own, made like `group`, for `units` units.
+    """The collectives for `device`, over their own communicators with the ranks of `group`, for `units` units.
 
     Without a mesh there is one axis, but on hosts whose nodes have several ranks each: there the nodes are the outer
     axis.
     """
     backend = _backend_of(group, device)
+    if backend not in ("fake", "gloo", "nccl"):
+        raise UsageError(
+            f"zerokit has no collectives for backend {backend!r} on {device.type}: "
+            "initialise the process group with 'nccl' (CUDA) or 'gloo'"
+        )
     reporter = StallReporter(group)
+    shape = mesh or Mesh(1, group.size())
     if backend == "nccl":
         require_current_device(device)
     if timeout is None and backend != "fake":
-        # A new group would wait for the backend's default time, however short the given group's is.
-        options = getattr(group._get_backend(device), "options", None)
-        timeout = getattr(options, "_timeout", None)
+        timeout = timeout_of(group, device)
     waits = timeout or dist.default_pg_timeout
-    line = Mesh(1, group.size())
-    if backend == "fake":
-        shape = mesh or line
-        members = {axis: shape.members(axis, group.rank()) for axis in shape.axes}
-        routes = [
-            FakeRoute(dist.ProcessGroup(ranks.index(group.rank()), len(ranks)), reporter)  # type: ignore[call-arg]
-            for ranks in members.values()
-        ]
-        return FakeCollectives(group, shape, routes, device, reporter, waits)
-    if backend == "gloo":
-        with reporter.waiting("creation of communicators"):
-            own = clone(group, "gloo", timeout)
-            shape = mesh or _mesh_of_nodes(own) or line
-            progress = Progress(waits.total_seconds())
-            groups = (
-                [own]
-                if shape.outer == 1
-                else [
-                    clone(group, "gloo", timeout, members=shape.members(axis, own.rank()))
-                    for axis in shape.axes
-                ]
-            )
-            hosts = [
-                SocketRoute(axis, reporter, progress)
-                if (neighbours := meet(axis, units)) is None
-                else MemoryRoute(axis, reporter, progress, neighbours)
-                for axis in groups
-            ]
-        return HostCollectives(own, shape, hosts, device, reporter, waits, progress)
     if backend == "nccl":
         # NCCL's watchdog counts from a collective's launch, `until` from the host's wait for it, up to a step later: it
         # would end the process before ranks and units are named.
-        shape = mesh or line
         communicators = communicators_of(group, shape, device, 2 * waits + _GRACE, reporter)
         return make_nccl(communicators, shape, device, reporter, waits)
-    raise UsageError(
-        f"zerokit has no collectives for backend {backend!r} on {device.type}: "
-        "initialise the process group with 'nccl' (CUDA) or 'gloo'"
-    )
+    if backend == "fake":
+        members = [shape.members(axis, group.rank()) for axis in shape.axes]
+        fakes = [dist.ProcessGroup(ranks.index(group.rank()), len(ranks)) for ranks in members]  # type: ignore[call-arg]
+        routes = [Route(one, reporter) for one in fakes]
+        return FakeCollectives(group, shape, routes, device, reporter, waits)
+    with reporter.waiting("creation of communicators"):
+        destroy_unused_groups(group)
+        own = clone(group, "gloo", timeout)
+        shape = mesh or _mesh_of_nodes(own) or shape
+        axes = [own]
+        if shape.outer > 1:
+            axes = [
+                clone(group, "gloo", timeout, members=shape.members(axis, own.rank())) for axis in shape.axes
+            ]
+        progress = Progress(waits.total_seconds())
+        hosts = [
+            SocketRoute(axis, reporter, progress)
+            if (neighbours := meet(axis, units)) is None
+            else MemoryRoute(axis, reporter, progress, neighbours)
+            for axis in axes
+        ]
+    made = HostCollectives(own, shape, hosts, device, reporter, waits, progress=progress)
+    made.own(list(dict.fromkeys((own, *axes))), like=group)
+    return made
 
 
 def _mesh_of_nodes(group: dist.ProcessGroup) -> Mesh | None:

@@ -1,8 +1,9 @@
-"""What every route shares: the mesh, the count of every byte, and the small control messages.
+"""The base of all routes: the mesh, the count of every byte, and small control messages.
 
 `Collectives` is what the runtime sees: units are gathered and reduced over the axes of the mesh, inner before outer in
 a reduction, outer before inner in a gather. Each axis is a `Route`: it moves tensors between the ranks of that axis,
-which lie in memory as `size` equal pieces, piece r belonging to the axis's rank r.
+which lie in memory as `size` equal pieces, piece r belonging to the axis's rank r. A `Wire` is the form in which pieces
+of a sum travel.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Protocol
+from enum import IntEnum
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,26 +28,69 @@ from zerokit.runtime.collectives.stalls import StallReporter
 _HASH_FACTOR, _HASH_MODULUS = 1_000_003, (1 << 31) - 1
 
 
+class Kind(IntEnum):
+    """The kinds of collectives on units; at most one of a kind and unit is in flight at a time."""
+
+    ALL_GATHER = 0
+    REDUCE_SCATTER = 1
+
+    def of(self, unit: int) -> str:
+        """The collective's name in messages."""
+        return f"{self.name.lower().replace('_', '-')} of unit {unit}"
+
+
 class Work(Protocol):
     """A collective in flight."""
 
     def wait(self) -> None:
-        """Return when the result may be used by work issued after this call. Call it once."""
+        """Wait until work issued after this call may use the result. Call it once."""
 
 
 class Done:
     """The work of a collective that moves nothing."""
 
-    def attempt(self) -> bool:
-        return True
-
     def wait(self) -> None:
         pass
 
 
+class Wire:
+    """The wire format of the terms of a sum: their own dtype, or a narrower one.
+
+    `unpack` of all ranks' terms, in rank order, gives the sum in the dtype of what it is added to.
+    """
+
+    every_hop = True
+    """Whether sums over the inner axis travel so too, on a mesh of two."""
+    changes: Sequence[Tensor] = ()
+    """What `pack` writes to besides."""
+    block = 1
+    """Terms are packed in blocks of so many elements, the last of a piece may be shorter."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def pack(self, bucket: Tensor, size: int, share: float = 1.0) -> Tensor:
+        """Pack `bucket` [size × piece], times `share`, for the wire [size, packed piece]."""
+        if share == 1.0:
+            return bucket.to(self.dtype).view(size, -1)
+        return torch.mul(bucket, share, out=torch.empty_like(bucket, dtype=self.dtype)).view(size, -1)
+
+    def packed_numel(self, numel: int) -> int:
+        """The number of elements on the wire for `numel` elements of a piece."""
+        return numel
+
+    def unpack(self, packed: Tensor, out: Tensor, *, add: bool) -> None:
+        """Write (or add) the received term `packed` to `out`."""
+        out.add_(packed) if add else out.copy_(packed)
+
+    def nbytes(self, unit: Unit) -> int:
+        """The bytes on the wire for the payload of a whole unit."""
+        return unit.payload_numel * self.dtype.itemsize
+
+
 @dataclass(slots=True)
 class Tally:
-    """One kind of collective: calls, and what was received, summed over all ranks."""
+    """The traffic of one kind of collective: calls, and received payload summed over all ranks."""
 
     calls: int = 0
     elements: int = 0
@@ -53,7 +99,7 @@ class Tally:
 
 @dataclass(slots=True)
 class Counters:
-    """What was received, summed over all ranks (each takes part in each collective): elements and bytes of payload.
+    """The received payload in elements and bytes, summed over all ranks, which all take part in each collective.
 
     `received_bytes` is what arrived at this rank alone, padding included; `control_*` are the small messages beside.
     """
@@ -64,32 +110,25 @@ class Counters:
     control_bytes: int = 0
 
 
-class PendingNumbers(Protocol):
-    """Numbers on their way to the host."""
+class PendingNumbers:
+    """Numbers on their way to the host: `fetch` gives None until they are there, and a device reads what we `keep`."""
+
+    def __init__(
+        self,
+        fetch: Callable[[], Tensor | None],
+        until: Callable[[Callable[[], Tensor | None]], Tensor],
+        keep: Sequence[Tensor],
+    ) -> None:
+        self._fetch, self._until, self._keep = fetch, until, keep
 
     def get(self) -> list[float]:
-        """The numbers; waits for the device where they are not there yet."""
-
-    def arrived(self) -> bool:
-        """Whether `get` would not wait."""
-
-
-@dataclass(frozen=True, slots=True)
-class Numbers:
-    """`PendingNumbers` that are on the host already."""
-
-    values: Tensor
-
-    def arrived(self) -> bool:
-        return True
-
-    def get(self) -> list[float]:
-        numbers: list[float] = self.values.tolist()
+        """The numbers; waits for the device if they have not arrived."""
+        numbers: list[float] = self._until(self._fetch).tolist()
         return numbers
 
 
 class Route:
-    """The ranks of one axis of the mesh, and how tensors travel between them."""
+    """The ranks of one axis of the mesh, and how tensors travel between them. By default not at all."""
 
     name = "nowhere"
     """How tensors travel, in records."""
@@ -98,51 +137,52 @@ class Route:
         self.group, self.reporter = group, reporter
         self.rank, self.size = group.rank(), group.size()
 
-    def all_gather(self, whole: Tensor, unit: int, own: Tensor | None, after: Work | None) -> Work:
-        """Fill `whole` [size × piece] behind `after`; this rank's piece is `own`, or there already."""
-        raise NotImplementedError(f"{type(self).__name__} defines no all-gather")
+    def all_gather(self, whole: Tensor, unit: int, own: Tensor | None, after: Work | None) -> Any:
+        """Fill `whole` [size × piece] behind `after`; this rank's piece is `own`, or there already.
+
+        Returns what is in flight: a `Work`, or on hosts a `HostHop`, of which `_run` makes one.
+        """
+        self.place(own, whole)
+        return Done()
 
     def reduce_scatter(
-        self, bucket: Tensor, out: Tensor, unit: int, *, add: bool, wire: torch.dtype, after: Work | None
-    ) -> Work:
+        self, bucket: Tensor, out: Tensor, unit: int, add: bool, wire: Wire, after: Work | None
+    ) -> Any:
         """Write (or add) the ranks' sum of this rank's piece of `bucket` [size × piece] to `out`, behind `after`.
 
-        Pieces travel as `wire`. `out` may be that piece itself, unless `add`. The other pieces are lost.
+        Pieces travel on `wire`. `out` may be that piece itself, unless `add`. The other pieces are lost.
         """
-        raise NotImplementedError(f"{type(self).__name__} defines no reduce-scatter")
+        own = bucket.view(self.size, -1)[self.rank]
+        out.add_(own) if add else out.copy_(own)
+        return Done()
 
     def wait_for_readers(self, unit: int | None = None) -> None:
-        """Return when this rank's pieces of what was gathered, or of one unit, may be changed or dropped."""
-
-    def rehearse_exchange(self, device: torch.device) -> None:
-        """Prepare now, and not in a step, for reductions with a wire. All ranks call it."""
+        """Wait until this rank's pieces of gathered units, or of one unit, may be changed or dropped."""
 
     def in_place(self, own: Tensor, whole: Tensor) -> bool:
         """Whether `own` is this rank's piece of `whole`."""
         return own.data_ptr() == whole.data_ptr() + self.rank * own.numel() * own.element_size()
 
+    def place(self, own: Tensor | None, whole: Tensor) -> None:
+        """Set this rank's piece of `whole` to `own`, if given."""
+        if own is not None and not self.in_place(own, whole):
+            whole.view(self.size, -1)[self.rank].copy_(own)
 
-Hop = Callable[[Work | None], Work]
+
+Hop = Callable[[Work | None], Any]
 """Starts a collective behind another one."""
 
 
 class Collectives:
-    """The ranks of a mesh.
-
-    Args:
-        group: all of them, for control values.
-        mesh: their shape.
-        routes: the axes', the inner one last; a mesh of one axis has only that one.
-        device: the tensors'.
-        reporter: names what ranks wait for.
-        timeout: of everything.
-    """
+    """The ranks of a mesh: `group` joins all, for control values, `routes` those of each axis, the inner one last."""
 
     runs_ahead = False
     """Whether the host issues what a device does later. Then no step may read a result on the host, small operations
     cost their launch, and what is in flight needs no memory beyond the buckets."""
     averages = False
     """Whether a reduction divides by the number of ranks."""
+    others_answer = True
+    """Whether there are processes behind the other ranks."""
 
     def __init__(
         self,
@@ -159,23 +199,25 @@ class Collectives:
         self.counters = Counters()
         self.routes = dict(zip(mesh.axes, routes, strict=True))
         self._schedule = [0, 0]
-        self._side_groups: dict[str, dist.ProcessGroup] = {}
+        self._own_groups: dict[str, dist.ProcessGroup] = {}
+        """Groups that nobody else uses, by their purpose."""
+        self._asks = self.others_answer and self.world > 1
         self._timeout = timeout
         self._timeout_s = timeout.total_seconds()
 
     @property
     def route(self) -> str:
-        """How tensors travel."""
+        """The name of the route of tensors."""
         return " and ".join(dict.fromkeys(route.name for route in reversed(self.routes.values())))
 
     @property
     def schedule(self) -> int:
-        """A rolling hash of the collectives so far. Gathers and reductions may interleave in different ways."""
+        """A rolling hash of the collectives so far; gathers and reductions may interleave differently."""
         gathers, reductions = self._schedule
         return (gathers * _HASH_FACTOR + reductions) % _HASH_MODULUS
 
     def wait_at_most(self, seconds: float) -> None:
-        """Give up earlier from now on."""
+        """Use a shorter time-out from now on."""
         self._timeout_s = min(self._timeout_s, seconds)
 
     # ---- units
@@ -188,21 +230,22 @@ class Collectives:
         axes: Sequence[Axis] = BOTH,
         own: Tensor | None = None,
         after: Work | None = None,
+        wire: Wire | None = None,
     ) -> Work:
-        """Fill `memory`, the whole unit or this rank's inner piece of it, over `axes`: the others' pieces arrive.
+        """Gather the other ranks' pieces over `axes` into `memory`, the whole unit or this rank's inner piece.
 
         This rank's piece is `own`, or there already. The gather begins `after` a collective that nothing else waits
-        for, if one is given.
+        for, if one is given. On a `wire` memory holds packed pieces.
         """
-        self._note(0, unit)
+        self._note(Kind.ALL_GATHER, unit)
         hops: list[Hop] = []
         for axis in (axis for axis in self.mesh.axes if axis in axes):
             region = self._region(memory, axis, unit)
-            self._count("all_gather", axis, region, unit, memory.dtype)
+            self._count(Kind.ALL_GATHER, axis, region, unit, wire or Wire(memory.dtype))
             if region.numel():
                 source = own if not hops else None
-                hops.append(self._gather(axis, region, unit, source))
-        return self._run(hops, after)
+                hops.append(partial(self.routes[axis].all_gather, region, unit.index, source))
+        return self._run(Kind.ALL_GATHER, hops, after)
 
     def reduce_scatter(
         self,
@@ -212,63 +255,47 @@ class Collectives:
         *,
         between: Tensor | None = None,
         add: bool,
-        wire: torch.dtype | None = None,
+        wire: Wire | None = None,
+        axes: Sequence[Axis] = BOTH,
     ) -> Work:
-        """Write (or add) the ranks' sum of this rank's shard of `bucket`, the whole unit, to `out`.
+        """Write (or add) the ranks' sum of this rank's shard of `bucket`, the whole unit, over `axes` to `out`.
 
-        Where the route `averages`, it is their mean. With a `wire` every rank's piece is rounded to that dtype, this
+        Where the route `averages`, it is their mean. With a `wire` every rank's piece is rounded to its form, this
         rank's too, and they are added in `out`'s dtype, in rank order, by any route. One rank rounds nothing.
 
         `out` may be that shard of `bucket` itself, unless `add`. `between` is where sums over the inner axis arrive on
         a mesh of two, by default their place in the bucket. What else is in the bucket is lost.
         """
-        self._before_reduction()
-        self._note(1, unit)
+        self._note(Kind.REDUCE_SCATTER, unit)
         hops: list[Hop] = []
-        source = bucket
-        for axis in reversed(self.mesh.axes):
+        source, exact = bucket, Wire(bucket.dtype)
+        for axis in (axis for axis in reversed(self.mesh.axes) if axis in axes):
             last = axis is self.mesh.axes[0]
             size = self.mesh.size(axis)
-            rounded = wire if wire is not None and size > 1 else bucket.dtype
-            self._count("reduce_scatter", axis, source, unit, rounded)
+            narrows = wire is not None and size > 1 and (last or wire.every_hop)
+            chosen = wire if wire is not None and narrows else exact
+            self._count(Kind.REDUCE_SCATTER, axis, source, unit, chosen)
             target = out if last else between
             if target is None:
                 target = source.view(size, -1)[self.routes[axis].rank]
             if source.numel():
-                hops.append(self._reduce(axis, source, target, unit, rounded, add=add and last))
+                reduce = self.routes[axis].reduce_scatter
+                hops.append(partial(reduce, source, target, unit.index, add and last, chosen))
             source = target
-        return self._run(hops, None)
+        return self._run(Kind.REDUCE_SCATTER, hops, None)
 
     def wait_for_readers(self) -> None:
-        """Return when this rank's pieces of gathered units, and of gathered buckets, may be changed or dropped."""
+        """Wait until this rank's pieces of gathered units and buckets may be changed or dropped."""
         for route in self.routes.values():
             route.wait_for_readers()
 
     def wait_to_free(self, unit: Unit) -> None:
-        """Return when all that others read of a gathered unit, which has arrived here, may be dropped.
+        """Wait until others have read everything of a gathered unit that they need from this rank.
 
         What the inner axis reads lies in memory that goes, where the outer axis has brought it first.
         """
         if len(self.routes) > 1:
             self.routes[Axis.INNER].wait_for_readers(unit.index)
-
-    def expect_exchanges(self) -> None:
-        """Prepare now, and not in a step, for reductions with a `wire`. All ranks call it."""
-        for route in self.routes.values():
-            route.rehearse_exchange(self.device)
-
-    def _before_reduction(self) -> None:
-        """Go on with what other ranks wait for."""
-
-    def _gather(self, axis: Axis, region: Tensor, unit: Unit, own: Tensor | None) -> Hop:
-        return lambda after: self.routes[axis].all_gather(region, unit.index, own, after)
-
-    def _reduce(
-        self, axis: Axis, source: Tensor, target: Tensor, unit: Unit, wire: torch.dtype, *, add: bool
-    ) -> Hop:
-        return lambda after: self.routes[axis].reduce_scatter(
-            source, target, unit.index, add=add, wire=wire, after=after
-        )
 
     def _region(self, memory: Tensor, axis: Axis, unit: Unit) -> Tensor:
         """What ranks of `axis` share of `memory`."""
@@ -276,47 +303,47 @@ class Collectives:
             return memory
         return memory.view(self.mesh.inner, -1)[self.routes[Axis.INNER].rank]
 
-    def _run(self, hops: Sequence[Hop], after: Work | None) -> Work:
+    def _run(self, kind: Kind, hops: Sequence[Hop], after: Work | None) -> Work:
         """Start hops that follow each other, each as soon as what it sends is there."""
         work = after
         for hop in hops:
             work = hop(work)
         return work or Done()
 
-    def _note(self, kind: int, unit: Unit) -> None:
+    def _note(self, kind: Kind, unit: Unit) -> None:
         self._schedule[kind] = (self._schedule[kind] * _HASH_FACTOR + unit.index + 1) % _HASH_MODULUS
 
-    def _count(self, operation: str, axis: Axis, region: Tensor, unit: Unit, wire: torch.dtype) -> None:
+    def _count(self, kind: Kind, axis: Axis, region: Tensor, unit: Unit, wire: Wire) -> None:
         """In both operations each element of payload arrives at, or comes from, every rank of the axis but one."""
-        tally = self.counters.by_operation.setdefault((operation, axis), Tally())
-        elements = self.mesh.copies(axis) * unit.payload_numel
+        tally = self.counters.by_operation.setdefault((kind.name.lower(), axis), Tally())
+        copies, size = self.mesh.copies(axis), self.mesh.size(axis)
         tally.calls += 1
-        tally.elements += elements
-        tally.bytes += elements * wire.itemsize
-        size = self.mesh.size(axis)
-        self.counters.received_bytes += (size - 1) * (region.numel() // size) * wire.itemsize
+        tally.elements += copies * unit.payload_numel
+        tally.bytes += copies * wire.nbytes(unit)
+        arriving = wire.packed_numel(region.numel() // size)
+        self.counters.received_bytes += (size - 1) * arriving * wire.dtype.itemsize
         self.reporter.issued += 1
 
     # ---- control values
 
     def agree(self, what: str) -> None:
-        """Return when all ranks are about to do the same, unforeseen thing; else raise `ScheduleError`, soon."""
-        if self.world > 1:
+        """Wait until all ranks are about to do the same unscheduled operation; raise `ScheduleError` soon otherwise."""
+        if self._asks:
             self.reporter.agree(what, self._timeout_s)
 
     def all_reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType) -> None:
-        """Reduce a few control values in place."""
+        """Sum a few control values over ranks, in place."""
         self._on_group(values, "all_reduce of control values", lambda v: dist.all_reduce(v, op, self.group))
 
     def broadcast(self, values: Tensor) -> None:
-        """Send rank 0's `values` to all, in place; at construction, loading and recording only."""
+        """Broadcast rank 0's `values` in place; only at construction, loading and recording."""
         self._on_group(values, "broadcast", lambda v: dist.broadcast(v, group=self.group, group_src=0))
 
     def _on_group(self, values: Tensor, what: str, call: Callable[[Tensor], object]) -> None:
         self.reporter.issued += 1
         self.counters.control_calls += 1
         self.counters.control_bytes += values.numel() * values.element_size() * (self.world - 1)
-        if self.world > 1:
+        if self._asks:
             here = values if self.runs_ahead else values.cpu()
             with self.reporter.waiting(what):
                 call(here)
@@ -324,65 +351,108 @@ class Collectives:
                 values.copy_(here)
 
     def agree_soon(self, values: Sequence[float], flag: Tensor | None = None) -> PendingNumbers:
-        """The ranks' greatest of each of `values`, and of a 0-d tensor on the device."""
+        """The maximum over ranks of each of `values`, and of a 0-d tensor on the device."""
         control = torch.tensor([*values, 0.0 if flag is None else float(flag)], dtype=torch.float64)
         self.all_reduce(control, dist.ReduceOp.MAX)
-        return Numbers(control)
+        return PendingNumbers(lambda: control, lambda fetch: control, [])
 
     def read(self, values: Tensor) -> list[float]:
-        """A few values on the host, now: never in a step, where the route runs ahead."""
+        """Sum a few host values at once; never in a step of a route that runs ahead."""
         numbers: list[float] = values.flatten().tolist()
         return numbers
 
     def any(self, condition: bool) -> bool:
-        """Whether it holds on some rank."""
-        flag = torch.tensor([float(condition)], device=self.device)
-        self.all_reduce(flag, dist.ReduceOp.MAX)
-        return bool(self.read(flag)[0])
+        """Whether the value is true on any rank."""
+        return any(self.all_gather_objects(condition))
 
     def all_gather_objects(self, value: object) -> list[object]:
-        """Every rank's `value`, in rank order; for error messages, never while training."""
-        gathered: list[object] = [None] * self.world
-        with self.reporter.waiting("all_gather_objects"):
-            dist.all_gather_object(gathered, value, group=self.group)
+        """Every rank's `value`, in rank order; never in a step, where the route runs ahead."""
+        gathered = [value] * self.world
+        if self._asks:
+            self.reporter.issued += 1
+            with self.reporter.waiting("all_gather_objects"):
+                dist.all_gather_object(gathered, value, group=self.group)
         return gathered
 
     def broadcast_list(self, numbers: Sequence[int]) -> list[int]:
         """Rank 0's list; the ranks' lists may differ in length."""
-        length = torch.tensor([len(numbers)], device=self.device)
-        self.broadcast(length)
-        values = torch.zeros(int(self.read(length)[0]), dtype=torch.int64, device=self.device)
-        if self.rank == 0:
-            values.copy_(torch.tensor(list(numbers), dtype=torch.int64))
-        self.broadcast(values)
-        return [int(number) for number in self.read(values)]
+        shared = [list(numbers)]
+        if self._asks:
+            self.reporter.issued += 1
+            with self.reporter.waiting("broadcast"):
+                dist.broadcast_object_list(shared, group=self.group, group_src=0)
+        return shared[0]
+
+    def own(self, groups: Sequence[dist.ProcessGroup], like: dist.ProcessGroup) -> None:
+        """Take gloo groups, which all ranks of `like` have made, for nobody else's."""
+        self._own_groups |= {str(number): group for number, group in enumerate(groups)}
+        _owned.setdefault(like, []).append((weakref.ref(self), self._own_groups))
 
     def side_group(self, purpose: str) -> dist.ProcessGroup:
-        """A gloo group over the same ranks, for messages beside the training; made at its first use, by all.
+        """A gloo group over the same ranks for control messages; created by all ranks at its first use.
 
         Raises `ScheduleError`, naming the ranks that do not come, when they have not within the time-out.
         """
-        group = self._side_groups.get(purpose)
+        group = self._own_groups.get(purpose)
         if group is not None and self.reporter.noted(f"dropped/{group.group_name}"):
             # By a rank for which this one did not come in time.
             self.drop_side_group(purpose)
-        if purpose not in self._side_groups:
+        if purpose not in self._own_groups:
             self.reporter.agree(f"makes the group for {purpose}", self._timeout_s)
             with self.reporter.waiting(f"group for {purpose}"):
-                self._side_groups[purpose] = clone(self.group, "gloo", self._timeout)
-        return self._side_groups[purpose]
+                self._own_groups[purpose] = clone(self.group, "gloo", self._timeout)
+        return self._own_groups[purpose]
 
     def drop_side_group(self, purpose: str) -> None:
-        """Forget a group that failed: gloo's never recover. The next use makes another, on all ranks."""
-        group = self._side_groups.pop(purpose, None)
+        """Drop a failed group, because gloo's groups never recover. The next use creates another on all ranks."""
+        group = self._own_groups.pop(purpose, None)
         if group is not None:
             self.reporter.note(f"dropped/{group.group_name}")
             with suppress(RuntimeError, ValueError):
                 dist.destroy_process_group(group)
 
 
+class FakeCollectives(Collectives):
+    """One rank of any mesh in one process: nothing moves, and others agree with this one, which serves predictions."""
+
+    others_answer = False
+
+
 _clones: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 """How many communicators have been made like a group; its ranks make them together."""
+
+
+_owned: weakref.WeakKeyDictionary[
+    dist.ProcessGroup, list[tuple[weakref.ref[Collectives], dict[str, dist.ProcessGroup]]]
+] = weakref.WeakKeyDictionary()
+"""Who uses which gloo groups alone, by the group that they were made like, in the same order on all its ranks.
+
+Groups outlive their users, because ranks drop these at different moments.
+"""
+
+
+def destroy_unused_groups(like: dist.ProcessGroup) -> None:
+    """Destroy groups whose users are gone on all ranks of `like`, with their threads and connections. Collective."""
+    entries = _owned.get(like, [])
+    if not entries:
+        return
+    in_use = torch.tensor([user() is not None for user, _ in entries], dtype=torch.int32)
+    dist.all_reduce(in_use, dist.ReduceOp.MAX, group=like)
+    for (_, groups), used in zip(entries, in_use.tolist(), strict=True):
+        for group in () if used else groups.values():
+            with suppress(RuntimeError, ValueError):
+                dist.destroy_process_group(group)
+    _owned[like] = [entry for entry, used in zip(entries, in_use.tolist(), strict=True) if used]
+
+
+def timeout_of(group: dist.ProcessGroup, *devices: torch.device) -> datetime.timedelta | None:
+    """The given group's, for the first of the devices that it serves: a new group would have the backend's default."""
+    for device in devices:
+        with suppress(RuntimeError):
+            timeout = getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
+            if timeout is not None:
+                return timeout  # type: ignore[no-any-return]
+    return None
 
 
 def clone(
@@ -392,7 +462,7 @@ def clone(
     device: torch.device | None = None,
     members: Sequence[int] | None = None,
 ) -> dist.ProcessGroup:
-    """A communicator of our own over the same ranks, or `members` of them, so that no other messages interfere.
+    """A separate communicator over the same ranks, or `members` of them, so that no other messages interfere.
 
     Every rank of `group` calls it, with the members of its own communicator. It is made at once for `device`, if one is
     given, and not at its first use.

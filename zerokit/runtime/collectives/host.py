@@ -1,146 +1,188 @@
-"""All ranks of an axis on one node: each reads the pieces that the others offer.
+"""Collectives on hosts: their order, and how a waiting rank continues to serve the others.
 
-No other thread reads for this rank while it computes: it reads where it would wait, and where it starts the next
-reduction. What others may still read must not change: a reduction's `wait` returns when its bucket has been taken, and
-gathered pieces are free to change after `wait_for_readers`.
+[Note: nobody waits for itself] A rank that waits must go on with whatever others may wait for: pieces that it has not
+read yet, and second hops that can begin because the first have arrived. All of that is in `Progress.pending`, and every
+wait attempts it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zerokit.runtime.collectives.base import Work
-from zerokit.runtime.collectives.node import Kind, Neighbours
-from zerokit.runtime.collectives.sockets import HostRoute, Progress
+from zerokit.runtime.collectives.base import Collectives, Done, Hop, Kind, Route, Wire, Work
 from zerokit.runtime.collectives.stalls import StallReporter
 
-_CHUNK_BYTES = 1 << 19
-"""What is read and added at a time: small enough to stay in a core's cache in between."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2e-5, 1e-3
 
 
-class MemoryRoute(HostRoute):
-    """Pieces are read where the others offer them; sums are formed on the way."""
+class HostHop:
+    """One hop in flight: a collective over one axis."""
 
-    name = "memory"
-
-    def __init__(
-        self, group: dist.ProcessGroup, reporter: StallReporter, progress: Progress, neighbours: Neighbours
-    ) -> None:
-        super().__init__(group, reporter, progress)
-        self.neighbours = neighbours
-        self._offered: dict[int, tuple[int, Tensor]] = {}
-        """Gathers that others may still be reading from: the number of the offer, and what is offered."""
-
-    def wait_for_readers(self, unit: int | None = None) -> None:
-        units = [each for each in self._offered if unit in (None, each)]
-        if units:
-            with self.reporter.waiting("end of the all-gathers"):
-                for each in units:
-                    count = self._offered[each][0] if each in self._offered else 0
-                    self.until(partial(self.neighbours.taken, Kind.GATHER, each, count))
-                    self._offered.pop(each, None)  # or it was seen where a second hop began meanwhile
-
-    def until(self, condition: Callable[[], bool]) -> None:
-        """Wait for something that ranks of this axis do."""
-        self.progress.until(condition, self.neighbours.require_alive)
-
-    def _gather(self, pieces: Tensor, unit: int, finish: Callable[[], None]) -> Work:
-        while self._offered:  # in order, so that those that were taken are seen at once
-            earlier, (count, _) = next(iter(self._offered.items()))
-            if not self.neighbours.taken(Kind.GATHER, earlier, count):
-                break
-            del self._offered[earlier]
-
-        def read(addresses: Mapping[int, int]) -> None:
-            for peer, address in addresses.items():
-                self.neighbours.read(peer, address, pieces[peer])
-            finish()
-
-        work = _Reading(self, Kind.GATHER, unit, pieces[self.rank], read)
-        self._offered[unit] = work.count, pieces
-        return work
-
-    def _reduce(self, bucket: Tensor, pieces: Tensor, out: Tensor, unit: int, *, add: bool) -> Work:
-        def read(addresses: Mapping[int, int]) -> None:
-            own = pieces[self.rank]
-            if out.device == own.device:
-                self._sum(own, out, addresses, add=add)
-            else:
-                total = own if own.dtype == out.dtype else torch.empty(own.shape, dtype=out.dtype)
-                self._sum(own, total, addresses, add=False)
-                out.add_(total.to(out.device)) if add else out.copy_(total)
-
-        return _Reading(self, Kind.REDUCE, unit, pieces, read)
-
-    def _sum(self, own: Tensor, out: Tensor, addresses: Mapping[int, int], *, add: bool) -> None:
-        """Sum `own` and the same elements of the others' buckets, in rank order, into `out`.
-
-        Sums have `out`'s dtype, which may be wider than that of what is added.
-        """
-        widens = own.dtype != out.dtype
-        chunk = _CHUNK_BYTES // out.element_size()
-        totals, arrivals = (torch.empty(min(chunk, own.numel()), dtype=t.dtype) for t in (out, own))
-        offset = self.rank * own.numel() * own.element_size()
-        for mine, target in zip(own.split(chunk), out.split(chunk), strict=True):
-            total, arrived = totals[: mine.numel()], arrivals[: mine.numel()]
-            running: Tensor | None = None
-            for rank in range(self.size):
-                term = mine
-                if rank != self.rank:
-                    term = total if running is None and not widens else arrived
-                    self.neighbours.read(rank, addresses[rank] + offset, term)
-                if running is None:
-                    running = total.copy_(term) if widens else term
-                    continue
-                last = rank == self.size - 1 and not add
-                running = torch.add(running, term, out=target if last else total)
-            if add:
-                assert running is not None
-                target.add_(running)
-            offset += mine.numel() * mine.element_size()
-
-
-class _Reading:
-    """What this rank reads of one collective, at the latest when it waits."""
-
-    def __init__(
-        self,
-        route: MemoryRoute,
-        kind: Kind,
-        unit: int,
-        offered: Tensor,
-        read: Callable[[Mapping[int, int]], None],
-    ) -> None:
-        self._route, self.kind, self._unit = route, kind, unit
-        self._offered = offered  # kept for the others
-        self._read: Callable[[Mapping[int, int]], None] | None = read
-        self.name = f"{'all-gather' if kind is Kind.GATHER else 'reduce-scatter'} of unit {unit}"
-        self.count = route.neighbours.offer(kind, unit, offered)
-        route.progress.pending.append(self)
+    name: str
+    attended = False
+    """Whether it arrives only where `attempt` is called, so that others wait for this rank."""
 
     def attempt(self) -> bool:
-        """Read, if all ranks have offered. Returns whether it has been read."""
-        if self._read is None:
-            return True
-        addresses = self._route.neighbours.offered(self.kind, self._unit, self.count)
-        if addresses is None:
-            return False
-        self._read(addresses)
-        self._read = None
-        self._route.neighbours.take(self.kind, self._unit, self.count)
-        self._route.progress.pending.remove(self)
+        """Make progress without waiting. Returns whether the result has arrived."""
+        raise NotImplementedError
+
+    def released(self) -> bool:
+        """Whether no other rank still reads this rank's memory for it, once the result has arrived."""
         return True
 
+    def pause(self, seconds: float) -> None:
+        """Return after so many seconds, or sooner where something may have arrived."""
+        time.sleep(seconds)
+
+    def arrive(self) -> None:
+        """Wait for the result where this rank has nothing else to go on with; may return before."""
+
     def require_alive(self) -> None:
-        self._route.neighbours.require_alive()
+        """Raise `RuntimeError` if it cannot arrive because a rank has ended. By default the route notices."""
+
+
+class Progress:
+    """The collectives on which this rank must make progress while it waits; see [Note: nobody waits for itself]."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.pending: list[HostWork] = []
+        self.timeout_s = timeout_s
+
+    def attempt_all(self) -> None:
+        for work in list(self.pending):
+            work.attempt()
+
+    def until(self, condition: Callable[[], bool], hop: HostHop) -> None:
+        """Wait for `condition`, which `hop` brings about, and meanwhile go on with all that is pending.
+
+        Raises `RuntimeError` after the time-out, or where a rank that must still act has ended.
+        """
+        start, pause = time.monotonic(), _FIRST_PAUSE_S
+        while not condition():
+            self.attempt_all()
+            if pause >= _LONGEST_PAUSE_S:
+                try:
+                    hop.require_alive()
+                except RuntimeError:
+                    if condition():  # it did its part and left
+                        return
+                    raise
+            if time.monotonic() - start > self.timeout_s:
+                raise RuntimeError(f"timed out after {self.timeout_s:g} s")
+            hop.pause(pause)
+            pause = min(pause * 1.5, _LONGEST_PAUSE_S)
+
+
+class HostWork(HostHop):
+    """A collective on hosts: a chain of hops, each of which starts when the previous one has its result."""
+
+    def __init__(self, progress: Progress, reporter: StallReporter, kind: Kind, hops: Sequence[Hop]) -> None:
+        self._progress, self._reporter, self.kind = progress, reporter, kind
+        self._started: list[HostHop] = [hops[0](None)]
+        self._next = list(hops[1:])
+        if self._next or self._hop.attended:
+            progress.pending.append(self)
+
+    @property
+    def _hop(self) -> HostHop:
+        return self._started[-1]
+
+    def attempt(self) -> bool:
+        """Make progress without waiting. Returns whether the result has arrived."""
+        while self._hop.attempt():
+            if not self._next:
+                if self in self._progress.pending:
+                    self._progress.pending.remove(self)
+                return True
+            self._started.append(self._next.pop(0)(None))
+        return False
+
+    def finish(self) -> None:
+        """Wait for the result; others may still read this rank's memory."""
+        with self._reporter.waiting(lambda: self._hop.name):
+            if not self._progress.pending:
+                self._hop.arrive()
+            self._progress.until(self.attempt, self)
+
+    def require_alive(self) -> None:
+        self._hop.require_alive()
+
+    def pause(self, seconds: float) -> None:
+        self._hop.pause(seconds)
 
     def wait(self) -> None:
-        with self._route.reporter.waiting(self.name):
-            self._route.until(self.attempt)
-            if self.kind is Kind.REDUCE:
-                self._route.until(partial(self._route.neighbours.taken, self.kind, self._unit, self.count))
+        self.finish()
+        for hop in self._started:
+            if not hop.released():
+                with self._reporter.waiting(hop.name):
+                    self._progress.until(hop.released, hop)
+
+
+class HostCollectives(Collectives):
+    """Collectives on hosts: gloo carries control values, and CUDA tensors pass through host memory."""
+
+    def __init__(self, *arguments: Any, progress: Progress) -> None:
+        super().__init__(*arguments)
+        self._progress = progress
+
+    def wait_at_most(self, seconds: float) -> None:
+        super().wait_at_most(seconds)
+        self._progress.timeout_s = min(self._progress.timeout_s, seconds)
+
+    def wait_for_readers(self) -> None:
+        # A unit that this rank did not use is still to be read, so that the others may go on.
+        for work in list(self._progress.pending):
+            if work.kind is Kind.ALL_GATHER:
+                work.finish()
+        super().wait_for_readers()
+
+    def _run(self, kind: Kind, hops: Sequence[Hop], after: Work | None) -> Work:
+        if after is not None:
+            after.wait()
+        if kind is Kind.REDUCE_SCATTER and self._progress.pending:
+            with self.reporter.waiting("other ranks' pieces"):
+                self._progress.attempt_all()
+        return HostWork(self._progress, self.reporter, kind, hops) if hops else Done()
+
+
+class HostRoute(Route, ABC):
+    """The base of routes on hosts: tensors of a device are copied to the host and back."""
+
+    def __init__(self, group: dist.ProcessGroup, reporter: StallReporter, progress: Progress) -> None:
+        super().__init__(group, reporter)
+        self.progress = progress
+
+    def all_gather(self, whole: Tensor, unit: int, own: Tensor | None, after: Work | None) -> HostHop:
+        self.place(own, whole)
+        host = whole
+        if whole.device.type != "cpu":
+            host = torch.empty(whole.shape, dtype=whole.dtype, pin_memory=True)
+            host.view(self.size, -1)[self.rank].copy_(whole.view(self.size, -1)[self.rank])
+
+        def take_others() -> None:
+            if host is not whole:
+                piece = whole.numel() // self.size
+                for others in (slice(0, self.rank * piece), slice((self.rank + 1) * piece, None)):
+                    whole[others].copy_(host[others], non_blocking=True)
+
+        return self._gather(host.view(self.size, -1), unit, take_others)
+
+    def reduce_scatter(
+        self, bucket: Tensor, out: Tensor, unit: int, add: bool, wire: Wire, after: Work | None
+    ) -> HostHop:
+        return self._reduce(wire.pack(bucket, self.size).cpu(), out, unit, add, wire)
+
+    @abstractmethod
+    def _gather(self, pieces: Tensor, unit: int, finish: Callable[[], None]) -> HostHop:
+        """Fill `pieces` [size × piece] on the host, of which this rank's is there, and then `finish`."""
+
+    @abstractmethod
+    def _reduce(self, pieces: Tensor, out: Tensor, unit: int, add: bool, wire: Wire) -> HostHop:
+        """Sum what the ranks' `pieces` [size, packed piece] on the host stand for into `out`."""

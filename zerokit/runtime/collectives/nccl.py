@@ -1,4 +1,4 @@
-"""NCCL: its own all-gather and reduce-scatter, on streams beside the computation's.
+"""NCCL's all-gather and reduce-scatter, on separate streams.
 
 On a narrower wire a reduction is an all-to-all of rounded pieces and sums of our own, which go in rank order.
 
@@ -24,7 +24,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -32,7 +31,7 @@ from torch import Tensor
 
 from zerokit.errors import UsageError
 from zerokit.placement import Axis, Mesh
-from zerokit.runtime.collectives.base import Collectives, PendingNumbers, Route, Work, clone
+from zerokit.runtime.collectives.base import Collectives, Kind, PendingNumbers, Route, Wire, Work, clone
 from zerokit.runtime.collectives.stalls import StallReporter
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 5e-6, 1e-3
@@ -48,28 +47,12 @@ _REHEARSED_NUMEL = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """What a side stream runs; the tensors that it uses stay as they are until it has been waited for."""
+    """Work on a side stream; its tensors must not change until it has been waited for."""
 
     name: str
     run: Callable[[], None]
     reads: Sequence[Tensor] = ()
     writes: Sequence[Tensor] = ()
-
-
-class SideStream(Protocol):
-    """Where a device runs collectives beside the computation, one after the other."""
-
-    def launch(self, operation: Operation, after: Work | None = None) -> Work:
-        """Run it behind what the computation has issued so far, or only behind `after`."""
-
-    def join(self) -> None:
-        """Let the computation wait for everything that was launched."""
-
-    def fetch(self, values: Tensor) -> Callable[[], Tensor | None]:
-        """Start to copy `values`, made by the last operation, to the host; None until they have arrived."""
-
-    def unfinished(self) -> str | None:
-        """The name of the first operation that has not ended."""
 
 
 class CudaEvent:
@@ -83,7 +66,10 @@ class CudaEvent:
 
 
 class CudaStream:
-    """A stream of high priority: what it runs is on the way to other ranks."""
+    """A queue on a device that runs collectives one after the other, concurrently with the computation.
+
+    It has a high priority: what it runs is on the way to other ranks.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -91,6 +77,7 @@ class CudaStream:
         self._launched: deque[tuple[str, torch.cuda.Event]] = deque()
 
     def launch(self, operation: Operation, after: Work | None = None) -> Work:
+        """Run the work after everything issued by the computation so far, or only after `after`."""
         if isinstance(after, CudaEvent):
             self.stream.wait_event(after.event)
         else:
@@ -104,9 +91,11 @@ class CudaStream:
         return CudaEvent(event, self._device)
 
     def join(self) -> None:
+        """Make the computation wait for everything that was launched."""
         torch.cuda.current_stream(self._device).wait_stream(self.stream)
 
     def fetch(self, values: Tensor) -> Callable[[], Tensor | None]:
+        """Start copying `values`, the last operation's result, to the host; None until they have arrived."""
         arrived = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
         with torch.cuda.stream(self.stream):
             arrived.copy_(values, non_blocking=True)
@@ -114,6 +103,7 @@ class CudaStream:
         return lambda: arrived if event.query() else None
 
     def unfinished(self) -> str | None:
+        """The name of the first operation that has not ended."""
         return next((name for name, event in self._launched if not event.query()), None)
 
 
@@ -121,12 +111,9 @@ class CudaStream:
 
 
 class NcclRoute(Route):
-    """One axis: a communicator and a stream for gathers, and for reductions the same or others.
+    """One axis: a communicator and a stream for gathers, and the same or others for reductions.
 
-    Args:
-        groups: over the ranks of the axis, for gathers and for reductions.
-        streams: theirs.
-        averages: whether reductions divide by the number of ranks, for which communicators must know `ReduceOp.AVG`.
+    Only communicators that know `ReduceOp.AVG` can divide by the number of ranks.
     """
 
     name = "nccl"
@@ -134,7 +121,7 @@ class NcclRoute(Route):
     def __init__(
         self,
         groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
-        streams: tuple[SideStream, SideStream],
+        streams: tuple[CudaStream, CudaStream],
         reporter: StallReporter,
         *,
         averages: bool = True,
@@ -158,49 +145,33 @@ class NcclRoute(Route):
         else:
             arrives = [whole]
         run = partial(_all_gather, whole, own, group=self.group)
-        return self._gathers.launch(Operation(f"all-gather of unit {unit}", run, [own], arrives), after)
+        return self._gathers.launch(Operation(Kind.ALL_GATHER.of(unit), run, [own], arrives), after)
 
     def reduce_scatter(
-        self, bucket: Tensor, out: Tensor, unit: int, *, add: bool, wire: torch.dtype, after: Work | None
+        self, bucket: Tensor, out: Tensor, unit: int, add: bool, wire: Wire, after: Work | None
     ) -> Work:
         def reduce() -> None:
             # Allocated and freed on this stream: the allocator cannot hand it to another one too early.
             result = torch.empty_like(out) if add else out
-            if wire == bucket.dtype:
+            if wire.dtype == bucket.dtype:
                 op = dist.ReduceOp.AVG if self._averages else dist.ReduceOp.SUM
                 _reduce_scatter(result, bucket, op=op, group=self._reduce_group)
             else:
-                # Each rank's share of the mean is what is rounded: then it is the same by every route. One kernel.
-                share = 1.0 / self.size if self._averages else 1.0
-                rounded = torch.mul(bucket, share, out=torch.empty_like(bucket, dtype=wire))
-                first, *others = self._exchange(rounded)
-                result.copy_(first)
-                for piece in others:
-                    result.add_(piece)
+                # Each rank's share of the mean is what is rounded: then it is the same by every route.
+                packed = wire.pack(bucket, self.size, 1.0 / self.size if self._averages else 1.0)
+                arrived = torch.empty_like(packed)
+                dist.all_to_all_single(arrived, packed, group=self._reduce_group)
+                for rank, term in enumerate(arrived):
+                    wire.unpack(term, result, add=rank > 0)
             if add:
                 out.add_(result)
 
-        operation = Operation(f"reduce-scatter of unit {unit}", reduce, [bucket], [out, bucket])
+        operation = Operation(Kind.REDUCE_SCATTER.of(unit), reduce, [bucket], [out, bucket, *wire.changes])
         return self._reductions.launch(operation, after)
-
-    def rehearse_exchange(self, device: torch.device) -> None:
-        if self.size > 1:
-            self._exchange(_rehearsal(self.size, device))
-
-    def _exchange(self, sent: Tensor) -> Sequence[Tensor]:
-        """Every rank's piece for this one, in rank order, from what each of them has for all [size × piece]."""
-        arrived = torch.empty_like(sent)
-        dist.all_to_all_single(arrived, sent, group=self._reduce_group)
-        return arrived.view(self.size, -1).unbind()
 
 
 class NcclCollectives(Collectives):
-    """A device: the host issues and never waits.
-
-    Args:
-        streams: the routes', to name what a device has not got through, and the one of control values, which is last.
-        averages: whether reductions divide by the number of ranks.
-    """
+    """Collectives on a device: the host never waits. The last of the `streams` carries control values."""
 
     runs_ahead = True
 
@@ -212,7 +183,7 @@ class NcclCollectives(Collectives):
         device: torch.device,
         reporter: StallReporter,
         timeout: datetime.timedelta,
-        streams: Sequence[SideStream],
+        streams: Sequence[CudaStream],
         *,
         averages: bool = True,
     ) -> None:
@@ -231,15 +202,15 @@ class NcclCollectives(Collectives):
 
         reads = [] if flag is None else [flag]
         self._control.launch(Operation("control values of a step", reduce, reads, [control]))
-        return _Arriving(self, self._control.fetch(control), [control, *reads])
+        return PendingNumbers(self._control.fetch(control), self.until, [control, *reads])
 
     def read(self, values: Tensor) -> list[float]:
         flattened = values.flatten()
         self._control.launch(Operation("numbers that the host reads", lambda: None, [flattened]))
-        return _Arriving(self, self._control.fetch(flattened), [flattened]).get()
+        return PendingNumbers(self._control.fetch(flattened), self.until, [flattened]).get()
 
     def until(self, arrived: Callable[[], Tensor | None]) -> Tensor:
-        """Wait for the device. Raises `ScheduleError` after the time-out, naming what it has not got through."""
+        """Wait for the device. Raises `ScheduleError` after the time-out, naming the unfinished operation."""
         # Looked up in this thread: another one would begin a context on the first device by asking an event.
         name = "computation of a step"
         start, pause = time.monotonic(), _FIRST_PAUSE_S
@@ -259,50 +230,18 @@ class NcclCollectives(Collectives):
         return torch.tensor(values, dtype=torch.float64, pin_memory=self.device.type == "cuda")
 
 
-class _Arriving:
-    """Control values that a side stream copies to the host."""
-
-    def __init__(
-        self, collectives: NcclCollectives, arrived: Callable[[], Tensor | None], keep: Sequence[Tensor]
-    ) -> None:
-        self._collectives, self._fetched = collectives, arrived
-        self._keep = keep  # the device still reads them
-
-    def arrived(self) -> bool:
-        return self._fetched() is not None
-
-    def get(self) -> list[float]:
-        numbers: list[float] = self._collectives.until(self._fetched).tolist()
-        return numbers
-
-
 # ---- communicators
 
 
 @dataclass(frozen=True, slots=True)
 class Communicators:
-    """One for control values; for gathers and for reductions over each axis, the inner one last.
+    """The communicators: for control values, and for gathers and reductions over each axis, the inner one last.
 
     Over the outer axis both share one.
     """
 
     control: dist.ProcessGroup
     axes: tuple[tuple[dist.ProcessGroup, dist.ProcessGroup], ...]
-
-    def members(self) -> set[dist.ProcessGroup]:
-        return {self.control, *(group for pair in self.axes for group in pair)}
-
-
-def make_communicators(
-    mesh: Mesh, rank: int, make: Callable[[Sequence[int] | None], dist.ProcessGroup]
-) -> Communicators:
-    """Made by `make` over given members, or all."""
-    control = make(None)
-    if mesh.outer == 1:
-        return Communicators(control, ((make(None), make(None)),))
-    outer = make(mesh.members(Axis.OUTER, rank))
-    inner = mesh.members(Axis.INNER, rank)
-    return Communicators(control, ((outer, outer), (make(inner), make(inner))))
 
 
 def make_nccl(
@@ -312,19 +251,18 @@ def make_nccl(
     reporter: StallReporter,
     timeout: datetime.timedelta,
     *,
-    make_stream: Callable[[torch.device], SideStream] = CudaStream,
+    make_stream: Callable[[torch.device], CudaStream] = CudaStream,
     averages: bool = True,
 ) -> NcclCollectives:
-    """Collectives over these communicators, each with a stream of its own. Another kind of stream serves tests."""
-    made = {group: make_stream(device) for group in sorted(communicators.members(), key=id)}
+    """Collectives over these communicators, each with its own stream; tests use another kind of stream."""
+    control, axes = communicators.control, communicators.axes
+    streams = {group: make_stream(device) for group in (*(group for pair in axes for group in pair), control)}
     routes = [
-        NcclRoute((gather, reduce), (made[gather], made[reduce]), reporter, averages=averages)
-        for gather, reduce in communicators.axes
+        NcclRoute((gather, reduce), (streams[gather], streams[reduce]), reporter, averages=averages)
+        for gather, reduce in axes
     ]
-    streams = [*(stream for group, stream in made.items() if group is not communicators.control)]
-    streams.append(made[communicators.control])
     return NcclCollectives(
-        communicators.control, mesh, routes, device, reporter, timeout, streams, averages=averages
+        control, mesh, routes, device, reporter, timeout, list(streams.values()), averages=averages
     )
 
 
@@ -340,32 +278,51 @@ def communicators_of(
     device: torch.device,
     timeout: datetime.timedelta | None,
     reporter: StallReporter,
+    *,
+    backend: str = "nccl",
 ) -> Communicators:
-    """Communicators over the ranks of `group`, ready for use; made once a group, gone with it."""
+    """Communicators over the ranks of `group`, ready for use; made once a group. Another backend serves tests."""
     made = _MADE.setdefault(group, {})
-    if (found := made.get((mesh, timeout))) is not None and all(map(_lives, found.members())):
-        return found
-    # Before any of them: devices then keep the host's order of launches, also beside collectives of the program.
-    os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
-    with reporter.waiting("creation of communicators"):
-        communicators = make_communicators(
-            mesh, group.rank(), lambda members: clone(group, "nccl", timeout, device, members)
-        )
-        # The first of its kind and size still makes connections: not in the middle of a step.
-        dist.all_reduce(torch.zeros(1, device=device), group=communicators.control)
-        for gather, reduce in communicators.axes:
-            whole = _rehearsal(gather.size(), device)
-            own = whole.view(gather.size(), -1)[gather.rank()]
+    if (mesh, timeout) not in made:
+        # Before any of them: devices then keep the host's order of launches, also beside collectives of the program.
+        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+        with reporter.waiting("creation of communicators"):
+            made[mesh, timeout] = _make_communicators(group, mesh, device, timeout, backend)
+    return made[mesh, timeout]
+
+
+def _make_communicators(
+    group: dist.ProcessGroup,
+    mesh: Mesh,
+    device: torch.device,
+    timeout: datetime.timedelta | None,
+    backend: str,
+) -> Communicators:
+    make = partial(clone, group, backend, timeout, device if backend == "nccl" else None)
+    control = make()
+    if mesh.outer == 1:
+        axes: tuple[tuple[dist.ProcessGroup, dist.ProcessGroup], ...] = ((make(), make()),)
+    else:
+        outer = make(mesh.members(Axis.OUTER, group.rank()))
+        inner = mesh.members(Axis.INNER, group.rank())
+        axes = ((outer, outer), (make(inner), make(inner)))
+    if backend == "nccl":
+        # The first of its kind and size still makes connections: not in the middle of a step. NCCL chooses its
+        # algorithm by size, here that of a unit.
+        dist.all_reduce(torch.zeros(1, device=device), group=control)
+        for gather, reduce in axes:
+            size = gather.size()
+            whole = torch.zeros(size * (_REHEARSED_NUMEL // size), device=device)
+            own = whole.view(size, -1)[gather.rank()]
             _all_gather(whole, own, group=gather)
             _reduce_scatter(own, whole, group=reduce)
+            dist.all_to_all_single(torch.empty_like(whole), whole, group=reduce)
         torch.cuda.synchronize(device)
-    made[mesh, timeout] = communicators
-    weakref.finalize(group, _destroy, communicators.members()).atexit = False
-    return communicators
+    return Communicators(control, axes)
 
 
 def require_current_device(device: torch.device) -> None:
-    """Raise `UsageError` unless `device` is this process's current CUDA device."""
+    """Raise `UsageError` unless `device` is the process's current CUDA device."""
     if device.type != "cuda":
         raise UsageError(
             f"the model lies on {device.type}, but the process group is NCCL's: call model.to('cuda') before "
@@ -377,18 +334,3 @@ def require_current_device(device: torch.device) -> None:
             f"the model lies on {device}, but this process's current device is cuda:{current}, on which NCCL would "
             f"work: call torch.cuda.set_device({device.index}) at the start"
         )
-
-
-def _rehearsal(size: int, device: torch.device) -> Tensor:
-    """Zeros [size × piece] of about the size that a unit has: NCCL chooses its algorithm by size."""
-    return torch.zeros(size * (_REHEARSED_NUMEL // size), device=device)
-
-
-def _lives(group: dist.ProcessGroup) -> bool:
-    return group in dist.distributed_c10d._world.pg_map
-
-
-def _destroy(groups: set[dist.ProcessGroup]) -> None:
-    for group in groups:
-        if _lives(group):
-            dist.destroy_process_group(group)

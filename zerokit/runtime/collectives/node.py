@@ -1,4 +1,4 @@
-"""The ranks of one node read each other's memory, instead of sending through sockets. Linux hosts only.
+"""Access to the memory of other ranks on the node, instead of sockets. Linux hosts only.
 
 A byte on loopback is copied into the kernel by one rank and out of it by another; `process_vm_readv` copies it once,
 and tensors may lie anywhere. The kernel's rules for debuggers apply: the same user, a process that may be dumped, no
@@ -34,7 +34,6 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, fields
-from enum import IntEnum
 from pathlib import Path
 
 import torch
@@ -42,6 +41,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zerokit.errors import UsageError
+from zerokit.runtime.collectives.base import Kind
 
 SWITCH = "ZEROKIT_CMA"
 """Environment variable: 0 lets the ranks of a node send through sockets, as nodes do."""
@@ -56,21 +56,10 @@ _LOCK = struct.Struct("hhqqi0q")
 """fcntl(2)'s struct flock: type, whence, start, length, process."""
 
 
-class Kind(IntEnum):
-    """Operations that others read for; at most one of a kind and unit at a time."""
-
-    GATHER = 0
-    REDUCE = 1
-
-
 class Neighbours:
-    """One rank's access to the others of its node, who share the board. Made by `meet`.
+    """One rank's access to the others of its node, whose processes are `pids`. Made by `meet`.
 
-    Args:
-        rank: this rank.
-        pids: the ranks' processes, this one's too.
-        board: the descriptor of the board's file, which is closed with this object.
-        units: how many units there are.
+    `board` is the descriptor of the shared board's file, which is closed with this object.
     """
 
     def __init__(self, rank: int, pids: Sequence[int], board: int, units: int) -> None:
@@ -81,7 +70,7 @@ class Neighbours:
         fcntl.lockf(board, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
 
     def offer(self, kind: Kind, unit: int, memory: Tensor) -> int:
-        """Let the others read `memory`, until it is `taken`. Returns which offer of this unit it is."""
+        """Offer `memory` to the others until all have `taken` it. Returns the offer's number for this unit."""
         cell = self._cell(self.rank, kind, unit)
         count = self._cells[cell] + 1
         self._cells[cell + 1] = memory.data_ptr()
@@ -89,7 +78,7 @@ class Neighbours:
         return count
 
     def offered(self, kind: Kind, unit: int, count: int) -> dict[int, int] | None:
-        """Where the others' memory lies, once all have made this offer."""
+        """The addresses of the others' memory, once all have made this offer."""
         cells = {peer: self._cell(peer, kind, unit) for peer in self.peers}
         if any(self._cells[cell] < count for cell in cells.values()):
             return None
@@ -104,12 +93,18 @@ class Neighbours:
         return all(self._cells[self._cell(peer, kind, unit) + 2] >= count for peer in self.peers)
 
     def read(self, peer: int, address: int, into: Tensor) -> None:
-        """Copy what rank `peer` has at `address` into contiguous host memory. Raises `RuntimeError` if it is gone."""
+        """Copy rank `peer`'s memory at `address` into contiguous host memory. Raises `RuntimeError` if it is gone."""
         try:
             _read(self._pids[peer], address, into.data_ptr(), into.numel() * into.element_size())
         except OSError as error:
+            meaning = "it has ended, or dropped its model: look for its error, which came first"
+            if error.errno not in (errno.ESRCH, errno.EFAULT):
+                meaning = (
+                    "it was allowed when the ranks met (a policy of the kernel or the rank's user changed since then): "
+                    f"start the ranks with {SWITCH}=0 to send through sockets, which needs no such right"
+                )
             raise RuntimeError(
-                f"rank {peer} (process {self._pids[peer]}) cannot be read: {error.strerror}; {_meaning(error)}"
+                f"rank {peer} (process {self._pids[peer]}) cannot be read: {error.strerror}; {meaning}"
             ) from error
 
     def require_alive(self) -> None:
@@ -150,7 +145,7 @@ class _Card:
 
 
 def meet(group: dist.ProcessGroup, units: int) -> Neighbours | None:
-    """Access to the other ranks of `group`, which must be gloo's; None on all unless all can read each other."""
+    """Access to the other ranks of the gloo group `group`; None on all ranks unless all can read each other."""
     rank, size = group.rank(), group.size()
     if size < 2:
         return None
@@ -187,7 +182,7 @@ def meet(group: dist.ProcessGroup, units: int) -> Neighbours | None:
 
 
 def node_number() -> int:
-    """A number that all ranks of this rank's node have; see [Note: a node]."""
+    """An identity that all ranks of this node share; see [Note: a node]."""
     parts = [socket.gethostname(), os.environ.get("GROUP_RANK", "")]
     if sys.platform == "linux":
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text())
@@ -233,17 +228,6 @@ def _board_size(ranks: int, units: int) -> int:
 
 
 # ---- the kernel's call
-
-
-def _meaning(error: OSError) -> str:
-    """Why a read fails that was allowed when the ranks met, and what helps."""
-    if error.errno in (errno.ESRCH, errno.EFAULT):
-        return "it has ended, or dropped its model: look for its error, which came first"
-    return (
-        "it was allowed when the ranks met and no longer is: since then a policy of the kernel changed (Yama's "
-        "ptrace_scope, seccomp), or a rank changed its user or made itself undumpable; start the ranks with "
-        f"{SWITCH}=0 to send through sockets, which needs no such right"
-    )
 
 
 class _Range(ctypes.Structure):

@@ -1,4 +1,4 @@
-"""Which rank waits for what: a rank that waits long publishes it, and an error names both sides."""
+"""Reports of stalls: a rank that waits long publishes what it waits for, and an error names both sides."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SAME_PATH = "Ranks may leave units out, but must otherwise follow rank 0's firs
 
 
 class StallReporter:
-    """Reports what one rank waits for; a thread exists only from the first wait on."""
+    """Reports what one rank waits for; the thread starts with the first wait."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank, self.world = group.rank(), group.size()
@@ -45,7 +45,7 @@ class StallReporter:
         self._wake = threading.Event()
 
     def distinguish(self, number: int) -> None:
-        """Take a name that all ranks agreed on: what earlier optimizers left in the store is not ours."""
+        """Set a name that all ranks agreed on, so that entries of earlier optimizers in the store are ignored."""
         self._prefix = f"{self._prefix}/{number}"
 
     @contextmanager
@@ -71,20 +71,20 @@ class StallReporter:
                 self.waited_s += time.monotonic() - start
 
     def note(self, what: str) -> None:
-        """Publish `what` for the others, if the store can be reached; no rank waits for it."""
+        """Publish `what` for the others if the store is reachable; no rank waits for it."""
         if self._store is not None:
             with suppress(RuntimeError):
                 self._store.set(f"{self._prefix}/{what}", "")
 
     def noted(self, what: str) -> bool:
-        """Whether a rank has noted this. Raises `ScheduleError` where the store does not answer."""
+        """Whether a rank has noted this. Raises `ScheduleError` if the store does not answer."""
         if self._store is None:
             return False
         with self.waiting("process group's store"):
             return bool(self._store.check([f"{self._prefix}/{what}"]))
 
     def agree(self, what: str, timeout_s: float) -> None:
-        """Return when every rank has published the same `what`, before it issues anything else.
+        """Wait until every rank has published the same `what`, before it issues anything else.
 
         Raises `ScheduleError` at once where a rank published something else, and within seconds where one waits for a
         collective that this rank has not issued.

@@ -1,0 +1,209 @@
+"""Pure parts: where tensors lie, which requests bring elements where, and what their checksums are together."""
+
+from __future__ import annotations
+
+import zlib
+from array import array
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.checkpoints import example_content, example_layout, write_checkpoint
+from zerokit.checkpoint.checksum import Part, Piece, Pieces, along, combine, from_text, to_text
+from zerokit.checkpoint.copying import Copier
+from zerokit.checkpoint.disk import opened
+from zerokit.checkpoint.reader import Checkpoint
+from zerokit.checkpoint.requests import Conversion, Memory, Request, neighbours, read, requests_for
+from zerokit.checkpoint.safetensors import ELEMENT_BYTES, lay_out, parse_header
+from zerokit.checkpoint.source import Source, Stretch
+from zerokit.layout import Interval
+
+CONTENT = bytes(range(256)) * 2
+SIZES = st.lists(st.integers(1, 60), min_size=1, max_size=20)
+
+
+def intervals(sizes: Sequence[int], end: int) -> list[Interval]:
+    """Neighbours of these sizes, from 0 to `end`."""
+    bounds = [0]
+    for size in sizes:
+        bounds.append(min(bounds[-1] + size, end))
+    return [Interval(a, b) for a, b in pairwise([*bounds, end]) if a < b]
+
+
+@given(st.data(), SIZES, SIZES, st.integers(1, 3))
+def test_the_checksums_of_cuts_follow_from_those_of_their_parts(
+    data: st.DataObject, old: list[int], new: list[int], ranks: int
+) -> None:
+    """In whatever order, by whichever ranks, and however often the parts were read."""
+    cuts, others = intervals(old, 200), intervals(new, 200)
+    bounds = sorted({0, *(cut.stop for cut in (*cuts, *others))})
+    parts = [Interval(a, b) for a, b in pairwise(bounds)]
+    by_rank = [Pieces() for _ in range(ranks)]
+    for part in data.draw(st.permutations(parts)):
+        for rank in data.draw(st.sets(st.integers(0, ranks - 1), min_size=1)):
+            middle = data.draw(st.integers(part.start, part.stop - 1))  # a request is read buffer by buffer
+            for piece in (CONTENT[part.start : middle], CONTENT[middle : part.stop]):
+                by_rank[rank].add(Part(3, 5, part.start), zlib.crc32(piece), len(piece))
+    pieces = Pieces.joined(by_rank)
+    assert pieces.parameters() == [(3, 5)]
+    for wanted in (cuts, others):
+        assert list(along(pieces.parts(3, 5), wanted)) == [
+            (cut, Piece(zlib.crc32(CONTENT[cut.start : cut.stop]), cut.numel)) for cut in wanted
+        ]
+
+
+@given(st.lists(st.integers(0, 3), min_size=2, max_size=4).filter(lambda readings: len(set(readings)) > 1))
+def test_readings_that_differ_are_never_right(readings: list[int]) -> None:
+    pieces = Pieces()
+    for reading in readings:
+        one = Pieces()
+        one.add(Part(0, 0, 0), reading, 4)
+        pieces.update(one)
+    ((_, piece),) = pieces.parts(0, 0)
+    assert piece.crc not in readings
+
+
+@given(st.lists(st.binary(max_size=9)))
+def test_combined_checksums_are_those_of_the_whole(parts: list[bytes]) -> None:
+    whole = b"".join(parts)
+    assert combine(Piece(zlib.crc32(part), len(part)) for part in parts) == (zlib.crc32(whole), len(whole))
+
+
+@given(st.lists(st.integers(0, 2**32 - 1)))
+def test_checksums_as_text(crcs: list[int]) -> None:
+    text = "".join(f"{crc:08x}" for crc in crcs)
+    assert to_text(crcs) == text
+    assert from_text(text) == array("I", crcs)
+
+
+@pytest.mark.parametrize("text", ["0123456", "0123456G", "ABCDEF01", " 123 567"])
+def test_other_text_is_no_checksum(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a CRC-32 of eight hexadecimal digits"):
+        from_text(text)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(sorted(ELEMENT_BYTES)), st.lists(st.integers(0, 3), max_size=3))),
+    st.dictionaries(st.text(max_size=3), st.text(max_size=3)),
+)
+def test_tensors_lie_where_the_header_says(
+    forms: list[tuple[str, list[int]]], metadata: dict[str, str]
+) -> None:
+    header, offsets = lay_out(((f"ü/{n}", *form) for n, form in enumerate(forms)), metadata)
+    assert len(header) % 4096 == 0
+    found = parse_header(header, offsets[-1], "file")
+    assert found.metadata == metadata
+    for number, (dtype, shape) in enumerate(forms):
+        tensor = found.tensors[f"ü/{number}"]
+        assert (tensor.dtype, tensor.shape) == (dtype, tuple(shape))
+        assert (tensor.offset, tensor.offset + tensor.size) == (offsets[number], offsets[number + 1])
+
+
+class Bytes(Memory):
+    """Memory that is read to directly, or by a detour."""
+
+    def __init__(self, size: int, *, direct: bool) -> None:
+        self.content, self.direct = bytearray(size), direct
+
+    def buffer(self, at: int, size: int) -> memoryview:
+        return memoryview(self.content)[at : at + size] if self.direct else memoryview(bytearray(size))
+
+    def take(self, at: int, content: memoryview) -> None:
+        self.content[at : at + content.nbytes] = content
+
+
+def source_of(path: Path, places: Sequence[Stretch]) -> Source:
+    """One parameter of two-byte elements in pieces of one file."""
+
+    def locate(stream: int, position: int, interval: Interval) -> list[Stretch]:
+        parts = [(place, place.interval.intersection(interval)) for place in places]
+        return [
+            Stretch(0, part, place.offset + 2 * (part.start - place.interval.start))
+            for place, part in parts
+            if part.numel
+        ]
+
+    return cast(
+        Source,
+        SimpleNamespace(
+            streams=[SimpleNamespace(element_bytes=2)],
+            locate=locate,
+            open_file=lambda _: opened(path),
+            file_path=lambda _: path,
+        ),
+    )
+
+
+@given(st.data(), SIZES, st.booleans())
+def test_copied_and_loaded_bytes_are_the_elements_asked_for(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, sizes: list[int], direct: bool
+) -> None:
+    folder = tmp_path_factory.mktemp("requests")
+    elements = [CONTENT[start : start + 2] for start in range(0, 400, 2)]
+    stretches, content = [], b""
+    for piece in data.draw(st.permutations(intervals(sizes, 200))):
+        stretches.append(Stretch(0, piece, len(content)))
+        content += b"".join(elements[piece.start : piece.stop]) + b"?" * data.draw(st.integers(0, 1))
+    (folder / "source").write_bytes(content)
+    source = source_of(folder / "source", sorted(stretches, key=lambda place: place.interval))
+    start = data.draw(st.integers(0, 199))
+    wanted = Interval(start, data.draw(st.integers(start + 1, 200)))
+    right = b"".join(elements[wanted.start : wanted.stop])
+
+    memory = Bytes(len(right) + 3, direct=direct)
+    loaded = read(source, requests_for(source, 0, 0, wanted, memory, 3))
+    assert memory.content == b"\0\0\0" + right
+
+    double = Conversion(lambda view: bytes(byte for byte in view for _ in range(2)), 2, 4)
+    with Copier(jobs=2) as copier:
+        plain = copier.target(folder / "plain", len(right))
+        copier.copy(source, requests_for(source, 0, 0, wanted, plain, 0))
+        copier.release(plain)
+        converted = copier.target(folder / "converted", 2 * len(right))
+        copier.copy(source, requests_for(source, 0, 0, wanted, converted, 0, double))
+        copier.release(converted)
+    assert (folder / "plain").read_bytes() == right
+    assert (folder / "converted").read_bytes() == double.convert(memoryview(right))
+    for pieces in (loaded, copier.pieces):
+        assert combine(piece for _, piece in pieces.parts(0, 0)).crc == zlib.crc32(right)
+
+
+@given(SIZES, st.integers(1, 100), st.integers(1, 50))
+def test_runs_are_neighbours_and_lose_nothing(sizes: list[int], most: int, piece: int) -> None:
+    memory = Bytes(0, direct=True)
+    parts = intervals(sizes, sum(sizes))
+    requests = [Request(str(n), 0, p.start + n // 3, p.numel, memory, 0) for n, p in enumerate(parts)]
+    split = [part for request in requests for part in request.split(piece)]
+    assert all(part.size <= piece for part in split)
+    runs = list(neighbours(split, most))
+    assert [request for run in runs for request in run] == split
+    for run in runs:
+        assert len(run) == 1 or sum(request.size for request in run) <= most
+        assert all(a.offset + a.size == b.offset for a, b in pairwise(run))
+
+
+@given(st.integers(1, 9))
+def test_the_manifest_finds_every_slice_s_checksum(
+    tmp_path_factory: pytest.TempPathFactory, world: int
+) -> None:
+    layout = example_layout(world)
+    content = example_content(layout)
+    folder = tmp_path_factory.mktemp("step")
+    manifest = write_checkpoint(folder / "step", layout, content)
+    checkpoint = Checkpoint(folder / "step")
+    for number, stream in enumerate(manifest.streams):
+        for position in stream.parameters:
+            whole = content.values[stream.kind, layout.line[position].name]
+            for rank, cut, crc in manifest.slices(number, position):
+                part = whole[cut.start * stream.element_bytes : cut.stop * stream.element_bytes]
+                assert crc == manifest.checksum(number, position, rank) == zlib.crc32(part)
+                (place,) = checkpoint.locate(number, position, cut)
+                with checkpoint.open_file(place.file) as fd, open(fd, "rb", closefd=False) as file:
+                    file.seek(place.offset)
+                    assert file.read(len(part)) == part

@@ -1,0 +1,92 @@
+"""`zerokit plan` as a process: the table, JSON, the page, and what is said of what cannot be planned."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.cli.commands import zerokit
+from tests.planning.models import QWEN
+
+GPT = ("plan", "gpt-tiny", "--seq-len", "64")
+H100 = ("--device", "h100-80")
+
+
+def test_the_table_says_what_to_choose_and_how(tmp_path: Path) -> None:
+    done = zerokit(tmp_path, *GPT, *H100, "--gpus", "12", "--batch-size", "2,4", "--page", "plan.html")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("gpt-tiny (0.")
+    assert lines[0].endswith("M parameters), 12 ranks on 2 nodes, h100-80")
+    heads = lines[1].split()
+    assert heads[:3] == ["stage", "mesh", "batch"]
+    assert {"GiB", "tok/s/dev", "MFU", "limit"} <= set(heads)
+    assert any(re.fullmatch(r"Stage .*; it needs 0\.\d of 80\.0 GiB\.", line) for line in lines)
+    measure = next(line for line in lines if line.startswith("measure"))
+    assert "zerokit bench --model gpt-tiny" in measure
+    assert "--nodes 2 --nproc-per-node 6" in measure
+    assert any(line.startswith("train    ZeroOptimizer(model, torch.optim.AdamW, stage=") for line in lines)
+    assert "Assumed: 2 nodes of 6 devices. Use --nodes to change this." in lines
+    assert (tmp_path / "plan.html").read_text().startswith("<!doctype html>")
+
+
+def test_json_is_one_document_and_a_cluster_file_gives_links(tmp_path: Path) -> None:
+    (tmp_path / "cluster.toml").write_text(
+        'device = "h100-80"\ngpus_per_node = 2\n[outer]\ngbit_per_s = 100\n'
+    )
+    done = zerokit(tmp_path, *GPT, "--gpus", "4", "--cluster", "cluster.toml", "--mesh", "2x2", "--json")
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["format"] == "zerokit.plan/1"
+    assert (answer["ranks"], answer["nodes"], answer["too_large"]) == (4, 2, [])
+    assert {one["mesh"] for one in answer["fitting"]} == {"2x2"}
+    best = answer["fitting"][0]
+    assert best["step_ms"] == pytest.approx(
+        best["compute_ms"] + best["optimizer_ms"] + sum(best["exposed_ms"].values()), rel=0.5
+    )
+    assert sum(best["memory"]["peak_bytes"].values()) + 500_000_000 == best["memory"]["needed_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("plan", "tests.planning.models:branching", "--gpus", "8", *H100), "the model cannot be traced"),
+        ((*GPT, "--gpus", "8", "--device", "h900"), "device 'h900' is unknown: choose one of a100-40"),
+        (
+            (*GPT, "--gpus", "4", "--cluster", "cluster.toml"),
+            "the bandwidth is unknown between nodes: give",
+        ),
+        (("plan", "config.json", "--gpus", "8", *H100), "BertForPreTraining is none of"),
+        ((*GPT, "--gpus", "8", *H100, "--samples-per-step", "9"), "9 samples in a step are no multiple of 8"),
+    ],
+    ids=["untraceable", "device", "missing axis", "configuration", "samples"],
+)
+def test_what_cannot_be_planned_is_said_in_a_sentence(
+    words: tuple[str, ...], says: str, tmp_path: Path
+) -> None:
+    (tmp_path / "cluster.toml").write_text('device = "h100-96-500w"\ngpus_per_node = 2\n')
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "bert", "architectures": ["BertForPreTraining"]})
+    )
+    done = zerokit(tmp_path, *words)
+    assert done.returncode == 2
+    said = " ".join(done.stderr.replace("│", "").split())
+    assert says in said
+    assert "Traceback" not in said
+    assert done.stdout == ""
+
+
+def test_a_configuration_of_hugging_face_and_what_does_not_fit(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN))
+    (tmp_path / "small.toml").write_text(
+        "gpus_per_node = 2\n[device]\ntflops = { bf16 = 1 }\nmemory_gb = 0.4\nmemory_gb_per_s = 1\n"
+        "[inner]\ngb_per_s = 1\n"
+    )
+    done = zerokit(tmp_path, "plan", "config.json", "--gpus", "2", "--cluster", "small.toml")
+    assert done.returncode == 4, done.stderr
+    assert "GiB more than there is" in done.stdout
+    assert "Assumed: Trained as transformers' Qwen2ForCausalLM, with its own loss." in done.stdout
+    assert "No times in bf16: nothing has been measured on device 'device'" in done.stdout

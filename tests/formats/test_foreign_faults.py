@@ -1,0 +1,157 @@
+"""What strict users try: odd tensors, broken folders, and everything that one format has and another has not."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import zerokit
+from tests.formats.reading import held_bytes
+from tests.support.checkpoints import example_content, example_extra, example_layout, write_checkpoint
+from zerokit.checkpoint.extents import Stream
+from zerokit.checkpoint.formats import open_source
+from zerokit.errors import CheckpointError, ZerokitWarning
+
+KINDS = ("wire_residual", "outer.anchor", "outer.momentum_buffer", "ema")
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Path:
+    """A checkpoint with what int8 wires, local steps and averages keep."""
+    layout, content = example_layout(3), example_content(example_layout(1))
+    line = list(layout.parameters)
+    places = tuple(place for place, parameter in enumerate(line) if parameter.trainable)
+    streams = (*content.streams, *(Stream(kind, "float32", places) for kind in KINDS))
+    values = content.values | {
+        (kind, line[place].name): bytes([number + 1]) * (4 * line[place].numel)
+        for number, kind in enumerate(KINDS)
+        for place in places
+    }
+    content = replace(
+        content,
+        streams=tuple(sorted(streams, key=lambda stream: stream.order)),
+        values=values,
+        extra=example_extra(user=("a", 1), local_steps={"every": 4, "done": 2}),
+    )
+    write_checkpoint(tmp_path / "trained", layout, content)
+    return tmp_path / "trained"
+
+
+def test_residuals_and_states_of_islands_are_kept_or_named(trained: Path, tmp_path: Path) -> None:
+    zerokit.convert(trained, tmp_path / "two", world=2)
+    assert zerokit.diff(trained, tmp_path / "two").same
+    with pytest.warns(ZerokitWarning, match="DCP has no place for local_steps, extra: not carried over"):
+        zerokit.convert(trained, tmp_path / "dcp", format="dcp", world=2)
+    zerokit.convert(tmp_path / "dcp", tmp_path / "back", format="zerokit")
+    expected = held_bytes(open_source(trained))
+    assert held_bytes(open_source(tmp_path / "back")) == expected
+    assert {key.partition("/")[0] for key in expected} >= set(KINDS)
+
+
+def save_dcp(path: Path, content: dict[str, Any]) -> None:
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        save(content, checkpoint_id=str(path), no_dist=True)
+
+
+ODD = {
+    "float64": torch.arange(3, dtype=torch.float64),
+    "half": torch.arange(3).half(),
+    "e4m3": torch.arange(12.0).reshape(3, 4).to(torch.float8_e4m3fn),
+    "e5m2": torch.arange(12.0).reshape(3, 4).to(torch.float8_e5m2),
+    "scalar": torch.tensor(3.5),
+    "empty": torch.zeros(0, 4),
+    "flags": torch.tensor([True, False]),
+    "wide": torch.tensor([1, 60_000], dtype=torch.uint16),
+    "ünï/ cødé.名": torch.ones(2),
+    'x"y\\z\n': torch.ones(1),
+}
+
+
+def test_odd_tensors_go_through_every_format(tmp_path: Path) -> None:
+    save_dcp(tmp_path / "theirs", {"model": ODD})
+    expected = {name: tensor.reshape(-1).view(torch.uint8).numpy().tobytes() for name, tensor in ODD.items()}
+    path = tmp_path / "theirs"
+    for number, form in enumerate(("zerokit", "dcp", "huggingface", "zerokit")):
+        path = zerokit.convert(path, tmp_path / str(number), format=form).path
+        assert zerokit.verify(path).intact
+        found = {key.partition("/")[2]: value for key, value in held_bytes(open_source(path)).items()}
+        assert found == expected, form
+
+
+def test_what_no_format_can_hold_is_named(tmp_path: Path) -> None:
+    save_dcp(tmp_path / "complex", {"model": {"c": torch.ones(2, dtype=torch.complex64)}})
+    with pytest.raises(CheckpointError, match=r"model\.c is of complex64, which zerokit cannot hold"):
+        zerokit.convert(tmp_path / "complex", tmp_path / "out", format="zerokit")
+    assert not (tmp_path / "out").exists()
+
+
+def _index(folder: Path, **files: str) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+
+
+def _missing_file(folder: Path) -> None:
+    (folder / "model-2.safetensors").unlink()
+
+
+def _in_another_file(folder: Path) -> None:
+    _index(folder, a="model-2.safetensors", b="model-1.safetensors")
+
+
+def _nowhere(folder: Path) -> None:
+    _index(folder, a="model-1.safetensors", b="model-2.safetensors", c="model-2.safetensors")
+
+
+def _unlisted(folder: Path) -> None:
+    _index(folder, a="model-1.safetensors")
+    save_file({"a": torch.ones(2), "b": torch.ones(2)}, folder / "model-1.safetensors")
+
+
+def _twice(folder: Path) -> None:
+    save_file({"a": torch.zeros(2), "b": torch.ones(2)}, folder / "model-2.safetensors")
+
+
+def _outside(folder: Path) -> None:
+    _index(folder, a="../model.safetensors")
+
+
+def _no_json(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text("[1,")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (_missing_file, r"model-2\.safetensors: cannot be opened: No such file"),
+        (_in_another_file, r"says that 'a' is in model-2\.safetensors, but it is in model-1\.safetensors"),
+        (_nowhere, "says that 'c' is in model-2.safetensors, but it is in none of its files"),
+        (_unlisted, "says that 'b' is in no file, but it is in model-1.safetensors"),
+        (_twice, "says that 'a' is in model-1.safetensors, but it is in model-2.safetensors"),
+        (_outside, "names '../model.safetensors', expected a safetensors file beside it"),
+        (_no_json, "not in its framework's format"),
+    ],
+)
+def test_an_index_must_be_that_of_its_files(
+    tmp_path: Path, spoil: Callable[[Path], None], message: str
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_file({"a": torch.ones(2)}, folder / "model-1.safetensors")
+    save_file({"b": torch.ones(2)}, folder / "model-2.safetensors")
+    _index(folder, a="model-1.safetensors", b="model-2.safetensors")
+    assert len(open_source(folder).names) == 2
+    spoil(folder)
+    for use in (zerokit.inspect, lambda path: zerokit.convert(path, tmp_path / "out", format="zerokit")):
+        with pytest.raises(CheckpointError, match=message):
+            use(folder)
+    assert not (tmp_path / "out").exists()

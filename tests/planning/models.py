@@ -1,0 +1,87 @@
+"""Models to plan: what zerokit's catalogue does not know, and what no plan can be made of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zerokit.bench.plans.subjects import OwnLoss
+from zerokit.bench.workloads.own import Own
+
+QWEN = {
+    "model_type": "qwen2",
+    "vocab_size": 2000,
+    "hidden_size": 128,
+    "intermediate_size": 344,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+def qwen() -> Own:
+    """A Qwen2 of transformers, with transformers' loss."""
+    import transformers
+
+    causal: Any = transformers.AutoModelForCausalLM
+    known = {name: value for name, value in QWEN.items() if name != "model_type"}
+    config = transformers.AutoConfig.for_model("qwen2", **known)
+
+    def batch(generator: torch.Generator, samples: int) -> tuple[Tensor, ...]:
+        tokens = torch.randint(2000, (samples, 64), generator=generator)
+        return tokens, tokens
+
+    return Own(lambda: OwnLoss(causal.from_config(config)), batch, "tokens", 64)
+
+
+class Branching(nn.Module):
+    """Looks at its values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden: Tensor = self.linear(inputs)
+        return hidden.sum() if hidden.sum().item() > 0 else hidden.mean()
+
+
+class NoLoss(nn.Linear):
+    """Returns a matrix."""
+
+
+def _features(generator: torch.Generator, samples: int) -> tuple[Tensor, ...]:
+    return (torch.randn(samples, 4, generator=generator),)
+
+
+class Dropping(nn.Module):
+    """Two blocks with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(256, 512), nn.Dropout(0.1), nn.Linear(512, 256)) for _ in range(2)
+        )
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for block in self.blocks:
+            inputs = block(inputs)
+        return inputs.square().mean()
+
+
+def dropping() -> Own:
+    """A model with dropout in what is recomputed."""
+    return Own(Dropping, lambda generator, samples: (torch.randn(samples, 256, generator=generator),))
+
+
+def branching() -> Own:
+    """A model that cannot be traced."""
+    return Own(Branching, _features)
+
+
+def no_loss() -> Own:
+    """A model without a loss."""
+    return Own(lambda: NoLoss(4, 4), _features)

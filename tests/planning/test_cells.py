@@ -1,0 +1,116 @@
+"""Which cell is chosen, what does not fit, and what is said of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zerokit.bench.plans.ask import plan
+from zerokit.bench.plans.subjects import subject_named
+from zerokit.errors import UsageError
+from zerokit.planning.cells import Plan
+
+
+def ask(model: str = "gpt-tiny", **more: Any) -> Plan:
+    options: dict[str, Any] = {"gpus": 8, "device": "h100-80", "seq_len": 64} | more
+    return plan(model, **options)
+
+
+def test_the_best_cell_is_the_fastest_that_fits() -> None:
+    found = ask(gpus=16, nodes=2, batch_size=(1, 4))
+    rates = [one.units_per_s or 0.0 for one in found.fitting]
+    assert rates == sorted(rates, reverse=True)
+    assert found.best is found.fitting[0]
+    assert not found.too_large
+    # All pairs of stages on two axes and all stages on one, two micro-batches, with and without recomputation.
+    assert len(found.fitting) == (10 + 4) * 2 * 2
+    assert found.runner_up is not None
+    assert found.runner_up.cell.label in found.why
+
+
+def test_what_does_not_fit_misses_bytes(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.toml"
+    file.write_text(
+        'gpus_per_node = 8\n[device]\nname = "small"\ntflops = { bf16 = 100 }\nmemory_gb = 1\nmemory_gb_per_s = 500\n'
+        "[inner]\ngb_per_s = 20\n"
+    )
+    found = ask("gpt2-124m", device=None, cluster=file, seq_len=256, batch_size=1)
+    assert found.too_large
+    for one in found.too_large:
+        assert one.memory.needed - one.missing_bytes == one.room_bytes == 10**9
+    assert {one.cell.stages for one in found.too_large} >= {(0, 0)}
+    assert all(one.time is None for one in (*found.fitting, *found.too_large))  # nothing was measured on it
+    assert any(text.startswith("No times in bf16: ") for text in found.assumptions)
+
+
+def test_samples_of_a_step_decide_how_often_micro_batches_accumulate() -> None:
+    found = ask(samples_per_step=64, batch_size=(1, 2, 3, 16), stage=2, recompute=False)
+    assert {(one.cell.micro_batch, one.cell.accumulate) for one in found.fitting} == {(1, 8), (2, 4)}
+
+
+def test_a_hugging_face_configuration_is_planned(tmp_path: Path) -> None:
+    import json
+
+    from tests.planning.models import QWEN
+
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(QWEN))
+    found = ask(str(file), seq_len=None, batch_size=2, recompute=False)
+    assert (
+        found.parameters
+        == plan("tests.planning.models:qwen", gpus=8, device="h100-80", batch_size=2).parameters
+    )
+    assert found.best is not None
+    assert found.best.cell.bench_line(found.subject, 1) is None
+    assert found.subject.units_per_sample == 64
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"device": "h100-81"}, "device 'h100-81' is unknown: choose one of a100-40"),
+        ({"device": None}, "no device: give --device"),
+        ({"gpus": 9, "nodes": 2}, "9 devices cannot be divided equally among 2 nodes"),
+        ({"model": "gpt-tyni"}, "did you mean gpt-tiny"),
+        ({"model": "nothing.json"}, "is no model's configuration"),
+        ({"seq_len": 65}, "exceeds the 64 positions of gpt-tiny"),
+        ({"mesh": "2x3"}, "mesh 2x3 has 6 ranks"),
+        (
+            {"device": "l40s", "gpus": 16, "nodes": 2},
+            "the bandwidth is unknown between nodes|nothing has been measured",
+        ),
+    ],
+)
+def test_what_is_unknown_is_said_in_a_sentence(options: dict[str, Any], message: str) -> None:
+    if options.get("device") == "l40s":
+        found = ask(**options)  # without times, since nothing was measured: no guess is shown
+        assert all(one.time is None for one in found.fitting)
+        return
+    with pytest.raises(UsageError, match=message):
+        ask(**options)
+
+
+# The kernel hands a parent's ru_maxrss on to the program that it starts, VmHWM begins anew.
+_MANY = """
+from zerokit.bench.plans.ask import plan
+found = plan("gpt-5m", gpus=16384, device="h100-80", nodes=2048, seq_len=256)
+assert len(found.fitting) == (10 + 4) * 7 * 2
+print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))
+"""
+
+
+def test_16384_ranks_take_less_than_a_gigabyte() -> None:
+    kib = int(
+        subprocess.run([sys.executable, "-c", _MANY], check=True, capture_output=True, text=True).stdout
+    )
+    assert kib * 1024 < 10**9
+
+
+def test_names_lead_to_what_bench_trains() -> None:
+    subject = subject_named("llama-tiny", seq_len=32)
+    assert subject.bench_options == ("--model", "llama-tiny", "--seq-len", "32")
+    assert subject.units_per_sample == 32

@@ -1,0 +1,119 @@
+"""Planned memory is what real ranks hold: at its peak, by kind, at every stage and on two axes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tests.support.distributed import run_ranks
+from zerokit.bench.engines.trainer import make
+from zerokit.bench.machine.accelerator import choose_accelerator
+from zerokit.bench.measure.timeline import MemoryTracker
+from zerokit.bench.plans.beside import PlanBeside
+from zerokit.bench.plans.subjects import subject_named, subject_of
+from zerokit.bench.record.settings import Settings
+from zerokit.bench.worker.batches import Batches
+from zerokit.bench.workloads.build import build, load
+from zerokit.formulas import MEMORY_KINDS
+from zerokit.placement import Mesh, Placement, stage_of
+from zerokit.planning.memory import StepMemory, element_sizes
+from zerokit.planning.replay import Step
+from zerokit.planning.subject import Traces
+from zerokit.runtime import Precision, ZeroOptimizer
+
+QWEN = "tests.planning.models:qwen"
+Peaks = tuple[dict[str, int], dict[str, int]]
+
+
+def measure_and_plan(settings: list[dict[str, Any]]) -> list[tuple[Peaks, Peaks]]:
+    """For each cell rank 0's peaks, at the most and by kind, as tracked in a third step and as planned."""
+    found = []
+    torch.set_num_threads(1)
+    traces: Traces | None = None
+    for each in settings:
+        cell = Settings(nproc_per_node=dist.get_world_size(), device="cpu", **each)
+        loaded, accelerator = load(cell), choose_accelerator("cpu")
+        traces = traces or Traces(subject_of(loaded), on_cuda=False, exactly=True)
+        trainer = make(loaded, cell, accelerator)
+        batches = Batches(loaded, cell, accelerator.device, ahead=False)
+        tracker = MemoryTracker(trainer.held, "cpu") if dist.get_rank() == 0 else None
+        for step in range(3):
+            ready = batches.of(step * cell.samples_per_step)
+            if tracker is None:
+                trainer.step(ready)
+                continue
+            tracker.begin_step()
+            with tracker:
+                trainer.step(ready, tracker.mark)
+                tracker.read()
+        if tracker is not None:
+            assert trainer.zero is not None
+            readings = [sizes for _, sizes in tracker.readings]
+            most = max(readings, key=lambda sizes: sum(sizes.values()))
+            highest = {kind: max(sizes[kind] for sizes in readings) for kind in MEMORY_KINDS}
+            beside = PlanBeside(
+                cell, loaded, trainer.zero.runtime.placement, trainer.zero.precision, None, traces
+            )
+            planned = beside.planned
+            found.append(((most, highest), (planned.peak_bytes, planned.highest_bytes)))
+        del trainer
+        dist.barrier()
+    return found
+
+
+def require_close(measured: Peaks, planned: Peaks) -> None:
+    """1 % for each kind that the layout decides, 3 % for all tensors together."""
+    for kind in MEMORY_KINDS[:-1]:
+        assert planned[1][kind] == pytest.approx(measured[1][kind], rel=0.01), kind
+    assert sum(planned[0].values()) == pytest.approx(sum(measured[0].values()), rel=0.03)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"model": "gpt-5m", "precision": "fp32", "seq_len": 128},
+        {"model": "gpt-5m", "precision": "bf16", "seq_len": 128, "accumulate": 3},
+        {"model": "llama-tiny", "precision": "fp32", "seq_len": 64, "batch_size": 8},
+        {"model": "mlp-mnist", "precision": "fp32", "batch_size": 64},
+        {"model": "resnet50", "precision": "bf16", "image_size": 64},
+        {"model": QWEN, "precision": "bf16", "seq_len": 64},
+        {"model": "tests.planning.models:dropping", "precision": "fp32", "batch_size": 64},
+    ],
+    ids=lambda each: f"{each['model']}-{each['precision']}",
+)
+def test_the_peak_of_real_ranks(model: dict[str, Any]) -> None:
+    cells = [{**model, "stage": stage} for stage in range(4)]
+    for measured, planned in run_ranks(2, measure_and_plan, cells)[0]:
+        require_close(measured, planned)
+
+
+def test_on_two_axes() -> None:
+    model = {"model": "gpt-5m", "precision": "bf16", "seq_len": 64, "mesh": "2x2"}
+    cells = [
+        {**model, "stage": inner, "outer_stage": outer} for outer, inner in ((0, 3), (1, 2), (2, 3), (3, 3))
+    ]
+    for measured, planned in run_ranks(4, measure_and_plan, cells)[0]:
+        require_close(measured, planned)
+
+
+TRACES = Traces(subject_named("gpt-5m"), on_cuda=False, exactly=True)
+
+
+@pytest.mark.parametrize("world", [8, 64, 512])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_layout_and_state_of_many_ranks_are_those_of_their_optimizer(world: int, stage: int) -> None:
+    trace = TRACES.get(1, "bf16", recompute=False)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    try:
+        optimizer = ZeroOptimizer(build("gpt-5m"), torch.optim.AdamW, stage=stage_of(stage), precision="bf16")
+        layout = trace.layout.for_world(world)
+        assert layout.digest() == optimizer.layout.digest()
+        placement = Placement.of(stage, Mesh(1, world))
+        step = Step(layout, placement, element_sizes(Precision.of("bf16")), on_cuda=False)
+        assert StepMemory(trace, step).of(trace).held == optimizer.predicted_memory()
+    finally:
+        dist.destroy_process_group()

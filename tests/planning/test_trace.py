@@ -1,0 +1,66 @@
+"""A model run once on fake tensors: micro-batches of all sizes from one recording, recomputation, work, refusals."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from zerokit.bench.plans.subjects import subject_named
+from zerokit.errors import UsageError
+from zerokit.planning.subject import Traces
+from zerokit.planning.work import UnitWork
+
+
+def flops(units: tuple[UnitWork, ...], part: int) -> int:
+    return sum(product.flops for unit in units for product in unit.parts[part].products)
+
+
+@pytest.mark.parametrize("model", ["gpt-tiny", "llama-tiny", "mlp-mnist", "tests.planning.models:qwen"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_one_recording_serves_micro_batches_of_all_sizes(model: str, recompute: bool) -> None:
+    subject = subject_named(model)
+    general = Traces(subject, on_cuda=False)
+    exact = Traces(subject, on_cuda=False, exactly=True)
+    for samples in (2, 5):
+        one = general.get(samples, "bf16", recompute=recompute)
+        other = exact.get(samples, "bf16", recompute=recompute)
+        assert [(e.moment, e.units) for e in one.events] == [(e.moment, e.units) for e in other.events]
+        assert np.array_equal(one.levels, other.levels)
+        assert one.work == other.work
+
+
+def test_recomputation_holds_less_and_repeats_the_forward_of_blocks() -> None:
+    traces = Traces(subject_named("gpt-5m"), on_cuda=False)
+    kept = traces.get(4, "fp32", recompute=False)
+    again = traces.get(4, "fp32", recompute=True)
+    assert again.levels.max() < kept.levels.max() / 2
+    assert flops(kept.work.units, 2) == 0
+    assert 0 < flops(again.work.units, 2) < flops(again.work.units, 0)
+    assert flops(again.work.units, 1) == flops(kept.work.units, 1)
+
+
+def test_dropout_is_recomputed_as_on_cuda() -> None:
+    subject = subject_named("tests.planning.models:dropping")
+    again = Traces(subject, on_cuda=True).get(2, "bf16", recompute=True)
+    assert flops(again.work.units, 2) > 0
+
+
+def test_flops_are_those_of_the_products() -> None:
+    trace = Traces(subject_named("mlp-mnist"), on_cuda=False).get(8, "fp32", recompute=False)
+    weights = 784 * 256 + 256 * 10
+    assert flops(trace.work.units, 0) == 2 * 8 * weights
+    # Backward makes the gradients of all weights, and of the one input that needs them.
+    assert flops(trace.work.units, 1) == 2 * 8 * (weights + 256 * 10)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("branching", r"cannot be traced: running it once on fake tensors failed \(.*\.item\(\)"),
+        ("no_loss", r"must return the loss, a scalar, not a tensor of shape \[2, 4\]"),
+    ],
+)
+def test_a_model_that_cannot_be_traced_is_refused_in_a_sentence(model: str, message: str) -> None:
+    traces = Traces(subject_named(f"tests.planning.models:{model}"), on_cuda=False, exactly=True)
+    with pytest.raises(UsageError, match=message):
+        traces.get(2, "fp32", recompute=False)

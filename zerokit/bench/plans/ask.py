@@ -1,0 +1,232 @@
+"""`zerokit.plan`: predicts which stages and meshes fit, how fast they are, and which to choose."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from zerokit.bench.catalogue.fit import available_bytes
+from zerokit.bench.plans.subjects import subject_named
+from zerokit.bench.record import Record, read_record
+from zerokit.errors import UsageError
+from zerokit.placement import Mesh
+from zerokit.planning.cells import Plan, Question, plan_cells
+from zerokit.planning.efficiency import Efficiency, of_device
+from zerokit.planning.hardware import Cluster, Device, device_named, network, read_cluster
+from zerokit.planning.subject import Subject
+
+_T = TypeVar("_T")
+
+USUAL_NODE = 8
+"""Devices of a node where nobody says how many: those of DGX, HGX and the clouds' machines."""
+
+NODE_GBIT_PER_S: Mapping[str, float] = {"a100-40": 1600, "a100-80": 1600, "h100-80": 3200, "h200": 3200}
+"""What joins nodes of 8 devices where nobody says: NVIDIA's DGX have an adapter a device, of 200 Gbit/s (DGX A100 user
+guide) or 400 (DGX H100 and H200 user guides). The nodes of other devices have no usual network."""
+
+
+def plan(
+    model: str | Subject,
+    *,
+    gpus: int,
+    device: str | None = None,
+    nodes: int | None = None,
+    cluster: str | Path | None = None,
+    network_gbit: float | None = None,
+    record: str | Path | None = None,
+    stage: int | Sequence[int] | None = None,
+    outer_stage: int | Sequence[int] | None = None,
+    mesh: str | Sequence[str] | None = None,
+    batch_size: int | Sequence[int] | None = None,
+    accumulate: int | Sequence[int] = 1,
+    samples_per_step: int | None = None,
+    seq_len: int | None = None,
+    precision: str | Sequence[str] | None = None,
+    recompute: bool | None = None,
+    bucket_mb: float | None = None,
+) -> Plan:
+    """Predict memory and time of every way to train `model` with AdamW on `gpus` ranks, best first. No rank is started.
+
+    What is None is left to the plan.
+
+    Args:
+        model: a catalogue name, `package.module:factory`, the path of a Hugging Face `config.json`, or a `Subject`.
+        gpus: ranks, one a device.
+        device: its name, such as "h100-80"; "cpu" for hosts.
+        nodes: how many nodes they are in.
+        cluster: a file with the device and the links (`read_cluster`), or the output of `zerokit doctor --json`.
+        network_gbit: of the link between nodes, in Gbit/s a node.
+        record: a record of `zerokit bench` on one such device, from which its speed is taken.
+        stage: the inner axis' stages to choose from.
+        outer_stage: the outer axis' stages to choose from, on a mesh.
+        mesh: "MxS" or several, or "1xN" for one axis.
+        batch_size: samples of a rank's micro-batch.
+        accumulate: micro-batches a step.
+        samples_per_step: of all ranks; then `accumulate` follows.
+        seq_len: tokens a sequence.
+        precision: "fp32", "bf16", "fp16".
+        recompute: whether blocks are recomputed in backward.
+        bucket_mb: as `ZeroOptimizer`'s.
+
+    Raises `UsageError` for what is unknown, contradictory, or cannot be traced.
+    """
+    counts = {"gpus": gpus, "batch_size": batch_size, "accumulate": accumulate, "seq_len": seq_len}
+    for name, given in (counts | {"samples_per_step": samples_per_step, "bucket_mb": bucket_mb}).items():
+        if wrong := [value for value in _several(given) or () if value <= 0]:
+            raise UsageError(f"{name} {wrong[0]}: expected a number above 0")
+    measured = None if record is None else read_record(Path(record))
+    where, notes = _cluster(gpus, device, nodes, cluster, network_gbit, measured)
+    on_cuda = bool(where.device.flops)
+    subject = model if isinstance(model, Subject) else subject_named(model, seq_len=seq_len)
+    usual: tuple[str, ...] = ("bf16",) if on_cuda else ("fp32",)
+    precisions: tuple[str, ...] = _several(precision) or usual
+    efficiencies, reasons = _efficiencies(where, gpus, precisions, measured)
+    question = Question(
+        where,
+        gpus,
+        efficiencies,
+        precisions,
+        meshes=_meshes(_several(mesh), gpus),
+        stages=_stages(_several(stage), _several(outer_stage)),
+        micro_batches=_several(batch_size),
+        accumulate=_several(accumulate) or (1,),
+        recompute=(False, True) if recompute is None else (recompute,),
+        samples_per_step=samples_per_step,
+        room_bytes=where.device.memory_bytes or _room_of_host(where, on_cuda=on_cuda),
+        on_cuda=on_cuda,
+        bucket_mb=bucket_mb,
+    )
+    found = plan_cells(subject, question)
+    return replace(found, assumptions=(*notes, *reasons, *found.assumptions))
+
+
+def _several(value: _T | Sequence[_T] | None) -> tuple[_T, ...] | None:
+    if value is None:
+        return None
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        return (value,)
+    return tuple(value)
+
+
+def _cluster(
+    gpus: int,
+    name: str | None,
+    nodes: int | None,
+    file: str | Path | None,
+    network_gbit: float | None,
+    record: Record | None,
+) -> tuple[Cluster, list[str]]:
+    """The devices and links, and in sentences what was assumed of them."""
+    if nodes is not None and (nodes < 1 or gpus % nodes):
+        raise UsageError(f"{gpus} devices cannot be divided equally among {nodes} nodes")
+    device = None if name is None else _device(name)
+    if device is None and record is not None:
+        device = _device(record.ranks[0].device)
+    notes = []
+    if file is not None:
+        found = read_cluster(Path(file), device=device)
+        per_node = min(gpus, found.ranks_per_node) if nodes is None else gpus // nodes
+        if gpus % per_node:
+            raise UsageError(
+                f"{gpus} devices do not fill nodes of {per_node}, as {file} has them: give --nodes"
+            )
+        if found.sharing is not None and gpus > 1 and per_node != found.ranks_per_node:
+            raise UsageError(
+                f"{file} was measured with {found.ranks_per_node} ranks a node, and {per_node} are planned: run "
+                f"zerokit doctor --json with --nproc-per-node {per_node}"
+            )
+        found = replace(found, ranks_per_node=per_node)
+    elif device is None:
+        raise UsageError("no device: give --device, such as h100-80, or a file for --cluster that names one")
+    else:
+        if nodes is None:
+            nodes = _usual_nodes(gpus)
+            if nodes > 1:
+                notes.append(f"{nodes} nodes of {gpus // nodes} devices. Use --nodes to change this.")
+        found = Cluster(device, gpus // nodes, device.inner)
+    if network_gbit is not None:
+        return replace(found, outer=network(network_gbit)), notes
+    if found.outer is None and found.nodes(gpus) > 1 and (usual := NODE_GBIT_PER_S.get(found.device.name)):
+        speed = usual * found.ranks_per_node / USUAL_NODE
+        notes.append(
+            f"Nodes are joined by {speed:,.0f} Gbit/s each, {usual / USUAL_NODE:,.0f} a device as in NVIDIA's "
+            "DGX. Use --network or --cluster to change this."
+        )
+        found = replace(found, outer=network(speed))
+    return found, notes
+
+
+def _usual_nodes(gpus: int) -> int:
+    """The fewest nodes of at most `USUAL_NODE` devices that all have as many."""
+    for nodes in range(-(-gpus // USUAL_NODE), gpus // 2 + 1):
+        if gpus % nodes == 0:
+            return nodes
+    if gpus <= USUAL_NODE:
+        return 1
+    raise UsageError(f"{gpus} devices do not divide among nodes of 2 to {USUAL_NODE}: give --nodes")
+
+
+def _device(name: str) -> Device:
+    return Device("cpu") if name == "cpu" else device_named(name)
+
+
+def _efficiencies(
+    cluster: Cluster, gpus: int, precisions: Sequence[str], record: Record | None
+) -> tuple[dict[str, Efficiency], list[str]]:
+    """The speed of the device by precision, and why it has none for some."""
+    found, reasons = {}, []
+    for precision in precisions:
+        if record is not None and record.settings.precision == precision:
+            from zerokit.bench.plans.speed import speed_of
+
+            found[precision] = speed_of(record, cluster, gpus)
+            reasons.append(f"The device's speed is that of record {record.id[:8]}, {record.settings.model}.")
+            continue
+        if not cluster.device.flops:
+            reasons.append(
+                f"No times in {precision}: a host's speed comes from a record of `zerokit bench` on one rank, "
+                "--from RECORD."
+            )
+            continue
+        try:
+            found[precision] = of_device(cluster.device, precision)
+        except UsageError as error:
+            reasons.append(f"No times in {precision}: {error}.")
+    return found, reasons
+
+
+def _meshes(given: Sequence[str] | None, world: int) -> tuple[Mesh, ...] | None:
+    if given is None:
+        return None
+    meshes = []
+    for text in given:
+        parts = text.split("x")
+        if len(parts) != 2 or not all(part.isdigit() and int(part) for part in parts):
+            raise UsageError(f"mesh {text!r}: expected OUTERxINNER, such as 2x4")
+        outer, inner = map(int, parts)
+        if outer * inner != world or (inner == 1 and world > 1):
+            raise UsageError(f"mesh {text} has {outer * inner} ranks on its axes, and there are {world}")
+        meshes.append(Mesh(outer, inner))
+    return tuple(meshes)
+
+
+def _stages(inner: Sequence[int] | None, outer: Sequence[int] | None) -> tuple[tuple[int, int], ...] | None:
+    if inner is None and outer is None:
+        return None
+    for stage in (*(inner or ()), *(outer or ())):
+        if stage not in range(4):
+            raise UsageError(f"stage {stage} is unknown: choose one of 0, 1, 2, 3")
+    pairs = [(one, two) for two in (inner or range(4)) for one in (outer or range(two + 1)) if one <= two]
+    if not pairs:
+        raise UsageError(
+            "every outer stage exceeds every inner one: choose an outer stage that is at most the inner one"
+        )
+    return tuple(dict.fromkeys((*pairs, *((two, two) for two in inner or () if outer is None))))
+
+
+def _room_of_host(cluster: Cluster, *, on_cuda: bool) -> int | None:
+    """What a rank of this machine may take: an equal share of what is available."""
+    available = None if on_cuda else available_bytes()
+    return None if available is None else available // cluster.ranks_per_node

@@ -1,0 +1,190 @@
+"""The models of plans, by name: the catalogue's, a factory, or a Hugging Face `config.json`."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zerokit.bench.catalogue.workloads import INSTALL, describe
+from zerokit.bench.record.settings import Settings
+from zerokit.bench.workloads.build import Loaded, load
+from zerokit.bench.workloads.own import resolve
+from zerokit.bench.workloads.sources import generator
+from zerokit.errors import UsageError
+from zerokit.planning.subject import Subject
+
+USUAL_TOKENS = 2048
+"""Tokens a sequence where nobody says how many, or as many as the model has positions."""
+
+USUAL_SIDE = 224
+"""Pixels of an image's side where the model does not say."""
+
+
+def subject_named(name: str, *, seq_len: int | None = None) -> Subject:
+    """The subject of this name. Raises `UsageError` for a model that is unknown or cannot be built here.
+
+    Args:
+        name: of the catalogue; `package.module:factory`, whose factory returns an `Own`; or the path of a
+            `config.json` that transformers reads.
+        seq_len: tokens a sequence, for language models.
+    """
+    if name.endswith(".json"):
+        return _from_config(Path(name), seq_len)
+    workload = describe(name)
+    if workload.config is None:
+        return _own(name, seq_len)
+    if workload.text is None:
+        return subject_in(Settings(model=name))
+    length = seq_len or min(USUAL_TOKENS, workload.text.positions)
+    if length > workload.text.positions:
+        raise UsageError(
+            f"seq_len {length} exceeds the {workload.text.positions} positions of {name}: give a smaller --seq-len"
+        )
+    subject = subject_in(Settings(model=name, seq_len=length))
+    return replace(
+        subject,
+        bench_options=("--model", name, "--seq-len", str(length)),
+        assumptions=() if seq_len else (f"Sequences of {length:,} tokens. Use --seq-len to change this.",),
+    )
+
+
+def subject_in(settings: Settings) -> Subject:
+    """The subject that a bench with these settings trains; only the shapes of its data matter."""
+    data = None if describe(settings.model).text is None else "synthetic"
+    return subject_of(load(replace(settings, data=data, recompute=False)))
+
+
+def subject_of(loaded: Loaded) -> Subject:
+    """The subject of a loaded workload."""
+    model, settings = loaded.model, replace(loaded.settings, recompute=False)
+
+    def batch(samples: int) -> tuple[Tensor, ...]:
+        if samples == settings.batch_size:
+            return loaded.batch(0)
+        return load(replace(settings, batch_size=samples)).batch(0)
+
+    return Subject(
+        settings.model,
+        replace(loaded, settings=settings).build,
+        batch,
+        model.unit,
+        model.units_per_sample,
+        model.flops_per_unit,
+        model.flops_convention or "not counted",
+        ("--model", settings.model),
+    )
+
+
+def _own(name: str, seq_len: int | None) -> Subject:
+    if seq_len is not None:
+        raise UsageError(f"{name} makes its own batches: omit --seq-len {seq_len} , and set the length there")
+    own = resolve(name)
+    return Subject(
+        name,
+        own.build,
+        lambda samples: tuple(own.batch(generator(0), samples)),
+        own.unit,
+        own.units_per_sample,
+        bench_options=("--model", name),
+    )
+
+
+class OwnLoss(nn.Module):
+    """A model of transformers with the loss that it computes itself."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        """The loss, a scalar, of tokens or images and their labels."""
+        main: Any = self.model.main_input_name
+        loss: Tensor = self.model(**{main: inputs}, labels=labels).loss
+        return loss
+
+
+_TASKS = ("ImageClassification", "Seq2SeqLM", "MaskedLM", "CausalLM")
+"""The suffixes of transformers' `AutoModelFor…` classes whose inputs and labels are known here."""
+
+
+def _from_config(path: Path, seq_len: int | None) -> Subject:
+    if importlib.util.find_spec("transformers") is None:
+        raise UsageError(f"{path} needs transformers, which is not installed here; {INSTALL['transformers']}")
+    content = _read_config(path)
+    try:
+        task, config = _configure(content)
+
+        def build() -> nn.Module:
+            return OwnLoss(task.from_config(config))
+
+        with torch.device("meta"):
+            name = type(build().model).__name__
+    except Exception as error:  # whatever a library makes of somebody's file
+        raise UsageError(
+            f"{path}: transformers makes no model with a loss of it ({type(error).__name__}: "
+            f"{str(error)[:200]}); give a factory, package.module:function, that builds the model with its loss"
+        ) from error
+    assumptions = [f"Trained as transformers' {name}, with its own loss."]
+    if "ImageClassification" in task.__name__:
+        if seq_len is not None:
+            raise UsageError(f"{path} is a model of images: leave --seq-len {seq_len} out")
+        size = getattr(config, "image_size", None) or USUAL_SIDE
+        if getattr(config, "image_size", None) is None:
+            assumptions.append(f"Images of {USUAL_SIDE} x {USUAL_SIDE} pixels.")
+        shape = (config.num_channels, *(size if isinstance(size, list | tuple) else (size, size)))
+        unit, length = "images", 1
+    else:
+        positions = getattr(config, "max_position_embeddings", None)
+        length = seq_len or min(USUAL_TOKENS, positions or USUAL_TOKENS)
+        if positions is not None and length > positions:
+            raise UsageError(
+                f"seq_len {length} exceeds the {positions} positions of {path}: give a smaller --seq-len"
+            )
+        shape, unit = (length,), "tokens"
+        if seq_len is None:
+            assumptions.append(f"Sequences of {length:,} tokens. Use --seq-len to change this.")
+
+    def batch(samples: int) -> tuple[Tensor, ...]:
+        if unit == "images":
+            return torch.zeros(samples, *shape), torch.zeros(samples, dtype=torch.int64)
+        tokens = torch.zeros(samples, *shape, dtype=torch.int64)
+        return tokens, tokens
+
+    return Subject(str(path), build, batch, unit, length, assumptions=tuple(assumptions))
+
+
+def _configure(content: dict[str, Any]) -> tuple[Any, Any]:
+    """The class of transformers that makes the model, as the file names it if it does, and its configuration."""
+    import transformers
+
+    known = {
+        key: value for key, value in content.items() if key not in ("model_type", "torch_dtype", "dtype")
+    }
+    config = transformers.AutoConfig.for_model(content["model_type"], **known | {"use_cache": False})
+    made = {}
+    for task in _TASKS:
+        auto: Any = getattr(transformers, f"AutoModelFor{task}")
+        if type(config) in auto._model_mapping:
+            made[auto._model_mapping[type(config)].__name__] = auto
+    named = content.get("architectures") or []
+    if not made or any(name.rpartition("For")[1] and name not in made for name in named):
+        raise ValueError(f"{', '.join(named) or content['model_type']} is none of {', '.join(_TASKS)}")
+    return next((made[name] for name in named if name in made), next(iter(made.values()))), config
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} is no model's configuration: {error}") from error
+    if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
+        raise UsageError(
+            f"{path} is no model's configuration: it has no model_type, as transformers writes one"
+        )
+    return content

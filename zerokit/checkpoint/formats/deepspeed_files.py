@@ -1,0 +1,174 @@
+"""The files of a DeepSpeed checkpoint, by rank, and the states in them.
+
+ROOT/latest                                          the name of a tag
+ROOT/TAG/mp_rank_00_model_states.pt                  stages 1 and 2
+ROOT/TAG/zero_pp_rank_R_mp_rank_00_model_states.pt   stage 3, one a rank
+ROOT/TAG/[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt   one a rank
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zerokit.checkpoint.disk import opened, read_whole
+from zerokit.checkpoint.formats.pickles import Record
+from zerokit.checkpoint.formats.torchfile import Blob, StoredTensor, read_torch_file
+from zerokit.errors import CheckpointError
+
+LATEST = "latest"
+_FIRST = "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"
+
+Shapes = dict[str, tuple[int, ...]]
+
+KNOWN = frozenset(
+    [
+        "module",
+        "buffer_names",
+        "optimizer",
+        "param_shapes",
+        "frozen_param_shapes",
+        "shared_params",
+        "frozen_param_fragments",
+        "data_sampler",
+        "random_ltd",
+        "sparse_tensor_module_names",
+        "skipped_steps",
+        "global_steps",
+        "global_samples",
+        "dp_world_size",
+        "mp_world_size",
+        "checkpoint_parallel_dimensions",
+        "ds_config",
+        "ds_version",
+        "universal_checkpoint_info",
+    ]
+)
+"""Members of the model's states that DeepSpeed writes itself; others are the program's own."""
+
+_MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,9})_)?mp_rank_(\d+)_model_states\.pt")
+_OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d{1,9})_mp_rank_(\d+)_optim_states\.pt")
+_EXPERTS = re.compile(r"(layer_\d+_)?expert_\d+_.*\.pt|layer_\d+-model_.*\.pt")
+
+
+@dataclass(frozen=True)
+class Files:
+    """A tag's directory and its files, by rank."""
+
+    folder: Path
+    models: tuple[Path, ...]
+    optimizers: tuple[Path, ...]
+
+
+def find_tag(path: Path) -> Path | None:
+    """The directory of the checkpoint at `path`: itself, or the tag that `latest` names; None where there is none."""
+    if not path.is_dir():
+        return None
+    if _has_model(path):
+        return path
+    latest = path / LATEST
+    if latest.is_file() and latest.stat().st_size < 4096:
+        name = read_whole(latest, limit=4096).decode("utf-8", "replace").strip()
+        folder = path / name
+        if name and "/" not in name and name != ".." and folder.is_dir() and _has_model(folder):
+            return folder
+    return None
+
+
+def find_tags(path: Path) -> list[str]:
+    """Directories in `path` that hold a checkpoint each."""
+    folders = [entry for entry in path.iterdir() if entry.is_dir()] if path.is_dir() else []
+    return sorted(entry.name for entry in folders if any((entry / name).is_file() for name in _FIRST))
+
+
+def _has_model(folder: Path) -> bool:
+    return any(_MODEL.fullmatch(entry.name) for entry in folder.iterdir())
+
+
+def find_files(folder: Path) -> Files:
+    """The files of a tag's directory. Raises `CheckpointError` where one is missing or of another kind."""
+    models: dict[int, Path] = {}
+    optimizers: dict[int, Path] = {}
+    for entry in sorted(folder.iterdir()):
+        if _EXPERTS.fullmatch(entry.name):
+            raise CheckpointError(
+                f"{entry}: belongs to a mixture of experts or a pipeline, which zerokit does not read: convert it "
+                "with DeepSpeed's own tools first"
+            )
+        for pattern, found in ((_MODEL, models), (_OPTIMIZER, optimizers)):
+            match = pattern.fullmatch(entry.name)
+            if match is None:
+                continue
+            if int(match[2]):
+                raise CheckpointError(
+                    f"{entry}: belongs to tensor or pipeline parallelism, which zerokit does not read: convert it "
+                    "with DeepSpeed's own tools first"
+                )
+            rank = int(match[1] or 0)
+            if rank in found:
+                raise CheckpointError(
+                    f"{folder}: {entry.name} and {found[rank].name} belong to the same rank: files of several "
+                    "saves are mixed"
+                )
+            found[rank] = entry
+    if not optimizers:
+        raise CheckpointError(
+            f"{folder}: no optim_states of ZeRO beside the model's: zerokit reads checkpoints of stages 1 to 3"
+        )
+    return Files(
+        folder, _by_rank(folder, "model_states", models), _by_rank(folder, "optim_states", optimizers)
+    )
+
+
+def _by_rank(folder: Path, what: str, found: dict[int, Path]) -> tuple[Path, ...]:
+    missing = next((rank for rank in range(len(found)) if rank not in found), None)
+    if missing is not None:
+        raise CheckpointError(f"{folder}: rank {missing}'s file of {what} is missing")
+    return tuple(found[rank] for rank in range(len(found)))
+
+
+def read_states(path: Path) -> tuple[dict[str, Any], list[Blob]]:
+    """A file's states, and the storages in it by their offsets."""
+    with opened(path) as fd:
+        value = read_torch_file(path, fd)
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: a {type(value).__name__}, expected DeepSpeed's dict of states")
+    return value, sorted(set(_blobs(value)), key=lambda blob: blob.offset)
+
+
+def stage_of(optimizer: Mapping[str, Any]) -> int:
+    """The stage that wrote a rank's states. DeepSpeed's optimizer for bf16, of stage 1, does not say."""
+    stage = optimizer.get("zero_stage", 1)
+    number = stage.args[0] if isinstance(stage, Record) else stage
+    if type(number) is not int or not 1 <= number <= 3:
+        raise CheckpointError(f"ZeRO stage {str(number)[:20]} is unknown: expected 1, 2 or 3")
+    return number
+
+
+def shapes_of(model: Mapping[str, Any]) -> list[Shapes]:
+    """`param_shapes`, as plain data. Raises `ValueError` for what is no shape."""
+    found = [{name: tuple(shape) for name, shape in shapes.items()} for shapes in model["param_shapes"]]
+    for shapes in found:
+        for name, shape in shapes.items():
+            if (
+                not isinstance(name, str)
+                or len(shape) > 64
+                or any(type(n) is not int or n < 0 for n in shape)
+            ):
+                raise ValueError(f"{str(name)[:200]!r} has the shape {str(shape)[:60]}")
+    return found
+
+
+def _blobs(value: Any) -> Iterator[Blob]:
+    """Every storage that a value refers to."""
+    pending, seen = [value], set()
+    while pending:
+        part = pending.pop()
+        if isinstance(part, StoredTensor):
+            yield part.blob
+        elif isinstance(part, (dict, list, tuple)) and id(part) not in seen:
+            seen.add(id(part))
+            pending.extend(part.values() if isinstance(part, dict) else part)

@@ -1,0 +1,167 @@
+"""`Description`: the contents of another framework's checkpoint, and helpers of all readers.
+
+A reader lists parameters and buffers with the stretches of files that their elements lie in.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from zerokit.checkpoint.formats.torchfile import Blob, StoredTensor
+from zerokit.checkpoint.safetensors import ELEMENT_BYTES
+from zerokit.checkpoint.source import StoredBuffer, Stretch
+from zerokit.errors import CheckpointError
+from zerokit.layout import Interval, Parameter
+
+MASTER, PARAM = "master", "param"
+
+_DROPPED = object()
+_BESIDE = re.compile(
+    r"random_states_\d+\.pkl|rng_state(_\d+)?\.pth|(optimizer|scheduler)(_\d+)?\.(bin|pt)|(sampler|dl_state_dict)(_\d+)?\.bin"
+    r"|scaler\.pt|training_args\.bin|trainer_state\.json|custom_checkpoint_\d+\.pkl"
+)
+"""What accelerate and transformers' Trainer keep beside a model's checkpoint."""
+
+_MOST_PLAIN, _DEEPEST_PLAIN = 1 << 24, 100
+
+
+@dataclass(frozen=True, slots=True)
+class StoredStream:
+    """A parameter's state of one kind: its elements, in order, in stretches that tile the parameter."""
+
+    dtype: str
+    stretches: tuple[Stretch, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredScalar:
+    """State of a parameter that has another shape, such as its step count."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    content: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StoredParameter:
+    """A parameter with its streams: `streams` has "master" where it is trained, and else "param"."""
+
+    parameter: Parameter
+    streams: Mapping[str, StoredStream]
+    scalars: Mapping[str, StoredScalar] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Description:
+    """The contents of a checkpoint, as a reader found them.
+
+    `groups` are the options of the optimizer's groups, None where there is no optimizer's state. `user` is what the
+    program itself saved. `blobs` has the bytes of each file that have a checksum. `dropped` names what is not carried,
+    `doubts` are sentences on what looks wrong and may be right.
+    """
+
+    format: str
+    path: Path
+    step: int
+    world: int
+    files: Sequence[Path]
+    parameters: Sequence[StoredParameter]
+    buffers: Mapping[str, StoredBuffer]
+    groups: Sequence[Mapping[str, Any]] | None
+    identity: int
+    user: Any = None
+    scaler: Mapping[str, Any] | None = None
+    blobs: Mapping[int, Sequence[Blob]] = field(default_factory=dict)
+    dropped: Sequence[str] = ()
+    doubts: Sequence[str] = ()
+    details: Any = None
+    """What the format's own writer needs beside it."""
+
+
+def beside(folder: Path) -> list[str]:
+    """Files of a training program in a checkpoint's folder that are not carried over, by name."""
+    return sorted(entry.name for entry in folder.iterdir() if _BESIDE.fullmatch(entry.name))
+
+
+def stretches_of(tensor: StoredTensor, file: int, what: str) -> StoredStream:
+    """A whole tensor of a torch file. Raises `CheckpointError`, naming `what`, if it is not contiguous."""
+    if not tensor.contiguous:
+        raise CheckpointError(
+            f"{what}: stored with strides {list(tensor.stride)} for shape {list(tensor.shape)}: save "
+            "it contiguous, with tensor.contiguous()"
+        )
+    return StoredStream(tensor.dtype, whole(tensor.numel, file, tensor.offset))
+
+
+def whole(numel: int, file: int, offset: int) -> tuple[Stretch, ...]:
+    """The place of all elements; none for an empty parameter."""
+    return (Stretch(file, Interval(0, numel), offset),) if numel else ()
+
+
+def as_buffer(stream: StoredStream, shape: tuple[int, ...], files: Sequence[Path]) -> StoredBuffer:
+    """A buffer from data in one stretch, or empty data."""
+    start = stream.stretches[0] if stream.stretches else Stretch(0, Interval(0, 0), 0)
+    size = math.prod(shape) * ELEMENT_BYTES[stream.dtype]
+    return StoredBuffer(stream.dtype, shape, files[start.file], start.offset, size)
+
+
+def as_frozen(name: str, buffer: StoredBuffer, files: Sequence[Path]) -> StoredParameter:
+    """A buffer converted to a frozen parameter."""
+    stretches = whole(math.prod(buffer.shape), files.index(buffer.path), buffer.offset)
+    parameter = Parameter(name, buffer.shape, buffer.dtype, trainable=False)
+    return StoredParameter(parameter, {PARAM: StoredStream(buffer.dtype, stretches)})
+
+
+def plain_value(root: Any, name: str, dropped: list[str]) -> Any:
+    """A program's own data as plain containers; paths of unsupported values are added to `dropped`.
+
+    Raises `CheckpointError` for data that grows without end where shared parts are written out.
+    """
+    count = 0
+
+    def visit(value: Any, path: str, depth: int) -> Any:
+        nonlocal count
+        count += 1
+        if count > _MOST_PLAIN or depth > _DEEPEST_PLAIN:
+            raise CheckpointError(f"{name}: over {_MOST_PLAIN} values, or nested over {_DEEPEST_PLAIN} deep")
+        if value is None or isinstance(value, (bool, int, float, str, bytes)):
+            return value
+        if isinstance(value, dict):
+            carried = {}
+            for key, part in value.items():
+                inner = f"{path}.{key}" if isinstance(key, str) else f"{path}[{str(key)[:60]}]"
+                if not _is_plain_key(key):
+                    dropped.append(inner)
+                elif (plain := visit(part, inner, depth + 1)) is not _DROPPED:
+                    carried[key] = plain
+            return carried
+        if isinstance(value, (list, tuple)):
+            parts = [visit(part, f"{path}[{number}]", depth + 1) for number, part in enumerate(value)]
+            if any(part is _DROPPED for part in parts):
+                return _DROPPED
+            return parts if isinstance(value, list) else tuple(parts)
+        dropped.append(path)
+        return _DROPPED
+
+    return visit(root, name, 0)
+
+
+def _is_plain_key(key: Any) -> bool:
+    parts = key if isinstance(key, tuple) else (key,)
+    return all(part is None or isinstance(part, (str, int, float, bytes)) for part in parts)
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Convert errors in unexpected data to `CheckpointError`, naming `path`."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
+        kind = type(error).__name__
+        raise CheckpointError(f"{path}: not in its framework's format: {kind}: {error}") from error

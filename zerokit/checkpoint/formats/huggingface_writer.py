@@ -1,0 +1,254 @@
+"""A checkpoint's weights as a folder for Hugging Face's loaders: whole tensors in `model*.safetensors`.
+
+Trainable parameters come from their masters, frozen ones and buffers as they are. Where the dtype stays the same,
+bytes are copied; where it changes, they pass through numpy, one buffer at a time. All that is read is verified.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from functools import partial
+from itertools import chain
+from pathlib import Path
+
+from zerokit.checkpoint.conversion import Options, converting
+from zerokit.checkpoint.copying import Copier
+from zerokit.checkpoint.disk import opened, write_exactly, write_file
+from zerokit.checkpoint.formats.huggingface import INDEX
+from zerokit.checkpoint.formats.huggingface_model import check_like, copied_names, copy_like, require_like
+from zerokit.checkpoint.manifest import BUFFER_PREFIX
+from zerokit.checkpoint.prune import entries_of, named
+from zerokit.checkpoint.requests import Conversion, OpenFile, Request, check_read, requests_for
+from zerokit.checkpoint.safetensors import ELEMENT_BYTES, METADATA, lay_out, read_header
+from zerokit.checkpoint.source import Source, StoredBuffer, to_array
+from zerokit.checkpoint.staging import require_apart
+from zerokit.errors import CheckpointError, UsageError
+from zerokit.layout import Interval
+
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+DEFAULT_SHARD_SIZE = "5GB"
+
+_PRODUCER = "zerokit"
+"""The member "producer" in the metadata of consolidated weights."""
+
+_OWN = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors")
+_FLOATING = ("float64", "float32", "bfloat16", "float16")
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(I?))?B?\s*", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """A tensor of the output. `stream` is the number of the one that it comes from; buffers come from `common`."""
+
+    name: str
+    shape: tuple[int, ...]
+    numel: int
+    source_dtype: str
+    dtype: str
+    stream: int | None
+
+    @property
+    def source_size(self) -> int:
+        return self.numel * ELEMENT_BYTES[self.source_dtype]
+
+    @property
+    def size(self) -> int:
+        """Bytes in the output."""
+        return self.numel * ELEMENT_BYTES[self.dtype]
+
+
+def write_weights(
+    source: Source,
+    target: Path,
+    options: Options,
+    dtype: str | None,
+    stream: str,
+    max_shard_size: int | str,
+    like: str | os.PathLike[str] | None,
+) -> None:
+    """Write the weights of any source; arguments and errors are those of `convert`."""
+    if dtype is not None and dtype not in DTYPES:
+        raise UsageError(f"dtype={dtype!r}: expected one of {', '.join(DTYPES)}")
+    limit = parse_size(max_shard_size)
+    model = None if like is None else Path(like)
+    tensors = list(_tensors(source, DTYPES.get(dtype or ""), stream))
+    renewed: set[str] = set()
+    if model is not None:
+        require_apart(model, target)
+        require_like(model)
+        aliases = {alias: p.name for p in source.layout.parameters for alias in p.aliases}
+        check_like(model, {tensor.name: tensor.shape for tensor in tensors}, aliases)
+        renewed = copied_names(model)
+    wanted = {
+        "format": "huggingface",
+        "dtype": dtype,
+        "stream": stream,
+        "max_shard_size": limit,
+        "like": None if model is None else str(model.resolve()),
+    }
+    with converting(source, target, wanted, options, partial(_foreign, renewed=renewed)) as work:
+        if model is not None:
+            copy_like(model, work)
+        _write(source, list(_shards(tensors, limit)), work, options)
+
+
+def parse_size(size: int | str) -> int:
+    """Bytes of 1000, "300MB", "5GB" (10^9) or "5GiB" (2^30). Raises `UsageError` for anything else, or less than 1."""
+    match = _SIZE.fullmatch(str(size))
+    number = 0
+    if match is not None:
+        base = 1024 if match[3] else 1000
+        number = int(Decimal(match[1]) * base ** (" KMGT".index((match[2] or " ").upper())))
+    if number < 1:
+        raise UsageError(f"size {size!r}: expected a number of bytes, or such as 300MB, 5GB or 5GiB")
+    return number
+
+
+def _tensors(checkpoint: Source, dtype: str | None, weights: str) -> Iterator[_Tensor]:
+    """Every parameter once, in the order of the line, then the buffers; trainable ones from the stream `weights`."""
+    seen = {METADATA}
+    held = {
+        position: number
+        for number, stream in enumerate(checkpoint.streams)
+        if stream.kind in (weights, "param")
+        for position in stream.parameters
+    }
+    absent = [p.name for position, p in enumerate(checkpoint.layout.parameters) if position not in held]
+    if absent:
+        kinds = ", ".join(sorted({stream.kind for stream in checkpoint.streams} - {"param"}))
+        raise UsageError(
+            f"{checkpoint.path}: stream {weights!r} has no {absent[0]}: expected one of {kinds}; an average "
+            "exists only if zerokit.Ema kept one"
+        )
+
+    def tensor(name: str, shape: tuple[int, ...], source: str, own: str, stream: int | None) -> _Tensor:
+        wanted = dtype if dtype is not None and source in _FLOATING else own
+        if wanted != source and not (wanted in _FLOATING and source in _FLOATING):
+            raise CheckpointError(
+                f"{checkpoint.path}: {name} is stored as {source} and cannot be written as {wanted}, its dtype in the "
+                "model: choose a dtype"
+            )
+        if name in seen:
+            raise CheckpointError(
+                f"{checkpoint.path}: no tensor can be written as {name!r}: that name is taken"
+            )
+        seen.add(name)
+        return _Tensor(name, shape, math.prod(shape), source, wanted, stream)
+
+    for position, parameter in enumerate(checkpoint.layout.parameters):
+        number = held[position]
+        yield tensor(
+            parameter.name, parameter.shape, checkpoint.streams[number].dtype, parameter.dtype, number
+        )
+    for name, buffer in checkpoint.buffers.items():
+        yield tensor(name, buffer.shape, buffer.dtype, buffer.dtype, None)
+
+
+def _shards(tensors: Iterable[_Tensor], limit: int) -> Iterator[list[_Tensor]]:
+    """Neighbours together while they fit; at least one shard."""
+    shard: list[_Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if shard and size + tensor.size > limit:
+            yield shard
+            shard, size = [], 0
+        shard.append(tensor)
+        size += tensor.size
+    yield shard
+
+
+def _write(source: Source, shards: Sequence[Sequence[_Tensor]], work: Path, options: Options) -> None:
+    names = [
+        f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
+        for number in range(1, len(shards) + 1)
+    ]
+    total = sum(tensor.source_size for shard in shards for tensor in shard)
+    with options.copier(total) as copier:
+        for name, shard in zip(names, shards, strict=True):
+            _write_shard(source, copier, work / name, shard)
+    check_read(source, copier.pieces)
+    if len(shards) > 1:
+        index = {
+            "metadata": {"total_size": sum(tensor.size for shard in shards for tensor in shard)},
+            "weight_map": {
+                tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard
+            },
+        }
+        text = json.dumps(index, indent=2, sort_keys=True, ensure_ascii=False)
+        write_file(work / INDEX, f"{text}\n".encode())
+
+
+def _write_shard(source: Source, copier: Copier, path: Path, shard: Iterable[_Tensor]) -> None:
+    # Wide elements first, so that each tensor starts at a multiple of its element size.
+    ordered = sorted(shard, key=lambda tensor: -ELEMENT_BYTES[tensor.dtype])
+    header, offsets = lay_out(
+        ((tensor.name, tensor.dtype, tensor.shape) for tensor in ordered),
+        # transformers refuses a file without the format; the producer marks an output of zerokit's.
+        {"format": "pt", "producer": _PRODUCER},
+    )
+    target = copier.target(path, offsets[-1])
+    write_exactly(target.fd, [header], 0, path)
+    buffers = source.buffers
+    requests = (
+        _requests(source, buffers, tensor, target, at) for tensor, at in zip(ordered, offsets, strict=False)
+    )
+    copier.copy(source, chain.from_iterable(requests))
+    copier.release(target)
+
+
+def _requests(
+    source: Source, buffers: Mapping[str, StoredBuffer], tensor: _Tensor, target: OpenFile, at: int
+) -> Iterable[Request]:
+    conversion = _conversion(tensor)
+    if tensor.stream is not None:
+        position, interval = source.layout.positions[tensor.name], Interval(0, tensor.numel)
+        return requests_for(source, tensor.stream, position, interval, target, at, conversion)
+    buffer, key = buffers[tensor.name], BUFFER_PREFIX + tensor.name
+    return [Request(key, buffer.path, buffer.offset, buffer.size, target, at, conversion)]
+
+
+def _conversion(tensor: _Tensor) -> Conversion | None:
+    if tensor.dtype == tensor.source_dtype:
+        return None
+
+    def convert(view: memoryview) -> memoryview:
+        from zerokit.checkpoint.formats.rounding import from_array
+
+        try:
+            return from_array(to_array(view, tensor.source_dtype, (-1,)), tensor.dtype)
+        except OverflowError as error:
+            raise CheckpointError(f"{tensor.name}: {error}: choose a wider dtype") from None
+
+    return Conversion(convert, ELEMENT_BYTES[tensor.source_dtype], ELEMENT_BYTES[tensor.dtype])
+
+
+def _foreign(folder: Path, renewed: Collection[str]) -> str:
+    """Beside consolidated weights and what the new output will have as well: paths in the folder."""
+    folders = {path.split("/")[0] for path in renewed if "/" in path}
+    weights = False
+    for entry in entries_of(folder):
+        if _OWN.fullmatch(entry.name):
+            weights = True
+            if not _consolidated(Path(entry.path)):
+                return f"{named(entry)} of another program"
+        elif entry.name in folders and entry.is_dir(follow_symlinks=False):
+            for inner in entries_of(Path(entry.path)):
+                if f"{entry.name}/{inner.name}" not in renewed:
+                    return f"{named(inner)} in {entry.name}"
+        elif entry.name != INDEX and entry.name not in renewed:
+            return named(entry)
+    return "" if weights else "no weights of zerokit's"
+
+
+def _consolidated(path: Path) -> bool:
+    try:
+        with opened(path) as fd:
+            return read_header(fd, os.fstat(fd).st_size, path).metadata.get("producer") == _PRODUCER
+    except CheckpointError:
+        return False

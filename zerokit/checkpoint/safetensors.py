@@ -1,0 +1,178 @@
+"""Files of safetensors: dtypes, headers, and where tensors lie in them.
+
+    | 8 bytes: length L | L bytes: JSON, may end in spaces | data |
+
+The JSON object maps each name to {"dtype", "shape", "data_offsets": [start, stop)} relative to the data, and
+"__metadata__" to strings. The tensors tile the data exactly. See github.com/huggingface/safetensors. A header is read
+strictly, so that nothing after it can lie outside the file or overlap.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zerokit.checkpoint.disk import read_exactly
+from zerokit.checkpoint.strict import member, members, parse_json, shape_of, typed
+from zerokit.errors import CheckpointError
+
+_DTYPES = {
+    "F64": ("float64", 8),
+    "I64": ("int64", 8),
+    "U64": ("uint64", 8),
+    "F32": ("float32", 4),
+    "I32": ("int32", 4),
+    "U32": ("uint32", 4),
+    "BF16": ("bfloat16", 2),
+    "F16": ("float16", 2),
+    "I16": ("int16", 2),
+    "U16": ("uint16", 2),
+    "I8": ("int8", 1),
+    "U8": ("uint8", 1),
+    "BOOL": ("bool", 1),
+    "F8_E4M3": ("float8_e4m3fn", 1),
+    "F8_E5M2": ("float8_e5m2", 1),
+}
+ELEMENT_BYTES = dict(_DTYPES.values())
+_NAMES = {dtype: name for name, (dtype, _) in _DTYPES.items()}
+
+HEADER_ALIGNMENT = 4096
+"""Bytes. Data starts on a page, so that direct and mapped reads need no shifting."""
+
+LENGTH_BYTES = 8
+MAX_BYTES = 100_000_000
+"""The largest JSON header: the limit of the stock reader."""
+
+METADATA = "__metadata__"
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A tensor of the file: `size` bytes from byte `offset` of the file on."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a safetensors file holds; `tensors` in the order of their data, `size` is that of length and JSON."""
+
+    size: int
+    tensors: dict[str, Tensor]
+    metadata: dict[str, str]
+
+
+def header_size(first: bytes, file_size: int, where: str) -> int:
+    """Bytes of the whole header, by the first eight bytes of a file of `file_size` bytes.
+
+    Raises `CheckpointError`, naming `where`, if no file of that size can have such a header.
+    """
+    if len(first) < LENGTH_BYTES:
+        raise CheckpointError(f"{where}: truncated: {len(first)} bytes, no safetensors file")
+    length = int.from_bytes(first[:LENGTH_BYTES], "little")
+    if length > MAX_BYTES:
+        raise CheckpointError(
+            f"{where}: not a safetensors file: its header would take {length} bytes, {MAX_BYTES} are allowed"
+        )
+    if LENGTH_BYTES + length > file_size:
+        raise CheckpointError(
+            f"{where}: truncated: its header takes {LENGTH_BYTES + length} bytes, the file has {file_size}"
+        )
+    return LENGTH_BYTES + length
+
+
+def parse_header(content: bytes, file_size: int, where: str) -> Header:
+    """Read the header that a file of `file_size` bytes begins with; `content` may go on after it.
+
+    Raises `CheckpointError`, naming `where`, for anything but dense tensors of known dtypes that tile the file.
+    """
+    size = header_size(content[:LENGTH_BYTES], file_size, where)
+    try:
+        if len(content) < size:
+            raise ValueError(f"{len(content)} bytes of a header of {size}")
+        text = content[LENGTH_BYTES:size]
+        if not text.startswith(b"{"):
+            raise ValueError(f"begins with {text[:8]!r}, expected a JSON object")
+        if not text.rstrip(b" ").endswith(b"}"):
+            raise ValueError("ends with something else than spaces")
+        entries: dict[str, Any] = parse_json(text)
+        metadata = {
+            key: typed(value, str, f"{METADATA} {key!r}")
+            for key, value in typed(entries.pop(METADATA, {}), dict, METADATA).items()
+        }
+        tensors = sorted(
+            (_tensor(name, typed(entry, dict, repr(name)), size) for name, entry in entries.items()),
+            key=lambda tensor: (tensor.offset, tensor.size),
+        )
+        _check_tiling(tensors, size, file_size)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{where}: its safetensors header is not valid: {error}") from None
+    return Header(size, {tensor.name: tensor for tensor in tensors}, metadata)
+
+
+def _tensor(name: str, entry: dict[str, Any], base: int) -> Tensor:
+    try:
+        if unknown := entry.keys() - {"dtype", "shape", "data_offsets"}:
+            raise ValueError(f"has the unknown member {min(unknown)[:60]!r}")
+        if member(entry, "dtype", str) not in _DTYPES:
+            raise ValueError(f"dtype {entry['dtype'][:60]!r} is unknown")
+        dtype, width = _DTYPES[entry["dtype"]]
+        shape = shape_of(entry)
+        offsets = members(entry, "data_offsets", int)
+        if len(offsets) != 2 or not 0 <= offsets[0] <= offsets[1]:
+            raise ValueError(f"data_offsets {str(offsets)[:60]} are no [start, stop]")
+        size = math.prod(shape) * width
+        if offsets[1] - offsets[0] != size:
+            raise ValueError(f"{offsets[1] - offsets[0]} bytes for {dtype} of shape {shape}, expected {size}")
+    except ValueError as error:
+        raise ValueError(f"tensor {name[:200]!r}: {error}") from None
+    return Tensor(name, dtype, shape, base + offsets[0], size)
+
+
+def _check_tiling(tensors: list[Tensor], base: int, file_size: int) -> None:
+    end, before = base, "the header"
+    for tensor in tensors:
+        if tensor.offset != end:
+            kind = "a hole" if tensor.offset > end else "an overlap"
+            raise ValueError(
+                f"{kind} between {before} and tensor {tensor.name[:200]!r}: byte {tensor.offset}, expected {end}"
+            )
+        end, before = tensor.offset + tensor.size, f"tensor {tensor.name[:200]!r}"
+    if end != file_size:
+        raise ValueError(f"tensors end at byte {end}, the file has {file_size}")
+
+
+def read_header(fd: int, size: int, path: Path) -> Header:
+    """The header of an open file of `size` bytes. Raises `CheckpointError`."""
+    first = bytearray(min(LENGTH_BYTES, size))
+    read_exactly(fd, [first], 0, path)
+    content = bytearray(header_size(bytes(first), size, str(path)))
+    read_exactly(fd, [content], 0, path)
+    return parse_header(bytes(content), size, str(path))
+
+
+def lay_out(
+    tensors: Iterable[tuple[str, str, Sequence[int]]], metadata: Mapping[str, str]
+) -> tuple[bytes, list[int]]:
+    """The header of a file with these tensors, `(name, dtype, shape)`, one after the other; it ends with spaces.
+
+    Returns it with the byte of the file that each tensor begins at, and the file's size as the last.
+    """
+    entries: dict[str, object] = {METADATA: metadata}
+    ends = [0]
+    for name, dtype, shape in tensors:
+        start = ends[-1]
+        ends.append(start + math.prod(shape) * ELEMENT_BYTES[dtype])
+        entries[name] = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": [start, ends[-1]]}
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    size = -(-(LENGTH_BYTES + len(text)) // HEADER_ALIGNMENT) * HEADER_ALIGNMENT
+    header = (size - LENGTH_BYTES).to_bytes(LENGTH_BYTES, "little") + text.ljust(size - LENGTH_BYTES)
+    return header, [size + end for end in ends]

@@ -1,0 +1,160 @@
+"""`zerokit plan`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from zerokit.bench.catalogue.workloads import WORKLOADS
+from zerokit.cli.lists import CommaList, Name, Range
+from zerokit.errors import UsageError
+from zerokit.planning.hardware import DEVICES
+from zerokit.text import printable
+
+_EPILOG = """\b
+For example:
+  zerokit plan llama-8b --gpus 64 --device h100-80 --nodes 8 --seq-len 4096
+  zerokit plan ./config.json --gpus 8 --device a100-80 --samples-per-step 256
+\b
+Exit codes: 0 ok, 2 wrong use, 4 nothing fits.
+"""
+
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def _several(flag: str, kind: click.ParamType[Any], metavar: str, text: str) -> Callable[[_F], _F]:
+    return click.option(flag, type=CommaList(kind), metavar=f"{metavar},…", help=text)
+
+
+@click.command(epilog=_EPILOG)
+@click.argument("model", type=Name(lambda: list(WORKLOADS)))
+@click.option(
+    "--gpus", type=click.IntRange(min=1), required=True, metavar="N", help="Number of ranks, one per device."
+)
+@click.option(
+    "--device",
+    type=Name(lambda: ["cpu", *DEVICES]),
+    metavar="NAME",
+    help=f"Kind of device: {', '.join(DEVICES)}, or cpu for ranks on hosts.  [default: from --cluster or --from]",
+)
+@click.option(
+    "--nodes",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Number of nodes.  [default: nodes of 8 devices, or as in --cluster]",
+)
+@click.option(
+    "--cluster",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Devices and links: a TOML file (see docs/plan.md) or the output of zerokit doctor --json.",
+)
+@click.option(
+    "--network",
+    "network_gbit",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="GBIT",
+    help="Bandwidth of a node to other nodes, in Gbit/s.  [default: 400 or 200 per device, as in NVIDIA's DGX]",
+)
+@click.option(
+    "--from",
+    "record",
+    envvar="ZEROKIT_PLAN_FROM",
+    type=click.Path(path_type=Path),
+    metavar="RECORD",
+    help="Take the device's speed from this record of a zerokit bench on one rank.",
+)
+@_several("--stage", Range(0, 3), "0-3", "ZeRO stages to choose from; on two axes those of the inner one.")
+@_several("--outer-stage", Range(0, 3), "0-3", "Stages of the outer axis to choose from.")
+@_several(
+    "--mesh", click.STRING, "MxS", "Meshes to choose from; 1xN is one axis.  [default: 1xN, nodes × devices]"
+)
+@_several(
+    "--batch-size",
+    click.IntRange(min=1),
+    "N",
+    "Micro-batches of one rank to choose from.  [default: 1 to 64]",
+)
+@_several("--accumulate", click.IntRange(min=1), "N", "Micro-batches in a step to choose from.  [default: 1]")
+@click.option(
+    "--samples-per-step",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Samples in a step over all ranks; --accumulate follows from it and the micro-batch.",
+)
+@click.option(
+    "--seq-len",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Tokens in a sequence.  [default: 2048, or the model's number of positions if lower]",
+)
+@_several(
+    "--precision",
+    click.Choice(["fp32", "bf16", "fp16"]),
+    "NAME",
+    "Precisions to choose from.  [default: bf16 on CUDA devices, fp32 on hosts]",
+)
+@click.option(
+    "--recompute/--no-recompute",
+    default=None,
+    help="Consider only cells that recompute blocks in backward, or only those that do not.  [default: both]",
+)
+@click.option(
+    "--bucket-mb",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="X",
+    help="As in ZeroOptimizer.  [default: by the model's size]",
+)
+@click.option(
+    "--all", "every", is_flag=True, help="Show every cell, not only the best of each stage and mesh."
+)
+@click.option(
+    "--json",
+    "as_json",
+    envvar="ZEROKIT_PLAN_JSON",
+    is_flag=True,
+    help="Print every cell as one JSON document on stdout.",
+)
+@click.option(
+    "--page",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Also write an HTML page with pictures.",
+)
+@click.pass_context
+def command(
+    context: click.Context, /, *, model: str, every: bool, as_json: bool, page: Path | None, **options: Any
+) -> None:
+    """Predict which stages and meshes fit, how fast they are, and which to choose.
+
+    MODEL is a workload of zerokit bench, package.module:factory, or the path of a Hugging Face config.json. It is run
+    once on tensors without memory; no rank is started and no GPU is needed. Every combination of stage, mesh,
+    micro-batch and recomputation gets its memory at the peak and the time of a step.
+    """
+    from rich.console import Console
+
+    from zerokit.bench.plans.ask import plan
+    from zerokit.bench.plans.plain import plain
+
+    console = Console(stderr=True, highlight=False)
+    try:
+        with console.status("looking at the model"):
+            found = plan(model, **options)
+    except UsageError as error:
+        raise click.UsageError(printable(str(error))) from error
+    if page is not None:
+        from zerokit.bench.report.plan_page import write_plan
+
+        write_plan(found, page)
+    if as_json:
+        click.echo(json.dumps(plain(found), indent=2, allow_nan=False))
+    else:
+        from zerokit.cli.plan_tables import show
+
+        show(found, every=every, page=page)
+    context.exit(0 if found.fitting else 4)

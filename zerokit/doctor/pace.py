@@ -1,0 +1,235 @@
+"""How fast ranks compute, one alone and all of them at once, and how fast they read each other's memory.
+
+Plans for hosts rest on it: the ranks of a machine share the bandwidth of its memory, and at times its cores.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from math import ceil
+from statistics import median
+from threading import Thread
+from typing import TYPE_CHECKING
+
+from zerokit.bench.machine.host import write_first
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+    from zerokit.runtime.collectives import Collectives
+    from zerokit.runtime.memory import UnitMemory
+
+_SIDE = 512
+_NUMEL = 1 << 22
+"""Elements of each added array; the arrays together exceed the caches."""
+_UNIT_NUMEL = 1 << 20
+_PAGES = 1 << 12
+_ROUNDS, _LONG_ENOUGH_S = 7, 0.03
+_EXCHANGES_S = 0.3
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How fast one rank computes in fp32.
+
+    Attributes:
+        gflops: of products of 512 x 512 matrices, in 10^9 FLOP/s.
+        block_ms: forward and backward of a small feed-forward block.
+        gb_per_s: read and written by the sum of two arrays that no cache holds, in 10^9 bytes a second.
+        page_s: what the first write to a page of fresh memory costs.
+    """
+
+    gflops: float
+    block_ms: float
+    gb_per_s: float
+    page_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Paces:
+    """How fast ranks compute alone and together.
+
+    Attributes:
+        threads: of each rank.
+        alone: rank 0, while all others wait.
+        together: the slowest rank while all of them compute.
+    """
+
+    threads: int
+    alone: Pace
+    together: Pace
+
+
+@dataclass(frozen=True, slots=True)
+class UnitSpeeds:
+    """Collectives of a unit among ranks of a node that read each other's memory, all ranks at once.
+
+    Bandwidths are bytes that a rank receives in a second, in 10^9.
+
+    Attributes:
+        latency_s: the time of a gather of a few bytes.
+        gather_gb_per_s: into memory that is there.
+        fresh_gb_per_s: into memory that the system has just handed out, as at stage 3.
+        reduce_gb_per_s: with the addition.
+    """
+
+    latency_s: float
+    gather_gb_per_s: float
+    fresh_gb_per_s: float
+    reduce_gb_per_s: float
+
+
+def measure_paces(group: dist.ProcessGroup) -> Paces:
+    """Let rank 0 compute alone, and then all ranks together. All ranks of a gloo `group` call it."""
+    import torch
+    import torch.distributed as dist
+
+    arrays = [torch.rand(_NUMEL) for _ in range(3)]
+    calls = (
+        _product(),
+        _block(),
+        lambda: torch.add(*arrays[:2], out=arrays[2]),
+        partial(write_first, _PAGES),
+    )
+    paces = []
+    for alone in (True, False):
+        seconds = []
+        for call in calls:
+            call()
+            dist.barrier(group)
+            taken = 0.0 if alone and group.rank() else _median_seconds(call)
+            seconds.append(slowest(group, taken))
+        products, block, addition, pages = seconds
+        moved = sum(array.nbytes for array in arrays)
+        paces.append(Pace(2 * _SIDE**3 / products / 1e9, block * 1e3, moved / addition / 1e9, pages / _PAGES))
+    return Paces(torch.get_num_threads(), *paces)
+
+
+def _block() -> Callable[[], object]:
+    import torch
+    from torch import nn
+
+    block = nn.Sequential(nn.LayerNorm(256), nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256))
+    inputs = torch.rand(256, 256)
+
+    def run() -> None:
+        block.zero_grad()
+        block(inputs).square().mean().backward()
+
+    return run
+
+
+def _product() -> Callable[[], object]:
+    import torch
+
+    left, right, product = (torch.rand(_SIDE, _SIDE) for _ in range(3))
+    return lambda: torch.mm(left, right, out=product)
+
+
+def _median_seconds(call: Callable[[], object]) -> float:
+    """The time of one call, from rounds that are long enough to be timed; other ranks do the same meanwhile."""
+    times = []
+    for _ in range(_ROUNDS):
+        start, calls = time.perf_counter(), 0
+        while (taken := time.perf_counter() - start) < _LONG_ENOUGH_S:
+            call()
+            calls += 1
+        times.append(taken / calls)
+    return median(times)
+
+
+def measure_units(group: dist.ProcessGroup, collectives: Collectives) -> UnitSpeeds | None:
+    """Gather and reduce a unit among the ranks of each node; None where they do not read each other's memory.
+
+    All ranks of `group`, over which `collectives` were made, call it.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from zerokit.layout import Interval, Parameter, Segment, build_layout
+    from zerokit.placement import Axis
+    from zerokit.runtime.collectives.memory import MemoryRoute
+    from zerokit.runtime.memory import unit_memory
+
+    route = collectives.routes[Axis.INNER]
+    if not isinstance(route, MemoryRoute):
+        return None
+    layout = build_layout(
+        [Segment(None, (Parameter("unit", (_UNIT_NUMEL,)),))], world=group.size(), bucket_bytes=1
+    )
+    unit, ranks = layout.units[0], route.size
+    piece = unit.numel // ranks
+    own = Interval(route.rank * piece, (route.rank + 1) * piece)
+
+    def memory_of(numel: int, *, fresh: bool = False) -> UnitMemory:
+        return unit_memory(numel, own, torch.float32, torch.device("cpu"), comes_and_goes=fresh)
+
+    small, whole, fresh = memory_of(64 * ranks), memory_of(unit.numel), memory_of(unit.numel, fresh=True)
+    bucket = torch.zeros(unit.numel)
+
+    def gather(memory: UnitMemory) -> None:
+        memory.grow()
+        collectives.all_gather(unit, memory.whole, axes=[Axis.INNER]).wait()
+        collectives.wait_for_readers()
+        memory.shrink()
+
+    def reduce() -> None:
+        collectives.reduce_scatter(
+            unit, bucket, bucket[own.start : own.stop], axes=[Axis.INNER], add=False
+        ).wait()
+
+    def seconds(call: Callable[[], object]) -> float:
+        times = []
+        for _ in range(3 * _ROUNDS):
+            dist.barrier(group)
+            start = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - start)
+        return slowest(group, median(times[_ROUNDS:]))
+
+    latency = seconds(lambda: gather(small))
+    received = (ranks - 1) * piece * bucket.itemsize
+    speeds = (
+        received / max(seconds(call) - latency, 1e-9) / 1e9
+        for call in (lambda: gather(whole), lambda: gather(fresh), reduce)
+    )
+    return UnitSpeeds(latency, *speeds)
+
+
+def measure_slowdown(group: dist.ProcessGroup, exchange: Callable[[], object], seconds: float) -> float:
+    """The part of its computing speed that a rank loses while it exchanges messages. All ranks of `group` call it.
+
+    Args:
+        group: of hosts.
+        exchange: makes one exchange and waits for it.
+        seconds: that one takes, the same on every rank.
+    """
+    import torch.distributed as dist
+
+    multiply = _product()
+    dist.barrier(group)
+    undisturbed = _median_seconds(multiply)
+    dist.barrier(group)
+    count = max(2, ceil(_EXCHANGES_S / seconds))
+    exchanges = Thread(target=lambda: [exchange() for _ in range(count)])
+    start, calls = time.perf_counter(), 0
+    exchanges.start()
+    while exchanges.is_alive():
+        multiply()
+        calls += 1
+    taken = time.perf_counter() - start
+    return slowest(group, max(0.0, 1 - calls * undisturbed / taken))
+
+
+def slowest(group: dist.ProcessGroup, seconds: float, device: torch.device | str = "cpu") -> float:
+    """The most of all ranks."""
+    import torch
+    import torch.distributed as dist
+
+    cell = torch.tensor([seconds], dtype=torch.float64, device=device)
+    dist.all_reduce(cell, op=dist.ReduceOp.MAX, group=group)
+    return float(cell.item())

@@ -1,0 +1,127 @@
+"""A rank's peak memory by kind: what it holds between steps, and what a step adds.
+
+What is held between steps comes from `zerokit.formulas`, which `ZeroOptimizer.predicted_memory` uses as well; gathered
+units and buckets from a `Replay`; activations from a `ModelTrace`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+
+from zerokit.formulas import KIND_OF_LINE, MEMORY_KINDS, ElementBytes, MemoryReport, list_held, predict_memory
+from zerokit.layout import pooled_units
+from zerokit.planning.replay import Holding, Replay, Step
+from zerokit.planning.trace import ModelTrace
+from zerokit.runtime.admission import OptimizerStates, probe
+from zerokit.runtime.measure import element_bytes
+from zerokit.runtime.precision import Precision
+
+CONTEXT_BYTES = 500_000_000
+"""What CUDA itself takes of a device for one process: about 0.5 GB on an H100 (pytorch/torchcomms#777)."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedMemory:
+    """The bytes on the rank with the most.
+
+    Attributes:
+        held: between backward and step, as `ZeroOptimizer.predicted_memory()` has it.
+        peak: when the most is held at once, by kind (`MEMORY_KINDS`), padding included; their sum is `total`.
+        highest: the most of each kind, at whatever time.
+        gathered: of `peak["parameters"]`, units that are gathered for the time being.
+        context: what CUDA takes for itself, outside torch's allocator; 0 on hosts.
+    """
+
+    held: MemoryReport
+    peak: dict[str, int]
+    highest: dict[str, int]
+    gathered: int
+    context: int
+
+    @property
+    def total(self) -> int:
+        """The peak of torch's allocated memory."""
+        return sum(self.peak.values())
+
+    @property
+    def needed(self) -> int:
+        """The memory that the device must have."""
+        return self.total + self.context
+
+
+@cache
+def adamw_states(master: torch.dtype) -> OptimizerStates:
+    """AdamW's state for a flat parameter, measured as in the runtime."""
+    return probe(torch.optim.AdamW, {}, master)
+
+
+def element_sizes(precision: Precision) -> ElementBytes:
+    """Bytes per element in each role, with AdamW."""
+    return element_bytes(precision, adamw_states(precision.master), averaged=False)
+
+
+class StepMemory:
+    """The memory of a step of `accumulate` micro-batches, whose gradients are reduced in the last one.
+
+    Computed once for all sizes of a micro-batch: they differ in activations alone.
+    """
+
+    def __init__(self, trace: ModelTrace, step: Step, *, accumulate: int = 1) -> None:
+        placement, layout = step.placement, step.layout
+        self._context = CONTEXT_BYTES if step.on_cuda else 0
+        held = list(list_held(layout, rank=0, placement=placement, sizes=step.sizes))
+        self._held = predict_memory(
+            layout, rank=0, placement=placement, sizes=step.sizes, buffers=trace.buffer_bytes, held=held
+        )
+        replay = Replay(trace, step)
+        self._fixed = dict.fromkeys(MEMORY_KINDS, 0)
+        for one in held:
+            if (
+                one.line == "gradients"
+                and not placement.cuts_gradients
+                and replay.is_lone(layout.units[one.unit])
+            ):
+                continue  # its memory is autograd's own, which comes with the gradient
+            self._fixed[KIND_OF_LINE[one.line]] += one.numel * one.element_bytes
+        pool = pooled_units(layout)
+        buckets = min(placement.pooled_buckets, len(pool)) * max(pool, default=0) * step.sizes.reduce
+        self._fixed["buffers and buckets"] += buckets + trace.buffer_bytes
+        readings = [
+            one for accumulating in _passes(accumulate) for one in replay.run(accumulating=accumulating)
+        ]
+        self._events = np.array([one.event for one in readings])
+        self._momentary = np.array([one.momentary for one in readings])
+        self._starts = np.array([event.sample for event in trace.events])
+        self._held_then = np.array([_by_kind(one.holding) for one in readings], dtype=np.int64)
+        self._gathered = [one.holding.gathered for one in readings]
+
+    def of(self, trace: ModelTrace) -> PlannedMemory:
+        """The memory with the activations of `trace`, which has the structure of the one given before."""
+        now = trace.levels[self._starts][self._events]
+        until_next = np.maximum.reduceat(trace.levels, self._starts)[self._events]
+        by_kind = self._held_then.copy()
+        by_kind[:, -1] += np.where(self._momentary, now, until_next)
+        at = int(by_kind.sum(axis=1).argmax())
+        fixed = np.array([self._fixed[kind] for kind in MEMORY_KINDS])
+        peak, highest = fixed + by_kind[at], fixed + by_kind.max(axis=0)
+        return PlannedMemory(
+            self._held,
+            dict(zip(MEMORY_KINDS, peak.tolist(), strict=True)),
+            dict(zip(MEMORY_KINDS, highest.tolist(), strict=True)),
+            self._gathered[at],
+            self._context,
+        )
+
+
+def _by_kind(holding: Holding) -> tuple[int, ...]:
+    """In the order of `MEMORY_KINDS`."""
+    return (holding.gathered, holding.gradients, 0, holding.buckets, holding.temporary)
+
+
+def _passes(accumulate: int) -> list[bool]:
+    """Micro-batches that differ in what they hold, each with whether it accumulates: first, middle and last."""
+    return [True] * min(accumulate - 1, 2) + [False]

@@ -1,0 +1,393 @@
+"""A traced micro-batch at one stage: which units are gathered and which gradients are whole at each of its events.
+
+Gathers, frees and reductions are decided by the runtime's own `Gathering`; its units and gradients are stand-ins that
+count bytes instead of holding them. Buckets are lent and returned as in `runtime.gradients` and `runtime.buckets`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+from zerokit.formulas import BlockFormat, ElementBytes, stored_bytes
+from zerokit.layout import Layout, Unit, pooled_units
+from zerokit.placement import Placement
+from zerokit.planning.trace import Event, ModelTrace, Moment
+from zerokit.runtime.buckets import SMALL_BYTES
+from zerokit.runtime.gathering import Gathering
+from zerokit.runtime.gradients import MOST_IN_FLIGHT
+from zerokit.runtime.linux import Heap
+from zerokit.runtime.schedule import ForwardPass
+from zerokit.runtime.unit import State
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The setup of a replay: a layout on a mesh, bytes per element, and the route between ranks.
+
+    Attributes:
+        layout: for the placement's world.
+        placement: the mesh and its stages.
+        sizes: bytes an element.
+        on_cuda: whether the host runs ahead of a device, whose shards have memory of their own.
+        arriving: ranks of the widest axis that sockets join; what they send has memory while it arrives. 0 on devices
+            and where ranks read each other's memory.
+    """
+
+    layout: Layout
+    placement: Placement
+    sizes: ElementBytes
+    on_cuda: bool
+    arriving: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """The bytes held in addition to those between steps and to the model's activations.
+
+    `temporary` are gradients that wait for the others of their unit, and copies on their way between ranks.
+    """
+
+    gathered: int = 0
+    gradients: int = 0
+    buckets: int = 0
+    temporary: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """The bytes held from an event until the next one, or with `momentary` only during the event."""
+
+    event: int
+    holding: Holding
+    momentary: bool = False
+
+
+@dataclass(slots=True)
+class _Totals:
+    """Bytes held now, in the order of `Holding`."""
+
+    gathered: int = 0
+    own: int = 0
+    temporary: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _StandIn:
+    """A unit of `Gathering` that has a size and no memory."""
+
+    unit: Unit
+    whole_bytes: int
+    totals: _Totals
+    comes_and_goes: bool
+    state: State
+    active: int = 0
+    in_flight: None = None
+
+    @property
+    def index(self) -> int:
+        return self.unit.index
+
+    def gather(self) -> None:
+        if self.state is State.FREED:
+            self.state = State.GATHERING
+            self.totals.gathered += self.whole_bytes
+
+    def ready(self) -> None:
+        if self.state is State.GATHERING:
+            self.state = State.READY
+
+    def free(self) -> None:
+        if self.state is not State.FREED:
+            self.state = State.FREED
+            self.totals.gathered -= self.whole_bytes
+
+    def complete(self) -> None:
+        pass
+
+    guard = unguard = gather_update = complete
+
+
+class _NoCollectives:
+    """What `Gathering` asks of collectives, where nothing moves: every rank does what this one does."""
+
+    device = torch.device("cpu")
+
+    def wait_for_readers(self) -> None:
+        pass
+
+    def agree(self, what: str) -> None:
+        pass
+
+    def broadcast_list(self, numbers: Sequence[int]) -> list[int]:
+        return list(numbers)
+
+    def all_gather_objects(self, value: object) -> list[object]:
+        return [value]
+
+
+@dataclass(slots=True)
+class _Gradients:
+    """One unit's gradients in one backward pass."""
+
+    unit: Unit
+    own_bytes: int
+    """Bytes of a bucket of its own, where that is not held all the time."""
+    crossing_bytes: int
+    """Bytes of copies while it is reduced."""
+    batches: bool
+    lone: bool
+    pooled: bool
+    totals: _Totals
+    arrived: int = 0
+    waiting: int = 0
+    reduced: bool = False
+    filled: bool = False
+    lent: bool = False
+    own: bool = False
+
+    @property
+    def complete(self) -> bool:
+        return self.arrived == len(self.unit.parameters)
+
+    def wait(self, size: int) -> None:
+        """Add bytes that wait to be copied into the bucket; a negative number was copied."""
+        self.waiting += size
+        self.totals.temporary += size
+
+    def take_own(self, own: bool) -> None:
+        """Set whether the unit has a bucket of its own."""
+        if own != self.own:
+            self.own = own
+            self.totals.own += self.own_bytes if own else -self.own_bytes
+
+
+def _crossing_bytes(numel: int, sizes: ElementBytes, ranks: int) -> int:
+    """Copies of a unit while it is reduced: rounded ones to send, and what arrives from `ranks` over sockets."""
+    wire = sizes.wire
+    rounded = 0 if wire is None else wire.nbytes(numel) if isinstance(wire, BlockFormat) else numel * wire
+    arriving = (rounded or numel * sizes.reduce) * (ranks - 1) // ranks if ranks > 2 else 0
+    return rounded + arriving
+
+
+class Replay:
+    """The passes of one step; call `run` for each of its micro-batches, in order."""
+
+    def __init__(self, trace: ModelTrace, step: Step) -> None:
+        self._trace, self._step = trace, step
+        sizes, placement = step.sizes, step.placement
+        self._cut = placement.cuts_gradients
+        self._sharded = placement.cuts_parameters
+        position = placement.mesh.position(0)
+        self._totals = _Totals()
+        units = []
+        for unit in step.layout.units:
+            size = sizes.compute if unit.trainable else stored_bytes(unit.parameters[0].dtype, sizes.compute)
+            numel = unit.numel - (0 if step.on_cuda else placement.parameters(unit, position).numel)
+            state = State.FREED if self._sharded else State.READY
+            units.append(_StandIn(unit, numel * size, self._totals, self._sharded, state))
+        self._units = units
+        pool = pooled_units(step.layout)
+        self._pool_numel = max(pool, default=0)
+        self._pool_size = min(placement.pooled_buckets, len(pool))
+        trainable = [unit for unit in step.layout.units if unit.trainable]
+        self._in_flight_most = placement.pooled_buckets or (
+            len(trainable) if step.on_cuda else MOST_IN_FLIGHT
+        )
+        self.units = {
+            unit.index: _Gradients(
+                unit,
+                unit.numel * sizes.reduce if self._cut or self.is_lone(unit) else 0,
+                _crossing_bytes(unit.numel, sizes, step.arriving),
+                batches=step.on_cuda or unit.numel * sizes.reduce <= SMALL_BYTES,
+                lone=self.is_lone(unit),
+                pooled=unit.numel <= self._pool_numel,
+                totals=self._totals,
+            )
+            for unit in trainable
+        }
+        stand_ins, itself, collectives = cast(Any, units), cast(Any, self), cast(Any, _NoCollectives())
+        no_heap = Heap(torch.device("meta"), settles=False)
+        self._gathering = Gathering(stand_ins, itself, collectives, placement, heap=no_heap)
+        self.accumulating = False
+        """Whether gradients stay on this rank for now, as in `Gradients`."""
+        self._begun = False
+        self._queue: deque[_Gradients] = deque()
+        self._free_buckets = self._pool_size
+        self._readings: list[Reading] | None = None
+        self._event = 0
+        self._record()
+
+    def is_lone(self, unit: Unit) -> bool:
+        """Whether autograd's own tensor serves as the unit's bucket (see `UnitGradients`)."""
+        sizes = self._step.sizes
+        return (
+            len(unit.parameters) == 1
+            and unit.payload_numel == unit.numel
+            and sizes.compute == sizes.reduce
+            and not self._step.on_cuda
+        )
+
+    def _record(self) -> None:
+        """The first pass, in which the runtime adopts the order of units, and of reductions."""
+        self._run(accumulating=False)
+        for one in self.units.values():
+            one.take_own(False)  # the step is over: what autograd made is dropped
+
+    def run(self, *, accumulating: bool) -> list[Reading]:
+        """One micro-batch; with `accumulating` its gradients stay on this rank, as inside `accumulate()`."""
+        readings: list[Reading] = []
+        self._readings = readings
+        self._run(accumulating=accumulating)
+        return readings
+
+    def _run(self, *, accumulating: bool) -> None:
+        self.accumulating, self._begun = accumulating, False
+        for one in self.units.values():
+            one.arrived, one.reduced = 0, False
+        self._gathering.begin_forward(training=True)
+        for number, event in enumerate(self._trace.events):
+            self._event = number
+            self._take(event, self._gathering.passes.current)
+            self._read()
+
+    def _take(self, event: Event, current: ForwardPass) -> None:
+        gathering = self._gathering
+        units: Any = [self._units[index] for index in event.units]
+        match event.moment:
+            case Moment.ENTER:
+                for index in event.units:
+                    current.use(index)
+                if not all(unit.active for unit in units):
+                    self._enter(units)
+                for unit in units:
+                    unit.active += 1
+            case Moment.LEAVE:
+                for unit in units:
+                    if gathering.leave(unit) and not event.watched:
+                        gathering.hold(unit)
+                current.watched.update(event.units if event.watched else ())
+            case Moment.END_FORWARD:
+                gathering.end_forward(training=True)
+                if not gathering.recorded:
+                    gathering.record_forward(self._trace.kept_lazily)
+            case Moment.BACKWARD:
+                self._begin_backward()
+                current.consumed = True
+                gathering.enter_backward(units, current)
+            case Moment.RECOMPUTE:
+                self._begin_backward()
+                gathering.enter_backward(units)
+            case Moment.GRADIENT:
+                self._begin_backward()
+                self._accept(self.units[event.units[0]], event.gradient_bytes)
+            case Moment.END:
+                gathering.end_backward()
+                gathering.free_all()
+                gathering.passes.clear()
+
+    def _enter(self, units: Any) -> None:
+        gathering: Any = self._gathering
+        freed = [unit for unit in self._units if unit.comes_and_goes and unit.index not in gathering.kept]
+        around = [unit for unit in freed if unit.active]
+        nested = around and any(unit in freed for unit in units)
+        for unit in units:
+            gathering.enter(unit)
+        for unit in (*around, *(unit for unit in units if unit in freed)) if nested else ():
+            gathering.hold(unit)
+
+    # ---- gradients
+
+    def _begin_backward(self) -> None:
+        if not self._begun:
+            self._begun = True
+            self._gathering.begin_backward(accumulates=True)
+
+    def _accept(self, one: _Gradients, size: int) -> None:
+        if self.accumulating and self._cut:
+            one.take_own(True)
+        one.arrived += 1
+        one.wait(size)
+        if one.batches:
+            if self.accumulating and one.complete:
+                self._fill(one)
+        elif one.lone and not self.accumulating and not one.own:
+            one.take_own(True)
+            one.wait(-one.waiting)
+        else:
+            self._fill(one)
+        if one.complete and not self.accumulating:
+            self._gathering.reduce_complete(one.unit.index)
+
+    def _fill(self, one: _Gradients) -> None:
+        """Copy what waits into the unit's bucket."""
+        if not one.waiting:
+            return
+        self._prepare(one)
+        # Added to what is there, in its dtype.
+        sizes = self._step.sizes
+        wide = (
+            one.waiting * sizes.reduce // sizes.compute if one.filled and sizes.compute != sizes.reduce else 0
+        )
+        self._read(momentary=True, more=wide)
+        one.wait(-one.waiting)
+        one.filled = one.filled or one.complete
+
+    def _prepare(self, one: _Gradients) -> None:
+        if one.own or one.lent or not self._cut:
+            one.take_own(one.own or one.lone)
+            return
+        if not one.pooled:
+            while len(self._queue) >= self._in_flight_most:
+                self._finish_oldest()
+        while one.pooled and not self._free_buckets:
+            if not self._queue:
+                one.take_own(True)
+                return
+            self._finish_oldest()
+        if one.pooled:
+            self._free_buckets, one.lent = self._free_buckets - 1, True
+        else:
+            one.take_own(True)
+
+    def reduce(self, index: int) -> None:
+        """Start the reduction of a unit, like `Gradients`."""
+        one = self.units[index]
+        self._fill(one)
+        while len(self._queue) >= self._in_flight_most:
+            self._finish_oldest()
+        self._totals.temporary += one.crossing_bytes
+        one.reduced = True
+        self._queue.append(one)
+
+    def _finish_oldest(self) -> None:
+        one = self._queue.popleft()
+        self._totals.temporary -= one.crossing_bytes
+        one.filled = False
+        if one.lent:
+            one.lent, self._free_buckets = False, self._free_buckets + 1
+        if self._cut:
+            one.take_own(False)
+
+    def end_backward(self) -> None:
+        """Wait for all reductions; gradients that stay on this rank go into their buckets."""
+        if self.accumulating:
+            for one in self.units.values():
+                self._fill(one)
+            return
+        self._read(momentary=True)
+        while self._queue:
+            self._finish_oldest()
+
+    # ---- what is held
+
+    def _read(self, *, momentary: bool = False, more: int = 0) -> None:
+        if self._readings is not None:
+            now = self._totals
+            own = (0, now.own) if self._cut else (now.own, 0)
+            holding = Holding(now.gathered, *own, now.temporary + more)
+            self._readings.append(Reading(self._event, holding, momentary))

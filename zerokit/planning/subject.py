@@ -1,0 +1,84 @@
+"""The subject of a plan: a model, its micro-batches, and the unit of throughput."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from zerokit.planning.trace import ModelTrace, Recording, trace_model
+from zerokit.runtime.precision import Precision
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to plan for.
+
+    Attributes:
+        name: what a plan calls it.
+        build: makes the model, on torch's default device; its `forward(*batch)` returns the loss.
+        batch: makes a micro-batch of so many samples on the CPU.
+        unit: what throughput counts: "tokens", "images" or "samples".
+        units_per_sample: tokens of a sequence, else 1.
+        flops_per_unit: FLOPs of forward and backward for MFU; None counts the products of the traced step.
+        flops_convention: in words, how these were counted.
+        bench_options: options of `zerokit bench` that train this model; empty for one that bench cannot build.
+        assumptions: sentences about what was not asked for.
+    """
+
+    name: str
+    build: Callable[[], nn.Module]
+    batch: Callable[[int], tuple[Tensor, ...]]
+    unit: str = "samples"
+    units_per_sample: int = 1
+    flops_per_unit: float | None = None
+    flops_convention: str = "products of forward and backward, masked halves of attention left out"
+    bench_options: tuple[str, ...] = ()
+    assumptions: tuple[str, ...] = ()
+
+
+class Traces:
+    """Traces of a subject: a general recording serves micro-batches of all sizes, unless exact ones are asked for.
+
+    Args:
+        subject: the model.
+        on_cuda: whether operations save what they save on CUDA.
+        bucket_mb: as the runtime's.
+        exactly: whether each size of a micro-batch is run by itself, for models that treat some sizes differently.
+    """
+
+    def __init__(
+        self, subject: Subject, *, on_cuda: bool, bucket_mb: float | None = None, exactly: bool = False
+    ) -> None:
+        self._subject = subject
+        self._on_cuda = on_cuda
+        self._bucket_mb = bucket_mb
+        self._exactly = exactly
+        self._recordings: dict[tuple[int | None, str, bool], Recording] = {}
+        self._traces: dict[tuple[int, str, bool], ModelTrace] = {}
+
+    def get(self, samples: int, precision: str, *, recompute: bool) -> ModelTrace:
+        """The trace of a micro-batch. Raises `UsageError` for a model that cannot be traced."""
+        key = samples, precision, recompute
+        if key not in self._traces:
+            self._traces[key] = self._recording(samples, precision, recompute=recompute).at(samples)
+        return self._traces[key]
+
+    def _recording(self, samples: int, precision: str, *, recompute: bool) -> Recording:
+        made_with = samples if self._exactly else None
+        key = made_with, precision, recompute
+        if key not in self._recordings:
+            self._recordings[key] = trace_model(
+                self._subject.build,
+                self._subject.batch,
+                samples=made_with,
+                units_per_sample=self._subject.units_per_sample,
+                precision=Precision.of(precision),
+                recompute=recompute,
+                on_cuda=self._on_cuda,
+                bucket_mb=self._bucket_mb,
+            )
+        return self._recordings[key]

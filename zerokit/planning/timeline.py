@@ -1,0 +1,424 @@
+"""The time of one step, by events over the order in which the runtime issues gathers, work and reductions.
+
+Devices compute unit by unit, each link carries one collective after another, and whoever needs a result waits for it:
+
+    forward    G a . G b . run a . G c . run b . …        the next gather is in flight before a unit's work begins
+    backward   G c . run d . R d . G b . run c . R c . …  a unit is reduced when its last gradient is there
+
+All ranks do the same, so one of them is simulated: the cost depends on units, not on ranks. Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from operator import itemgetter
+from typing import TypeAlias
+
+from zerokit.formulas import BlockFormat, ElementBytes, stored_bytes
+from zerokit.layout import Layout, Unit
+from zerokit.placement import Axis, Placement
+from zerokit.planning.efficiency import Efficiency
+from zerokit.planning.hardware import HUGE_PAGE_BYTES, PAGE_BYTES, Cluster
+from zerokit.planning.work import ModelWork
+
+
+class Kind(Enum):
+    """The action of a schedule's entry on a unit."""
+
+    GATHER = "gather"
+    RUN = "run"
+    REDUCE = "reduce"
+
+
+@dataclass(frozen=True, slots=True)
+class Issue:
+    """An entry of the schedule; `use` is the index in `ModelWork.units` of the use that it serves."""
+
+    kind: Kind
+    unit: int
+    use: int
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A stretch of time on one lane of a rank: "compute", "inner" or "outer" (the axes' collectives)."""
+
+    lane: str
+    name: str
+    start_s: float
+    stop_s: float
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The planned time of one step.
+
+    Attributes:
+        total_s: of the step, as it repeats.
+        compute_s: forward, backward and recomputation, by themselves.
+        exposed_s: how long a rank waits for collectives of each axis, or moves their bytes itself.
+        slowed_s: how much longer work takes because collectives in flight use the same device.
+        optimizer_s: norm, clipping and update.
+        limit: what to improve first: "compute", "memory" (the device's), "host", "inner" or "outer".
+        events: of one step; of a step of many micro-batches, the first ones and the last.
+    """
+
+    total_s: float
+    compute_s: float
+    exposed_s: Mapping[Axis, float]
+    slowed_s: float
+    optimizer_s: float
+    limit: str
+    events: tuple[Event, ...] = field(repr=False)
+
+    @property
+    def exposed_total_s(self) -> float:
+        """Exposed communication of all axes."""
+        return sum(self.exposed_s.values())
+
+
+def forward_schedule(uses: Sequence[int], gathered: Collection[int], *, ahead: int) -> list[Issue]:
+    """Forward: the unit of each use, gathered `ahead` of its work if it is in `gathered`.
+
+    `gathered` holds positions of `uses`, as those of units that stay gathered occur once.
+    """
+    return list(_walk(uses, list(range(len(uses))), gathered, (), ahead))
+
+
+def backward_schedule(
+    uses: Sequence[int], gathered: Collection[int], reduced: Collection[int], *, ahead: int
+) -> list[Issue]:
+    """Backward, in reverse: units in `reduced` are reduced behind their last use in this direction."""
+    order = list(reversed(range(len(uses))))
+    return list(_walk(uses, order, gathered, reduced, ahead))
+
+
+def _walk(
+    uses: Sequence[int], order: Sequence[int], gathered: Collection[int], reduced: Collection[int], ahead: int
+) -> Iterator[Issue]:
+    last = {uses[use]: place for place, use in enumerate(order)}
+    issued = 0
+    for place, use in enumerate(order):
+        while issued < min(place + 1 + ahead, len(order)):
+            if order[issued] in gathered:
+                yield Issue(Kind.GATHER, uses[order[issued]], order[issued])
+            issued += 1
+        yield Issue(Kind.RUN, uses[use], use)
+        if uses[use] in reduced and last[uses[use]] == place:
+            yield Issue(Kind.REDUCE, uses[use], use)
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """One collective of a unit over an axis: seconds on its link, and seconds of the rank's own copying."""
+
+    axis: Axis
+    link: str
+    link_s: float
+    copy_s: float
+    share: float
+
+
+class Hops:
+    """The collectives of units over the axes of a mesh, and how long each takes on a cluster."""
+
+    def __init__(self, placement: Placement, cluster: Cluster, efficiency: Efficiency) -> None:
+        self._placement = placement
+        self._mesh = placement.mesh
+        self._cluster = cluster
+        self._efficiency = efficiency
+
+    def gather(self, axes: Collection[Axis], payload_bytes: float, *, fresh: bool = False) -> list[Hop]:
+        """All-gather over `axes`, the outer one first, to so many bytes; on hosts perhaps into `fresh` memory."""
+        hops = []
+        for axis in (Axis.OUTER, Axis.INNER):
+            if axis in axes:
+                cut = self._mesh.inner if axis is Axis.OUTER else 1
+                hops += self._hop(axis, payload_bytes / cut, adds=False, fresh=fresh)
+        return hops
+
+    def reduce(self, wire_bytes: float, sum_bytes: float, *, inner_bytes: float | None = None) -> list[Hop]:
+        """Reduce-scatter over all axes, the inner one first, and the way back where sums stay whole.
+
+        Before the last axis `inner_bytes` move, where they are not `wire_bytes`.
+        """
+        hops = []
+        for axis in reversed(self._mesh.axes):
+            cut = self._mesh.inner if axis is Axis.OUTER else 1
+            moved = wire_bytes if inner_bytes is None or axis is self._mesh.axes[0] else inner_bytes
+            hops += self._hop(axis, moved / cut, adds=True)
+        return hops + self.gather(self._placement.sums, sum_bytes)
+
+    def _hop(self, axis: Axis, payload_bytes: float, *, adds: bool, fresh: bool = False) -> list[Hop]:
+        """Ranks of `axis` exchange so many bytes in all, and add up what they receive if `adds`."""
+        ranks = self._mesh.size(axis)
+        if ranks == 1:
+            return []
+        per_node = self._cluster.ranks_per_node
+        stride = 1 if axis is Axis.INNER else self._mesh.inner
+        here = max(1, min(ranks, per_node // stride))
+        nodes = -(-ranks // here)
+        received = payload_bytes * (ranks - 1) / ranks
+        moving = self._efficiency.moving_seconds
+        inside = latency = 0.0
+        if here > 1:
+            link = self._cluster.link(inside=True)
+            near = payload_bytes * (here - 1) / ranks
+            if link.reading is not None and nodes == 1:
+                small = payload_bytes / ranks < HUGE_PAGE_BYTES
+                speeds = link.reading
+                speed = speeds.reduce if adds else speeds.fresh if fresh and not small else speeds.gather
+                copied = near / speed + (
+                    near / PAGE_BYTES * self._efficiency.page_s if fresh and small else 0.0
+                )
+                return [Hop(axis, "inside", 0.0, copied + link.latency_s, 0.0)]
+            inside = (received if link.relays else near) / link.bytes_per_s
+            latency = link.latency_s * (ranks - nodes if link.relays else 1)
+        if nodes > 1:
+            link = self._cluster.link(inside=False)
+            # Of messages between hosts, every rank of a node receives its own; rings enter a node once a group.
+            far = received if link.relays else payload_bytes * (ranks - here) / ranks * here
+            inside = max(inside, far * (per_node // here) / link.bytes_per_s)
+            latency += link.latency_s * (nodes - 1 if link.relays else 1)
+        share = max(link.share, self._efficiency.communication)
+        # Hosts add up what has arrived themselves, NCCL's kernels do so on the way.
+        added = 0.0 if link.relays or not adds else moving(received + payload_bytes / ranks)
+        return [Hop(axis, "inside" if nodes == 1 else "network", inside + latency, added, share)]
+
+
+_Flown: TypeAlias = tuple[Hop, float, float]
+
+
+class _Clock:
+    """Lanes of one rank: when each is free, what has happened on it, and what the rank has waited for."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.free: dict[str, float] = {}
+        self.flights: list[tuple[float, float, float]] = []
+        """Collectives in flight or to come: start, stop and the share of the device that they take."""
+        self.events: list[Event] = []
+        self.exposed = dict.fromkeys(Axis, 0.0)
+        self.slowed = 0.0
+        self.busy: dict[str, float] = {}
+
+    def run(self, seconds: float, name: str) -> None:
+        """Add computation; collectives in flight slow it down."""
+        start, left, now = self.now, seconds, self.now
+        self.flights = [flight for flight in self.flights if flight[1] > now]
+        while left > 0:
+            share = max((flight[2] for flight in self.flights if flight[0] <= now < flight[1]), default=0.0)
+            edges = [edge for flight in self.flights for edge in flight[:2] if edge > now]
+            until = min(edges, default=float("inf"))
+            done = min(left, (until - now) * (1 - share))
+            now = until if done < left else now + done / (1 - share)
+            left -= done
+        self.slowed += now - start - seconds
+        self.now = now
+        if seconds:
+            self.events.append(Event("compute", name, start, now))
+
+    def fly(self, hops: Sequence[Hop], name: str) -> list[_Flown]:
+        """Issue a chain of hops, each after the one before; returns their starts and stops."""
+        flown: list[_Flown] = []
+        ready = self.now
+        for hop in hops:
+            start = max(ready, self.free.get(hop.link, 0.0))
+            ready = start + hop.link_s
+            if hop.link_s:
+                self.free[hop.link] = ready
+                self.flights.append((start, ready, hop.share))
+                self.events.append(Event(hop.axis.name.lower(), name, start, ready))
+                self.busy[hop.axis.name.lower()] = self.busy.get(hop.axis.name.lower(), 0.0) + hop.link_s
+            flown.append((hop, start, ready))
+        return flown
+
+    def wait(self, flown: Sequence[_Flown], name: str) -> None:
+        """Wait until these hops have arrived, and add the time of their copies."""
+        for hop, _, stop in flown:
+            if stop > self.now:
+                self.exposed[hop.axis] += stop - self.now
+                self.now = stop
+            if hop.copy_s:
+                self.events.append(Event("compute", name, self.now, self.now + hop.copy_s))
+                self.exposed[hop.axis] += hop.copy_s
+                self.now += hop.copy_s
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The setup of a timeline: a model's work on a placement, with bytes per element.
+
+    Attributes:
+        work: of one micro-batch.
+        layout: for the placement's world.
+        placement: the mesh and its stages.
+        sizes: bytes an element.
+        micro_batches: of a step.
+        reductions: of these, how many reduce gradients.
+        kept: units that stay gathered from forward to backward at stage 3; by default those of the rest.
+        ahead: how many units are gathered before they are needed.
+    """
+
+    work: ModelWork
+    layout: Layout
+    placement: Placement
+    sizes: ElementBytes
+    micro_batches: int = 1
+    reductions: int = 1
+    kept: frozenset[int] | None = None
+    ahead: int = 1
+
+
+def step_time(plan: Plan, cluster: Cluster, efficiency: Efficiency) -> StepTime:
+    """The planned time of one step. Raises `UsageError` if a link in use is unknown."""
+    return _Step(plan, cluster, efficiency).time()
+
+
+class _Step:
+    def __init__(self, plan: Plan, cluster: Cluster, efficiency: Efficiency) -> None:
+        self._plan, self._efficiency = plan, efficiency
+        self._hops = Hops(plan.placement, cluster, efficiency)
+        self._clock = _Clock()
+        self._units = plan.layout.units
+        uses = [use.unit for use in plan.work.units]
+        kept = plan.kept
+        if kept is None:
+            kept = frozenset(unit.index for unit in self._units if not unit.scopes)
+        first = {unit: use for use, unit in reversed(list(enumerate(uses)))}
+        # Backward begins with the unit that forward ended with, which is still there.
+        turn = max((use for use, unit in enumerate(uses) if unit not in kept), default=-1)
+        cut = plan.placement.cuts_parameters
+        forward = {use for use, unit in enumerate(uses) if cut and (unit not in kept or first[unit] == use)}
+        backward = {use for use, unit in enumerate(uses) if cut and unit not in kept and use != turn}
+        trainable = [unit.index for unit in self._units if unit.trainable]
+        self._forward = forward_schedule(uses, forward, ahead=plan.ahead)
+        self._backward = {
+            False: backward_schedule(uses, backward, (), ahead=plan.ahead),
+            True: backward_schedule(uses, backward, trainable, ahead=plan.ahead),
+        }
+        self._backward[True] += [
+            Issue(Kind.REDUCE, index, 0) for index in trainable if index not in first
+        ]  # zeros, from ranks and on behalf of all
+        # What comes and goes leaves holes in the heap that gradients do not fit into.
+        gradients = sum(self._units[index].numel for index in trainable) * plan.sizes.compute
+        pages = (plan.work.fresh_bytes + gradients) / PAGE_BYTES if cut else 0.0
+        self._fresh_s = pages * efficiency.page_s
+        self._forward_s = [efficiency.seconds(use.forward) for use in plan.work.units]
+        self._backward_s = [
+            efficiency.seconds(use.backward, backward=True)
+            + efficiency.seconds(use.recomputed)
+            + (self._bucket_seconds(use.unit) if first[use.unit] == at else 0.0)
+            for at, use in enumerate(plan.work.units)
+        ]
+
+    def _bucket_seconds(self, index: int) -> float:
+        """A unit's gradients are moved to its bucket, or added to what is there."""
+        unit, sizes = self._units[index], self._plan.sizes
+        if not unit.trainable:
+            return 0.0
+        accumulated = self._plan.micro_batches > self._plan.reductions
+        moved = sizes.compute + sizes.reduce * (2 if accumulated else 1)
+        return self._efficiency.moving_seconds(unit.numel * moved)
+
+    def time(self) -> StepTime:
+        plan, clock = self._plan, self._clock
+        updates = self._gather_updates()
+        flown: list[list[_Flown]] = []
+        repeated = 0.0
+        for reduces, times in _runs(plan.micro_batches, plan.reductions):
+            before, exposed, slowed = clock.now, dict(clock.exposed), clock.slowed
+            self._walk(self._forward, updates, self._forward_s)
+            flown += self._walk(self._backward[reduces], {}, self._backward_s)
+            clock.run(self._fresh_s, "fresh memory")
+            more = times - 1
+            repeated += more * (clock.now - before)
+            clock.slowed += more * (clock.slowed - slowed)
+            for axis in Axis:
+                clock.exposed[axis] += more * (clock.exposed[axis] - exposed[axis])
+        for chain in flown:
+            clock.wait(chain, "reduce")
+        start = clock.now
+        clock.run(self._optimizer_seconds(), "update")
+        return StepTime(
+            clock.now + repeated,
+            plan.micro_batches * (sum(self._forward_s) + sum(self._backward_s) + self._fresh_s),
+            dict(clock.exposed),
+            clock.slowed,
+            clock.now - start,
+            self._limit(),
+            tuple(clock.events),
+        )
+
+    def _walk(
+        self, schedule: Sequence[Issue], flown: dict[int, list[_Flown]], seconds: Sequence[float]
+    ) -> list[list[_Flown]]:
+        """Run through one direction of a micro-batch; `flown` are gathers under way, by unit. Returns reductions."""
+        clock, reductions = self._clock, []
+        for issue in schedule:
+            name = f"{issue.kind.value} {issue.unit}"
+            if issue.kind is Kind.GATHER:
+                hops = self._hops.gather(
+                    self._plan.placement.use, self._stored(self._units[issue.unit]), fresh=True
+                )
+                flown[issue.unit] = clock.fly(hops, name)
+            elif issue.kind is Kind.RUN:
+                clock.wait(flown.pop(issue.unit, []), f"gather {issue.unit}")
+                clock.run(seconds[issue.use], name)
+            else:
+                unit, sizes = self._units[issue.unit], self._plan.sizes
+                wire = sizes.reduce if sizes.wire is None else sizes.wire
+                exact = unit.numel * sizes.reduce
+                if isinstance(wire, BlockFormat):
+                    hops = self._hops.reduce(wire.nbytes(unit.numel), exact, inner_bytes=exact)
+                else:
+                    hops = self._hops.reduce(unit.numel * wire, exact)
+                own = next((at for at, hop in enumerate(hops) if hop.link_s), len(hops))
+                clock.wait([(hop, 0.0, 0.0) for hop in hops[:own]], name)
+                reductions.append(clock.fly(hops[own:], name))
+        return reductions
+
+    def _gather_updates(self) -> dict[int, list[_Flown]]:
+        """After a step, all updated units are gathered, and waited for where the next forward uses them."""
+        placement, flown = self._plan.placement, {}
+        for unit in self._units if placement.update else ():
+            if unit.trainable:
+                hops = self._hops.gather(placement.update, unit.numel * self._plan.sizes.compute)
+                flown[unit.index] = self._clock.fly(hops, f"gather {unit.index}")
+        return flown
+
+    def _stored(self, unit: Unit) -> int:
+        size = self._plan.sizes.compute
+        return unit.numel * (size if unit.trainable else stored_bytes(unit.parameters[0].dtype, size))
+
+    def _optimizer_seconds(self) -> float:
+        """The norm reads the gradients; the update reads and writes masters and states, and writes parameters."""
+        placement, sizes = self._plan.placement, self._plan.sizes
+        numel = sum(placement.updated(unit, 0).numel for unit in self._units if unit.trainable)
+        return self._efficiency.moving_seconds(numel * update_bytes(sizes))
+
+    def _limit(self) -> str:
+        own = self._plan.micro_batches * (sum(self._forward_s) + sum(self._backward_s))
+        slowest, busy = max(self._clock.busy.items(), key=itemgetter(1), default=("", 0.0))
+        if busy > own:
+            return slowest
+        uses = self._plan.work.units
+        return self._efficiency.limit(
+            part for use in uses for part in (use.forward, use.backward, use.recomputed)
+        )
+
+
+def update_bytes(sizes: ElementBytes) -> int:
+    """Bytes per element that norm and update read and write."""
+    master = sizes.master or sizes.compute
+    return 2 * sizes.reduce + 2 * master + 2 * sizes.states + (sizes.compute if sizes.master else 0)
+
+
+def _runs(micro_batches: int, reductions: int) -> list[tuple[bool, int]]:
+    """Micro-batches to simulate, (with reductions, how many it stands for): the second of equal ones repeats."""
+    runs = []
+    for reduces, count in ((False, micro_batches - reductions), (True, reductions)):
+        runs += [(reduces, times) for times in (min(count, 1), count - 1) if times > 0]
+    return runs

@@ -1,0 +1,143 @@
+"""The route within a node: each rank reads the pieces that the others offer.
+
+No other thread reads for this rank while it computes: it reads where it would wait, and where it starts the next
+reduction. What others may still read must not change: a reduction's `wait` returns when its bucket has been taken, and
+gathered pieces are free to change after `wait_for_readers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zerokit.runtime.collectives.base import Kind, Wire
+from zerokit.runtime.collectives.host import HostHop, HostRoute, Progress
+from zerokit.runtime.collectives.node import Neighbours
+from zerokit.runtime.collectives.stalls import StallReporter
+
+_CHUNK_BYTES = 1 << 19
+"""What is read and added at a time: small enough to stay in a core's cache in between."""
+
+
+class MemoryRoute(HostRoute):
+    """An axis whose ranks read each other's memory, and sum while they read."""
+
+    name = "memory"
+
+    def __init__(
+        self, group: dist.ProcessGroup, reporter: StallReporter, progress: Progress, neighbours: Neighbours
+    ) -> None:
+        super().__init__(group, reporter, progress)
+        self.neighbours = neighbours
+        self._offered: dict[int, _Reading] = {}
+        """Gathers that others may still be reading from, by unit."""
+
+    def wait_for_readers(self, unit: int | None = None) -> None:
+        readings = [reading for each, reading in self._offered.items() if unit in (None, each)]
+        if readings:
+            with self.reporter.waiting("end of the all-gathers"):
+                for reading in readings:
+                    self.progress.until(reading.taken, reading)
+                    self._offered.pop(reading.unit, None)  # or a second hop that began meanwhile has seen it
+
+    def _gather(self, pieces: Tensor, unit: int, finish: Callable[[], None]) -> _Reading:
+        while self._offered:  # in order, so that those that were taken are seen at once
+            earlier = next(iter(self._offered.values()))
+            if not earlier.taken():
+                break
+            del self._offered[earlier.unit]
+
+        def read(addresses: Mapping[int, int]) -> None:
+            for peer, address in addresses.items():
+                self.neighbours.read(peer, address, pieces[peer])
+            finish()
+
+        reading = self._offered[unit] = _Reading(
+            self.neighbours, Kind.ALL_GATHER, unit, pieces[self.rank], read
+        )
+        return reading
+
+    def _reduce(self, pieces: Tensor, out: Tensor, unit: int, add: bool, wire: Wire) -> _Reading:
+        def read(addresses: Mapping[int, int]) -> None:
+            own = pieces[self.rank]
+            if out.device == own.device:
+                self._sum(own, out, addresses, wire, add=add)
+            else:
+                total = own if own.dtype == out.dtype else torch.empty(out.shape, dtype=out.dtype)
+                self._sum(own, total, addresses, wire, add=False)
+                out.add_(total.to(out.device)) if add else out.copy_(total)
+
+        return _Reading(self.neighbours, Kind.REDUCE_SCATTER, unit, pieces, read)
+
+    def _sum(self, own: Tensor, out: Tensor, addresses: Mapping[int, int], wire: Wire, *, add: bool) -> None:
+        """Sum `own` and the same piece of the others' buckets, in rank order, into `out`, which may be wider."""
+        widens = own.dtype != out.dtype
+        chunk = _CHUNK_BYTES // out.element_size() // wire.block * wire.block
+        totals = torch.empty(min(chunk, out.numel()), dtype=out.dtype)
+        arrivals = torch.empty(wire.packed_numel(totals.numel()), dtype=own.dtype)
+        first = self.rank * own.numel()
+        for start in range(0, out.numel(), chunk):
+            target = out[start : start + chunk]
+            total = totals[: target.numel()]
+            begin = wire.packed_numel(start)
+            mine = own[begin : begin + wire.packed_numel(target.numel())]
+            running: Tensor | None = None
+            for rank in range(self.size):
+                term = mine
+                if rank != self.rank:
+                    term = total if running is None and not widens else arrivals[: mine.numel()]
+                    self.neighbours.read(rank, addresses[rank] + (first + begin) * own.element_size(), term)
+                if widens:
+                    wire.unpack(term, total, add=running is not None)
+                    running = total
+                elif running is None:
+                    running = term
+                else:
+                    last = rank == self.size - 1 and not add
+                    running = torch.add(running, term, out=target if last else total)
+            if add:
+                assert running is not None
+                target.add_(running)
+            elif widens:
+                target.copy_(total)
+
+
+class _Reading(HostHop):
+    """What this rank reads of one collective, at the latest when it waits."""
+
+    attended = True
+
+    def __init__(
+        self,
+        neighbours: Neighbours,
+        kind: Kind,
+        unit: int,
+        offered: Tensor,
+        read: Callable[[Mapping[int, int]], None],
+    ) -> None:
+        self._neighbours, self._kind, self.unit, self.name = neighbours, kind, unit, kind.of(unit)
+        self._offered = offered  # kept for the others
+        self._read: Callable[[Mapping[int, int]], None] | None = read
+        self._count = neighbours.offer(kind, unit, offered)
+
+    def taken(self) -> bool:
+        return self._neighbours.taken(self._kind, self.unit, self._count)
+
+    def require_alive(self) -> None:
+        self._neighbours.require_alive()
+
+    def attempt(self) -> bool:
+        if self._read is not None:
+            addresses = self._neighbours.offered(self._kind, self.unit, self._count)
+            if addresses is None:
+                return False
+            self._read(addresses)
+            self._read = None
+            self._neighbours.take(self._kind, self.unit, self._count)
+        return True
+
+    def released(self) -> bool:
+        return self._kind is Kind.ALL_GATHER or self.taken()

@@ -1,0 +1,166 @@
+"""int8 and int4 wires: blocks of small integers with one scale each.
+
+A piece of n elements travels as ⌈n/B⌉ blocks, the last of which may be shorter:
+
+    int8, B = 256   | 256 integers, a byte each         | scale, bf16 |    258 bytes, 1.008 an element
+    int4, B = 128   |  64 bytes, two integers in each   | scale, bf16 |     66 bytes, 0.516 an element
+
+An element x becomes the integer nearest to x / scale. What this takes away stays in a residual, which is added to the
+same rank's next term (error feedback; Seide et al., "1-bit stochastic gradient descent", 2014; Karimireddy et al.,
+arXiv:1901.09847): all that a rank has sent in the end is the sum of its gradients, up to one last rounding.
+
+Without a residual that would be biased: elements under half a step would never be sent. Then a number from (−½, ½) is
+added to x / scale before, so that the integer is right on average. It is a hash of a key and the element's position in
+the unit, so results depend on no route, stage or order.
+
+Integer times scale has at most 16 bits, so terms are exact in fp32. A block with inf or nan arrives as inf or nan.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from zerokit.formulas import BlockFormat
+from zerokit.layout import Unit
+from zerokit.runtime.collectives.base import Wire
+
+_CHUNK = {"cpu": 1 << 18}
+"""Elements at a time: on hosts so few that they stay in a core's cache from one operation to the next."""
+_DEVICE_CHUNK = 1 << 22
+"""On a device: temporary memory of some 64 MiB."""
+_SMALLEST_SCALE = 2.0**-120
+"""Zeros stay zeros, and one over it is finite."""
+_MIX = (0x2C1B3C6D, 0x297A2D39)
+"""Odd factors of a 32-bit hash (C. Wellons, "Prospecting for hash functions", 2018)."""
+
+
+class QuantisedWire(Wire):
+    """The wire of one term of a sum, in blocks of `form`.
+
+    Args:
+        form: bits an element, and elements a block.
+        residual: [the whole bucket], added to what is packed; then holds what rounding took away. None: that is lost.
+        key: rounds at random by it; see `rounding_key`. None: to nearest.
+    """
+
+    every_hop = False
+
+    def __init__(
+        self, form: BlockFormat, residual: Tensor | None = None, key: tuple[int, int] | None = None
+    ) -> None:
+        super().__init__(torch.uint8)
+        self.form, self.block, self._key, self._residual = form, form.block, key, residual
+        self.changes = [] if residual is None else [residual]
+        self._most = 2 ** (form.bits - 1) - 1
+
+    def packed_numel(self, numel: int) -> int:
+        return self.form.nbytes(numel)
+
+    def nbytes(self, unit: Unit) -> int:
+        return self.form.unit_nbytes(unit)
+
+    def pack(self, bucket: Tensor, size: int, share: float = 1.0) -> Tensor:
+        pieces = bucket.view(size, -1)
+        packed = torch.empty(
+            size, self.packed_numel(pieces.shape[1]), dtype=torch.uint8, device=bucket.device
+        )
+        terms = pieces if self._residual is None else self._residual.view(size, -1)
+        for blocks, records, offset in self._chunks(terms, packed):
+            gradients = _same_part(pieces, blocks, offset)
+            x = gradients * share if self._residual is None else blocks.add_(gradients, alpha=share)
+            scale = self._scales(x)
+            steps = scale.unsqueeze(-1)
+            y = x * steps.reciprocal()
+            if self._key is not None:
+                y.add_(_noise(self._key, pieces.shape[1], offset, y))
+            y.round_()
+            self._store(y, steps, records)
+            if self._residual is not None:
+                blocks.addcmul_(y, steps, value=-1.0)
+                if x.is_cuda or not scale.isfinite().all():
+                    blocks.nan_to_num_(0.0, 0.0, 0.0)  # a block that overflowed leaves nothing behind
+        return packed
+
+    def unpack(self, packed: Tensor, out: Tensor, *, add: bool) -> None:
+        for blocks, records, _ in self._chunks(out.view(1, -1), packed.view(1, -1)):
+            scale = records[..., -2:].view(torch.bfloat16).float()
+            numbers = self._load(records[..., :-2])
+            if add:
+                blocks.addcmul_(numbers, scale)
+            else:
+                torch.mul(numbers, scale, out=blocks)
+
+    def _chunks(self, values: Tensor, packed: Tensor) -> Iterator[tuple[Tensor, Tensor, int]]:
+        """Whole blocks [size, blocks, B] with their records, then what is left, each with its offset in a piece."""
+        size, piece = values.shape
+        whole = piece // self.block
+        step = max(_CHUNK.get(values.device.type, _DEVICE_CHUNK) // (size * self.block), 1)
+        record = self.packed_numel(self.block)
+        for first in range(0, whole, step):
+            last = min(first + step, whole)
+            yield (
+                values[:, first * self.block : last * self.block].unflatten(1, (-1, self.block)),
+                packed[:, first * record : last * record].unflatten(1, (-1, record)),
+                first * self.block,
+            )
+        if whole * self.block < piece:
+            yield (
+                values[:, None, whole * self.block :],
+                packed[:, None, whole * record :],
+                whole * self.block,
+            )
+
+    def _scales(self, x: Tensor) -> Tensor:
+        """What one unit of the integers stands for, in each block: rounded up to bf16, in fp32."""
+        # A little more than the largest needs, so that no rounding takes it over the last integer.
+        scale = torch.maximum(x.amax(-1), x.amin(-1).neg_()).mul_(1.0 / (self._most - 0.01))
+        bits = scale.clamp_min_(_SMALLEST_SCALE).view(torch.int32)
+        return bits.add_(0xFFFF).bitwise_and_(-0x10000).view(torch.float32)
+
+    def _store(self, y: Tensor, steps: Tensor, records: Tensor) -> None:
+        records[..., -2:].view(torch.bfloat16).copy_(steps)
+        if self.form.bits == 8:
+            records[..., :-2].view(torch.int8).copy_(y)
+            return
+        half = y.shape[-1] // 2
+        both = y[..., :half].add(y[..., half:], alpha=16.0).add_(8.0 * 17.0)
+        records[..., :-2].copy_(both)
+
+    def _load(self, stored: Tensor) -> Tensor:
+        if self.form.bits == 8:
+            return stored.view(torch.int8).float()
+        numbers = torch.empty(*stored.shape[:-1], 2 * stored.shape[-1], device=stored.device)
+        numbers[..., : stored.shape[-1]].copy_(stored & 15)
+        numbers[..., stored.shape[-1] :].copy_(stored >> 4)
+        return numbers.sub_(8.0)
+
+
+def _same_part(pieces: Tensor, blocks: Tensor, offset: int) -> Tensor:
+    """The part of `pieces` that `blocks` at `offset` stand for, in their shape."""
+    stop = offset + blocks.shape[1] * blocks.shape[2]
+    part: Tensor = pieces[:, offset:stop].unflatten(1, blocks.shape[1:])
+    return part
+
+
+def _noise(key: tuple[int, int], piece: int, offset: int, like: Tensor) -> Tensor:
+    """Uniform in (−½, ½), in the shape of `like` at `offset` of each `piece`: 16 bits of a hash of each position."""
+    size, device = like.shape[0], like.device
+    starts = torch.arange(size, dtype=torch.int32, device=device)[:, None] * (piece // 2) + offset // 2
+    bits = starts + torch.arange(like[0].numel() // 2, dtype=torch.int32, device=device).add_(key[0])
+    bits.mul_(_MIX[0])
+    bits.bitwise_xor_(bits >> 15).add_(key[1]).mul_(_MIX[1])
+    noise: Tensor = bits.view(torch.int16).float().view(like.shape)
+    return noise.mul_(2.0**-16).add_(2.0**-17)
+
+
+def rounding_key(*parts: object) -> tuple[int, int]:
+    """Two signed 32-bit words derived from the `repr` of a key such as (seed, step, unit, rank)."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return (
+        int.from_bytes(digest[:4], "little", signed=True),
+        int.from_bytes(digest[4:], "little", signed=True),
+    )

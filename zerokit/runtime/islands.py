@@ -1,0 +1,81 @@
+"""Islands: ranks of the inner axis that train alone, if the outer stage of a mesh is "local".
+
+An island is a process group of its own to the optimizer, so norms, clipping, overflow and the loss scale end at its
+shore. `zerokit.LocalSteps` joins the islands from time to time.
+"""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zerokit.errors import UsageError
+from zerokit.placement import Axis, Mesh, row_of
+from zerokit.runtime.build import mesh_of
+from zerokit.runtime.collectives.base import clone, timeout_of
+
+LOCAL = "local"
+"""The outer stage of a mesh whose outer axis synchronises no gradients."""
+
+
+@dataclass(frozen=True, slots=True)
+class Islands:
+    """The ranks of `everyone` as `mesh.outer` islands of `mesh.inner` ranks; this one is `rank` of `everyone`."""
+
+    everyone: dist.ProcessGroup
+    mesh: Mesh
+    rank: int
+    timeout: datetime.timedelta
+
+    @property
+    def count(self) -> int:
+        return self.mesh.outer
+
+    @property
+    def index(self) -> int:
+        """The number of this rank's island."""
+        return self.rank // self.mesh.inner
+
+    def group(self, axis: Axis, backend: str) -> dist.ProcessGroup:
+        """A new process group of the ranks that `axis` joins with this one. All ranks of `everyone` call it alike."""
+        members = self.mesh.members(axis, self.rank)
+        return clone(self.everyone, backend, self.timeout, members=members)
+
+
+def divide_into_islands(
+    stage: Any, mesh: Any, process_group: dist.ProcessGroup | None
+) -> tuple[Any, Any, dist.ProcessGroup | None, Islands | None]:
+    """The stage, mesh and process group of this rank's island, and the islands; unchanged without local steps.
+
+    Raises `UsageError` where the outer stage is "local" and there are no two islands.
+    """
+    if not (isinstance(stage, tuple | list) and len(stage) == 2 and stage[0] == LOCAL):
+        return stage, mesh, process_group, None
+    row_of(stage[1])
+    if not dist.is_initialized():
+        return stage[1], None, process_group, None  # build() explains what is missing
+    everyone: Any = process_group if process_group is not None else dist.distributed_c10d._get_default_group()
+    if everyone == dist.GroupMember.NON_GROUP_MEMBER or everyone.rank() < 0:
+        return stage[1], None, process_group, None
+    sizes = getattr(mesh, "shape", mesh)
+    example = f"mesh=({max(everyone.size() // 2, 2)}, {2 if everyone.size() > 3 else 1})"
+    if not isinstance(sizes, tuple | list) or len(sizes) != 2:
+        raise UsageError(
+            f"stage={stage!r} with mesh={mesh!r}: islands need a mesh of two axes, (islands, ranks of an island), such "
+            f"as {example}"
+        )
+    if sizes[0] == 1:
+        raise UsageError(
+            f"stage={stage!r} with mesh={tuple(sizes)}: one island has nothing to synchronise with: pass "
+            f"stage={stage[1]!r} without mesh, or at least two islands, such as {example}"
+        )
+    alone = sizes[1] == 1 and sizes[0] == everyone.size()  # which other meshes cannot have
+    shape = Mesh(everyone.size(), 1) if alone else mesh_of(mesh, everyone)
+    assert shape is not None
+    timeout = timeout_of(everyone, torch.device("cpu"), torch.device("cuda")) or dist.default_pg_timeout
+    islands = Islands(everyone, shape, everyone.rank(), timeout)
+    return stage[1], None, islands.group(Axis.INNER, str(dist.get_backend_config(everyone))), islands

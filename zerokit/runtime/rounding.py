@@ -1,0 +1,155 @@
+"""One unit's gradients and updates on an int8 or int4 wire: how they are rounded, and what rounding has taken away.
+
+With feedback, and for updates, whose differences bring back by themselves what was rounded away, rounding is to
+nearest. Without, it is random, by keys from (seed, epoch, turn, unit, rank): a save and a load begin an epoch, which
+the saved step names, so a run that goes on and one that resumes round alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerokit.formulas import BlockFormat
+from zerokit.runtime.collectives import Work
+from zerokit.runtime.collectives.quantised import QuantisedWire, rounding_key
+from zerokit.runtime.precision import Precision
+from zerokit.runtime.unit import MasterSlice, UnitState
+
+RESIDUAL = "wire_residual"
+"""The name of the residuals' sum among the states of a master, and of its stream in a checkpoint."""
+
+
+class Rounding:
+    """The rounding of one unit on this rank.
+
+    Args:
+        state: the unit.
+        form: the wire's.
+        precision: whose `seed`, `feedback` and `wire_updates` are used.
+    """
+
+    def __init__(self, state: UnitState, form: BlockFormat, precision: Precision) -> None:
+        self._state, self._form, self._seed = state, form, precision.seed
+        self._unit, self._collectives = state.unit, state.collectives
+        self._axis = self._collectives.mesh.axes[0]
+        self.sent = state.placement.sent_outward(self._unit, self._collectives.position)
+        self.residual: Tensor | None = None
+        """What this rank's terms have lost, of the elements `sent` over the outermost axis."""
+        self._feedback = precision.feedback
+        if self._feedback and self._collectives.world > 1:
+            self.residual = torch.zeros(self.sent.numel, device=state.device)
+        self._epoch: object = None
+        self._turn = 0
+
+    def gradient_wire(self, bucket: Tensor) -> QuantisedWire:
+        """The wire of the next reduction, which is one of `bucket`."""
+        if self._feedback:
+            wire = QuantisedWire(self._form, self.residual)
+        else:
+            self._turn += 1
+            parts = self._seed, self._epoch, self._turn, self._unit.index, self._collectives.rank
+            wire = QuantisedWire(self._form, key=rounding_key(*parts))
+        if self._collectives.world == 1 and self.residual is not None:
+            # From a checkpoint of several ranks. One rank alone rounds nothing.
+            bucket.add_(self.residual)
+            self.residual = None
+        return wire
+
+    # ---- updates
+
+    def send_update(self, memory: Tensor) -> Work:
+        """Start to gather how this rank's masters differ from their shard of `memory`, for all to add the same."""
+        route = self._collectives.routes[self._axis]
+        own = torch.zeros(self._state.own.numel, device=memory.device)
+        for master in self._state.masters:
+            part = self._within(own, master)
+            part.copy_(master.tensor.detach()).sub_(self._state.kept_part(master.interval))
+        wire = QuantisedWire(self._form)
+        mine = wire.pack(own, 1)
+        packed = mine.new_empty(route.size, mine.numel())
+        packed[route.rank].copy_(mine[0])
+        work = self._collectives.all_gather(self._unit, packed.view(-1), axes=(self._axis,), wire=wire)
+        return _Differences(work, wire, packed, memory.view(route.size, -1))
+
+    def _within(self, own: Tensor, master: MasterSlice) -> Tensor:
+        start = master.interval.start - self._state.own.start
+        return own[start : start + master.interval.numel]
+
+    # ---- checkpoints
+
+    def settle(self, epoch: object) -> None:
+        """Let the owner of each element hold the sum of residuals. All ranks call it; `epoch` names what follows."""
+        self._epoch, self._turn = epoch, 0
+        if self.residual is None or self._collectives.world == 1:
+            return
+        own = self._own_residual()
+        self._collectives.reduce_scatter(self._unit, self.residual, own, add=False, axes=(self._axis,)).wait()
+        if self._collectives.averages:
+            own.mul_(self._collectives.mesh.size(self._axis))
+        self._keep(own.clone())
+
+    def shown(self, master: MasterSlice) -> Tensor:
+        """The owners' residuals, in the shape of `master`; zero elsewhere."""
+        whole = torch.zeros_like(master.tensor, dtype=torch.float32)
+        both = master.interval.intersection(self._state.own)
+        if self.residual is not None and both.numel:
+            own = self._own_residual()[both.start - self._state.own.start :][: both.numel]
+            whole[both.start - master.interval.start :][: both.numel].copy_(own)
+        return whole
+
+    def take(self, residuals: list[tuple[MasterSlice, Tensor]], epoch: object) -> None:
+        """Go on from what `shown` gave, of this unit's masters; nothing is left of what was here."""
+        self._epoch, self._turn = epoch, 0
+        if not self._feedback:
+            return
+        if self.residual is None and residuals:
+            self.residual = torch.zeros(self.sent.numel, device=self._state.device)
+        if self.residual is None:
+            return
+        own = torch.zeros_like(self._own_residual())
+        for master, values in residuals:
+            both = master.interval.intersection(self._state.own)
+            if both.numel:
+                target = own[both.start - self._state.own.start :][: both.numel]
+                target.copy_(values[both.start - master.interval.start :][: both.numel])
+        self._keep(own)
+
+    def _keep(self, own: Tensor) -> None:
+        assert self.residual is not None
+        self.residual.zero_()
+        self._own_residual().copy_(own)
+
+    def _own_residual(self) -> Tensor:
+        assert self.residual is not None
+        start = self._state.own.start - self.sent.start
+        return self.residual[start : start + self._state.own.numel]
+
+    def state(self) -> Any:
+        """This rank's part, for `load_state`."""
+        return self._epoch, self._turn, None if self.residual is None else self.residual.clone()
+
+    def load_state(self, state: Any) -> None:
+        self._epoch, self._turn, residual = state
+        self.residual = None if residual is None else residual.clone()
+
+
+@dataclass(slots=True)
+class _Differences:
+    """Updates on their way: rounded differences, which every rank adds to what it has."""
+
+    work: Work
+    wire: QuantisedWire
+    packed: Tensor
+    pieces: Tensor
+
+    def wait(self) -> None:
+        self.work.wait()
+        with torch.no_grad():
+            for packed, piece in zip(self.packed, self.pieces, strict=True):
+                exact = piece.float()
+                self.wire.unpack(packed, exact, add=True)
+                piece.copy_(exact)

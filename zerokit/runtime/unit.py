@@ -1,0 +1,474 @@
+"""A unit in memory: parameters as views of one flat storage, this rank's shard, and its masters.
+
+stage 0, 1, 2   `whole` always exists; this rank's `shard` is a view of it
+stage 3         `shard` always exists; `whole` has memory while the unit is gathered, see `memory`
+
+A master is what the optimizer updates: a stretch of what this rank owns, in the master dtype. There is one for each
+group of parameters in the unit (one fused call over few tensors; a call over each parameter's own takes up to four
+times as long in deep, narrow models). The optimizer counts steps by tensor, so parameters that are no longer trained
+alike get one master each.
+
+[Note: freed weights] Autograd saves weights for backward, as themselves or as views. While a unit is freed (stage 3),
+its parameters' version counters stand one higher, so that autograd refuses to read what it saved, as it does after an
+in-place change; gathering sets them back. The parameters themselves show nan in their own shape, in no memory, and
+are guarded (see `guard`); on Linux hosts the freed memory reads as nan, too. So the memory of a freed weight never
+reads as valid values, however it is reached.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from itertools import pairwise
+from typing import TYPE_CHECKING, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zerokit.errors import UsageError
+from zerokit.layout import Interval, Slice, Unit
+from zerokit.placement import Axis, Placement
+from zerokit.runtime.collectives import Collectives, Work
+from zerokit.runtime.guard import TICKET, Guarded, MasterParameter, Ticket, guarded_class
+from zerokit.runtime.hooks import profiled
+from zerokit.runtime.memory import set_versions, unit_memory
+
+if TYPE_CHECKING:
+    from zerokit.runtime.rounding import Rounding
+    from zerokit.runtime.walk import ModelWalk
+
+
+class State(Enum):
+    """The state of a unit's whole parameters in this pass."""
+
+    FREED = "only the shard has memory"
+    GATHERING = "on their way, or there and not used yet"
+    READY = "in use"
+    HELD = "in use, and kept until backward ends: no hook will show when backward has read them"
+
+
+@dataclass(slots=True)
+class MasterSlice:
+    """The part of one unit and group that the optimizer updates: `tensor`, elements `interval` of the unit's memory."""
+
+    group: int
+    interval: Interval
+    tensor: nn.Parameter
+
+    def part(self, tensor: Tensor, interval: Interval) -> Tensor:
+        """The elements `interval` (memory coordinates) of a tensor of the master's shape, as far as it has them."""
+        both = self.interval.intersection(interval)
+        return tensor[both.start - self.interval.start : both.stop - self.interval.start]
+
+
+class UnitState:
+    """The `parameters` of one unit on one rank, which become views of one storage in `dtype`, and their masters.
+
+    Positions that are `renormed` are of parameters that their module renormalises in forward.
+    """
+
+    def __init__(
+        self,
+        unit: Unit,
+        parameters: Sequence[nn.Parameter],
+        collectives: Collectives,
+        dtype: torch.dtype,
+        placement: Placement,
+        renormed: Collection[int] = (),
+    ) -> None:
+        self.unit = unit
+        self.index, self.parameters = unit.index, list(parameters)
+        self.collectives, self.device = collectives, collectives.device
+        self.dtype, self.placement = dtype, placement
+        self.comes_and_goes = placement.cuts_parameters
+        """Whether whole parameters have memory only while they are gathered."""
+        self.own = unit.shard(collectives.position)
+        self.kept = placement.parameters(unit, collectives.position)
+        self.updated = placement.updated(unit, collectives.position)
+        self.masters: list[MasterSlice] = []
+        self.separate = False
+        """Whether masters have memory of their own, in another dtype than the parameters."""
+        self.state = State.READY
+        self.active = 0
+        """How many of the unit's modules are at work, one inside the other."""
+        self.guarded = False
+        self.stopped: set[int] = set()
+        """Positions of trainable parameters that require no gradient any more: they are not updated."""
+        self.in_flight: Work | None = None
+        """The gather of the unit, or of what other ranks have updated."""
+        self.rounding: Rounding | None = None
+        """How the unit travels on an int8 or int4 wire, if it does."""
+        self.sends_differences = False
+        """Whether the next gather of updates is one of rounded differences: nothing was written back."""
+        self._memory = unit_memory(
+            unit.numel, self.kept, dtype, self.device, comes_and_goes=self.comes_and_goes
+        )
+        self.whole, self.shard = self._memory.whole, self._memory.shard
+        self._views = unit_views(unit, self.whole)
+        self._base, self._addresses = -1, [0]
+        nothing = torch.full(
+            (), float("nan") if dtype.is_floating_point else -1, dtype=dtype, device=self.device
+        )
+        self._placeholders = [nothing.expand(part.parameter.shape) for part in unit.slices]
+        self._plain: list[type[nn.Parameter]] = []
+        self._guarded: list[type[Guarded]] = []
+        self._versions: list[int] = []
+        self._aliases: list[tuple[int, Tensor, int]] = []
+        """Tensors over a parameter's memory that were handed out: its position, the tensor, its version then."""
+        self._viewed = True
+        """Whether the parameters are views of the storage, and not placeholders."""
+        self._renormed = frozenset(renormed)
+
+    def take_over(self, initial: Mapping[nn.Parameter, Tensor], master: torch.dtype) -> None:
+        """Turn the parameters into views of this storage with rank 0's values, and create the masters in their dtype.
+
+        Parameters on `meta` take their values from `initial`. Masters start from the values themselves, not from what
+        compute rounds them to; where the master dtype is the storage's own, masters are the storage itself.
+        """
+        self._note_addresses()
+        exact = self.whole
+        if self.unit.trainable and master != self.dtype:
+            exact = torch.zeros(self.unit.numel, dtype=master, device=self.device)
+            self.separate = True
+        with torch.no_grad():
+            members = zip(self.parameters, self._views, unit_views(self.unit, exact), strict=True)
+            for parameter, view, target in members:
+                target.copy_(initial[parameter] if parameter.is_meta else parameter)
+                if parameter.is_meta or parameter.nbytes < parameter.untyped_storage().nbytes():
+                    # `.data` cannot cross from meta to a device; swapping keeps the object, so ties and groups hold.
+                    # Only then does it become a view: made from one, of this storage or of one that the user has cut
+                    # up, it would share a version counter with others, whose changes would be taken for its own.
+                    real = nn.Parameter(
+                        torch.empty(0, dtype=self.dtype, device=self.device), parameter.requires_grad
+                    )
+                    real.__dict__.update(parameter.__dict__)
+                    torch.utils.swap_tensors(parameter, real)
+                parameter.data = view
+        self._plain = [type(parameter) for parameter in self.parameters]
+        self._guarded = [guarded_class(plain) for plain in self._plain]
+        self._versions = [parameter._version for parameter in self.parameters]
+        self.collectives.broadcast(exact)
+        if self.separate:
+            self.whole.copy_(exact)
+        if self.comes_and_goes:
+            self._memory.store()
+            self.free()
+        if self.unit.trainable:
+            for group, stretch in self.unit.groups_within(self.updated):
+                values = self.kept_part(stretch)
+                if self.separate:
+                    values = exact[stretch.start : stretch.stop].clone()
+                self.masters.append(MasterSlice(group, stretch, nn.Parameter(values)))
+
+    def kept_part(self, interval: Interval) -> Tensor:
+        """The elements `interval` (memory coordinates) of this rank's kept memory."""
+        return self.shard[interval.start - self.kept.start : interval.stop - self.kept.start]
+
+    # ---- masters
+
+    def members(self, master: MasterSlice, within: Interval | None = None) -> list[Slice]:
+        """The slices of parameters in `master`, padding left out; those in the interval `within`, if one is given."""
+        piece = master.interval if within is None else master.interval.intersection(within)
+        return [s for s in self.unit.slices_within(piece) if s.parameter.group == master.group]
+
+    def positions_in(self, master: MasterSlice) -> list[int]:
+        """The unit's parameters that have elements in `master`."""
+        names = {part.parameter.name for part in self.members(master)}
+        return [position for position, p in enumerate(self.unit.parameters) if p.name in names]
+
+    @property
+    def divided(self) -> bool:
+        """Whether parameters that share a group have separate masters."""
+        groups = [master.group for master in self.masters]
+        return len(set(groups)) < len(groups)
+
+    def divide(self, inner: Optimizer, *, by_parameter: bool) -> None:
+        """Give `inner` one master per parameter or per group; values stay, and so do states if a master is split.
+
+        Joined ones lose their states, which are about to be loaded.
+        """
+        pieces = list(self.unit.groups_within(self.updated))
+        if by_parameter:
+            starts = {s.offset for old in self.masters for s in self.members(old)}
+            pieces = [
+                (group, Interval(start, stop))
+                for group, whole in pieces
+                for start, stop in pairwise(
+                    [whole.start, *sorted(s for s in starts if whole.start < s < whole.stop), whole.stop]
+                )
+            ]
+        if not self.unit.trainable or len(pieces) == len(self.masters):
+            return
+        before, self.masters = self.masters, []
+        values = torch.cat([old.tensor.detach() for old in before]) if self.separate else None
+        for group, piece in pieces:
+            made = self.kept_part(piece) if values is None else values[: piece.numel].clone()
+            values = None if values is None else values[piece.numel :]
+            self.masters.append(MasterSlice(group, piece, nn.Parameter(made.detach())))
+            old = next(one for one in before if one.interval.start <= piece.start < one.interval.stop)
+            if piece.stop <= old.interval.stop and old.tensor in inner.state:
+                inner.state[self.masters[-1].tensor] = {
+                    kind: (old.part(value, piece) if value.shape == old.tensor.shape else value).clone()
+                    if isinstance(value, Tensor)
+                    else value
+                    for kind, value in inner.state[old.tensor].items()
+                }
+        for number, group_of in enumerate(inner.param_groups):
+            old_ones = [old.tensor for old in before if old.group == number]
+            if old_ones:
+                params = group_of["params"]
+                at = next(at for at, tensor in enumerate(params) if tensor is old_ones[0])
+                params[at : at + len(old_ones)] = [new.tensor for new in self.masters if new.group == number]
+        for old in before:
+            inner.state.pop(old.tensor, None)
+        self.guard_masters()
+
+    def guard_masters(self) -> None:
+        """Guard the masters after the optimizer's update; their gradients are elsewhere."""
+        for master in self.masters:
+            if TICKET not in master.tensor.__dict__ and self.parameters:
+                first: Ticket = self.parameters[0].__dict__[TICKET]
+                name = f"master of {self.unit.name}"
+                positions = tuple(self.positions_in(master))
+                master.tensor.__dict__[TICKET] = Ticket(first.walk, first.unit, self.index, positions, name)
+            master.tensor.__class__ = MasterParameter
+
+    def unguard_masters(self) -> None:
+        """Unguard the masters for the optimizer's update."""
+        for master in self.masters:
+            master.tensor.__class__ = nn.Parameter
+
+    # ---- changes by the user
+
+    def take_changes(self, *, certain: bool = False) -> None:
+        """Refresh shard and masters if the whole parameters were, or may have been, changed.
+
+        Masters of elements that still round to what is there keep their precision.
+        """
+        if not certain and not self._aliases and self._versions == self._current_versions():
+            return
+        self._memory.store()
+        with torch.no_grad():
+            for master in self.masters if self.separate else ():
+                kept = self.kept_part(master.interval)
+                changed = master.tensor.to(self.dtype) != kept
+                master.tensor.copy_(torch.where(changed, kept.to(master.tensor.dtype), master.tensor))
+        self.note_versions()
+
+    def take_exact(self, position: int, values: Tensor) -> None:
+        """Copy `values` [the shape of parameter `position`] to the masters, as the parameter may have rounded them."""
+        part = self.unit.slices[position]
+        if values.dtype == self.dtype or values.numel() != part.parameter.numel or not self.separate:
+            return
+        with torch.no_grad():
+            for master, both, piece in self.pieces_of(position, values.detach()):
+                master.part(master.tensor, both).copy_(piece)
+
+    def pieces_of(self, position: int, values: Tensor) -> Iterator[tuple[MasterSlice, Interval, Tensor]]:
+        """Each master of parameter `position`, its elements there, and their part of `values` [the parameter's]."""
+        part, flattened = self.unit.slices[position], values.reshape(-1)
+        for master in self.masters:
+            both = part.memory.intersection(master.interval)
+            if both.numel:
+                yield master, both, flattened[both.start - part.offset : both.stop - part.offset]
+
+    def suspect(self, position: int, alias: Tensor) -> None:
+        """Note that a tensor over a parameter's memory was handed out; it may change elements while it lives."""
+        self._aliases.append((position, alias, alias._version))
+
+    def note_versions(self) -> None:
+        """Record the parameters' versions; other versions later mean that the user changed them."""
+        handed_out = [(position, weakref.ref(alias)) for position, alias, _ in self._aliases]
+        self._aliases.clear()
+        living = ((position, alias()) for position, alias in handed_out)
+        self._aliases = [(position, one, one._version) for position, one in living if one is not None]
+        self._versions = self._current_versions()
+
+    def note_update(self) -> None:
+        """Invalidate earlier graphs after the optimizer has changed the parameters."""
+        torch.autograd.graph.increment_version(self.parameters)
+        if self.comes_and_goes or self.separate:
+            self._versions = [version + 1 for version in self._versions]
+
+    def _current_versions(self) -> list[int]:
+        with torch._C.DisableTorchFunctionSubclass():
+            return [parameter._version for parameter in self.parameters]
+
+    # ---- gathering
+
+    def gather(self) -> None:
+        """Start gathering the unit; `ready` must follow before its parameters are used."""
+        self.complete()
+        self._memory.grow()
+        self._note_addresses()
+        gather, axes = self.collectives.all_gather, self.placement.use
+        with profiled("gather", self.unit):
+            self.in_flight = gather(self.unit, self.whole, axes=axes, own=self.shard)
+        if self.state is State.FREED:
+            self.state = State.GATHERING
+
+    def gather_update(self) -> None:
+        """Start gathering updates from the other owners of this rank's parameters."""
+        if self.sends_differences and self.rounding is not None:
+            self.complete()
+            self.in_flight = self.rounding.send_update(self.shard)
+        else:
+            self.gather_from_owners(self.placement.update)
+
+    def gather_from_owners(self, axes: Sequence[Axis] | None = None) -> None:
+        """Start gathering this rank's kept memory over `axes`, whose ranks each have their own shard of it.
+
+        By default from all ranks that keep the same.
+        """
+        self.complete()
+        if axes is None:
+            axes = [axis for axis in self.collectives.mesh.axes if axis not in self.placement.use]
+        with profiled("gather", self.unit):
+            self.in_flight = self.collectives.all_gather(self.unit, self.shard, axes=axes)
+
+    def ready(self) -> None:
+        """Wait for a gather in flight, so that the parameters hold their values, and let the model use them."""
+        self.complete()
+        self.unguard()
+        if self.state is State.GATHERING:
+            self.state = State.READY
+        if not self._viewed:
+            self._viewed = True
+            for parameter, view in zip(self.parameters, self._views, strict=True):
+                parameter.data = view
+            set_versions(self.parameters, self._versions)
+
+    def complete(self) -> None:
+        """Wait for a gather in flight, and leave the parameters guarded."""
+        work, self.in_flight = self.in_flight, None
+        if work is not None:
+            with profiled("wait for the gather of", self.unit):
+                work.wait()
+
+    def free(self) -> None:
+        """Free the gathered unit's memory (stage 3); see [Note: freed weights]."""
+        self.complete()
+        if not self.guarded:
+            self._take_replaced()
+        if self._viewed:
+            versions = self._current_versions()
+            if self._aliases or versions != self._versions:
+                self._require_renorm(versions)
+                self.take_changes()
+            self._viewed = False
+            with torch._C.DisableTorchFunctionSubclass():
+                for parameter, placeholder in zip(self.parameters, self._placeholders, strict=True):
+                    parameter.data = placeholder
+            set_versions(self.parameters, [version + 1 for version in versions])
+        if len(self.placement.use) > 1:
+            self.collectives.wait_to_free(self.unit)
+        self._memory.shrink()
+        self.state = State.FREED
+        self.guard()
+
+    # ---- guarding
+
+    def watch(self, walk: weakref.ref[ModelWalk]) -> None:
+        """Guard the parameters from now on, and ask `walk` what may be done with them."""
+        me = weakref.ref(self)
+        for position, parameter in enumerate(self.parameters):
+            name = self.unit.parameters[position].name
+            parameter.__dict__[TICKET] = Ticket(walk, me, self.index, (position,), name)
+        self.guard_masters()
+        self.guard()
+
+    def guard(self) -> None:
+        """Guard the parameters while the model does not use them; see the module `guard`."""
+        if not self.guarded:
+            self._take_replaced()
+            self.guarded = True
+            for parameter, guarded in zip(self.parameters, self._guarded, strict=True):
+                parameter.__class__ = guarded
+
+    def unguard(self) -> None:
+        """Unguard the parameters for the model's computation."""
+        if self.guarded:
+            self.guarded = False
+            for parameter, plain in zip(self.parameters, self._plain, strict=True):
+                parameter.__class__ = plain
+
+    def note_requires_grad(self) -> None:
+        """Record frozen and unfrozen parameters; a parameter frozen at construction cannot become trainable."""
+        with torch._C.DisableTorchFunctionSubclass():
+            trained = [parameter.requires_grad for parameter in self.parameters]
+        if self.unit.trainable:
+            self.stopped = {position for position, trains in enumerate(trained) if not trains}
+        elif any(trained):
+            raise UsageError(
+                f"parameter {self.unit.parameters[trained.index(True)].name} was frozen when ZeroOptimizer was built, "
+                "so nothing would update it: call requires_grad_(True) before, or build a new optimizer"
+            )
+
+    def _note_addresses(self) -> None:
+        """Where the parameters lie now: memory that came anew may lie elsewhere."""
+        if self.whole.data_ptr() != self._base:
+            self._base = self.whole.data_ptr()
+            self._addresses = [view.data_ptr() for view in self._views]
+
+    def _take_replaced(self) -> None:
+        """The model's forward may have given a parameter other memory (`weight.data = …`): take its values over.
+
+        Raises `UsageError` for memory of another form. Guarded parameters refuse other memory at once.
+        """
+        if not self._viewed or [parameter.data_ptr() for parameter in self.parameters] == self._addresses:
+            return
+        for parameter, layout, view in zip(self.parameters, self.unit.parameters, self._views, strict=True):
+            if parameter.data_ptr() == view.data_ptr():
+                continue
+            if (parameter.shape, parameter.dtype, parameter.device) != (view.shape, self.dtype, self.device):
+                raise UsageError(
+                    f"parameter {layout.name} no longer lies in zerokit's storage (found {parameter.dtype} on "
+                    f"{parameter.device}, expected {self.dtype} on {self.device}): calling .to(), .float(), "
+                    ".half() or assigning .data after ZeroOptimizer was built cuts the parameter off from its "
+                    "updates. Do it before, or choose precision="
+                )
+            view.copy_(parameter.detach())
+            parameter.data = view
+        if self.comes_and_goes:
+            self._refuse_change(self.unit.name)
+        self.take_changes(certain=True)
+
+    def _require_renorm(self, versions: Sequence[int]) -> None:
+        """Weights may change in forward only by an idempotent operation: Embedding's max_norm."""
+        pairs = enumerate(zip(versions, self._versions, strict=True))
+        changed = {position for position, (version, known) in pairs if version != known}
+        changed |= {position for position, alias, version in self._aliases if alias._version != version}
+        for position in sorted(changed - self._renormed):
+            self._refuse_change(self.unit.parameters[position].name)
+
+    def _refuse_change(self, name: str) -> NoReturn:
+        raise UsageError(
+            f"the model's forward changes {name}: at stage 3 other ranks may be gathering it at that moment. Change it "
+            "after step(), inside `with optimizer.gathered():`, or train at stage 0, 1 or 2"
+        )
+
+
+def unit_views(unit: Unit, flat: Tensor) -> list[Tensor]:
+    """Views of `flat` [the unit's elements], one a parameter, each in its parameter's shape."""
+    return [flat[s.offset : s.offset + s.parameter.numel].view(s.parameter.shape) for s in unit.slices]
+
+
+def write_back(units: Sequence[UnitState], *, differences: bool = False) -> None:
+    """Copy updated masters into what this rank keeps of the parameters, by one operation; graphs made before end.
+
+    With `differences` that is left to the next gather of updates, which changes parameters alike on every rank.
+    """
+    kept, masters = [], []
+    for unit in units:
+        unit.sends_differences = differences and unit.separate
+        for master in unit.masters if unit.separate and not differences else ():
+            kept.append(unit.kept_part(master.interval))
+            masters.append(master.tensor.detach())
+    if kept:
+        torch._foreach_copy_(kept, masters)
+    for unit in units:
+        if unit.unit.trainable:
+            unit.note_update()

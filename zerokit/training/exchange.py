@@ -1,0 +1,295 @@
+"""What crosses between islands: means and gathers of regions over a slow link, at an even pace if there is time.
+
+Everything goes over gloo, through host memory: sockets between sites are no faster any other way, a device is not kept
+waiting, and small messages can be spaced. A region [islands × piece] is averaged into this rank's piece, the outer
+optimizer steps on that, and the pieces are gathered. Sums are in island order, so all islands have equal bits.
+"""
+
+from __future__ import annotations
+
+import datetime
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from queue import SimpleQueue
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zerokit.errors import ScheduleError
+from zerokit.placement import Axis
+from zerokit.runtime.islands import Islands
+from zerokit.training.differences import Differences
+
+CHUNK_NUMEL = 1 << 18
+"""Elements of a piece in one message without a pace: a MiB."""
+
+TICK_S = 0.01
+"""Seconds between messages at a pace: ten in each 100 ms keep the link even; twice as many cost 3 % of a short step."""
+
+_SMALLEST = 1 << 10
+"""Elements of a piece in a paced message, at least: below that the headers count."""
+
+_LATE = 0.93
+"""The time between messages, at least, to make up for a delay: an even link at the price of a short wait."""
+
+_ENDING_S = 5.0
+
+
+class Synchronisation:
+    """One fragment on its way: `buffer` is the region, replaced by the new values of all pieces.
+
+    Args:
+        name: for errors.
+        buffer: [islands × piece], fp32, on the host.
+        update: makes the new values of this rank's piece, in place, from their mean; with `differences`, from their
+            mean movement.
+        seconds: to spread the messages over, as island 0 sees it; None for as fast as the link goes.
+        differences: on a narrow wire; `buffer` becomes what all islands know then.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        buffer: Tensor,
+        update: Callable[[Tensor], None],
+        seconds: float | None,
+        differences: Differences | None = None,
+    ) -> None:
+        self.name, self.buffer, self.update, self.seconds = name, buffer, update, seconds
+        self.differences = differences
+        self.done = threading.Event()
+        self.error: Exception | None = None
+        self.wanted_at: float | None = None
+        """Since when the training waits for it, on the monotonic clock."""
+
+
+class Exchange:
+    """The ranks of one number in all islands. A thread exists from the first paced synchronisation on.
+
+    All of them make it together, and submit the same synchronisations in the same order.
+    """
+
+    def __init__(self, islands: Islands) -> None:
+        self.islands = islands
+        self.count, self.index = islands.count, islands.index
+        self._group = islands.group(Axis.OUTER, "gloo")
+        self._members = dist.get_process_group_ranks(self._group)
+        self._store = dist.distributed_c10d._get_process_group_store(self._group)
+        self._timeout: datetime.timedelta = islands.timeout
+        self._queue: SimpleQueue[Synchronisation | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._stopping = threading.Event()
+        self.waited_s = 0.0
+        """Seconds that the training has waited for other islands so far."""
+        self.control_bytes = 0
+        self.control_calls = 0
+
+    def start(self, one: Synchronisation) -> None:
+        """Begin it; one without a pace is over when this returns."""
+        if one.seconds is None and self._thread is None:
+            _carry_out(self, one)
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=_work, args=(weakref.ref(self), self._queue), name="zerokit islands", daemon=True
+            )
+            self._thread.start()
+            # A thread inside a message when the interpreter ends would abort the process.
+            weakref.finalize(self, _end, self._queue, self._stopping, self._thread)
+        self._queue.put(one)
+
+    def finish(self, one: Synchronisation) -> None:
+        """Wait for it. Raises `ScheduleError` where some island did not come, or failed."""
+        began = time.monotonic()
+        one.wanted_at = began
+        one.done.wait()
+        self.waited_s += time.monotonic() - began
+        if one.error is not None:
+            raise ScheduleError(self._explain(one.name, one.error)) from one.error
+
+    def sum(self, name: str, buffer: Tensor) -> None:
+        """Let this rank's piece of the region `buffer` be the sum over islands, and the rest zero. Raises
+        `ScheduleError`.
+        """
+        pieces = buffer.view(self.count, -1)
+        own = torch.zeros_like(pieces[self.index])
+
+        def add() -> None:
+            for start, stop in self._paced(None, own.numel()):
+                for term in self._swap(pieces[:, start:stop].contiguous()):
+                    own[start:stop] += term
+
+        self._guarded(name, add)
+        buffer.zero_()
+        pieces[self.index] = own
+
+    def gather(self, name: str, buffer: Tensor) -> None:
+        """Fill the region `buffer` from all islands' pieces, now. Raises `ScheduleError`."""
+        self._guarded(name, lambda: self._gather(buffer, None, None))
+
+    def broadcast(self, name: str, values: Tensor) -> None:
+        """Send island 0's `values`, on any device, to all, in place. Raises `ScheduleError`."""
+        here = values.cpu()
+        self._guarded(name, lambda: dist.broadcast(here, group=self._group, group_src=0))
+        if here is not values:
+            values.copy_(here)
+
+    def all(self, name: str, value: object) -> list[object]:
+        """Every island's `value`, in order. Raises `ScheduleError`."""
+        values: list[object] = [None] * self.count
+        self._guarded(name, lambda: dist.all_gather_object(values, value, group=self._group))
+        return values
+
+    def _guarded(self, name: str, call: Callable[[], object]) -> None:
+        try:
+            self._publish(name)
+            call()
+        except RuntimeError as error:
+            raise ScheduleError(self._explain(name, error)) from error
+
+    def take_control(self) -> tuple[int, int]:
+        """Calls and bytes of control messages since the last time."""
+        calls, bytes_ = self.control_calls, self.control_bytes
+        self.control_calls = self.control_bytes = 0
+        return calls, bytes_
+
+    # ---- in the thread
+
+    def carry_out(self, one: Synchronisation) -> None:
+        """Average, update and gather."""
+        self._publish(one.name)
+        piece = one.buffer.numel() // self.count
+        pace = Pace(one, CHUNK_NUMEL) if one.seconds is None else self._agree_on_pace(one, piece)
+        pieces, narrow = one.buffer.view(self.count, -1), one.differences
+        own = pieces[self.index]
+        for start, stop in self._paced(pace, piece):
+            stretch = pieces[:, start:stop]
+            if narrow is not None:
+                received = self._swap(narrow.pack_movement(stretch, start, stop))
+                own[start:stop] = narrow.mean_movement(received, stop - start)
+                continue
+            received = self._swap(stretch.contiguous())
+            mean = received[0]
+            for term in received[1:]:
+                mean += term
+            torch.div(mean, self.count, out=own[start:stop])
+        one.update(own)
+        self._gather(one.buffer, pace, narrow)
+
+    def _gather(self, buffer: Tensor, pace: Pace | None, narrow: Differences | None) -> None:
+        pieces = buffer.view(self.count, -1)
+        own = pieces[self.index]
+        for start, stop in self._paced(pace, own.numel()):
+            if narrow is None:
+                pieces[:, start:stop] = self._to_all(own[start:stop])
+            else:
+                packed = narrow.pack_result(own[start:stop], self.index, start, stop)
+                pieces[:, start:stop] = narrow.learn(self._to_all(packed[0]), start, stop)
+
+    def _to_all(self, sent: Tensor) -> Tensor:
+        return self._swap(sent.expand(self.count, -1).contiguous())
+
+    def _paced(self, pace: Pace | None, numel: int) -> Iterator[tuple[int, int]]:
+        """Stretches of a piece, one for each message, when it is time for it."""
+        size = CHUNK_NUMEL if pace is None else pace.numel
+        for start in range(0, numel, size):
+            if pace is not None and self._stopping.wait(pace.pause()):
+                raise RuntimeError("the training has ended")
+            yield start, min(start + size, numel)
+
+    def _swap(self, sent: Tensor) -> Tensor:
+        received = torch.empty_like(sent)
+        # Not dist.all_to_all_single, which checks its arguments anew for each of many small messages.
+        self._group.alltoall_base(received, sent, [], []).wait()
+        return received
+
+    def _agree_on_pace(self, one: Synchronisation, piece: int) -> Pace:
+        """Island 0's measure of time, for all: the pieces must be cut alike."""
+        assert one.seconds is not None
+        numbers = torch.tensor([max(1, int(one.seconds / 2 / TICK_S))], dtype=torch.int64)
+        dist.broadcast(numbers, group=self._group, group_src=0)
+        self.control_calls += 1
+        self.control_bytes += 8 * (self.count - 1)
+        numel = min(max(-(-piece // int(numbers[0])), _SMALLEST), CHUNK_NUMEL)
+        if one.differences is not None:
+            numel = -(-numel // one.differences.block) * one.differences.block
+        return Pace(one, numel, messages=2 * -(-piece // numel))
+
+    # ---- errors
+
+    def _publish(self, name: str) -> None:
+        self._store.set(f"zerokit/islands/{self.index}", name)
+
+    def _explain(self, name: str, error: Exception) -> str:
+        mine = f"island {self.index} (rank {self._members[self.index]})"
+        lines = [f"{mine} did not get through the {name} within {self._timeout.total_seconds():g} s: {error}"]
+        with suppress(RuntimeError):
+            for index in range(self.count):
+                if index != self.index:
+                    key = f"zerokit/islands/{index}"
+                    there = self._store.get(key).decode() if self._store.check([key]) else "nothing"
+                    where = "is there too" if there == name else f"came last to the {there}"
+                    lines.append(f"  island {index} (rank {self._members[index]}) {where}")
+        lines.append(
+            "  Islands make equally many steps. This one has taken over nothing of the synchronisation: look for the "
+            "first error of the other, or go on from the last checkpoint with the islands that are left."
+        )
+        return "\n".join(lines)
+
+
+class Pace:
+    """When the messages of a synchronisation, of `numel` elements of a piece each, may begin."""
+
+    def __init__(self, one: Synchronisation, numel: int, *, messages: int = 1) -> None:
+        self.numel = numel
+        self._one, self._left = one, messages
+        self._seconds = one.seconds or 0.0
+        self._begun = time.monotonic()
+        self._deadline = self._begun + self._seconds
+        self._late = _LATE * self._seconds / messages
+
+    def pause(self) -> float:
+        """Seconds to wait before the next message, which is counted as begun then."""
+        now = time.monotonic()
+        if now < self._deadline:
+            # What a busy processor has delayed is made up for evenly.
+            interval = max(self._late, (self._deadline - self._begun) / max(self._left, 1))
+        elif now < self._deadline + self._seconds / 4 or self._one.wanted_at is None:
+            interval = self._late
+        else:
+            interval = 0.0
+        self._left -= 1
+        pause = max(0.0, self._begun + interval - now)
+        self._begun = now + pause
+        return pause
+
+
+def _carry_out(exchange: Exchange, one: Synchronisation) -> None:
+    try:
+        exchange.carry_out(one)
+    except Exception as error:  # raised where the training waits for it
+        one.error = error
+    one.done.set()
+
+
+def _work(reference: weakref.ref[Exchange], queue: SimpleQueue[Synchronisation | None]) -> None:
+    # A weak reference: the thread must not keep the optimizer's memory alive.
+    while (one := queue.get()) is not None:
+        exchange = reference()
+        if exchange is None:
+            return
+        _carry_out(exchange, one)
+        del exchange, one
+
+
+def _end(
+    queue: SimpleQueue[Synchronisation | None], stopping: threading.Event, thread: threading.Thread
+) -> None:
+    stopping.set()
+    queue.put(None)
+    if thread is not threading.current_thread():
+        thread.join(timeout=_ENDING_S)

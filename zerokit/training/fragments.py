@@ -1,0 +1,96 @@
+"""Fragments: the parts of a model that islands synchronise in turn, and how each is cut over the islands.
+
+    line        | unit 0 | unit 1 |  unit 2  | unit 3 |
+    fragments   |--- fragment 0 --|--- fragment 1 ----|      2 fragments of neighbouring units, of similar size
+    region      | shard of unit 0 | shard of unit 1 |pad|    of fragment 0, on rank s of each island
+    pieces      |  island 0's     |  island 1's       |      rank (m, s) owns piece m: its anchor, its outer states
+
+A rank's region joins its shards (of `layout`, cut for the ranks of one island) end to end, so that all islands' ranks
+of one number have the same region. Invariant: the pieces of all ranks tile all trainable parameters exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+from zerokit.layout import Interval, Layout, Unit, align
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """Units that are synchronised together, after step `offset` of each round (1 to the length of a round)."""
+
+    index: int
+    units: tuple[Unit, ...]
+    offset: int
+
+    @property
+    def payload_numel(self) -> int:
+        """Elements of its parameters, without padding."""
+        return sum(unit.payload_numel for unit in self.units)
+
+
+def divide(layout: Layout, count: int, every: int) -> tuple[Fragment, ...]:
+    """The trainable units in `count` fragments of neighbours, cut where that leaves them most alike in size.
+
+    Each is synchronised once in `every` steps. Their turns lie apart as their sizes are: a link that takes each within
+    its turn carries the same all the time. Raises `ValueError` for fewer units than fragments.
+    """
+    units = [unit for unit in layout.units if unit.trainable]
+    if not 1 <= count <= len(units):
+        raise ValueError(f"{count} fragments of {len(units)} units")
+    ends, before = [0], 0
+    for unit in units:
+        before += unit.payload_numel
+        ends.append(before)
+    total = max(before, 1)
+    cuts = [0]
+    for number in range(1, count):
+        choices = range(cuts[-1] + 1, len(units) - (count - number) + 1)
+        cuts.append(min(choices, key=lambda cut: abs(ends[cut] * count - number * total)))
+    cuts.append(len(units))
+    return tuple(
+        Fragment(
+            number, tuple(units[start:stop]), max(1, -(-every * ends[stop] // total)) if before else every
+        )
+        for number, (start, stop) in enumerate(pairwise(cuts))
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """What rank `rank` of an island has of a fragment, in `islands` equal pieces."""
+
+    fragment: Fragment
+    rank: int
+    islands: int
+
+    @property
+    def piece_numel(self) -> int:
+        return align(-(-sum(unit.shard_numel for unit in self.fragment.units) // self.islands))
+
+    @property
+    def numel(self) -> int:
+        return self.piece_numel * self.islands
+
+    def piece(self, island: int) -> Interval:
+        """What the rank of that island owns."""
+        return Interval(island * self.piece_numel, (island + 1) * self.piece_numel)
+
+    def shards(self) -> Iterator[tuple[Unit, Interval]]:
+        """Each unit, and where its shard lies in the region."""
+        start = 0
+        for unit in self.fragment.units:
+            yield unit, Interval(start, start + unit.shard_numel)
+            start += unit.shard_numel
+
+    def payload(self, part: Interval) -> int:
+        """Elements of parameters in a part of the region."""
+        total = 0
+        for unit, place in self.shards():
+            both = place.intersection(part)
+            if both.numel:
+                total += unit.payload_within(both.shifted(unit.shard(self.rank).start - place.start))
+        return total

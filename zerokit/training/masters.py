@@ -1,0 +1,143 @@
+"""The masters of a `ZeroOptimizer`, for rooms above the runtime: the one place where these reach into its runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zerokit.formulas import Operation, TrafficReport
+from zerokit.layout import Interval, Layout, Unit
+from zerokit.runtime.collectives import Counters
+from zerokit.runtime.measure import traffic_of
+from zerokit.runtime.optimizer import ZeroOptimizer
+from zerokit.runtime.unit import write_back
+
+_FP32 = 4
+
+
+class Masters:
+    """Reads and changes this rank's shards of the masters, in fp32 on the host. All ranks of the optimizer take part.
+
+    What is exchanged here is counted apart from the optimizer's own steps.
+    """
+
+    def __init__(self, optimizer: ZeroOptimizer) -> None:
+        self._runtime = optimizer.runtime
+        self.rank = self._runtime.collectives.rank
+        self.layout: Layout = optimizer.layout
+        self._counters = Counters()
+
+    @property
+    def model(self) -> nn.Module:
+        return self._runtime.model
+
+    def describe(self) -> dict[str, str]:
+        """What islands must agree on."""
+        inner = self._runtime.inner
+        return {
+            "layout": self.layout.digest().hex()[:16],
+            "stage": str(self._runtime.placement),
+            "precision": str(self._runtime.precision.as_dict()),
+            "optimizer": type(inner).__name__,
+        }
+
+    def settle(self) -> None:
+        """Let every earlier change arrive, and nobody read what is about to change."""
+        self._runtime.control.finish()
+        self._runtime.settle()
+
+    @torch.no_grad()
+    def read(self, index: int, out: Tensor) -> None:
+        """Copy this rank's shard of unit `index` to `out` [shard_numel]."""
+        state = self._runtime.units[index]
+        shard = state.unit.shard(self.rank)
+        for master in state.masters:
+            both = master.interval.intersection(shard)
+            if both.numel:
+                values = master.tensor.detach()[_within(both, master.interval)]
+                out[_within(both, shard)] = values.to(out.device, out.dtype)
+
+    @torch.no_grad()
+    def mix(self, shards: Mapping[int, Tensor], weight: float) -> None:
+        """Move masters to the values of `shards` (by unit, each [shard_numel]) by `weight`, 1 for all the way.
+
+        Call `settle` before. Parameters are current afterwards, on every rank.
+        """
+        runtime = self._runtime
+        before, runtime.collectives.counters = runtime.collectives.counters, self._counters
+        try:
+            states = [runtime.units[index] for index in shards]
+            for state in states:
+                unit, values = state.unit, shards[state.index].to(state.device)
+                covered = unit.shard(self.rank)
+                if not runtime.placement.update and not runtime.placement.use and unit.world > 1:
+                    # Every rank of the island updates all of it, and each has brought its own shard.
+                    whole = torch.zeros(unit.numel, dtype=values.dtype, device=state.device)
+                    whole[covered.start : covered.stop] = values
+                    runtime.collectives.all_gather(unit, whole).wait()
+                    runtime.collectives.wait_for_readers()
+                    covered, values = Interval(0, unit.numel), whole
+                for master in state.masters:
+                    both = master.interval.intersection(covered)
+                    if not both.numel:
+                        continue
+                    target = master.tensor.detach()[_within(both, master.interval)]
+                    new = values[_within(both, covered)]
+                    if weight == 1.0:
+                        target.copy_(new)
+                    else:
+                        target.copy_(torch.lerp(target.to(new.dtype), new, weight))
+            write_back(states)
+            for state in states:
+                if runtime.placement.update:
+                    state.gather_from_owners()
+                    state.complete()
+            runtime.collectives.wait_for_readers()
+        finally:
+            runtime.collectives.counters = before
+
+    def any(self, condition: bool) -> bool:
+        """Whether it holds on some rank of the optimizer."""
+        flag = torch.tensor([float(condition)], device=self._runtime.collectives.device)
+        before, self._runtime.collectives.counters = self._runtime.collectives.counters, self._counters
+        try:
+            self._runtime.collectives.all_reduce(flag, dist.ReduceOp.MAX)
+            return bool(self._runtime.collectives.read(flag)[0])
+        finally:
+            self._runtime.collectives.counters = before
+
+    def exchanged(self) -> TrafficReport:
+        """What `mix` and `any` have moved between the optimizer's ranks since the last call."""
+        counters, self._counters = self._counters, Counters()
+        return traffic_of(counters, self._runtime.collectives.mesh)
+
+    def predicted_exchange(self, units: Sequence[Unit]) -> dict[str, Operation]:
+        """What `mix` of these units must move between the optimizer's ranks."""
+        placement = self._runtime.placement
+        if placement.use:
+            return {}
+        size = self._runtime.precision.compute.itemsize if placement.update else _FP32
+        elements = (self.layout.world - 1) * sum(unit.payload_numel for unit in units)
+        return {"all_gather": Operation(len(units), elements, elements * size)}
+
+    def frozen(self) -> dict[int, Tensor]:
+        """This rank's shards of frozen units, by unit, in their own memory."""
+        return {
+            state.index: state.kept_part(state.unit.shard(self.rank))
+            for state in self._runtime.units
+            if not state.unit.trainable
+        }
+
+    def refresh_frozen(self) -> None:
+        """Frozen shards were changed: bring them to all ranks of the optimizer."""
+        for state in self._runtime.units:
+            if not state.unit.trainable:
+                state.gather_from_owners()
+                state.complete()
+
+
+def _within(part: Interval, whole: Interval) -> slice:
+    return slice(part.start - whole.start, part.stop - whole.start)

@@ -1,0 +1,33 @@
+"""Activation checkpointing of a model's blocks: backward runs their forward again instead of keeping activations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
+    """The blocks that are recomputed as a whole: the children of every outermost `ModuleList`."""
+    for child in model.children():
+        if isinstance(child, nn.ModuleList):
+            yield from child
+        else:
+            yield from blocks_of(child)
+
+
+def recompute_blocks(model: nn.Module) -> None:
+    """Recompute every block of `model` in backward; changes the model in place."""
+    for block in blocks_of(model):
+        _recompute(block)
+
+
+def _recompute(block: nn.Module) -> None:
+    inner = block.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(inner, *args, use_reentrant=False, **kwargs)
+
+    block.forward = forward  # hooks of the block stay outside, as ZeroOptimizer's must
