@@ -287,7 +287,7 @@ def _apply(checkpoint: Source, optimizer: ZeroOptimizer, match: Match, extra: Ma
     shared = Shared(checkpoint, match, extra)
     for unit in runtime.units:
         if any(len({shared.key(unit, at) for at in unit.positions_in(one)}) > 1 for one in unit.masters):
-            unit.divide(runtime.inner, by_parameter=True)
+            unit.divide(runtime.inner)
     for unit, master, _ in runtime.masters():
         held = [part.parameter.name for part in unit.members(master)]
         if held and not any(name in match.sources for name in held):

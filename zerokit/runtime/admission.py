@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -69,16 +68,11 @@ _ADVICE = (
 
 @dataclass(frozen=True, slots=True)
 class OptimizerStates:
-    """The optimizer's state for one flat parameter: bytes per element, and fixed bytes.
-
-    `kinds` names the states that have the parameter's shape, with their `dtypes`; `others` those that are numbers.
-    """
+    """The optimizer's state for one flat parameter: bytes per element and fixed; `kinds` have the parameter's shape."""
 
     element_bytes: int
     scalar_bytes: int
     kinds: frozenset[str]
-    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
-    others: tuple[str, ...] = ()
 
 
 def choose_kernel(
@@ -153,13 +147,7 @@ def probe(optimizer_class: type[Optimizer], options: dict[str, Any], master: tor
         sum(value.element_size() for value in elementwise.values()),
         sum(value.untyped_storage().nbytes() for value in others),
         frozenset(elementwise),
-        {kind: value.dtype for kind, value in elementwise.items()},
-        tuple(kind for kind, value in optimizer.state[typed].items() if _is_number(value)),
     )
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) or (isinstance(value, torch.Tensor) and not value.dim())
 
 
 def _run(optimizer: Optimizer, parameter: nn.Parameter, gradients: list[torch.Tensor]) -> None:

@@ -118,7 +118,7 @@ class ZeroOptimizer(Optimizer):
         """The average of the weights, if there is one: made by `zerokit.Ema(optimizer, decay)`."""
         self.host_copy: Tensor | None = None
         """The buffer that background saves write from, once there was one."""
-        self._states = States(self.runtime)
+        self._states = States(self._inner)
         self._last_counters = Counters()
         self._norm: Tensor | None = None
         self._unscaled = False
@@ -328,10 +328,7 @@ class ZeroOptimizer(Optimizer):
         """
         self._control.finish()
         with self._gathering.opened():
-            try:
-                yield
-            finally:
-                self._states.take_changes()
+            yield
 
     @contextmanager
     def gathered_gradients(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""The optimizer's state: by flat tensor, by parameter as in torch, and one rank's part for saving."""
+"""The optimizer's state: by flat tensor, and one rank's part for saving."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
 from zerokit.errors import LayoutMismatch, UsageError
 from zerokit.runtime.build import Runtime
-from zerokit.runtime.guard import MasterParameter, Ticket, ticket_of
+from zerokit.runtime.guard import ticket_of
 from zerokit.runtime.rounding import RESIDUAL
-from zerokit.runtime.unit import UnitState
 
 EMA = "ema"
 """The name of an average of the weights among the states of a flat tensor, and of its stream in a checkpoint."""
@@ -49,110 +48,37 @@ class BetweenIslands(Protocol):
 
 
 class States(MutableMapping[Any, Any]):
-    """The inner optimizer's states by master.
+    """The inner optimizer's states by master. Asked by a parameter of the model it raises `UsageError`."""
 
-    Inside `gathered()` a parameter of the model gives whole arrays, which all ranks must ask for alike; changes made in
-    place are kept at its end. Anything else that is asked by a parameter raises `UsageError`.
-    """
+    def __init__(self, inner: Optimizer) -> None:
+        self._inner = inner
 
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
-        self._shown: dict[tuple[int, int], dict[str, Any]] = {}  # inside `gathered()`, by unit and position
-
-    @property
-    def _of(self) -> MutableMapping[Any, Any]:
-        return self._runtime.inner.state
+    def _for(self, key: Any) -> MutableMapping[Any, Any]:
+        ticket = ticket_of(key) if isinstance(key, Tensor) else None
+        if ticket is not None and not ticket.name.startswith("master of "):
+            raise UsageError(
+                f"optimizer.state of {ticket.name}: states belong to flat tensors that are sharded across ranks, those "
+                "of optimizer.param_groups; none can be read, removed or replaced for one parameter of the model"
+            )
+        return self._inner.state
 
     def __getitem__(self, key: Any) -> Any:
-        ticket = _ticket_of_model(key)
-        if ticket is None:
-            return self._of[key]
-        if not self._runtime.gathering.is_open:
-            raise _refusal(ticket)
-        place = ticket.index, ticket.positions[0]
-        if place not in self._shown:
-            self._shown[place] = self._gather(self._runtime.units[ticket.index], ticket.positions[0])
-        return self._shown[place]
+        return self._for(key)[key]
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self._of[_master(key)] = value
+        self._for(key)[key] = value
 
     def __delitem__(self, key: Any) -> None:
-        del self._of[_master(key)]
+        del self._for(key)[key]
 
     def __contains__(self, key: object) -> bool:
-        return bool(self._of) if _ticket_of_model(key) else key in self._of
+        return key in self._for(key)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._of)
+        return iter(self._inner.state)
 
     def __len__(self) -> int:
-        return len(self._of)
-
-    def __repr__(self) -> str:
-        return repr(self._of)
-
-    def pop(self, key: Any, *default: Any) -> Any:
-        """The item of a master, as in a dictionary."""
-        return self._of.pop(_master(key), *default)
-
-    def take_changes(self) -> None:
-        """Copy in-place changes to the masters' states at the end of `gathered()`."""
-        for (index, position), arrays in self._shown.items():
-            for kind in self._runtime.states.kinds & arrays.keys():
-                for master, both, piece in self._runtime.units[index].pieces_of(position, arrays[kind]):
-                    if (value := self._of.get(master.tensor, {}).get(kind)) is not None:
-                        master.part(value, both).copy_(piece)
-        self._shown.clear()
-
-    def _gather(self, unit: UnitState, position: int) -> dict[str, Any]:
-        """All states of one parameter: arrays in its shape, and the numbers beside them."""
-        collectives, states = self._runtime.collectives, self._runtime.states
-        part = unit.unit.slices[position]
-        owned = [(master, self._of.get(master.tensor, {})) for master in unit.masters]
-        numbers = [[0.0] * (1 + len(states.others))]
-        for master, own in owned:
-            if part.memory.intersection(master.interval).numel:
-                numbers.append([float(bool(own)), *(float(own.get(name) or 0.0) for name in states.others)])
-        most = torch.tensor(numbers, dtype=torch.float64).amax(0).to(collectives.device)
-        collectives.all_reduce(most, dist.ReduceOp.MAX)
-        stepped, *others = collectives.read(most)
-        if not stepped:
-            return {}
-        shown: dict[str, Any] = {}
-        for kind in sorted(states.kinds):
-            whole = torch.zeros(unit.unit.numel, dtype=states.dtypes[kind], device=unit.device)
-            for master, own in owned:
-                if kind in own:
-                    whole[master.interval.start : master.interval.stop] = own[kind]
-            if sum(master.interval.numel for master in unit.masters) < unit.unit.numel:
-                collectives.all_gather(unit.unit, whole).wait()
-                collectives.wait_for_readers()
-            shown[kind] = whole[part.memory.start : part.memory.stop].clone().view(part.parameter.shape)
-        return shown | {name: torch.tensor(value) for name, value in zip(states.others, others, strict=True)}
-
-
-def _master(key: Any) -> Any:
-    """`key` itself. Raises `UsageError` where it is a parameter of the model."""
-    if (ticket := _ticket_of_model(key)) is not None:
-        raise _refusal(ticket)
-    return key
-
-
-def _refusal(ticket: Ticket) -> UsageError:
-    return UsageError(
-        f"optimizer.state of {ticket.name} is sharded across ranks: read it, and change its arrays in place "
-        "(state[p]['exp_avg'].zero_()), inside `with optimizer.gathered():`, which all ranks enter; it cannot be "
-        "removed or replaced"
-    )
-
-
-def _ticket_of_model(key: object) -> Ticket | None:
-    """The ticket of a parameter of the model; None for a master and for anything else."""
-    if not isinstance(key, Tensor) or isinstance(key, MasterParameter):
-        return None
-    ticket = ticket_of(key)
-    return None if ticket is None or ticket.name.startswith("master of ") else ticket
+        return len(self._inner.state)
 
 
 class RankState(OrderedDict[str, Any]):
@@ -192,7 +118,13 @@ def load_state(runtime: Runtime, state: Mapping[str, Any]) -> None:
         )
     runtime.gathering.make_current()  # what the last step has updated may still be on its way
     for unit, divided in zip(runtime.units, state["divided"], strict=True):
-        unit.divide(runtime.inner, by_parameter=divided)
+        if divided and not unit.divided:
+            unit.divide(runtime.inner)
+        elif unit.divided and not divided:
+            raise LayoutMismatch(
+                f"this state is older than the freezing of some parameters of {unit.unit.name}, which have masters of "
+                "their own since then: load it into a new optimizer"
+            )
     runtime.inner.load_state_dict(state["inner"])
     with torch.no_grad():
         for (_, master, _), values in zip(runtime.masters(), state["masters"], strict=True):

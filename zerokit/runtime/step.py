@@ -188,7 +188,7 @@ def update_masters(
             skipped.issuperset(positions) or skipped.isdisjoint(positions)
             for positions in map(unit.positions_in, unit.masters)
         ):
-            unit.divide(inner, by_parameter=True)
+            unit.divide(inner)
         unit.unguard_masters()
         for master in unit.masters:
             if skipped and skipped.issuperset(unit.positions_in(master)):

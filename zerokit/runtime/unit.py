@@ -18,10 +18,9 @@ reads as valid values, however it is reached.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from itertools import pairwise
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
@@ -185,45 +184,29 @@ class UnitState:
         groups = [master.group for master in self.masters]
         return len(set(groups)) < len(groups)
 
-    def divide(self, inner: Optimizer, *, by_parameter: bool) -> None:
-        """Give `inner` one master per parameter or per group; values stay, and so do states if a master is split.
-
-        Joined ones lose their states, which are about to be loaded.
-        """
-        pieces = list(self.unit.groups_within(self.updated))
-        if by_parameter:
-            starts = {s.offset for old in self.masters for s in self.members(old)}
-            pieces = [
-                (group, Interval(start, stop))
-                for group, whole in pieces
-                for start, stop in pairwise(
-                    [whole.start, *sorted(s for s in starts if whole.start < s < whole.stop), whole.stop]
-                )
-            ]
-        if not self.unit.trainable or len(pieces) == len(self.masters):
-            return
+    def divide(self, inner: Optimizer) -> None:
+        """Give `inner` one master a parameter; values and states stay."""
         before, self.masters = self.masters, []
-        values = torch.cat([old.tensor.detach() for old in before]) if self.separate else None
-        for group, piece in pieces:
-            made = self.kept_part(piece) if values is None else values[: piece.numel].clone()
-            values = None if values is None else values[piece.numel :]
-            self.masters.append(MasterSlice(group, piece, nn.Parameter(made.detach())))
-            old = next(one for one in before if one.interval.start <= piece.start < one.interval.stop)
-            if piece.stop <= old.interval.stop and old.tensor in inner.state:
-                inner.state[self.masters[-1].tensor] = {
-                    kind: (old.part(value, piece) if value.shape == old.tensor.shape else value).clone()
-                    if isinstance(value, Tensor)
-                    else value
-                    for kind, value in inner.state[old.tensor].items()
-                }
-        for number, group_of in enumerate(inner.param_groups):
-            old_ones = [old.tensor for old in before if old.group == number]
-            if old_ones:
-                params = group_of["params"]
-                at = next(at for at, tensor in enumerate(params) if tensor is old_ones[0])
-                params[at : at + len(old_ones)] = [new.tensor for new in self.masters if new.group == number]
         for old in before:
+            pieces: list[MasterSlice] = []
+            starts = sorted(s.offset for s in self.members(old) if s.offset > old.interval.start)
+            for piece in map(Interval, [old.interval.start, *starts], [*starts, old.interval.stop]):
+                values = self.kept_part(piece)
+                if self.separate:
+                    values = old.part(old.tensor.detach(), piece).clone()
+                pieces.append(MasterSlice(old.group, piece, nn.Parameter(values)))
+                if old.tensor in inner.state:
+                    inner.state[pieces[-1].tensor] = {
+                        kind: (old.part(value, piece) if value.shape == old.tensor.shape else value).clone()
+                        if isinstance(value, Tensor)
+                        else value
+                        for kind, value in inner.state[old.tensor].items()
+                    }
             inner.state.pop(old.tensor, None)
+            params = inner.param_groups[old.group]["params"]
+            at = next(at for at, tensor in enumerate(params) if tensor is old.tensor)
+            params[at : at + 1] = [new.tensor for new in pieces]
+            self.masters += pieces
         self.guard_masters()
 
     def guard_masters(self) -> None:
@@ -264,16 +247,11 @@ class UnitState:
         if values.dtype == self.dtype or values.numel() != part.parameter.numel or not self.separate:
             return
         with torch.no_grad():
-            for master, both, piece in self.pieces_of(position, values.detach()):
-                master.part(master.tensor, both).copy_(piece)
-
-    def pieces_of(self, position: int, values: Tensor) -> Iterator[tuple[MasterSlice, Interval, Tensor]]:
-        """Each master of parameter `position`, its elements there, and their part of `values` [the parameter's]."""
-        part, flattened = self.unit.slices[position], values.reshape(-1)
-        for master in self.masters:
-            both = part.memory.intersection(master.interval)
-            if both.numel:
-                yield master, both, flattened[both.start - part.offset : both.stop - part.offset]
+            for master in self.masters:
+                both = part.memory.intersection(master.interval).shifted(-part.offset)
+                if both.numel:
+                    own = master.part(master.tensor, part.memory)
+                    own.copy_(values.detach().reshape(-1)[both.start : both.stop])
 
     def suspect(self, position: int, alias: Tensor) -> None:
         """Note that a tensor over a parameter's memory was handed out; it may change elements while it lives."""

@@ -237,24 +237,10 @@ def built_anew(engine: Engine) -> None:
     _then_train(engine.another(model), lambda: None)
 
 
-STATE = always(usage("optimizer.state", "gathered()"))
+STATE = always(usage("optimizer.state", "param_groups"))
 
 
-@pattern("`optimizer.state[p]` read and halved inside `gathered()`", Mlp)
-def state_of_parameters(engine: Engine) -> None:
-    for _ in range(STEPS):
-        engine.update(square(engine.model(engine.data(4, 8))))
-        with engine.gathered():
-            for parameter in engine.model.parameters():
-                state = engine.optimizer.state[parameter]
-                for name in sorted(state):
-                    engine.record(state[name].double().sum())
-                    if state[name].shape == parameter.shape:
-                        state[name].mul_(0.5)
-    engine.update(square(engine.model(engine.data(4, 8))))
-
-
-@pattern("`optimizer.state[p]` outside `gathered()`", Mlp, refused=STATE)
+@pattern("`optimizer.state[p]`", Mlp, refused=STATE)
 def state_outside(engine: Engine) -> None:
     engine.update(square(engine.model(engine.data(4, 8))))
     engine.record(len(engine.optimizer.state[engine.model.head.weight]))
