@@ -33,7 +33,7 @@ def start(*arguments: str) -> subprocess.CompletedProcess[str]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=800,
         check=False,
     )
 

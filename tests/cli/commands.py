@@ -39,7 +39,7 @@ def zerokit(folder: Path, *arguments: str, **more: str) -> subprocess.CompletedP
         env=environment(folder, **more),
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=800,
         check=False,
     )
 
@@ -155,7 +155,7 @@ def rank_pid(folder: Path, rank: int) -> int:
 
 
 def wait_for(
-    condition: Callable[[], bool], process: subprocess.Popen[str] | Torchrun, seconds: float = 120.0
+    condition: Callable[[], bool], process: subprocess.Popen[str] | Torchrun, seconds: float = 800.0
 ) -> None:
     """Until the condition holds; an error if the process ends before."""
     deadline = time.monotonic() + seconds

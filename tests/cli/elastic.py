@@ -6,12 +6,11 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import zerokit
-from tests.cli.commands import Torchrun, processes_of, wait_for
+from tests.cli.commands import processes_of
 from zerokit.bench.record.journal import Part
 from zerokit.bench.workloads.sources import draw_seed
 
@@ -160,8 +159,3 @@ def copy_run(run: Path, target: Path, step: int) -> None:
     name = f"step-{step:08d}"
     shutil.copytree(run / name, target / name)
     (target / "latest").write_text(f"{name} {zerokit.Checkpoint(run / name).manifest_crc:08x}\n")
-
-
-def until(condition: Callable[[], bool], process: subprocess.Popen[str] | Torchrun) -> None:
-    """As `wait_for`, for as long as a busy machine may take."""
-    wait_for(condition, process, seconds=200.0)

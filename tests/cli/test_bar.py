@@ -29,7 +29,7 @@ def test_a_bar_is_drawn_on_a_terminal_and_stdout_stays_data(tmp_path: Path) -> N
             stdout=subprocess.PIPE,
             stderr=terminal,
             check=True,
-            timeout=60,
+            timeout=800,
         )
         drawn = os.read(master, 1 << 16).decode()
     finally:

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 import zerokit
-from tests.cli.commands import processes_of, start, zerokit_forked
+from tests.cli.commands import processes_of, start, wait_for, zerokit_forked
 from tests.cli.elastic import (
     MODEL,
     copy_run,
@@ -24,7 +24,6 @@ from tests.cli.elastic import (
     prepare,
     require_plain_order,
     trained,
-    until,
 )
 from tests.cli.inside import Strike, zerokit_inside
 from zerokit.bench.record import Record, read_record
@@ -140,10 +139,10 @@ def test_a_killed_node_leaves_the_other_one(tmp_path: Path) -> None:
     seen = prepare(tmp_path, hold=4)
     options = ("--nodes", "2", "--nproc-per-node", "1", "--steps", "6", "--no-mlflow")
     with start(tmp_path, [*ELASTIC, *options], **ONE_THREAD) as process:
-        until(trained(tmp_path, 0, 4), process)
+        wait_for(trained(tmp_path, 0, 4), process)
         let_go(seen)
         kill_node(tmp_path, 1)
-        _, said = process.communicate(timeout=250)
+        _, said = process.communicate(timeout=800)
     assert process.returncode == 0, said
     assert "node 1: its torchrun agent" in said
     assert "restart 1 of at most 3: 1 rank left" in said

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.commands import CLI, FORKS, Torchrun, children_of, processes_of, zerokit_forked
+from tests.cli.commands import CLI, FORKS, Torchrun, children_of, processes_of, wait_for, zerokit_forked
 from tests.cli.elastic import (
     MODEL,
     copy_run,
@@ -21,7 +21,6 @@ from tests.cli.elastic import (
     prepare,
     require_plain_order,
     trained,
-    until,
 )
 from zerokit.bench.record import read_record
 from zerokit.launch.network import free_port
@@ -59,18 +58,17 @@ def kill_all(folder: Path, tag: str, agent: Torchrun) -> None:
 
 
 def ended(process: Torchrun) -> None:
-    said, errors = process.communicate(timeout=280)
+    said, errors = process.communicate(timeout=800)
     assert process.returncode == 0, said + errors
 
 
-@pytest.mark.timeout(600)
 def test_a_killed_rank_is_started_anew_by_torchrun(tmp_path: Path) -> None:
     """On one node the store of the agent outlives the ranks, with what the former ones have said there."""
     seen = prepare(tmp_path, hold=5)
     with torchrun(
         tmp_path, "alone", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"
     ) as process:
-        until(trained(tmp_path, 0, 5), process)
+        wait_for(trained(tmp_path, 0, 5), process)
         let_go(seen)
         kill_rank(seen, 1)
         ended(process)
@@ -89,7 +87,6 @@ def test_a_killed_rank_is_started_anew_by_torchrun(tmp_path: Path) -> None:
     assert processes_of(tmp_path) == {}
 
 
-@pytest.mark.timeout(900)
 def test_a_node_that_leaves_shrinks_the_job_and_one_that_comes_grows_it(tmp_path: Path) -> None:
     seen = prepare(tmp_path, hold=5)
     nodes = (
@@ -101,12 +98,12 @@ def test_a_node_that_leaves_shrinks_the_job_and_one_that_comes_grows_it(tmp_path
     host, guest = "is_host=true,last_call_timeout=8", "is_host=false,last_call_timeout=8"
     with torchrun(tmp_path, "first", *nodes, host) as first:
         with torchrun(tmp_path, "second", *nodes, guest) as second:
-            until(trained(tmp_path, 0, 5), first)
+            wait_for(trained(tmp_path, 0, 5), first)
             kill_all(tmp_path, "second", second)
             hold_at(seen, 1000)
-            until(lambda: b"ended" in part(tmp_path, 0) or bool(part(tmp_path, 1)), first)
+            wait_for(lambda: b"ended" in part(tmp_path, 0) or bool(part(tmp_path, 1)), first)
             hold_at(seen, 4)
-        until(trained(tmp_path, 1, 7), first)
+        wait_for(trained(tmp_path, 1, 7), first)
         let_go(seen)
         with torchrun(tmp_path, "third", *nodes, guest) as third:
             ended(first)

@@ -232,7 +232,7 @@ def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
         env=environment(folder, OMP_NUM_THREADS="1"),  # the bits depend on it
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=800,
         check=False,
     )
 
@@ -322,7 +322,7 @@ def test_a_killed_torchrun_leaves_nothing(tmp_path: Path) -> None:
         (rank,) = children_of(member)
         second.kill()
         wait_for(lambda: not alive(member) and not alive(rank))
-        _, said = first.communicate(timeout=100)
+        _, said = first.communicate(timeout=800)
         assert first.returncode == 1
         assert "rank 1" in said
     assert list((tmp_path / "tmp").glob("zerokit-member-*")) == []

@@ -35,7 +35,7 @@ def test_a_sweep_survives_an_interruption_and_a_killed_rank(tmp_path: Path, mlfl
     with start(tmp_path, ["bench", "--no-mlflow", *options], OMP_NUM_THREADS="1") as process:
         wait_for(lambda: training(tmp_path), process)
         process.send_signal(signal.SIGINT)
-        stdout, stderr = process.communicate(timeout=60)
+        stdout, stderr = process.communicate(timeout=800)
     assert process.returncode == 128 + signal.SIGINT
     assert stdout == ""
     assert stderr.splitlines() == [

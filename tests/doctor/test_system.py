@@ -27,7 +27,7 @@ def doctor(
         env=environment(folder, **variables),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=800,
         check=False,
     )
     assert done.returncode in (0, 5), done.stderr

@@ -86,7 +86,7 @@ def start(command: str, variables: Mapping[str, str], inside: Sequence[str] = ()
 
 def finish(process: subprocess.Popen[str]) -> str:
     """What it printed."""
-    out, err = process.communicate(timeout=500)
+    out, err = process.communicate(timeout=800)
     assert process.returncode == 0, out + err
     return out
 

@@ -49,7 +49,7 @@ def test_a_signal_without_a_handler_ends_it_as_shells_say() -> None:
         assert process.stdout is not None
         first = int(process.stdout.readline())
         os.kill(first, signal.SIGTERM)
-        assert process.wait(timeout=60) == 128 + signal.SIGTERM
+        assert process.wait(timeout=800) == 128 + signal.SIGTERM
 
 
 def test_a_handler_of_the_child_sees_the_signal_once() -> None:
@@ -67,7 +67,7 @@ sys.exit(10 + len(seen))
         first = int(process.stdout.readline())
         assert process.stdout.readline() == "ready\n"
         os.kill(first, signal.SIGTERM)
-        assert process.wait(timeout=60) == 11
+        assert process.wait(timeout=800) == 11
 
 
 def test_orphans_are_reaped() -> None:

@@ -83,7 +83,7 @@ class Members:
 
     def ends(self) -> list[tuple[int | None, str]]:
         """Every member's exit code and stderr."""
-        said = [process.communicate(timeout=90)[1] for process in self.processes]
+        said = [process.communicate(timeout=800)[1] for process in self.processes]
         return [(process.returncode, text) for process, text in zip(self.processes, said, strict=True)]
 
 
@@ -245,7 +245,7 @@ def test_a_leader_that_is_gone_is_left(members: Members, tmp_path: Path, number:
     follower = members.start(torchrun(1, members.port), "wait", fresh=True)  # torch still has to be hushed
     wait_for(lambda: len(started(tmp_path)) == 2)
     leader.send_signal(number)
-    _, said = follower.communicate(timeout=60)
+    _, said = follower.communicate(timeout=800)
     assert follower.returncode == 1
     assert "LaunchError: rank 1 of 2 that torchrun started: " in said
     assert "[W" not in said
@@ -260,7 +260,7 @@ def test_a_follower_that_is_gone_is_named(members: Members, tmp_path: Path) -> N
     follower = members.start(torchrun(1, members.port), "wait")
     wait_for(lambda: len(started(tmp_path)) == 2)
     follower.send_signal(signal.SIGSTOP)
-    _, said = leader.communicate(timeout=60)
+    _, said = leader.communicate(timeout=800)
     assert leader.returncode == 1
     assert "WorkerFailed: nothing was heard of rank 1 of 2, node 0 for 4 s" in said
     follower.kill()

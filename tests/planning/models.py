@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zerokit.bench.catalogue.sizes import ResNetConfig
 from zerokit.bench.plans.subjects import OwnLoss
+from zerokit.bench.workloads.library import make_library
 from zerokit.bench.workloads.own import Own
 
 QWEN = {
@@ -35,6 +37,17 @@ def qwen() -> Own:
         return tokens, tokens
 
     return Own(lambda: OwnLoss(causal.from_config(config)), batch, "tokens", 64)
+
+
+def residual() -> Own:
+    """ResNet's blocks, few and narrow."""
+    config = ResNetConfig((1, 1, 2, 1), (64, 128, 256, 512), stem=32)
+
+    def batch(generator: torch.Generator, samples: int) -> tuple[Tensor, ...]:
+        images = torch.randn(samples, 3, 32, 32, generator=generator)
+        return images, torch.randint(config.classes, (samples,), generator=generator)
+
+    return Own(lambda: make_library(config), batch, "images")
 
 
 class Branching(nn.Module):

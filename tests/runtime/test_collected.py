@@ -37,7 +37,7 @@ def _drop_in_a_cycle(stage: int) -> float:
 
 def test_an_optimizer_collected_on_one_rank_alone_holds_up_nobody() -> None:
     for stage in (1, 2):
-        run_ranks(2, _drop_in_a_cycle, stage, timeout=60.0, deadline=100.0)
+        run_ranks(2, _drop_in_a_cycle, stage, timeout=60.0)
 
 
 def _threads() -> int:
@@ -63,5 +63,5 @@ def _many_optimizers(folder: Path) -> list[int]:
 
 
 def test_groups_of_collected_optimizers_are_destroyed_with_their_threads(tmp_path: Path) -> None:
-    for threads in run_ranks(2, _many_optimizers, tmp_path, timeout=60.0, deadline=100.0):
+    for threads in run_ranks(2, _many_optimizers, tmp_path, timeout=60.0):
         assert max(threads) == threads[0], threads  # a group that stays has three threads or more

@@ -57,7 +57,7 @@ def _all_stages(backend: str, bound: bool) -> dict[str, list[tuple[list[str], bo
     [("nccl", 1, False), ("nccl", 1, True), ("gloo", 2, False), ("gloo", 4, False)],
 )
 def test_stages_are_identical_bits(backend: str, world: int, bound: bool) -> None:
-    for results in run_ranks(world, _all_stages, backend, bound, timeout=60.0, deadline=130.0):
+    for results in run_ranks(world, _all_stages, backend, bound, timeout=60.0):
         for case, stages in results.items():
             for stage, (bits, memory, traffic) in enumerate(stages):
                 assert bits == stages[0][0], f"{case}: stage {stage} differs from stage 0"

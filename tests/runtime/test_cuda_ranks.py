@@ -42,7 +42,7 @@ def test_late_results_change_no_bit_between_gpus(world: int, stage: int) -> None
     """Every scene at every stage beside stage 0, where collectives are prompt; precisions by turns."""
     ways: list[Any] = [*PRECISIONS, WIRE]
     cases = [(name, ways[(number + stage) % 4], [stage]) for number, name in enumerate(SCENES)]
-    assert run_ranks(world, late_and_prompt, "cuda", cases, timeout=20.0, deadline=130.0) == [[]] * world
+    assert run_ranks(world, late_and_prompt, "cuda", cases, timeout=20.0) == [[]] * world
 
 
 def _rounded_on_both() -> tuple[list[str], list[str]]:
@@ -55,7 +55,7 @@ def _rounded_on_both() -> tuple[list[str], list[str]]:
 
 
 def test_a_rounded_wire_has_the_bits_of_another_route(world: int) -> None:
-    for by_gloo, by_nccl in run_ranks(world, _rounded_on_both, timeout=20.0, deadline=130.0):
+    for by_gloo, by_nccl in run_ranks(world, _rounded_on_both, timeout=20.0):
         assert by_nccl == by_gloo
 
 

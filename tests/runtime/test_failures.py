@@ -253,7 +253,7 @@ def _turned(stage: int, since: int) -> tuple[list[str], str]:
 @pytest.mark.parametrize("since", [0, 2])
 @pytest.mark.parametrize("stage", STAGES)
 def test_another_order_of_units_on_one_rank_is_right_or_an_error_but_no_hang(stage: int, since: int) -> None:
-    outcomes = run_ranks_expecting_errors(2, _turned, stage, since, timeout=4.0, deadline=30.0)
+    outcomes = run_ranks_expecting_errors(2, _turned, stage, since, timeout=4.0)
     if all(outcome.ok for outcome in outcomes):
         expected = run_ranks(2, _turned, 0, since)
         assert [outcome.value for outcome in outcomes] == expected
@@ -283,7 +283,7 @@ def _skips_a_step(stage: int, what: str) -> None:
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("what", ["clip", "step"])
 def test_a_call_left_out_on_one_rank_is_an_error_and_no_hang(what: str, stage: int) -> None:
-    outcomes = run_ranks_expecting_errors(2, _skips_a_step, stage, what, timeout=2.0, deadline=30.0)
+    outcomes = run_ranks_expecting_errors(2, _skips_a_step, stage, what, timeout=2.0)
     assert any(outcome.raised("ZerokitError") for outcome in outcomes), [o.describe() for o in outcomes]
     for outcome in outcomes:
         assert outcome.ok or outcome.raised("ZerokitError"), outcome.describe()
@@ -315,7 +315,7 @@ def _uneven(stage: int) -> tuple[str, str]:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_backward_left_out_on_one_rank_counts_as_zero(stage: int) -> None:
-    outcomes = run_ranks_expecting_errors(2, _uneven, stage, timeout=5.0, deadline=40.0)
+    outcomes = run_ranks_expecting_errors(2, _uneven, stage, timeout=5.0)
     for outcome in outcomes:
         if outcome.ok:
             left_out, zero = outcome.value
@@ -416,7 +416,7 @@ def _own_timeout() -> None:
 
 def test_a_time_out_of_its_own() -> None:
     """`timeout=` wins over the process group's."""
-    first, second = run_ranks_expecting_errors(2, _own_timeout, timeout=300.0, deadline=60.0)
+    first, second = run_ranks_expecting_errors(2, _own_timeout, timeout=300.0)
     assert second.raised("Blown")
     assert first.raised("ScheduleError"), first.describe()
 

@@ -39,5 +39,5 @@ def _pipeline() -> list[list[float]]:
 
 
 def test_ranks_may_belong_to_different_numbers_of_groups() -> None:
-    for found in run_ranks(4, _pipeline, timeout=20.0, deadline=60.0):
+    for found in run_ranks(4, _pipeline, timeout=20.0):
         assert all(losses == found[0] for losses in found)

@@ -88,7 +88,7 @@ STREAM_PATCHES: dict[str, Patch] = {
 def _faults(device: str, apply: Patch, loop: Callable[[Training], None], scene: str, stage: int) -> int:
     with followed() as cuda, pytest.MonkeyPatch.context() as patch:
         apply(patch)
-        loop(Training(at(SCENES[scene], stage=stage, steps=3), torch.device(device)))
+        loop(Training(at(SCENES[scene], stage=stage, steps=2), torch.device(device)))
     return len(cuda.faults)
 
 

@@ -162,9 +162,7 @@ def _compiled(stage: int, backend: str) -> list[float]:
 @pytest.mark.parametrize(("stage", "backend"), [(2, "eager"), (3, "aot_eager")])
 def test_compiled_inner_modules(stage: int, backend: str) -> None:
     eager = run_ranks(2, _compiled, 0, "")
-    for rank, outcome in enumerate(
-        run_ranks_expecting_errors(2, _compiled, stage, backend, timeout=60.0, deadline=150.0)
-    ):
+    for rank, outcome in enumerate(run_ranks_expecting_errors(2, _compiled, stage, backend, timeout=60.0)):
         assert outcome.ok or outcome.raised("ZerokitError"), outcome.describe()
         if outcome.ok:
             assert outcome.value == pytest.approx(eager[rank], rel=1e-5)

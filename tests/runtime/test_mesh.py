@@ -253,7 +253,7 @@ def _is_killed(pair: Any, victim: int) -> None:
 
 @pytest.mark.parametrize(("pair", "victim"), [((0, 3), 3), ((1, 3), 1), ((2, 2), 2)])
 def test_a_killed_rank_is_an_error_on_every_other(pair: Any, victim: int) -> None:
-    outcomes = run_ranks_expecting_errors(4, _is_killed, pair, victim, timeout=5.0, deadline=100.0)
+    outcomes = run_ranks_expecting_errors(4, _is_killed, pair, victim, timeout=5.0)
     for rank, outcome in enumerate(outcomes):
         if rank != victim:
             assert outcome.raised("ScheduleError"), outcome.describe()
@@ -276,7 +276,7 @@ def _freezes(pair: Any, frozen: int) -> None:
 
 @pytest.mark.parametrize("pair", [(0, 3), (1, 3)])
 def test_a_rank_that_does_not_come_is_named_on_both_axes(pair: Any) -> None:
-    outcomes = run_ranks_expecting_errors(4, _freezes, pair, 3, timeout=3.0, deadline=100.0)
+    outcomes = run_ranks_expecting_errors(4, _freezes, pair, 3, timeout=3.0)
     for outcome in outcomes[:3]:
         assert outcome.raised("ScheduleError"), outcome.describe()
         assert "rank 3 " in outcome.error

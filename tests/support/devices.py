@@ -176,7 +176,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 def run_on(device: str, function: Callable[..., Any], *args: Any) -> list[Any]:
     """`function(device, *args)` on two ranks of this host, or on one that has the GPU for itself."""
     __tracebackhide__ = True
-    return run_ranks(2 if device == "cpu" else 1, function, device, *args, timeout=20.0, deadline=130.0)
+    return run_ranks(2 if device == "cpu" else 1, function, device, *args)
 
 
 def placed(device: str) -> torch.device:

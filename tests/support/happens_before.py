@@ -33,6 +33,8 @@ HOST = -1
 """Stands for the host among the streams: what it reads, and the memory that it has pinned."""
 _GRANULE = 128
 """Bytes that are followed as one: 64 elements of bf16, so that no two shards meet in one."""
+_EVERY = 8
+"""Of a tensor's granules its first one and every eighth of the memory are followed: what races does so in all."""
 _ALIGNMENT = 512  # CUDA's caching allocator
 
 
@@ -55,14 +57,15 @@ class Heap:
         self._free: dict[int, list[tuple[int, int]]] = {}
         self._end = _ALIGNMENT
 
-    def granules(self, tensor: Tensor, stream: int) -> range:
-        """What the tensor lies in; a storage that is new here is allocated on `stream`."""
+    def granules(self, tensor: Tensor, stream: int) -> set[int]:
+        """What is followed of what the tensor lies in; a storage that is new here is allocated on `stream`."""
         storage = tensor.untyped_storage()
         if not tensor.numel() or not storage.nbytes():
-            return range(0)
+            return set()
         start = self._place(storage, stream).start + tensor.storage_offset() * tensor.element_size()
         span = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-        return range(start // _GRANULE, -(-(start + span * tensor.element_size()) // _GRANULE))
+        first, end = start // _GRANULE, -(-(start + span * tensor.element_size()) // _GRANULE)
+        return {first, *range(-(-first // _EVERY) * _EVERY, end, _EVERY)}
 
     def _place(self, storage: torch.UntypedStorage, stream: int) -> _Block:
         # What is known lives: a weak reference holds the number of a storage that is gone.

@@ -96,7 +96,7 @@ def test_jobs_that_begin_together_on_a_fresh_store_lose_no_run(tmp_path: Path) -
     """As those of a Slurm array: the first one creates the tables, and the others wait."""
     file = tmp_path / "mlflow.db"
     command = [sys.executable, "-c", OF_AN_ARRAY, str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False)
     assert done.returncode == 0, done.stderr
     with contextlib.closing(sqlite3.connect(file)) as database:
         assert database.execute("select count(*) from runs").fetchone() == (4,)

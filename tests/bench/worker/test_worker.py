@@ -61,7 +61,7 @@ def work(
         env=torchrun(folder, **variables),
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=800,
         check=False,
     )
 

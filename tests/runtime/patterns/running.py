@@ -144,7 +144,6 @@ def try_out(jobs: list[Job], *, timeout: float = math.inf) -> Tried:
             run_jobs,
             pending[:count],
             timeout=min(timeout, pattern.timeout),
-            deadline=60.0 + 2.0 * count,
         )
         if any(outcome.raised("BrokenPattern") for outcome in outcomes):
             raise AssertionError("\n".join(outcome.describe() for outcome in outcomes))
