@@ -1,9 +1,9 @@
 """A trace: a model run once, forward and backward, on fake tensors, with its memory, gradients and work in order.
 
 Fake tensors have shapes, dtypes and storages, and no memory. Every storage that an operation returns is followed until
-it dies, as the bench's `MemoryTracker` follows real ones, so activations include temporaries, logits and the loss. The
-same hooks as the runtime's note when a unit is entered, when its outputs receive gradients, and when each parameter's
-gradient is ready. Nothing here depends on the number of ranks or on a stage: `memory` replays a trace for each.
+it dies, so activations include temporaries, logits and the loss. The same hooks as the runtime's note when a unit is
+entered, when its outputs receive gradients, and when each parameter's gradient is ready. Nothing here depends on the
+number of ranks or on a stage: `memory` replays a trace for each.
 """
 
 from __future__ import annotations

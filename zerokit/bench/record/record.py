@@ -12,17 +12,15 @@ import re
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from zerokit import files
-from zerokit.bench.record.checks import check_record
 from zerokit.bench.record.journal import Part
 from zerokit.bench.record.measured import (
     Bandwidth,
     Checkpoints,
     Data,
     Environment,
-    MemoryTimeline,
     Model,
     Phases,
     Planned,
@@ -70,7 +68,7 @@ class Record:
         ranks: in rank order.
         traffic: of zerokit; null for other engines.
         bandwidth: of single collectives, after the training.
-        timeline: memory in the course of a step; null in records from before it was noted.
+        timeline: of older records, memory in the course of a step; nothing reads it.
         planned: of zerokit; null for other engines, and in records from before it was noted.
         system: one a node.
         checkpoints: what was saved and resumed, between the steps.
@@ -93,7 +91,7 @@ class Record:
     bandwidth: list[Bandwidth] = field(default_factory=list)
     phases: Phases | None = None
     twin: Twin | None = None
-    timeline: MemoryTimeline | None = None
+    timeline: dict[str, Any] | None = None
     planned: Planned | None = None
     system: list[Samples] = field(default_factory=list)
     loss: list[Number | None] = field(default_factory=list)
@@ -140,10 +138,28 @@ class Record:
             )
         try:
             record = from_plain(cls, value)
-            check_record(record)
+            _require_consistent(record)
         except (ValueError, ZerokitError) as error:
             raise RecordError(f"malformed bench record: {error}") from error
         return record
+
+
+def _require_consistent(record: Record) -> None:
+    """Raise `ValueError`, naming the field, for values of the right type that contradict each other."""
+    if len({(len(rank.warmup_ms), len(rank.step_ms)) for rank in record.ranks}) > 1:
+        raise ValueError("ranks: ranks have different numbers of steps")
+    if any(rank.window_ms is not None and not rank.step_ms for rank in record.ranks):
+        raise ValueError("ranks: window_ms is set, but there are no steps")
+    if record.twin is not None:
+        for name in ("own_ms", "pace_ms"):
+            if len(getattr(record.twin, name)) not in (0, len(record.twin.step_ms)):
+                raise ValueError(f"twin.{name}: the number of steps differs from step_ms")
+    for node, samples in enumerate(record.system):
+        for name, values in samples.series.items():
+            if len(values) != len(samples.seconds):
+                raise ValueError(
+                    f"system[{node}].series.{name}: has {len(values)} values at {len(samples.seconds)} moments"
+                )
 
 
 def record_schema() -> str:
