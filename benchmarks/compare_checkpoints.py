@@ -3,10 +3,11 @@
     python benchmarks/compare_checkpoints.py
     python benchmarks/compare_checkpoints.py --size-gb 0.5 --repeats 3 --skip-live --json results.json
     python benchmarks/compare_checkpoints.py --deepspeed CKPT   # made by benchmarks/deepspeed_checkpoint.py
+    python benchmarks/compare_checkpoints.py --large            # 70 billion parameters' shapes, with few bytes
 
-Commands are whole processes, with their peak resident memory; everything is in the page cache, and every figure
-includes the way to the disk. Rounds over all follow each other, every second one in reverse order, so that a machine's
-moods fall on all alike: trust the ratios of medians.
+Commands are whole processes, with their processor time and peak resident memory; everything is in the page cache, and
+every figure includes the way to the disk. Rounds over all follow each other, every second one in reverse order, so that
+a machine's moods fall on all alike: trust the ratios of medians.
 """
 
 from __future__ import annotations
@@ -17,8 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 
@@ -35,13 +35,16 @@ from benchmarks.measuring import (
     write_json,
 )
 from benchmarks.ranks import run_ranks
-from benchmarks.synthetic import make_checkpoint
+from benchmarks.synthetic import make_checkpoint, make_large_checkpoint
 from zerokit.bench.machine.host import cores
 
 WHOLE, WEIGHTS, HALF = (f"cp + sync ({what})" for what in ("checkpoint", "weights", "bf16 weights"))
 READ_AND_HALF = "read masters, cp + sync (bf16 weights)"
 """The floors."""
 
+Words = Sequence[str | Path]
+_ZEROKIT = (sys.executable, "-m", "zerokit.cli")
+_COPY = ("sh", "-c", 'cp -r "$0" "$1" && sync')
 _DCP_TO_TORCH = (
     "import sys; from torch.distributed.checkpoint.format_utils import dcp_to_torch_save as convert;"
     "convert(*sys.argv[1:]); import os; os.sync()"
@@ -53,16 +56,17 @@ class Task:
     """A command to time, which ends with its output; `floor` is the one that it is compared with."""
 
     name: str
-    command: Sequence[str | Path]
+    command: Words
     floor: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """The figures of all runs of one task. Memory is that of its largest process; a call has none of its own."""
+    """The figures of all runs of one task. Memory is that of its largest process; a call has seconds alone."""
 
     seconds: list[float]
-    peak_bytes: list[int]
+    processor_s: list[float] = field(default_factory=list)
+    peak_bytes: list[int] = field(default_factory=list)
 
 
 # A process of its own: a child's peak memory begins with that of the process that it was forked from.
@@ -71,12 +75,14 @@ import json, os, sys, time
 started = time.perf_counter()
 process = os.posix_spawnp(sys.argv[1], sys.argv[1:], os.environ)
 _, status, usage = os.wait4(process, 0)
-print(json.dumps([os.waitstatus_to_exitcode(status), time.perf_counter() - started, usage.ru_maxrss * 1024]))
+processor = usage.ru_utime + usage.ru_stime
+code = os.waitstatus_to_exitcode(status)
+print(json.dumps([code, time.perf_counter() - started, processor, usage.ru_maxrss * 1024]))
 """
 
 
-def run(command: Sequence[str | Path]) -> tuple[float, int]:
-    """Seconds and peak resident bytes of a command and its children. Raises `RuntimeError` if it fails."""
+def run(command: Words) -> tuple[float, float, int]:
+    """Seconds, processor seconds and peak bytes of a command and its children. Raises `RuntimeError` if it fails."""
     os.sync()
     done = subprocess.run(
         [sys.executable, "-S", "-c", _LAUNCHER, *command],
@@ -85,49 +91,63 @@ def run(command: Sequence[str | Path]) -> tuple[float, int]:
         check=True,
         text=True,
     )
-    code, seconds, peak = json.loads(done.stdout.splitlines()[-1])
+    code, *figures = json.loads(done.stdout.splitlines()[-1])
     if code:
         raise RuntimeError(f"{' '.join(map(str, command))}: {done.stderr[-2000:]}")
-    return seconds, peak
+    return figures[0], figures[1], figures[2]
 
 
 def run_tasks(tasks: Sequence[Task], repeats: int) -> dict[str, Figures]:
     """All tasks `repeats` times, after one round that only fills the page cache."""
     commands = {task.name: task.command for task in tasks}
 
-    def once(name: str) -> tuple[float, int]:
+    def once(name: str) -> tuple[float, float, int]:
         figures = run(commands[name])
         remove(Path(commands[name][-1]))
         return figures
 
-    return {
-        name: Figures([seconds for seconds, _ in runs[1:]], [peak for _, peak in runs[1:]])
-        for name, runs in in_rounds(list(commands), repeats + 1, once).items()
-    }
+    found = {}
+    for name, runs in in_rounds(list(commands), repeats + 1, once).items():
+        seconds, processor, peaks = zip(*runs[1:], strict=True)
+        found[name] = Figures(list(seconds), list(processor), list(peaks))
+    return found
 
 
 def offline_tasks(directory: Path, step: Path, world: int) -> list[Task]:
     """`reshard` and `consolidate` beside copies of as many bytes."""
-    program = [sys.executable, "-m", "zerokit.cli"]
-    out = directory / "out"
-    weights, half = directory / "weights", directory / "weights-bf16"
-    for path, options in ((weights, []), (half, ["--dtype", "bf16"])):
-        run([*program, "consolidate", step, *options, "-o", path])
-    copy = ["sh", "-c", 'cp -r "$0" "$1" && sync']
+    out, weights, half = directory / "out", directory / "weights", directory / "weights-bf16"
+    consolidate: Words = [*_ZEROKIT, "consolidate", step]
+    in_half = ["--dtype", "bf16"]
+    run([*consolidate, "-o", weights])
+    run([*consolidate, *in_half, "-o", half])
     return [
-        Task(WHOLE, [*copy, step, out]),
-        Task(
-            f"zerokit reshard --to {world}", [*program, "reshard", step, "--to", str(world), "-o", out], WHOLE
-        ),
-        Task(WEIGHTS, [*copy, weights, out]),
-        Task("zerokit consolidate", [*program, "consolidate", step, "-o", out], WEIGHTS),
-        Task(HALF, [*copy, half, out]),
-        Task(
-            "zerokit consolidate, bf16",
-            [*program, "consolidate", step, "--dtype", "bf16", "-o", out],
-            HALF,
-        ),
+        Task(WHOLE, [*_COPY, step, out]),
+        _reshard(step, world, out, WHOLE),
+        Task(WEIGHTS, [*_COPY, weights, out]),
+        Task("zerokit consolidate", [*consolidate, "-o", out], WEIGHTS),
+        Task(HALF, [*_COPY, half, out]),
+        Task("zerokit consolidate, bf16", [*consolidate, *in_half, "-o", out], HALF),
     ]
+
+
+def _reshard(step: Path, world: int, out: Path, floor: str = "") -> Task:
+    return Task(
+        f"zerokit reshard --to {world}", [*_ZEROKIT, "reshard", step, "--to", str(world), "-o", out], floor
+    )
+
+
+def large_tasks(directory: Path, step: Path, world: int) -> list[Task]:
+    """What a checkpoint of many ranks costs beside its bytes: 250,000 slices on 1,024 ranks, holes in files."""
+    out, other = directory / "out", directory / "other"
+    run([*_ZEROKIT, "reshard", step, "--to", str(world), "-o", other])
+    calls = {
+        "import": "import zerokit.checkpoint.formats.convert",
+        "inspect": f"import zerokit; zerokit.inspect({str(step)!r})",
+        "verify": f"import zerokit; assert zerokit.verify({str(step)!r}).intact",
+        "diff": f"import zerokit; assert zerokit.diff({str(step)!r}, {str(other)!r}).same",
+    }
+    tasks = [Task(name, [sys.executable, "-c", call, out]) for name, call in calls.items()]
+    return [*tasks, _reshard(step, world, out)]
 
 
 def peer_tasks(directory: Path) -> list[Task]:
@@ -147,36 +167,24 @@ def peer_tasks(directory: Path) -> list[Task]:
 
 def foreign_tasks(directory: Path, checkpoint: Path, world: int) -> list[Task]:
     """Conversions of a DeepSpeed checkpoint, and of the same as DCP, beside the frameworks' own tools."""
-    program = [sys.executable, "-m", "zerokit.cli"]
     out, dcp, half = directory / "out", directory / "dcp", directory / "weights-bf16"
-    run([*program, "convert", checkpoint, dcp, "--format", "dcp"])
-    run([*program, "consolidate", checkpoint, "--dtype", "bf16", "-o", half])
-    copy = ["sh", "-c", 'cp -r "$0" "$1" && sync']
+    convert: Words = [*_ZEROKIT, "convert", checkpoint]
+    consolidate: Words = [*_ZEROKIT, "consolidate", checkpoint, "--dtype", "bf16", "-o"]
+    to_dcp = ["--format", "dcp"]
+    run([*convert, dcp, *to_dcp])
+    run([*consolidate, half])
     # What any conversion to bf16 must do: read the masters' files, write the result.
     read_and_write = ["sh", "-c", 'cat "$0"/*/*optim_states.pt > /dev/null && cp -r "$1" "$2" && sync']
-    peers = ROOT / ".peers/bin/python"
-    whole_dcp = "cp + sync (DCP checkpoint)"
+    peers, whole_dcp = ROOT / ".peers/bin/python", "cp + sync (DCP checkpoint)"
     tasks = [
-        Task(WHOLE, [*copy, checkpoint, out]),
-        Task(
-            f"zerokit convert --to {world}", [*program, "convert", checkpoint, "--to", str(world), out], WHOLE
-        ),
-        Task(
-            f"zerokit reshard --to {world}",
-            [*program, "reshard", checkpoint, "--to", str(world), "-o", out],
-            WHOLE,
-        ),
-        Task(
-            "zerokit convert --format dcp", [*program, "convert", checkpoint, "--format", "dcp", out], WHOLE
-        ),
+        Task(WHOLE, [*_COPY, checkpoint, out]),
+        Task(f"zerokit convert --to {world}", [*convert, "--to", str(world), out], WHOLE),
+        _reshard(checkpoint, world, out, WHOLE),
+        Task("zerokit convert --format dcp", [*convert, *to_dcp, out], WHOLE),
         Task(READ_AND_HALF, [*read_and_write, checkpoint, half, out]),
-        Task(
-            "zerokit consolidate, bf16",
-            [*program, "consolidate", checkpoint, "--dtype", "bf16", "-o", out],
-            READ_AND_HALF,
-        ),
-        Task(whole_dcp, [*copy, dcp, out]),
-        Task("zerokit convert, of DCP", [*program, "convert", dcp, out], whole_dcp),
+        Task("zerokit consolidate, bf16", [*consolidate, out], READ_AND_HALF),
+        Task(whole_dcp, [*_COPY, dcp, out]),
+        Task("zerokit convert, of DCP", [*_ZEROKIT, "convert", dcp, out], whole_dcp),
         Task("torch dcp_to_torch_save", [sys.executable, "-c", _DCP_TO_TORCH, dcp, out], whole_dcp),
     ]
     if peers.exists():
@@ -189,7 +197,7 @@ def live(directory: Path, size_gb: float, repeats: int) -> dict[str, Figures]:
     """Times of save and load calls."""
     print(f"save and load, {repeats} rounds", file=sys.stderr, flush=True)
     (seconds,) = run_ranks(measure, str(directory), size_gb, repeats, world=1, threads=cores())
-    return {name: Figures(times, []) for name, times in seconds.items()}
+    return {name: Figures(times) for name, times in seconds.items()}
 
 
 def show(figures: Mapping[str, Figures], floors: Mapping[str, str], title: str) -> None:
@@ -198,9 +206,11 @@ def show(figures: Mapping[str, Figures], floors: Mapping[str, str], title: str) 
     for name, found in figures.items():
         floor = figures.get(floors.get(name, ""))
         beside = f"{median(found.seconds) / median(floor.seconds):.2f}" if floor else ""
+        processor = f"{median(found.processor_s):.2f}" if found.processor_s else ""
         peak = f"{max(found.peak_bytes) / 2**20:.0f}" if found.peak_bytes else ""
-        rows.append([name, spread(found.seconds, 2), beside, peak])
-    print(plain_table(title, ["", "seconds (min–max)", "÷ floor", "peak RSS MiB"], rows))
+        rows.append([name, spread(found.seconds, 2), beside, processor, peak])
+    columns = ["", "seconds (min–max)", "÷ floor", "processor s", "peak RSS MiB"]
+    print(plain_table(title, columns, rows))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -213,6 +223,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--deepspeed", type=Path, metavar="CKPT", help="only conversions of this checkpoint of DeepSpeed's"
     )
+    parser.add_argument("--large", action="store_true", help="only a checkpoint of many slices and few bytes")
     parser.add_argument("--directory", type=Path, help="where to work  [default: a temporary one]")
     parser.add_argument("--skip-live", action="store_true", help="neither torch nor save and load")
     parser.add_argument(
@@ -221,21 +232,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.size_gb <= 0 or min(options.repeats, options.world, options.to) < 1:
         parser.error("sizes and counts must be positive")
-    with ExitStack() as stack:
-        directory = Path(
-            stack.enter_context(tempfile.TemporaryDirectory(prefix="zerokit-", dir=options.directory))
-        )
+    with tempfile.TemporaryDirectory(prefix="zerokit-", dir=options.directory) as folder:
+        directory = Path(folder)
+        step = directory / "synthetic" / "step-00000001"
+        calls: dict[str, Figures] = {}
         if options.deepspeed:
             size = sum(file.stat().st_size for file in options.deepspeed.rglob("*") if file.is_file()) / 1e9
-            calls, tasks = {}, foreign_tasks(directory, options.deepspeed, options.to)
+            tasks = foreign_tasks(directory, options.deepspeed, options.to)
             title = f"{options.deepspeed}, {size:.1f} GB"
+        elif options.large:
+            title = f"250,000 slices on 1,024 ranks, to {options.to}"
+            make_large_checkpoint(step)
+            tasks = large_tasks(directory, step, options.to)
         else:
             title = f"{options.size_gb:g} GB, {options.world} ranks"
-            step = directory / "synthetic" / "step-00000001"
             make_checkpoint(step, options.size_gb, options.world)
-            calls = {} if options.skip_live else live(directory, options.size_gb, options.repeats)
             tasks = offline_tasks(directory, step, options.to)
             if not options.skip_live:
+                calls = live(directory, options.size_gb, options.repeats)
                 tasks += peer_tasks(directory)
         figures = run_tasks(tasks, options.repeats) | calls
     floors = {task.name: task.floor for task in tasks} | dict.fromkeys(calls, "write and sync")

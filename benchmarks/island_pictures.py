@@ -1,6 +1,6 @@
-"""The pictures of docs/slow-links.md: what pays, computed, and what islands.py and local_steps_loss.py have measured.
+"""The pictures of docs/slow-links.md: what pays, computed, and what islands.py and losses.py have measured.
 
-python benchmarks/island_pictures.py islands.json local_steps_loss.json
+python benchmarks/island_pictures.py islands.json losses.json
 """
 
 from __future__ import annotations

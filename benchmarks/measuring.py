@@ -95,7 +95,7 @@ def ratio(values: Sequence[float], base: Sequence[float]) -> float:
 def bar_holds(name: str, measured: float, bar: float) -> bool:
     """Whether a figure is at most its bar; says so."""
     holds = measured <= bar
-    print(f"{name}: {measured:.3f}, at most {bar:.2f}: {'holds' if holds else 'MISSED'}")
+    print(f"{name}: {measured:.3f}, at most {bar:.3f}: {'holds' if holds else 'MISSED'}")
     return holds
 
 

@@ -41,8 +41,8 @@ def test_a_bar_and_whether_it_holds(capsys: pytest.CaptureFixture[str]) -> None:
     assert bar_holds("a of b", 0.5, 0.5)
     assert not bar_holds("a of b", 0.51, 0.5)
     assert capsys.readouterr().out.splitlines() == [
-        "a of b: 0.500, at most 0.50: holds",
-        "a of b: 0.510, at most 0.50: MISSED",
+        "a of b: 0.500, at most 0.500: holds",
+        "a of b: 0.510, at most 0.500: MISSED",
     ]
 
 
