@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zerokit.errors import UsageError
 from zerokit.layout import Interval, Layout, Parameter, Segment, build_layout
 from zerokit.training.fragments import Region, divide
 
@@ -54,5 +55,5 @@ def test_equal_units_have_turns_of_equal_length(count: int, every: int) -> None:
 
 def test_more_fragments_than_units() -> None:
     layout = build_layout([Segment(None, (Parameter("p", (3,)),))], world=2, bucket_bytes=1)
-    with pytest.raises(ValueError, match="2 fragments of 1 units"):
+    with pytest.raises(UsageError, match="the model has 1 units"):
         divide(layout, 2, 4)

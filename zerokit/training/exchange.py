@@ -11,7 +11,7 @@ import datetime
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from queue import SimpleQueue
 
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zerokit.errors import ScheduleError
+from zerokit.errors import LayoutMismatch, ScheduleError
 from zerokit.placement import Axis
 from zerokit.runtime.islands import Islands
 from zerokit.training.differences import Differences
@@ -143,6 +143,21 @@ class Exchange:
         values: list[object] = [None] * self.count
         self._guarded(name, lambda: dist.all_gather_object(values, value, group=self._group))
         return values
+
+    def require_equal(self, name: str, settings: Mapping[str, str]) -> None:
+        """Raise `LayoutMismatch`, which names the differences, where another island has other settings."""
+        for index, other in enumerate(self.all(name, settings)):
+            assert isinstance(other, dict)
+            different = [
+                f"{key} is {other.get(key)}, not {value}"
+                for key, value in settings.items()
+                if other.get(key) != value
+            ]
+            if different:
+                raise LayoutMismatch(
+                    f"island {index} and island {self.index} cannot be synchronised: on island {index} "
+                    f"{'; '.join(different)}: pass the same model and the same settings on all islands"
+                )
 
     def _guarded(self, name: str, call: Callable[[], object]) -> None:
         try:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
+from zerokit.errors import UsageError
 from zerokit.layout import Interval, Layout, Unit, align
 
 
@@ -36,11 +37,14 @@ def divide(layout: Layout, count: int, every: int) -> tuple[Fragment, ...]:
     """The trainable units in `count` fragments of neighbours, cut where that leaves them most alike in size.
 
     Each is synchronised once in `every` steps. Their turns lie apart as their sizes are: a link that takes each within
-    its turn carries the same all the time. Raises `ValueError` for fewer units than fragments.
+    its turn carries the same all the time. Raises `UsageError` for fewer units than fragments.
     """
     units = [unit for unit in layout.units if unit.trainable]
     if not 1 <= count <= len(units):
-        raise ValueError(f"{count} fragments of {len(units)} units")
+        raise UsageError(
+            f"fragments={count}: the model has {len(units)} units with trainable parameters, and a fragment is at "
+            f"least one: pass at most {len(units)}, or a smaller bucket_mb= or other units= to ZeroOptimizer"
+        )
     ends, before = [0], 0
     for unit in units:
         before += unit.payload_numel

@@ -11,57 +11,41 @@ import statistics
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zerokit.errors import LayoutMismatch, ScheduleError, UsageError
-from zerokit.formulas import BLOCK_FORMATS, MemoryReport, Operation, TrafficReport
-from zerokit.layout import Interval
-from zerokit.runtime.admission import OptimizerStates, probe
-from zerokit.runtime.islands import Islands
+from zerokit.errors import ScheduleError, UsageError
+from zerokit.formulas import BLOCK_FORMATS, BlockFormat, MemoryReport, TrafficReport
 from zerokit.runtime.optimizer import ZeroOptimizer
 from zerokit.runtime.precision import BlockName
+from zerokit.training.arguments import check_arguments, require_islands
 from zerokit.training.differences import KNOWN, LOST, Differences
 from zerokit.training.exchange import Exchange, Synchronisation
 from zerokit.training.fragments import Fragment, Region, divide
 from zerokit.training.masters import Masters
+from zerokit.training.outer import ANCHOR, FP32, Outer, OuterOptimizer, Part
+from zerokit.training.round_traffic import RoundTraffic
 
-OuterOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 DILOCO: OuterOptimizer = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 
-ANCHOR = "anchor"
 _SHARE_OF_TIME = 0.97
 """Messages take this share of the time until a result is due: steps are not all as long as the last ones."""
-_FP32 = 4
 
 
 @dataclass(slots=True)
 class _Pending:
     """A fragment in flight, due after the step `due` of the training."""
 
-    part: _Part
+    part: Part
     due: int
     work: Synchronisation | None
     """None where its result came from a checkpoint: `buffer` has it."""
     buffer: Tensor
-
-
-@dataclass(slots=True)
-class _Part:
-    """A fragment on this rank. `anchor` [piece_numel]: the weights that all islands last agreed on, of this piece.
-
-    `differences` are kept where it crosses on a narrow wire.
-    """
-
-    fragment: Fragment
-    region: Region
-    anchor: nn.Parameter | None
-    differences: Differences | None = None
 
 
 class LocalSteps:
@@ -114,25 +98,18 @@ class LocalSteps:
         blend: float = 1.0,
         wire: BlockName | None = None,
     ) -> None:
-        islands = _islands_of(optimizer)
-        _check(every, outer, fragments, delay, blend, wire)
-        self._form = None if wire is None else BLOCK_FORMATS[wire]
+        islands = require_islands(optimizer)
+        check_arguments(every, outer, fragments, delay, blend, wire)
+        form = None if wire is None else BLOCK_FORMATS[wire]
         self.every, self.fragments, self.delay, self.blend = every, fragments, delay, float(blend)
         self.steps = 0
         """Calls of `optimizer.step()` so far; those that overflowed in fp16 count."""
         self._masters = Masters(optimizer)
-        try:
-            parts = divide(optimizer.layout, fragments, every)
-        except ValueError:
-            units = sum(unit.trainable for unit in optimizer.layout.units)
-            raise UsageError(
-                f"fragments={fragments}: the model has {units} units with trainable parameters, and a fragment is at "
-                f"least one: pass at most {units}, or a smaller bucket_mb= or other units= to ZeroOptimizer"
-            ) from None
+        divided = divide(optimizer.layout, fragments, every)
         self._exchange = Exchange(islands)
         self._saves = Exchange(islands)
         """Apart, for saves beside the training."""
-        self._settings = {
+        settings = {
             **self._masters.describe(),
             "every": str(every),
             "fragments": str(fragments),
@@ -141,29 +118,32 @@ class LocalSteps:
             "wire": str(wire),
         }
         kept = outer is not None or delay > 0 or wire is not None
-        self._parts = [self._make_part(fragment, kept=kept) for fragment in parts]
-        anchors = [part.anchor for part in self._parts if part.anchor is not None]
-        self.outer = None if outer is None else _build_outer(outer, anchors)
-        """The outer optimizer; its `param_groups` may be scheduled. None where the mean is taken as it is."""
-        self._states = None if outer is None or self.outer is None else _states_of(outer, self.outer)
-        if self.outer is not None:
-            options = {key: value for key, value in self.outer.param_groups[0].items() if key != "params"}
-            self._settings["outer"] = f"{type(self.outer).__name__} {options}"
-        self._require_agreement()
+        parts = [self._make_part(fragment, form, kept=kept) for fragment in divided]
+        self._outer = Outer(parts, outer, form)
+        self._traffic = RoundTraffic(self._masters, self._exchange, form)
+        settings["outer"] = str(self._outer.describe())
+        self._exchange.require_equal("construction of LocalSteps", settings)
         self._take_over_island_0()
         self._pending: deque[_Pending] = deque()
         self._times: deque[float] = deque(maxlen=every)
         self._last_step_at: float | None = None
-        self._last: dict[int, TrafficReport] = {}
         optimizer.local_steps = self
         self._optimizer = weakref.ref(optimizer)  # which holds this object
 
-    def _make_part(self, fragment: Fragment, *, kept: bool) -> _Part:
-        region = Region(fragment, self._masters.rank, self._exchange.count)
-        part = _Part(fragment, region, nn.Parameter(torch.zeros(region.piece_numel)) if kept else None)
-        if self._form is not None:
-            part.differences = Differences(self._form, self._exchange.count, region.piece_numel)
-        return part
+    def _make_part(self, fragment: Fragment, form: BlockFormat | None, *, kept: bool) -> Part:
+        region = Region(fragment, self._masters.rank, self.islands)
+        anchor = nn.Parameter(torch.zeros(region.piece_numel)) if kept else None
+        differences = None if form is None else Differences(form, self.islands, region.piece_numel)
+        return Part(fragment, region, self.island, anchor, differences)
+
+    @property
+    def outer(self) -> Optimizer | None:
+        """The outer optimizer; its `param_groups` may be scheduled. None where the mean is taken as it is."""
+        return self._outer.optimizer
+
+    @property
+    def _parts(self) -> list[Part]:
+        return self._outer.parts
 
     @property
     def islands(self) -> int:
@@ -211,7 +191,7 @@ class LocalSteps:
             self._apply(self._start(part, due=self.steps, seconds=None), weight=1.0)
         self._last_step_at = None
 
-    def _begin(self, part: _Part) -> None:
+    def _begin(self, part: Part) -> None:
         if not self.delay:
             self._apply(self._start(part, due=self.steps, seconds=None))
             return
@@ -220,36 +200,21 @@ class LocalSteps:
         step_s = statistics.median(self._times) if self._times else 0.0
         self._start(part, due=self.steps + self.delay, seconds=_SHARE_OF_TIME * turn * step_s)
 
-    def _start(self, part: _Part, *, due: int, seconds: float | None) -> _Pending:
+    def _start(self, part: Part, *, due: int, seconds: float | None) -> _Pending:
         buffer = self._region_of_masters(part)
         name = f"synchronisation of fragment {part.fragment.index} after step {self.steps}"
-        update = functools.partial(self._update, part)
+        update = functools.partial(self._outer.update, part)
         work = Synchronisation(name, buffer, update, seconds, part.differences)
         pending = _Pending(part, due, work, buffer)
         self._pending.append(pending)
         self._exchange.start(work)
         return pending
 
-    def _region_of_masters(self, part: _Part) -> Tensor:
+    def _region_of_masters(self, part: Part) -> Tensor:
         buffer = torch.zeros(part.region.numel)
-        for unit, place in part.region.shards():
-            self._masters.read(unit.index, buffer[place.start : place.stop])
+        for index, place in part.split(buffer).items():
+            self._masters.read(index, place)
         return buffer
-
-    @torch.no_grad()
-    def _update(self, part: _Part, mean: Tensor) -> None:
-        """The outer step, on this rank's piece; in the thread of the exchange where there is one."""
-        if part.anchor is None:
-            return
-        if part.differences is not None:
-            mean += part.anchor  # it is the mean movement
-        if self.outer is None:
-            part.anchor.copy_(mean)
-            return
-        part.anchor.grad = part.anchor.detach() - mean
-        self.outer.step()  # the other fragments have no gradients
-        part.anchor.grad = None
-        mean.copy_(part.anchor)
 
     def _apply(self, one: _Pending, weight: float | None = None) -> None:
         """Wait for a fragment and take it in, on all ranks of the island or on none."""
@@ -268,11 +233,8 @@ class LocalSteps:
                 f"another rank of island {self.island} did not get through the synchronisation of fragment "
                 f"{one.part.fragment.index}, whose result no rank of this island has taken over: see its error"
             )
-        shards = {
-            unit.index: one.buffer[place.start : place.stop] for unit, place in one.part.region.shards()
-        }
-        self._masters.mix(shards, self.blend if weight is None else weight)
-        self._count(one.part)
+        self._masters.mix(one.part.split(one.buffer), self.blend if weight is None else weight)
+        self._traffic.count(one.part)
 
     # ---- reports
 
@@ -280,95 +242,26 @@ class LocalSteps:
         """Bytes that a rank holds for this now: anchor and outer states under `optimizer`, fragments in flight under
         `buckets`.
         """
-        lines = dict.fromkeys((field.name for field in fields(MemoryReport)), 0)
-        for part in self._parts:
-            for tensor in self._owned(part).values():
-                _add(lines, "optimizer", self._payload(part), tensor)
-            if part.differences is not None:
-                payload = part.region.payload(Interval(0, part.region.numel))
-                _add(lines, "optimizer", payload, part.differences.known)
-                _add(lines, "residual", payload, part.differences.lost)
-            if self.outer is not None and part.anchor is not None:
-                state = self.outer.state.get(part.anchor, {})
-                others = (v for v in state.values() if isinstance(v, Tensor) and v.shape != part.anchor.shape)
-                lines["scalars"] += sum(value.untyped_storage().nbytes() for value in others)
-        lines["buckets"] = sum(one.buffer.nbytes for one in self._pending)
-        return MemoryReport(**lines)
+        return replace(self._outer.memory(), buckets=sum(one.buffer.nbytes for one in self._pending))
 
     def predicted_memory(self) -> MemoryReport:
         """What `memory()` must be after the first round, from the layout and the schedule alone."""
-        kept = [part for part in self._parts if part.anchor is not None]
-        states = self._states
-        element = _FP32 + (0 if states is None else states.element_bytes)
-        payload = sum(self._payload(part) for part in kept)
-        padded = sum(part.region.piece_numel for part in kept)
-        regions = [part.region for part in kept if self._form is not None]
-        known = _FP32 * sum(region.payload(Interval(0, region.numel)) for region in regions)
-        return MemoryReport(
-            optimizer=payload * element + known,
-            residual=known,
-            padding=(padded - payload) * element + 2 * (_FP32 * sum(r.numel for r in regions) - known),
-            scalars=0 if states is None else len(kept) * states.scalar_bytes,
-            buckets=sum(part.region.numel * _FP32 for part in self._parts if self._in_flight(part)),
-        )
+        in_flight = sum(part.region.numel * FP32 for part in self._parts if self._in_flight(part))
+        return self._outer.predicted_memory(buckets=in_flight)
 
     def traffic(self) -> TrafficReport:
         """What the last synchronisation of each fragment moved, summed over all ranks of all islands: a round of it."""
-        return _total(self._last.values())
+        return self._traffic.report()
 
     def predicted_traffic(self) -> TrafficReport:
         """What a round must move, from the layout alone; `by_operation` of `traffic()` equals it."""
-        return _total(
-            TrafficReport(
-                self._across(part)
-                | _scaled(self._masters.predicted_exchange(part.fragment.units), self.islands)
-            )
-            for part in self._parts
-        )
+        return self._traffic.predict(self._parts)
 
-    def _count(self, part: _Part) -> None:
-        inner = self._masters.exchanged()
-        exchange = self._exchange
-        calls, bytes_ = exchange.take_control()
-        self._last[part.fragment.index] = TrafficReport(
-            self._across(part) | _scaled(inner.by_operation, self.islands),
-            2 * (self.islands - 1) * self._nbytes(part.region.piece_numel) + inner.received_bytes,
-            bytes_ + inner.control_bytes,
-            calls + inner.control_calls,
-        )
-
-    def _across(self, part: _Part) -> dict[str, Operation]:
-        elements, nbytes = part.fragment.payload_numel, part.fragment.payload_numel * _FP32
-        if self._form is not None:  # with the scales of each rank's blocks
-            scales = (
-                self._form.nbytes(part.region.piece_numel) - part.region.piece_numel * self._form.bits // 8
-            )
-            nbytes = -(-elements * self._form.bits // 8) + self.islands * self._masters.layout.world * scales
-        one = Operation(1, (self.islands - 1) * elements, (self.islands - 1) * nbytes)
-        return {"reduce_scatter/outer": one, "all_gather/outer": one}
-
-    def _nbytes(self, numel: int) -> int:
-        return numel * _FP32 if self._form is None else self._form.nbytes(numel)
-
-    def _payload(self, part: _Part) -> int:
-        return part.region.payload(part.region.piece(self.island))
-
-    def _in_flight(self, part: _Part) -> bool:
+    def _in_flight(self, part: Part) -> bool:
         since = (self.steps - part.fragment.offset) % self.every
         return since < self.delay and self.steps >= part.fragment.offset
 
     # ---- the state
-
-    def _owned(self, part: _Part) -> dict[str, Tensor]:
-        """The tensors of a piece's shape that this rank keeps for a fragment, by name."""
-        if part.anchor is None:
-            return {}
-        state = {} if self.outer is None else self.outer.state.get(part.anchor, {})
-        return {ANCHOR: part.anchor.detach()} | {
-            name: value
-            for name, value in state.items()
-            if isinstance(value, Tensor) and value.shape == part.anchor.shape
-        }
 
     def _arrive(self) -> None:
         """Wait for what is in flight, without taking it in: it is still due when it was."""
@@ -385,43 +278,28 @@ class LocalSteps:
         self._arrive()
         found: dict[str, dict[int, Tensor]] = {}
         for part in self._parts:
-            for name, piece in self._owned(part).items():
-                region = torch.zeros(part.region.numel, dtype=piece.dtype)
-                own = part.region.piece(self.island)
-                region[own.start : own.stop] = piece
-                self._exchange.gather(f"save after step {self.steps}", region)
-                self._add_shards(found, name, part, region)
+            streams: dict[str, Tensor] = {}
+            for name, piece in self._outer.arrays(part).items():
+                streams[name] = torch.zeros(part.region.numel, dtype=piece.dtype)
+                streams[name][part.own] = piece
             if part.differences is not None:
-                lost = part.differences.lost.view(-1)
-                self._exchange.sum(f"save after step {self.steps}", lost)
-                whole = lost.clone()
-                self._exchange.gather(f"save after step {self.steps}", whole)
-                self._add_shards(found, LOST, part, whole)
-                self._add_shards(found, KNOWN, part, part.differences.known.view(-1).clone())
+                # What all islands owe together, in the pieces of their ranks.
+                self._exchange.sum(f"save after step {self.steps}", part.differences.lost.view(-1))
+                streams[LOST] = part.differences.lost.view(-1).clone()
+            for region in streams.values():
+                self._exchange.gather(f"save after step {self.steps}", region)
+            if part.differences is not None:
+                streams[KNOWN] = part.differences.known.view(-1).clone()
+            for name, region in streams.items():
+                found.setdefault(name, {}).update(part.split(region))
         return found
-
-    def _add_shards(
-        self, found: dict[str, dict[int, Tensor]], name: str, part: _Part, region: Tensor
-    ) -> None:
-        for unit, place in part.region.shards():
-            found.setdefault(name, {})[unit.index] = region[place.start : place.stop]
 
     def plain_state(self) -> dict[str, Any]:
         """What a checkpoint holds beside `streams`: the position in the round, options, states that are no arrays."""
-        groups = [] if self.outer is None else self.outer.param_groups
         return {
             "steps": self.steps,
             "pending": [[one.part.fragment.index, one.due - self.steps] for one in self._pending],
-            "fragments": self._fragment_names(),
-            "groups": [{k: v for k, v in group.items() if k != "params"} for group in groups],
-            "scalars": [
-                {
-                    name: value.clone() if isinstance(value, Tensor) else value
-                    for name, value in self._outer_state(part).items()
-                    if name not in self._owned(part)
-                }
-                for part in self._parts
-            ],
+            **self._outer.plain_state(),
         }
 
     def expect(self, names: Iterable[str]) -> dict[str, dict[int, Tensor]]:
@@ -440,13 +318,13 @@ class LocalSteps:
 
         Raises `UsageError` for a checkpoint with a fragment in flight where fragments are others here.
         """
-        if plain is not None and plain["pending"] and plain["fragments"] != self._fragment_names():
+        if plain is not None and plain["pending"] and plain["fragments"] != self._outer.fragment_names():
             raise UsageError(
                 f"the checkpoint was saved while a fragment was in flight, and has {len(plain['fragments'])} fragments "
                 f"of other units than the {len(self._parts)} here: build LocalSteps and ZeroOptimizer with the "
                 "fragments, units and bucket_mb that were saved, or save after synchronize()"
             )
-        if self._form is None and any(shard.any() for shard in streams.get(LOST, {}).values()):
+        if self._outer.form is None and any(shard.any() for shard in streams.get(LOST, {}).values()):
             raise UsageError(
                 "the checkpoint holds what a narrow wire between islands has rounded away, which would be lost here: "
                 "build LocalSteps with wire='int8' or 'int4', or save without it"
@@ -456,38 +334,18 @@ class LocalSteps:
         for part in self._parts:
             if part.anchor is None:
                 continue
-            filled = {name: self._region_of(part, shards) for name, shards in streams.items()}
-            region = filled.pop(ANCHOR, None)
-            if region is None:
-                region = self._region_of_masters(part)
-            known, lost = filled.pop(KNOWN, None), filled.pop(LOST, None)
-            regions[part.fragment.index] = region
-            own = part.region.piece(self.island)
-            if part.differences is not None:
-                if known is None:  # islands may differ in what they have loaded
-                    known = region.clone()
-                    self._exchange.gather("load", known)
-                regions[part.fragment.index] = known.clone()
-                part.differences.known.view(-1).copy_(known)
-                part.differences.lost.zero_()
-                if lost is not None:
-                    part.differences.lost[self.island] = lost[own.start : own.stop]
-            with torch.no_grad():
-                part.anchor.copy_(region[own.start : own.stop])
-            if self.outer is not None and filled:
-                self.outer.state[part.anchor] = {
-                    name: state[own.start : own.stop].clone() for name, state in filled.items()
-                }
+            filled = {name: part.join(shards) for name, shards in streams.items()}
+            filled.setdefault(ANCHOR, self._region_of_masters(part))
+            if part.differences is not None and KNOWN not in filled:
+                known = filled[ANCHOR].clone()  # islands may differ in what they have loaded
+                self._exchange.gather("load", known)
+                filled[KNOWN] = known
+            self._outer.restore_arrays(part, filled)
+            regions[part.fragment.index] = filled[ANCHOR if part.differences is None else KNOWN]
         if plain is None:
             return
         self.steps = plain["steps"]
-        if self.outer is not None:
-            for group, saved in zip(self.outer.param_groups, plain["groups"], strict=False):
-                group.update(saved)
-            if plain["fragments"] == self._fragment_names():
-                for part, scalars in zip(self._parts, plain["scalars"], strict=True):
-                    if part.anchor is not None and scalars:
-                        self.outer.state[part.anchor].update(scalars)
+        self._outer.restore_plain(plain)
         for index, left in plain["pending"]:
             part = self._parts[index]
             self._pending.append(_Pending(part, self.steps + left, None, regions[index]))
@@ -497,29 +355,15 @@ class LocalSteps:
         self._arrive()
         return {
             "steps": self.steps,
-            "anchors": [None if part.anchor is None else part.anchor.detach() for part in self._parts],
-            "differences": [
-                None if part.differences is None else (part.differences.known, part.differences.lost)
-                for part in self._parts
-            ],
-            "outer": None if self.outer is None else self.outer.state_dict(),
             "pending": [(one.part.fragment.index, one.due, one.buffer) for one in self._pending],
+            **self._outer.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` gave."""
         self._forget()
         self.steps = state["steps"]
-        with torch.no_grad():
-            for part, anchor in zip(self._parts, state["anchors"], strict=True):
-                if part.anchor is not None:
-                    part.anchor.copy_(anchor)
-        for part, saved in zip(self._parts, state["differences"], strict=True):
-            if part.differences is not None:
-                part.differences.known.copy_(saved[0])
-                part.differences.lost.copy_(saved[1])
-        if self.outer is not None:
-            self.outer.load_state_dict(state["outer"])
+        self._outer.load_state_dict(state)
         for index, due, buffer in state["pending"]:
             self._pending.append(_Pending(self._parts[index], due, None, buffer.clone()))
 
@@ -535,44 +379,13 @@ class LocalSteps:
     def _forget(self) -> None:
         self._arrive()
         self._pending.clear()
-        self._last.clear()
+        self._traffic.clear()
         self._times.clear()
         self._last_step_at = None
         self.steps = 0
-        if self.outer is not None:
-            self.outer.state.clear()
-
-    def _outer_state(self, part: _Part) -> dict[str, Any]:
-        if self.outer is None or part.anchor is None:
-            return {}
-        state: dict[str, Any] = self.outer.state.get(part.anchor, {})
-        return state
-
-    def _region_of(self, part: _Part, shards: Mapping[int, Tensor]) -> Tensor:
-        region = torch.zeros(part.region.numel)
-        for unit, place in part.region.shards():
-            region[place.start : place.stop] = shards[unit.index]
-        return region
-
-    def _fragment_names(self) -> list[list[str]]:
-        return [[unit.name for unit in part.fragment.units] for part in self._parts]
+        self._outer.forget()
 
     # ---- the start
-
-    def _require_agreement(self) -> None:
-        every = self._exchange.all("construction of LocalSteps", self._settings)
-        for index, other in enumerate(every):
-            assert isinstance(other, dict)
-            different = [
-                f"{key} is {other.get(key)}, not {value}"
-                for key, value in self._settings.items()
-                if other.get(key) != value
-            ]
-            if different:
-                raise LayoutMismatch(
-                    f"island {index} and island {self.island} cannot be synchronised: on island {index} "
-                    f"{'; '.join(different)}: pass the same model and the same settings on all islands"
-                )
 
     def _take_over_island_0(self) -> None:
         name = "start of LocalSteps"
@@ -580,13 +393,8 @@ class LocalSteps:
         for part in self._parts:
             buffer = self._region_of_masters(part)
             self._exchange.broadcast(name, buffer)
-            self._masters.mix(
-                {unit.index: buffer[place.start : place.stop] for unit, place in part.region.shards()}, 1.0
-            )
-            if part.anchor is not None:
-                own = part.region.piece(self.island)
-                with torch.no_grad():
-                    part.anchor.copy_(buffer[own.start : own.stop])
+            self._masters.mix(part.split(buffer), 1.0)
+            part.set_anchor(buffer)
             if part.differences is not None:
                 part.differences.known.view(-1).copy_(buffer)
         with torch.no_grad():
@@ -594,98 +402,3 @@ class LocalSteps:
                 self._exchange.broadcast(name, tensor)
         self._masters.refresh_frozen()
         self._masters.exchanged()
-
-
-def _islands_of(optimizer: ZeroOptimizer) -> Islands:
-    if not isinstance(optimizer, ZeroOptimizer):
-        raise UsageError(
-            f"the first argument is a {type(optimizer).__name__}: pass the ZeroOptimizer, "
-            "zerokit.LocalSteps(optimizer, every=50)"
-        )
-    if optimizer.islands is None:
-        raise UsageError(
-            "this optimizer sums gradients over all its ranks in every step, so it has no islands: build it with "
-            'mesh=(islands, ranks of an island) and stage=("local", stage), such as '
-            'ZeroOptimizer(model, torch.optim.AdamW, mesh=(2, 8), stage=("local", 3))'
-        )
-    if optimizer.local_steps is not None:
-        raise UsageError("this optimizer makes local steps already: use optimizer.local_steps")
-    return optimizer.islands
-
-
-def _check(
-    every: object, outer: object, fragments: object, delay: object, blend: object, wire: object
-) -> None:
-    if type(every) is not int or every < 1:
-        raise UsageError(
-            f"every={every!r}: expected the number of steps between synchronisations, at least 1"
-        )
-    if outer is not None and not callable(outer):
-        raise UsageError(
-            f"outer={outer!r}: expected a function that makes a torch optimizer from a list of parameters, such as "
-            "functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True), or None for the plain mean"
-        )
-    if type(fragments) is not int or fragments < 1:
-        raise UsageError(f"fragments={fragments!r}: expected a number of parts of the model, at least 1")
-    if fragments > every:
-        raise UsageError(
-            f"fragments={fragments} with every={every}: each fragment has its turn in {every} steps: pass at most "
-            f"{every}"
-        )
-    if type(delay) is not int or not 0 <= delay < every:
-        raise UsageError(
-            f"delay={delay!r}: expected a number of steps from 0 to {every - 1}: a fragment must arrive before its "
-            f"next synchronisation, {every} steps later"
-        )
-    if not isinstance(blend, int | float) or isinstance(blend, bool) or not 0.0 < blend <= 1.0:
-        raise UsageError(f"blend={blend!r}: expected a number over 0, and at most 1 for the result alone")
-    if wire is not None and wire not in BLOCK_FORMATS:
-        raise UsageError(f"wire={wire!r}: expected 'int8' or 'int4', or None for weights in fp32")
-
-
-def _build_outer(make: OuterOptimizer, anchors: list[nn.Parameter]) -> Optimizer:
-    outer = make(anchors)
-    if not isinstance(outer, Optimizer):
-        raise UsageError(
-            f"outer made a {type(outer).__name__}: expected a torch optimizer over the parameters that it is given"
-        )
-    return outer
-
-
-def _states_of(make: OuterOptimizer, outer: Optimizer) -> OptimizerStates:
-    """What the outer optimizer keeps. Raises `UnsupportedOptimizer` where it is not elementwise."""
-
-    def named(parameters: list[nn.Parameter]) -> Optimizer:
-        return make(parameters)
-
-    named.__name__ = type(outer).__name__
-    return probe(named, {}, torch.float32)  # type: ignore[arg-type]  # called like a class
-
-
-def _add(lines: dict[str, int], line: str, payload: int, tensor: Tensor) -> None:
-    lines[line] += payload * tensor.element_size()
-    lines["padding"] += (tensor.numel() - payload) * tensor.element_size()
-
-
-def _scaled(operations: Mapping[str, Operation], islands: int) -> dict[str, Operation]:
-    """What every island does inside itself, summed over them; what moves nothing is left out."""
-    return {
-        f"{name}/inner": Operation(one.calls, one.elements * islands, one.bytes * islands)
-        for name, one in operations.items()
-        if one.elements
-    }
-
-
-def _total(reports: Iterable[TrafficReport]) -> TrafficReport:
-    operations: dict[str, Operation] = {}
-    received = control = calls = 0
-    for report in reports:
-        received += report.received_bytes
-        control += report.control_bytes
-        calls += report.control_calls
-        for name, one in report.by_operation.items():
-            before = operations.get(name, Operation(0, 0, 0))
-            operations[name] = Operation(
-                before.calls + one.calls, before.elements + one.elements, before.bytes + one.bytes
-            )
-    return TrafficReport(operations, received, control, calls)

@@ -1,0 +1,57 @@
+"""The arguments of `LocalSteps`, checked before anything is built."""
+
+from __future__ import annotations
+
+from zerokit.errors import UsageError
+from zerokit.formulas import BLOCK_FORMATS
+from zerokit.runtime.islands import Islands
+from zerokit.runtime.optimizer import ZeroOptimizer
+
+
+def require_islands(optimizer: ZeroOptimizer) -> Islands:
+    """The optimizer's islands. Raises `UsageError` where it has none, or makes local steps already."""
+    if not isinstance(optimizer, ZeroOptimizer):
+        raise UsageError(
+            f"the first argument is a {type(optimizer).__name__}: pass the ZeroOptimizer, "
+            "zerokit.LocalSteps(optimizer, every=50)"
+        )
+    if optimizer.islands is None:
+        raise UsageError(
+            "this optimizer sums gradients over all its ranks in every step, so it has no islands: build it with "
+            'mesh=(islands, ranks of an island) and stage=("local", stage), such as '
+            'ZeroOptimizer(model, torch.optim.AdamW, mesh=(2, 8), stage=("local", 3))'
+        )
+    if optimizer.local_steps is not None:
+        raise UsageError("this optimizer makes local steps already: use optimizer.local_steps")
+    return optimizer.islands
+
+
+def check_arguments(
+    every: object, outer: object, fragments: object, delay: object, blend: object, wire: object
+) -> None:
+    """Raise `UsageError`, which says what was expected, for the first argument that does not fit."""
+    if type(every) is not int or every < 1:
+        raise UsageError(
+            f"every={every!r}: expected the number of steps between synchronisations, at least 1"
+        )
+    if outer is not None and not callable(outer):
+        raise UsageError(
+            f"outer={outer!r}: expected a function that makes a torch optimizer from a list of parameters, such as "
+            "functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True), or None for the plain mean"
+        )
+    if type(fragments) is not int or fragments < 1:
+        raise UsageError(f"fragments={fragments!r}: expected a number of parts of the model, at least 1")
+    if fragments > every:
+        raise UsageError(
+            f"fragments={fragments} with every={every}: each fragment has its turn in {every} steps: pass at most "
+            f"{every}"
+        )
+    if type(delay) is not int or not 0 <= delay < every:
+        raise UsageError(
+            f"delay={delay!r}: expected a number of steps from 0 to {every - 1}: a fragment must arrive before its "
+            f"next synchronisation, {every} steps later"
+        )
+    if not isinstance(blend, int | float) or isinstance(blend, bool) or not 0.0 < blend <= 1.0:
+        raise UsageError(f"blend={blend!r}: expected a number over 0, and at most 1 for the result alone")
+    if wire is not None and wire not in BLOCK_FORMATS:
+        raise UsageError(f"wire={wire!r}: expected 'int8' or 'int4', or None for weights in fp32")

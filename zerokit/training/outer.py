@@ -1,0 +1,259 @@
+"""What a rank keeps between synchronisations: pieces of the anchor, and the outer optimizer that steps on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zerokit.errors import UsageError
+from zerokit.formulas import BlockFormat, MemoryReport
+from zerokit.layout import Interval
+from zerokit.runtime.admission import OptimizerStates, probe
+from zerokit.training.differences import KNOWN, LOST, Differences
+from zerokit.training.fragments import Fragment, Region
+
+OuterOptimizer = Callable[[list[nn.Parameter]], Optimizer]
+
+ANCHOR = "anchor"
+FP32 = 4
+"""Bytes of an element of what is kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A fragment on the rank of `region` in island `island`.
+
+    Attributes:
+        anchor: [piece_numel] the weights that all islands last agreed on, of this rank's piece. None where nothing is
+            kept.
+        differences: on a narrow wire, what this rank knows and owes.
+    """
+
+    fragment: Fragment
+    region: Region
+    island: int
+    anchor: nn.Parameter | None
+    differences: Differences | None
+
+    @property
+    def own(self) -> slice:
+        """This rank's piece of the region."""
+        piece = self.region.piece(self.island)
+        return slice(piece.start, piece.stop)
+
+    @property
+    def payload(self) -> int:
+        """Elements of parameters in this rank's piece."""
+        return self.region.payload(self.region.piece(self.island))
+
+    @property
+    def region_payload(self) -> int:
+        """Elements of parameters in the region."""
+        return self.region.payload(Interval(0, self.region.numel))
+
+    def split(self, values: Tensor) -> dict[int, Tensor]:
+        """The shards, by unit, that `values` [numel of the region] consists of. Shares its memory."""
+        return {unit.index: values[place.start : place.stop] for unit, place in self.region.shards()}
+
+    def join(self, shards: Mapping[int, Tensor]) -> Tensor:
+        """The region [numel] that consists of these shards, by unit."""
+        region = torch.zeros(self.region.numel)
+        for index, place in self.split(region).items():
+            place.copy_(shards[index])
+        return region
+
+    @torch.no_grad()
+    def set_anchor(self, region: Tensor) -> None:
+        """Take this rank's piece of `region` for the anchor."""
+        if self.anchor is not None:
+            self.anchor.copy_(region[self.own])
+
+
+class Outer:
+    """The parts of all fragments, and the outer optimizer, which steps on one part at a time.
+
+    Raises:
+        UsageError: where `make` does not make an optimizer.
+        UnsupportedOptimizer: where that is not elementwise.
+    """
+
+    def __init__(self, parts: list[Part], make: OuterOptimizer | None, form: BlockFormat | None) -> None:
+        self.parts, self.form = parts, form
+        self._states: OptimizerStates | None = None
+        self.optimizer: Optimizer | None = None
+        if make is not None:
+            self.optimizer = _build(make, [part.anchor for part in parts if part.anchor is not None])
+            self._states = _states_of(make, self.optimizer)
+
+    @torch.no_grad()
+    def update(self, part: Part, mean: Tensor) -> None:
+        """Replace the islands' `mean` of this rank's piece by its new values."""
+        if part.anchor is None:
+            return
+        if part.differences is not None:
+            mean += part.anchor  # it is the mean movement
+        if self.optimizer is None:
+            part.anchor.copy_(mean)
+            return
+        part.anchor.grad = part.anchor.detach() - mean
+        self.optimizer.step()  # the other fragments have no gradients
+        part.anchor.grad = None
+        mean.copy_(part.anchor)
+
+    def describe(self) -> str | None:
+        """The outer optimizer and its options; None where the mean is taken as it is."""
+        if self.optimizer is None:
+            return None
+        options = {key: value for key, value in self.optimizer.param_groups[0].items() if key != "params"}
+        return f"{type(self.optimizer).__name__} {options}"
+
+    # ---- memory
+
+    def memory(self) -> MemoryReport:
+        """Bytes of anchors and outer states under `optimizer`, and what narrow wires need."""
+        lines = dict.fromkeys((field.name for field in fields(MemoryReport)), 0)
+
+        def add(line: str, payload: int, tensor: Tensor) -> None:
+            lines[line] += payload * tensor.element_size()
+            lines["padding"] += (tensor.numel() - payload) * tensor.element_size()
+
+        for part in self.parts:
+            for tensor in self.arrays(part).values():
+                add("optimizer", part.payload, tensor)
+            if part.differences is not None:
+                add("optimizer", part.region_payload, part.differences.known)
+                add("residual", part.region_payload, part.differences.lost)
+            for value in self.scalars(part).values():
+                lines["scalars"] += value.untyped_storage().nbytes() if isinstance(value, Tensor) else 0
+        return MemoryReport(**lines)
+
+    def predicted_memory(self, buckets: int) -> MemoryReport:
+        """What `memory()` must be after the first round, and so many bytes in flight."""
+        kept = [part for part in self.parts if part.anchor is not None]
+        states = self._states
+        element = FP32 + (0 if states is None else states.element_bytes)
+        payload = sum(part.payload for part in kept)
+        padded = sum(part.region.piece_numel for part in kept)
+        narrow = kept if self.form is not None else []
+        known = FP32 * sum(part.region_payload for part in narrow)
+        return MemoryReport(
+            optimizer=payload * element + known,
+            residual=known,
+            padding=(padded - payload) * element + 2 * (FP32 * sum(p.region.numel for p in narrow) - known),
+            scalars=0 if states is None else len(kept) * states.scalar_bytes,
+            buckets=buckets,
+        )
+
+    # ---- the state
+
+    def _state(self, part: Part) -> dict[str, Any]:
+        if self.optimizer is None or part.anchor is None:
+            return {}
+        state: dict[str, Any] = self.optimizer.state.get(part.anchor, {})
+        return state
+
+    def arrays(self, part: Part) -> dict[str, Tensor]:
+        """The tensors of a piece's shape that this rank keeps for a part, by name."""
+        if part.anchor is None:
+            return {}
+        shape = part.anchor.shape
+        states = {n: v for n, v in self._state(part).items() if isinstance(v, Tensor) and v.shape == shape}
+        return {ANCHOR: part.anchor.detach()} | states
+
+    def scalars(self, part: Part) -> dict[str, Any]:
+        """The outer optimizer's other states of a part, such as its step."""
+        arrays = self.arrays(part)
+        return {name: value for name, value in self._state(part).items() if name not in arrays}
+
+    def plain_state(self) -> dict[str, Any]:
+        """What a checkpoint holds beside arrays: the fragments, options, scalars."""
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        return {
+            "fragments": self.fragment_names(),
+            "groups": [{k: v for k, v in group.items() if k != "params"} for group in groups],
+            "scalars": [
+                {name: v.clone() if isinstance(v, Tensor) else v for name, v in self.scalars(part).items()}
+                for part in self.parts
+            ],
+        }
+
+    def restore_plain(self, plain: Mapping[str, Any]) -> None:
+        """Take over what `plain_state` gave; scalars only where the fragments are the same."""
+        if self.optimizer is None:
+            return
+        for group, saved in zip(self.optimizer.param_groups, plain["groups"], strict=False):
+            group.update(saved)
+        if plain["fragments"] == self.fragment_names():
+            for part, scalars in zip(self.parts, plain["scalars"], strict=True):
+                if part.anchor is not None and scalars:
+                    self.optimizer.state[part.anchor].update(scalars)
+
+    def restore_arrays(self, part: Part, regions: Mapping[str, Tensor]) -> None:
+        """Take this rank's pieces of `regions`, by name: the anchor's, what is owed on a narrow wire, outer states."""
+        part.set_anchor(regions[ANCHOR])
+        if part.differences is not None:
+            part.differences.known.view(-1).copy_(regions[KNOWN])
+            part.differences.lost.zero_()
+            if LOST in regions:
+                part.differences.lost[part.island] = regions[LOST][part.own]
+        states = {name: r[part.own].clone() for name, r in regions.items() if name not in _KEPT_APART}
+        if self.optimizer is not None and part.anchor is not None and states:
+            self.optimizer.state[part.anchor] = states
+
+    def fragment_names(self) -> list[list[str]]:
+        """The names of the units of each fragment."""
+        return [[unit.name for unit in part.fragment.units] for part in self.parts]
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part of everything: only the same rank of an equal run can load it."""
+        return {
+            "parts": [[tensor.detach() for tensor in _tensors(part)] for part in self.parts],
+            "outer": None if self.optimizer is None else self.optimizer.state_dict(),
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+        for part, saved in zip(self.parts, state["parts"], strict=True):
+            for tensor, values in zip(_tensors(part), saved, strict=True):
+                tensor.copy_(values)
+        if self.optimizer is not None:
+            self.optimizer.load_state_dict(state["outer"])
+
+    def forget(self) -> None:
+        """Drop the outer optimizer's states."""
+        if self.optimizer is not None:
+            self.optimizer.state.clear()
+
+
+_KEPT_APART = {ANCHOR, KNOWN, LOST}
+
+
+def _tensors(part: Part) -> Iterator[Tensor]:
+    if part.anchor is not None:
+        yield part.anchor
+    if part.differences is not None:
+        yield part.differences.known
+        yield part.differences.lost
+
+
+def _build(make: OuterOptimizer, anchors: list[nn.Parameter]) -> Optimizer:
+    outer = make(anchors)
+    if not isinstance(outer, Optimizer):
+        raise UsageError(
+            f"outer made a {type(outer).__name__}: expected a torch optimizer over the parameters that it is given"
+        )
+    return outer
+
+
+def _states_of(make: OuterOptimizer, outer: Optimizer) -> OptimizerStates:
+    def named(parameters: list[nn.Parameter]) -> Optimizer:
+        return make(parameters)
+
+    named.__name__ = type(outer).__name__
+    return probe(named, {}, torch.float32)  # type: ignore[arg-type]  # called like a class
