@@ -10,11 +10,11 @@ from zerokit.placement import Mesh, Placement
 from zerokit.planning.efficiency import Efficiency
 from zerokit.planning.hardware import Cluster
 from zerokit.planning.memory import PlannedMemory, StepMemory, element_sizes
+from zerokit.planning.recording import ModelTrace
 from zerokit.planning.replay import Step
 from zerokit.planning.subject import Subject, Traces
 from zerokit.planning.timeline import Plan as Timed
 from zerokit.planning.timeline import StepTime, step_time
-from zerokit.planning.trace import ModelTrace
 from zerokit.runtime.precision import Precision
 
 GIB = 2.0**30

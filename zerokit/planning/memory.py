@@ -14,8 +14,8 @@ import torch
 
 from zerokit.formulas import KIND_OF_LINE, MEMORY_KINDS, ElementBytes, MemoryReport, list_held, predict_memory
 from zerokit.layout import pooled_units
+from zerokit.planning.recording import ModelTrace
 from zerokit.planning.replay import Holding, Replay, Step
-from zerokit.planning.trace import ModelTrace
 from zerokit.runtime.admission import OptimizerStates, probe
 from zerokit.runtime.measure import element_bytes
 from zerokit.runtime.precision import Precision

@@ -16,7 +16,7 @@ import torch
 from zerokit.formulas import BlockFormat, ElementBytes, stored_bytes
 from zerokit.layout import Layout, Unit, pooled_units
 from zerokit.placement import Placement
-from zerokit.planning.trace import Event, ModelTrace, Moment
+from zerokit.planning.recording import Event, ModelTrace, Moment
 from zerokit.runtime.buckets import SMALL_BYTES
 from zerokit.runtime.gathering import Gathering
 from zerokit.runtime.gradients import MOST_IN_FLIGHT

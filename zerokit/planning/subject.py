@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from zerokit.planning.trace import ModelTrace, Recording, trace_model
+from zerokit.planning.recording import ModelTrace, Recording
+from zerokit.planning.trace import trace_model
 from zerokit.runtime.precision import Precision
 
 if TYPE_CHECKING:
