@@ -12,6 +12,7 @@ from zerokit.bench.record import (
     Data,
     DeviceMemory,
     Environment,
+    MemoryTimeline,
     Model,
     Phases,
     Rank,
@@ -25,6 +26,7 @@ from zerokit.bench.record import (
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.record.statistics import Summary
 from zerokit.bench.record.status import Status
+from zerokit.formulas import MEMORY_KINDS
 
 MIB = 2**20
 
@@ -94,6 +96,14 @@ def make_record(loss: list[float | None] | None = None) -> Record:
 
 PSI = 33_674_240
 SWEEP = "5" * 32
+
+
+def make_timeline() -> MemoryTimeline:
+    """Three readings of a step of two seconds."""
+    sizes = dict(zip(MEMORY_KINDS, ([8, 8, 8], [0, 4, 4], [16, 16, 16], [1, 1, 1], [0, 20, 0]), strict=True))
+    readings = {kind: [size * MIB for size in of_kind] for kind, of_kind in sizes.items()}
+    parts = {"forward": [0.0], "backward": [0.5], "optimizer": [1.5]}
+    return MemoryTimeline(parts, [0.0, 1.0, 2.0], readings)
 
 
 _LATER = ("mesh", "outer_stage", "wire_updates", "recompute", "every", "fragments", "delay", "target_loss")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -11,9 +10,9 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.support.distributed import run_ranks
-from tests.support.memory_tracker import MemoryTracker, held_by
 from zerokit.bench.engines.trainer import make
 from zerokit.bench.machine.accelerator import choose_accelerator
+from zerokit.bench.measure.timeline import MemoryTracker
 from zerokit.bench.plans.beside import PlanBeside
 from zerokit.bench.plans.subjects import subject_named, subject_of
 from zerokit.bench.record.settings import Settings
@@ -41,8 +40,7 @@ def measure_and_plan(settings: list[dict[str, Any]]) -> list[tuple[Peaks, Peaks]
         traces = traces or Traces(subject_of(loaded), on_cuda=False, exactly=True)
         trainer = make(loaded, cell, accelerator)
         batches = Batches(loaded, cell, accelerator.device, ahead=False)
-        assert trainer.zero is not None
-        tracker = MemoryTracker(partial(held_by, trainer.zero)) if dist.get_rank() == 0 else None
+        tracker = MemoryTracker(trainer.held, "cpu") if dist.get_rank() == 0 else None
         for step in range(3):
             ready = batches.of(step * cell.samples_per_step)
             if tracker is None or step == 0:
@@ -50,10 +48,11 @@ def measure_and_plan(settings: list[dict[str, Any]]) -> list[tuple[Peaks, Peaks]
                 continue
             tracker.begin_step()
             with tracker:
-                trainer.step(ready)
+                trainer.step(ready, tracker.mark)
                 tracker.read()
         if tracker is not None:
-            readings = tracker.readings
+            assert trainer.zero is not None
+            readings = [sizes for _, sizes in tracker.readings]
             most = max(readings, key=lambda sizes: sum(sizes.values()))
             highest = {kind: max(sizes[kind] for sizes in readings) for kind in MEMORY_KINDS}
             beside = PlanBeside(

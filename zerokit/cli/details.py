@@ -19,7 +19,7 @@ from zerokit.cli.text import counted
 
 RANKS_SHOWN = 16
 """With more ranks, only those with the least and the most memory are shown."""
-_PLANNED = ("step/planned_ms", "memory/planned_peak_mib")
+_PLANNED = ("step/planned_ms", "memory/step_peak_mib", "memory/planned_peak_mib")
 _MORE = ("step/wall_mean_ms", *_PLANNED, *(f"bus/{name}_gb_per_s" for name in OPERATIONS))
 
 
@@ -66,6 +66,9 @@ def notes(record: Record) -> dict[str, str]:
         texts["memory/state_mib"] = f"parameters, gradients, optimizer, buckets; predicted {mib(most)}"
     if (planned := record.planned) is not None and planned.peak_bytes:
         texts["memory/planned_peak_mib"] = "zerokit plan's prediction for a rank's tensors"
+        texts["memory/step_peak_mib"] = (
+            f"all tensors of rank 0; planned {mib(sum(planned.peak_bytes.values()))}"
+        )
         if planned.step_ms is not None:
             texts["step/planned_ms"] = "zerokit plan's prediction"
     for one in record.bandwidth:

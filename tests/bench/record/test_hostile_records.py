@@ -18,7 +18,7 @@ from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.bench.records import make_cell, make_record
+from tests.bench.records import make_cell, make_record, make_timeline
 from tests.support.mutations import mutated
 from zerokit.bench.record import Checkpoints, Record, RecordError, Save, read_record, write_record
 from zerokit.bench.record.runs import Run
@@ -29,7 +29,9 @@ from zerokit.cli import main
 from zerokit.cli.compare import command
 
 EVIL = "\x1b]0;title\x07\x1b[2J\u202e\u2028\x9b31m[/]\r\nzerokit: all is well"
-FULL = replace(make_cell(device="cuda"), checkpoints=Checkpoints(3, 5.0, [Save(3, 4.0, 100)]))
+FULL = replace(
+    make_cell(device="cuda"), checkpoints=Checkpoints(3, 5.0, [Save(3, 4.0, 100)]), timeline=make_timeline()
+)
 PLAIN: dict[str, Any] = json.loads(FULL.to_json())
 
 
@@ -86,6 +88,18 @@ REFUSED: dict[str, tuple[Callable[[Any], None], str]] = {
     "a huge integer": (put("results", "throughput", value=10**400), "throughput: expected at most 1e.100"),
     "a huge count": (put("skipped_steps", value=2**64), "skipped_steps: expected at most 9.2"),
     "no moments": (put("system", 0, "seconds", value=[]), r"system\[0\].series.cpu_.*: has 23 values at 0"),
+    "readings for two moments": (
+        put("timeline", "seconds", value=[0.0, 1.0]),
+        "timeline.bytes.parameters: has 3 values at 2 moments",
+    ),
+    "memory of no kind": (
+        put("timeline", "bytes", value={"all": [1, 2, 3]}),
+        "timeline.bytes: expected param",
+    ),
+    "memory of less than nothing": (
+        put("timeline", "bytes", "gradients", 1, value=-4),
+        r"timeline.bytes.gradients\[1\]: expected at least 0",
+    ),
     "a window without steps": (
         lambda plain: plain.update(ranks=[rank | {"step_ms": []} for rank in plain["ranks"]]),
         "ranks: window_ms is set, but there are no steps",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from zerokit.bench.engines.ddp import DdpTrainer
-from zerokit.bench.engines.trainer import trainable
+from zerokit.bench.engines.trainer import Held, held_by, trainable
 
 
 class ZeroRedundancyOptimizerTrainer(DdpTrainer):
@@ -22,3 +24,7 @@ class ZeroRedundancyOptimizerTrainer(DdpTrainer):
             lr=self.settings.lr,
             fused=True,
         )
+
+    def held(self) -> Iterator[Held]:
+        yield from super().held()
+        yield from held_by(self.optimizer.optim)

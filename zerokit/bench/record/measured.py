@@ -287,6 +287,20 @@ class Planned:
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryTimeline:
+    """Rank 0's memory over one extra step, which is slower because memory is read in it.
+
+    `parts` has the seconds when parts of the step began: "forward" and "backward" of each micro-batch, "optimizer".
+    `seconds` are those of the readings since the step began, and `bytes` has one list of the same length for each of
+    `MEMORY_KINDS`.
+    """
+
+    parts: dict[str, list[Number]]
+    seconds: list[Number]
+    bytes: dict[str, list[Count]]
+
+
+@dataclass(frozen=True, slots=True)
 class Results:
     """Results computed from the ranks' measurements; a step takes as long as its slowest rank.
 

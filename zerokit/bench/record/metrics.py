@@ -139,6 +139,13 @@ def _state(name: str) -> Read:
     return lambda record: _largest((getattr(rank, name) or {}).get("total") for rank in record.ranks)
 
 
+def _peak_in_a_step(record: Record) -> float | None:
+    """MiB of all tensors on rank 0, in the extra step in which they were followed."""
+    if record.timeline is None:
+        return None
+    return _largest(map(sum, zip(*record.timeline.bytes.values(), strict=True)))
+
+
 def _planned_peak(record: Record) -> float | None:
     """MiB of all tensors on the rank that holds most."""
     planned = record.planned
@@ -260,6 +267,7 @@ def _table() -> Iterator[tuple[str, str, str, Read]]:
         ("peak_reserved", "peak CUDA reserved", _read("results.peak_reserved_bytes", 1 / MIB)),
         ("setup_allocated", "peak CUDA, setup", _device("setup_allocated_bytes")),
         ("device_used", "device used", _device("used_bytes")),
+        ("step_peak", "peak in a step", _peak_in_a_step),
         ("planned_peak", "peak, planned", _planned_peak),
         ("state", "state", _state("memory_bytes")),
         ("state_predicted", "state, formula", _state("predicted_memory_bytes")),
@@ -303,7 +311,7 @@ def _error_of(name: str) -> Read:
 
 def instrumented(name: str) -> bool:
     """Whether a metric comes from extra steps or single collectives, outside the measured steps."""
-    return name.startswith(("phase/", "bus/")) or name == "comm/exposed_ms"
+    return name.startswith(("phase/", "bus/")) or name in ("comm/exposed_ms", "memory/step_peak_mib")
 
 
 METRICS: Mapping[str, Metric] = MappingProxyType(

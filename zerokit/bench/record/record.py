@@ -12,15 +12,17 @@ import re
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from zerokit import files
+from zerokit.bench.record.checks import check_record
 from zerokit.bench.record.journal import Part
 from zerokit.bench.record.measured import (
     Bandwidth,
     Checkpoints,
     Data,
     Environment,
+    MemoryTimeline,
     Model,
     Phases,
     Planned,
@@ -68,7 +70,7 @@ class Record:
         ranks: in rank order.
         traffic: of zerokit; null for other engines.
         bandwidth: of single collectives, after the training.
-        timeline: of older records, memory in the course of a step; nothing reads it.
+        timeline: memory in the course of a step; null in records from before it was noted.
         planned: of zerokit; null for other engines, and in records from before it was noted.
         system: one a node.
         checkpoints: what was saved and resumed, between the steps.
@@ -91,7 +93,7 @@ class Record:
     bandwidth: list[Bandwidth] = field(default_factory=list)
     phases: Phases | None = None
     twin: Twin | None = None
-    timeline: dict[str, Any] | None = None
+    timeline: MemoryTimeline | None = None
     planned: Planned | None = None
     system: list[Samples] = field(default_factory=list)
     loss: list[Number | None] = field(default_factory=list)
@@ -138,28 +140,10 @@ class Record:
             )
         try:
             record = from_plain(cls, value)
-            _require_consistent(record)
+            check_record(record)
         except (ValueError, ZerokitError) as error:
             raise RecordError(f"malformed bench record: {error}") from error
         return record
-
-
-def _require_consistent(record: Record) -> None:
-    """Raise `ValueError`, naming the field, for values of the right type that contradict each other."""
-    if len({(len(rank.warmup_ms), len(rank.step_ms)) for rank in record.ranks}) > 1:
-        raise ValueError("ranks: ranks have different numbers of steps")
-    if any(rank.window_ms is not None and not rank.step_ms for rank in record.ranks):
-        raise ValueError("ranks: window_ms is set, but there are no steps")
-    if record.twin is not None:
-        for name in ("own_ms", "pace_ms"):
-            if len(getattr(record.twin, name)) not in (0, len(record.twin.step_ms)):
-                raise ValueError(f"twin.{name}: the number of steps differs from step_ms")
-    for node, samples in enumerate(record.system):
-        for name, values in samples.series.items():
-            if len(values) != len(samples.seconds):
-                raise ValueError(
-                    f"system[{node}].series.{name}: has {len(values)} values at {len(samples.seconds)} moments"
-                )
 
 
 def record_schema() -> str:

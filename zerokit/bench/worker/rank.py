@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,7 @@ from zerokit.bench.measure.environment import look_around
 from zerokit.bench.measure.memory import MemoryMeter
 from zerokit.bench.measure.phases import measure_phases
 from zerokit.bench.measure.sampler import Sampler
+from zerokit.bench.measure.timeline import measure_timeline
 from zerokit.bench.plans.beside import PlanBeside
 from zerokit.bench.record import Rank, Record, Traffic, summarise, with_twin, write_record
 from zerokit.bench.record.journal import Journal, Story
@@ -158,12 +160,15 @@ def run(asked: Settings, record_path: Path, progress_path: Path | None, sweep: s
     plan: PlanBeside | None = None
     # Buffers and a second model: where memory ends here, the record of the measured steps is written.
     if measured.step_ms:
+        timeline = measure_timeline(trainer, loop.batches, median(rank.step_ms))
         if first and trainer.zero is not None:
             name = torch.cuda.get_device_name(accelerator.device) if accelerator.is_cuda else None
             plan = PlanBeside(settings, loaded, trainer.zero.runtime.placement, trainer.zero.precision, name)
         bandwidth = measure_bandwidth(trainer, loaded.model.parameters, settings, accelerator)
         if first:
-            record = replace(record, bandwidth=bandwidth, planned=None if plan is None else plan.planned)
+            record = replace(
+                record, bandwidth=bandwidth, timeline=timeline, planned=None if plan is None else plan.planned
+            )
             write_record(record, record_path)
     twin = measure_twin(trainer, loop.batches, loaded, settings, accelerator)
     if first and twin is not None:
