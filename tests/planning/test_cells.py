@@ -32,6 +32,13 @@ def test_the_best_cell_is_the_fastest_that_fits() -> None:
     assert found.runner_up.cell.label in found.why
 
 
+def test_a_model_without_blocks_is_not_recomputed() -> None:
+    found = ask("mlp-mnist", seq_len=None, batch_size=4)
+    assert not any(one.cell.recompute for one in found.fitting)
+    with pytest.raises(UsageError, match=r"no nn.ModuleList.*omit --recompute"):
+        ask("mlp-mnist", seq_len=None, recompute=True)
+
+
 def test_what_does_not_fit_misses_bytes(tmp_path: Path) -> None:
     file = tmp_path / "cluster.toml"
     file.write_text(

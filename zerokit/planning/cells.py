@@ -197,6 +197,7 @@ class _Planner:
     def __init__(self, subject: Subject, question: Question, traces: Traces) -> None:
         self._subject, self._question, self._traces = subject, question, traces
         first = traces.get(self._micro_batches()[0], question.precisions[0], recompute=question.recompute[0])
+        self._recompute = question.recompute if first.has_blocks else question.recompute[:1]
         self._layout = first.layout.for_world(question.world)
         self.parameters = first.layout.trainable_numel
         self._steps: dict[tuple[object, ...], StepMemory] = {}
@@ -213,7 +214,7 @@ class _Planner:
         for mesh in self._meshes():
             for stages in self._stages(mesh):
                 for precision in question.precisions:
-                    for recompute in question.recompute:
+                    for recompute in self._recompute:
                         for micro_batch in self._micro_batches():
                             found = list(self._with(mesh, stages, precision, recompute, micro_batch))
                             yield from found
@@ -309,7 +310,7 @@ class _Planner:
             lines.append(
                 f"Links and the device's speed are those of {device.name}'s table; measure one with zerokit bench."
             )
-        if True in question.recompute:
+        if True in self._recompute:
             lines.append("Recomputation checkpoints the children of every outermost ModuleList.")
         if max(question.accumulate) > 1 or question.samples_per_step is not None:
             lines.append(
@@ -356,6 +357,8 @@ def _difference(best: PlannedCell, other: PlannedCell) -> str:
     name = max(more, key=lambda one: more[one])
     if more[name] <= 0 or other.units_per_s == best.units_per_s:
         more_bytes = other.memory.needed - best.memory.needed
+        if abs(more_bytes) < 2**20:
+            return "needs as much memory"
         return f"needs {abs(more_bytes) / 2**20:,.0f} MiB {'more' if more_bytes > 0 else 'less'}"
     return f"spends {more[name] * 1e3:,.2f} ms more a sample {name}"
 

@@ -65,6 +65,7 @@ class ModelTrace:
         work: of units in the order of forward, for the time of a step.
         kept_lazily: units whose uses are all announced by modules, so that they are gathered when those are entered.
         buffer_bytes: of the model's buffers.
+        has_blocks: whether the model has blocks that can be recomputed.
     """
 
     layout: Layout
@@ -74,6 +75,7 @@ class ModelTrace:
     work: ModelWork
     kept_lazily: frozenset[int]
     buffer_bytes: int
+    has_blocks: bool
 
 
 SAMPLES = 997

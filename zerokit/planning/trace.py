@@ -128,6 +128,7 @@ def _trace(
         for tensor in inputs:
             recorder.hold(tensor)
         watch = _Watch(model, anatomy, layout, named, recorder, precision)
+        has_blocks = any(True for _ in blocks_of(model))
         if recompute:
             _note_recomputation(model, recorder, on_cuda=on_cuda)
             recompute_blocks(model)
@@ -153,6 +154,7 @@ def _trace(
             ModelWork((), 0),
             watch.kept_lazily(),
             buffer_bytes,
+            has_blocks,
         )
         return Recording(samples is None, trace, levels[:, 1], uses_of(recorder), units_per_sample)
 

@@ -8,6 +8,8 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from zerokit.errors import UsageError
+
 
 def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
     """The blocks that are recomputed as a whole: the children of every outermost `ModuleList`."""
@@ -19,8 +21,16 @@ def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def recompute_blocks(model: nn.Module) -> None:
-    """Recompute every block of `model` in backward; changes the model in place."""
-    for block in blocks_of(model):
+    """Recompute every block of `model` in backward; changes the model in place.
+
+    Raises `UsageError` for a model without blocks.
+    """
+    blocks = list(blocks_of(model))
+    if not blocks:
+        raise UsageError(
+            "the model has no nn.ModuleList, whose children are what is recomputed: omit --recompute"
+        )
+    for block in blocks:
         _recompute(block)
 
 

@@ -87,7 +87,7 @@ def test_a_module_that_is_not_there_is_refused(folder: Path, module: str) -> Non
     [
         ("mine_for_tests:absent", "mine_for_tests has no absent"),
         ("mine_for_tests:number", "number is a int, not a function"),
-        ("mine_for_tests:wrong", r"wrong\(\) returned a Net, not a zerokit.bench.workloads.own.Own"),
+        ("mine_for_tests:wrong", r"wrong\(\) returned a Net: expected a workload"),
         ("mine_for_tests:broken", r"broken\(\) failed: RuntimeError: no weights today"),
         ("bad_for_tests:tiny", "importing bad_for_tests failed: ModuleNotFoundError"),
     ],

@@ -83,7 +83,7 @@ def subject_of(loaded: Loaded) -> Subject:
 
 def _own(name: str, seq_len: int | None) -> Subject:
     if seq_len is not None:
-        raise UsageError(f"{name} makes its own batches: omit --seq-len {seq_len} , and set the length there")
+        raise UsageError(f"{name} makes its own batches: omit --seq-len {seq_len}, and set the length there")
     own = resolve(name)
     return Subject(
         name,

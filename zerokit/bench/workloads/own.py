@@ -90,6 +90,7 @@ def resolve(name: str) -> Own:
         raise UsageError(f"model {name!r}: {attribute}() failed: {type(error).__name__}: {error}") from error
     if not isinstance(made, Own):
         raise UsageError(
-            f"model {name!r}: {attribute}() returned a {type(made).__name__}, not a zerokit.bench.workloads.own.Own"
+            f"model {name!r}: {attribute}() returned a {type(made).__name__}: expected a workload, "
+            "zerokit.bench.workloads.own.Own(build=<makes the model>, batch=<makes a micro-batch>)"
         )
     return made
