@@ -218,7 +218,7 @@ def _recomputing(recorder: Recorder) -> Iterator[None]:
 
 
 class _Watch:
-    """The hooks on a model's modules and parameters, as `Announcements` and `ModelWalk` set them."""
+    """The hooks on a model's modules and parameters, as `ModelWalk` sets them."""
 
     def __init__(
         self,
@@ -236,17 +236,10 @@ class _Watch:
         self._called: set[nn.Module] = set()
         self._active: dict[int, int] = {}
         self._given: dict[nn.Module, set[tuple[object, int]]] = {}
-        modules = dict(model.named_modules())
         users: dict[nn.Module, list[int]] = {module: [] for module in self._casting}
         for unit in layout.units:
-            inside = {modules[scope] for scope in unit.scopes}
-            owners = {
-                owner for p in unit.parameters for owner in anatomy.owners[p.name] if owner is not model
-            }
-            for module in inside or owners:
+            for module in self._announcers[unit.index] - {model}:
                 users.setdefault(module, []).append(unit.index)
-            for module in owners - inside if inside else ():
-                users.setdefault(module, [])
             for position, parameter in enumerate(unit.parameters):
                 if parameter.trainable:
                     named[parameter.name].register_post_accumulate_grad_hook(
@@ -258,9 +251,7 @@ class _Watch:
                 module.register_forward_hook(self._after(sorted(units)))
 
     def kept_lazily(self) -> frozenset[int]:
-        return frozenset(
-            index for index, sets in self._announcers.items() if any(one <= self._called for one in sets)
-        )
+        return frozenset(index for index, modules in self._announcers.items() if modules <= self._called)
 
     def _before(self, units: list[int]) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -29,22 +29,12 @@ _NOTHING: AbstractContextManager[Any] = nullcontext()
 _set_compiler: Callable[[Any], Any] = torch._C._dynamo.eval_frame.set_eval_frame
 
 
-_compiler_seen = False
-
-
-def compiler_seen() -> bool:
-    """Whether torch.compile was ever at work on what is around a function of ours that it leaves alone."""
-    return _compiler_seen
-
-
 def uncompiled(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
     """A function that torch.compile excludes from its graphs, with everything that it calls."""
 
     @functools.wraps(function)
     def call(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
-        global _compiler_seen
         compiler = _set_compiler(None)
-        _compiler_seen |= compiler is not None
         try:
             return function(*args, **kwargs)
         finally:
@@ -85,14 +75,6 @@ class TracedHook(Hook):
     def __call__(self, *args: Any) -> Any:
         target = self._target()
         return None if target is None else self._method(target, *self._arguments, *args)
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Whether the module, or a function that it holds, has been through torch.compile."""
-    held = vars(module).values()
-    return module._compiled_call_impl is not None or any(
-        hasattr(one, "_torchdynamo_orig_callable") for one in held if isinstance(one, types.FunctionType)
-    )
 
 
 def require_no_graphs(model: nn.Module) -> None:

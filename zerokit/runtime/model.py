@@ -182,18 +182,17 @@ def _as_predicate(model: nn.Module, rule: UnitRule | None) -> Callable[[nn.Modul
     )
 
 
-def announcers(model: nn.Module, anatomy: Anatomy, units: Iterable[Unit]) -> dict[int, list[set[nn.Module]]]:
-    """For each unit, sets of modules; if all modules of one set are called, every use of its weights is announced.
+def announcers(model: nn.Module, anatomy: Anatomy, units: Iterable[Unit]) -> dict[int, set[nn.Module]]:
+    """For each unit, the modules whose calls announce uses of its weights: its own, or those that hold its parameters.
 
-    These are its unit modules, or else the modules that hold its parameters, unless the root holds one itself.
+    Where the root is one of these, not every use is announced.
     """
     modules = dict(model.named_modules())
-    by_unit: dict[int, list[set[nn.Module]]] = {}
-    for unit in units:
-        owners = {module for p in unit.parameters for module in anatomy.owners[p.name]}
-        choices = [{modules[scope] for scope in unit.scopes}] if unit.scopes else []
-        by_unit[unit.index] = choices if model in owners else [*choices, owners]
-    return by_unit
+    return {
+        unit.index: {modules[scope] for scope in unit.scopes}
+        or {module for p in unit.parameters for module in anatomy.owners[p.name]}
+        for unit in units
+    }
 
 
 class KnownParameters:

@@ -1,6 +1,8 @@
 """The reactions to PyTorch's hooks: gathering and gradients follow the forward and backward passes.
 
-The hooks hold weak references only, so that deleting the model and the optimizer frees their memory.
+The hooks hold weak references only, so that deleting the model and the optimizer frees their memory. Units are
+announced by calls of their own modules, and the rest by the modules that hold its weights; guarded parameters notice
+uses past these.
 
 [Note: end of backward] Autograd has no hook for it; the first hook of a pass queues a callback on the engine. A pass
 whose callback never ran has failed: what it brought is dropped.
@@ -24,11 +26,11 @@ import torch
 from torch import Tensor, nn
 
 from zerokit.errors import ScheduleError
-from zerokit.runtime.announce import Announcements
 from zerokit.runtime.gathering import Gathering
 from zerokit.runtime.gradients import Gradients
 from zerokit.runtime.hooks import (
     Hook,
+    TracedHook,
     follow,
     in_backward,
     origin,
@@ -37,7 +39,7 @@ from zerokit.runtime.hooks import (
     tensors_in,
     transforming,
 )
-from zerokit.runtime.model import Anatomy, KnownParameters
+from zerokit.runtime.model import Anatomy, KnownParameters, announcers
 from zerokit.runtime.precision import Precision, cast_inputs, modules_that_cast
 from zerokit.runtime.schedule import ForwardPass
 from zerokit.runtime.unit import UnitState
@@ -73,8 +75,18 @@ class ModelWalk:
         self._me = me
         model.register_forward_pre_hook(Hook(me, ModelWalk._before_root), with_kwargs=True, prepend=True)
         model.register_forward_hook(Hook(me, ModelWalk._after_root))
-        self._modules = Announcements(model, anatomy, units, self._casting)
-        self._modules.install(me, ModelWalk._before_unit, ModelWalk._after_unit, ModelWalk._cast)
+        self._called: set[nn.Module] = set()
+        """Modules that have been called until an order was recorded."""
+        self._announcers = announcers(model, anatomy, [unit.unit for unit in units])
+        users: dict[nn.Module, list[UnitState]] = {module: [] for module in self._casting - {model}}
+        for unit in units:
+            for used in self._announcers[unit.index] - {model}:
+                users.setdefault(used, []).append(unit)
+        for used, their in users.items():
+            before = Hook(me, ModelWalk._before_unit, their) if their else TracedHook(me, ModelWalk._cast)
+            used.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+            if any(unit.comes_and_goes for unit in their):
+                used.register_forward_hook(Hook(me, ModelWalk._after_unit, their))
         for unit in units:
             for position, weight in enumerate(unit.parameters if unit.unit.trainable else ()):
                 hook = Hook(me, ModelWalk._on_gradient, unit.index, position)
@@ -105,10 +117,9 @@ class ModelWalk:
         if self._in_forward:
             self._gathering.free_all()  # the last forward ended in an exception
         self._known.require_same(module)
-        if not self._gathering.recorded:
-            self._modules.spare_compilers(module)
-            if self._device == "cuda" and any(unit.comes_and_goes for unit in self._units):
-                require_no_graphs(module)
+        frees = any(unit.comes_and_goes for unit in self._units)
+        if frees and not self._gathering.recorded and self._device == "cuda":
+            require_no_graphs(module)
         self._in_forward = True
         self._given.clear()
         self._gathering.take_changes()
@@ -147,8 +158,8 @@ class ModelWalk:
         with outside_transforms():
             gathering.end_forward(training=torch.is_grad_enabled())
             if not gathering.recorded or gathering.deviated:
-                gathering.record_forward(gathering.lazy if gathering.recorded else self._modules.lazy_units())
-                self._modules.drop_spare()
+                lazy = {index for index, modules in self._announcers.items() if modules <= self._called}
+                gathering.record_forward(gathering.lazy if gathering.recorded else lazy)
         self._in_forward = False
 
     def _end_generator(self, current: ForwardPass) -> None:
@@ -160,16 +171,15 @@ class ModelWalk:
         self, units: list[UnitState], module: nn.Module, args: Any, kwargs: Any
     ) -> tuple[Any, Any] | None:
         if in_backward():
-            if units:
-                self._begin_backward()
-                self._gathering.enter_backward(units)
+            self._begin_backward()
+            self._gathering.enter_backward(units)
         elif self._gathering.recorded and not any(unit.comes_and_goes for unit in units):
             for unit in units:
                 if unit.guarded:  # on its way, where its owners have updated it
                     self._gathering.enter_aside(unit)
         else:
             if not self._gathering.recorded:
-                self._modules.called.add(module)
+                self._called.add(module)
             if self._in_forward:
                 for unit in units:
                     self._passes.current.use(unit.index)
@@ -209,7 +219,7 @@ class ModelWalk:
         self._passes.unwatched.add(unit.index)
 
     def _after_unit(self, units: list[UnitState], module: nn.Module, args: Any, output: Any) -> None:
-        if not units or in_backward():
+        if in_backward():
             return
         outermost = [unit for unit in units if self._gathering.leave(unit)]
         given = self._given.pop(module, set())
