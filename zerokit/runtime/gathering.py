@@ -11,8 +11,7 @@ shows it (outputs that are no tensors to us, torch.func, weights used by other m
 ends, and where backward builds a graph of its own, all units are, until the next plain backward or `step()`.
 
 [Note: leaving the order] A pass may use a unit again that it has freed, though the recorded pass did not (a loop with
-more rounds). All ranks must then do the same: they agree on it before anything is sent, which costs a few
-milliseconds, and the order is recorded again at the end of that pass.
+more rounds). All ranks must then do the same, or time out; the order is recorded again at the end of that pass.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class Gathering:
         self.lazy: frozenset[int] = frozenset()
         """Units whose weights are used only inside modules that announce it: needed when those are entered."""
         self.deviated = False
-        """Whether this forward pass left the recorded order, as all ranks agreed."""
+        """Whether this forward pass left the recorded order."""
         self._forward, self._backward = Schedule(), Schedule()
         self._plan = self._make_plan()
         """The operations of backward."""
@@ -433,10 +432,6 @@ class Gathering:
         position = self._forward.find(index)
         if position is None or self.deviated:
             if unit.state is State.FREED and index not in self.kept and not self.deviated:
-                names = ", ".join(unit.unit.scopes) or unit.unit.name
-                self._collectives.agree(
-                    f"uses {names} again in one forward pass, which the recorded pass of rank 0 did not"
-                )
                 self.deviated = True
             if self.deviated:
                 self._free_idle({index})

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from zerokit.errors import UsageError
 from zerokit.placement import Axis, Mesh, row_of
 from zerokit.runtime.build import mesh_of
-from zerokit.runtime.collectives.base import clone, timeout_of
+from zerokit.runtime.collectives.groups import clone, timeout_of
 
 LOCAL = "local"
 """The outer stage of a mesh whose outer axis synchronises no gradients."""

@@ -27,10 +27,8 @@ from zerokit.runtime.collectives.base import (
     Route,
     Wire,
     Work,
-    clone,
-    destroy_unused_groups,
-    timeout_of,
 )
+from zerokit.runtime.collectives.groups import clone, destroy_unused_groups, timeout_of
 from zerokit.runtime.collectives.host import HostCollectives, Progress
 from zerokit.runtime.collectives.memory import MemoryRoute
 from zerokit.runtime.collectives.nccl import communicators_of, make_nccl, require_current_device

@@ -9,13 +9,12 @@ of a sum travel.
 from __future__ import annotations
 
 import datetime
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,7 +22,10 @@ from torch import Tensor
 
 from zerokit.layout import Unit
 from zerokit.placement import BOTH, Axis, Mesh
+from zerokit.runtime.collectives.groups import clone, note_user
 from zerokit.runtime.collectives.stalls import StallReporter
+
+T = TypeVar("T")
 
 _HASH_FACTOR, _HASH_MODULUS = 1_000_003, (1 << 31) - 1
 
@@ -322,14 +324,8 @@ class Collectives:
         tally.bytes += copies * wire.nbytes(unit)
         arriving = wire.packed_numel(region.numel() // size)
         self.counters.received_bytes += (size - 1) * arriving * wire.dtype.itemsize
-        self.reporter.issued += 1
 
     # ---- control values
-
-    def agree(self, what: str) -> None:
-        """Wait until all ranks are about to do the same unscheduled operation; raise `ScheduleError` soon otherwise."""
-        if self._asks:
-            self.reporter.agree(what, self._timeout_s)
 
     def all_reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType) -> None:
         """Sum a few control values over ranks, in place."""
@@ -340,7 +336,6 @@ class Collectives:
         self._on_group(values, "broadcast", lambda v: dist.broadcast(v, group=self.group, group_src=0))
 
     def _on_group(self, values: Tensor, what: str, call: Callable[[Tensor], object]) -> None:
-        self.reporter.issued += 1
         self.counters.control_calls += 1
         self.counters.control_bytes += values.numel() * values.element_size() * (self.world - 1)
         if self._asks:
@@ -365,28 +360,22 @@ class Collectives:
         """Whether the value is true on any rank."""
         return any(self.all_gather_objects(condition))
 
-    def all_gather_objects(self, value: object) -> list[object]:
+    def all_gather_objects(self, value: T) -> list[T]:
         """Every rank's `value`, in rank order; never in a step, where the route runs ahead."""
         gathered = [value] * self.world
         if self._asks:
-            self.reporter.issued += 1
             with self.reporter.waiting("all_gather_objects"):
                 dist.all_gather_object(gathered, value, group=self.group)
         return gathered
 
     def broadcast_list(self, numbers: Sequence[int]) -> list[int]:
         """Rank 0's list; the ranks' lists may differ in length."""
-        shared = [list(numbers)]
-        if self._asks:
-            self.reporter.issued += 1
-            with self.reporter.waiting("broadcast"):
-                dist.broadcast_object_list(shared, group=self.group, group_src=0)
-        return shared[0]
+        return self.all_gather_objects(list(numbers))[0]
 
     def own(self, groups: Sequence[dist.ProcessGroup], like: dist.ProcessGroup) -> None:
         """Take gloo groups, which all ranks of `like` have made, for nobody else's."""
         self._own_groups |= {str(number): group for number, group in enumerate(groups)}
-        _owned.setdefault(like, []).append((weakref.ref(self), self._own_groups))
+        note_user(like, self, self._own_groups)
 
     def side_group(self, purpose: str) -> dist.ProcessGroup:
         """A gloo group over the same ranks for control messages; created by all ranks at its first use.
@@ -398,7 +387,6 @@ class Collectives:
             # By a rank for which this one did not come in time.
             self.drop_side_group(purpose)
         if purpose not in self._own_groups:
-            self.reporter.agree(f"makes the group for {purpose}", self._timeout_s)
             with self.reporter.waiting(f"group for {purpose}"):
                 self._own_groups[purpose] = clone(self.group, "gloo", self._timeout)
         return self._own_groups[purpose]
@@ -416,81 +404,3 @@ class FakeCollectives(Collectives):
     """One rank of any mesh in one process: nothing moves, and others agree with this one, which serves predictions."""
 
     others_answer = False
-
-
-_clones: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-"""How many communicators have been made like a group; its ranks make them together."""
-
-
-_owned: weakref.WeakKeyDictionary[
-    dist.ProcessGroup, list[tuple[weakref.ref[Collectives], dict[str, dist.ProcessGroup]]]
-] = weakref.WeakKeyDictionary()
-"""Who uses which gloo groups alone, by the group that they were made like, in the same order on all its ranks.
-
-Groups outlive their users, because ranks drop these at different moments.
-"""
-
-
-def destroy_unused_groups(like: dist.ProcessGroup) -> None:
-    """Destroy groups whose users are gone on all ranks of `like`, with their threads and connections. Collective."""
-    entries = _owned.get(like, [])
-    if not entries:
-        return
-    in_use = torch.tensor([user() is not None for user, _ in entries], dtype=torch.int32)
-    dist.all_reduce(in_use, dist.ReduceOp.MAX, group=like)
-    for (_, groups), used in zip(entries, in_use.tolist(), strict=True):
-        for group in () if used else groups.values():
-            with suppress(RuntimeError, ValueError):
-                dist.destroy_process_group(group)
-    _owned[like] = [entry for entry, used in zip(entries, in_use.tolist(), strict=True) if used]
-
-
-def timeout_of(group: dist.ProcessGroup, *devices: torch.device) -> datetime.timedelta | None:
-    """The given group's, for the first of the devices that it serves: a new group would have the backend's default."""
-    for device in devices:
-        with suppress(RuntimeError):
-            timeout = getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
-            if timeout is not None:
-                return timeout  # type: ignore[no-any-return]
-    return None
-
-
-def clone(
-    group: dist.ProcessGroup,
-    backend: str,
-    timeout: datetime.timedelta | None,
-    device: torch.device | None = None,
-    members: Sequence[int] | None = None,
-) -> dist.ProcessGroup:
-    """A separate communicator over the same ranks, or `members` of them, so that no other messages interfere.
-
-    Every rank of `group` calls it, with the members of its own communicator. It is made at once for `device`, if one is
-    given, and not at its first use.
-    """
-    everyone = dist.get_process_group_ranks(group)
-    ranks = everyone if members is None else [everyone[member] for member in members]
-    whole_world = len(ranks) == dist.get_world_size()
-    default = dist.distributed_c10d._get_default_group()
-    bound, default.bound_device_id = default.bound_device_id, None
-    # torch names a group of some ranks after how many groups this rank knows of, which ranks of a pipeline do not agree
-    # on: they would wait for each other under different names.
-    number = _clones[group] = _clones.get(group, 0) + 1
-    part = "" if members is None else f"/{'-'.join(map(str, members))}"
-    name = f"zerokit/{dist.distributed_c10d._world.pg_names.get(group, '')}/{number}{part}"
-    naming = dist.distributed_c10d._hash_ranks_to_str
-    dist.distributed_c10d._hash_ranks_to_str = lambda ranks: name
-    try:
-        # A bound default group would be split, in which all of its ranks must take part: those of a subset would
-        # wait for ever.
-        clone = dist.new_group(
-            ranks,
-            backend=backend,
-            timeout=timeout,
-            use_local_synchronization=not whole_world,
-            device_id=device,
-        )
-    finally:
-        default.bound_device_id = bound
-        dist.distributed_c10d._hash_ranks_to_str = naming
-    assert isinstance(clone, dist.ProcessGroup)
-    return clone

@@ -31,7 +31,8 @@ from torch import Tensor
 
 from zerokit.errors import UsageError
 from zerokit.placement import Axis, Mesh
-from zerokit.runtime.collectives.base import Collectives, Kind, PendingNumbers, Route, Wire, Work, clone
+from zerokit.runtime.collectives.base import Collectives, Kind, PendingNumbers, Route, Wire, Work
+from zerokit.runtime.collectives.groups import clone
 from zerokit.runtime.collectives.stalls import StallReporter
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 5e-6, 1e-3

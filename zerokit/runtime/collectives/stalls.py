@@ -13,16 +13,13 @@ import torch.distributed as dist
 from zerokit.errors import ScheduleError
 
 PUBLISH_AFTER_S = 1.0
-_STUCK_AFTER_S = 3.0
-"""A rank that has waited this long for what this one has not issued will wait for ever."""
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2e-4, 2e-2
 
 _SAME_CALLS = (
     "Ranks must make the same calls in the same order: between two steps as many backward passes, at stage 3 also as "
     "many forwards, and of the model itself, not of its blocks. A rank with less data runs another batch with its "
-    "loss times 0. Otherwise look for the first error of the rank named last."
+    "loss times 0. Ranks may leave units out, but must otherwise follow rank 0's first forward pass or all leave it "
+    "together. Otherwise look for the first error of the rank named last."
 )
-_SAME_PATH = "Ranks may leave units out, but must otherwise follow rank 0's first forward pass or all leave it together"
 
 
 class StallReporter:
@@ -36,9 +33,6 @@ class StallReporter:
         self._since: float | None = None
         self._wait: str | Callable[[], str] = ""
         self._published = -1
-        self._agreements = 0
-        self.issued = 0
-        """Collectives that this rank has issued."""
         self.waited_s = 0.0
         """Seconds spent waiting so far, for measurements of communication."""
         self._thread: threading.Thread | None = None
@@ -83,67 +77,25 @@ class StallReporter:
         with self.waiting("process group's store"):
             return bool(self._store.check([f"{self._prefix}/{what}"]))
 
-    def agree(self, what: str, timeout_s: float) -> None:
-        """Wait until every rank has published the same `what`, before it issues anything else.
-
-        Raises `ScheduleError` at once where a rank published something else, and within seconds where one waits for a
-        collective that this rank has not issued.
-        """
-        if self._store is None:
-            return
-        self._agreements += 1
-        start, pause = time.monotonic(), _FIRST_PAUSE_S
-        self._store.set(self._key(self.rank, "says"), f"{self._agreements} {what}")
-        missing = [rank for rank in range(self.world) if rank != self.rank]
-        while missing:
-            for rank in list(missing):
-                published = self._look_up(rank, "says")
-                number, _, text = (published or "0").partition(" ")
-                if int(number) == self._agreements and text != what:
-                    raise ScheduleError(f"rank {self.rank} {what}; rank {rank} {text}. {_SAME_PATH}")
-                if int(number) >= self._agreements:
-                    missing.remove(rank)
-                elif waits := self._waits_for_us(rank):
-                    raise ScheduleError(f"rank {self.rank} {what}; rank {rank} {waits}. {_SAME_PATH}")
-            if time.monotonic() - start > timeout_s:
-                raise ScheduleError(
-                    f"rank {self.rank} {what}; after {timeout_s:g} s ranks {missing} have not. {_SAME_PATH}"
-                )
-            time.sleep(pause)
-            pause = min(pause * 1.5, _LONGEST_PAUSE_S)
-
     @property
     def _what(self) -> str:
         return self._wait if isinstance(self._wait, str) else self._wait()
 
-    def _waits_for_us(self, rank: int) -> str:
-        """What `rank` waits for, if it is a collective that this rank has not issued; else nothing."""
-        issued, _, rest = (self._look_up(rank, "issued") or "0").partition(" ")
-        seconds, _, text = rest.partition(" ")
-        return text if int(issued) > self.issued and float(seconds or 0.0) > _STUCK_AFTER_S else ""
-
-    def _key(self, rank: int, *what: str) -> str:
-        return "/".join((self._prefix, str(rank), *what))
-
-    def _look_up(self, rank: int, *what: str) -> str | None:
-        key = self._key(rank, *what)
+    def _look_up(self, rank: int) -> str | None:
+        key = f"{self._prefix}/{rank}"
         assert self._store is not None
         return self._store.get(key).decode() if self._store.check([key]) else None
 
     def publish_if_long(self) -> None:
         since, sequence = self._since, self._sequence
-        waited = 0.0 if since is None else time.monotonic() - since
-        if since is None or waited < PUBLISH_AFTER_S or self._store is None:
+        if since is None or time.monotonic() - since < PUBLISH_AFTER_S or sequence == self._published:
             return
-        text = f"waits for the {self._what} (wait {sequence})"
-        if sequence != self._published:
-            self._publish(text)
-            self._published = sequence
-        self._store.set(self._key(self.rank, "issued"), f"{self.issued} {waited} {text}")
+        self._publish(f"waits for the {self._what} (wait {sequence})")
+        self._published = sequence
 
     def _publish(self, text: str) -> None:
         if self._store is not None:
-            self._store.set(self._key(self.rank), text)
+            self._store.set(f"{self._prefix}/{self.rank}", text)
 
     def _explain(self, error: RuntimeError) -> str:
         lines = [

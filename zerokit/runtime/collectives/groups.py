@@ -1,0 +1,93 @@
+"""Process groups of zerokit's own, over the ranks of a group or some of them."""
+
+from __future__ import annotations
+
+import datetime
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+
+import torch
+import torch.distributed as dist
+
+_clones: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+"""How many communicators have been made like a group; its ranks make them together."""
+
+
+_owned: weakref.WeakKeyDictionary[
+    dist.ProcessGroup, list[tuple[weakref.ref[object], dict[str, dist.ProcessGroup]]]
+] = weakref.WeakKeyDictionary()
+"""Who uses which gloo groups alone, by the group that they were made like, in the same order on all its ranks.
+
+Groups outlive their users, because ranks drop these at different moments.
+"""
+
+
+def note_user(like: dist.ProcessGroup, user: object, groups: dict[str, dist.ProcessGroup]) -> None:
+    """Record that `user` alone uses `groups`, which all ranks of `like` make in the same order."""
+    _owned.setdefault(like, []).append((weakref.ref(user), groups))
+
+
+def destroy_unused_groups(like: dist.ProcessGroup) -> None:
+    """Destroy groups whose users are gone on all ranks of `like`, with their threads and connections. Collective."""
+    entries = _owned.get(like, [])
+    if not entries:
+        return
+    in_use = torch.tensor([user() is not None for user, _ in entries], dtype=torch.int32)
+    dist.all_reduce(in_use, dist.ReduceOp.MAX, group=like)
+    for (_, groups), used in zip(entries, in_use.tolist(), strict=True):
+        for group in () if used else groups.values():
+            with suppress(RuntimeError, ValueError):
+                dist.destroy_process_group(group)
+    _owned[like] = [entry for entry, used in zip(entries, in_use.tolist(), strict=True) if used]
+
+
+def timeout_of(group: dist.ProcessGroup, *devices: torch.device) -> datetime.timedelta | None:
+    """The given group's, for the first of the devices that it serves: a new group would have the backend's default."""
+    for device in devices:
+        with suppress(RuntimeError):
+            timeout = getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
+            if timeout is not None:
+                return timeout  # type: ignore[no-any-return]
+    return None
+
+
+def clone(
+    group: dist.ProcessGroup,
+    backend: str,
+    timeout: datetime.timedelta | None,
+    device: torch.device | None = None,
+    members: Sequence[int] | None = None,
+) -> dist.ProcessGroup:
+    """A separate communicator over the same ranks, or `members` of them, so that no other messages interfere.
+
+    Every rank of `group` calls it, with the members of its own communicator. It is made at once for `device`, if one is
+    given, and not at its first use.
+    """
+    everyone = dist.get_process_group_ranks(group)
+    ranks = everyone if members is None else [everyone[member] for member in members]
+    whole_world = len(ranks) == dist.get_world_size()
+    default = dist.distributed_c10d._get_default_group()
+    bound, default.bound_device_id = default.bound_device_id, None
+    # torch names a group of some ranks after how many groups this rank knows of, which ranks of a pipeline do not agree
+    # on: they would wait for each other under different names.
+    number = _clones[group] = _clones.get(group, 0) + 1
+    part = "" if members is None else f"/{'-'.join(map(str, members))}"
+    name = f"zerokit/{dist.distributed_c10d._world.pg_names.get(group, '')}/{number}{part}"
+    naming = dist.distributed_c10d._hash_ranks_to_str
+    dist.distributed_c10d._hash_ranks_to_str = lambda ranks: name
+    try:
+        # A bound default group would be split, in which all of its ranks must take part: those of a subset would
+        # wait for ever.
+        clone = dist.new_group(
+            ranks,
+            backend=backend,
+            timeout=timeout,
+            use_local_synchronization=not whole_world,
+            device_id=device,
+        )
+    finally:
+        default.bound_device_id = bound
+        dist.distributed_c10d._hash_ranks_to_str = naming
+    assert isinstance(clone, dist.ProcessGroup)
+    return clone
