@@ -273,7 +273,7 @@ class Replay:
                 current.watched.update(event.units if event.watched else ())
             case Moment.END_FORWARD:
                 gathering.end_forward(training=True)
-                if not gathering.recorded:
+                if not gathering.order.recorded:
                     gathering.record_forward(self._trace.kept_lazily)
             case Moment.BACKWARD:
                 self._begin_backward()
@@ -292,7 +292,9 @@ class Replay:
 
     def _enter(self, units: Any) -> None:
         gathering: Any = self._gathering
-        freed = [unit for unit in self._units if unit.comes_and_goes and unit.index not in gathering.kept]
+        freed = [
+            unit for unit in self._units if unit.comes_and_goes and unit.index not in gathering.order.kept
+        ]
         around = [unit for unit in freed if unit.active]
         nested = around and any(unit in freed for unit in units)
         for unit in units:

@@ -17,18 +17,17 @@ more rounds). All ranks must then do the same, or time out; the order is recorde
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
 
-import torch
-
-from zerokit.errors import ScheduleError, UsageError
+from zerokit.errors import ScheduleError
 from zerokit.placement import Placement
 from zerokit.runtime.collectives import Collectives
 from zerokit.runtime.gradients import Gradients
+from zerokit.runtime.guard import refuse_reading
 from zerokit.runtime.linux import Heap
-from zerokit.runtime.schedule import ForwardPass, Operation, Passes, Schedule, backward_order, reduction
+from zerokit.runtime.order import Order
+from zerokit.runtime.schedule import ForwardPass, Operation, Passes, Schedule, reduction
 from zerokit.runtime.unit import State, UnitState
 
 _LAST_WAIT_S = 2.0
@@ -55,21 +54,10 @@ class Gathering:
         self._units, self._gradients, self._collectives = units, gradients, collectives
         self._placement, self._prefetch = placement, prefetch
         self.passes = Passes()
-        self.kept = frozenset(unit.index for unit in units if not unit.unit.scopes)
-        """Units that stay gathered from their first use to the end of backward, whatever uses them."""
-        self.forward_order = sorted(
-            (unit.index for unit in units), key=lambda i: (bool(units[i].unit.scopes), i)
-        )
-        self.recorded = False
-        """Whether `forward_order` is what a forward pass of rank 0 did."""
-        self.lazy: frozenset[int] = frozenset()
-        """Units whose weights are used only inside modules that announce it: needed when those are entered."""
+        self.order = Order(units, gradients.units, collectives, placement, prefetch)
         self.deviated = False
         """Whether this forward pass left the recorded order."""
         self._forward, self._backward = Schedule(), Schedule()
-        self._plan = self._make_plan()
-        """The operations of backward."""
-        self._reductions_recorded = False
         self._completed: list[int] = []
         """Units in the order in which their gradients became complete, until it is recorded."""
 
@@ -95,7 +83,7 @@ class Gathering:
 
     def gather_updated(self) -> None:
         """Start gathering updated parameters on every rank; inside `gathered()`, gather all of them."""
-        for index in dict.fromkeys(self.forward_order) if self._placement.update else ():
+        for index in dict.fromkeys(self.order.forward) if self._placement.update else ():
             if self._units[index].unit.trainable:
                 self._units[index].gather_update()
         if self._open and self._present:
@@ -147,14 +135,14 @@ class Gathering:
         self._trace.clear()
         self._read_early.clear()
         self._begin_pass()
-        self._forward = Schedule(self.forward_order if self._placement.cuts_parameters else ())
+        self._forward = Schedule(self.order.forward if self._placement.cuts_parameters else ())
         self.deviated = self._last_stays = False
         for unit in self._units:
             unit.active = 0
             if self._stays(unit):
-                if unit.in_flight is None or unit.index not in self.lazy:
+                if unit.in_flight is None or unit.index not in self.order.lazy:
                     unit.ready()
-            elif not unit.unit.scopes and unit.index not in self.lazy:
+            elif not unit.unit.scopes and unit.index not in self.order.lazy:
                 self._go_to(unit)
 
     def enter(self, unit: UnitState) -> None:
@@ -166,7 +154,7 @@ class Gathering:
     def enter_aside(self, unit: UnitState) -> None:
         """Prepare `unit` for a call of its module outside the model's forward."""
         if not self._stays(unit):
-            self._free_idle({unit.index, self._last if self._last_stays else None})
+            self._free_idle({unit.index, self.order.last if self._last_stays else None})
         self._use(unit)
 
     def leave(self, unit: UnitState) -> bool:
@@ -196,11 +184,11 @@ class Gathering:
         if self._placement.cuts_parameters and not self._open:
             if not self.deviated:
                 self._leave_out(self._forward, len(self._forward.operations), ending=True)
-            self._last_stays = training and self.recorded and not self.deviated
+            self._last_stays = training and self.order.recorded and not self.deviated
             for index in list(self._present):
                 unit = self._units[index]
-                stays = index in self.kept or unit.state is State.HELD
-                if not training or not (stays or (self._last_stays and index == self._last)):
+                stays = index in self.order.kept or unit.state is State.HELD
+                if not training or not (stays or (self._last_stays and index == self.order.last)):
                     self._free(unit)
         self._rest()
         if training:
@@ -217,10 +205,10 @@ class Gathering:
         for unit in self._units:
             if self._stays(unit):
                 unit.unguard()
-            elif unit.index in self.kept:
+            elif unit.index in self.order.kept:
                 self._use(unit)
         if self._open or not self._placement.cuts_parameters:
-            self._unreduced.extend(self.reductions)
+            self._unreduced.extend(self.order.reductions)
 
     def enter_backward(
         self, units: Sequence[UnitState], current: ForwardPass | None = None, uses: int | None = None
@@ -232,7 +220,7 @@ class Gathering:
         if not self._placement.cuts_parameters:
             return
         if current is not None:
-            if self._at_first_gather is None and any(unit.index not in self.kept for unit in units):
+            if self._at_first_gather is None and any(unit.index not in self.order.kept for unit in units):
                 self._at_first_gather = [i for i, unit in self._gradients.units.items() if unit.complete]
             self._made = current, uses
             if current not in (self.passes.aside, self._round) and not self._open:
@@ -244,14 +232,14 @@ class Gathering:
                 continue
             also = {other.index for other in units}
             self._advance(self._backward, unit, position, moves=current is not None, also=also)
-            if current is not None and unit.index in (self._last, self._first):
+            if current is not None and unit.index in (self.order.last, self.order.first):
                 # What came after the units (logits) is free by now, or else all activations are, but they
                 # leave holes too small for the large gradients of the rest of the model (embeddings).
                 self._heap.return_freed_memory()
 
     def reduce_complete(self, index: int) -> None:
         """Reduce unit `index`, whose gradients are complete, and those waiting for it, if it is their turn."""
-        if not self._reductions_recorded:
+        if not self.order.reductions_recorded:
             self._completed.append(index)
         self._reduce(due=False)
 
@@ -264,12 +252,13 @@ class Gathering:
             self._leave_out(self._backward, len(self._backward.operations), ending=True)
         if self._accumulates:
             if not self._gradients.accumulating:
-                for index in self.reductions:
+                for index in self.order.reductions:
                     if not self._gradients.units[index].reduced:
                         self._gradients.reduce(index)
             self._gradients.end_backward()
-            if not self._reductions_recorded and not self._gradients.accumulating:
-                self._record_reductions(latest)
+            if not self.order.reductions_recorded and not self._gradients.accumulating:
+                unused = set() if latest is None else self._gradients.units.keys() - latest.first_use.keys()
+                self.order.record_reductions(self._completed, unused.union(self._at_first_gather or ()))
         self._backward = Schedule()
 
     def free_all(self) -> None:
@@ -297,7 +286,7 @@ class Gathering:
         self._round = current
         self._unreduced.clear()
         reduced = {reduction(index) for index, unit in self._gradients.units.items() if unit.reduced}
-        self._backward = Schedule(operation for operation in self._plan if operation not in reduced)
+        self._backward = Schedule(operation for operation in self.order.backward if operation not in reduced)
         self._perform(self._backward.issue_ahead(-1, 0))  # without gathers, nothing is waited for
 
     # ---- whole parameters, for their user
@@ -342,80 +331,11 @@ class Gathering:
         """Whether `unit` is whole now, and stays so, whatever uses it."""
         return not unit.comes_and_goes or self._open > 0
 
-    # ---- the order
-
-    @property
-    def reductions(self) -> list[int]:
-        """Units in the order in which their gradients are reduced."""
-        return [reduction(operation) for operation in self._plan if operation < 0]
-
-    @property
-    def _last(self) -> int | None:
-        """The unit that backward begins with."""
-        return self._plan[0] if self._plan and self._plan[0] >= 0 else None
-
-    @property
-    def _first(self) -> int | None:
-        """The unit that backward comes to last."""
-        return next((operation for operation in reversed(self._plan) if operation >= 0), None)
+    # ---- issuing
 
     def record_forward(self, lazy: Collection[int]) -> None:
         """Adopt rank 0's order of units in this forward pass, and its `lazy` units."""
-        broadcast = self._collectives.broadcast_list
-        self.forward_order = broadcast(self._trace_units(lazy))
-        self.lazy = frozenset(broadcast(sorted(lazy)))
-        self.kept = frozenset(broadcast(sorted(self.kept | self._read_early)))
-        self.recorded = True
-        if self._placement.cuts_parameters:
-            self._plan = self._make_plan()
-
-    def _trace_units(self, lazy: Collection[int]) -> list[int]:
-        """The order of this forward on this rank, every unit at least once.
-
-        Kept units appear once; those that cannot be gathered lazily come first. Between two uses of a unit with only
-        kept ones in between it stays gathered. Units that this rank left out follow their neighbours on the line, so
-        that ranks that use them meet them in order.
-        """
-        kept = self.kept | self._read_early
-        order = [u.index for u in self._units if not u.unit.scopes and u.index not in lazy]
-        last = -1
-        for index in self._trace:
-            if index not in order or (index not in kept and last != index):
-                order.append(index)
-            if index not in kept:
-                last = index
-        for index in range(len(self._units)):
-            if index not in order:
-                before = max((at for at, other in enumerate(order) if other == index - 1), default=-1)
-                order.insert(before + 1, index)
-        return order
-
-    def _record_reductions(self, latest: ForwardPass | None) -> None:
-        """After the first reductions: adopt rank 0's order, or where gathers give one, agree on what is a head."""
-        self._reductions_recorded = True
-        if not self._placement.cuts_parameters:
-            order = dict.fromkeys([*self._completed, *self.reductions])
-            self._plan = tuple(map(reduction, self._collectives.broadcast_list(list(order))))
-        elif self._last is not None:
-            unused = set() if latest is None else self._gradients.units.keys() - latest.first_use.keys()
-            early = self.kept & self.lazy & unused.union(self._at_first_gather or ())
-            everyones: list[Any] = self._collectives.all_gather_objects(early)
-            self._plan = self._make_plan(frozenset.intersection(*everyones))
-
-    def _make_plan(self, early: Set[int] = frozenset()) -> tuple[Operation, ...]:
-        """The operations of backward; but for those that are `early`, units of the rest are reduced last."""
-        trainable = self._gradients.units.keys()
-        if not self._placement.cuts_parameters:
-            # Where units of the rest are used is not known.
-            order = sorted(trainable, key=lambda i: (bool(self._units[i].unit.scopes), i), reverse=True)
-            return tuple(map(reduction, order))
-        gathers = [index for index in reversed(self.forward_order) if index not in self.kept]
-        first, late = (
-            sorted(each & self.kept & trainable, reverse=True) for each in (early, self.kept - early)
-        )
-        return backward_order(gathers, trainable=trainable, early=first, late=late, ahead=self._prefetch)
-
-    # ---- issuing
+        self.order.record_forward(self._trace, self._read_early, lazy)
 
     def _begin_pass(self) -> None:
         self._unreduced.clear()
@@ -431,14 +351,14 @@ class Gathering:
         index = unit.index
         position = self._forward.find(index)
         if position is None or self.deviated:
-            if unit.state is State.FREED and index not in self.kept and not self.deviated:
+            if unit.state is State.FREED and index not in self.order.kept and not self.deviated:
                 self.deviated = True
             if self.deviated:
                 self._free_idle({index})
             self._use(unit)
         else:
             # A unit before a kept one may be used again after it.
-            self._advance(self._forward, unit, position, moves=index not in self.kept)
+            self._advance(self._forward, unit, position, moves=index not in self.order.kept)
 
     def _advance(
         self, schedule: Schedule, unit: UnitState, position: int, *, moves: bool, also: Collection[int] = ()
@@ -460,10 +380,10 @@ class Gathering:
                 continue
             unit = self._units[operation]
             # What backward begins with is there from forward, or this rank does not use it and has freed it.
-            is_there = self._last_stays and operation == self._last
+            is_there = self._last_stays and operation == self.order.last
             # Else it is gathered also where this rank still has the unit (held, or its modules at work): others may
             # have freed it, and a gather is everybody's.
-            stays = operation in self.kept or self._graph_kept
+            stays = operation in self.order.kept or self._graph_kept
             if not is_there and (unit.state is State.FREED or not stays):
                 unit.gather()
                 self._present.add(operation)
@@ -507,7 +427,7 @@ class Gathering:
 
     def _release(self, schedule: Schedule, also: Collection[int] = (), *, ending: bool = False) -> None:
         """Free what the pass has left behind it, but not `also`; all of it, where the pass is `ending`."""
-        for index in self._present - self.kept:
+        for index in self._present - self.order.kept:
             unit = self._units[index]
             unused = unit.state is State.GATHERING
             if index in also or unit.state is State.HELD or unit.active or schedule.needs(index):
@@ -515,13 +435,15 @@ class Gathering:
             if schedule is self._backward:
                 if self._round is not None and index in self._round.watched and unused and not ending:
                     continue  # this rank used it earlier than others did: its turn will come
-            elif (index == self._last and not schedule.comes_again(index)) or (unused and not self.recorded):
+            elif (index == self.order.last and not schedule.comes_again(index)) or (
+                unused and not self.order.recorded
+            ):
                 continue  # backward begins with it; or the order is a guess, and it may come yet
             self._free(unit)
 
     def _free_idle(self, stay: Collection[int | None]) -> None:
         """Free units that come and go, but not those that `stay`, are at work or are held."""
-        for index in self._present - self.kept - set(stay):
+        for index in self._present - self.order.kept - set(stay):
             if not self._units[index].active and self._units[index].state is not State.HELD:
                 self._free(self._units[index])
 
@@ -529,16 +451,3 @@ class Gathering:
         if not self._graph_kept:
             unit.free()
             self._present.discard(unit.index)
-
-
-def refuse_reading(name: str) -> UsageError:
-    """The error for the use of a freed parameter whose unit cannot be gathered."""
-    if torch._guards.CompileContext.try_get() is not None:
-        return UsageError(
-            f"a graph of torch.compile reads {name}, which stage 3 has divided over ranks, outside its unit's module: "
-            "compile the units instead, `for block in model.blocks: block.compile()`"
-        )
-    return UsageError(
-        f"{name} is divided over ranks between its uses (stage 3), so it cannot be read or changed here: do it inside "
-        "`with optimizer.gathered():`, which all ranks enter, or in the model's forward, where reading gathers it"
-    )

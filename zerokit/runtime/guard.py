@@ -297,3 +297,16 @@ def _require_same_memory(parameter: Tensor, value: Tensor) -> None:
         f"{parameter.device}) cuts the parameter off from its updates, as .to(), .float() and .half() do: change the "
         "model before ZeroOptimizer is built, choose precision=, or copy values inside `with optimizer.gathered():`"
     )
+
+
+def refuse_reading(name: str) -> UsageError:
+    """The error for the use of a freed parameter whose unit cannot be gathered."""
+    if torch._guards.CompileContext.try_get() is not None:
+        return UsageError(
+            f"a graph of torch.compile reads {name}, which stage 3 has divided over ranks, outside its unit's module: "
+            "compile the units instead, `for block in model.blocks: block.compile()`"
+        )
+    return UsageError(
+        f"{name} is divided over ranks between its uses (stage 3), so it cannot be read or changed here: do it inside "
+        "`with optimizer.gathered():`, which all ranks enter, or in the model's forward, where reading gathers it"
+    )

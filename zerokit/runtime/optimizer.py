@@ -365,7 +365,7 @@ class ZeroOptimizer(Optimizer):
             placement=self.runtime.placement,
             sizes=element_bytes(self.precision, self.runtime.states, averaged=self.ema is not None),
             buffers=buffers,
-            reductions=self._gathering.reductions,
+            reductions=self._gathering.order.reductions,
         )
 
     @property
@@ -383,8 +383,8 @@ class ZeroOptimizer(Optimizer):
             self.layout,
             placement=self.runtime.placement,
             sizes=element_bytes(self.precision, self.runtime.states, averaged=self.ema is not None),
-            order=self._gathering.forward_order,
-            kept=self._gathering.kept,
+            order=self._gathering.order.forward,
+            kept=self._gathering.order.kept,
             micro_batches=micro_batches,
             reductions=reductions,
         )

@@ -118,7 +118,7 @@ class ModelWalk:
             self._gathering.free_all()  # the last forward ended in an exception
         self._known.require_same(module)
         frees = any(unit.comes_and_goes for unit in self._units)
-        if frees and not self._gathering.recorded and self._device == "cuda":
+        if frees and not self._gathering.order.recorded and self._device == "cuda":
             require_no_graphs(module)
         self._in_forward = True
         self._given.clear()
@@ -157,9 +157,9 @@ class ModelWalk:
         gathering = self._gathering
         with outside_transforms():
             gathering.end_forward(training=torch.is_grad_enabled())
-            if not gathering.recorded or gathering.deviated:
+            if not gathering.order.recorded or gathering.deviated:
                 lazy = {index for index, modules in self._announcers.items() if modules <= self._called}
-                gathering.record_forward(gathering.lazy if gathering.recorded else lazy)
+                gathering.record_forward(gathering.order.lazy if gathering.order.recorded else lazy)
         self._in_forward = False
 
     def _end_generator(self, current: ForwardPass) -> None:
@@ -173,12 +173,12 @@ class ModelWalk:
         if in_backward():
             self._begin_backward()
             self._gathering.enter_backward(units)
-        elif self._gathering.recorded and not any(unit.comes_and_goes for unit in units):
+        elif self._gathering.order.recorded and not any(unit.comes_and_goes for unit in units):
             for unit in units:
                 if unit.guarded:  # on its way, where its owners have updated it
                     self._gathering.enter_aside(unit)
         else:
-            if not self._gathering.recorded:
+            if not self._gathering.order.recorded:
                 self._called.add(module)
             if self._in_forward:
                 for unit in units:
@@ -212,7 +212,7 @@ class ModelWalk:
 
     def _is_freed(self, unit: UnitState) -> bool:
         """Whether `unit` is freed when its pass has left it."""
-        return unit.comes_and_goes and unit.index not in self._gathering.kept
+        return unit.comes_and_goes and unit.index not in self._gathering.order.kept
 
     def _stay(self, unit: UnitState) -> None:
         self._gathering.hold(unit)

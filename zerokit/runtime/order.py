@@ -1,0 +1,110 @@
+"""The order of gathers and reductions that all ranks follow: a guess from the layout, then what rank 0 did first."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence, Set
+
+from zerokit.placement import Placement
+from zerokit.runtime.collectives import Collectives
+from zerokit.runtime.schedule import Operation, backward_order, reduction
+from zerokit.runtime.unit import UnitState
+
+
+class Order:
+    """The order of the `trainable` and other units.
+
+    Units without `scopes` hold the rest of the model's parameters, which the root module may use at any time.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[UnitState],
+        trainable: Collection[int],
+        collectives: Collectives,
+        placement: Placement,
+        prefetch: int,
+    ) -> None:
+        self._units, self._trainable, self._collectives = units, frozenset(trainable), collectives
+        self._gathers, self._prefetch = placement.cuts_parameters, prefetch
+        self.kept = frozenset(unit.index for unit in units if not unit.unit.scopes)
+        """Units that stay gathered from their first use to the end of backward, whatever uses them."""
+        self.lazy: frozenset[int] = frozenset()
+        """Units whose weights are used only inside modules that announce it: needed when those are entered."""
+        self.forward = sorted((unit.index for unit in units), key=lambda i: (bool(units[i].unit.scopes), i))
+        self.recorded = False
+        """Whether `forward` is what a forward pass of rank 0 did."""
+        self.backward = self._plan()
+        """The operations of backward."""
+        self.reductions_recorded = False
+
+    @property
+    def reductions(self) -> list[int]:
+        """Units in the order in which their gradients are reduced."""
+        return [reduction(operation) for operation in self.backward if operation < 0]
+
+    @property
+    def last(self) -> int | None:
+        """The unit that backward begins with."""
+        return self.backward[0] if self.backward and self.backward[0] >= 0 else None
+
+    @property
+    def first(self) -> int | None:
+        """The unit that backward comes to last."""
+        return next((operation for operation in reversed(self.backward) if operation >= 0), None)
+
+    def record_forward(self, trace: Sequence[int], read_early: Set[int], lazy: Collection[int]) -> None:
+        """Adopt rank 0's order after a forward pass: its `trace` of units, those that were read before, and `lazy`."""
+        broadcast = self._collectives.broadcast_list
+        self.forward = broadcast(self._in_order(trace, self.kept | read_early, lazy))
+        self.lazy = frozenset(broadcast(sorted(lazy)))
+        self.kept = frozenset(broadcast(sorted(self.kept | read_early)))
+        self.recorded = True
+        if self._gathers:
+            self.backward = self._plan()
+
+    def _in_order(self, trace: Sequence[int], kept: Set[int], lazy: Collection[int]) -> list[int]:
+        """The order of a forward pass on this rank, every unit at least once.
+
+        Kept units appear once; those that cannot be gathered lazily come first. Between two uses of a unit with only
+        kept ones in between it stays gathered. Units that this rank left out follow their neighbours on the line, so
+        that ranks that use them meet them in order.
+        """
+        order = [u.index for u in self._units if not u.unit.scopes and u.index not in lazy]
+        last = -1
+        for index in trace:
+            if index not in order or (index not in kept and last != index):
+                order.append(index)
+            if index not in kept:
+                last = index
+        for index in range(len(self._units)):
+            if index not in order:
+                before = max((at for at, other in enumerate(order) if other == index - 1), default=-1)
+                order.insert(before + 1, index)
+        return order
+
+    def record_reductions(self, completed: Sequence[int], early: Set[int]) -> None:
+        """After the first reductions: adopt the order in which rank 0's gradients became complete.
+
+        Where gathers give the order, agree on what is a head: whose gradients were complete `early` on all ranks.
+        """
+        self.reductions_recorded = True
+        if not self._gathers:
+            order = dict.fromkeys([*completed, *self.reductions])
+            self.backward = tuple(map(reduction, self._collectives.broadcast_list(list(order))))
+        elif self.last is not None:
+            everyones = self._collectives.all_gather_objects(early & self.kept & self.lazy)
+            self.backward = self._plan(frozenset.intersection(*map(frozenset, everyones)))
+
+    def _plan(self, early: Set[int] = frozenset()) -> tuple[Operation, ...]:
+        """The operations of backward; but for those that are `early`, units of the rest are reduced last."""
+        if not self._gathers:
+            # Where units of the rest are used is not known.
+            scoped = {index: bool(self._units[index].unit.scopes) for index in self._trainable}
+            return tuple(map(reduction, sorted(scoped, key=lambda i: (scoped[i], i), reverse=True)))
+        gathers = [index for index in reversed(self.forward) if index not in self.kept]
+        first, late = (
+            sorted(each & self.kept & self._trainable, reverse=True) for each in (early, self.kept - early)
+        )
+        return backward_order(
+            gathers, trainable=self._trainable, early=first, late=late, ahead=self._prefetch
+        )
