@@ -217,7 +217,7 @@ def _part_ways(how: Callable[[Training], None], stage: int, precision: str) -> l
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        (_freeze_another, "frozen different parameters"),
+        (_freeze_another, "have frozen different parameters"),
         (_change_the_schedule, "different sequences of collectives"),
     ],
 )

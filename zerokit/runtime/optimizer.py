@@ -9,7 +9,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NoReturn, overload
+from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 import torch
 import torch.distributed as dist
@@ -29,10 +29,13 @@ from zerokit.runtime.islands import divide_into_islands
 from zerokit.runtime.measure import element_bytes, measure_memory, traffic_of
 from zerokit.runtime.model import UnitRule
 from zerokit.runtime.precision import LossScale, Precision
-from zerokit.runtime.states import Average, BetweenIslands, States, load_state, take_state
+from zerokit.runtime.states import States, load_state, take_state
 from zerokit.runtime.step import all_finite, clip_coefficient, global_norm, update_masters
 from zerokit.runtime.unit import write_back
 from zerokit.runtime.whole import install_model_methods
+
+if TYPE_CHECKING:
+    from zerokit.training import Ema, LocalSteps
 
 _AVERAGED = "the model has its averaged weights: leave `with ema.applied():` first"
 
@@ -91,7 +94,7 @@ class ZeroOptimizer(Optimizer):
         self.skipped_steps = 0
         """Steps left out because fp16 gradients overflowed."""
         stage, mesh, process_group, self.islands = divide_into_islands(stage, mesh, process_group)
-        self.local_steps: BetweenIslands | None = None
+        self.local_steps: LocalSteps | None = None
         """What synchronises the islands, if there are any: made by `zerokit.LocalSteps(optimizer, every=...)`."""
         self.runtime: Runtime = build(
             model,
@@ -114,7 +117,7 @@ class ZeroOptimizer(Optimizer):
         self._walk, self._inner = self.runtime.walk, self.runtime.inner
         self.refusal = ""
         """Why `step` is refused, if it is."""
-        self.ema: Average | None = None
+        self.ema: Ema | None = None
         """The average of the weights, if there is one: made by `zerokit.Ema(optimizer, decay)`."""
         self.host_copy: Tensor | None = None
         """The buffer that background saves write from, once there was one."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -21,7 +20,8 @@ from zerokit.runtime.gradients import Gradients
 from zerokit.runtime.unit import UnitState, write_back
 
 _DIFFERENT_PATHS = (
-    "ranks issued different sequences of collectives in this step: their models took different paths"
+    "ranks issued different sequences of collectives in this step, or have frozen different parameters since "
+    "ZeroOptimizer was built: their models must take the same path, and requires_grad_() be called alike on all ranks"
 )
 
 
@@ -48,7 +48,7 @@ class StepControl:
             [path, -path, float(received)], None if finite is None else ~finite
         )
         if previous is not None and _differ(previous.get()):
-            self._explain_paths()
+            raise LayoutMismatch(_DIFFERENT_PATHS)
         late = self._collectives.runs_ahead and finite is None
         if late:
             self._pending = reading
@@ -62,7 +62,7 @@ class StepControl:
                 "step() before any backward(): no rank has gradients. Call optimizer.backward(loss) first"
             )
         if not late and _differ(numbers):
-            self._explain_paths()
+            raise LayoutMismatch(_DIFFERENT_PATHS)
         return not numbers[3]
 
     def finish(self) -> None:
@@ -71,25 +71,9 @@ class StepControl:
         if previous is not None and _differ(previous.get()):
             raise LayoutMismatch(_DIFFERENT_PATHS)
 
-    def _stopped_names(self) -> list[str]:
-        return [
-            unit.unit.parameters[position].name
-            for unit in self._units
-            for position in sorted(self._gradients.skipped(unit))
-        ]
-
     def _stopped_digest(self) -> int:
-        return zlib.crc32("\n".join(self._stopped_names()).encode())
-
-    def _explain_paths(self) -> NoReturn:
-        stopped = self._collectives.all_gather_objects(self._stopped_names())
-        for rank, names in enumerate(stopped):
-            if names != stopped[0]:
-                raise LayoutMismatch(
-                    f"ranks have frozen different parameters since ZeroOptimizer was built: rank 0 {stopped[0]}, "
-                    f"rank {rank} {names}. Call requires_grad_() alike on all ranks"
-                )
-        raise LayoutMismatch(_DIFFERENT_PATHS)
+        stopped = [(unit.index, *sorted(self._gradients.skipped(unit))) for unit in self._units]
+        return zlib.crc32(repr(stopped).encode())
 
 
 def _differ(numbers: Sequence[float]) -> bool:

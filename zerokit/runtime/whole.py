@@ -56,7 +56,6 @@ def install_model_methods(
             "zero_grad": zero_grad,
             "_apply": apply,
             "__deepcopy__": _refuse_deepcopy,
-            "__reduce_ex__": _refuse_pickling,
             # DistributedDataParallel reads it first of all; fully_shard and replicate look into the registry.
             "_ddp_params_and_buffers_to_ignore": _NoDistributedDataParallel(),
         }
@@ -107,22 +106,11 @@ def _install_state_dict(model: nn.Module, units: Sequence[UnitState], gathering:
     def after_load(module: nn.Module, incompatible: Any) -> None:
         gathering.close()
 
-    def before_load_of_part(module: nn.Module, state: Mapping[str, Tensor], prefix: str, *rest: Any) -> None:
-        if not gathering.is_open and any(True for _ in module.parameters(recurse=False)):
-            raise UsageError(
-                f"load_state_dict() of {type(module).__name__}, a part of the model, whose parameters are sharded "
-                "across ranks at stage 3: call it inside `with optimizer.gathered():`, which all ranks enter"
-            )
-
     model.__dict__["state_dict"] = state_dict
     if hasattr(model, "save_pretrained"):
         model.__dict__["save_pretrained"] = save_pretrained
     model.register_load_state_dict_pre_hook(before_load)
     model.register_load_state_dict_post_hook(after_load)
-    if any(unit.comes_and_goes for unit in units):
-        for module in model.modules():
-            if module is not model:
-                module.register_load_state_dict_pre_hook(before_load_of_part)
 
 
 def _holders(unit: UnitState) -> int:
@@ -202,13 +190,6 @@ def _refuse_deepcopy(memo: object) -> NoReturn:
     raise UsageError(
         "deepcopy of a model under ZeroOptimizer would copy empty or shared "
         "units: copy it before, or take its state_dict()"
-    )
-
-
-def _refuse_pickling(protocol: object) -> NoReturn:
-    raise UsageError(
-        "a model under ZeroOptimizer cannot be pickled, its parameters are sharded across ranks: save "
-        "model.state_dict(), which all ranks call, or use zerokit.save()"
     )
 
 
