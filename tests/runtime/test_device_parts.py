@@ -18,7 +18,7 @@ from tests.support.happens_before import FakeCuda, FakeStream
 from zerokit.errors import UsageError
 from zerokit.placement import Mesh
 from zerokit.runtime import collectives
-from zerokit.runtime.collectives import base, make_collectives, nccl
+from zerokit.runtime.collectives import groups, make_collectives, nccl
 from zerokit.runtime.collectives import nccl as streams
 from zerokit.runtime.collectives.stalls import StallReporter
 
@@ -117,7 +117,7 @@ def test_a_clone_is_never_split_from_a_bound_default_group(
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
     monkeypatch.setattr(dist, "new_group", new_group)
     with pytest.raises(RuntimeError, match="no connection") if fails else contextlib.nullcontext():
-        assert base.clone(made, "nccl", None, GPU) is made
+        assert groups.clone(made, "nccl", None, GPU) is made
     ((hidden, options),) = seen
     assert hidden is None
     assert default.bound_device_id == bound
@@ -134,7 +134,7 @@ def test_a_clone_is_never_split_from_a_bound_default_group(
 def _communicators_on_hosts() -> Iterator[list[dist.ProcessGroup]]:
     """`communicators_of` makes gloo's; yields what was made."""
     made: list[dist.ProcessGroup] = []
-    clone = base.clone
+    clone = groups.clone
 
     def make(
         group: dist.ProcessGroup, backend: str, timeout: Any, device: torch.device, members: Any = None

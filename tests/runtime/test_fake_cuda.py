@@ -82,7 +82,9 @@ class _Route(NcclCollectives):
         group, device, reporter = Group(0, 2), torch.device("cuda"), StallReporter(Group(0, 1))
         streams = [PromptStream(device) for _ in range(3)]
         routes = [NcclRoute((group, group), (streams[0], streams[1]), reporter)]
-        super().__init__(group, Mesh(1, 2), routes, device, reporter, datetime.timedelta(seconds=1), streams)
+        super().__init__(
+            group, Mesh(1, 2), routes, device, reporter, datetime.timedelta(seconds=1), streams=streams
+        )
         self.reduced: list[Tensor] = []
 
     def all_reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType) -> None:

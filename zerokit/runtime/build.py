@@ -10,7 +10,6 @@ import datetime
 import secrets
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,10 +18,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zerokit.errors import UsageError
-from zerokit.layout import Layout, build_layout, default_bucket_bytes, pooled_units
+from zerokit.layout import build_layout, default_bucket_bytes, pooled_units
 from zerokit.placement import Mesh, Placement
-from zerokit.runtime.admission import OptimizerStates, choose_kernel, probe, require_agreement
-from zerokit.runtime.collectives import Collectives, Wire, make_collectives
+from zerokit.runtime.admission import choose_kernel, probe, require_agreement
+from zerokit.runtime.collectives import Wire, make_collectives
 from zerokit.runtime.gathering import Gathering
 from zerokit.runtime.gradients import Gradients
 from zerokit.runtime.guard import ticket_of
@@ -37,25 +36,117 @@ from zerokit.runtime.walk import ModelWalk
 _MARK = "_zerokit_walk"
 
 
-@dataclass(slots=True)
 class Runtime:
     """The parts of a `ZeroOptimizer`, and its interface for checkpoints and averages.
 
     They read and write `masters()`, between `settle` and `publish`, and frozen parameters by `UnitState.kept_part`.
     """
 
-    model: nn.Module
-    placement: Placement
-    precision: Precision
-    layout: Layout
-    collectives: Collectives
-    units: list[UnitState]
-    gathering: Gathering
-    gradients: Gradients
-    walk: ModelWalk
-    inner: Optimizer
-    states: OptimizerStates
-    control: StepControl
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer_class: type[Optimizer],
+        options: dict[str, Any],
+        *,
+        stage: object,
+        mesh: object,
+        precision: Precision,
+        params: Iterable[Any] | None,
+        rule: UnitRule | None,
+        bucket_mb: float | None,
+        prefetch: int,
+        process_group: dist.ProcessGroup | None,
+        timeout: datetime.timedelta | None,
+        init: Callable[[nn.Module], None] | None,
+    ) -> None:
+        """Take over `model`; arguments and errors as for `ZeroOptimizer`."""
+        if isinstance(model, torch._dynamo.OptimizedModule):
+            model = model._orig_mod  # what it compiles, whose names are the model's own
+        self.model, self.precision = model, precision
+        _check_arguments(model, optimizer_class, bucket_mb, prefetch)
+        group = _group_of_this_rank(process_group)
+        groups = _as_groups(model, params)
+        device = _device_of(model, group)
+        options = choose_kernel(optimizer_class, options, device, precision.master)
+        self.states = probe(optimizer_class, options, precision.master)
+        parts = take_apart(model, rule, {p: number for number, g in enumerate(groups) for p in g["params"]})
+        bucket_bytes = default_bucket_bytes(parts.segments) if bucket_mb is None else int(bucket_mb * 2**20)
+        self.layout = layout = build_layout(parts.segments, world=group.size(), bucket_bytes=bucket_bytes)
+        shape = mesh_of(mesh, group)
+        if shape is not None:
+            Placement.of(stage, shape)  # raises before anything is made
+        self.collectives = collectives = make_collectives(
+            group, device, timeout, units=len(layout.units), mesh=shape
+        )
+        self.placement = placement = Placement.of(stage, collectives.mesh)
+        if precision.wire_updates and collectives.world > 1 and placement.update != collectives.mesh.axes[:1]:
+            raise UsageError(
+                f"wire_updates at stage {placement} on a mesh of {collectives.mesh.outer}x{collectives.mesh.inner}: "
+                "updated parameters travel as differences over one axis only: choose stage 1 or 2, or on two axes "
+                "(1, 3) or (2, 3)"
+            )
+        settings = {
+            "stage": str(placement),
+            "mesh": f"{collectives.mesh.outer}x{collectives.mesh.inner}",
+            "precision": str(precision.as_dict()),
+            "prefetch": str(prefetch),
+            "optimizer": optimizer_class.__name__,
+            **_describe_options(groups, options),
+        }
+        require_agreement(layout, settings, collectives)
+        collectives.reporter.distinguish(collectives.broadcast_list([secrets.randbits(40)])[0])
+
+        meta = any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
+        seed = collectives.broadcast_list([torch.initial_seed() % 2**62])[0] if meta else 0
+        materializer = Materializer(model, init, device, seed)
+        heap = Heap(device, settles=True)
+        self.units = units = list[UnitState]()
+        for unit in layout.units:
+            parameters = [parts.named[parameter.name] for parameter in unit.parameters]
+            dtype = precision.compute if parameters[0].dtype in FLOATING else parameters[0].dtype
+            renormed = [
+                position
+                for position, parameter in enumerate(unit.parameters)
+                if all(getattr(owner, "max_norm", None) is not None for owner in parts.owners[parameter.name])
+            ]
+            units.append(UnitState(unit, parameters, collectives, dtype, placement, renormed))
+            units[-1].take_over(materializer.values_of(parameters), precision.master)
+            del parameters
+            # Small objects that stay are carved out of each large block that goes: unless its pages are returned, a
+            # model built unit by unit still grows to its full size.
+            heap.return_freed_memory()
+        materializer.fill_buffers()
+        for buffer in model.buffers():
+            collectives.broadcast(buffer)
+
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # the model's old memory, block by block, fits nothing that follows
+
+        if precision.blocks is not None:
+            for state in units:
+                if state.unit.trainable:
+                    state.rounding = Rounding(state, precision.blocks, precision)
+        self.gradients = gradients = Gradients(
+            units,
+            collectives,
+            precision.reduce,
+            placement=placement,
+            fitting=pooled_units(layout),
+            wire=Wire(precision.wire) if isinstance(precision.wire, torch.dtype) else None,
+        )
+        self.gathering = gathering = Gathering(units, gradients, collectives, placement, prefetch=prefetch)
+        keep_statistics(model, precision.compute)
+        self.walk = walk = ModelWalk(model, parts, units, gathering, gradients, device, precision)
+        for number, entry in enumerate(groups):
+            entry["params"] = [m.tensor for unit in units for m in unit.masters if m.group == number]
+        # A model outlives its optimizer where a function trains it and returns it.
+        if placement.cuts_parameters:
+            model.__dict__[_MARK] = walk
+        else:
+            model.__dict__[_MARK] = weakref.ref(walk)
+            weakref.finalize(walk, gathering.finish_updates).atexit = False
+        self.inner = optimizer_class(groups, **options)
+        self.control = StepControl(collectives, units, gradients)
 
     def masters(self) -> Iterator[tuple[UnitState, MasterSlice, dict[str, Any]]]:
         """The masters that this rank updates, in line order, each with its optimizer state ({} before a step)."""
@@ -77,128 +168,6 @@ class Runtime:
                     unit.gather_from_owners()
                     unit.complete()
         self.gathering.gather_updated()
-
-
-def build(
-    model: nn.Module,
-    optimizer_class: type[Optimizer],
-    options: dict[str, Any],
-    *,
-    stage: object,
-    mesh: object,
-    precision: Precision,
-    params: Iterable[Any] | None,
-    rule: UnitRule | None,
-    bucket_mb: float | None,
-    prefetch: int,
-    process_group: dist.ProcessGroup | None,
-    timeout: datetime.timedelta | None,
-    init: Callable[[nn.Module], None] | None,
-) -> Runtime:
-    """Take over `model`; arguments and errors as for `ZeroOptimizer`."""
-    if not callable(optimizer_class):
-        raise UsageError(
-            f"{optimizer_class!r} is not an optimizer class: pass the class itself, such as torch.optim.AdamW, and its "
-            "options as keywords; zerokit builds it over flat parameters"
-        )
-    if isinstance(model, torch._dynamo.OptimizedModule):
-        model = model._orig_mod  # what it compiles, whose names are the model's own
-    _check_arguments(model, bucket_mb, prefetch)
-    group = _group_of_this_rank(process_group)
-    groups = _as_groups(model, params)
-    device = _device_of(model, group)
-    options = choose_kernel(optimizer_class, options, device, precision.master)
-    states = probe(optimizer_class, options, precision.master)
-    parts = take_apart(model, rule, {p: number for number, g in enumerate(groups) for p in g["params"]})
-    bucket_bytes = default_bucket_bytes(parts.segments) if bucket_mb is None else int(bucket_mb * 2**20)
-    layout = build_layout(parts.segments, world=group.size(), bucket_bytes=bucket_bytes)
-    shape = mesh_of(mesh, group)
-    if shape is not None:
-        Placement.of(stage, shape)  # raises before anything is made
-    collectives = make_collectives(group, device, timeout, units=len(layout.units), mesh=shape)
-    placement = Placement.of(stage, collectives.mesh)
-    if precision.wire_updates and collectives.world > 1 and placement.update != collectives.mesh.axes[:1]:
-        raise UsageError(
-            f"wire_updates at stage {placement} on a mesh of {collectives.mesh.outer}x{collectives.mesh.inner}: "
-            "updated parameters travel as differences over one axis only: choose stage 1 or 2, or on two axes (1, 3) "
-            "or (2, 3)"
-        )
-    settings = {
-        "stage": str(placement),
-        "mesh": f"{collectives.mesh.outer}x{collectives.mesh.inner}",
-        "precision": str(precision.as_dict()),
-        "prefetch": str(prefetch),
-        "optimizer": optimizer_class.__name__,
-        **_describe_options(groups, options),
-    }
-    require_agreement(layout, settings, collectives)
-    collectives.reporter.distinguish(collectives.broadcast_list([secrets.randbits(40)])[0])
-
-    meta = any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
-    seed = collectives.broadcast_list([torch.initial_seed() % 2**62])[0] if meta else 0
-    materializer = Materializer(model, init, device, seed)
-    heap = Heap(device, settles=True)
-    units = []
-    for unit in layout.units:
-        parameters = [parts.named[parameter.name] for parameter in unit.parameters]
-        dtype = precision.compute if parameters[0].dtype in FLOATING else parameters[0].dtype
-        renormed = [
-            position
-            for position, parameter in enumerate(unit.parameters)
-            if all(getattr(owner, "max_norm", None) is not None for owner in parts.owners[parameter.name])
-        ]
-        units.append(UnitState(unit, parameters, collectives, dtype, placement, renormed))
-        units[-1].take_over(materializer.values_of(parameters), precision.master)
-        del parameters
-        # Small objects that stay are carved out of each large block that goes: unless its pages are returned, a model
-        # built unit by unit still grows to its full size.
-        heap.return_freed_memory()
-    materializer.fill_buffers()
-    for buffer in model.buffers():
-        collectives.broadcast(buffer)
-
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # the model's old memory, block by block, fits nothing that follows
-
-    if precision.blocks is not None:
-        for state in units:
-            if state.unit.trainable:
-                state.rounding = Rounding(state, precision.blocks, precision)
-    gradients = Gradients(
-        units,
-        collectives,
-        precision.reduce,
-        placement=placement,
-        fitting=pooled_units(layout),
-        wire=Wire(precision.wire) if isinstance(precision.wire, torch.dtype) else None,
-    )
-    gathering = Gathering(units, gradients, collectives, placement, prefetch=prefetch)
-    keep_statistics(model, precision.compute)
-    walk = ModelWalk(model, parts, units, gathering, gradients, device, precision)
-    for number, entry in enumerate(groups):
-        entry["params"] = [m.tensor for unit in units for m in unit.masters if m.group == number]
-    # A model outlives its optimizer where a function trains it and returns it.
-    if placement.cuts_parameters:
-        model.__dict__[_MARK] = walk
-    else:
-        model.__dict__[_MARK] = weakref.ref(walk)
-        weakref.finalize(walk, gathering.finish_updates).atexit = False
-    inner = optimizer_class(groups, **options)
-    control = StepControl(collectives, units, gradients)
-    return Runtime(
-        model,
-        placement,
-        precision,
-        layout,
-        collectives,
-        units,
-        gathering,
-        gradients,
-        walk,
-        inner,
-        states,
-        control,
-    )
 
 
 def _group_of_this_rank(given: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -265,7 +234,14 @@ def _describe(value: Any) -> str:
     )
 
 
-def _check_arguments(model: nn.Module, bucket_mb: float | None, prefetch: int) -> None:
+def _check_arguments(
+    model: nn.Module, optimizer_class: object, bucket_mb: float | None, prefetch: int
+) -> None:
+    if not callable(optimizer_class):
+        raise UsageError(
+            f"{optimizer_class!r} is not an optimizer class: pass the class itself, such as torch.optim.AdamW, and its "
+            "options as keywords; zerokit builds it over flat parameters"
+        )
     if not isinstance(model, nn.Module):
         raise UsageError(
             f"the first argument is a {type(model).__name__}: pass the model itself, ZeroOptimizer(model, "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import types
 import weakref
@@ -148,19 +147,10 @@ def _search(value: Any, seen: set[int], depth: int) -> Iterator[Tensor]:
             yield leaf
         elif not isinstance(leaf, (*_PLAIN, type, nn.Module)) and id(leaf) not in seen and depth:
             seen.add(id(leaf))
-            for inner in _members(leaf):
+            names = [name for cls in type(leaf).__mro__ for name in getattr(cls, "__slots__", ())]
+            members = [getattr(leaf, name, None) for name in names if isinstance(name, str)]
+            for inner in () if callable(leaf) else [*members, *getattr(leaf, "__dict__", {}).values()]:
                 yield from _search(inner, seen, depth - 1)
-
-
-def _members(value: Any) -> list[Any]:
-    """What an object that pytree does not know holds: fields, attributes, slots."""
-    if dataclasses.is_dataclass(value):
-        return [getattr(value, field.name) for field in dataclasses.fields(value)]
-    if callable(value):
-        return []
-    slots = [name for cls in type(value).__mro__ for name in getattr(cls, "__slots__", ())]
-    members = [getattr(value, name, None) for name in slots if isinstance(name, str)]
-    return members + list(getattr(value, "__dict__", {}).values())
 
 
 def origin(tensor: Tensor) -> tuple[object, int]:

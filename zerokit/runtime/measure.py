@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zerokit.formulas import ElementBytes, MemoryReport, Operation, TrafficReport, operation_name
+from zerokit.formulas import ElementBytes, MemoryReport, TrafficReport, operation_name
 from zerokit.placement import Mesh
 from zerokit.runtime.admission import OptimizerStates
 from zerokit.runtime.collectives import Counters
@@ -98,8 +98,8 @@ def list_holdings(
 def traffic_of(counters: Counters, mesh: Mesh) -> TrafficReport:
     """A step's counters as a report."""
     operations = {
-        operation_name(name, axis, mesh): Operation(tally.calls, tally.elements, tally.bytes)
-        for (name, axis), tally in counters.by_operation.items()
+        operation_name(name, axis, mesh): operation
+        for (name, axis), operation in counters.by_operation.items()
     }
     return TrafficReport(operations, counters.received_bytes, counters.control_bytes, counters.control_calls)
 

@@ -22,7 +22,7 @@ from zerokit.errors import UsageError
 from zerokit.formulas import MemoryReport, TrafficReport, predict_memory, predict_traffic
 from zerokit.layout import Layout
 from zerokit.placement import StageArgument
-from zerokit.runtime.build import Runtime, build
+from zerokit.runtime.build import Runtime
 from zerokit.runtime.collectives import Counters
 from zerokit.runtime.hooks import profiled
 from zerokit.runtime.islands import divide_into_islands
@@ -38,6 +38,15 @@ if TYPE_CHECKING:
     from zerokit.training import Ema, LocalSteps
 
 _AVERAGED = "the model has its averaged weights: leave `with ema.applied():` first"
+
+
+def _forwarded(name: str) -> Any:
+    """An attribute of the inner optimizer, to read and to set."""
+
+    def assign(optimizer: ZeroOptimizer, value: Any) -> None:
+        setattr(optimizer._inner, name, value)
+
+    return property(lambda optimizer: getattr(optimizer._inner, name), assign)
 
 
 class ZeroOptimizer(Optimizer):
@@ -96,7 +105,7 @@ class ZeroOptimizer(Optimizer):
         stage, mesh, process_group, self.islands = divide_into_islands(stage, mesh, process_group)
         self.local_steps: LocalSteps | None = None
         """What synchronises the islands, if there are any: made by `zerokit.LocalSteps(optimizer, every=...)`."""
-        self.runtime: Runtime = build(
+        self.runtime = Runtime(
             model,
             optimizer_class,
             optimizer_options,
@@ -410,13 +419,8 @@ class ZeroOptimizer(Optimizer):
 
     # ---- the interface of torch.optim.Optimizer, forwarded to the inner optimizer
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self._inner.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self._inner.param_groups = groups
+    param_groups: list[dict[str, Any]] = _forwarded("param_groups")
+    defaults: dict[str, Any] = _forwarded("defaults")
 
     @property
     def state(self) -> Any:
@@ -426,14 +430,6 @@ class ZeroOptimizer(Optimizer):
     def state(self, state: Any) -> None:
         if state is not self._states:
             self._inner.state = state
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        return self._inner.defaults
-
-    @defaults.setter
-    def defaults(self, defaults: dict[str, Any]) -> None:
-        self._inner.defaults = defaults
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the state, which only the same rank of an equal run can load."""

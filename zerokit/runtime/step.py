@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zerokit.errors import LayoutMismatch, UsageError
-from zerokit.runtime.collectives import Collectives, PendingNumbers
+from zerokit.runtime.collectives import Collectives
 from zerokit.runtime.gradients import Gradients
 from zerokit.runtime.unit import UnitState, write_back
 
@@ -34,7 +34,7 @@ class StepControl:
 
     def __init__(self, collectives: Collectives, units: Sequence[UnitState], gradients: Gradients) -> None:
         self._collectives, self._units, self._gradients = collectives, units, gradients
-        self._pending: PendingNumbers | None = None
+        self._pending: Callable[[], list[float]] | None = None
 
     def agree(self, finite: Tensor | None) -> bool:
         """Returns whether every rank's gradients are `finite` (0-d, bool); True where `finite` is None.
@@ -47,14 +47,14 @@ class StepControl:
         reading = self._collectives.agree_soon(
             [path, -path, float(received)], None if finite is None else ~finite
         )
-        if previous is not None and _differ(previous.get()):
+        if previous is not None and _differ(previous()):
             raise LayoutMismatch(_DIFFERENT_PATHS)
         late = self._collectives.runs_ahead and finite is None
         if late:
             self._pending = reading
             if received:
                 return True
-        numbers = reading.get()
+        numbers = reading()
         if not numbers[2]:
             self._pending = None
             self._gradients.forget()
@@ -68,7 +68,7 @@ class StepControl:
     def finish(self) -> None:
         """Check pending results. Raises `LayoutMismatch` like `agree`, without communication."""
         previous, self._pending = self._pending, None
-        if previous is not None and _differ(previous.get()):
+        if previous is not None and _differ(previous()):
             raise LayoutMismatch(_DIFFERENT_PATHS)
 
     def _stopped_digest(self) -> int:

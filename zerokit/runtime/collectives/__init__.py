@@ -23,7 +23,6 @@ from zerokit.runtime.collectives.base import (
     Counters,
     Done,
     FakeCollectives,
-    PendingNumbers,
     Route,
     Wire,
     Work,
@@ -36,7 +35,7 @@ from zerokit.runtime.collectives.node import meet, node_number
 from zerokit.runtime.collectives.sockets import SocketRoute
 from zerokit.runtime.collectives.stalls import StallReporter
 
-__all__ = ["Collectives", "Counters", "Done", "PendingNumbers", "Wire", "Work", "make_collectives"]
+__all__ = ["Collectives", "Counters", "Done", "Wire", "Work", "make_collectives"]
 
 _GRACE = datetime.timedelta(minutes=1)
 

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zerokit.formulas import Operation
 from zerokit.layout import Unit
 from zerokit.placement import BOTH, Axis, Mesh
 from zerokit.runtime.collectives.groups import clone, note_user
@@ -91,42 +92,16 @@ class Wire:
 
 
 @dataclass(slots=True)
-class Tally:
-    """The traffic of one kind of collective: calls, and received payload summed over all ranks."""
-
-    calls: int = 0
-    elements: int = 0
-    bytes: int = 0
-
-
-@dataclass(slots=True)
 class Counters:
     """The received payload in elements and bytes, summed over all ranks, which all take part in each collective.
 
     `received_bytes` is what arrived at this rank alone, padding included; `control_*` are the small messages beside.
     """
 
-    by_operation: dict[tuple[str, Axis], Tally] = field(default_factory=dict)
+    by_operation: dict[tuple[str, Axis], Operation] = field(default_factory=dict)
     received_bytes: int = 0
     control_calls: int = 0
     control_bytes: int = 0
-
-
-class PendingNumbers:
-    """Numbers on their way to the host: `fetch` gives None until they are there, and a device reads what we `keep`."""
-
-    def __init__(
-        self,
-        fetch: Callable[[], Tensor | None],
-        until: Callable[[Callable[[], Tensor | None]], Tensor],
-        keep: Sequence[Tensor],
-    ) -> None:
-        self._fetch, self._until, self._keep = fetch, until, keep
-
-    def get(self) -> list[float]:
-        """The numbers; waits for the device if they have not arrived."""
-        numbers: list[float] = self._until(self._fetch).tolist()
-        return numbers
 
 
 class Route:
@@ -317,11 +292,11 @@ class Collectives:
 
     def _count(self, kind: Kind, axis: Axis, region: Tensor, unit: Unit, wire: Wire) -> None:
         """In both operations each element of payload arrives at, or comes from, every rank of the axis but one."""
-        tally = self.counters.by_operation.setdefault((kind.name.lower(), axis), Tally())
+        counted, name = self.counters.by_operation, (kind.name.lower(), axis)
         copies, size = self.mesh.copies(axis), self.mesh.size(axis)
-        tally.calls += 1
-        tally.elements += copies * unit.payload_numel
-        tally.bytes += copies * wire.nbytes(unit)
+        before = counted.get(name, Operation(0, 0, 0))
+        elements, nbytes = copies * unit.payload_numel, copies * wire.nbytes(unit)
+        counted[name] = Operation(before.calls + 1, before.elements + elements, before.bytes + nbytes)
         arriving = wire.packed_numel(region.numel() // size)
         self.counters.received_bytes += (size - 1) * arriving * wire.dtype.itemsize
 
@@ -345,11 +320,14 @@ class Collectives:
             if here is not values:
                 values.copy_(here)
 
-    def agree_soon(self, values: Sequence[float], flag: Tensor | None = None) -> PendingNumbers:
-        """The maximum over ranks of each of `values`, and of a 0-d tensor on the device."""
+    def agree_soon(self, values: Sequence[float], flag: Tensor | None = None) -> Callable[[], list[float]]:
+        """Start taking the maximum over ranks of each of `values`, and of a 0-d tensor on the device.
+
+        The result waits for the numbers where they are still on the way.
+        """
         control = torch.tensor([*values, 0.0 if flag is None else float(flag)], dtype=torch.float64)
         self.all_reduce(control, dist.ReduceOp.MAX)
-        return PendingNumbers(lambda: control, lambda fetch: control, [])
+        return control.tolist
 
     def read(self, values: Tensor) -> list[float]:
         """Sum a few host values at once; never in a step of a route that runs ahead."""

@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,7 @@ from torch import Tensor
 
 from zerokit.errors import UsageError
 from zerokit.placement import Axis, Mesh
-from zerokit.runtime.collectives.base import Collectives, Kind, PendingNumbers, Route, Wire, Work
+from zerokit.runtime.collectives.base import Collectives, Kind, Route, Wire, Work
 from zerokit.runtime.collectives.groups import clone
 from zerokit.runtime.collectives.stalls import StallReporter
 
@@ -176,23 +177,12 @@ class NcclCollectives(Collectives):
 
     runs_ahead = True
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        mesh: Mesh,
-        routes: Sequence[Route],
-        device: torch.device,
-        reporter: StallReporter,
-        timeout: datetime.timedelta,
-        streams: Sequence[CudaStream],
-        *,
-        averages: bool = True,
-    ) -> None:
-        super().__init__(group, mesh, routes, device, reporter, timeout)
+    def __init__(self, *arguments: Any, streams: Sequence[CudaStream], averages: bool = True) -> None:
+        super().__init__(*arguments)
         self._streams, self._control = streams, streams[-1]
         self.averages = averages
 
-    def agree_soon(self, values: Sequence[float], flag: Tensor | None = None) -> PendingNumbers:
+    def agree_soon(self, values: Sequence[float], flag: Tensor | None = None) -> Callable[[], list[float]]:
         control = torch.empty(len(values) + 1, dtype=torch.float64, device=self.device)
 
         def reduce() -> None:
@@ -203,12 +193,17 @@ class NcclCollectives(Collectives):
 
         reads = [] if flag is None else [flag]
         self._control.launch(Operation("control values of a step", reduce, reads, [control]))
-        return PendingNumbers(self._control.fetch(control), self.until, [control, *reads])
+        return partial(self._get, self._control.fetch(control), [control, *reads])
 
     def read(self, values: Tensor) -> list[float]:
         flattened = values.flatten()
         self._control.launch(Operation("numbers that the host reads", lambda: None, [flattened]))
-        return PendingNumbers(self._control.fetch(flattened), self.until, [flattened]).get()
+        return self._get(self._control.fetch(flattened), [flattened])
+
+    def _get(self, fetch: Callable[[], Tensor | None], keep: Sequence[Tensor]) -> list[float]:
+        """The numbers that `fetch` gives once they have arrived; the device reads what we `keep`."""
+        numbers: list[float] = self.until(fetch).tolist()
+        return numbers
 
     def until(self, arrived: Callable[[], Tensor | None]) -> Tensor:
         """Wait for the device. Raises `ScheduleError` after the time-out, naming the unfinished operation."""
@@ -263,7 +258,7 @@ def make_nccl(
         for gather, reduce in axes
     ]
     return NcclCollectives(
-        control, mesh, routes, device, reporter, timeout, list(streams.values()), averages=averages
+        control, mesh, routes, device, reporter, timeout, streams=list(streams.values()), averages=averages
     )
 
 
