@@ -466,16 +466,10 @@ class ZeroOptimizer(Optimizer):
             "zerokit scales the loss itself: use precision='fp16' and optimizer.backward(loss), without GradScaler"
         )
 
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        raise UsageError(
-            "a ZeroOptimizer cannot be copied, because its communicators belong to this process: use state_dict()"
-        )
-
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise UsageError(
-            "a ZeroOptimizer cannot be pickled, because its communicators belong to this process: use "
-            "zerokit.save(), which "
-            "any number of ranks can load, or state_dict()"
+            "a ZeroOptimizer cannot be copied or pickled, because its communicators belong to this process: use "
+            "state_dict(), or zerokit.save(), which any number of ranks can load"
         )
 
     def __repr__(self) -> str:

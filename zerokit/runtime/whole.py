@@ -13,6 +13,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 from torch.distributed._composable.contract import REGISTRY_KEY
+from torch.utils._pytree import tree_map
 
 from zerokit.errors import UsageError
 from zerokit.runtime.gathering import Gathering
@@ -118,11 +119,10 @@ def _holders(unit: UnitState) -> int:
     return torch._C._storage_Use_Count(unit.whole.untyped_storage()._cdata)
 
 
-def _keep_copies(state: Any, unit: UnitState, holders: int) -> None:
+def _keep_copies(state: dict[str, Any], unit: UnitState, holders: int) -> None:
     """Replace what lies in the memory of `unit`, which is about to be freed, by copies.
 
-    Raises:
-        UsageError: where more than `holders` refer to that memory then: in an object that cannot be looked into.
+    Raises `UsageError` where more than `holders` refer to that memory then: in an object that cannot be looked into.
     """
     memory = unit.whole.untyped_storage()
     start, stop = memory.data_ptr(), memory.data_ptr() + memory.nbytes()
@@ -131,33 +131,25 @@ def _keep_copies(state: Any, unit: UnitState, holders: int) -> None:
     def copied(value: Any) -> Any:
         if isinstance(value, numpy.ndarray):
             return value.copy() if start <= value.ctypes.data < stop else value
-        if isinstance(value, Tensor):
-            # A parameter itself (`keep_vars=True`) is guarded again.
-            if TICKET in value.__dict__ or value.untyped_storage().data_ptr() != start:
-                return value
-            view = value.storage_offset(), value.shape, value.stride(), value.dtype
-            if view not in copies:
-                copies[view] = value.detach().clone()
-            return copies[view]
-        if isinstance(value, dict):
-            for key, inner in value.items():
-                value[key] = copied(inner)
-        elif isinstance(value, list):
-            value[:] = map(copied, value)
-        elif type(value) is tuple:
-            return tuple(map(copied, value))
-        return value
+        # A parameter itself (`keep_vars=True`) is guarded again.
+        if not isinstance(value, Tensor) or TICKET in value.__dict__:
+            return value
+        if value.untyped_storage().data_ptr() != start:
+            return value
+        view = value.storage_offset(), value.shape, value.stride(), value.dtype
+        if view not in copies:
+            copies[view] = value.detach().clone()
+        return copies[view]
 
-    copied(state)
+    state.update({key: tree_map(copied, value) for key, value in state.items()})
     unit.note_versions()  # it held what had been handed out
     if _holders(unit) > holders:
         gc.collect()  # cycles
         if _holders(unit) > holders:
             raise UsageError(
                 f"state_dict() of this model keeps views of {unit.unit.name} in an object that is not a tensor, "
-                "array, dict, list or tuple. Stage 3 frees that memory: put copies there "
-                "(weight.detach().clone()), or call "
-                "state_dict() inside `with optimizer.gathered():` and use it there"
+                "array, dict, list or tuple. Stage 3 frees that memory: put copies there (weight.detach().clone()), or "
+                "call state_dict() inside `with optimizer.gathered():` and use it there"
             )
 
 
@@ -188,8 +180,8 @@ def _require_harmless(function: Callable[[Tensor], Tensor], units: Sequence[Unit
 
 def _refuse_deepcopy(memo: object) -> NoReturn:
     raise UsageError(
-        "deepcopy of a model under ZeroOptimizer would copy empty or shared "
-        "units: copy it before, or take its state_dict()"
+        "deepcopy of a model under ZeroOptimizer would copy empty or shared units: copy it before, or take its "
+        "state_dict()"
     )
 
 

@@ -52,7 +52,7 @@ def disjoint_four(engine: Engine) -> None:
 @pattern(
     "ranks that walk through their blocks in different orders",
     Skips,
-    refused={3: Refused("ScheduleError", ("again",), everywhere=False)},
+    refused={3: Refused("ScheduleError", ("same order",), everywhere=False)},
     apart=True,
     short=True,
     timeout=5.0,

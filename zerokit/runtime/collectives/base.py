@@ -49,11 +49,8 @@ class Work(Protocol):
         """Wait until work issued after this call may use the result. Call it once."""
 
 
-class Done:
+class Done(Work):
     """The work of a collective that moves nothing."""
-
-    def wait(self) -> None:
-        pass
 
 
 class Wire:
@@ -115,10 +112,7 @@ class Route:
         self.rank, self.size = group.rank(), group.size()
 
     def all_gather(self, whole: Tensor, unit: int, own: Tensor | None, after: Work | None) -> Any:
-        """Fill `whole` [size × piece] behind `after`; this rank's piece is `own`, or there already.
-
-        Returns what is in flight: a `Work`, or on hosts a `HostHop`, of which `_run` makes one.
-        """
+        """Fill `whole` [size × piece] behind `after`; this rank's piece is `own`, or there already."""
         self.place(own, whole)
         return Done()
 
@@ -154,8 +148,7 @@ class Collectives:
     """The ranks of a mesh: `group` joins all, for control values, `routes` those of each axis, the inner one last."""
 
     runs_ahead = False
-    """Whether the host issues what a device does later. Then no step may read a result on the host, small operations
-    cost their launch, and what is in flight needs no memory beyond the buckets."""
+    """Whether the host issues what a device does later: then no step may read a result on the host."""
     averages = False
     """Whether a reduction divides by the number of ranks."""
     others_answer = True
@@ -212,7 +205,7 @@ class Collectives:
         """Gather the other ranks' pieces over `axes` into `memory`, the whole unit or this rank's inner piece.
 
         This rank's piece is `own`, or there already. The gather begins `after` a collective that nothing else waits
-        for, if one is given. On a `wire` memory holds packed pieces.
+        for. On a `wire` memory holds packed pieces.
         """
         self._note(Kind.ALL_GATHER, unit)
         hops: list[Hop] = []
@@ -267,10 +260,7 @@ class Collectives:
             route.wait_for_readers()
 
     def wait_to_free(self, unit: Unit) -> None:
-        """Wait until others have read everything of a gathered unit that they need from this rank.
-
-        What the inner axis reads lies in memory that goes, where the outer axis has brought it first.
-        """
+        """Wait until the inner axis has read what the outer one has brought of a gathered unit."""
         if len(self.routes) > 1:
             self.routes[Axis.INNER].wait_for_readers(unit.index)
 
@@ -281,7 +271,6 @@ class Collectives:
         return memory.view(self.mesh.inner, -1)[self.routes[Axis.INNER].rank]
 
     def _run(self, kind: Kind, hops: Sequence[Hop], after: Work | None) -> Work:
-        """Start hops that follow each other, each as soon as what it sends is there."""
         work = after
         for hop in hops:
             work = hop(work)
@@ -291,7 +280,7 @@ class Collectives:
         self._schedule[kind] = (self._schedule[kind] * _HASH_FACTOR + unit.index + 1) % _HASH_MODULUS
 
     def _count(self, kind: Kind, axis: Axis, region: Tensor, unit: Unit, wire: Wire) -> None:
-        """In both operations each element of payload arrives at, or comes from, every rank of the axis but one."""
+        # In both operations each element of payload arrives at, or comes from, every rank of the axis but one.
         counted, name = self.counters.by_operation, (kind.name.lower(), axis)
         copies, size = self.mesh.copies(axis), self.mesh.size(axis)
         before = counted.get(name, Operation(0, 0, 0))
@@ -330,7 +319,7 @@ class Collectives:
         return control.tolist
 
     def read(self, values: Tensor) -> list[float]:
-        """Sum a few host values at once; never in a step of a route that runs ahead."""
+        """Numbers of a device, at once; never in a step of a route that runs ahead."""
         numbers: list[float] = values.flatten().tolist()
         return numbers
 
