@@ -12,7 +12,8 @@ from zerokit.checkpoint.source import Source, Tensors
 from zerokit.checkpoint.state import dtype_name, host_bytes, tensor_of
 from zerokit.errors import CheckpointError
 from zerokit.runtime.build import Runtime
-from zerokit.runtime.unit import MasterSlice, UnitState
+from zerokit.runtime.masters import MasterSlice
+from zerokit.runtime.unit import UnitState
 
 
 class Shared:

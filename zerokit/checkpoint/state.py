@@ -22,7 +22,7 @@ from zerokit.checkpoint.safetensors import ELEMENT_BYTES
 from zerokit.errors import CheckpointError
 from zerokit.layout import Layout, Slice
 from zerokit.runtime.build import Runtime
-from zerokit.runtime.unit import MasterSlice
+from zerokit.runtime.masters import MasterSlice
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer

@@ -26,11 +26,12 @@ from zerokit.runtime.gathering import Gathering
 from zerokit.runtime.gradients import Gradients
 from zerokit.runtime.guard import ticket_of
 from zerokit.runtime.linux import Heap
+from zerokit.runtime.masters import MasterSlice
 from zerokit.runtime.model import Materializer, UnitRule, require_own_memory, take_apart
 from zerokit.runtime.precision import FLOATING, Precision, keep_statistics
 from zerokit.runtime.rounding import Rounding
 from zerokit.runtime.step import StepControl
-from zerokit.runtime.unit import MasterSlice, UnitState, write_back
+from zerokit.runtime.unit import UnitState, write_back
 from zerokit.runtime.walk import ModelWalk
 
 _MARK = "_zerokit_walk"

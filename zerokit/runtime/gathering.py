@@ -16,7 +16,6 @@ more rounds). All ranks must then do the same, or time out; the order is recorde
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
@@ -27,6 +26,7 @@ from zerokit.runtime.gradients import Gradients
 from zerokit.runtime.guard import refuse_reading
 from zerokit.runtime.linux import Heap
 from zerokit.runtime.order import Order
+from zerokit.runtime.reductions import Reductions
 from zerokit.runtime.schedule import ForwardPass, Operation, Passes, Schedule, reduction
 from zerokit.runtime.unit import State, UnitState
 
@@ -51,25 +51,16 @@ class Gathering:
         prefetch: int = 1,
         heap: Heap | None = None,
     ) -> None:
-        self._units, self._gradients, self._collectives = units, gradients, collectives
+        self._units, self._collectives = units, collectives
         self._placement, self._prefetch = placement, prefetch
         self.passes = Passes()
         self.order = Order(units, gradients.units, collectives, placement, prefetch)
         self.deviated = False
         """Whether this forward pass left the recorded order."""
         self._forward, self._backward = Schedule(), Schedule()
-        self._completed: list[int] = []
-        """Units in the order in which their gradients became complete, until it is recorded."""
-
-        self._at_first_gather: list[int] | None = None
-        """Units whose gradients were complete when backward entered the first one that is gathered."""
+        self._reductions = Reductions(gradients, self.passes, self.order)
         self._round: ForwardPass | None = None
         """The forward pass whose gathers backward follows now."""
-        self._unreduced: deque[int] = deque()
-        """Reductions that the pass has come to, which wait for gradients."""
-        self._accumulates = self._ending = False
-        self._made: tuple[ForwardPass, int | None] | None = None
-        """What has just received its gradient: an output of this pass, made after so many uses of units."""
         self._present: set[int] = set()
         """Units that come and go and have memory now."""
         self._last_stays = False
@@ -198,9 +189,8 @@ class Gathering:
 
     def begin_backward(self, *, accumulates: bool) -> None:
         """Start a backward pass; `accumulates` if it brings gradients."""
-        self._accumulates = accumulates
-        self._round, self._at_first_gather = None, None
-        self._begin_pass()
+        self._round = None
+        self._begin_pass(accumulates=accumulates)
         self._backward = Schedule()
         for unit in self._units:
             if self._stays(unit):
@@ -208,7 +198,7 @@ class Gathering:
             elif unit.index in self.order.kept:
                 self._use(unit)
         if self._open or not self._placement.cuts_parameters:
-            self._unreduced.extend(self.order.reductions)
+            self._reductions.come_to(self.order.reductions)
 
     def enter_backward(
         self, units: Sequence[UnitState], current: ForwardPass | None = None, uses: int | None = None
@@ -220,9 +210,8 @@ class Gathering:
         if not self._placement.cuts_parameters:
             return
         if current is not None:
-            if self._at_first_gather is None and any(unit.index not in self.order.kept for unit in units):
-                self._at_first_gather = [i for i, unit in self._gradients.units.items() if unit.complete]
-            self._made = current, uses
+            gathered = any(unit.index not in self.order.kept for unit in units)
+            self._reductions.note_output(current, uses, gathered=gathered)
             if current not in (self.passes.aside, self._round) and not self._open:
                 self._begin_round(current)
         for unit in units:
@@ -239,26 +228,17 @@ class Gathering:
 
     def reduce_complete(self, index: int) -> None:
         """Reduce unit `index`, whose gradients are complete, and those waiting for it, if it is their turn."""
-        if not self.order.reductions_recorded:
-            self._completed.append(index)
-        self._reduce(due=False)
+        self._reductions.note_complete(index)
 
     def end_backward(self) -> None:
         """Issue the collectives that only other ranks needed, and wait for all sums."""
-        latest, self._ending = self.passes.latest, self._accumulates
+        latest = self.passes.latest
+        self._reductions.expect_no_more()
         if self._placement.cuts_parameters and not self._open:
             if self._round is None and latest is not None:
                 self._begin_round(latest)
             self._leave_out(self._backward, len(self._backward.operations), ending=True)
-        if self._accumulates:
-            if not self._gradients.accumulating:
-                for index in self.order.reductions:
-                    if not self._gradients.units[index].reduced:
-                        self._gradients.reduce(index)
-            self._gradients.end_backward()
-            if not self.order.reductions_recorded and not self._gradients.accumulating:
-                unused = set() if latest is None else self._gradients.units.keys() - latest.first_use.keys()
-                self.order.record_reductions(self._completed, unused.union(self._at_first_gather or ()))
+        self._reductions.end(latest)
         self._backward = Schedule()
 
     def free_all(self) -> None:
@@ -284,9 +264,7 @@ class Gathering:
         if self._round is not None:
             self._leave_out(self._backward, len(self._backward.operations), ending=True)
         self._round = current
-        self._unreduced.clear()
-        reduced = {reduction(index) for index, unit in self._gradients.units.items() if unit.reduced}
-        self._backward = Schedule(operation for operation in self.order.backward if operation not in reduced)
+        self._backward = Schedule(self._reductions.remaining())
         self._perform(self._backward.issue_ahead(-1, 0))  # without gathers, nothing is waited for
 
     # ---- whole parameters, for their user
@@ -337,9 +315,8 @@ class Gathering:
         """Adopt rank 0's order of units in this forward pass, and its `lazy` units."""
         self.order.record_forward(self._trace, self._read_early, lazy)
 
-    def _begin_pass(self) -> None:
-        self._unreduced.clear()
-        self._made, self._ending = None, False
+    def _begin_pass(self, *, accumulates: bool = False) -> None:
+        self._reductions.begin(accumulates=accumulates)
         for index in self._present:
             if self._units[index].state is State.READY:
                 self._units[index].state = State.GATHERING  # there, and not used yet
@@ -374,9 +351,9 @@ class Gathering:
 
     def _perform(self, operations: Iterable[Operation]) -> None:
         for operation in operations:
-            self._reduce(due=operation >= 0)
+            self._reductions.issue(due=operation >= 0)
             if operation < 0:
-                self._unreduced.append(reduction(operation))
+                self._reductions.come_to([reduction(operation)])
                 continue
             unit = self._units[operation]
             # What backward begins with is there from forward, or this rank does not use it and has freed it.
@@ -388,25 +365,7 @@ class Gathering:
                 unit.gather()
                 self._present.add(operation)
             self._last_stays = False
-        self._reduce(due=False)
-
-    def _reduce(self, *, due: bool) -> None:
-        """Issue reductions that the pass has come to, as far as their gradients are complete.
-
-        What is `due` is reduced with zeros for gradients that will not come any more. Without this a rank on which
-        a gradient is missing would hold back its reductions until the end of backward, while others wait for them
-        before they issue the gather that this rank waits for.
-        """
-        while self._unreduced and self._accumulates and not self._gradients.accumulating:
-            index = self._unreduced[0]
-            if not self._gradients.units[index].complete and not (due and self._is_over(index)):
-                return
-            self._gradients.reduce(self._unreduced.popleft())
-
-    def _is_over(self, index: int) -> bool:
-        """Whether the backward pass under way will bring no more gradients to a unit."""
-        made = self._made
-        return self._ending or (made is not None and self.passes.are_gradients_over(index, *made))
+        self._reductions.issue(due=False)
 
     def _leave_out(self, schedule: Schedule, stop: int, *, ending: bool = False) -> None:
         """Issue the operations up to `stop`, which this rank does not use, and hold one unit at a time."""

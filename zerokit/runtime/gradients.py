@@ -28,9 +28,10 @@ from zerokit.runtime.buckets import BucketPool, UnitGradients
 from zerokit.runtime.collectives import Collectives, Counters, Wire, Work
 from zerokit.runtime.guard import hooked
 from zerokit.runtime.hooks import profiled
+from zerokit.runtime.masters import MasterSlice
 from zerokit.runtime.precision import LossScale
 from zerokit.runtime.rounding import Rounding
-from zerokit.runtime.unit import MasterSlice, UnitState
+from zerokit.runtime.unit import UnitState
 
 MOST_IN_FLIGHT = 3
 """Reductions at a time on hosts, where no pool limits them: each has memory for what arrives."""

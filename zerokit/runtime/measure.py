@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zerokit.formulas import ElementBytes, MemoryReport, TrafficReport, operation_name
+from zerokit.formulas import ElementBytes, MemoryReport, TrafficReport, operation_name, predict_memory
 from zerokit.placement import Mesh
 from zerokit.runtime.admission import OptimizerStates
+from zerokit.runtime.build import Runtime
 from zerokit.runtime.collectives import Counters
 from zerokit.runtime.gradients import Gradients
 from zerokit.runtime.precision import Precision
@@ -45,15 +46,25 @@ class _Ledger:
             self.holdings.append(Holding(line, tensor, used, held - used))
 
 
-def measure_memory(
-    model: nn.Module, units: Sequence[UnitState], gradients: Gradients, inner: Optimizer
-) -> MemoryReport:
+def measure_memory(runtime: Runtime) -> MemoryReport:
     """The bytes of every storage of the runtime, the optimizer and the model's buffers on this rank."""
     lines = MemoryReport().as_dict()
-    for one in list_holdings(model, units, gradients, inner):
+    for one in list_holdings(runtime.model, runtime.units, runtime.gradients, runtime.inner):
         lines[one.line] += one.used
         lines["padding"] += one.padding
-    return MemoryReport(**lines | {"transient": gradients.transient})
+    return MemoryReport(**lines | {"transient": runtime.gradients.transient})
+
+
+def predicted_memory(runtime: Runtime, *, averaged: bool) -> MemoryReport:
+    """What `measure_memory` gives after the first step, from the layout alone."""
+    return predict_memory(
+        runtime.layout,
+        rank=runtime.collectives.rank,
+        placement=runtime.placement,
+        sizes=element_bytes(runtime.precision, runtime.states, averaged=averaged),
+        buffers=sum(buffer.untyped_storage().nbytes() for buffer in runtime.model.buffers()),
+        reductions=runtime.gathering.order.reductions,
+    )
 
 
 def list_holdings(

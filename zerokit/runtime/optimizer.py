@@ -6,10 +6,9 @@ import dataclasses
 import datetime
 import math
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 import torch.distributed as dist
@@ -19,17 +18,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from zerokit.errors import UsageError
-from zerokit.formulas import MemoryReport, TrafficReport, predict_memory, predict_traffic
+from zerokit.formulas import MemoryReport, TrafficReport, predict_traffic
 from zerokit.layout import Layout
 from zerokit.placement import StageArgument
 from zerokit.runtime.build import Runtime
 from zerokit.runtime.collectives import Counters
+from zerokit.runtime.forwarding import ForwardingOptimizer
 from zerokit.runtime.hooks import profiled
 from zerokit.runtime.islands import divide_into_islands
-from zerokit.runtime.measure import element_bytes, measure_memory, traffic_of
+from zerokit.runtime.measure import element_bytes, measure_memory, predicted_memory, traffic_of
 from zerokit.runtime.model import UnitRule
 from zerokit.runtime.precision import LossScale, Precision
-from zerokit.runtime.states import States, load_state, take_state
+from zerokit.runtime.states import load_state, take_state
 from zerokit.runtime.step import all_finite, clip_coefficient, global_norm, update_masters
 from zerokit.runtime.unit import write_back
 from zerokit.runtime.whole import install_model_methods
@@ -37,19 +37,8 @@ from zerokit.runtime.whole import install_model_methods
 if TYPE_CHECKING:
     from zerokit.training import Ema, LocalSteps
 
-_AVERAGED = "the model has its averaged weights: leave `with ema.applied():` first"
 
-
-def _forwarded(name: str) -> Any:
-    """An attribute of the inner optimizer, to read and to set."""
-
-    def assign(optimizer: ZeroOptimizer, value: Any) -> None:
-        setattr(optimizer._inner, name, value)
-
-    return property(lambda optimizer: getattr(optimizer._inner, name), assign)
-
-
-class ZeroOptimizer(Optimizer):
+class ZeroOptimizer(ForwardingOptimizer):
     """A torch optimizer that shards its states and, by stage, gradients and parameters across the ranks of a group.
 
     Args:
@@ -97,7 +86,6 @@ class ZeroOptimizer(Optimizer):
         loss_scale: LossScale | None = None,
         **optimizer_options: Any,
     ) -> None:
-        # `Optimizer.__init__` is not called: everything it would create is forwarded to the inner optimizer.
         self.precision = Precision.of(precision)
         self.scaler = dataclasses.replace(loss_scale or LossScale()) if self.precision.scaled else None
         self.skipped_steps = 0
@@ -123,22 +111,17 @@ class ZeroOptimizer(Optimizer):
         """What the optimizer is made of; for zerokit's own checkpoints."""
         self._collectives, self._control = self.runtime.collectives, self.runtime.control
         self._gradients, self._gathering = self.runtime.gradients, self.runtime.gathering
-        self._walk, self._inner = self.runtime.walk, self.runtime.inner
-        self.refusal = ""
-        """Why `step` is refused, if it is."""
+        self._walk = self.runtime.walk
+        super().__init__(self.runtime.inner)
         self.ema: Ema | None = None
         """The average of the weights, if there is one: made by `zerokit.Ema(optimizer, decay)`."""
         self.host_copy: Tensor | None = None
         """The buffer that background saves write from, once there was one."""
-        self._states = States(self._inner)
         self._last_counters = Counters()
         self._norm: Tensor | None = None
         self._unscaled = False
         self._finite: Tensor | None = None
         """Whether the gradients are finite, 0-d, where a norm has shown it."""
-        # Hooks run while gradients are guarded: what they read as whole parameters are flat ones.
-        self._optimizer_step_pre_hooks = OrderedDict()
-        self._optimizer_step_post_hooks = OrderedDict()
         clear: Any = weakref.WeakMethod(self.zero_grad)
         install_model_methods(self.runtime.model, self.runtime.units, self._gathering, clear)
         self._collectives.counters = Counters()
@@ -288,27 +271,6 @@ class ZeroOptimizer(Optimizer):
             self._gradients.scale(1.0 / self._gradients.loss_scale)
             self._unscaled = True
 
-    def refuse_steps(self, reason: str) -> None:
-        """Make `step` raise an error with this reason; "" allows it again."""
-        self.refusal = reason
-
-    @contextmanager
-    def with_averages(self) -> Iterator[None]:
-        """A context in which the model has the averaged weights from `zerokit.Ema`, and `step` is refused."""
-        before, self.refusal = self.refusal, _AVERAGED
-        try:
-            yield
-        finally:
-            self.refusal = before
-
-    def require_own_weights(self, call: str) -> None:
-        """Raise `UsageError` while the model has its averaged weights."""
-        if self.refusal == _AVERAGED:
-            raise UsageError(
-                f"{call} inside `with ema.applied():`, where weights and averages are exchanged: leave the "
-                "context first"
-            )
-
     def _require_reduced(self, call: str) -> None:
         if self.scaler is None and self._gradients.loss_scale != 1.0 and self._gradients.received:
             raise UsageError(
@@ -365,20 +327,12 @@ class ZeroOptimizer(Optimizer):
 
     def memory(self) -> MemoryReport:
         """The bytes that this rank holds now, summed over live storages; meaningful between backward and step."""
-        held = measure_memory(self.runtime.model, self.runtime.units, self._gradients, self._inner)
+        held = measure_memory(self.runtime)
         return dataclasses.replace(held, host_copy=0 if self.host_copy is None else self.host_copy.nbytes)
 
     def predicted_memory(self) -> MemoryReport:
         """The prediction of `memory()` after the first step, from the layout alone; without `host_copy`."""
-        buffers = sum(buffer.untyped_storage().nbytes() for buffer in self.runtime.model.buffers())
-        return predict_memory(
-            self.layout,
-            rank=self._collectives.rank,
-            placement=self.runtime.placement,
-            sizes=element_bytes(self.precision, self.runtime.states, averaged=self.ema is not None),
-            buffers=buffers,
-            reductions=self._gathering.order.reductions,
-        )
+        return predicted_memory(self.runtime, averaged=self.ema is not None)
 
     @property
     def last_norm(self) -> float | None:
@@ -391,12 +345,14 @@ class ZeroOptimizer(Optimizer):
 
     def predicted_traffic(self, *, micro_batches: int = 1, reductions: int = 1) -> TrafficReport:
         """The predicted traffic of a step, from the layout alone; the first step at stages 1 and 2 moves less."""
+        sizes = element_bytes(self.precision, self.runtime.states, averaged=self.ema is not None)
+        order = self._gathering.order
         return predict_traffic(
             self.layout,
             placement=self.runtime.placement,
-            sizes=element_bytes(self.precision, self.runtime.states, averaged=self.ema is not None),
-            order=self._gathering.order.forward,
-            kept=self._gathering.order.kept,
+            sizes=sizes,
+            order=order.forward,
+            kept=order.kept,
             micro_batches=micro_batches,
             reductions=reductions,
         )
@@ -417,19 +373,7 @@ class ZeroOptimizer(Optimizer):
         """The factor that `backward` applies to the loss: 1 unless fp16."""
         return 1.0 if self.scaler is None else self.scaler.value
 
-    # ---- the interface of torch.optim.Optimizer, forwarded to the inner optimizer
-
-    param_groups: list[dict[str, Any]] = _forwarded("param_groups")
-    defaults: dict[str, Any] = _forwarded("defaults")
-
-    @property
-    def state(self) -> Any:
-        return self._states
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        if state is not self._states:
-            self._inner.state = state
+    # ---- one rank's part of the state
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the state, which only the same rank of an equal run can load."""
@@ -452,25 +396,6 @@ class ZeroOptimizer(Optimizer):
                     "this state has no local steps: load it before creating LocalSteps, or use a zerokit checkpoint"
                 )
             self.local_steps.load_state_dict(state_dict["local_steps"])
-
-    def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
-        raise UsageError(
-            "the layout is fixed when ZeroOptimizer is built: pass all groups as "
-            "params=[...], and freeze or unfreeze before"
-        )
-
-    @property
-    def _step_supports_amp_scaling(self) -> NoReturn:
-        # torch.amp.GradScaler asks for this before it steps.
-        raise UsageError(
-            "zerokit scales the loss itself: use precision='fp16' and optimizer.backward(loss), without GradScaler"
-        )
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise UsageError(
-            "a ZeroOptimizer cannot be copied or pickled, because its communicators belong to this process: use "
-            "state_dict(), or zerokit.save(), which any number of ranks can load"
-        )
 
     def __repr__(self) -> str:
         return (

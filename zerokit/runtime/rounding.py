@@ -16,8 +16,9 @@ from torch import Tensor
 from zerokit.formulas import BlockFormat
 from zerokit.runtime.collectives import Work
 from zerokit.runtime.collectives.quantised import QuantisedWire, rounding_key
+from zerokit.runtime.masters import MasterSlice
 from zerokit.runtime.precision import Precision
-from zerokit.runtime.unit import MasterSlice, UnitState
+from zerokit.runtime.unit import UnitState
 
 RESIDUAL = "wire_residual"
 """The name of the residuals' sum among the states of a master, and of its stream in a checkpoint."""

@@ -3,55 +3,19 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from zerokit.errors import LayoutMismatch, UsageError
 from zerokit.runtime.build import Runtime
-from zerokit.runtime.guard import ticket_of
 from zerokit.runtime.rounding import RESIDUAL
 
 EMA = "ema"
 """The name of an average of the weights among the states of a flat tensor, and of its stream in a checkpoint."""
-
-
-class States(MutableMapping[Any, Any]):
-    """The inner optimizer's states by master. Asked by a parameter of the model it raises `UsageError`."""
-
-    def __init__(self, inner: Optimizer) -> None:
-        self._inner = inner
-
-    def _for(self, key: Any) -> MutableMapping[Any, Any]:
-        ticket = ticket_of(key) if isinstance(key, Tensor) else None
-        if ticket is not None and not ticket.name.startswith("master of "):
-            raise UsageError(
-                f"optimizer.state of {ticket.name}: states belong to flat tensors that are sharded across ranks, those "
-                "of optimizer.param_groups; none can be read, removed or replaced for one parameter of the model"
-            )
-        return self._inner.state
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._for(key)[key]
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._for(key)[key] = value
-
-    def __delitem__(self, key: Any) -> None:
-        del self._for(key)[key]
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._for(key)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._inner.state)
-
-    def __len__(self) -> int:
-        return len(self._inner.state)
 
 
 class RankState(OrderedDict[str, Any]):

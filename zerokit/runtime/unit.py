@@ -1,12 +1,7 @@
-"""A unit in memory: parameters as views of one flat storage, this rank's shard, and its masters.
+"""A unit in memory: parameters as views of one flat storage.
 
 stage 0, 1, 2   `whole` always exists; this rank's `shard` is a view of it
 stage 3         `shard` always exists; `whole` has memory while the unit is gathered, see `memory`
-
-A master is what the optimizer updates: a stretch of what this rank owns, in the master dtype. There is one for each
-group of parameters in the unit (one fused call over few tensors; a call over each parameter's own takes up to four
-times as long in deep, narrow models). The optimizer counts steps by tensor, so parameters that are no longer trained
-alike get one master each.
 
 [Note: freed weights] Autograd saves weights for backward, as themselves or as views. While a unit is freed (stage 3),
 its parameters' version counters stand one higher, so that autograd refuses to read what it saved, as it does after an
@@ -18,20 +13,19 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from zerokit.errors import UsageError
-from zerokit.layout import Interval, Slice, Unit
+from zerokit.layout import Unit
 from zerokit.placement import Axis, Placement
 from zerokit.runtime.collectives import Collectives, Work
-from zerokit.runtime.guard import TICKET, Guarded, MasterParameter, Ticket, guarded_class
+from zerokit.runtime.guard import TICKET, Guarded, Ticket, guarded_class
 from zerokit.runtime.hooks import profiled
+from zerokit.runtime.masters import MasterSlice, OwnedUnit
 from zerokit.runtime.memory import set_versions, unit_memory
 
 if TYPE_CHECKING:
@@ -48,21 +42,7 @@ class State(Enum):
     HELD = "in use, and kept until backward ends: no hook will show when backward has read them"
 
 
-@dataclass(slots=True)
-class MasterSlice:
-    """The part of one unit and group that the optimizer updates: `tensor`, elements `interval` of the unit's memory."""
-
-    group: int
-    interval: Interval
-    tensor: nn.Parameter
-
-    def part(self, tensor: Tensor, interval: Interval) -> Tensor:
-        """The elements `interval` (memory coordinates) of a tensor of the master's shape, as far as it has them."""
-        both = self.interval.intersection(interval)
-        return tensor[both.start - self.interval.start : both.stop - self.interval.start]
-
-
-class UnitState:
+class UnitState(OwnedUnit):
     """The `parameters` of one unit on one rank, which become views of one storage in `dtype`, and their masters.
 
     Positions that are `renormed` are of parameters that their module renormalises in forward.
@@ -77,18 +57,10 @@ class UnitState:
         placement: Placement,
         renormed: Collection[int] = (),
     ) -> None:
-        self.unit = unit
-        self.index, self.parameters = unit.index, list(parameters)
-        self.collectives, self.device = collectives, collectives.device
-        self.dtype, self.placement = dtype, placement
+        super().__init__(unit, parameters, collectives, placement)
+        self.dtype = dtype
         self.comes_and_goes = placement.cuts_parameters
         """Whether whole parameters have memory only while they are gathered."""
-        self.own = unit.shard(collectives.position)
-        self.kept = placement.parameters(unit, collectives.position)
-        self.updated = placement.updated(unit, collectives.position)
-        self.masters: list[MasterSlice] = []
-        self.separate = False
-        """Whether masters have memory of their own, in another dtype than the parameters."""
         self.state = State.READY
         self.active = 0
         """How many of the unit's modules are at work, one inside the other."""
@@ -160,68 +132,6 @@ class UnitState:
                 if self.separate:
                     values = exact[stretch.start : stretch.stop].clone()
                 self.masters.append(MasterSlice(group, stretch, nn.Parameter(values)))
-
-    def kept_part(self, interval: Interval) -> Tensor:
-        """The elements `interval` (memory coordinates) of this rank's kept memory."""
-        return self.shard[interval.start - self.kept.start : interval.stop - self.kept.start]
-
-    # ---- masters
-
-    def members(self, master: MasterSlice, within: Interval | None = None) -> list[Slice]:
-        """The slices of parameters in `master`, padding left out; those in the interval `within`, if one is given."""
-        piece = master.interval if within is None else master.interval.intersection(within)
-        return [s for s in self.unit.slices_within(piece) if s.parameter.group == master.group]
-
-    def positions_in(self, master: MasterSlice) -> list[int]:
-        """The unit's parameters that have elements in `master`."""
-        names = {part.parameter.name for part in self.members(master)}
-        return [position for position, p in enumerate(self.unit.parameters) if p.name in names]
-
-    @property
-    def divided(self) -> bool:
-        """Whether parameters that share a group have separate masters."""
-        groups = [master.group for master in self.masters]
-        return len(set(groups)) < len(groups)
-
-    def divide(self, inner: Optimizer) -> None:
-        """Give `inner` one master a parameter; values and states stay."""
-        before, self.masters = self.masters, []
-        for old in before:
-            pieces: list[MasterSlice] = []
-            starts = sorted(s.offset for s in self.members(old) if s.offset > old.interval.start)
-            for piece in map(Interval, [old.interval.start, *starts], [*starts, old.interval.stop]):
-                values = self.kept_part(piece)
-                if self.separate:
-                    values = old.part(old.tensor.detach(), piece).clone()
-                pieces.append(MasterSlice(old.group, piece, nn.Parameter(values)))
-                if old.tensor in inner.state:
-                    inner.state[pieces[-1].tensor] = {
-                        kind: (old.part(value, piece) if value.shape == old.tensor.shape else value).clone()
-                        if isinstance(value, Tensor)
-                        else value
-                        for kind, value in inner.state[old.tensor].items()
-                    }
-            inner.state.pop(old.tensor, None)
-            params = inner.param_groups[old.group]["params"]
-            at = next(at for at, tensor in enumerate(params) if tensor is old.tensor)
-            params[at : at + 1] = [new.tensor for new in pieces]
-            self.masters += pieces
-        self.guard_masters()
-
-    def guard_masters(self) -> None:
-        """Guard the masters after the optimizer's update; their gradients are elsewhere."""
-        for master in self.masters:
-            if TICKET not in master.tensor.__dict__ and self.parameters:
-                first: Ticket = self.parameters[0].__dict__[TICKET]
-                name = f"master of {self.unit.name}"
-                positions = tuple(self.positions_in(master))
-                master.tensor.__dict__[TICKET] = Ticket(first.walk, first.unit, self.index, positions, name)
-            master.tensor.__class__ = MasterParameter
-
-    def unguard_masters(self) -> None:
-        """Unguard the masters for the optimizer's update."""
-        for master in self.masters:
-            master.tensor.__class__ = nn.Parameter
 
     # ---- changes by the user
 

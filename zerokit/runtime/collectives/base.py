@@ -49,8 +49,11 @@ class Work(Protocol):
         """Wait until work issued after this call may use the result. Call it once."""
 
 
-class Done(Work):
+class Done:
     """The work of a collective that moves nothing."""
+
+    def wait(self) -> None:
+        pass
 
 
 class Wire:

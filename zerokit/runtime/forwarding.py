@@ -1,0 +1,124 @@
+"""`torch.optim.Optimizer`'s interface, forwarded to an optimizer over flat tensors."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zerokit.errors import UsageError
+from zerokit.runtime.guard import ticket_of
+
+_AVERAGED = "the model has its averaged weights: leave `with ema.applied():` first"
+
+
+class States(MutableMapping[Any, Any]):
+    """The inner optimizer's states by master. Asked by a parameter of the model it raises `UsageError`."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self._inner = inner
+
+    def _for(self, key: Any) -> MutableMapping[Any, Any]:
+        ticket = ticket_of(key) if isinstance(key, Tensor) else None
+        if ticket is not None and not ticket.name.startswith("master of "):
+            raise UsageError(
+                f"optimizer.state of {ticket.name}: states belong to flat tensors that are sharded across ranks, those "
+                "of optimizer.param_groups; none can be read, removed or replaced for one parameter of the model"
+            )
+        return self._inner.state
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._for(key)[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._for(key)[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self._for(key)[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._for(key)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._inner.state)
+
+    def __len__(self) -> int:
+        return len(self._inner.state)
+
+
+def _forwarded(name: str) -> Any:
+    """An attribute of the inner optimizer, to read and to set."""
+
+    def assign(optimizer: ForwardingOptimizer, value: Any) -> None:
+        setattr(optimizer._inner, name, value)
+
+    return property(lambda optimizer: getattr(optimizer._inner, name), assign)
+
+
+class ForwardingOptimizer(Optimizer):
+    """An optimizer whose groups, options and states are those of `inner`, and whose steps may be refused."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        # `Optimizer.__init__` is not called: everything else that it would create is forwarded.
+        self._inner, self._states = inner, States(inner)
+        self.refusal = ""
+        """Why `step` is refused, if it is."""
+        # Hooks run while gradients are guarded: what they read as whole parameters are flat ones.
+        self._optimizer_step_pre_hooks = OrderedDict()
+        self._optimizer_step_post_hooks = OrderedDict()
+
+    param_groups: list[dict[str, Any]] = _forwarded("param_groups")
+    defaults: dict[str, Any] = _forwarded("defaults")
+
+    @property
+    def state(self) -> Any:
+        return self._states
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        if state is not self._states:
+            self._inner.state = state
+
+    def refuse_steps(self, reason: str) -> None:
+        """Make `step` raise an error with this reason; "" allows it again."""
+        self.refusal = reason
+
+    @contextmanager
+    def with_averages(self) -> Iterator[None]:
+        """A context in which the model has the averaged weights from `zerokit.Ema`, and `step` is refused."""
+        before, self.refusal = self.refusal, _AVERAGED
+        try:
+            yield
+        finally:
+            self.refusal = before
+
+    def require_own_weights(self, call: str) -> None:
+        """Raise `UsageError` while the model has its averaged weights."""
+        if self.refusal == _AVERAGED:
+            raise UsageError(
+                f"{call} inside `with ema.applied():`, where weights and averages are exchanged: leave the "
+                "context first"
+            )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
+        raise UsageError(
+            "the layout is fixed when ZeroOptimizer is built: pass all groups as "
+            "params=[...], and freeze or unfreeze before"
+        )
+
+    @property
+    def _step_supports_amp_scaling(self) -> NoReturn:
+        # torch.amp.GradScaler asks for this before it steps.
+        raise UsageError(
+            "zerokit scales the loss itself: use precision='fp16' and optimizer.backward(loss), without GradScaler"
+        )
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise UsageError(
+            "a ZeroOptimizer cannot be copied or pickled, because its communicators belong to this process: use "
+            "state_dict(), or zerokit.save(), which any number of ranks can load"
+        )
