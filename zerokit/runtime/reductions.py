@@ -38,7 +38,7 @@ class Reductions:
         return (operation for operation in self._order.backward if operation not in reduced)
 
     def note_output(self, current: ForwardPass, uses: int | None, *, gathered: bool) -> None:
-        """Note the gradient of an output that a `gathered` unit, or a kept one, made in `current` after so many `uses`."""
+        """Note the gradient of an output, made in `current` after so many `uses` by a `gathered` unit or a kept one."""
         if self._early is None and gathered:
             self._early = [index for index, unit in self._gradients.units.items() if unit.complete]
         self._made = current, uses
