@@ -17,7 +17,7 @@ from zerokit.layout import Layout
 from zerokit.runtime.collectives import Collectives
 
 _NAMED = 4
-"""How many differences of a rank an error lists."""
+"""At most so many differences of a rank are listed."""
 
 
 def require_agreement(layout: Layout, settings: dict[str, str], collectives: Collectives) -> None:
@@ -25,7 +25,7 @@ def require_agreement(layout: Layout, settings: dict[str, str], collectives: Col
     digest = hashlib.sha256(layout.digest() + json.dumps(settings, sort_keys=True).encode()).hexdigest()
     if len(set(collectives.all_gather_objects(digest))) == 1:
         return
-    described: list[Any] = collectives.all_gather_objects(settings | _describe(layout))
+    described = collectives.all_gather_objects(settings | _describe(layout))
     lines = []
     for rank, other in enumerate(described):
         differing = [key for key in {**described[0], **other} if described[0].get(key) != other.get(key)]
@@ -33,8 +33,6 @@ def require_agreement(layout: Layout, settings: dict[str, str], collectives: Col
             f"rank {rank}: {key} is {other.get(key, 'absent')}, not {described[0].get(key, 'absent')}"
             for key in differing[:_NAMED]
         ]
-        if len(differing) > _NAMED:
-            lines.append(f"rank {rank}: and {len(differing) - _NAMED} more differences")
     raise LayoutMismatch(
         "ranks disagree, compared with rank 0:\n  "
         + "\n  ".join(lines)

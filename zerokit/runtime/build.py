@@ -216,23 +216,13 @@ def mesh_of(mesh: object, group: dist.ProcessGroup) -> Mesh | None:
 def _describe_options(groups: list[dict[str, Any]], options: dict[str, Any]) -> dict[str, str]:
     """Options by name, as text that is equal on ranks that were given the same."""
     return {
-        name + (f" of group {number}" if len(groups) > 1 else ""): _describe(value)
+        name + (f" of group {number}" if len(groups) > 1 else ""): str(value)
+        if value is None or isinstance(value, bool | int | float | str | list | tuple | torch.Tensor)
+        else type(value).__qualname__
         for number, group in enumerate(groups)
         for name, value in sorted((options | group).items())
         if name != "params"
     }
-
-
-def _describe(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return str(value.tolist())
-    if isinstance(value, list | tuple):
-        return f"({', '.join(map(_describe, value))})"
-    return (
-        repr(value)
-        if value is None or isinstance(value, bool | int | float | str)
-        else type(value).__qualname__
-    )
 
 
 def _check_arguments(

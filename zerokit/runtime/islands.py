@@ -63,15 +63,10 @@ def divide_into_islands(
         return stage[1], None, process_group, None
     sizes = getattr(mesh, "shape", mesh)
     example = f"mesh=({max(everyone.size() // 2, 2)}, {2 if everyone.size() > 3 else 1})"
-    if not isinstance(sizes, tuple | list) or len(sizes) != 2:
+    if not isinstance(sizes, tuple | list) or len(sizes) != 2 or sizes[0] == 1:
         raise UsageError(
             f"stage={stage!r} with mesh={mesh!r}: islands need a mesh of two axes, (islands, ranks of an island), such "
-            f"as {example}"
-        )
-    if sizes[0] == 1:
-        raise UsageError(
-            f"stage={stage!r} with mesh={tuple(sizes)}: one island has nothing to synchronise with: pass "
-            f"stage={stage[1]!r} without mesh, or at least two islands, such as {example}"
+            f"as {example}; one island has nothing to synchronise with: pass stage={stage[1]!r} without mesh"
         )
     alone = sizes[1] == 1 and sizes[0] == everyone.size()  # which other meshes cannot have
     shape = Mesh(everyone.size(), 1) if alone else mesh_of(mesh, everyone)

@@ -29,23 +29,6 @@ class Holding:
     padding: int
 
 
-class _Ledger:
-    """Lists storages, each once."""
-
-    def __init__(self) -> None:
-        self.holdings: list[Holding] = []
-        self._seen: set[int] = set()
-
-    def add(self, line: str, tensor: Tensor, payload: int | None = None, *, elements: bool = False) -> None:
-        """Count `tensor`'s storage, or only its `elements`, under `line`; `payload` of them are not padding."""
-        storage = tensor.untyped_storage()
-        held = tensor.nbytes if elements else storage.nbytes()
-        if elements or (held and storage.data_ptr() not in self._seen):
-            self._seen.add(storage.data_ptr())
-            used = held if payload is None else payload * tensor.element_size()
-            self.holdings.append(Holding(line, tensor, used, held - used))
-
-
 def measure_memory(runtime: Runtime) -> MemoryReport:
     """The bytes of every storage of the runtime, the optimizer and the model's buffers on this rank."""
     lines = MemoryReport().as_dict()
@@ -71,39 +54,48 @@ def list_holdings(
     model: nn.Module, units: Sequence[UnitState], gradients: Gradients, inner: Optimizer
 ) -> list[Holding]:
     """The tensors that `measure_memory` adds up."""
-    ledger = _Ledger()
+    holdings: list[Holding] = []
+    seen: set[int] = set()
+
+    def add(line: str, tensor: Tensor, payload: int | None = None, *, elements: bool = False) -> None:
+        """Count `tensor`'s storage, once, or its `elements`, under `line`; `payload` of them are not padding."""
+        storage = tensor.untyped_storage()
+        held = tensor.nbytes if elements else storage.nbytes()
+        if elements or (held and storage.data_ptr() not in seen):
+            seen.add(storage.data_ptr())
+            used = held if payload is None else payload * tensor.element_size()
+            holdings.append(Holding(line, tensor, used, held - used))
+
     for state in units:
         unit = state.unit
         line = "parameters" if unit.trainable else "frozen"
         if state.comes_and_goes:
             # What a freed unit's storage holds cannot be read off the storage where its pages come and go.
-            ledger.add(line, state.shard, unit.payload_within(state.kept), elements=True)
+            add(line, state.shard, unit.payload_within(state.kept), elements=True)
             if state.state is not State.FREED:
-                ledger.add("gathered", state.whole, elements=True)
+                add("gathered", state.whole, elements=True)
         else:
-            ledger.add(line, state.whole, unit.payload_numel)
+            add(line, state.whole, unit.payload_numel)
         if unit.trainable:
             own = gradients.units[unit.index]
             if own.cut or own.bucket is not None:
-                ledger.add("gradients", own.memory, unit.payload_within(own.kept))
+                add("gradients", own.memory, unit.payload_within(own.kept))
             if own.cut and own.bucket is not None:
-                ledger.add("buckets", own.bucket)
+                add("buckets", own.bucket)
             if own.rounding is not None and own.rounding.residual is not None:
-                ledger.add("residual", own.rounding.residual, unit.payload_within(own.rounding.sent))
+                add("residual", own.rounding.residual, unit.payload_within(own.rounding.sent))
         for master in state.masters:
             payload = unit.payload_within(master.interval)
-            ledger.add("optimizer", master.tensor, payload)
+            add("optimizer", master.tensor, payload)
             for value in inner.state.get(master.tensor, {}).values():
                 if isinstance(value, Tensor):
                     elementwise = value.shape == master.tensor.shape
-                    ledger.add(
-                        "optimizer" if elementwise else "scalars", value, payload if elementwise else None
-                    )
+                    add("optimizer" if elementwise else "scalars", value, payload if elementwise else None)
     for bucket in gradients.pool.free:
-        ledger.add("buckets", bucket)
+        add("buckets", bucket)
     for buffer in model.buffers():
-        ledger.add("buffers", buffer)
-    return ledger.holdings
+        add("buffers", buffer)
+    return holdings
 
 
 def traffic_of(counters: Counters, mesh: Mesh) -> TrafficReport:
