@@ -30,16 +30,11 @@ from zerokit.runtime.reductions import Reductions
 from zerokit.runtime.schedule import ForwardPass, Operation, Passes, Schedule, reduction
 from zerokit.runtime.unit import State, UnitState
 
-_LAST_WAIT_S = 2.0
-"""What others have updated is on its way since their step; they read this rank's part as soon as they wait."""
+_LAST_WAIT_S = 2.0  # others read this rank's part as soon as they wait
 
 
 class Gathering:
-    """Issues the gathers and reductions of all units, and tracks which units are in memory.
-
-    Units without `scopes` hold the rest of the model's parameters, which the root module may use at any time. So many
-    gathers as `prefetch` says are in flight ahead of the unit that computes.
-    """
+    """Issues gathers, `prefetch` of them ahead of the unit that computes, and tracks which units are in memory."""
 
     def __init__(
         self,
@@ -328,8 +323,7 @@ class Gathering:
         index = unit.index
         position = self._forward.find(index)
         if position is None or self.deviated:
-            if unit.state is State.FREED and index not in self.order.kept and not self.deviated:
-                self.deviated = True
+            self.deviated |= unit.state is State.FREED and index not in self.order.kept
             if self.deviated:
                 self._free_idle({index})
             self._use(unit)

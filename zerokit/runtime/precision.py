@@ -223,8 +223,6 @@ def _any_parameters(modules: Iterable[nn.Module]) -> bool:
 
 def cast_inputs(args: Any, kwargs: Any, dtype: torch.dtype, device: str) -> tuple[Any, Any] | None:
     """`args` and `kwargs` with floating-point tensors cast to `dtype`; None if nothing changes."""
-    if not kwargs and len(args) == 1 and isinstance(args[0], Tensor) and args[0].dtype == dtype:
-        return None
     if not kwargs and all(_needs_nothing(value, dtype) for value in args):
         return None
     if torch.is_autocast_enabled(device):
@@ -251,13 +249,11 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
             object.__setattr__(changed, field.name, _cast(getattr(value, field.name), dtype))
         return changed
     if isinstance(value, list | tuple | dict):
-        return torch.utils._pytree.tree_map(lambda leaf: _cast_leaf(leaf, dtype), value)
+        # Containers that pytree does not know are not entered.
+        return torch.utils._pytree.tree_map(
+            lambda leaf: leaf if isinstance(leaf, list | tuple | dict) else _cast(leaf, dtype), value
+        )
     return value
-
-
-def _cast_leaf(leaf: Any, dtype: torch.dtype) -> Any:
-    # Containers that pytree does not know are not entered.
-    return leaf if isinstance(leaf, list | tuple | dict) else _cast(leaf, dtype)
 
 
 def keep_statistics(model: nn.Module, compute: torch.dtype) -> None:
@@ -274,15 +270,11 @@ def keep_statistics(model: nn.Module, compute: torch.dtype) -> None:
             module.register_forward_pre_hook(_show_exact)
             module.register_forward_hook(_hide_exact, always_call=True)
         spectral = isinstance(module, _SpectralNorm)
-        names = {f"{hook.name}{end}" for hook in _older_spectral_norms(module) for end in ("_u", "_v")}
+        older = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)]
+        names = {f"{hook.name}{end}" for hook in older for end in ("_u", "_v")}
         for name, buffer in module.named_buffers(recurse=False):
             if (spectral or name in names) and buffer.is_floating_point():
                 module._buffers[name] = buffer.to(compute)
-
-
-def _older_spectral_norms(module: nn.Module) -> list[SpectralNorm]:
-    hooks = module._forward_pre_hooks.values()
-    return [hook for hook in hooks if isinstance(hook, SpectralNorm)]
 
 
 def _show_exact(module: nn.Module, args: Any) -> None:

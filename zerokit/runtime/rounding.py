@@ -25,13 +25,7 @@ RESIDUAL = "wire_residual"
 
 
 class Rounding:
-    """The rounding of one unit on this rank.
-
-    Args:
-        state: the unit.
-        form: the wire's.
-        precision: whose `seed`, `feedback` and `wire_updates` are used.
-    """
+    """The rounding of one unit on this rank, to the `form` of its wire."""
 
     def __init__(self, state: UnitState, form: BlockFormat, precision: Precision) -> None:
         self._state, self._form, self._seed = state, form, precision.seed
@@ -67,18 +61,16 @@ class Rounding:
         route = self._collectives.routes[self._axis]
         own = torch.zeros(self._state.own.numel, device=memory.device)
         for master in self._state.masters:
-            part = self._within(own, master)
-            part.copy_(master.tensor.detach()).sub_(self._state.kept_part(master.interval))
+            start = master.interval.start - self._state.own.start
+            own[start : start + master.interval.numel].copy_(master.tensor.detach()).sub_(
+                self._state.kept_part(master.interval)
+            )
         wire = QuantisedWire(self._form)
         mine = wire.pack(own, 1)
         packed = mine.new_empty(route.size, mine.numel())
         packed[route.rank].copy_(mine[0])
         work = self._collectives.all_gather(self._unit, packed.view(-1), axes=(self._axis,), wire=wire)
         return _Differences(work, wire, packed, memory.view(route.size, -1))
-
-    def _within(self, own: Tensor, master: MasterSlice) -> Tensor:
-        start = master.interval.start - self._state.own.start
-        return own[start : start + master.interval.numel]
 
     # ---- checkpoints
 

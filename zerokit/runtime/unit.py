@@ -83,7 +83,6 @@ class UnitState(OwnedUnit):
             (), float("nan") if dtype.is_floating_point else -1, dtype=dtype, device=self.device
         )
         self._placeholders = [nothing.expand(part.parameter.shape) for part in unit.slices]
-        self._plain: list[type[nn.Parameter]] = []
         self._guarded: list[type[Guarded]] = []
         self._versions: list[int] = []
         self._aliases: list[tuple[int, Tensor, int]] = []
@@ -117,8 +116,7 @@ class UnitState(OwnedUnit):
                     real.__dict__.update(parameter.__dict__)
                     torch.utils.swap_tensors(parameter, real)
                 parameter.data = view
-        self._plain = [type(parameter) for parameter in self.parameters]
-        self._guarded = [guarded_class(plain) for plain in self._plain]
+        self._guarded = [guarded_class(type(parameter)) for parameter in self.parameters]
         self._versions = [parameter._version for parameter in self.parameters]
         self.collectives.broadcast(exact)
         if self.separate:
@@ -279,8 +277,8 @@ class UnitState(OwnedUnit):
         """Unguard the parameters for the model's computation."""
         if self.guarded:
             self.guarded = False
-            for parameter, plain in zip(self.parameters, self._plain, strict=True):
-                parameter.__class__ = plain
+            for parameter, guarded in zip(self.parameters, self._guarded, strict=True):
+                parameter.__class__ = guarded.plain
 
     def note_requires_grad(self) -> None:
         """Record frozen and unfrozen parameters; a parameter frozen at construction cannot become trainable."""

@@ -6,7 +6,6 @@ import contextlib
 import gc
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import numpy
@@ -35,22 +34,25 @@ def install_model_methods(
     """
     _install_state_dict(model, units, gathering)
 
-    me = weakref.ref(model)  # methods of the model's own would keep it alive
+    living = _living(model)
 
     def zero_grad(set_to_none: bool = True) -> None:
-        living, clear_gradients = me(), clear()
-        assert living is not None
-        type(living).zero_grad(living, set_to_none)
+        clear_gradients = clear()
+        type(living()).zero_grad(living(), set_to_none)
         if clear_gradients is not None:
             clear_gradients()
 
     def apply(function: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:
         _require_harmless(function, units)
-        living = me()
-        assert living is not None
-        with _unguarded(units):
-            type(living)._apply(living, function, *args, **kwargs)
-        return living
+        guarded = [unit for unit in units if unit.guarded]
+        for unit in guarded:
+            unit.unguard()
+        try:
+            type(living())._apply(living(), function, *args, **kwargs)
+            return living()
+        finally:
+            for unit in guarded:
+                unit.guard()
 
     model.__dict__.update(
         {
@@ -65,18 +67,28 @@ def install_model_methods(
         module.__dict__[REGISTRY_KEY] = _NoFullyShard(module.__dict__.get(REGISTRY_KEY, ()))
 
 
+def _living(model: nn.Module) -> Callable[[], nn.Module]:
+    """The model, for methods of its own, which would keep it alive."""
+    reference = weakref.ref(model)
+
+    def living() -> nn.Module:
+        found = reference()
+        assert found is not None
+        return found
+
+    return living
+
+
 def _install_state_dict(model: nn.Module, units: Sequence[UnitState], gathering: Gathering) -> None:
-    me = weakref.ref(model)
+    living = _living(model)
 
     def state_dict(*args: Any, **kwargs: Any) -> Any:
-        living = me()
-        assert living is not None
         if gathering.is_open:
-            return type(living).state_dict(living, *args, **kwargs)
+            return type(living()).state_dict(living(), *args, **kwargs)
         # Every hook and override of the model's modules finds whole weights, whatever it makes of them.
         with gathering.opened():
             holders = [_holders(unit) for unit in units]
-            state = type(living).state_dict(living, *args, **kwargs)
+            state = type(living()).state_dict(living(), *args, **kwargs)
             gathering.take_changes()
             for unit, count in zip(units, holders, strict=True):
                 if unit.comes_and_goes:
@@ -86,13 +98,11 @@ def _install_state_dict(model: nn.Module, units: Sequence[UnitState], gathering:
 
     def save_pretrained(*args: Any, **kwargs: Any) -> Any:
         """The method of transformers, PEFT and diffusers also asks parts of the model for their states."""
-        living = me()
-        assert living is not None
         # One rank saves what all have gathered, as trainers do.
         given = kwargs.get("state_dict") is not None
         with contextlib.nullcontext() if given else gathering.opened():
-            method: Any = getattr(type(living), "save_pretrained")  # noqa: B009 - no method that nn.Module knows
-            return method(living, *args, **kwargs)
+            method: Any = getattr(type(living()), "save_pretrained")  # noqa: B009 - no method that nn.Module knows
+            return method(living(), *args, **kwargs)
 
     def before_load(
         module: nn.Module, state: Mapping[str, Tensor], prefix: str, metadata: dict[str, Any], *rest: Any
@@ -151,18 +161,6 @@ def _keep_copies(state: dict[str, Any], unit: UnitState, holders: int) -> None:
                 "array, dict, list or tuple. Stage 3 frees that memory: put copies there (weight.detach().clone()), or "
                 "call state_dict() inside `with optimizer.gathered():` and use it there"
             )
-
-
-@contextmanager
-def _unguarded(units: Sequence[UnitState]) -> Iterator[None]:
-    guarded = [unit for unit in units if unit.guarded]
-    for unit in guarded:
-        unit.unguard()
-    try:
-        yield
-    finally:
-        for unit in guarded:
-            unit.guard()
 
 
 def _require_harmless(function: Callable[[Tensor], Tensor], units: Sequence[UnitState]) -> None:
