@@ -135,15 +135,12 @@ class UnitGradients:
         """Make the views of a bucket that was just lent, and clear what no gradient will fill."""
         known = self._lent.get(bucket.data_ptr())
         if known is None:
-            known = unit_views(self.unit, bucket), self._gaps(bucket)
+            known = unit_views(self.unit, bucket), [bucket[gap.start : gap.stop] for gap in self.unit.gaps()]
             if self._pool.owns(bucket):
                 self._lent[bucket.data_ptr()] = known
         self._pieces, gaps = known
         for gap in gaps:
             gap.zero_()
-
-    def _gaps(self, bucket: Tensor) -> list[Tensor]:
-        return [bucket[gap.start : gap.stop] for gap in self.unit.gaps()]
 
     def can_adopt(self, gradient: Tensor) -> bool:
         """Whether `gradient` itself can serve as the bucket: no copy, and no second piece of memory."""
@@ -252,12 +249,6 @@ class UnitGradients:
         if self.earlier_sum is not None:
             own = memory.intersection(self.state.own).shifted(-self.state.own.start)
             self.earlier_sum[own.start : own.stop].zero_()
-
-    def clear_padding(self) -> None:
-        """Clear the padding after a factor that is not finite, because zero times it is nan."""
-        if not self.cut and self.bucket is not None:
-            for gap in self._gaps(self.bucket):
-                gap.zero_()
 
     def show(self) -> Tensor:
         """Show whole gradients [numel] in the unit's parameters, in their dtype; returns the sums."""

@@ -119,6 +119,7 @@ class ZeroOptimizer(ForwardingOptimizer):
         """The buffer that background saves write from, once there was one."""
         self._last_counters = Counters()
         self._norm: Tensor | None = None
+        self._sends_differences = self.precision.wire_updates and self._collectives.world > 1
         self._unscaled = False
         self._finite: Tensor | None = None
         """Whether the gradients are finite, 0-d, where a norm has shown it."""
@@ -167,8 +168,10 @@ class ZeroOptimizer(ForwardingOptimizer):
 
         Costs one all-reduce of one number. Returns the norm before clipping, a 0-d fp32 tensor.
         """
-        if not norm_type > 0:
-            raise UsageError(f"norm_type={norm_type}: expected a positive number or inf")
+        if not norm_type > 0 or math.isnan(max_norm):
+            raise UsageError(
+                f"max_norm={max_norm}, norm_type={norm_type}: expected numbers, of a positive type or inf"
+            )
         self._require_reduced("clip_grad_norm_()")
         self._walk.finish()
         norm = global_norm(self._gradients.shards(), float(norm_type), self._collectives)
@@ -182,9 +185,6 @@ class ZeroOptimizer(ForwardingOptimizer):
         self._gradients.scale(
             coefficient if factor == 1.0 else torch.where(self._finite, coefficient * factor, 1.0)
         )
-        if math.isnan(max_norm):
-            for unit in self._gradients.units.values():
-                unit.clear_padding()  # zero times nan is nan
         self._norm = norm.float()
         return self._norm
 
@@ -260,11 +260,6 @@ class ZeroOptimizer(ForwardingOptimizer):
             self._gathering.make_current()
             write_back(self.runtime.units)
             self._gathering.gather_updated()
-
-    @property
-    def _sends_differences(self) -> bool:
-        """Whether updated parameters travel as rounded differences."""
-        return self.precision.wire_updates and self._collectives.world > 1
 
     def _unscale(self) -> None:
         if not self._unscaled:

@@ -297,15 +297,10 @@ class ModelWalk:
 
         Raises `ScheduleError` when a backward pass ended in an exception and its gradients are mixed with earlier ones.
         """
-        if self._task is not None:
+        if self._task is not None or self._gradients.mixed:
             raise ScheduleError(
-                "the last backward pass did not finish, so its gradients are incomplete: call zero_grad(), then run "
-                "forward and backward again"
-            )
-        if self._gradients.mixed:
-            raise ScheduleError(
-                "a backward pass failed after earlier ones, and their gradients are mixed with its own: call "
-                "zero_grad(), then run all micro-batches of this step again"
+                "a backward pass of this step did not finish, so gradients are incomplete: call zero_grad(), then run "
+                "forward and backward of all its micro-batches again"
             )
         for unit in self._units:
             unit.note_requires_grad()
