@@ -76,10 +76,7 @@ class OptimizerStates:
 def choose_kernel(
     optimizer_class: type[Optimizer], options: dict[str, Any], device: torch.device, master: torch.dtype
 ) -> dict[str, Any]:
-    """Choose the fused kernel if the user did not choose and one step with it succeeds on `device`.
-
-    One fused call over flat tensors takes a third of the time of PyTorch's default on a CPU.
-    """
+    """Choose the fused kernel, three times as fast on a CPU, if the user did not choose and it works on `device`."""
     accepted = inspect.signature(optimizer_class).parameters
     unsuited = any(options.get(name) for name in ("foreach", "differentiable", "capturable"))
     if "fused" not in accepted or "fused" in options or unsuited:
@@ -95,9 +92,9 @@ def choose_kernel(
 
 
 def probe(optimizer_class: type[Optimizer], options: dict[str, Any], master: torch.dtype) -> OptimizerStates:
-    """Step `optimizer_class` on a matrix, and on each half of its elements separately; the results must agree.
+    """Step `optimizer_class` on a matrix, and on each half of it separately. The results must agree.
 
-    Raises `UnsupportedOptimizer` where they do not, or where the optimizer refuses the plain call.
+    Raises `UnsupportedOptimizer` otherwise.
     """
     name = optimizer_class.__name__
     generator = torch.Generator().manual_seed(0)

@@ -1,7 +1,6 @@
-"""Builds the runtime's parts from a model and an optimizer class: checks, layout, storages.
+"""Builds the runtime's parts from a model and an optimizer class.
 
-The model never exists twice: unit by unit, values are copied into the unit's storage and the old memory is given
-back; at stage 3 only the shard stays.
+The model never exists twice: units take its values one by one, and give its old memory back.
 """
 
 from __future__ import annotations
@@ -183,10 +182,7 @@ def _group_of_this_rank(given: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def mesh_of(mesh: object, group: dist.ProcessGroup) -> Mesh | None:
-    """The shape of the ranks from the argument `mesh`: (outer, inner), a `DeviceMesh` over `group`, or None.
-
-    Raises `UsageError` where it does not fit the ranks of `group`.
-    """
+    """The ranks as (outer, inner), from a pair or a `DeviceMesh` over `group`; `UsageError` if it does not fit."""
     if mesh is None:
         return None
     shape = getattr(mesh, "shape", mesh)

@@ -1,14 +1,13 @@
 """Gathers, reduces and frees units as the model uses them, in the one order of `schedule`.
 
-At stages 0 to 2 parameters stay whole. At stages 1 and 2 their owners update them, and every rank gathers them right
-after the step, behind whatever the host does next; they are waited for unit by unit, in the next forward or when
-a parameter is read before. At stage 3 units are gathered before they are used and freed after.
+At stages 0 to 2 parameters stay whole. At stages 1 and 2 every rank gathers them right after the step, and waits for
+each unit in the next forward, or when a parameter is read. At stage 3 units are gathered before use and freed after.
 
 [Note: freeing in backward] A unit is freed when the backward pass enters another one, or ends; never at its last
-gradient, because a frozen weight is needed after that. It is safe because autograd runs nodes in reverse order of
-creation: when the output of an earlier unit receives its gradient, all nodes of later units have run. Where no hook
-shows it (outputs that are no tensors to us, torch.func, weights used by other modules) units are held until backward
-ends, and where backward builds a graph of its own, all units are, until the next plain backward or `step()`.
+gradient, because a frozen weight is needed after that. Autograd runs nodes in reverse order of creation: when the
+output of an earlier unit receives its gradient, all nodes of later units have run. Where no hook shows it (outputs that
+are no tensors to us, torch.func, weights used by other modules) units are held until backward ends, and where backward
+builds a graph of its own, until the next plain backward or `step()`.
 
 [Note: leaving the order] A pass may use a unit again that it has freed, though the recorded pass did not (a loop with
 more rounds). All ranks must then do the same, or time out; the order is recorded again at the end of that pass.
@@ -79,10 +78,7 @@ class Gathering:
             self._collectives.wait_for_readers()
 
     def finish_updates(self) -> None:
-        """Finish updates in flight when the optimizer is deleted and the model remains in use.
-
-        The garbage collector may call this in the midst of another optimizer's collectives, in which other ranks wait.
-        """
+        """Finish updates in flight when the optimizer is deleted, maybe amid collectives of another."""
         self._collectives.wait_at_most(_LAST_WAIT_S)
         with suppress(ScheduleError):
             self.make_current()

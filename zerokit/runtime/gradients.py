@@ -4,12 +4,10 @@
                  stage 0, is gathered to all pieces)
     stage 2, 3   one shard a unit, kept; buckets are lent by a small pool while a unit's gradients arrive
 
-On hosts a gradient is multiplied by 1/N while it is copied into its bucket (that of a unit of one unpadded parameter,
-made by autograd, is the bucket), and N ranks' buckets are then summed in rank order. Where the host runs ahead of a
-device, each copy costs its launch: a unit's gradients wait until all have arrived, and are copied by one operation; the
-reduction divides. With a bf16 `wire` the bucket, times 1/N by then, is rounded into memory of its own as it is sent,
-and the rounded pieces of all ranks are added in fp32; stage 0 gathers the sums in fp32. When a unit is reduced is the
-business of `gathering`.
+On hosts a gradient is multiplied by 1/N while it is copied into its bucket (the gradient of a unit of one unpadded
+parameter is the bucket), and N ranks' buckets are summed in rank order. Where the host runs ahead of a device, a unit's
+gradients wait until all have arrived, are copied by one operation, and the reduction divides. For a bf16 `wire` the
+bucket is rounded as it is sent, and the pieces of all ranks are added in fp32.
 """
 
 from __future__ import annotations
@@ -38,10 +36,9 @@ MOST_IN_FLIGHT = 3
 
 
 class Gradients:
-    """The gradients of all trainable `units`, summed in `dtype`.
+    """The gradients of all trainable `units`, summed in `dtype`; they cross between ranks on `wire`, if one is given.
 
-    `fitting` lists the elements of the units that the pool's buckets serve; `wire` is the form in which gradients cross
-    between ranks, where that is not `dtype`.
+    `fitting` lists the elements of the units that the pool's buckets serve.
     """
 
     def __init__(

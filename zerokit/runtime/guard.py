@@ -1,10 +1,9 @@
 """Guarded parameters, whose every access is intercepted while the model does not run.
 
 Between passes a parameter's memory may be gone (stage 3), on its way (stages 1 and 2) or a rounded copy of its master,
-and its gradient lies in zerokit's buckets. Code that reads or changes parameters then must get what PyTorch would
-give it, or an error that names the right call. So a parameter changes its class, keeping its identity: to a *guarded*
-subclass while the model does not use it, and back when its unit is ready. PyTorch calls a guarded parameter's
-`__torch_function__` before every operation on it; the plain class costs nothing in forward and backward.
+and its gradient lies in zerokit's buckets. Code that reads or changes it then must get what PyTorch would give it, or
+an error that names the right call. So a parameter's class, not its identity, changes to a *guarded* subclass while the
+model does not use it: PyTorch calls its `__torch_function__` before every operation on it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Islands: ranks of the inner axis that train alone, if the outer stage of a mesh is "local".
 
-An island is a process group of its own to the optimizer, so norms, clipping, overflow and the loss scale end at its
-shore. `zerokit.LocalSteps` joins the islands from time to time.
+An island is a process group of its own to the optimizer; `zerokit.LocalSteps` joins them from time to time.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Memory on Linux hosts: pages that come and go, and the return of freed heap pages to the system.
-
-CUDA tensors do not lie in the heap.
-"""
+"""Memory on Linux hosts: pages that come and go, and the return of freed heap pages to the system."""
 
 from __future__ import annotations
 
@@ -71,11 +68,10 @@ class Heap:
 
 
 def keep_freed_memory() -> None:
-    """Make glibc keep the free top of its heap, unless the environment sets a limit.
+    """Make glibc keep the free top of its heap, unless the environment sets a limit, once it has seen some steps.
 
-    By itself glibc keeps 64 MiB at most, so that every step would hand the rest back and fault it in again: a backward
-    pass that drops each gradient at once frees much more. This also ends glibc's search for the size from which
-    tensors get pages of their own: to be called when it has seen some steps.
+    By itself it keeps 64 MiB at most, and every step would fault the rest in again. This also ends glibc's search for
+    the size from which tensors get pages of their own.
     """
     tuned = "MALLOC_TRIM_THRESHOLD_" in os.environ or "trim_threshold" in os.environ.get("GLIBC_TUNABLES", "")
     if not tuned:

@@ -1,9 +1,8 @@
 """What one rank owns of a unit: its shard, and the masters in it.
 
-A master is what the optimizer updates: a stretch of what this rank owns, in the master dtype. There is one for each
-group of parameters in the unit (one fused call over few tensors; a call over each parameter's own takes up to four
-times as long in deep, narrow models). The optimizer counts steps by tensor, so parameters that are no longer trained
-alike get one master each.
+A master is what the optimizer updates, in the master dtype: one for each group of parameters in the unit (a call over
+each parameter's own takes up to four times as long in deep, narrow models). The optimizer counts steps by tensor, so
+parameters that are no longer trained alike get one master each.
 """
 
 from __future__ import annotations

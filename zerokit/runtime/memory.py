@@ -1,10 +1,8 @@
 """Memory of a unit: the whole unit while it is needed, and one rank's shard always (stage 3).
 
-[Note: one storage for life] Autograd saves views of weights (a transposed weight, for example). Re-pointing a
-parameter to another storage would leave those behind, so a unit keeps one storage, and only the memory behind it
-comes and goes: on CUDA the storage is resized; on Linux hosts its pages are handed back to the system, all but those
-of the shard, which so needs neither memory of its own nor a copy at every gather (`linux`). Autograd notices changes
-in place by version counters, which are set here.
+[Note: one storage for life] Autograd saves views of weights, which re-pointing a parameter to another storage would
+leave behind. So a unit keeps one storage, and only the memory behind it comes and goes: on CUDA the storage is
+resized; on Linux hosts its pages are handed back, all but those of the shard, which so needs no copy (`linux`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The structure of a model: segments of its parameters, and initial values for one built on `meta`.
 
-Values on `meta` are made a few modules at a time, so that the model never exists whole. Each module is initialised from
-a seed of its own (the run's seed and the module's name), so that values depend neither on the world size nor on the
-stage, nor on which parameters of the module lie in which unit.
+Values on `meta` are made a few modules at a time, each from a seed of its own (the run's seed and the module's name),
+so that they depend neither on the world size nor on the stage or units.
 """
 
 from __future__ import annotations
@@ -42,12 +41,9 @@ def take_apart(model: nn.Module, rule: UnitRule | None, groups: Mapping[nn.Param
     """Divide `model`'s parameters among its unit modules and the rest.
 
     Unit modules are the outermost ones that match `rule`; without a rule, the children of every `ModuleList` and
-    `Sequential` (looking through containers that cannot be called). A parameter that two unit modules share, or a
-    unit module and anything outside, belongs to the rest, so that no unit depends on another one being gathered.
-    The rest is split by its position before, between and after the unit modules. Parameters that require no
-    gradient are frozen for good.
-
-    Raises `UsageError` where `rule` matches no module.
+    `Sequential` (looking through containers that cannot be called). What two unit modules share, or one and anything
+    outside, belongs to the rest, which is split by its position between them. Raises `UsageError` where `rule` matches
+    no module.
     """
     scopes = _unit_modules(model, rule)
     named = {plain_name(name): parameter for name, parameter in model.named_parameters()}
@@ -91,10 +87,7 @@ def take_apart(model: nn.Module, rule: UnitRule | None, groups: Mapping[nn.Param
 
 
 def require_own_memory(model: nn.Module) -> None:
-    """Raise `UsageError` where two tensors of the model share elements, though they are not the same object.
-
-    Each parameter gets memory of its own, so that the other one would no longer follow it.
-    """
+    """Raise `UsageError` where two tensors of the model share elements, which each of them would get for itself."""
     by_memory: dict[int, list[tuple[str, Tensor]]] = {}
     for name, tensor in _tensors_of(model):
         if not tensor.is_meta and tensor.numel():
@@ -236,11 +229,7 @@ class Materializer:
         self._forms = {parameter: (parameter.shape, parameter.dtype) for parameter in self._owners}
 
     def values_of(self, parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
-        """Values for those of `parameters` that are on `meta`.
-
-        A tied parameter takes the value that its first owner gives it. Raises `UsageError` for a module that
-        cannot initialise itself.
-        """
+        """Values for those of `parameters` that are on `meta`; a tied one takes what its first owner gives it."""
         wanted = [parameter for parameter in parameters if parameter.is_meta]
         values: dict[nn.Parameter, Tensor] = {}
         for owner in dict.fromkeys(self._owners[parameter] for parameter in wanted):

@@ -11,10 +11,7 @@ from zerokit.runtime.unit import UnitState
 
 
 class Order:
-    """The order of the `trainable` and other units.
-
-    Units without `scopes` hold the rest of the model's parameters, which the root module may use at any time.
-    """
+    """The order of all units; those without `scopes` hold the rest, which the root module may use at any time."""
 
     def __init__(
         self,
@@ -65,9 +62,9 @@ class Order:
     def _in_order(self, trace: Sequence[int], kept: Set[int], lazy: Collection[int]) -> list[int]:
         """The order of a forward pass on this rank, every unit at least once.
 
-        Kept units appear once; those that cannot be gathered lazily come first. Between two uses of a unit with only
-        kept ones in between it stays gathered. Units that this rank left out follow their neighbours on the line, so
-        that ranks that use them meet them in order.
+        Kept units appear once; those that cannot be gathered lazily come first. A unit stays gathered between two uses
+        with only kept ones in between. Units that this rank left out follow their neighbours on the line, where others
+        meet them.
         """
         order = [u.index for u in self._units if not u.unit.scopes and u.index not in lazy]
         last = -1

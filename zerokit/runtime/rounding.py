@@ -1,8 +1,7 @@
 """One unit's gradients and updates on an int8 or int4 wire: how they are rounded, and what rounding has taken away.
 
-With feedback, and for updates, whose differences bring back by themselves what was rounded away, rounding is to
-nearest. Without, it is random, by keys from (seed, epoch, turn, unit, rank): a save and a load begin an epoch, which
-the saved step names, so a run that goes on and one that resumes round alike.
+With feedback, and for updates, rounding is to nearest. Without, it is random, by keys from (seed, epoch, turn, unit,
+rank): the saved step names an epoch, so a run that goes on and one that resumes round alike.
 """
 
 from __future__ import annotations

@@ -1,20 +1,18 @@
 """The order of collectives, as pure arithmetic that is equal on every rank, and the position of a pass in it.
 
 [Note: one order] Collectives match by the order in which ranks issue them, so that order must not depend on what one
-rank happens to do. Forward gathers units in a recorded order, backward in its reverse, and reductions come at fixed
-positions between the gathers of backward:
+rank happens to do. Forward gathers units in a recorded order, backward in its reverse, with reductions at fixed
+positions in between:
 
     forward    a    b    c    d                            d stays gathered for backward
     backward  (d)   c   R(d)  b   R(c)  a   R(b)  R(a)     the next gather is in flight before a unit's work begins
 
 A rank that uses a unit first issues whatever precedes it: gathers of units that it leaves out, and reductions of
-units it is done with, with zeros for gradients that never came. A rank that waits has thus issued all that precedes,
-so the rank that is furthest behind can always go on, and no rank hangs. A reduction whose gradients may still come
-waits for them, and lets the gathers behind it pass: then all ranks must do the same.
+units it is done with, with zeros for gradients that never came. So the rank that is furthest behind can always go on,
+and no rank hangs. A reduction whose gradients may still come lets the gathers behind it pass: then all ranks must.
 
 [Note: the end of a unit's gradients] Autograd runs nodes in reverse order of creation: when an output of a unit
-receives its gradient, every node created after that output has run. Units that a forward pass used only later than that
-will receive no more gradients, and neither will those that it never used.
+receives its gradient, units that a forward pass used only later, or never, will receive no more gradients.
 """
 
 from __future__ import annotations
@@ -34,8 +32,8 @@ def reduction(unit: int) -> Operation:
 class Schedule:
     """The operations in order, and a pass's position. A unit may be gathered several times.
 
-    `cursor` is the position of the gather whose unit was entered last (-1 before the first). Operations at positions
-    below `issued` have been issued: beyond the cursor as far as one prefetches, or something needed them earlier.
+    `cursor` is the position of the gather whose unit was entered last (-1 before); those below `issued` have been
+    issued.
     """
 
     def __init__(self, operations: Iterable[Operation] = ()) -> None:
@@ -57,10 +55,7 @@ class Schedule:
             yield self.operations[self.issued - 1]
 
     def issue_ahead(self, position: int, gathers: int) -> Iterator[Operation]:
-        """The operations after `position`, with at most this many gathers.
-
-        They end before a unit that is still in use for an earlier position.
-        """
+        """The operations after `position`: at most so many gathers, none of a unit in use for an earlier position."""
         while self.issued < len(self.operations):
             operation = self.operations[self.issued]
             ahead = sum(each >= 0 for each in self.operations[position + 1 : self.issued])
@@ -89,8 +84,7 @@ def backward_order(
     """The one order of gathers and reductions in backward; every trainable unit is reduced once.
 
     A unit's reduction follows when the pass has left its last gather, behind the gathers that are `ahead` of it.
-    `early` and `late` are trainable units without gathers: the former (a head) come behind the first gather, the others
-    at the end.
+    Trainable units without gathers come behind the first gather if they are `early` (a head), else at the end.
     """
     last = {unit: position for position, unit in enumerate(gathers)}
     behind: list[list[int]] = [[] for _ in range(len(gathers) + 1)]

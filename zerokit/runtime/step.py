@@ -28,8 +28,8 @@ _DIFFERENT_PATHS = (
 class StepControl:
     """The ranks' agreement before a step: whether any has gradients, all are finite, and all have the same schedule.
 
-    Where the host runs ahead of a device, it looks at a step's numbers in the next step: at once, it would wait for
-    the device in every step. Only a rank that has no gradients looks at once, and all do in fp16.
+    Where the host runs ahead of a device, it looks at a step's numbers in the next step, so as not to wait for the
+    device. Only a rank that has no gradients looks at once, and all do in fp16.
     """
 
     def __init__(self, collectives: Collectives, units: Sequence[UnitState], gradients: Gradients) -> None:
@@ -88,8 +88,7 @@ _CHUNK = 1 << 16
 def global_norm(shards: Sequence[Tensor], norm_type: float, collectives: Collectives) -> Tensor:
     """The `norm_type`-norm of all ranks' `shards` together, by one all-reduce of one fp64 number; 0-d, fp64.
 
-    Partial sums in fp32 differ with the cut (29 different results in 30 cuts, measured); in fp64 the difference
-    lies far below what the fp32 result can show.
+    Partial sums in fp32 would differ with the cut (29 different results in 30 cuts, measured).
     """
     if math.isinf(norm_type):
         local = _largest(shards, collectives.device)
@@ -191,9 +190,9 @@ def update_masters(
 
 
 def _level_momentum(inner: Optimizer) -> None:
-    """Let tensors that begin late in a group go together with the others: a fused kernel wants all buffers or none.
+    """Let tensors that begin late in a group have a momentum, which fused kernels want for all or none.
 
-    SGD's first step takes the gradient as its momentum, which a momentum of zeros gives as well, without dampening.
+    Zeros give what SGD's first step gives without dampening.
     """
     for group in inner.param_groups:
         active = [tensor for tensor in group["params"] if tensor.grad is not None]

@@ -43,10 +43,7 @@ class State(Enum):
 
 
 class UnitState(OwnedUnit):
-    """The `parameters` of one unit on one rank, which become views of one storage in `dtype`, and their masters.
-
-    Positions that are `renormed` are of parameters that their module renormalises in forward.
-    """
+    """The `parameters` of one unit, views of one storage in `dtype`; forward changes those at `renormed`."""
 
     def __init__(
         self,
@@ -94,8 +91,7 @@ class UnitState(OwnedUnit):
     def take_over(self, initial: Mapping[nn.Parameter, Tensor], master: torch.dtype) -> None:
         """Turn the parameters into views of this storage with rank 0's values, and create the masters in their dtype.
 
-        Parameters on `meta` take their values from `initial`. Masters start from the values themselves, not from what
-        compute rounds them to; where the master dtype is the storage's own, masters are the storage itself.
+        Parameters on `meta` take their values from `initial`. Masters start from the values before compute rounds them.
         """
         self._note_addresses()
         exact = self.whole
@@ -204,10 +200,7 @@ class UnitState(OwnedUnit):
             self.gather_from_owners(self.placement.update)
 
     def gather_from_owners(self, axes: Sequence[Axis] | None = None) -> None:
-        """Start gathering this rank's kept memory over `axes`, whose ranks each have their own shard of it.
-
-        By default from all ranks that keep the same.
-        """
+        """Start gathering this rank's kept memory over `axes`, by default from all ranks that keep the same."""
         self.complete()
         if axes is None:
             axes = [axis for axis in self.collectives.mesh.axes if axis not in self.placement.use]
@@ -299,10 +292,7 @@ class UnitState(OwnedUnit):
             self._addresses = [view.data_ptr() for view in self._views]
 
     def _take_replaced(self) -> None:
-        """The model's forward may have given a parameter other memory (`weight.data = …`): take its values over.
-
-        Raises `UsageError` for memory of another form. Guarded parameters refuse other memory at once.
-        """
+        """Take the values of memory that forward gave a parameter (`weight.data = …`), if its form is the same."""
         if not self._viewed or [parameter.data_ptr() for parameter in self.parameters] == self._addresses:
             return
         for parameter, layout, view in zip(self.parameters, self.unit.parameters, self._views, strict=True):

@@ -1,8 +1,7 @@
 """The reactions to PyTorch's hooks: gathering and gradients follow the forward and backward passes.
 
-The hooks hold weak references only, so that deleting the model and the optimizer frees their memory. Units are
-announced by calls of their own modules, and the rest by the modules that hold its weights; guarded parameters notice
-uses past these.
+Hooks hold weak references only. Units are announced by calls of their own modules, the rest by the modules that hold
+its weights; guarded parameters notice uses past these.
 
 [Note: end of backward] Autograd has no hook for it; the first hook of a pass queues a callback on the engine. A pass
 whose callback never ran has failed: what it brought is dropped.
@@ -10,8 +9,8 @@ whose callback never ran has failed: what it brought is dropped.
 [Note: recomputation] Activation checkpointing runs forwards inside backward. They are recognised by the engine's
 current task, gather what they need, and free nothing.
 
-[Note: passes that bring no gradients] `torch.autograd.grad` differentiates without accumulating. Such a pass gathers
-like any other, and reduces nothing: the engine shows whether it will reach a parameter.
+[Note: passes that bring no gradients] `torch.autograd.grad` gathers like any other pass, and reduces nothing: the
+engine shows whether it will reach a parameter.
 """
 
 from __future__ import annotations

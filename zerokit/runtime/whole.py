@@ -28,9 +28,8 @@ def install_model_methods(
 ) -> None:
     """Make the model's methods behave as without zerokit, or raise an error with advice.
 
-    `state_dict()` gives whole, current tensors and `load_state_dict()` reaches the masters. Both are collective: all
-    ranks must call them. At stage 3 both need the whole model in memory, and `state_dict` copies, unit by unit, because
-    the gathered memory is freed again. `zero_grad()` also calls `clear`, the optimizer's.
+    `state_dict()` gives whole, current tensors and `load_state_dict()` reaches the masters; all ranks must call them.
+    At stage 3 `state_dict` copies unit by unit, because gathered memory is freed again.
     """
     _install_state_dict(model, units, gathering)
 

@@ -48,10 +48,9 @@ def make_collectives(
     units: int,
     mesh: Mesh | None = None,
 ) -> Collectives:
-    """The collectives for `device`, over their own communicators with the ranks of `group`, for `units` units.
+    """The collectives for `device` over communicators of their own with the ranks of `group`, for `units` units.
 
-    Without a mesh there is one axis, but on hosts whose nodes have several ranks each: there the nodes are the outer
-    axis.
+    Without a mesh there is one axis; on hosts whose nodes have several ranks each, nodes are the outer axis.
     """
     backend = _backend_of(group, device)
     if backend not in ("fake", "gloo", "nccl"):

@@ -1,9 +1,8 @@
 """The base of all routes: the mesh, the count of every byte, and small control messages.
 
-`Collectives` is what the runtime sees: units are gathered and reduced over the axes of the mesh, inner before outer in
-a reduction, outer before inner in a gather. Each axis is a `Route`: it moves tensors between the ranks of that axis,
-which lie in memory as `size` equal pieces, piece r belonging to the axis's rank r. A `Wire` is the form in which pieces
-of a sum travel.
+Units are gathered and reduced over the axes of the mesh, inner before outer in a reduction, outer before inner in a
+gather. An axis is a `Route` between its ranks; a tensor is `size` equal pieces there, piece r that of rank r. A `Wire`
+is the form in which pieces of a sum travel.
 """
 
 from __future__ import annotations
@@ -93,10 +92,7 @@ class Wire:
 
 @dataclass(slots=True)
 class Counters:
-    """The received payload in elements and bytes, summed over all ranks, which all take part in each collective.
-
-    `received_bytes` is what arrived at this rank alone, padding included; `control_*` are the small messages beside.
-    """
+    """The payload received by all ranks; `received_bytes` came to this one, with padding, `control_*` is beside."""
 
     by_operation: dict[tuple[str, Axis], Operation] = field(default_factory=dict)
     received_bytes: int = 0
@@ -234,10 +230,9 @@ class Collectives:
         """Write (or add) the ranks' sum of this rank's shard of `bucket`, the whole unit, over `axes` to `out`.
 
         Where the route `averages`, it is their mean. With a `wire` every rank's piece is rounded to its form, this
-        rank's too, and they are added in `out`'s dtype, in rank order, by any route. One rank rounds nothing.
-
-        `out` may be that shard of `bucket` itself, unless `add`. `between` is where sums over the inner axis arrive on
-        a mesh of two, by default their place in the bucket. What else is in the bucket is lost.
+        rank's too, and they are added in `out`'s dtype and in rank order. One rank rounds nothing. `out` may be that
+        shard of `bucket` itself, unless `add`. `between` is where sums over the inner axis arrive on a mesh of two, by
+        default their place in the bucket. What else is in the bucket is lost.
         """
         self._note(Kind.REDUCE_SCATTER, unit)
         hops: list[Hop] = []
@@ -313,10 +308,7 @@ class Collectives:
                 values.copy_(here)
 
     def agree_soon(self, values: Sequence[float], flag: Tensor | None = None) -> Callable[[], list[float]]:
-        """Start taking the maximum over ranks of each of `values`, and of a 0-d tensor on the device.
-
-        The result waits for the numbers where they are still on the way.
-        """
+        """Start to find the maximum over ranks of each of `values` and a 0-d tensor; the result waits for it."""
         control = torch.tensor([*values, 0.0 if flag is None else float(flag)], dtype=torch.float64)
         self.all_reduce(control, dist.ReduceOp.MAX)
         return control.tolist

@@ -17,10 +17,7 @@ _clones: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDict
 _owned: weakref.WeakKeyDictionary[
     dist.ProcessGroup, list[tuple[weakref.ref[object], dict[str, dist.ProcessGroup]]]
 ] = weakref.WeakKeyDictionary()
-"""Who uses which gloo groups alone, by the group that they were made like, in the same order on all its ranks.
-
-Groups outlive their users, because ranks drop these at different moments.
-"""
+"""Who uses which gloo groups alone, by the group that they were made like, in the same order on all its ranks."""
 
 
 def note_user(like: dist.ProcessGroup, user: object, groups: dict[str, dist.ProcessGroup]) -> None:
@@ -59,10 +56,9 @@ def clone(
     device: torch.device | None = None,
     members: Sequence[int] | None = None,
 ) -> dist.ProcessGroup:
-    """A separate communicator over the same ranks, or `members` of them, so that no other messages interfere.
+    """A separate communicator over the same ranks, or `members` of them, made at once for `device` if one is given.
 
-    Every rank of `group` calls it, with the members of its own communicator. It is made at once for `device`, if one is
-    given, and not at its first use.
+    Every rank of `group` calls it, with the members of its own communicator.
     """
     everyone = dist.get_process_group_ranks(group)
     ranks = everyone if members is None else [everyone[member] for member in members]

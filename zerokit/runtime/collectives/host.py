@@ -1,8 +1,7 @@
 """Collectives on hosts: their order, and how a waiting rank continues to serve the others.
 
 [Note: nobody waits for itself] A rank that waits must go on with whatever others may wait for: pieces that it has not
-read yet, and second hops that can begin because the first have arrived. All of that is in `Progress.pending`, and every
-wait attempts it.
+read yet, and second hops whose first ones have arrived. That is `Progress.pending`, and every wait attempts it.
 """
 
 from __future__ import annotations

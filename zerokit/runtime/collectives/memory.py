@@ -1,8 +1,7 @@
 """The route within a node: each rank reads the pieces that the others offer.
 
-No other thread reads for this rank while it computes: it reads where it would wait, and where it starts the next
-reduction. What others may still read must not change: a reduction's `wait` returns when its bucket has been taken, and
-gathered pieces are free to change after `wait_for_readers`.
+It reads where it would wait, and where it starts the next reduction. A reduction's `wait` returns when its bucket has
+been taken; gathered pieces are free to change after `wait_for_readers`.
 """
 
 from __future__ import annotations

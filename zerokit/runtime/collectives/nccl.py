@@ -1,17 +1,14 @@
 """NCCL's all-gather and reduce-scatter, on separate streams.
 
-On a narrower wire a reduction is an all-to-all of rounded pieces and sums of our own, which go in rank order.
-
-The host issues and never waits: it looks at a step's control values in the next step, when they have long arrived.
-Streams are ordered by events alone.
+On a narrower wire a reduction is an all-to-all of rounded pieces and sums of our own, in rank order. The host issues
+and never waits: it looks at a step's control values in the next step. Streams are ordered by events alone.
 
 [Note: order on the device] Kernels of two communicators may wait for each other where a device cannot hold both. All
 ranks issue all collectives in one order (see schedule's [Note: one order]), and `NCCL_LAUNCH_ORDER_IMPLICIT=1` (NCCL
-2.26 and later) makes devices keep the order in which the host issues them, for programs that run other collectives
-beside. There are four communicators at most: control values, gathers and reductions over the inner axis, and one for
-both over the outer axis. A communicator has one stream, so its collectives run in the order in which all ranks issue
-them; a second hop waits for an event of a first hop that was issued before it, never the other way round. So the
-collective that was issued first on all ranks can always run, and no order of theirs can deadlock.
+2.26 and later) makes devices keep it. There are four communicators at most, each with one stream: control values,
+gathers and reductions over the inner axis, and one for both over the outer axis. A second hop waits for an event of
+a first hop that was issued before it, never the other way round. So the collective that was issued first on all ranks
+can always run.
 """
 
 from __future__ import annotations
@@ -68,10 +65,7 @@ class CudaEvent:
 
 
 class CudaStream:
-    """A queue on a device that runs collectives one after the other, concurrently with the computation.
-
-    It has a high priority: what it runs is on the way to other ranks.
-    """
+    """A queue on a device that runs collectives one after the other, at a higher priority than the computation."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -113,10 +107,7 @@ class CudaStream:
 
 
 class NcclRoute(Route):
-    """One axis: a communicator and a stream for gathers, and the same or others for reductions.
-
-    Only communicators that know `ReduceOp.AVG` can divide by the number of ranks.
-    """
+    """One axis: communicators and streams for gathers and reductions, which average where they know `ReduceOp.AVG`."""
 
     name = "nccl"
 
@@ -231,10 +222,7 @@ class NcclCollectives(Collectives):
 
 @dataclass(frozen=True, slots=True)
 class Communicators:
-    """The communicators: for control values, and for gathers and reductions over each axis, the inner one last.
-
-    Over the outer axis both share one.
-    """
+    """The communicators for control values, and for gathers and reductions over each axis (outer: one for both)."""
 
     control: dist.ProcessGroup
     axes: tuple[tuple[dist.ProcessGroup, dist.ProcessGroup], ...]

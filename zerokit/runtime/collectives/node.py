@@ -1,20 +1,17 @@
 """Access to the memory of other ranks on the node, instead of sockets. Linux hosts only.
 
-A byte on loopback is copied into the kernel by one rank and out of it by another; `process_vm_readv` copies it once,
-and tensors may lie anywhere. The kernel's rules for debuggers apply: the same user, a process that may be dumped, no
-sandbox that forbids the call. Under Yama's `ptrace_scope` 1, Ubuntu's default, a process must name whom it lets in
-besides its ancestors: ranks name their launcher, which lets in what it has started.
+`process_vm_readv` copies a byte once, where loopback copies it twice. The kernel's rules for debuggers apply: the same
+user, and no sandbox that forbids the call. Under Yama's `ptrace_scope` 1, Ubuntu's default, ranks name their launcher,
+which lets in what it has started.
 
 A few shared pages, the board, say what is where: a rank *offers* memory under its address; a reader marks it as
-*taken*, and until all have, the offered memory stays as it is. Counts are per operation and unit, so ranks that do
-things in another order cannot swap contents.
+*taken*, and until all have, it stays as it is. Counts are per operation and unit, so contents cannot be swapped.
 
 [Note: a node] Ranks are of one node if their host's name, its boot, their network namespace and their torchrun agent
 (GROUP_RANK) are the same. So nodes that are simulated on one machine send to each other what nodes would.
 
-[Note: locks show who is alive] Each rank holds a lock on its byte of the board's file. The system drops it when the
-process ends, however that comes; asking for it needs no rights over the other process. Such locks (POSIX's) belong to
-the process: children do not keep them.
+[Note: locks show who is alive] Each rank holds a POSIX lock on its byte of the board's file, which the system drops
+when the process ends, however that comes, and children do not keep. Asking for it needs no rights.
 """
 
 from __future__ import annotations
@@ -57,10 +54,7 @@ _LOCK = struct.Struct("hhqqi0q")
 
 
 class Neighbours:
-    """One rank's access to the others of its node, whose processes are `pids`. Made by `meet`.
-
-    `board` is the descriptor of the shared board's file, which is closed with this object.
-    """
+    """One rank's access to the others of its node, processes `pids`; closes the `board`'s file. See `meet`."""
 
     def __init__(self, rank: int, pids: Sequence[int], board: int, units: int) -> None:
         weakref.finalize(self, os.close, board)
@@ -212,10 +206,7 @@ def _can_read(card: _Card) -> bool:
 
 
 def _let_siblings_in(parents: Sequence[int]) -> None:
-    """Under Yama's scope 1, let this process be read by those that its parent started, if it is everyone's parent.
-
-    It holds until the process ends, or names another one.
-    """
+    """Under Yama's scope 1, let this process be read by those that its parent started, if it is everyone's parent."""
     launcher = os.getppid()
     if launcher <= 1 or set(parents) != {launcher} or not _YAMA.exists() or _YAMA.read_text().strip() != "1":
         return

@@ -5,13 +5,10 @@ A piece of n elements travels as ⌈n/B⌉ blocks, the last of which may be shor
     int8, B = 256   | 256 integers, a byte each         | scale, bf16 |    258 bytes, 1.008 an element
     int4, B = 128   |  64 bytes, two integers in each   | scale, bf16 |     66 bytes, 0.516 an element
 
-An element x becomes the integer nearest to x / scale. What this takes away stays in a residual, which is added to the
-same rank's next term (error feedback; Seide et al., "1-bit stochastic gradient descent", 2014; Karimireddy et al.,
-arXiv:1901.09847): all that a rank has sent in the end is the sum of its gradients, up to one last rounding.
-
-Without a residual that would be biased: elements under half a step would never be sent. Then a number from (−½, ½) is
-added to x / scale before, so that the integer is right on average. It is a hash of a key and the element's position in
-the unit, so results depend on no route, stage or order.
+An element x becomes the integer nearest to x / scale. What this takes away is added to the same rank's next term (error
+feedback; Seide et al., "1-bit stochastic gradient descent", 2014; Karimireddy et al., arXiv:1901.09847). Without such
+a residual a number from (−½, ½) is added to x / scale before, a hash of a key and the element's position in the unit,
+so that the integer is right on average.
 
 Integer times scale has at most 16 bits, so terms are exact in fp32. A block with inf or nan arrives as inf or nan.
 """

@@ -1,9 +1,8 @@
 """The route over sockets: gloo's point-to-point messages, in place.
 
-gloo's all-gather copies through scratch memory and its reduce-scatter is an all-reduce plus a slice; sending each piece
-straight to its owner takes a half to a third of their time, and sums can go in rank order, so that results do not
-depend on how the line is bucketed. The tag of a message names the unit and how often it has gone: ranks that disagree
-time out, they cannot swap contents.
+Sending each piece straight to its owner takes a half to a third of gloo's own collectives' time, and sums go in rank
+order, so that results do not depend on buckets. The tag of a message names the unit and how often it has gone: ranks
+that disagree time out, they cannot swap contents.
 """
 
 from __future__ import annotations
@@ -135,9 +134,8 @@ class _Messages(HostHop):
 class _Thread:
     """A daemon that works off tasks in their order.
 
-    One posts messages: gloo holds a connection's lock while it moves data, and who computes must not wait for that. One
-    waits for messages of each kind, for gloo offers no way to poll for their arrival; they were posted before
-    anybody waits for them, so the order of waiting holds nobody up.
+    One posts messages, because gloo holds a connection's lock while it moves data. One waits for messages of each kind,
+    because gloo cannot be asked whether they have arrived; all were posted before, so nobody is held up.
     """
 
     def __init__(self) -> None:
