@@ -57,7 +57,7 @@ def test_a_model_on_the_cpu_is_refused_under_nccl() -> None:
 
 @pytest.mark.usefixtures("one_gpu")
 def test_a_model_on_another_gpu_than_the_current_one_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"lies on cuda:1.*current device is cuda:0.*set_device\(1\)"):
+    with pytest.raises(UsageError, match=r"lies on cuda:1.*current device.*set_device\("):
         nccl.require_current_device(torch.device("cuda", 1))
 
 

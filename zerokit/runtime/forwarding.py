@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator, MutableMapping
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -16,38 +16,25 @@ from zerokit.runtime.guard import ticket_of
 _AVERAGED = "the model has its averaged weights: leave `with ema.applied():` first"
 
 
-class States(MutableMapping[Any, Any]):
-    """The inner optimizer's states by master. Asked by a parameter of the model it raises `UsageError`."""
+class States(defaultdict[Any, Any]):
+    """An optimizer's states by master. Asked by a parameter of the model it raises `UsageError`."""
 
-    def __init__(self, inner: Optimizer) -> None:
-        self._inner = inner
+    def __missing__(self, key: Any) -> Any:
+        _require_master(key)
+        return super().__missing__(key)
 
-    def _for(self, key: Any) -> MutableMapping[Any, Any]:
-        ticket = ticket_of(key) if isinstance(key, Tensor) else None
-        if ticket is not None and not ticket.name.startswith("master of "):
-            raise UsageError(
-                f"optimizer.state of {ticket.name}: states belong to flat tensors that are sharded across ranks, those "
-                "of optimizer.param_groups; none can be read, removed or replaced for one parameter of the model"
-            )
-        return self._inner.state
+    def pop(self, key: Any, *default: Any) -> Any:
+        _require_master(key)
+        return super().pop(key, *default)
 
-    def __getitem__(self, key: Any) -> Any:
-        return self._for(key)[key]
 
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._for(key)[key] = value
-
-    def __delitem__(self, key: Any) -> None:
-        del self._for(key)[key]
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._for(key)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._inner.state)
-
-    def __len__(self) -> int:
-        return len(self._inner.state)
+def _require_master(key: Any) -> None:
+    ticket = ticket_of(key) if isinstance(key, Tensor) else None
+    if ticket is not None and not ticket.name.startswith("master of "):
+        raise UsageError(
+            f"optimizer.state of {ticket.name}: states belong to flat tensors that are sharded across ranks, those of "
+            "optimizer.param_groups; none can be read, removed or replaced for one parameter of the model"
+        )
 
 
 def _forwarded(name: str) -> Any:
@@ -64,7 +51,8 @@ class ForwardingOptimizer(Optimizer):
 
     def __init__(self, inner: Optimizer) -> None:
         # `Optimizer.__init__` is not called: everything else that it would create is forwarded.
-        self._inner, self._states = inner, States(inner)
+        self._inner = inner
+        inner.state = States(dict, inner.state)
         self.refusal = ""
         """Why `step` is refused, if it is."""
         # Hooks run while gradients are guarded: what they read as whole parameters are flat ones.
@@ -73,15 +61,7 @@ class ForwardingOptimizer(Optimizer):
 
     param_groups: list[dict[str, Any]] = _forwarded("param_groups")
     defaults: dict[str, Any] = _forwarded("defaults")
-
-    @property
-    def state(self) -> Any:
-        return self._states
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        if state is not self._states:
-            self._inner.state = state
+    state: Any = _forwarded("state")
 
     def refuse_steps(self, reason: str) -> None:
         """Make `step` raise an error with this reason; "" allows it again."""

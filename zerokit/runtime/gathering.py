@@ -24,8 +24,7 @@ from zerokit.runtime.collectives import Collectives
 from zerokit.runtime.gradients import Gradients
 from zerokit.runtime.guard import refuse_reading
 from zerokit.runtime.linux import Heap
-from zerokit.runtime.order import Order
-from zerokit.runtime.reductions import Reductions
+from zerokit.runtime.order import Order, Reductions
 from zerokit.runtime.schedule import ForwardPass, Operation, Passes, Schedule, reduction
 from zerokit.runtime.unit import State, UnitState
 
@@ -49,12 +48,10 @@ class Gathering:
         self._placement, self._prefetch = placement, prefetch
         self.passes = Passes()
         self.order = Order(units, gradients.units, collectives, placement, prefetch)
-        self.deviated = False
-        """Whether this forward pass left the recorded order."""
+        self.deviated = False  # whether this forward pass left the recorded order
         self._forward, self._backward = Schedule(), Schedule()
         self._reductions = Reductions(gradients, self.passes, self.order)
-        self._round: ForwardPass | None = None
-        """The forward pass whose gathers backward follows now."""
+        self._round: ForwardPass | None = None  # whose gathers backward follows now
         self._present: set[int] = set()
         """Units that come and go and have memory now."""
         self._last_stays = False

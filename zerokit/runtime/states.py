@@ -12,6 +12,7 @@ from torch import Tensor
 
 from zerokit.errors import LayoutMismatch, UsageError
 from zerokit.runtime.build import Runtime
+from zerokit.runtime.forwarding import States
 from zerokit.runtime.rounding import RESIDUAL
 
 EMA = "ema"
@@ -63,6 +64,7 @@ def load_state(runtime: Runtime, state: Mapping[str, Any]) -> None:
                 "their own since then: load it into a new optimizer"
             )
     runtime.inner.load_state_dict(state["inner"])
+    runtime.inner.state = States(dict, runtime.inner.state)
     with torch.no_grad():
         for (_, master, _), values in zip(runtime.masters(), state["masters"], strict=True):
             master.tensor.copy_(values)

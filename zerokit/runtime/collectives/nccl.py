@@ -307,14 +307,9 @@ def _make_communicators(
 
 def require_current_device(device: torch.device) -> None:
     """Raise `UsageError` unless `device` is the process's current CUDA device."""
-    if device.type != "cuda":
+    if device.type != "cuda" or device.index != torch.cuda.current_device():
         raise UsageError(
-            f"the model lies on {device.type}, but the process group is NCCL's: call model.to('cuda') before "
-            "ZeroOptimizer, or initialise the process group with 'gloo'"
-        )
-    current = torch.cuda.current_device()
-    if device.index != current:
-        raise UsageError(
-            f"the model lies on {device}, but this process's current device is cuda:{current}, on which NCCL would "
-            f"work: call torch.cuda.set_device({device.index}) at the start"
+            f"the model lies on {device}, but NCCL works on this process's current device: call "
+            "torch.cuda.set_device(local_rank) at the start and model.to('cuda') before ZeroOptimizer, or initialise "
+            "the process group with 'gloo'"
         )
