@@ -267,42 +267,37 @@ def communicators_of(
 ) -> Communicators:
     """Communicators over the ranks of `group`, ready for use; made once a group. Another backend serves tests."""
     made = _MADE.setdefault(group, {})
-    if (mesh, timeout) not in made:
-        # Before any of them: devices then keep the host's order of launches, also beside collectives of the program.
-        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
-        with reporter.waiting("creation of communicators"):
-            made[mesh, timeout] = _make_communicators(group, mesh, device, timeout, backend)
+    if (mesh, timeout) in made:
+        return made[mesh, timeout]
+    # Before any of them: devices then keep the host's order of launches, also beside collectives of the program.
+    os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+    make = partial(clone, group, backend, timeout, device if backend == "nccl" else None)
+    with reporter.waiting("creation of communicators"):
+        control = make()
+        inner = mesh.members(Axis.INNER, group.rank()) if mesh.outer > 1 else None
+        axes = [] if inner is None else [(make(mesh.members(Axis.OUTER, group.rank())),) * 2]
+        axes.append((make(inner), make(inner)))
+        if backend == "nccl":
+            _rehearse(control, axes, device)
+    made[mesh, timeout] = Communicators(control, tuple(axes))
     return made[mesh, timeout]
 
 
-def _make_communicators(
-    group: dist.ProcessGroup,
-    mesh: Mesh,
+def _rehearse(
+    control: dist.ProcessGroup,
+    axes: Sequence[tuple[dist.ProcessGroup, dist.ProcessGroup]],
     device: torch.device,
-    timeout: datetime.timedelta | None,
-    backend: str,
-) -> Communicators:
-    make = partial(clone, group, backend, timeout, device if backend == "nccl" else None)
-    control = make()
-    if mesh.outer == 1:
-        axes: tuple[tuple[dist.ProcessGroup, dist.ProcessGroup], ...] = ((make(), make()),)
-    else:
-        outer = make(mesh.members(Axis.OUTER, group.rank()))
-        inner = mesh.members(Axis.INNER, group.rank())
-        axes = ((outer, outer), (make(inner), make(inner)))
-    if backend == "nccl":
-        # The first of its kind and size still makes connections: not in the middle of a step. NCCL chooses its
-        # algorithm by size, here that of a unit.
-        dist.all_reduce(torch.zeros(1, device=device), group=control)
-        for gather, reduce in axes:
-            size = gather.size()
-            whole = torch.zeros(size * (_REHEARSED_NUMEL // size), device=device)
-            own = whole.view(size, -1)[gather.rank()]
-            _all_gather(whole, own, group=gather)
-            _reduce_scatter(own, whole, group=reduce)
-            dist.all_to_all_single(torch.empty_like(whole), whole, group=reduce)
-        torch.cuda.synchronize(device)
-    return Communicators(control, axes)
+) -> None:
+    """Let NCCL make its connections now, which depend on kind and size: not in the middle of a step."""
+    dist.all_reduce(torch.zeros(1, device=device), group=control)
+    for gather, reduce in axes:
+        size = gather.size()
+        whole = torch.zeros(size * (_REHEARSED_NUMEL // size), device=device)
+        own = whole.view(size, -1)[gather.rank()]
+        _all_gather(whole, own, group=gather)
+        _reduce_scatter(own, whole, group=reduce)
+        dist.all_to_all_single(torch.empty_like(whole), whole, group=reduce)
+    torch.cuda.synchronize(device)
 
 
 def require_current_device(device: torch.device) -> None:
