@@ -1,6 +1,7 @@
 """The runtime's collectives: `base` counts every byte, and each route is a separate module.
 
 base      the mesh, the count of bytes, control values; a unit's hops over the axes; a rank alone, for predictions
+groups    process groups of zerokit's own
 nccl      CUDA: NCCL's collectives on streams of their own
 host      hosts: how collectives follow each other, over one of two routes
 sockets   point-to-point messages of gloo
