@@ -22,8 +22,9 @@ One step at stage 3, in order
     4. `step` compares what ranks have done, lets the torch optimizer update the masters (`step`), and writes them back
        to the shards (`unit`). At stages 1 and 2 every rank then gathers what the others have updated (`gathering`).
 
-Read in this order: `precision`, `memory`, `guard`, `collectives` (`base`, then one route), `masters`, `unit`, `buckets`,
-`gradients`, `schedule`, `order`, `gathering`, `walk`, `step`, `build`, `optimizer`. Each imports only those before it.
+Read in this order: `precision`, `memory`, `guard`, `collectives` (`base`, then one route), `masters`, `unit`,
+`buckets`, `gradients`, `schedule`, `order`, `gathering`, `walk`, `step`, `build`, `optimizer`. Each imports only those
+before it.
 PATTERNS.md lists ways to train, and what becomes of each at every stage.
 """
 

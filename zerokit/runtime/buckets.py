@@ -73,8 +73,7 @@ class UnitGradients:
         """That sum, where its place in the bucket is about to be filled again."""
         self.bucket: Tensor | None = None
         """Where gradients accumulate: lent, or kept at stages 0 and 1 and under `accumulate()`."""
-        self._pieces: list[Tensor] = []
-        """Views of the bucket, one a parameter, each in its parameter's shape."""
+        self._pieces: list[Tensor] = []  # views of the bucket, one a parameter, each in its parameter's shape
         self._lent: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
         """Those of the pool's buckets, and the gaps between them, by address: these buckets live for ever."""
         self._lone = (

@@ -52,10 +52,8 @@ class Gathering:
         self._forward, self._backward = Schedule(), Schedule()
         self._reductions = Reductions(gradients, self.passes, self.order)
         self._round: ForwardPass | None = None  # whose gathers backward follows now
-        self._present: set[int] = set()
-        """Units that come and go and have memory now."""
-        self._last_stays = False
-        """Whether the unit that backward begins with is still there from forward."""
+        self._present: set[int] = set()  # units that come and go and have memory now
+        self._last_stays = False  # whether the unit that backward begins with is still there from forward
         self._graph_kept = False
         """Whether backward makes a graph of its own, which reads weights again: all of them stay."""
         self._open = 0

@@ -121,8 +121,7 @@ class ZeroOptimizer(ForwardingOptimizer):
         self._norm: Tensor | None = None
         self._sends_differences = self.precision.wire_updates and self._collectives.world > 1
         self._unscaled = False
-        self._finite: Tensor | None = None
-        """Whether the gradients are finite, 0-d, where a norm has shown it."""
+        self._finite: Tensor | None = None  # whether the gradients are finite, 0-d, where a norm has shown it
         clear: Any = weakref.WeakMethod(self.zero_grad)
         install_model_methods(self.runtime.model, self.runtime.units, self._gathering, clear)
         self._collectives.counters = Counters()

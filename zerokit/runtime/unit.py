@@ -84,8 +84,7 @@ class UnitState(OwnedUnit):
         self._versions: list[int] = []
         self._aliases: list[tuple[int, Tensor, int]] = []
         """Tensors over a parameter's memory that were handed out: its position, the tensor, its version then."""
-        self._viewed = True
-        """Whether the parameters are views of the storage, and not placeholders."""
+        self._viewed = True  # whether the parameters are views of the storage, and not placeholders
         self._renormed = frozenset(renormed)
 
     def take_over(self, initial: Mapping[nn.Parameter, Tensor], master: torch.dtype) -> None:

@@ -61,8 +61,7 @@ class ModelWalk:
         self._passes = gathering.passes
         self._precision, self._device = precision, device.type
         self._in_forward = False
-        self._task: int | None = None
-        """Autograd's number of the backward pass under way."""
+        self._task: int | None = None  # autograd's number of the backward pass under way
         self._accumulates = self._makes_graph = self._had_gradients = False
         self._given: dict[nn.Module, set[tuple[object, int]]] = {}
         """Where the inputs of modules at work come from."""
@@ -74,8 +73,7 @@ class ModelWalk:
         self._me = me
         model.register_forward_pre_hook(Hook(me, ModelWalk._before_root), with_kwargs=True, prepend=True)
         model.register_forward_hook(Hook(me, ModelWalk._after_root))
-        self._called: set[nn.Module] = set()
-        """Modules that have been called until an order was recorded."""
+        self._called: set[nn.Module] = set()  # modules that have been called until an order was recorded
         self._announcers = announcers(model, anatomy, [unit.unit for unit in units])
         users: dict[nn.Module, list[UnitState]] = {module: [] for module in self._casting - {model}}
         for unit in units:

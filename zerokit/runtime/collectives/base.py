@@ -168,8 +168,7 @@ class Collectives:
         self.counters = Counters()
         self.routes = dict(zip(mesh.axes, routes, strict=True))
         self._schedule = [0, 0]
-        self._own_groups: dict[str, dist.ProcessGroup] = {}
-        """Groups that nobody else uses, by their purpose."""
+        self._own_groups: dict[str, dist.ProcessGroup] = {}  # groups that nobody else uses, by their purpose
         self._asks = self.others_answer and self.world > 1
         self._timeout = timeout
         self._timeout_s = timeout.total_seconds()

@@ -31,8 +31,7 @@ class MemoryRoute(HostRoute):
     ) -> None:
         super().__init__(group, reporter, progress)
         self.neighbours = neighbours
-        self._offered: dict[int, _Reading] = {}
-        """Gathers that others may still be reading from, by unit."""
+        self._offered: dict[int, _Reading] = {}  # gathers that others may still be reading from, by unit
 
     def wait_for_readers(self, unit: int | None = None) -> None:
         readings = [reading for each, reading in self._offered.items() if unit in (None, each)]
