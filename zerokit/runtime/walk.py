@@ -114,8 +114,8 @@ class ModelWalk:
         if self._in_forward:
             self._gathering.free_all()  # the last forward ended in an exception
         self._known.require_same(module)
-        frees = any(unit.comes_and_goes for unit in self._units)
-        if frees and not self._gathering.order.recorded and self._device == "cuda":
+        recorded, frees = self._gathering.order.recorded, self._units[0].comes_and_goes
+        if frees and not recorded and self._device == "cuda":
             require_no_graphs(module)
         self._in_forward = True
         self._given.clear()
