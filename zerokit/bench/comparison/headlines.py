@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from zerokit.bench.comparison.cells import ALONE, Cell
 from zerokit.bench.comparison.differences import Verdict, comparable, difference
 from zerokit.bench.comparison.figures import percent, scale_of, within_noise
-from zerokit.bench.comparison.roles import memory_metric
+from zerokit.bench.comparison.tables import memory_metric
 from zerokit.bench.record.metrics import METRICS, UNITS
 
 _STEP, _COST = "step/p50_ms", "comm/cost_ms"

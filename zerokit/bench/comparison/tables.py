@@ -1,4 +1,4 @@
-"""Tables of cells as text, rendered by the command line and the page: the main figures, or all."""
+"""Tables of cells as text, a column a metric, drawn by the command line and the page; colours of cells."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from dataclasses import dataclass
 from zerokit.bench.comparison.cells import Cell
 from zerokit.bench.comparison.differences import Difference, difference, steps_of
 from zerokit.bench.comparison.figures import percent, scale_of, within_noise
-from zerokit.bench.comparison.roles import memory_metric, roles_of
 from zerokit.bench.record.metrics import METRICS, PACED, UNITS, instrumented
+from zerokit.bench.record.words import ENGINE_TITLES
 
 WITHIN_NOISE = "within noise"
 EXTRA_STEPS = "in extra steps"
 INSTRUMENTED = "with a wait after each part, so parts take longer than in measured steps"
+_RUNS = ("first", "second", "third", "fourth")
 FEW = 4
 """Up to so many cells are compared in detail."""
-_REASON = 400
-"""Letters of a failure's reason that the table shows; the record has it whole."""
 _DETAILS = (
     "step/p90_ms",
     "step/skew_p50_ms",
@@ -25,7 +24,7 @@ _DETAILS = (
     "comm/exposed_ms",
     *("phase/forward_ms", "phase/backward_ms", "phase/optimizer_ms", "traffic/mib_per_step", "loss_last"),
 )
-_OF_A_PAGE = ("memory/state_mib", "loss_last")
+OF_A_PAGE = ("memory/state_mib", "loss_last")
 
 
 def usual_metrics(cells: Sequence[Cell], details: Sequence[str] | None = None) -> list[str]:
@@ -69,6 +68,16 @@ class Column:
     unit: str
     entries: tuple[Entry, ...]
 
+    @property
+    def instrumented(self) -> bool:
+        """Whether it is not of the measured steps."""
+        return instrumented(self.metric)
+
+    @property
+    def looks(self) -> list[str]:
+        """What stands beside its values: "error", "change"."""
+        return [look for look in ("error", "change") if any(getattr(entry, look) for entry in self.entries)]
+
 
 def columns_of(
     cells: Sequence[Cell], partners: Mapping[int, Cell | None], names: Sequence[str]
@@ -111,84 +120,20 @@ def _change(change: Difference | None) -> tuple[str, str]:
     return text, change.verdict
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
-    """A heading over `span` columns."""
-
-    title: str
-    unit: str
-    span: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Item:
-    """One cell of a table as text; `look` is its class."""
-
-    text: str
-    look: str
+def roles_of(cells: Sequence[Cell]) -> dict[int, str]:
+    """Each cell's colour by `id(cell)`: its engine's, or its run's if all engines are equal."""
+    runs = list(dict.fromkeys(cell.run for cell in cells))
+    engines = {cell.first.settings.engine for cell in cells}
+    if len(engines) == 1 and len(runs) > 1:
+        return {id(cell): _RUNS[runs.index(cell.run) % len(_RUNS)] for cell in cells}
+    return {
+        id(cell): engine if (engine := cell.first.settings.engine) in ENGINE_TITLES else "compute-only"
+        for cell in cells
+    }
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    """A row: its items, or the cell's status and reason."""
-
-    label: str
-    role: str
-    items: tuple[Item, ...] = ()
-    said: str = ""
-    reason: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """Headings and rows; `corner` stands over the rows' labels."""
-
-    corner: str
-    heads: tuple[Head, ...]
-    rows: tuple[Line, ...]
-
-    @property
-    def width(self) -> int:
-        return sum(head.span for head in self.heads)
-
-
-def results_table(cells: Sequence[Cell], partners: Mapping[int, Cell | None]) -> Table:
-    """One row per cell and one column per metric, with columns for errors and differences if there are any."""
-    roles, heads = roles_of(cells), []
-    by_cell: list[list[Item]] = [[] for _ in cells]
-    for column in columns_of(cells, partners, usual_metrics(cells, _OF_A_PAGE)):
-        looks = [
-            look for look in ("error", "change") if any(getattr(entry, look) for entry in column.entries)
-        ]
-        heads.append(Head(column.title, column.unit, 1 + len(looks)))
-        for items, entry in zip(by_cell, column.entries, strict=True):
-            items.append(Item(entry.value, "value"))
-            for look in looks:
-                verdict = f" {entry.verdict}" if look == "change" and entry.verdict else ""
-                items.append(Item(getattr(entry, look), look + verdict))
-    rows = [
-        Line(cell.label, roles[id(cell)], tuple(items))
-        if cell.status == "ok"
-        else Line(cell.label, roles[id(cell)], (), cell.status, shortened(cell.first.reason))
-        for cell, items in zip(cells, by_cell, strict=True)
-        if cell.status != "unsupported"
-    ]
-    return Table("cell", tuple(heads), tuple(rows))
-
-
-def shortened(reason: str | None) -> str:
-    """The reason on one line."""
-    text = " ".join((reason or "").split())
-    return text if len(text) <= _REASON else text[:_REASON] + "…"
-
-
-def figures_table(cells: Sequence[Cell]) -> Table:
-    """Every metric that any cell has: one row per metric, one column per cell."""
-    well = [cell for cell in cells if cell.status == "ok"]
-    rows: list[Line] = []
-    for column in columns_of(well, {id(cell): None for cell in well}, in_order(METRICS)):
-        if instrumented(column.metric) and not any(row.said for row in rows):
-            rows.append(Line(EXTRA_STEPS, "", (), INSTRUMENTED))
-        label = f"{column.metric} ({', '.join(filter(None, (column.title, column.unit)))})"
-        rows.append(Line(label, "", tuple(Item(entry.value, "value") for entry in column.entries)))
-    return Table("metric", tuple(Head(cell.label, "") for cell in well), tuple(rows))
+def memory_metric(cells: Sequence[Cell]) -> tuple[str, str]:
+    """The metric that limits the model's size here, and its display name."""
+    if any(cell.value("memory/peak_allocated_mib") is not None for cell in cells):
+        return "memory/peak_allocated_mib", "peak CUDA memory"
+    return "memory/peak_host_mib", "peak host memory"

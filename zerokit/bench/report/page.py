@@ -9,7 +9,15 @@ from zerokit.bench.comparison.cells import Cell, name_of, short_names, unsupport
 from zerokit.bench.comparison.conditions import conditions, drift_notes
 from zerokit.bench.comparison.figures import count
 from zerokit.bench.comparison.headlines import best_headlines, change_headlines, listed
-from zerokit.bench.comparison.tables import figures_table, results_table, shortened
+from zerokit.bench.comparison.tables import (
+    EXTRA_STEPS,
+    INSTRUMENTED,
+    OF_A_PAGE,
+    columns_of,
+    in_order,
+    roles_of,
+    usual_metrics,
+)
 from zerokit.bench.record import FORMAT
 from zerokit.bench.record.metrics import METRICS
 from zerokit.bench.record.runs import Run
@@ -19,8 +27,9 @@ from zerokit.bench.report.pictures import Partners, having
 
 def page_content(cells: Sequence[Cell], partners: Partners, runs: Sequence[Run]) -> dict[str, Any]:
     """The template's variables for these cells; `partners` are their baselines."""
-    ran = [cell for cell in cells if cell.status != "unsupported"] or cells
-    differing, equal = conditions(ran)
+    ran = [cell for cell in cells if cell.status != "unsupported"] or list(cells)
+    well = [cell for cell in cells if cell.status == "ok"]
+    differing, equal, roles = *conditions(ran), roles_of(cells)
     heads, differing = _merge(ran, differing)
     return {
         "title": _title(cells),
@@ -28,13 +37,17 @@ def page_content(cells: Sequence[Cell], partners: Partners, runs: Sequence[Run])
         "drift": drift_notes(cells),
         "headlines": change_headlines(cells, partners) if len(runs) > 1 else best_headlines(cells),
         "single": len(cells) > 1 and any(len(cell.measured_records) == 1 for cell in cells),
-        "results": results_table(cells, partners),
-        "unsupported": [(labels, shortened(reason)) for labels, reason in unsupported(cells)],
+        "ran": ran,
+        "roles": [roles[id(cell)] for cell in ran],
+        "results": columns_of(ran, partners, usual_metrics(cells, OF_A_PAGE)),
+        "unsupported": unsupported(cells),
         "against": _different(one.label for one in partners.values() if one is not None),
         "differing_heads": heads,
         "differing": differing,
         "facts": equal,
-        "figures": figures_table(cells),
+        "well": well,
+        "figures": columns_of(well, {id(cell): None for cell in well}, in_order(METRICS)),
+        "extra": (EXTRA_STEPS, INSTRUMENTED),
         "has": {name for name in METRICS if having(cells, name)},
         "cells": cells,
         "records": [record for cell in cells for record in cell.records],

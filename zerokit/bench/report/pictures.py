@@ -16,7 +16,7 @@ import altair as alt
 from zerokit.bench.comparison.cells import Cell, name_of, varying
 from zerokit.bench.comparison.differences import difference
 from zerokit.bench.comparison.figures import Scale, percent, within_noise
-from zerokit.bench.comparison.roles import memory_metric, roles_of
+from zerokit.bench.comparison.tables import memory_metric, roles_of
 from zerokit.bench.record.metrics import METRICS, MIB, UNITS
 from zerokit.bench.record.settings import DIMENSIONS, OPTIONS
 from zerokit.bench.record.statistics import quantile, slowest
