@@ -191,7 +191,7 @@ def test_a_job_killed_while_mlflow_is_filled_is_completed_by_the_same_command(
         raise Killed
 
     with monkeypatch.context() as patched:
-        patched.setattr("zerokit.bench.tracking.mirror.Mirror.push", kill)
+        patched.setattr("zerokit.bench.tracking.push.Mirror.push", kill)
         with pytest.raises(Killed):
             bench("--steps", "5")
     before = (tmp_path / "record.json").read_bytes()

@@ -19,8 +19,7 @@ from zerokit.bench.record.settings import Settings
 from zerokit.bench.record.sweep import Sweep, SweepFolder
 from zerokit.bench.sweeps.cells import product
 from zerokit.bench.sweeps.sweep import prepare, run_sweep
-from zerokit.bench.tracking.mirror import Mirror
-from zerokit.bench.tracking.push import Found, Tracker, find_records, push
+from zerokit.bench.tracking.push import Found, Mirror, Tracker, find_records, push
 from zerokit.bench.tracking.store import Store, Tracking, TrackingError
 from zerokit.errors import UsageError
 from zerokit.launch.failures import WorkerFailed

@@ -31,9 +31,8 @@ def test_a_file_and_a_folder(tmp_path: Path) -> None:
     assert load_run(str(tmp_path / "cells" / "001.json")).records == (records[1],)
 
 
-def test_a_sweep_s_twins_plan_and_hidden_files_are_no_cells(tmp_path: Path) -> None:
+def test_a_sweep_s_plan_and_hidden_files_are_no_cells(tmp_path: Path) -> None:
     write_all(tmp_path / "cells", [make_cell()])
-    write_all(tmp_path / "twins", [make_cell("compute-only", 1)])
     write_all(tmp_path / ".old", [make_cell("ddp", 0)])
     (tmp_path / "sweep.json").write_text('{"format": "zerokit.sweep/1"}')
     (tmp_path / "other.json").write_text("[1, 2]")

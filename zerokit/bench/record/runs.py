@@ -25,15 +25,15 @@ def unique(records: Iterable[Record]) -> list[Record]:
     return list({record.id: record for record in records}.values())
 
 
+def json_below(folder: Path) -> list[Path]:
+    """The .json files below a folder, without hidden ones, by path."""
+    found = (path for path in sorted(folder.rglob("*.json")) if path.is_file())
+    return [path for path in found if not any(part[0] == "." for part in path.relative_to(folder).parts)]
+
+
 def in_folder(folder: Path) -> Iterator[Record]:
-    """Every record below the folder, by path; twins are part of their cells' records."""
-    for path in sorted(folder.rglob("*.json")):
-        if any(part.startswith(".") for part in path.relative_to(folder).parts):
-            continue
-        if path.parent.name == "twins" and (path.parent.parent / "sweep.json").exists():
-            continue
-        if path.is_file() and is_record(path):
-            yield read_record(path)
+    """Every record below the folder, by path."""
+    return (read_record(path) for path in json_below(folder) if is_record(path))
 
 
 def is_record(path: Path) -> bool:

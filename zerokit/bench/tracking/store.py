@@ -7,7 +7,6 @@ steps nothing. Every failure is a `TrackingError`: losing MLflow loses no measur
 from __future__ import annotations
 
 import fcntl
-import json
 import logging
 import os
 import tempfile
@@ -122,9 +121,8 @@ class Store:
         """The oldest run of the experiment that has all of these tags; deleted runs are ignored."""
         order = ["attributes.start_time ASC"]
         with self._failing("was not searched"):
-            found = self._client.search_runs(
-                [self._experiment_id], _filter(tags), max_results=1, order_by=order
-            )
+            wanted = " and ".join(f"tags.`{name}` = '{value}'" for name, value in tags.items())
+            found = self._client.search_runs([self._experiment_id], wanted, max_results=1, order_by=order)
             return found[0] if found else None
 
     def tags(self, run_id: str) -> dict[str, str]:
@@ -172,42 +170,14 @@ class Store:
         with self._failing(f"left run {run_id} as it was"):
             self._client.set_terminated(run_id, status, ended_ms)
 
-    def show_columns(self, view: str, metrics: Sequence[str], tags: Mapping[str, str | None]) -> None:
-        """Create the view that `link` opens: runs with these tags (None: any value), and columns for these metrics.
-
-        MLflow keeps a view that somebody shares as a tag of the experiment, in this form.
-        """
-        shown = [f"metrics.`{name}`" for name in metrics]
-        state = {
-            "searchFilter": _filter(tags),
-            "orderByKey": shown[0],  # by time, MLflow would hide them behind their parent
-            "orderByAsc": True,
-            "startTime": "ALL",
-            "lifecycleFilter": "Active",
-            "datasetsFilter": [],
-            "selectedColumns": shown,
-            "columnOrder": shown,
-        }
-        with self._failing("takes no view"):
-            name = f"mlflow.sharedViewState.{view}"
-            self._client.set_experiment_tag(self._experiment_id, name, json.dumps(state))
-
-    def link(self, *, run_id: str | None = None, view: str | None = None) -> str:
-        """The URL of a run or a view; for a store without a server, the URL that `mlflow ui` would serve."""
+    def link(self, run_id: str) -> str:
+        """The URL of a run; for a store without a server, the URL that `mlflow ui` would serve."""
         uri = without_secrets(self.tracking.uri).replace("***@", "")
         root = uri.rstrip("/") if uri.startswith("http") else "http://127.0.0.1:5000"
-        page = f"{root}/#/experiments/{self._experiment_id}/runs"
-        return f"{page}?viewStateShareKey={view}" if run_id is None else f"{page}/{run_id}"
+        return f"{root}/#/experiments/{self._experiment_id}/runs/{run_id}"
 
     def _failing(self, what: str) -> AbstractContextManager[None]:
         return failing(f"MLflow at {self.tracking.uri} {what}")
-
-
-def _filter(tags: Mapping[str, str | None]) -> str:
-    """The filter for runs that have all of these tags (None: with any value), in MLflow's language."""
-    return " and ".join(
-        f"tags.`{name}` {'LIKE' if value is None else '='} '{value or '%'}'" for name, value in tags.items()
-    )
 
 
 def _cut(values: Sequence[T], most: int) -> Iterator[Sequence[T]]:
