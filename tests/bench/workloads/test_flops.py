@@ -7,7 +7,7 @@ import torch
 
 from zerokit.bench.catalogue.sizes import transformer_flops
 from zerokit.bench.catalogue.workloads import describe
-from zerokit.bench.record.utilisation import utilisation
+from zerokit.bench.record.results import utilisation
 from zerokit.bench.workloads.build import build, count_flops
 
 H100 = "NVIDIA H100 80GB HBM3"

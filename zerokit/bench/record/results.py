@@ -1,4 +1,8 @@
-"""Results computed from the ranks' measurements."""
+"""Results computed from the ranks' measurements, and model FLOPs utilisation.
+
+Peaks are dense (no sparsity) and of the type that products are computed in, in FLOP/s: those that a plan uses. A device
+or a precision that is not listed has no utilisation: a guess would look like a measurement.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,11 @@ from collections.abc import Iterable
 from dataclasses import replace
 from statistics import median
 
-from zerokit.bench.record.measured import Model, Rank, Results, Twin
+from zerokit.bench.record.measured import Model, Rank, Results, Twin, Utilisation
 from zerokit.bench.record.record import Record
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.record.statistics import Summary, skew, slowest
-from zerokit.bench.record.utilisation import utilisation
+from zerokit.planning.hardware import known_device
 
 
 def summarise(
@@ -70,3 +74,23 @@ def count_distinct(used: Iterable[tuple[int, str | None]]) -> int | None:
             return None
         found.add((node if identity.isdecimal() else None, identity))
     return len(found)
+
+
+def peak_flops(device: str, precision: str | None) -> float | None:
+    """The dense peak of a device by its name in torch, in FLOP/s; None if unknown.
+
+    It is not known of a slice (MIG), whose name begins with that of the whole device.
+    """
+    known = known_device(device)
+    return None if known is None else known.flops.get(precision or "")
+
+
+def utilisation(
+    units_per_second: float, flops_per_unit: float | None, device: str, precision: str | None
+) -> Utilisation | None:
+    """The utilisation of a device that trains `units_per_second` at `flops_per_unit`; None if a part is unknown."""
+    peak = peak_flops(device, precision)
+    if peak is None or flops_per_unit is None or precision is None:
+        return None
+    achieved = units_per_second * flops_per_unit
+    return Utilisation(achieved / peak, achieved, peak, device, precision)

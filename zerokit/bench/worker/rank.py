@@ -231,34 +231,29 @@ def _traffic(trainer: Trainer, settings: Settings) -> Traffic | None:
         return None
     local = getattr(trainer, "local", None)
     if settings.every is not None and local is not None:
-        measured, predicted = local.traffic(), local.predicted_traffic()
-        return Traffic(
-            elements=measured.elements,
-            bytes=measured.bytes,
-            control_bytes=measured.control_bytes,
-            predicted_elements=predicted.elements,
-            predicted_bytes=predicted.bytes,
-            formula=f"in {settings.every} steps, between {local.islands} islands: (M−1)·2Ψ elements, and their way to "
-            "all ranks of an island",
-            by_operation=to_plain(measured.by_operation),
-            route="gloo, through host memory",
+        measured, predicted, route = local.traffic(), local.predicted_traffic(), "gloo, through host memory"
+        formula = (
+            f"in {settings.every} steps, between {local.islands} islands: (M−1)·2Ψ elements, and their way to all "
+            "ranks of an island"
         )
-    measured = trainer.zero.traffic()
-    predicted = trainer.zero.predicted_traffic(micro_batches=settings.accumulate)
-    # Reduced once a step; stage 3 gathers parameters for the forward and the backward of each micro-batch,
-    # less the units that it keeps.
-    volume = 2 if settings.stage < 3 else 2 * settings.accumulate + 1
+    else:
+        measured = trainer.zero.traffic()
+        predicted = trainer.zero.predicted_traffic(micro_batches=settings.accumulate)
+        route = trainer.zero.runtime.collectives.route if settings.world > 1 else None
+        # Reduced once a step; stage 3 gathers parameters for the forward and the backward of each micro-batch,
+        # less the units that it keeps.
+        volume = 2 if settings.stage < 3 else 2 * settings.accumulate + 1
+        formula = f"{'at most ' if settings.stage == 3 else ''}(N−1)·{volume}Ψ elements"
+        formula = formula if settings.mesh is None else "the hops of both stages"
     return Traffic(
-        elements=measured.elements,
-        bytes=measured.bytes,
-        control_bytes=measured.control_bytes,
-        predicted_elements=predicted.elements,
-        predicted_bytes=predicted.bytes,
-        formula=f"{'at most ' if settings.stage == 3 else ''}(N−1)·{volume}Ψ elements"
-        if settings.mesh is None
-        else "the hops of both stages",
-        by_operation=to_plain(measured.by_operation),
-        route=trainer.zero.runtime.collectives.route if settings.world > 1 else None,
+        measured.elements,
+        measured.bytes,
+        measured.control_bytes,
+        predicted.elements,
+        predicted.bytes,
+        formula,
+        to_plain(measured.by_operation),
+        route,
     )
 
 
