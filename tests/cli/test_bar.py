@@ -12,8 +12,8 @@ import pytest
 
 from tests.cli.commands import environment
 from tests.support.checkpoints import example_content, example_layout, write_checkpoint
-from zerokit.cli.bar import byte_bar
 from zerokit.cli.text import decimal_size
+from zerokit.cli.work import byte_bar
 from zerokit.text import printable
 
 

@@ -14,8 +14,8 @@ from zerokit.bench.comparison.cells import baselines, make_cells
 from zerokit.bench.record import Record, summarise
 from zerokit.bench.record.journal import Part
 from zerokit.bench.record.runs import Run
-from zerokit.cli.numbers import mib, ms, rate
 from zerokit.cli.tables import show
+from zerokit.cli.text import mib, ms, rate
 
 WIDTHS = (40, 80, 160)
 

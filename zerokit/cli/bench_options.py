@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -14,7 +15,7 @@ from zerokit.bench.catalogue.engines import ENGINES
 from zerokit.bench.catalogue.workloads import WORKLOADS
 from zerokit.bench.record.settings import CHECKPOINTS, DEFAULT_REPEATS, MEASURED, OPTIONS, Option, Settings
 from zerokit.cli.lists import CommaList, Name, Range
-from zerokit.cli.work import options
+from zerokit.cli.work import experiment_option, options, tracking_uri_option
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -58,8 +59,8 @@ def _made(name: str, hint: Any, how: Option) -> Callable[[_F], _F]:
         both = f"{flag}/--no-{name.replace('_', '-')}" if own else flag
         text += f"  [default: {name}]" if own else ""
         return click.option(both, is_flag=True, default=None, help=text)
-    default = how.shown_default or ("" if own is None else own)
-    text += f"  [default: {default}]" if default != "" else ""
+    default = own if how.shown_default is None else how.shown_default
+    text += "" if default in (None, "") else f"  [default: {default}]"
     kind = _type_of(name, hint, how)
     return click.option(
         flag, type=CommaList(kind) if how.sweep else kind, metavar=_metavar_of(how, hint), help=text
@@ -67,6 +68,14 @@ def _made(name: str, hint: Any, how: Option) -> Callable[[_F], _F]:
 
 
 _HINTS = typing.get_type_hints(Settings)
+
+
+def setting_option(name: str, help: str, default: str = "", *, several: bool = True) -> Callable[[_F], _F]:
+    """The bench's option `name` for another command, with a help and a default of its own; one value or `several`."""
+    sweep: Any = "inner" if several else ""
+    return _made(name, _HINTS[name], replace(OPTIONS[name], help=help, shown_default=default, sweep=sweep))
+
+
 _CELL = {name: _made(name, _HINTS[name], how) for name, how in OPTIONS.items()}
 _RUN = (
     click.option(
@@ -106,13 +115,8 @@ _RUN = (
         is_flag=True,
         help="Print only the record, or the sweep with its records, on stdout.",
     ),
-    click.option(
-        "--tracking-uri",
-        help="MLflow store of the runs.  [default: MLFLOW_TRACKING_URI, else sqlite:///mlflow.db]",
-    ),
-    click.option(
-        "--experiment", default="zerokit-bench", show_default=True, help="MLflow experiment of the runs."
-    ),
+    tracking_uri_option,
+    experiment_option,
     click.option("--no-mlflow", is_flag=True, help="Write the record, without MLflow."),
 )
 

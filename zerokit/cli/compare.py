@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from zerokit.cli.lists import Name
+from zerokit.cli.work import tracking_uri_option
 from zerokit.errors import UsageError, ZerokitError
 from zerokit.text import printable
 
@@ -74,10 +75,7 @@ unknown because there is only one run of each.
     help="Write an HTML page with pictures to this file.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print only JSON on stdout.")
-@click.option(
-    "--tracking-uri",
-    help="MLflow store of the runs.  [default: MLFLOW_TRACKING_URI, else sqlite:///mlflow.db]",
-)
+@tracking_uri_option
 def command(
     names: tuple[str, ...],
     experiments: tuple[str, ...],

@@ -14,8 +14,7 @@ from zerokit.bench.comparison.tables import in_order, usual_metrics
 from zerokit.bench.record import Rank, Record
 from zerokit.bench.record.metrics import METRICS, OPERATIONS, measure
 from zerokit.bench.record.statistics import quantile
-from zerokit.cli.numbers import loss, mib, ms, rate
-from zerokit.cli.text import counted
+from zerokit.cli.text import counted, loss, mib, ms, rate
 
 RANKS_SHOWN = 16
 """With more ranks, only those with the least and the most memory are shown."""

@@ -26,7 +26,7 @@ from zerokit.bench.record import Record
 from zerokit.bench.record.progress import Progress as BenchProgress
 from zerokit.bench.record.sweep import Trial
 from zerokit.bench.tracking.push import Tracker
-from zerokit.cli.numbers import mib, ms, rate
+from zerokit.cli.text import mib, ms, rate
 from zerokit.text import printable, printable_lines, without_secrets
 
 # Narrower than this, bars are short and notes are left out.

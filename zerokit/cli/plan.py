@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
 from zerokit.bench.catalogue.workloads import WORKLOADS
-from zerokit.cli.lists import CommaList, Name, Range
+from zerokit.cli.bench_options import setting_option
+from zerokit.cli.lists import Name
 from zerokit.errors import UsageError
 from zerokit.planning.hardware import DEVICES
 from zerokit.text import printable
@@ -22,13 +22,6 @@ For example:
 \b
 Exit codes: 0 ok, 2 wrong use, 4 nothing fits.
 """
-
-
-_F = TypeVar("_F", bound=Callable[..., Any])
-
-
-def _several(flag: str, kind: click.ParamType[Any], metavar: str, text: str) -> Callable[[_F], _F]:
-    return click.option(flag, type=CommaList(kind), metavar=f"{metavar},…", help=text)
 
 
 @click.command(epilog=_EPILOG)
@@ -69,47 +62,27 @@ def _several(flag: str, kind: click.ParamType[Any], metavar: str, text: str) -> 
     metavar="RECORD",
     help="Take the device's speed from this record of a zerokit bench on one rank.",
 )
-@_several("--stage", Range(0, 3), "0-3", "ZeRO stages to choose from; on two axes those of the inner one.")
-@_several("--outer-stage", Range(0, 3), "0-3", "Stages of the outer axis to choose from.")
-@_several(
-    "--mesh", click.STRING, "MxS", "Meshes to choose from; 1xN is one axis.  [default: 1xN, nodes × devices]"
-)
-@_several(
-    "--batch-size",
-    click.IntRange(min=1),
-    "N",
-    "Micro-batches of one rank to choose from.  [default: 1 to 64]",
-)
-@_several("--accumulate", click.IntRange(min=1), "N", "Micro-batches in a step to choose from.  [default: 1]")
+@setting_option("stage", "ZeRO stages to choose from; on two axes those of the inner one.")
+@setting_option("outer_stage", "Stages of the outer axis to choose from.")
+@setting_option("mesh", "Meshes to choose from; 1xN is one axis.", "1xN, nodes × devices")
+@setting_option("batch_size", "Micro-batches of one rank to choose from.", "1 to 64")
+@setting_option("accumulate", "Micro-batches in a step to choose from.", "1")
 @click.option(
     "--samples-per-step",
     type=click.IntRange(min=1),
     metavar="N",
     help="Samples in a step over all ranks; --accumulate follows from it and the micro-batch.",
 )
-@click.option(
-    "--seq-len",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Tokens in a sequence.  [default: 2048, or the model's number of positions if lower]",
+@setting_option(
+    "seq_len", "Tokens in a sequence.", "2048, or the model's number of positions if lower", several=False
 )
-@_several(
-    "--precision",
-    click.Choice(["fp32", "bf16", "fp16"]),
-    "NAME",
-    "Precisions to choose from.  [default: bf16 on CUDA devices, fp32 on hosts]",
-)
+@setting_option("precision", "Precisions to choose from.", "bf16 on CUDA devices, fp32 on hosts")
 @click.option(
     "--recompute/--no-recompute",
     default=None,
     help="Consider only cells that recompute blocks in backward, or only those that do not.  [default: both]",
 )
-@click.option(
-    "--bucket-mb",
-    type=click.FloatRange(min=0, min_open=True),
-    metavar="X",
-    help="As in ZeroOptimizer.  [default: by the model's size]",
-)
+@setting_option("bucket_mb", "As in ZeroOptimizer.", "by the model's size", several=False)
 @click.option(
     "--all", "every", is_flag=True, help="Show every cell, not only the best of each stage and mesh."
 )

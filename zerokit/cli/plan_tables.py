@@ -9,8 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from zerokit.cli.numbers import rate
-from zerokit.cli.text import counted
+from zerokit.cli.text import counted, rate
 from zerokit.formulas import MEMORY_KINDS
 from zerokit.planning.cells import GIB, Plan, PlannedCell, best_of_each
 from zerokit.text import printable

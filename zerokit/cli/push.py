@@ -9,19 +9,15 @@ from pathlib import Path
 
 import click
 
+from zerokit.cli.work import experiment_option, tracking_uri_option
 from zerokit.errors import UsageError
 from zerokit.text import printable, without_secrets
 
 
 @click.command(epilog="Nothing is written twice, so an interrupted push can simply be repeated.")
 @click.argument("paths", metavar="RECORD|FOLDER…", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option(
-    "--tracking-uri",
-    help="MLflow store of the runs.  [default: MLFLOW_TRACKING_URI, else sqlite:///mlflow.db]",
-)
-@click.option(
-    "--experiment", default="zerokit-bench", show_default=True, help="MLflow experiment of the runs."
-)
+@tracking_uri_option
+@experiment_option
 @click.option(
     "--json",
     "as_json",
@@ -35,8 +31,7 @@ def command(paths: tuple[Path, ...], tracking_uri: str | None, experiment: str, 
     For benches that ran without a tracking server, or whose server failed. Each record has one run, however often
     it is pushed, and even if it was tracked while it ran.
     """
-    from zerokit.bench.tracking.mirror import Mirror
-    from zerokit.bench.tracking.push import Done, find_records, push
+    from zerokit.bench.tracking.push import Done, Mirror, find_records, push
     from zerokit.bench.tracking.store import Store, Tracking, resolve_uri
     from zerokit.cli.display import open_lines
     from zerokit.cli.pictures import pictures
@@ -61,12 +56,8 @@ def command(paths: tuple[Path, ...], tracking_uri: str | None, experiment: str, 
     counts = Counter(done.outcome for done in results)
     if as_json:
         content = [{**asdict(done), "path": str(done.path)} for done in results]
-        click.echo(
-            json.dumps(
-                {"tracking_uri": shown, "experiment": experiment, "records": content},
-                indent=2,
-            )
-        )
+        plain = {"tracking_uri": shown, "experiment": experiment, "records": content}
+        click.echo(json.dumps(plain, indent=2))
     else:
         summary = ", ".join(f"{count} {_WORDS[outcome]}" for outcome, count in counts.items())
         click.echo(f"{summary}: experiment {experiment} at {shown}")

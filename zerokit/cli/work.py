@@ -1,4 +1,4 @@
-"""Long work in a command: a progress bar, and a clean end after signals."""
+"""Commands in common: options, long work with a progress bar and a clean end after signals, and results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 import click
 
-from zerokit.cli.bar import byte_bar
 from zerokit.cli.text import counted, decimal_size
 from zerokit.errors import UsageError
 from zerokit.launch.interrupts import Interrupts
@@ -40,6 +39,14 @@ conversion_options = options(
 )
 """The options of every command that writes a new checkpoint."""
 
+tracking_uri_option = click.option(
+    "--tracking-uri",
+    help="MLflow store of the runs.  [default: MLFLOW_TRACKING_URI, else sqlite:///mlflow.db]",
+)
+experiment_option = click.option(
+    "--experiment", default="zerokit-bench", show_default=True, help="MLflow experiment of the runs."
+)
+
 
 def weights_options(prefix: str) -> Callable[[_F], _F]:
     """The options of weights for Hugging Face: dtype, max_shard_size and like; `prefix` begins their help."""
@@ -63,6 +70,39 @@ def weights_options(prefix: str) -> Callable[[_F], _F]:
             "same shapes.",
         ),
     )
+
+
+@contextmanager
+def byte_bar(task: str) -> Iterator[Callable[[int, int], None] | None]:
+    """A callback for the bytes done and the total; None if stderr is not a terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    console = Console(stderr=True, highlight=False)
+    with Progress(*columns, console=console, transient=True, refresh_per_second=4) as progress:
+        number = progress.add_task(task, total=None)
+
+        def show(done: int, total: int) -> None:
+            progress.update(number, completed=done, total=total)
+
+        yield show
 
 
 @contextmanager
