@@ -20,7 +20,7 @@ from zerokit.bench.record.settings import (
     STEPS_A_ROUND,
     Settings,
 )
-from zerokit.bench.sweeps.cells import product
+from zerokit.bench.sweeps.sweep import product
 from zerokit.bench.tracking.store import Tracking, resolve_uri
 from zerokit.cli.launcher_options import take_options
 from zerokit.cli.launchers import Chosen, choose_launcher, given_arguments, is_given

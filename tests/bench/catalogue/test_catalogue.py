@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from zerokit.bench.catalogue.check import require_known
+from zerokit.bench.catalogue.engines import require_known
 from zerokit.bench.catalogue.workloads import describe
 from zerokit.bench.record.settings import Settings
 from zerokit.errors import UsageError

@@ -17,8 +17,7 @@ from tests.bench.records import make_failure
 from zerokit.bench.record import Record, write_record
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.record.sweep import Sweep, SweepFolder
-from zerokit.bench.sweeps.cells import product
-from zerokit.bench.sweeps.sweep import prepare, run_sweep
+from zerokit.bench.sweeps.sweep import prepare, product, run_sweep
 from zerokit.bench.tracking.push import Found, Mirror, Tracker, find_records, push
 from zerokit.bench.tracking.store import Store, Tracking, TrackingError
 from zerokit.errors import UsageError

@@ -87,7 +87,7 @@ def test_runs_children_and_experiments_of_mlflow(tmp_path: Path) -> None:
         path = tmp_path / f"record-{place}.json"
         write_record(record, path)
         run_id = client.create_run(experiment, tags={"mlflow.parentRunId": parent}).info.run_id
-        client.log_artifact(run_id, str(path), "record" if place else None)
+        client.log_artifact(run_id, str(path))
         client.log_text(run_id, "[]", "configuration.json")
         children.append(run_id)
     assert load_run(children[1], uri).records == (records[1],)

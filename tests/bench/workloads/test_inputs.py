@@ -14,7 +14,7 @@ import torch
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.workloads.build import load
 from zerokit.bench.workloads.inputs import DataError, check_inputs, open_folder
-from zerokit.bench.workloads.sources import MASK, open_source
+from zerokit.bench.workloads.sources import MASK, Batch, open_source
 from zerokit.errors import UsageError
 
 ROOT = Path(__file__).parents[3]
@@ -27,19 +27,24 @@ KINDS: list[tuple[Settings, tuple[int, ...]]] = [
 ]
 
 
+def batches(settings: Settings) -> Batch:
+    """What makes the micro-batches."""
+    return open_source(settings)[1]
+
+
 @pytest.mark.parametrize(("settings", "shape"), KINDS)
 def test_a_batch_depends_on_its_number_and_the_seed_alone(settings: Settings, shape: tuple[int, ...]) -> None:
-    source = open_source(settings)
-    batch = source.batch(12)
+    batch_at = batches(settings)
+    batch = batch_at(12)
     assert not shape or (tuple(batch[0].shape), batch[0].dtype) == (shape, torch.float32)
     assert all(len(tensor) == settings.batch_size and tensor.device.type == "cpu" for tensor in batch)
-    again = open_source(settings).batch(12)
+    again = batches(settings)(12)
     assert all(torch.equal(*pair) for pair in zip(batch, again, strict=True))
-    for other in (source.batch(12 + settings.batch_size), open_source(replace(settings, seed=7)).batch(12)):
+    for other in (batch_at(12 + settings.batch_size), batches(replace(settings, seed=7))(12)):
         assert not torch.equal(batch[0], other[0])
     # However many samples a batch has, and wherever it begins: each is its own.
     for size, first in ((2, 13), (3, 12)):
-        other = open_source(replace(settings, batch_size=size)).batch(first)
+        other = batches(replace(settings, batch_size=size))(first)
         for mine, theirs in zip(batch, other, strict=True):
             assert torch.equal(mine[first - 12 : first - 12 + size], theirs)
 
@@ -63,8 +68,8 @@ sys.exit(", ".join({"torch", "numpy", "transformers", "PIL", "mlflow"} & set(sys
 def test_masked_text_asks_for_as_many_bytes_of_each_sequence(tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_bytes(bytes(range(256)) * 40)
-    source = open_source(Settings(model="bert-base", seq_len=100, batch_size=64, data=str(text)))
-    tokens, targets = source.batch(0)
+    batch_at = batches(Settings(model="bert-base", seq_len=100, batch_size=64, data=str(text)))
+    tokens, targets = batch_at(0)
     asked = targets != -100
     assert asked.sum(1).tolist() == [15] * 64
     # The bytes count up, so that what stood anywhere follows from what was left alone.
@@ -120,17 +125,16 @@ def test_a_folder_of_images(tmp_path: Path) -> None:
     save_image(tmp_path / "a-dogs" / "y.PNG", (0, 255, 0))
     save_image(tmp_path / ".hidden" / "z.png", (0, 0, 255))
     (tmp_path / "a-dogs" / "list.txt").write_text("no image")
-    source = open_source(Settings(model="resnet50", image_size=32, batch_size=16, data=str(tmp_path)))
-    data = source.data
+    data, batch_at = open_source(Settings(model="resnet50", image_size=32, batch_size=16, data=str(tmp_path)))
     assert (data.source, data.files, data.truncated) == (str(tmp_path), 2, False)
-    images, labels = source.batch(0)
+    images, labels = batch_at(0)
     assert (images.shape, images.dtype) == ((16, 3, 32, 32), torch.float32)
     assert set(labels.tolist()) == {0, 1}
     for image, label in zip(images, labels, strict=True):
         expected = torch.tensor([-1.0, 1.0, -1.0] if label == 0 else [1.0, -1.0, -1.0])
         assert torch.equal(image, expected[:, None, None].expand(3, 32, 32))
-    assert not torch.equal(labels, source.batch(16)[1])
-    grey = open_source(Settings(model="mlp-mnist", data=str(tmp_path))).batch(0)[0]
+    assert not torch.equal(labels, batch_at(16)[1])
+    grey = batches(Settings(model="mlp-mnist", data=str(tmp_path)))(0)[0]
     assert grey.shape == (4, 1, 28, 28)
 
 
@@ -140,9 +144,9 @@ def test_bad_folders_and_images_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="has no images"):
         check_inputs(Settings(model="resnet50", data=str(tmp_path)))
     (tmp_path / "bad.png").write_bytes(b"no image")
-    source = open_source(Settings(model="resnet50", image_size=32, data=str(tmp_path)))
+    batch_at = batches(Settings(model="resnet50", image_size=32, data=str(tmp_path)))
     with pytest.raises(DataError, match=r"bad.png cannot be read as an image"):
-        source.batch(0)
+        batch_at(0)
 
 
 def test_labels_are_folders_or_come_from_names_and_of_too_many_every_folder_has_a_part(

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zerokit.bench.catalogue.check import unsupported
-from zerokit.bench.catalogue.engines import ENGINES
+from zerokit.bench.catalogue.engines import ENGINES, unsupported
 from zerokit.bench.machine.accelerator import Accelerator
 from zerokit.bench.record.settings import Settings
 from zerokit.errors import UsageError

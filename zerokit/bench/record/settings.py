@@ -86,7 +86,7 @@ class Settings:
     machine and its model; the record has the resolved values. `clip` None leaves gradients alone, and their norm
     unmeasured. `repeat` numbers equal cells of a sweep.
 
-    Raises `UsageError` for values that contradict each other; `zerokit.bench.catalogue.check` knows engines and models.
+    Raises `UsageError` for values that contradict each other; `bench.catalogue.engines` knows engines and models.
     """
 
     engine: str = _inner("zerokit", "Training engines: {engines}.", metavar="NAME")

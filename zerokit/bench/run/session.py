@@ -23,8 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from zerokit.bench.catalogue.check import unsupported
-from zerokit.bench.catalogue.engines import ENGINES
+from zerokit.bench.catalogue.engines import ENGINES, unsupported
 from zerokit.bench.catalogue.fit import refuse_if_too_large, this_machine
 from zerokit.bench.catalogue.workloads import describe
 from zerokit.bench.record import Record, RecordError, read_record, require_writable, write_record

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,8 +18,6 @@ if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
 _RUN_ID = re.compile(r"[0-9a-f]{32}")
-# Artifacts lie at most this many folders deep; a run of something else may hold thousands of files.
-_DEPTH = 2
 
 
 def load_run(name: str, tracking_uri: str | None = None) -> Run:
@@ -99,16 +96,6 @@ def _artifacts(client: MlflowClient, run_id: str) -> list[Record]:
     """The records among a run's artifacts."""
     with tempfile.TemporaryDirectory(prefix="zerokit-compare-") as folder:
         with failing(f"the artifacts of MLflow run {run_id} cannot be read"):
-            files = [
-                Path(client.download_artifacts(run_id, path, folder))
-                for path in _json_artifacts(client, run_id, None, _DEPTH)
-            ]
+            names = [one.path for one in client.list_artifacts(run_id) if one.path.endswith(".json")]
+            files = [Path(client.download_artifacts(run_id, name, folder)) for name in names]
         return [read_record(file) for file in files if is_record(file)]
-
-
-def _json_artifacts(client: MlflowClient, run_id: str, folder: str | None, depth: int) -> Iterator[str]:
-    for entry in client.list_artifacts(run_id, folder):
-        if entry.is_dir and depth:
-            yield from _json_artifacts(client, run_id, entry.path, depth - 1)
-        elif entry.path.endswith(".json"):
-            yield entry.path

@@ -118,13 +118,11 @@ class Keeper:
             # It warns of them, in a log of the ranks that nobody reads where all goes well.
             warnings.filterwarnings("ignore", re.escape("; ".join(notes)) if notes else "$^")
             extra = load(run, optimizer)
-        if not isinstance(extra, dict) or not isinstance(extra.get("step"), int):
+        known = isinstance(extra, dict) and all(
+            isinstance(extra.get(one), int) for one in ("step", "samples")
+        )
+        if not known:
             raise UsageError(f"{run}: not saved by zerokit bench, so it cannot be resumed here")
-        if not isinstance(extra.get("samples"), int):
-            raise UsageError(
-                f"{run}: saved by a zerokit bench that did not record its position in the data; this version "
-                "cannot resume it"
-            )
         for name in _IDENTITY:
             if extra.get(name) != getattr(self._settings, name):
                 raise UsageError(

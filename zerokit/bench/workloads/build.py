@@ -17,7 +17,7 @@ from zerokit.bench.record.settings import Settings
 from zerokit.bench.workloads.initialise import init_module, materialise, name_modules
 from zerokit.bench.workloads.models import MODELS
 from zerokit.bench.workloads.own import Own, resolve
-from zerokit.bench.workloads.sources import Source, open_own, open_source
+from zerokit.bench.workloads.sources import Batch, made_up, open_own, open_source
 from zerokit.errors import UsageError
 
 
@@ -28,7 +28,8 @@ class Loaded:
     Attributes:
         settings: of the bench.
         workload: as the catalogue describes it.
-        source: of the batches.
+        data: the record entry of the training data.
+        batch: makes the micro-batch that starts at a sample of the job, on the CPU; it also depends on the seed.
         init_fn: initialises one module in place, as `ZeroOptimizer(init_fn=)` wants it for a model on meta. None for a
             model that can only be built where it is trained.
         own: the user's own workload; None for a catalogued one.
@@ -36,7 +37,8 @@ class Loaded:
 
     settings: Settings
     workload: Workload
-    source: Source
+    data: record.Data
+    batch: Batch
     init_fn: Callable[[nn.Module], None] | None
     own: Own | None = None
 
@@ -62,15 +64,6 @@ class Loaded:
         with torch.random.fork_rng(devices=[torch.cuda.current_device()] if on_cuda else []):
             torch.manual_seed(self.settings.seed)
             return self.own.build()
-
-    def batch(self, first: int) -> tuple[Tensor, ...]:
-        """The micro-batch that starts at sample `first` of the job, on the CPU; it also depends on the seed."""
-        return self.source.batch(first)
-
-    @property
-    def data(self) -> record.Data:
-        """The record entry of the training data."""
-        return self.source.data
 
     @cached_property
     def model(self) -> record.Model:
@@ -123,8 +116,8 @@ def load(settings: Settings) -> Loaded:
         raise UsageError(workload.missing)
     if workload.config is None:
         own = resolve(workload.name)
-        return Loaded(settings, workload, open_own(settings, own), own.init_fn, own)
-    return Loaded(settings, workload, open_source(settings), init_module)
+        return Loaded(settings, workload, made_up(settings), open_own(settings, own), own.init_fn, own)
+    return Loaded(settings, workload, *open_source(settings), init_module)
 
 
 def build(name: str, *, seed: int = 0) -> nn.Module:

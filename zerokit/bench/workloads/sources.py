@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -33,16 +32,12 @@ _GUESSED, _KEPT, _REPLACED = 0.15, 0.1, 0.1
 MASK = 256
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """A source: the record entry of its data, and the function that makes the micro-batch at a sample of the job."""
-
-    data: Data
-    batch: Callable[[int], tuple[Tensor, ...]]
+Batch = Callable[[int], tuple[Tensor, ...]]
+"""Makes the micro-batch that starts at a sample of the job, on the CPU."""
 
 
-def open_source(settings: Settings) -> Source:
-    """The data of a catalogued workload, read and checked for sufficient size.
+def open_source(settings: Settings) -> tuple[Data, Batch]:
+    """The data of a catalogued workload, read and checked for sufficient size, and its micro-batches.
 
     Raises `DataError` where they are missing, unreadable or too few.
     """
@@ -66,17 +61,17 @@ def open_source(settings: Settings) -> Source:
         samples = [sample(draw_seed(seed=settings.seed, sample=number)) for number in numbers]
         return tuple(torch.stack(parts) for parts in zip(*samples, strict=True))
 
-    return Source(data, batch)
+    return data, batch
 
 
-def open_own(settings: Settings, own: Own) -> Source:
+def open_own(settings: Settings, own: Own) -> Batch:
     """The micro-batches of a user's own workload, whose samples may depend on each other."""
 
     def batch(first: int) -> tuple[Tensor, ...]:
         drawn = generator(draw_seed(seed=settings.seed, sample=first))
         return tuple(own.batch(drawn, settings.batch_size))
 
-    return Source(made_up(settings), batch)
+    return batch
 
 
 def made_up(settings: Settings) -> Data:
