@@ -18,7 +18,7 @@ from tests.bench.records import make_cell, make_failure, make_sweep
 from tests.cli.commands import environment
 from tests.cli.inside import zerokit_inside
 from zerokit.bench.record import write_record
-from zerokit.cli.compare import command
+from zerokit.cli import cli
 from zerokit.errors import ZerokitError
 
 
@@ -36,7 +36,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def compare(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(command, [str(argument) for argument in arguments])
+    return CliRunner().invoke(cli, ["compare", *map(str, arguments)])
 
 
 def test_a_sweep_as_a_table(folder: Path) -> None:

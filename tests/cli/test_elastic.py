@@ -27,7 +27,7 @@ from tests.cli.elastic import (
 )
 from tests.cli.inside import Strike, zerokit_inside
 from zerokit.bench.record import Record, read_record
-from zerokit.cli.bench import command
+from zerokit.cli import cli
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # MLflow's
@@ -254,7 +254,7 @@ def test_wrong_uses_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], said: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    done = CliRunner().invoke(command, options)
+    done = CliRunner().invoke(cli, ["bench", *options])
     assert done.exit_code == 2
     assert said in " ".join(done.stderr.replace("│", " ").split())
     assert not (tmp_path / "run").exists()

@@ -29,7 +29,7 @@ from tests.cli.commands import (
 from tests.launch.clusters import logged_runs
 from tests.launch.ranks import alive, wait_for
 from zerokit.bench.record import read_record
-from zerokit.cli.bench import command
+from zerokit.cli import cli
 from zerokit.cli.launchers import choose_launcher, read_variables
 from zerokit.errors import UsageError
 from zerokit.launch.network import free_port
@@ -40,7 +40,7 @@ TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "1
 
 def bench(*arguments: str, **variables: str) -> Result:
     """The command, refused before it does anything."""
-    return CliRunner().invoke(command, arguments, env=variables)
+    return CliRunner().invoke(cli, ["bench", *arguments], env=variables)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 import click
 
 from zerokit import __version__
-from zerokit.errors import ZerokitError, ZerokitWarning
+from zerokit.errors import UsageError, ZerokitError, ZerokitWarning
 from zerokit.launch.init import leave_process_one
 from zerokit.launch.interrupts import Interrupted
 from zerokit.text import printable, printable_lines
@@ -61,11 +61,18 @@ class _Commands(click.Group):
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Exit with the signal's code on interruption, also during imports; click would exit with 1."""
+        """Exit with the signal's code on interruption, also during imports; click would exit with 1.
+
+        A `UsageError` is shown as one of the command line that led to it, with exit code 2.
+        """
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
             raise Interrupted(signal.SIGINT) from None
+        except UsageError as error:
+            name = str(ctx.invoked_subcommand)
+            command = self.get_command(ctx, name) or self
+            raise click.UsageError(printable(str(error)), click.Context(command, ctx, name)) from error
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

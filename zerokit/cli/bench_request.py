@@ -25,7 +25,7 @@ from zerokit.bench.tracking.store import Tracking, resolve_uri
 from zerokit.cli.launcher_options import take_options
 from zerokit.cli.launchers import Chosen, choose_launcher, given_arguments, is_given
 from zerokit.errors import UsageError
-from zerokit.text import printable, without_secrets
+from zerokit.text import without_secrets
 
 _CHECKPOINTS = [name for name, how in OPTIONS.items() if how.heading == CHECKPOINTS]
 """Settings for a single bench: cells that write the same checkpoints would continue each other's."""
@@ -73,23 +73,20 @@ def parse(context: click.Context, options: dict[str, Any]) -> Request:
     )
     if continued is not None:
         _require_alone(context)
-    try:
-        elastic = bool(options["elastic"])
-        chosen = choose_launcher(take_options(options), os.environ, elastic=elastic)
-        if not (elastic and chosen.name == "local") and is_given(context, "max_restarts"):
-            raise UsageError(
-                "--max-restarts is for --elastic with ranks on this machine; torchrun has its own option"
-            )
-        dimensions = {name: tuple(options.pop(name) or ()) for name in DIMENSIONS}
-        cells = _cells(dimensions, options, chosen, continued=continued is not None)
-        if len(cells) > 1 and any(options[name] for name in _CHECKPOINTS):
-            raise UsageError(
-                "checkpoints belong to one bench: give --save, --resume and --elastic without a sweep"
-            )
-        if len(cells) > 1 and output is not None and output.suffix == ".json":
-            raise UsageError(f"a sweep needs a folder: --output {output} names a file")
-    except UsageError as error:
-        raise click.UsageError(printable(str(error))) from error
+    elastic = bool(options["elastic"])
+    chosen = choose_launcher(take_options(options), os.environ, elastic=elastic)
+    if not (elastic and chosen.name == "local") and is_given(context, "max_restarts"):
+        raise UsageError(
+            "--max-restarts is for --elastic with ranks on this machine; torchrun has its own option"
+        )
+    dimensions = {name: tuple(options.pop(name) or ()) for name in DIMENSIONS}
+    cells = _cells(dimensions, options, chosen, continued=continued is not None)
+    if len(cells) > 1 and any(options[name] for name in _CHECKPOINTS):
+        raise UsageError(
+            "checkpoints belong to one bench: give --save, --resume and --elastic without a sweep"
+        )
+    if len(cells) > 1 and output is not None and output.suffix == ".json":
+        raise UsageError(f"a sweep needs a folder: --output {output} names a file")
     return Request(
         chosen=chosen,
         cells=cells,

@@ -60,7 +60,7 @@ def run_bench(request: Request, leader: Leader | None) -> int:
     if folder is None:
         files = _record_file(request.cells[0], request.output)
     else:
-        sweep, files = _prepare(folder, sweep), folder
+        sweep, files = prepare(folder, sweep), folder
     push = f"zerokit push {shlex.quote(str(files.path))}{request.given}"
     go_on = f"zerokit bench --continue {shlex.quote(str(files.path))}{request.given}"
     display, report = Display(cells=len(sweep.cells)), False
@@ -110,13 +110,6 @@ def run_bench(request: Request, leader: Leader | None) -> int:
     if (code := exit_code(records)) == 1 and folder is not None:
         display.warn(f"to run the failed cells again: {go_on}")
     return code
-
-
-def _prepare(folder: SweepFolder, sweep: Sweep) -> Sweep:
-    try:
-        return prepare(folder, sweep)
-    except UsageError as error:
-        raise click.UsageError(printable(str(error))) from error
 
 
 def _json(sweep: Sweep, records: Sequence[Record], *, single: bool) -> str:

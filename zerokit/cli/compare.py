@@ -98,16 +98,13 @@ def command(
     from zerokit.bench.comparison.plain import comparison_json
     from zerokit.cli.tables import show
 
-    try:
-        parsed = [Rule.parse(rule) for rule in rules]
-        shown = [known_metric(name) for name in metrics]
-        runs = _runs(names, experiments, tracking_uri)
-        by_label = baseline not in names and any(cell.label == baseline for cell in make_cells(runs))
-        if baseline is not None and not by_label:
-            runs = _begin_with(baseline, runs, tracking_uri)
-        runs = _once(runs)
-    except UsageError as error:
-        raise click.UsageError(printable(str(error))) from error
+    parsed = [Rule.parse(rule) for rule in rules]
+    shown = [known_metric(name) for name in metrics]
+    runs = _runs(names, experiments, tracking_uri)
+    by_label = baseline not in names and any(cell.label == baseline for cell in make_cells(runs))
+    if baseline is not None and not by_label:
+        runs = _begin_with(baseline, runs, tracking_uri)
+    runs = _once(runs)
     cells = make_cells(runs)
     partners = baselines(cells, runs, baseline if by_label else None)
     cells = side_by_side(cells, partners)

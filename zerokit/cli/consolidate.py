@@ -39,20 +39,14 @@ def command(
     With --like, the folder is one that from_pretrained takes.
     """
     from zerokit.checkpoint.formats.convert import consolidate
-    from zerokit.checkpoint.formats.huggingface_writer import parse_size
-    from zerokit.errors import UsageError
 
-    try:
-        limit = parse_size(max_shard_size)
-    except UsageError as error:
-        raise click.BadParameter(str(error), param_hint="--max-shard-size") from None
     with working("consolidating") as progress:
         written = consolidate(
             checkpoint,
             output,
             dtype=dtype,
             stream=stream,
-            max_shard_size=limit,
+            max_shard_size=max_shard_size,
             like=like,
             progress=progress,
             **options,

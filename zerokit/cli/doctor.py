@@ -11,8 +11,6 @@ import click
 
 from zerokit.cli.launcher_options import launcher_options, take_options
 from zerokit.cli.launchers import Chosen, FromFile, choose_launcher, given_arguments, join
-from zerokit.errors import UsageError
-from zerokit.text import printable
 
 if TYPE_CHECKING:
     from zerokit.doctor.examine import Plan, Report
@@ -91,10 +89,7 @@ def command(
 
     if quick and pairs:
         raise click.UsageError("--pairs needs ranks, and --quick starts none")
-    try:
-        chosen = choose_launcher(take_options(options), {} if quick else os.environ)
-    except UsageError as error:
-        raise click.UsageError(printable(str(error))) from error
+    chosen = choose_launcher(take_options(options), {} if quick else os.environ)
     if chosen.submits:
         raise click.UsageError(
             "the doctor examines running nodes: start it inside an allocation (salloc, sbatch) or a pod"
@@ -113,11 +108,8 @@ def command(
         timeout_s=timeout,
     )
 
-    try:
-        if chosen.member is not None:
-            chosen.member.require_world(plan.nodes, plan.nproc_per_node)
-    except UsageError as error:
-        raise click.UsageError(printable(str(error))) from error
+    if chosen.member is not None:
+        chosen.member.require_world(plan.nodes, plan.nproc_per_node)
 
     def run(leader: Leader | None) -> int:
         report = _examined(plan, chosen, leader, quick)

@@ -289,9 +289,9 @@ def join(chosen: Chosen, command_line: Sequence[str], run: Callable[[Leader | No
         except click.ClickException as error:
             code = error.exit_code
             raise
-        except UsageError as error:
+        except UsageError:
             code = 2
-            raise click.UsageError(printable(str(error))) from error
+            raise
         except Interrupted as error:
             code = 128 + error.signal_number
             raise

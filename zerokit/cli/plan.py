@@ -11,9 +11,7 @@ import click
 from zerokit.bench.catalogue.workloads import WORKLOADS
 from zerokit.cli.bench_options import setting_option
 from zerokit.cli.lists import Name
-from zerokit.errors import UsageError
 from zerokit.planning.hardware import DEVICES
-from zerokit.text import printable
 
 _EPILOG = """\b
 For example:
@@ -115,11 +113,8 @@ def command(
     from zerokit.bench.plans.plain import plain
 
     console = Console(stderr=True, highlight=False)
-    try:
-        with console.status("looking at the model"):
-            found = plan(model, **options)
-    except UsageError as error:
-        raise click.UsageError(printable(str(error))) from error
+    with console.status("looking at the model"):
+        found = plan(model, **options)
     if page is not None:
         from zerokit.bench.report.plan_page import write_plan
 

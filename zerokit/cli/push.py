@@ -10,7 +10,6 @@ from pathlib import Path
 import click
 
 from zerokit.cli.work import experiment_option, tracking_uri_option
-from zerokit.errors import UsageError
 from zerokit.text import printable, without_secrets
 
 
@@ -37,10 +36,7 @@ def command(paths: tuple[Path, ...], tracking_uri: str | None, experiment: str, 
     from zerokit.cli.pictures import pictures
     from zerokit.launch.interrupts import Interrupts
 
-    try:
-        records = find_records(paths)
-    except UsageError as error:
-        raise click.UsageError(printable(str(error))) from error
+    records = find_records(paths)
     tracking = Tracking(resolve_uri(tracking_uri), experiment)
     shown = without_secrets(tracking.uri)
     results: list[Done] = []

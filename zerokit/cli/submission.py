@@ -14,8 +14,7 @@ import click
 
 from zerokit.cli.launcher_options import OPTIONS_OF
 from zerokit.cli.launchers import given_arguments, is_given, read_variables
-from zerokit.errors import UsageError
-from zerokit.text import printable, without_secrets, without_secrets_named
+from zerokit.text import without_secrets, without_secrets_named
 
 if TYPE_CHECKING:
     from zerokit.cli.bench_request import Request
@@ -54,25 +53,22 @@ def _submit_to_kubernetes(context: click.Context, request: Request) -> int:
     arguments = given_arguments(context, (*_OUTSIDE, *_OF_RANKS))
     if tracked_here and "--no-mlflow" not in arguments:
         arguments.append("--no-mlflow")
-    try:
-        pods = Pods(
-            name=options["job_name"] or f"zerokit-{datetime.now():%Y%m%d-%H%M%S}",
-            namespace=options["namespace"],
-            image=options["container_image"],
-            nodes=nodes,
-            nproc_per_node=ranks,
-            arguments=arguments,
-            gpus_per_node=options["gpus_per_node"],
-            environment=environment,
-            secrets=options["secrets"],
-            claim=options["pvc"],
-            node_selector=dict(_pair(one) for one in options["node_selector"]),
-            tolerations=options["toleration"],
-            service_account=options["service_account"],
-            pull_secrets=options["pull_secret"],
-        )
-    except UsageError as error:
-        raise click.UsageError(printable(str(error))) from error
+    pods = Pods(
+        name=options["job_name"] or f"zerokit-{datetime.now():%Y%m%d-%H%M%S}",
+        namespace=options["namespace"],
+        image=options["container_image"],
+        nodes=nodes,
+        nproc_per_node=ranks,
+        arguments=arguments,
+        gpus_per_node=options["gpus_per_node"],
+        environment=environment,
+        secrets=options["secrets"],
+        claim=options["pvc"],
+        node_selector=dict(_pair(one) for one in options["node_selector"]),
+        tolerations=options["toleration"],
+        service_account=options["service_account"],
+        pull_secrets=options["pull_secret"],
+    )
     if pods.claim is None and any(cell.save is not None for cell in cells):
         raise click.UsageError(
             "checkpoints would be lost with their pod: give a persistent volume with --pvc CLAIM"
@@ -147,23 +143,20 @@ def _submit_to_slurm(context: click.Context, request: Request) -> int:
         )
     nodes, ranks = _one_shape(context, request)
     address = options["master_addr"]
-    try:
-        image = options["container_image"]
-        allocation = Allocation(
-            nodes=nodes,
-            ranks=ranks,
-            gpus_per_node=options["gpus_per_node"],
-            cpus_per_task=options["cpus_per_task"],
-            memory=options["memory"],
-            partition=options["partition"],
-            account=options["account"],
-            time=options["time_limit"],
-            lines=options["sbatch_option"],
-            container=Container(image, options["container_runtime"]) if image else None,
-            variables=({"MASTER_ADDR": address} if address else {}) | read_variables(options["variables"]),
-        )
-    except UsageError as error:
-        raise click.UsageError(printable(str(error))) from error
+    image = options["container_image"]
+    allocation = Allocation(
+        nodes=nodes,
+        ranks=ranks,
+        gpus_per_node=options["gpus_per_node"],
+        cpus_per_task=options["cpus_per_task"],
+        memory=options["memory"],
+        partition=options["partition"],
+        account=options["account"],
+        time=options["time_limit"],
+        lines=options["sbatch_option"],
+        container=Container(image, options["container_runtime"]) if image else None,
+        variables=({"MASTER_ADDR": address} if address else {}) | read_variables(options["variables"]),
+    )
     single = len(cells) == 1
     inside = None if request.output is None else str(request.output)
     name = "record.json" if single else "sweep"

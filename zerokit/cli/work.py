@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 import click
 
 from zerokit.cli.text import counted, decimal_size
-from zerokit.errors import UsageError
 from zerokit.launch.interrupts import Interrupts
 from zerokit.text import printable
 
@@ -107,10 +106,7 @@ def byte_bar(task: str) -> Iterator[Callable[[int, int], None] | None]:
 
 @contextmanager
 def working(task: str) -> Iterator[Callable[[int, int], None]]:
-    """A callback for frequent calls with the bytes done and the total; raises `Interrupted` after a signal.
-
-    A `UsageError` of the work is shown as one of the options that led to it, with exit code 2.
-    """
+    """A callback for frequent calls with the bytes done and the total; raises `Interrupted` after a signal."""
     with Interrupts() as interrupts, byte_bar(task) as show:
 
         def progress(done: int, total: int) -> None:
@@ -118,10 +114,7 @@ def working(task: str) -> Iterator[Callable[[int, int], None]]:
             if show is not None:
                 show(done, total)
 
-        try:
-            yield progress
-        except UsageError as error:
-            raise click.UsageError(printable(str(error))) from error
+        yield progress
 
 
 def json_of(value: Any) -> Any:

@@ -25,8 +25,7 @@ from zerokit.bench.record.runs import Run
 from zerokit.bench.record.status import Status
 from zerokit.bench.report import render
 from zerokit.bench.tracking.content import run_files, run_name, run_params, run_points, run_tags
-from zerokit.cli import main
-from zerokit.cli.compare import command
+from zerokit.cli import cli, main
 
 EVIL = "\x1b]0;title\x07\x1b[2J\u202e\u2028\x9b31m[/]\r\nzerokit: all is well"
 FULL = replace(
@@ -183,7 +182,7 @@ def _use(record: Record, path: Path, folder: Path) -> None:
     other = folder / "other.json"
     write_record(make_record(), other)
     for arguments in ([], ["--json"]):
-        done = CliRunner().invoke(command, [str(path), str(other), *arguments], catch_exceptions=False)
+        done = CliRunner().invoke(cli, ["compare", str(path), str(other), *arguments], catch_exceptions=False)
         assert done.exit_code == 0
     json.loads(done.stdout)
     render.write_comparison([Run("a", (record,)), Run("b", (make_record(),))], folder / "page.html")
