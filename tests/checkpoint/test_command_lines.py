@@ -102,7 +102,7 @@ REFUSED = [
     ("consolidate a", 2, "Missing option '-o' / '--output'"),
     ("consolidate a -o out --jobs 0", 2, "Invalid value for '--jobs'"),
     ("consolidate a -o out --jobs 99999999", 2, "jobs=99999999: expected 1 to"),
-    ("consolidate a -o out --max-shard-size 0", 2, "--max-shard-size: size '0'"),
+    ("consolidate a -o out --max-shard-size 0", 2, "size '0'"),
     ("consolidate a -o out --dtype fp12", 2, "'fp12' is not one of 'bf16', 'fp16', 'fp32'."),
     ("consolidate run -o run", 1, "zerokit: run: the output is the source itself"),
     ("verify nowhere", 1, "zerokit: nowhere: does not exist: give the directory of a step, or of a run\n"),
