@@ -17,6 +17,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from zerokit.bench.comparison.cells import ALONE, Cell
@@ -253,37 +254,27 @@ def _check(rule: Rule, cell: Cell, partner: Cell) -> Regression | None:
     if values is None:
         lacking = " and ".join(one.label for one in (partner, cell) if one.measure(rule.metric) is None)
         raise ZerokitError(f"{rule.metric} cannot be checked: {lacking} has no such figure")
-    change, allowed = values.difference(), rule.percent / 100
-    said = f"{cell.label}: {rule.metric}"
+    change, allowed, who = values.difference(), rule.percent / 100, partner.label
+    said, broken = f"{cell.label}: {rule.metric}", partial(Regression, cell.label, rule)
     if change.noise is None:
-        return Regression(
-            cell.label,
-            rule,
-            f"{said} is not known to differ from that of {partner.label}: a single run does not show the noise "
+        return broken(
+            f"{said} is not known to differ from that of {who}: a single run does not show the noise "
             f"between runs; bench both with --repeats {values.repeats_for(rule.percent)}",
             known=False,
         )
     if change.worsening > allowed and change.verdict != "within noise":
-        return Regression(
-            cell.label,
-            rule,
-            f"{said} is {change.worsening:.1%} worse than that of {partner.label} "
-            f"(allowed {rule.percent:g}%, noise {change.noise:.1%})",
+        return broken(
+            f"{said} is {change.worsening:.1%} worse than that of {who} "
+            f"(allowed {rule.percent:g}%, noise {change.noise:.1%})"
         )
     if change.noise <= allowed or change.worsening + change.noise <= allowed:
         return None
     repeats = values.repeats_for(rule.percent)
-    advice = (
-        "no reasonable number of repeats would do"
-        if repeats is None
-        else f"bench both with --repeats {repeats}"
-    )
+    advice = f"bench both with --repeats {repeats}" if repeats else "no reasonable number of repeats would do"
     if rule.metric == "step/p50_ms" and difference(cell, partner, PACED) is not None:
         advice += f"; {PACED}, from which the machine's pace cancels, has less"
-    return Regression(
-        cell.label,
-        rule,
-        f"{said} is not known within {rule.percent:g}% of that of {partner.label}: the noise between runs is "
+    return broken(
+        f"{said} is not known within {rule.percent:g}% of that of {who}: the noise between runs is "
         f"{change.noise:.1%}; {advice}",
         known=False,
     )

@@ -100,7 +100,8 @@ def _said(title: str, rows: Iterable[tuple[str, str]]) -> str:
     return f"{title}: {'; '.join(f'{label} {said}' for label, said in rows)}"
 
 
-def _data(rows: Sequence[Plot]) -> alt.Chart:
+def data_of(rows: Sequence[Plot]) -> alt.Chart:
+    """A chart of these rows, with nothing drawn yet."""
     return alt.Chart(alt.Data(values=list(rows)))  # type: ignore[no-untyped-call]
 
 
@@ -116,7 +117,7 @@ def _rows(names: Sequence[str]) -> tuple[alt.Y, dict[str, Any]]:
     return alt.Y("cell:N", sort=list(names), title=None, axis=axis), {"height": alt.Step(44)}
 
 
-def _barred(
+def draw_bars(
     name: str, title: str, rows: Sequence[Row], scale: Scale, legend: Mapping[str, str] | None = None
 ) -> Picture:
     """Horizontal bars from zero; `legend` has the names and roles of their parts."""
@@ -125,30 +126,23 @@ def _barred(
         own: Plot
         own, end = {"cell": f"{row.cell}\n{row.text}"}, sum(value for _, value, _ in row.parts)
         for place, (part, value, role) in enumerate(row.parts):
-            parts.append(
-                own
-                | {
-                    "part": part,
-                    "value": value,
-                    "place": place,
-                    "colour": colour((legend or {}).get(part, role)),
-                }
-            )
+            shade = colour((legend or {}).get(part, role))
+            parts.append(own | {"part": part, "value": value, "place": place, "colour": shade})
         ends.append(own | {"low": max(end - row.error, 0.0), "high": end + row.error, "mark": row.mark})
     fill = _legend(legend) if legend else _OWN
     y, room = _rows([f"{row.cell}\n{row.text}" for row in rows])
     axis = alt.Axis(title=scale.unit, tickCount=4)
     tooltip = [*_tooltip(part="", value=scale.unit)]
     chart = alt.layer(
-        _data(parts)
+        data_of(parts)
         .mark_bar(size=14)
         .encode(
             x=alt.X("value:Q", stack="zero", axis=axis), y=y, color=fill, order="place:Q", tooltip=tooltip
         ),
-        _data([row for row in ends if row["high"] > row["low"]])
+        data_of([row for row in ends if row["high"] > row["low"]])
         .mark_rule(color=colour("text"), strokeWidth=1.25)
         .encode(x="low:Q", x2="high:Q", y=y),
-        _data([row for row in ends if row["mark"] is not None])
+        data_of([row for row in ends if row["mark"] is not None])
         .mark_tick(size=24, thickness=2, color=colour("text"))
         .encode(x="mark:Q", y=y),
     )
@@ -191,7 +185,7 @@ def _curved(
     axis = alt.Axis(**(every if marked else {"tickCount": 5}))
     y = alt.Y("y:Q", title=y_title, scale=alt.Scale(zero=marked), axis=alt.Axis(tickCount=5))
     chart = (
-        _data(data)
+        data_of(data)
         .mark_line(point=marked, strokeWidth=2)
         .encode(
             x=alt.X("x:Q", title=x_title, scale=alt.Scale(nice=False, zero=False), axis=axis),
@@ -257,7 +251,7 @@ def _ranked(
             text += f" ({said.get(change.verdict, '{}').format(percent(change))})"
         part = (called, max(measured.value, 0.0) * scale.factor, roles[id(cell)])
         rows.append(Row(cell.label, text, [part], (measured.error or 0.0) * scale.factor))
-    return _barred(name, f"{called[0].upper()}{called[1:]}, {scale.unit}", rows, scale)
+    return draw_bars(name, f"{called[0].upper()}{called[1:]}, {scale.unit}", rows, scale)
 
 
 def _steps(cells: Sequence[Cell], roles: Roles) -> Picture | None:
@@ -277,7 +271,7 @@ def _steps(cells: Sequence[Cell], roles: Roles) -> Picture | None:
     x = alt.Scale(domain=[least, max(least + 2 * (most - least), least * 1.01)], zero=False, nice=True)
     y, room = _rows(["\n".join(one) for one in said])
     chart = (
-        _data(data)
+        data_of(data)
         .mark_boxplot(
             size=14,
             clip=True,
@@ -310,7 +304,7 @@ def _communication(cells: Sequence[Cell]) -> Picture | None:
             Row(cell.label, text, parts, ((measured.error if measured else None) or 0.0) * scale.factor)
         )
     title = f"What communication costs, {scale.unit} a step"
-    return _barred("communication", title, rows, scale, _COMMUNICATION)
+    return draw_bars("communication", title, rows, scale, _COMMUNICATION)
 
 
 def _state(cells: Sequence[Cell]) -> Picture | None:
@@ -331,7 +325,7 @@ def _state(cells: Sequence[Cell]) -> Picture | None:
             text += ", as planned" if formula == total else f", planned {scale.text(formula)}"
             mark = formula * scale.factor
         rows.append(Row(cell.label, text, parts, mark=mark))
-    return _barred("state", f"Model state and its formula, {scale.unit} a rank", rows, scale, _STATE)
+    return draw_bars("state", f"Model state and its formula, {scale.unit} a rank", rows, scale, _STATE)
 
 
 def _loss(cells: Sequence[Cell], roles: Roles) -> Picture | None:

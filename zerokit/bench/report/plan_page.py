@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import altair as alt
 
+from zerokit.bench.comparison.figures import Scale
 from zerokit.bench.record import write_text
-from zerokit.bench.report.pictures import Picture
+from zerokit.bench.report.pictures import Picture, Row, data_of, draw_bars
 from zerokit.bench.report.render import document
 from zerokit.bench.report.theme import colour
 from zerokit.errors import UsageError
@@ -59,37 +59,14 @@ def pictures(plan: Plan) -> list[Picture]:
 
 
 def _memory(plan: Plan) -> Picture:
-    cells = best_of_each([*best_of_each(plan.fitting), *best_of_each(plan.too_large)])[:_MOST_ROWS]
-    rows, ends = [], []
-    for one in cells:
+    rows = []
+    for one in best_of_each([*best_of_each(plan.fitting), *best_of_each(plan.too_large)])[:_MOST_ROWS]:
         sizes = {**one.memory.peak, "CUDA itself": one.memory.context}
-        rows += [
-            {"cell": _name(one), "kind": kind, "GiB": size / GIB, "order": place}
-            for place, (kind, size) in enumerate(sizes.items())
-        ]
+        parts = [(kind, size / GIB, kind) for kind, size in sizes.items()]
         room = None if one.room_bytes is None else one.room_bytes / GIB
-        ends.append({"cell": _name(one), "room": room})
-    kinds = {**_ROLES, "CUDA itself": "muted"}
-    shades = alt.Scale(domain=list(kinds), range=[colour(role) for role in kinds.values()])
-    y = alt.Y("cell:N", sort=None, axis=alt.Axis(title=None, grid=False, labelLimit=160))
-    bars = _chart(rows).mark_bar(size=14)
-    marks = _chart([row for row in ends if row["room"] is not None])
-    plot = alt.layer(
-        bars.encode(
-            x=alt.X("GiB:Q", stack="zero", axis=alt.Axis(title="GiB", titleAnchor="end")),
-            y=y,
-            color=alt.Color("kind:N", scale=shades, legend=alt.Legend(columns=2)),
-            order="order:Q",
-            tooltip=["cell:N", "kind:N", alt.Tooltip("GiB:Q", format=".3~g")],
-        ),
-        marks.mark_tick(size=20, thickness=2, color=colour("text")).encode(x="room:Q", y=y),
-    ).properties(height=26 * len(cells))
-    said = "; ".join(f"{_name(one)} {one.memory.needed / GIB:,.1f} GiB" for one in cells)
-    return Picture("memory", "Memory of a rank at its peak", f"Memory at its peak: {said}", plot.to_dict())
-
-
-def _chart(rows: Sequence[dict[str, Any]]) -> Any:
-    return alt.Chart(alt.InlineData(values=list(rows)))
+        rows.append(Row(_name(one), f"{one.memory.needed / GIB:,.1f} GiB", parts, mark=room))
+    title = "Memory of a rank at its peak"
+    return draw_bars("memory", title, rows, Scale("GiB", 1.0, 1), {**_ROLES, "CUDA itself": "muted"})
 
 
 def _name(one: PlannedCell) -> str:
@@ -108,7 +85,7 @@ def _step(best: PlannedCell) -> Picture:
     lanes = [lane for lane in _LANES if any(row["lane"] == lane for row in rows)]
     shades = alt.Scale(domain=lanes, range=[colour(_LANES[lane]) for lane in lanes])
     plot = (
-        _chart(rows)
+        data_of(rows)
         .mark_bar(height=18, stroke=colour("ground"), strokeWidth=0.5)
         .encode(
             x=alt.X("from:Q", axis=alt.Axis(title="ms", titleAnchor="end", grid=False)),
@@ -158,7 +135,7 @@ def _scaling(plan: Plan, best: PlannedCell) -> list[Picture]:
     )
     y = alt.Y("rate:Q", scale=alt.Scale(zero=True), axis=alt.Axis(title=None, format="~s"))
     tooltip = [alt.Tooltip("devices:Q"), alt.Tooltip("rate:Q", title=unit, format=",.0f")]
-    line = _chart(rows).mark_line(point=True, color=colour("first")).encode(x=x, y=y, tooltip=tooltip)
+    line = data_of(rows).mark_line(point=True, color=colour("first")).encode(x=x, y=y, tooltip=tooltip)
     label = "Throughput a device: " + ", ".join(f"{y:,.0f} at {x:,.0f}" for x, y in points)
     title = f"{unit[0].upper()}{unit[1:]}, by the number of devices"
     return [Picture("scaling", title, label, line.properties(height=220).to_dict())]
