@@ -94,7 +94,6 @@ def test_the_noise_of_rounds_is_student_s_and_throughput_s_is_equal() -> None:
     assert measured is not None
     logarithms = [math.log(base) for base in (100.0, 110.0, 120.0)]
     assert measured.value == pytest.approx(math.exp(fmean(logarithms)))
-    assert measured.rounds == 3
     half = 4.3027 * stdev(logarithms) / math.sqrt(3)  # t of 2 degrees of freedom
     assert measured.error == pytest.approx(half * measured.value, rel=1e-4)
 
@@ -123,8 +122,8 @@ def test_what_one_run_cannot_tell_is_unknown_and_what_is_counted_exact() -> None
     )
     assert memory is not None
     assert state is not None
-    assert memory.noise is None
-    assert state.noise == 0.0
+    assert memory.error is None
+    assert state.error == 0.0
 
 
 def test_every_metric_of_every_cell_can_be_measured() -> None:

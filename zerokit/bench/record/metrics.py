@@ -67,18 +67,10 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A metric's value, half of its 95 % interval in the same unit (None if unknown), and the number of repetitions."""
+    """A metric's value, and half of its 95 % interval in the same unit (None if unknown)."""
 
     value: float
     error: float | None
-    rounds: int = 1
-
-    @property
-    def noise(self) -> float | None:
-        """The error as a share of the value."""
-        if self.error is None or self.error == 0.0:
-            return self.error
-        return self.error / abs(self.value) if self.value else math.inf
 
 
 def metrics_of(record: Record) -> dict[str, float]:
@@ -101,13 +93,12 @@ def measure(metric: Metric, records: Sequence[Record]) -> Measured | None:
     if not values:
         return None
     if len(values) == 1:
-        return Measured(
-            values[0], next((metric.error(one) for one in records if metric.value(one) is not None), None)
-        )
+        known = (metric.error(one) for one in records if metric.value(one) is not None)
+        return Measured(values[0], next(known, None))
     centre = metric.centre(values)
     if metric.has_ratios(values):
-        return Measured(centre, centre * mean_interval([math.log(value) for value in values])[1], len(values))
-    return Measured(centre, mean_interval(values)[1], len(values))
+        return Measured(centre, centre * mean_interval([math.log(value) for value in values])[1])
+    return Measured(centre, mean_interval(values)[1])
 
 
 def values_of(metric: Metric, records: Sequence[Record]) -> list[float]:

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
 DEFAULT_URI = "sqlite:///mlflow.db"
-DEFAULT_EXPERIMENT = "zerokit-bench"
 T = TypeVar("T")
 
 # A server that is down must be noticed in seconds: MLflow's own defaults retry for minutes.
