@@ -15,7 +15,7 @@ from zerokit.bench.record.metrics import METRICS, Measured, measure, values_of
 from zerokit.bench.record.runs import Run
 from zerokit.bench.record.schema import to_plain
 from zerokit.bench.record.settings import OPTIONS
-from zerokit.bench.record.words import ENGINE_TITLES, value_in_words
+from zerokit.bench.record.words import value_in_words
 
 ALONE = "compute-only"
 """The engine whose ranks train alone, each with its own losses."""
@@ -118,9 +118,9 @@ def varying(records: Iterable[Record]) -> list[str]:
 def name_of(record: Record, names: Iterable[str]) -> str:
     """A label: the engine, its stage if it has several, and the values of these settings."""
     settings = record.settings
-    words = [ENGINE_TITLES.get(settings.engine, settings.engine)]
-    stages = ENGINES[settings.engine].stages if settings.engine in ENGINES else ()
-    if stages != (settings.stage,):
+    engine = ENGINES.get(settings.engine)
+    words = [settings.engine if engine is None else engine.title]
+    if engine is None or engine.stages != (settings.stage,):
         words[0] += f" {settings.stage}"
     for name in names:
         value = getattr(settings, name)

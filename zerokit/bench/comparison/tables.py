@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from zerokit.bench.catalogue.engines import ENGINES
 from zerokit.bench.comparison.cells import Cell
 from zerokit.bench.comparison.differences import Difference, difference, steps_of
 from zerokit.bench.comparison.figures import percent, scale_of, within_noise
 from zerokit.bench.record.metrics import METRICS, PACED, UNITS, instrumented
-from zerokit.bench.record.words import ENGINE_TITLES
 
 WITHIN_NOISE = "within noise"
 EXTRA_STEPS = "in extra steps"
@@ -127,7 +127,7 @@ def roles_of(cells: Sequence[Cell]) -> dict[int, str]:
     if len(engines) == 1 and len(runs) > 1:
         return {id(cell): _RUNS[runs.index(cell.run) % len(_RUNS)] for cell in cells}
     return {
-        id(cell): engine if (engine := cell.first.settings.engine) in ENGINE_TITLES else "compute-only"
+        id(cell): engine if (engine := cell.first.settings.engine) in ENGINES else "compute-only"
         for cell in cells
     }
 

@@ -1,26 +1,12 @@
-"""Names of settings and engines in labels, tables and pages."""
+"""Names of settings in labels, tables and pages."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 from zerokit.bench.record.settings import DIMENSIONS, OPTIONS, Settings
-
-ENGINE_TITLES: Mapping[str, str] = MappingProxyType(
-    {
-        "zerokit": "zerokit",
-        "ddp": "DDP",
-        "post-local-sgd": "PostLocalSGD",
-        "zero-redundancy-optimizer": "ZeroRedundancy",
-        "fsdp2": "FSDP2",
-        "deepspeed": "DeepSpeed",
-        "parameter-server": "parameter server",
-        "compute-only": "compute only",
-    }
-)
 
 # Properties of the machine; settings bring their own words.
 _MACHINE: Mapping[str, str] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from zerokit.bench.catalogue.engines import ENGINES
 from zerokit.bench.comparison.cells import Cell, name_of, short_names, unsupported, varying
 from zerokit.bench.comparison.conditions import conditions, drift_notes
 from zerokit.bench.comparison.figures import count
@@ -21,7 +22,7 @@ from zerokit.bench.comparison.tables import (
 from zerokit.bench.record import FORMAT
 from zerokit.bench.record.metrics import METRICS
 from zerokit.bench.record.runs import Run
-from zerokit.bench.record.words import ENGINE_TITLES, title_of
+from zerokit.bench.record.words import title_of
 from zerokit.bench.report.pictures import Partners, having
 
 
@@ -71,7 +72,7 @@ def _title(cells: Sequence[Cell]) -> str:
     worlds = sorted({cell.first.settings.world for cell in cells})
     cells = [cell for cell in cells if cell.status == "ok"] or cells
     for engine in _different(cell.settings["engine"] for cell in cells):
-        title = ENGINE_TITLES.get(engine, engine)
+        title = ENGINES[engine].title if engine in ENGINES else engine
         own = [cell for cell in cells if cell.settings["engine"] == engine]
         if name_of(own[0].first, ()) != title:  # an engine of several stages
             stages = sorted({int(cell.settings["stage"]) for cell in own})
