@@ -70,10 +70,15 @@ def _made(name: str, hint: Any, how: Option) -> Callable[[_F], _F]:
 _HINTS = typing.get_type_hints(Settings)
 
 
-def setting_option(name: str, help: str, default: str = "", *, several: bool = True) -> Callable[[_F], _F]:
-    """The bench's option `name` for another command, with a help and a default of its own; one value or `several`."""
-    sweep: Any = "inner" if several else ""
-    return _made(name, _HINTS[name], replace(OPTIONS[name], help=help, shown_default=default, sweep=sweep))
+def setting_option(
+    name: str, help: str = "", default: str = "", *, several: bool = True
+) -> Callable[[_F], _F]:
+    """The bench's option `name` for another command, for one value or `several`; by default with the bench's help."""
+    how, sweep = OPTIONS[name], "inner" if several else ""
+    if not help:
+        help, default = how.help, default or how.shown_default or ""
+    changes: dict[str, Any] = {"sweep": sweep, "help": help, "shown_default": default}
+    return _made(name, _HINTS[name], replace(how, **changes))
 
 
 _CELL = {name: _made(name, _HINTS[name], how) for name, how in OPTIONS.items()}

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from zerokit.cli.bench_options import setting_option
 from zerokit.cli.launcher_options import launcher_options, take_options
 from zerokit.cli.launchers import Chosen, FromFile, choose_launcher, given_arguments, join
+from zerokit.cli.work import tracking_uri_option
 
 if TYPE_CHECKING:
     from zerokit.doctor.examine import Plan, Report
@@ -24,19 +26,11 @@ Exit codes: 0 no fault (there may be warnings), 1 failure, 2 wrong use,
 
 @click.command(cls=FromFile, epilog=_EPILOG)
 @click.argument("directory", metavar="[RUN_DIRECTORY]", default=".", type=click.Path(path_type=Path))
-@click.option(
-    "--nodes",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Number of nodes, simulated on this machine unless --launcher is given.  [default: all of the "
-    "launcher's, or 1]",
-)
-@click.option(
-    "--nproc-per-node",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Ranks on each node.  [default: its visible CUDA devices, divided equally among simulated nodes; "
-    "without devices 1, or 2 on a single node]",
+@setting_option("nodes", several=False)
+@setting_option(
+    "nproc_per_node",
+    default="its visible CUDA devices, divided equally among simulated nodes; without devices 1, or 2 on a single node",
+    several=False,
 )
 @click.option(
     "--quick", is_flag=True, help="Check this process only, in a second: no ranks, no measurements."
@@ -50,11 +44,7 @@ Exit codes: 0 no fault (there may be warnings), 1 failure, 2 wrong use,
     metavar="SECONDS",
     help="Time limit for all ranks together.",
 )
-@click.option(
-    "--tracking-uri",
-    metavar="URI",
-    help="MLflow store to check.  [default: MLFLOW_TRACKING_URI, else sqlite:///mlflow.db]",
-)
+@tracking_uri_option
 @click.option(
     "--json",
     "as_json",

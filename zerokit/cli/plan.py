@@ -33,12 +33,7 @@ Exit codes: 0 ok, 2 wrong use, 4 nothing fits.
     metavar="NAME",
     help=f"Kind of device: {', '.join(DEVICES)}, or cpu for ranks on hosts.  [default: from --cluster or --from]",
 )
-@click.option(
-    "--nodes",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Number of nodes.  [default: nodes of 8 devices, or as in --cluster]",
-)
+@setting_option("nodes", "Number of nodes.", "nodes of 8 devices, or as in --cluster", several=False)
 @click.option(
     "--cluster",
     type=click.Path(path_type=Path),
