@@ -125,6 +125,7 @@ _RUN = (
     click.option("--no-mlflow", is_flag=True, help="Write the record, without MLflow."),
 )
 
+RESULTS = ("output", "continued", "as_json", "tracking_uri", "experiment", "no_mlflow")
 _PLACES = {"repeats": MEASURED, "max_restarts": CHECKPOINTS}
 
 
@@ -134,8 +135,7 @@ def _headings() -> dict[str, tuple[str, ...]]:
         found.setdefault(how.heading, []).append(name)
     for name, heading in _PLACES.items():
         found[heading].append(name)
-    results = ("output", "continued", "as_json", "tracking_uri", "experiment", "no_mlflow")
-    return {**{heading: tuple(names) for heading, names in found.items()}, "Results": results}
+    return {**{heading: tuple(names) for heading, names in found.items()}, "Results": RESULTS}
 
 
 HEADINGS: Mapping[str, tuple[str, ...]] = MappingProxyType(_headings())

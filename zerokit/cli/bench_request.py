@@ -22,6 +22,7 @@ from zerokit.bench.record.settings import (
 )
 from zerokit.bench.sweeps.sweep import product
 from zerokit.bench.tracking.store import Tracking, resolve_uri
+from zerokit.cli.bench_options import RESULTS
 from zerokit.cli.launcher_options import take_options
 from zerokit.cli.launchers import Chosen, choose_launcher, given_arguments, is_given
 from zerokit.errors import UsageError
@@ -65,11 +66,8 @@ class Request:
 
 def parse(context: click.Context, options: dict[str, Any]) -> Request:
     """Parse the command line's options; raises `click.UsageError` if they contradict each other."""
-    output, continued, tracking_uri, experiment, no_mlflow, as_json, max_restarts = (
-        options.pop(name)
-        for name in (
-            *("output", "continued", "tracking_uri", "experiment", "no_mlflow", "as_json", "max_restarts"),
-        )
+    output, continued, as_json, tracking_uri, experiment, no_mlflow, max_restarts = (
+        options.pop(name) for name in (*RESULTS, "max_restarts")
     )
     if continued is not None:
         _require_alone(context)
@@ -136,11 +134,10 @@ def _require_alone(context: click.Context) -> None:
 def _chosen_options(context: click.Context, dimensions: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
     """What the user chose, by the options' names; what was left at its default is in the cells."""
     chosen: dict[str, Any] = {}
-    left_out = {"output", "continued", "as_json", "tracking_uri", "experiment", "no_mlflow"}
     for parameter in context.command.params:
         name = parameter.name or ""
         source = context.get_parameter_source(name)
-        if name not in context.params or name in left_out:
+        if name not in context.params or name in RESULTS:
             continue
         if source in (None, click.core.ParameterSource.DEFAULT):
             continue

@@ -17,7 +17,7 @@ from zerokit.bench.record.journal import Job, Journal
 from zerokit.bench.record.schema import to_plain
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.record.sweep import RecordFile, Sweep, SweepFolder
-from zerokit.bench.run.session import DEFAULT_FOLDER, Host, record_path, refusal, require_data
+from zerokit.bench.run.session import DEFAULT_FOLDER, Host, record_path, refusal, require_data, unused
 from zerokit.bench.sweeps.sweep import exit_code, prepare, read_sweep, run_sweep
 from zerokit.bench.tracking.push import Found, Tracker, find_records
 from zerokit.cli.bench_request import Request
@@ -49,7 +49,8 @@ def run_bench(request: Request, leader: Leader | None) -> int:
         return host if request.chosen.here else replace(host, fits=lambda settings: None)
 
     host = host_of(Interrupts(), Display())
-    folder = None if request.single else SweepFolder(request.continued or request.output or _new_folder())
+    default = unused(DEFAULT_FOLDER / f"{datetime.now():%Y%m%d-%H%M%S}-sweep")
+    folder = None if request.single else SweepFolder(request.continued or request.output or default)
     if request.continued is not None and folder is not None:
         sweep = read_sweep(folder)
     else:
@@ -166,13 +167,3 @@ def _open_job(settings: Settings, output: Path | None) -> Job:
     job = Journal(run).open_job(asked, lambda: record_path(output, settings, datetime.now()))
     require_writable(job.record.parent)
     return job
-
-
-def _new_folder() -> Path:
-    parent = DEFAULT_FOLDER
-    name = f"{datetime.now():%Y%m%d-%H%M%S}-sweep"
-    path, attempt = parent / name, 1
-    while path.exists():
-        attempt += 1
-        path = parent / f"{name}-{attempt}"
-    return path

@@ -10,6 +10,7 @@ from typing import TypeVar
 from zerokit.bench.catalogue.fit import available_bytes
 from zerokit.bench.plans.subjects import subject_named
 from zerokit.bench.record import Record, read_record
+from zerokit.bench.record.settings import parse_mesh
 from zerokit.errors import UsageError
 from zerokit.placement import Mesh
 from zerokit.planning.cells import Plan, Question, plan_cells
@@ -202,10 +203,7 @@ def _meshes(given: Sequence[str] | None, world: int) -> tuple[Mesh, ...] | None:
         return None
     meshes = []
     for text in given:
-        parts = text.split("x")
-        if len(parts) != 2 or not all(part.isdigit() and int(part) for part in parts):
-            raise UsageError(f"mesh {text!r}: expected OUTERxINNER, such as 2x4")
-        outer, inner = map(int, parts)
+        outer, inner = parse_mesh(text)
         if outer * inner != world or (inner == 1 and world > 1):
             raise UsageError(f"mesh {text} has {outer * inner} ranks on its axes, and there are {world}")
         meshes.append(Mesh(outer, inner))

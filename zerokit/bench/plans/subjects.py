@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zerokit.bench.catalogue.engines import require_known
 from zerokit.bench.catalogue.workloads import INSTALL, describe
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.workloads.build import Loaded, load
@@ -42,11 +43,7 @@ def subject_named(name: str, *, seq_len: int | None = None) -> Subject:
     if workload.text is None:
         return subject_in(Settings(model=name))
     length = seq_len or min(USUAL_TOKENS, workload.text.positions)
-    if length > workload.text.positions:
-        raise UsageError(
-            f"seq_len {length} exceeds the {workload.text.positions} positions of {name}: give a smaller --seq-len"
-        )
-    subject = subject_in(Settings(model=name, seq_len=length))
+    subject = subject_in(require_known(Settings(model=name, seq_len=length)))
     return replace(
         subject,
         bench_options=("--model", name, "--seq-len", str(length)),

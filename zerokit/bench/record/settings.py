@@ -293,10 +293,7 @@ class Settings:
                     "--outer-stage is the stage of a mesh's outer axis: give --mesh, such as 2x4, too"
                 )
             return
-        shape = re.fullmatch(r"(\d+)x(\d+)", self.mesh)
-        if shape is None:
-            raise UsageError(f"mesh {self.mesh!r}: expected OUTERxINNER, such as 2x4")
-        outer, inner = map(int, shape.groups())
+        outer, inner = parse_mesh(self.mesh)
         islands = self.every is not None and outer > 1
         if outer * inner != self.world or (1 in (outer, inner) and not islands):
             raise UsageError(
@@ -316,10 +313,7 @@ class Settings:
     @property
     def shape(self) -> tuple[int, int] | None:
         """The mesh, (outer, inner)."""
-        if self.mesh is None:
-            return None
-        outer, _, inner = self.mesh.partition("x")
-        return int(outer), int(inner)
+        return None if self.mesh is None else parse_mesh(self.mesh)
 
     @property
     def islands(self) -> tuple[int, int]:
@@ -353,6 +347,14 @@ class Settings:
         """A digest that is equal for equal settings in any process; an interrupted sweep finds its cells by it."""
         text = json.dumps(asdict(self), sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def parse_mesh(text: str) -> tuple[int, int]:
+    """The outer and the inner axis of "2x4"; raises `UsageError` for other text."""
+    shape = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+    if shape is None:
+        raise UsageError(f"mesh {text!r}: expected OUTERxINNER, such as 2x4")
+    return int(shape[1]), int(shape[2])
 
 
 OPTIONS: Mapping[str, Option] = MappingProxyType(

@@ -106,7 +106,7 @@ def record_path(output: Path | None, settings: Settings, now: datetime) -> Path:
     if path.suffix != ".json":
         model = re.sub(r"[^\w.-]|_", "-", settings.model)
         name = f"{now:%Y%m%d-%H%M%S}-{model}-{settings.engine}-stage{settings.stage}-world{settings.world}"
-        path = _unused(path / f"{name}.json")
+        path = unused(path / f"{name}.json")
     require_writable(path.parent)
     if path.is_dir():
         raise RecordError(f"the record cannot be written to {path}: Is a directory; choose another --output")
@@ -290,7 +290,7 @@ def _put(record: Record, path: Path, host: Host, *, fresh: bool) -> Record:
     with contextlib.suppress(RecordError):  # then what is there is no record worth keeping
         there = read_record(path) if path.exists() else None
     if fresh and there is not None and there.id != record.id:
-        taken, path = path, _unused(path)
+        taken, path = path, unused(path)
         host.watch.warn(f"another bench has written {taken} meanwhile: this record is in {path}")
     elif there is not None and there.status is Status.OK and record.status is not Status.OK:
         return record
@@ -307,8 +307,8 @@ def _put(record: Record, path: Path, host: Host, *, fresh: bool) -> Record:
     return record
 
 
-def _unused(path: Path) -> Path:
-    """`path`, or the first of `NAME-2.json`, `NAME-3.json`, … where that is there already."""
+def unused(path: Path) -> Path:
+    """`path`, or the first of `NAME-2`, `NAME-3`, … where that is there already."""
     numbered = (path.with_stem(f"{path.stem}-{number}") for number in itertools.count(2))
     return next(one for one in itertools.chain([path], numbered) if not one.exists())
 
