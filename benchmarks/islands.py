@@ -24,12 +24,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file
 
 from benchmarks.measuring import bar_holds, in_rounds, machine, make_parser, plain_table, write_json
 from benchmarks.slow_link import limit, on_both
-from tests.support.namespaces import Hosts, refusal, two_hosts
+from tests.support.namespaces import refusal, two_hosts
 
+FLYING = "H = 50, 3 fragments in flight"
 CASES: dict[str, dict[str, Any] | None] = {
     "alone": {"every": 10**6},
     "H = 50": {"every": 50},
-    "H = 50, 3 fragments in flight": {"every": 50, "fragments": 3, "delay": 17, "blend": 0.5},
+    FLYING: {"every": 50, "fragments": 3, "delay": 17, "blend": 0.5},
     "every step": None,
 }
 THROUGHPUT, PEAK = 0.95, 1.3
@@ -108,12 +109,6 @@ def rank_main(rank: int, case: str, steps: int, batch: int, pause_ms: int) -> No
     print(json.dumps(result), flush=True)
 
 
-def measure(hosts: Hosts, case: str, steps: int, batch: int, pause_ms: int) -> list[dict[str, Any]]:
-    """The figures of both islands."""
-    own = steps if case != "every step" else max(4, steps // 50)
-    return on_both(hosts, __file__, [case, own, batch, pause_ms])
-
-
 def main() -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=1)
@@ -133,31 +128,30 @@ def main() -> int:
             content = {"options": vars(options) | {"json": None}, "machine": machine(), "runs": results}
             write_json(options.json, content)
 
-        runs = in_rounds(
-            options.cases,
-            options.rounds,
-            lambda case: measure(hosts, case, options.steps, options.batch, options.pause_ms),
-            keep,
-        )
+        def measure(case: str) -> list[dict[str, Any]]:
+            """The figures of both islands."""
+            steps = max(4, options.steps // 50) if CASES[case] is None else options.steps
+            return on_both(hosts, __file__, [case, steps, options.batch, options.pause_ms])
+
+        runs = in_rounds(options.cases, options.rounds, measure, keep)
     steps_ms = {
         name: median(max(r["step_ms"] for r in one) for one in several) for name, several in runs.items()
     }
-    rows = []
-    for name, several in runs.items():
-        peak = median(one[0]["peak"] / max(one[0]["mean"], 1.0) for one in several)
-        share = steps_ms["alone"] / steps_ms[name] if "alone" in steps_ms else 0.0
-        rows.append([name, f"{steps_ms[name]:.0f}", f"{share:.3f}", f"{peak:.2f}"])
+    peaks = {
+        name: median(one[0]["peak"] / max(one[0]["mean"], 1.0) for one in several)
+        for name, several in runs.items()
+    }
+    slower = {name: step_ms / steps_ms.get("alone", step_ms) for name, step_ms in steps_ms.items()}
+    rows = [[name, f"{steps_ms[name]:.0f}", f"{1 / slower[name]:.3f}", f"{peaks[name]:.2f}"] for name in runs]
     what = (
         f"1 M parameters, {options.pause_ms} ms" if options.pause_ms else f"gpt-5m, batch {options.batch}x128"
     )
     title = f"{what}, two islands of one rank, {options.mbits:g} Mbit/s"
     print(plain_table(title, ["case", "step, ms", "÷ alone, throughput", "peak ÷ mean of the link"], rows))
-    figures = {row[0]: (float(row[2]), float(row[3])) for row in rows}
-    flying = figures.get("H = 50, 3 fragments in flight")
-    if flying is None or "alone" not in figures:
+    if FLYING not in runs or "alone" not in runs:
         return 0
-    slow = bar_holds("time of a step alone ÷ in flight, inverse", 1 / flying[0], 1 / THROUGHPUT)
-    even = bar_holds("peak of the link", flying[1], PEAK)
+    slow = bar_holds("step in flight ÷ alone", slower[FLYING], 1 / THROUGHPUT)
+    even = bar_holds("peak of the link", peaks[FLYING], PEAK)
     return 0 if slow and even else 1
 
 
