@@ -55,6 +55,7 @@ def test_version_and_commands_are_told() -> None:
         (["--model", "gpt-9"], "model 'gpt-9' is unknown: did you mean"),
         (["--steps", "many"], "'many' is not a valid integer"),
         (["--seq-len", "257"], "seq_len 257 exceeds the 256 positions of gpt-5m"),
+        (["--model", "nowhere.at_all:tiny"], "no module 'nowhere' here or on the Python path"),
         (["--staeg", "2"], "No such option"),
         (["extra"], "File 'extra' does not exist"),
     ],
@@ -163,7 +164,6 @@ def test_a_node_has_a_rank_for_each_of_its_devices(
         (["--data", "short.txt"], "data: short.txt holds 5 bytes, but sequences of 128 tokens need"),
         (["--data", "empty.txt"], "data: empty.txt has no text"),
         (["--output", "short.txt/records"], "the record cannot be written to short.txt/records"),
-        (["--model", "nowhere.at_all:tiny"], "no module 'nowhere' here or on the Python path"),
         (
             ["--model", "mlp-mnist", "--data", "nowhere"],
             "nowhere is not a folder; image models take a folder",
