@@ -230,8 +230,9 @@ def _traffic(trainer: Trainer, settings: Settings) -> Traffic | None:
     if trainer.zero is None:
         return None
     local = getattr(trainer, "local", None)
+    route: str | None = "gloo, through host memory"
     if settings.every is not None and local is not None:
-        measured, predicted, route = local.traffic(), local.predicted_traffic(), "gloo, through host memory"
+        measured, predicted = local.traffic(), local.predicted_traffic()
         formula = (
             f"in {settings.every} steps, between {local.islands} islands: (M−1)·2Ψ elements, and their way to all "
             "ranks of an island"
