@@ -94,15 +94,17 @@ def test_a_node_that_leaves_shrinks_the_job_and_one_that_comes_grows_it(tmp_path
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "test"),
         "--rdzv-conf",
     )
-    # The first one has the rendezvous: whoever has it must not leave. The second may be slow to come.
+    # The first one has the rendezvous: whoever has it must not leave. The second waits for it, so as not to be late.
     host, guest = "is_host=true,last_call_timeout=8", "is_host=false,last_call_timeout=8"
-    with torchrun(tmp_path, "first", *nodes, host) as first:
-        with torchrun(tmp_path, "second", *nodes, guest) as second:
-            wait_for(trained(tmp_path, 0, 5), first)
-            kill_all(tmp_path, "second", second)
-            hold_at(seen, 1000)
-            wait_for(lambda: b"ended" in part(tmp_path, 0) or bool(part(tmp_path, 1)), first)
-            hold_at(seen, 4)
+    with (
+        torchrun(tmp_path, "second", *nodes, guest) as second,
+        torchrun(tmp_path, "first", *nodes, host) as first,
+    ):
+        wait_for(trained(tmp_path, 0, 5), first)
+        kill_all(tmp_path, "second", second)
+        hold_at(seen, 1000)
+        wait_for(lambda: b"ended" in part(tmp_path, 0) or bool(part(tmp_path, 1)), first)
+        hold_at(seen, 4)
         wait_for(trained(tmp_path, 1, 7), first)
         let_go(seen)
         with torchrun(tmp_path, "third", *nodes, guest) as third:
