@@ -152,7 +152,7 @@ def _interrupted(directory: str) -> None:
     with files.replaced(disk):
         first = save(directory, zero, step=1, blocking=False)
         signal.signal(signal.SIGALRM, interrupt)
-        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
         with pytest.raises(KeyboardInterrupt):
             save(directory, zero, step=2, blocking=False)
         assert not first.done()

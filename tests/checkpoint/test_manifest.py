@@ -232,7 +232,7 @@ from zerokit.checkpoint.parsing import parse_manifest
 from zerokit.checkpoint.safetensors import ELEMENT_BYTES
 from zerokit.errors import CheckpointError
 resource.setrlimit(resource.RLIMIT_AS, (1 << 29, 1 << 29))
-resource.setrlimit(resource.RLIMIT_CPU, (10, 10))
+resource.setrlimit(resource.RLIMIT_CPU, (100, 100))
 for name in sys.argv[1:]:
     try:
         parse_manifest(Path(name).read_bytes(), "here")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import socket
 import subprocess
@@ -43,65 +44,42 @@ def bench(*arguments: str, **variables: str) -> Result:
     return CliRunner().invoke(cli, ["bench", *arguments], env=variables)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--launcher", "ssh"], "give --hosts a,b or --hostfile FILE"),
-        (["--launcher", "ssh", "--hosts", "a,,b"], "--hosts a,,b is not a list of hosts"),
-        (["--launcher", "ssh", "--hosts", "-oProxyCommand=x"], "is not a list of hosts"),
-        (["--launcher", "ssh", "--hosts", "a,b, a"], "--hosts a,b, a names a twice"),
-        (["--launcher", "ssh", "--hostfile", "missing"], "the hostfile missing cannot be read"),
-        (
-            ["--launcher", "ssh", "--hosts", "a", "--partition", "x"],
-            "--partition is for --launcher slurm, not for ssh",
-        ),
-        (["--hosts", "a,b"], "--hosts is for --launcher ssh, not for local"),
-        (["--launcher", "kubernetes", "--container-image", "i", "--save", "/runs/a"], "--pvc CLAIM"),
-        (
-            [
-                "--launcher",
-                "kubernetes",
-                "--container-image",
-                "i",
-                "--tracking-uri",
-                "http://me:pass@tracker",
-            ],
-            "the password in MLFLOW_TRACKING_URI would appear in the manifest",
-        ),
-        (
-            ["--launcher", "kubernetes", "--container-image", "i", "--node-selector", "gpu"],
-            "expected KEY=VALUE",
-        ),
-        (["--time", "1"], "--time is for --launcher slurm, not for local"),
-        (["--env", "A=1"], "--env is for --launcher ssh or slurm or kubernetes, not for local"),
-        (["--launcher", "env"], "no variables of torchrun, srun, mpirun or a TrainJob are set"),
-        (["--launcher", "slurm", "--env", "NO_SUCH_VARIABLE"], "give it as NO_SUCH_VARIABLE=VALUE"),
-        (
-            ["--launcher", "slurm", "--dry-run", "--partition", "a b"],
-            "cannot be written in a line of a batch script",
-        ),
-        (["--launcher", "slurm", "--continue", "x"], "inside an allocation"),
-        (["--launcher", "slurm", "--nodes", "1,3", "--dry-run"], "fixed number of nodes"),
-        (["--launcher", "slurm", "--dry-run", "--follow"], "a job's output is in its log"),
-        (["--launcher", "slurm", "--dry-run", "--env", "HF_TOKEN=x"], "a password would appear"),
-        (
-            ["--launcher", "kubernetes", "--container-image", "i", "--env", "HF_TOKEN=x"],
-            "the password in HF_TOKEN",
-        ),
-        (
-            ["--launcher", "slurm", "--dry-run", "--tracking-uri", "http://me:pass@tracker"],
-            "a password would appear",
-        ),
-        (["--arguments"], "--arguments needs a file, or env:NAME, with a JSON list of options"),
-    ],
-)
+REFUSED = {
+    "--launcher ssh": "give --hosts a,b or --hostfile FILE",
+    "--launcher ssh --hosts a,,b": "--hosts a,,b is not a list of hosts",
+    "--launcher ssh --hosts -oProxyCommand=x": "is not a list of hosts",
+    "--launcher ssh --hosts 'a,b, a'": "--hosts a,b, a names a twice",
+    "--launcher ssh --hostfile missing": "the hostfile missing cannot be read",
+    "--launcher ssh --hosts a --partition x": "--partition is for --launcher slurm, not for ssh",
+    "--hosts a,b": "--hosts is for --launcher ssh, not for local",
+    "--time 1": "--time is for --launcher slurm, not for local",
+    "--env A=1": "--env is for --launcher ssh or slurm or kubernetes, not for local",
+    "--launcher env": "no variables of torchrun, srun, mpirun or a TrainJob are set",
+    "--launcher kubernetes --container-image i --save /runs/a": "--pvc CLAIM",
+    "--launcher kubernetes --container-image i --tracking-uri http://me:pass@tracker": (
+        "the password in MLFLOW_TRACKING_URI would appear in the manifest"
+    ),
+    "--launcher kubernetes --container-image i --node-selector gpu": "expected KEY=VALUE",
+    "--launcher kubernetes --container-image i --env HF_TOKEN=x": "the password in HF_TOKEN",
+    "--launcher slurm --env NO_SUCH_VARIABLE": "give it as NO_SUCH_VARIABLE=VALUE",
+    "--launcher slurm --dry-run --partition 'a b'": "cannot be written in a line of a batch script",
+    "--launcher slurm --continue x": "inside an allocation",
+    "--launcher slurm --nodes 1,3 --dry-run": "fixed number of nodes",
+    "--launcher slurm --dry-run --follow": "a job's output is in its log",
+    "--launcher slurm --dry-run --env HF_TOKEN=x": "a password would appear",
+    "--launcher slurm --dry-run --tracking-uri http://me:pass@tracker": "a password would appear",
+    "--arguments": "--arguments needs a file, or env:NAME, with a JSON list of options",
+}
+
+
+@pytest.mark.parametrize("line", REFUSED)
 def test_options_that_do_not_fit_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    done = bench(*arguments)
+    done = bench(*shlex.split(line))
     assert done.exit_code == 2, done.output
-    assert said in " ".join(done.output.replace("│", " ").split())
+    assert REFUSED[line] in " ".join(done.output.replace("│", " ").split())
     assert list(tmp_path.iterdir()) == []
 
 
@@ -126,42 +104,12 @@ def test_options_come_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_what_concerns_the_submission_stays_outside_of_the_job() -> None:
     """Ranks that srun has started refuse options of other launchers."""
-    options = [
-        "--launcher",
-        "slurm",
-        "--nodes",
-        "2",
-        "--nproc-per-node",
-        "3",
-        "--gpus-per-node",
-        "4",
-        "--mem",
-        "1G",
-    ]
-    options += [
-        "--partition",
-        "p",
-        "--account",
-        "a",
-        "--time",
-        "5",
-        "--cpus-per-task",
-        "2",
-        "--sbatch-option=--qos=q",
-    ]
-    options += [
-        "--connect-timeout",
-        "9",
-        "--master-addr",
-        "n1",
-        "--env",
-        "A=1",
-        "--remote-python",
-        "py",
-        "--stage",
-        "3",
-    ]
-    done = bench(*options, "--dry-run")
+    options = (
+        "--launcher slurm --nodes 2 --nproc-per-node 3 --gpus-per-node 4 --mem 1G --partition p --account a --time 5 "
+        "--cpus-per-task 2 --sbatch-option=--qos=q --connect-timeout 9 --master-addr n1 --env A=1 --remote-python py "
+        "--stage 3 --dry-run"
+    )
+    done = bench(*options.split())
     assert done.exit_code == 0, done.output
     (line,) = (line for line in done.output.splitlines() if line.startswith("srun "))
     assert line.endswith(' py -m zerokit.cli bench --stage 3 --launcher env --output "$folder"/record.json')
@@ -176,32 +124,14 @@ def test_variables_are_given_or_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 NOTHING = (
-    "launcher",
-    "hosts",
-    "hostfile",
-    "remote_python",
-    "master_addr",
-    "partition",
-    "account",
-    "time_limit",
-    "cpus_per_task",
-    "memory",
-    "job_name",
-    "pvc",
-    "service_account",
+    "launcher hosts hostfile remote_python master_addr partition account time_limit cpus_per_task memory job_name pvc "
+    "service_account gpus_per_node container_image"
 )
-UNSET = dict.fromkeys([*NOTHING, "gpus_per_node", "container_image"]) | {
-    "ssh_option": (),
-    "variables": (),
-    "sbatch_option": (),
-    "secrets": (),
-    "node_selector": (),
-    "toleration": (),
-    "pull_secret": (),
-    "submit": False,
-    "follow": False,
-    "dry_run": False,
-}
+LISTS = "ssh_option variables sbatch_option secrets node_selector toleration pull_secret"
+FLAGS = "submit follow dry_run"
+UNSET = (
+    dict.fromkeys(NOTHING.split()) | dict.fromkeys(LISTS.split(), ()) | dict.fromkeys(FLAGS.split(), False)
+)
 OPTIONS = UNSET | {
     "connect_timeout": 30.0,
     "container_runtime": "pyxis",

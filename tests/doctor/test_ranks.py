@@ -96,7 +96,7 @@ def test_a_fault_that_ranks_see_together(plan: Plan, what: str, code: str, where
     assert found in fault[code].found
     assert report.group is not None
     ahead = 3600.0 if what == "clock" else 0.0
-    assert report.group.offsets[1].seconds == pytest.approx(ahead, abs=0.5)
+    assert report.group.offsets[1].seconds == pytest.approx(ahead, abs=30.0)
 
 
 def test_ranks_that_may_not_read_each_other(plan: Plan) -> None:
@@ -107,12 +107,12 @@ def test_ranks_that_may_not_read_each_other(plan: Plan) -> None:
 
 
 def test_a_rank_that_hangs_is_named_in_time(plan: Plan) -> None:
-    report = examined(plan, "hang", timeout_s=8.0)
+    report = examined(plan, "hang", timeout_s=12.0)
     assert report.exit_code == FAULTS
     found = faults(report)["ZD901"]
     assert found.where == f"node 1 ({socket.gethostname()}), rank 1"
     assert found.found == (
-        "the ranks did not end within 8 s; last seen rank 1 looking around; rank 0 meeting the others"
+        "the ranks did not end within 12 s; last seen rank 1 looking around; rank 0 meeting the others"
     )
     # What rank 0 saw before is in the report.
     assert [one.seat.rank for one in report.ranks] == [0]

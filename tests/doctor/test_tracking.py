@@ -117,7 +117,7 @@ def mlflow_server(folder: Path) -> Iterator[int]:
         yield port
     finally:
         os.killpg(process.pid, signal.SIGTERM)
-        process.wait(30)
+        process.wait()
 
 
 def test_mlflow_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -197,9 +197,8 @@ def test_a_job_is_followed_to_its_end(kubectl: Path, form: str, done: str) -> No
 
 def test_an_interrupted_job_is_deleted(kubectl: Path) -> None:
     (kubectl / "state").write_text(condition("Running"))
-    threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
     with Interrupts() as interrupts, pytest.raises(Interrupted):
-        follow(PODS, "trainjob", interrupts, lambda text: None)
+        follow(PODS, "trainjob", interrupts, lambda text: os.kill(os.getpid(), signal.SIGTERM))
     asked = (kubectl / "asked").read_text()
     assert "trainjob/zerokit-1" in asked.rpartition("delete")[0]
     assert "configmap/zerokit-1" in asked

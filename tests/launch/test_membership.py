@@ -9,47 +9,27 @@ import pytest
 from zerokit.errors import UsageError
 from zerokit.launch.membership import DEFAULT_PORT, Membership, find_membership
 
-TORCHRUN = {
-    "RANK": "3",
-    "WORLD_SIZE": "4",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "2",
-    "GROUP_RANK": "1",
-    "MASTER_ADDR": "gpu1",
-    "MASTER_PORT": "29511",
-    "TORCHELASTIC_USE_AGENT_STORE": "True",
+
+def variables(prefix: str, text: str) -> dict[str, str]:
+    return dict(f"{prefix}{word}".split("=") for word in text.split())
+
+
+TORCHRUN = variables(
+    "",
+    "RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 GROUP_RANK=1 MASTER_ADDR=gpu1 MASTER_PORT=29511 "
+    "TORCHELASTIC_USE_AGENT_STORE=True",
+)
+SRUN = variables(
+    "SLURM_",
+    "JOB_ID=7 STEP_ID=2 PROCID=3 LOCALID=1 NODEID=1 STEP_NUM_TASKS=4 STEP_NUM_NODES=2 STEP_NODELIST=gpu[08-09]",
+)
+OPEN_MPI = variables("OMPI_COMM_WORLD_", "RANK=1 SIZE=2 LOCAL_RANK=1 LOCAL_SIZE=2") | {
+    "PMIX_NAMESPACE": "job-1"
 }
-SRUN = {
-    "SLURM_JOB_ID": "7",
-    "SLURM_STEP_ID": "2",
-    "SLURM_PROCID": "3",
-    "SLURM_LOCALID": "1",
-    "SLURM_NODEID": "1",
-    "SLURM_STEP_NUM_TASKS": "4",
-    "SLURM_STEP_NUM_NODES": "2",
-    "SLURM_STEP_NODELIST": "gpu[08-09]",
-}
-OPEN_MPI = {
-    "OMPI_COMM_WORLD_RANK": "1",
-    "OMPI_COMM_WORLD_SIZE": "2",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-    "PMIX_NAMESPACE": "job-1",
-}
-PMI = {
-    "PMI_RANK": "0",
-    "PMI_SIZE": "2",
-    "MPI_LOCALRANKID": "0",
-    "MPI_LOCALNRANKS": "1",
-    "MASTER_ADDR": "gpu1",
-}
-POD = {
-    "PET_NODE_RANK": "1",
-    "PET_NNODES": "2",
-    "PET_NPROC_PER_NODE": "auto",
-    "PET_MASTER_ADDR": "bench-node-0-0.bench",
-    "PET_MASTER_PORT": "29400",
-}
+PMI = variables("", "PMI_RANK=0 PMI_SIZE=2 MPI_LOCALRANKID=0 MPI_LOCALNRANKS=1 MASTER_ADDR=gpu1")
+POD = variables(
+    "PET_", "NODE_RANK=1 NNODES=2 NPROC_PER_NODE=auto MASTER_ADDR=bench-node-0-0.bench MASTER_PORT=29400"
+)
 
 
 def find(environment: dict[str, str]) -> Membership:

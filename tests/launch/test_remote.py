@@ -177,7 +177,7 @@ def test_a_node_program_that_is_killed_takes_its_ranks_along(tmp_path: Path, log
     said = "node 1 on second was lost while its ranks ran: the connection ended"
     with pytest.raises(WorkerFailed, match=said):
         run(tmp_path, logs, "wait", poll=once_started(tmp_path, 2, kill))
-    wait_for(lambda: all_ended(tmp_path), 5.0)
+    wait_for(lambda: all_ended(tmp_path))
 
 
 def test_a_node_program_that_is_stopped_is_given_up(
@@ -288,7 +288,7 @@ def test_a_launcher_that_says_nothing_any_more_is_left(tmp_path: Path, logs: Pat
             wait_for(lambda: all_ended(tmp_path))
             wait_for(lambda: no_copies(tmp_path))
             launcher.send_signal(signal.SIGCONT)
-            assert launcher.wait(30) == 1
+            assert launcher.wait() == 1
         finally:
             launcher.kill()
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
-import threading
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -38,23 +36,12 @@ def asked(request: Request) -> list[str]:
 
 
 def test_a_script_asks_for_what_the_request_says() -> None:
-    assert asked(Request(2, 8, 8, 12, "64G", "gpu", "us", "00:30:00", ("--qos=high",))) == [
-        "--job-name=zerokit-bench",
-        "--nodes=2",
-        "--ntasks-per-node=8",
-        "--cpus-per-task=12",
-        "--mem=64G",
-        "--gpus-per-node=8",
-        "--partition=gpu",
-        "--account=us",
-        "--time=00:30:00",
-        "--signal=TERM@60",
-        "--output=zerokit-%j.log",
-        "--qos=high",
-    ]
-    assert {"--exclusive", "--mem=0"} <= set(
-        asked(Request(1))
-    )  # nodes are taken whole where no cores are asked for
+    assert " ".join(asked(Request(2, 8, 8, 12, "64G", "gpu", "us", "00:30:00", ("--qos=high",)))) == (
+        "--job-name=zerokit-bench --nodes=2 --ntasks-per-node=8 --cpus-per-task=12 --mem=64G --gpus-per-node=8 "
+        "--partition=gpu --account=us --time=00:30:00 --signal=TERM@60 --output=zerokit-%j.log --qos=high"
+    )
+    # Nodes are taken whole where no cores are asked for.
+    assert {"--exclusive", "--mem=0"} <= set(asked(Request(1)))
     assert not {"--exclusive", "--mem=0"} & set(asked(Request(1, cpus_per_task=2)))
 
 
@@ -248,11 +235,8 @@ def test_a_job_without_a_code_failed(stubs: Stubs) -> None:
 
 
 def test_a_signal_cancels_the_job(stubs: Stubs) -> None:
-    stubs.put("squeue", "echo RUNNING None")
+    stubs.put("squeue", f"mkdir {stubs.folder}/once && kill -INT {os.getpid()}; echo RUNNING None")
     stubs.put("scancel", f"echo 130 > {stubs.folder}/exit-code")
-    timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
     with pytest.raises(Interrupted, match="SIGINT"):
         stubs.follow()
-    timer.join()
     assert stubs.asked("scancel") == ["7"]
