@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli.commands import environment
+from tests.cli.commands import run_python
 from tests.cli.inside import zerokit_inside as zerokit
 from tests.support.checkpoints import example_content, example_layout, write_checkpoint, write_run
 from zerokit.checkpoint.extents import Stream
@@ -145,14 +143,7 @@ Checkpoint("run").read("master", "gain")
 assert not {"torch", "mlflow", "safetensors"} & set(sys.modules)
 """
     lines = ("prune run --keep-last 1", "reshard run --to 4", "verify run", "diff run run", "inspect run")
-    done = subprocess.run(
-        [sys.executable, "-c", code, *lines, "consolidate run -o out"],
-        cwd=tmp_path,
-        env=environment(tmp_path),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_python(tmp_path, "-c", code, *lines, "consolidate run -o out")
     assert done.returncode == 0, done.stderr
     told = [line for line in done.stdout.splitlines() if line.startswith("loaded")]
     assert told[:2] == ["loaded 0 []"] * 2

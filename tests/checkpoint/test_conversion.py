@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import shutil
 import signal
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import zerokit
-from tests.cli.commands import environment
+from tests.cli.commands import run_python
 from tests.cli.inside import zerokit_inside as command
 from tests.support.checkpoints import example_content, example_layout, write_checkpoint, write_run
 from tests.support.crashes import Observed, Unsynced, killed_at, read_tree
@@ -278,14 +276,7 @@ def test_a_signal_removes_the_work_but_not_what_was_taken_over(
         "with files.replaced(Signalled(25)): main()"
     )
     arguments = ["reshard", "run", "--to", "5", "-o", "d/out", *(["--resume"] if resumed else [])]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        cwd=tmp_path,
-        env=environment(tmp_path),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_python(tmp_path, "-c", code, *arguments)
     assert (done.returncode, done.stdout) == (128 + number, "")
     assert done.stderr == f"zerokit: interrupted by {number.name}\n"
     assert list(out.parent.iterdir()) == kept

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
@@ -16,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.cli.commands import environment
+from tests.cli.commands import run_python
 from tests.support.checkpoints import example_content, example_layout, sealed, write_checkpoint
 from tests.support.mutations import mutated
 from zerokit.checkpoint.extents import file_name, rank_file
@@ -239,14 +237,7 @@ for name in sys.argv[1:]:
     except CheckpointError as error:
         print(error)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code, *map(str, range(len(cases)))],
-        cwd=tmp_path,
-        env=environment(tmp_path),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_python(tmp_path, "-c", code, *map(str, range(len(cases))))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("here: not valid: ") == len(cases)
 

@@ -14,11 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.checkpoints import example_content, example_layout, write_checkpoint
 from zerokit.checkpoint.checksum import Part, Piece, Pieces, along, combine, from_text, to_text
 from zerokit.checkpoint.copying import Copier
 from zerokit.checkpoint.disk import opened
-from zerokit.checkpoint.reader import Checkpoint
 from zerokit.checkpoint.requests import Conversion, Memory, Request, neighbours, read, requests_for
 from zerokit.checkpoint.safetensors import ELEMENT_BYTES, lay_out, parse_header
 from zerokit.checkpoint.source import Source, Stretch
@@ -186,24 +184,3 @@ def test_runs_are_neighbours_and_lose_nothing(sizes: list[int], most: int, piece
     for run in runs:
         assert len(run) == 1 or sum(request.size for request in run) <= most
         assert all(a.offset + a.size == b.offset for a, b in pairwise(run))
-
-
-@given(st.integers(1, 9))
-def test_the_manifest_finds_every_slice_s_checksum(
-    tmp_path_factory: pytest.TempPathFactory, world: int
-) -> None:
-    layout = example_layout(world)
-    content = example_content(layout)
-    folder = tmp_path_factory.mktemp("step")
-    manifest = write_checkpoint(folder / "step", layout, content)
-    checkpoint = Checkpoint(folder / "step")
-    for number, stream in enumerate(manifest.streams):
-        for position in stream.parameters:
-            whole = content.values[stream.kind, layout.line[position].name]
-            for rank, cut, crc in manifest.slices(number, position):
-                part = whole[cut.start * stream.element_bytes : cut.stop * stream.element_bytes]
-                assert crc == manifest.checksum(number, position, rank) == zlib.crc32(part)
-                (place,) = checkpoint.locate(number, position, cut)
-                with checkpoint.open_file(place.file) as fd, open(fd, "rb", closefd=False) as file:
-                    file.seek(place.offset)
-                    assert file.read(len(part)) == part

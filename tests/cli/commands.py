@@ -33,8 +33,13 @@ def environment(folder: Path, **more: str) -> dict[str, str]:
 
 def zerokit(folder: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
     """Run the command to its end."""
+    return run_python(folder, "-m", "zerokit.cli", *arguments, **more)
+
+
+def run_python(folder: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+    """A fresh Python in `folder`, to its end."""
     return subprocess.run(
-        [sys.executable, "-m", "zerokit.cli", *arguments],
+        [sys.executable, *arguments],
         cwd=folder,
         env=environment(folder, **more),
         capture_output=True,

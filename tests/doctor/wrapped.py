@@ -1,4 +1,4 @@
-"""The worker with faults that cannot be made for real on one machine; each rank reads what to do from WRAPPED.
+"""The worker with faults that cannot be made for real on one machine; each rank reads from WRAPPED what to do.
 
 software    rank 1 has another version of NCCL
 clock       rank 1's clock is an hour ahead
@@ -29,21 +29,21 @@ _CAP_SYS_PTRACE = 19
 
 
 def _look(seat: Seat, directory: Path, trial_bytes: int, used: Device | None) -> RankFacts:
-    fault = os.environ["WRAPPED"] if seat.rank == 1 else ""
-    if fault == "hang":
-        time.sleep(600)
-    if fault == "die":
+    faults = os.environ["WRAPPED"].split() if seat.rank == 1 else []
+    if "hang" in faults:
+        time.sleep(3600)
+    if "die" in faults:
         os.kill(os.getpid(), signal.SIGKILL)
-    if fault == "elsewhere":
+    if "elsewhere" in faults:
         directory = directory / "local"
     facts = look_around(seat, directory, trial_bytes, used)
-    if fault == "software":
+    if "software" in faults:
         facts = replace(facts, software=replace(facts.software, nccl="2.1"))
     return facts
 
 
 def _now() -> float:
-    ahead = os.environ["WRAPPED"] == "clock" and os.environ["RANK"] == "1"
+    ahead = "clock" in os.environ["WRAPPED"] and os.environ["RANK"] == "1"
     return time.time() + 3600.0 * ahead
 
 

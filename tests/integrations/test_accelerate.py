@@ -118,13 +118,13 @@ def _prepare(
 def _both() -> list[dict[int | None, Any]]:
     as_launched()
     found = []
-    for steps, schedule, optimizer_class, clip in (
-        (1, _one_cycle, torch.optim.AdamW, "clip_grad_norm_"),
-        (3, _warmup, torch.optim.Adagrad, "clip_grad_norm_"),
-        (2, _sequence, torch.optim.SGD, "clip_grad_value_"),
+    for steps, schedule, optimizer_class, clip, stages in (
+        (1, _one_cycle, torch.optim.AdamW, "clip_grad_norm_", (1, 2, 3)),
+        (3, _warmup, torch.optim.Adagrad, "clip_grad_norm_", (3,)),
+        (2, _sequence, torch.optim.SGD, "clip_grad_value_", (1,)),
     ):
         of_stage: dict[int | None, Any] = {}
-        for stage in (None, 1, 2, 3):
+        for stage in (None, *stages):
             accelerator = _accelerator(stage, gradient_accumulation_steps=steps)
             prepared = _prepare(accelerator, schedule, optimizer_class)
             torch.manual_seed(dist.get_rank())  # dropout
@@ -137,10 +137,10 @@ def test_the_same_training_as_under_ddp() -> None:
     """Losses, norms, learning rates and what `gather_for_metrics` gives; an epoch may end within an accumulation."""
     for rank in run_ranks(2, _both):
         for found in rank:
-            expected = found[None]
+            expected = found.pop(None)
             assert len(expected) == 2 * (5 + 1)
-            for stage in (1, 2, 3):
-                for entry, other in zip(found[stage], expected, strict=True):
+            for of_stage in found.values():
+                for entry, other in zip(of_stage, expected, strict=True):
                     assert entry == pytest.approx(other, rel=1e-5, abs=1e-7)
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.cli.commands import run_python
 from zerokit.bench.plans.ask import plan
 from zerokit.bench.plans.subjects import subject_named
 from zerokit.errors import UsageError
@@ -103,6 +102,7 @@ def test_what_is_unknown_is_said_in_a_sentence(options: dict[str, Any], message:
 
 # The kernel hands a parent's ru_maxrss on to the program that it starts, VmHWM begins anew.
 _MANY = """
+from tests.cli.commands import run_python
 from zerokit.bench.plans.ask import plan
 found = plan("gpt-5m", gpus=16384, device="h100-80", nodes=2048, seq_len=256)
 assert len(found.fitting) == (10 + 4) * 7 * 2
@@ -110,11 +110,9 @@ print(next(line.split()[1] for line in open("/proc/self/status") if line.startsw
 """
 
 
-def test_16384_ranks_take_less_than_a_gigabyte() -> None:
-    kib = int(
-        subprocess.run([sys.executable, "-c", _MANY], check=True, capture_output=True, text=True).stdout
-    )
-    assert kib * 1024 < 10**9
+def test_16384_ranks_take_less_than_a_gigabyte(tmp_path: Path) -> None:
+    done = run_python(tmp_path, "-c", _MANY)
+    assert int(done.stdout) * 1024 < 10**9, done.stderr
 
 
 def test_names_lead_to_what_bench_trains() -> None:
