@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import signal
 from collections.abc import Callable
 
 import pytest
@@ -28,6 +29,8 @@ def pytest_configure() -> None:
     if hasattr(os, "SCHED_BATCH"):
         with contextlib.suppress(OSError):
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a shell: tests send it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     gc.disable()  # until all is imported
 
 

@@ -235,8 +235,8 @@ def test_a_job_without_a_code_failed(stubs: Stubs) -> None:
 
 
 def test_a_signal_cancels_the_job(stubs: Stubs) -> None:
-    stubs.put("squeue", f"mkdir {stubs.folder}/once && kill -INT {os.getpid()}; echo RUNNING None")
+    stubs.put("squeue", f"mkdir {stubs.folder}/once && kill -TERM {os.getpid()}; echo RUNNING None")
     stubs.put("scancel", f"echo 130 > {stubs.folder}/exit-code")
-    with pytest.raises(Interrupted, match="SIGINT"):
+    with pytest.raises(Interrupted, match="SIGTERM"):
         stubs.follow()
     assert stubs.asked("scancel") == ["7"]
