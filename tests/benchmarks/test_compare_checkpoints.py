@@ -15,17 +15,9 @@ from tests.support.distributed import run_alone
 
 
 def test_commands_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [
-        "--size-gb",
-        "0.004",
-        "--repeats",
-        "1",
-        "--skip-live",
-        "--directory",
-        str(tmp_path),
-        "--json",
-    ]
-    assert compare_checkpoints.main([*arguments, str(tmp_path / "found.json")]) == 0
+    options = "--size-gb 0.004 --repeats 1 --skip-live --directory"
+    words = [*options.split(), str(tmp_path), "--json", str(tmp_path / "found.json")]
+    assert compare_checkpoints.main(words) == 0
     record = json.loads((tmp_path / "found.json").read_text())
     assert record["format"] == "zerokit.compare-checkpoints/1"
     assert {"zerokit reshard --to 8", "zerokit consolidate"} <= record["figures"].keys()

@@ -23,29 +23,18 @@ from zerokit.checkpoint.staging import finish_replacement, leftovers
 
 @dataclass(frozen=True)
 class Fault:
+    """Once, or from there on for the calls of these names."""
+
     code: int = errno.EIO
     lasting: tuple[str, ...] = ()
 
 
-FAULTS = {
-    "EIO once": Fault(),
-    "EIO from there on": Fault(lasting=CALLS),
-    "full from there on": Fault(errno.ENOSPC, SPACE),
+CASES = {
+    "first, EIO once": (How(), Fault()),
+    "background, full from there on": (How(blocking=False), Fault(errno.ENOSPC, SPACE)),
+    "overwrite by renames, EIO once": (How(overwrite=True, exchanges=False), Fault()),
+    "retention, EIO from there on": (How(keep_last=1), Fault(lasting=CALLS)),
 }
-
-
-HOWS = {
-    "first": How(),
-    "background": How(blocking=False),
-    "overwrite, by renames": How(overwrite=True, exchanges=False),
-    "retention": How(keep_last=1),
-}
-CASES = [
-    ("first", "EIO once"),
-    ("background", "full from there on"),
-    ("overwrite, by renames", "EIO once"),
-    ("retention", "EIO from there on"),
-]
 
 
 def _faults(folder: str, how: How, fault: Fault) -> list[int]:
@@ -109,11 +98,9 @@ def _one_fault(
     return reached
 
 
-@pytest.mark.parametrize(("how", "fault"), CASES)
-def test_a_fault_of_the_disk_is_everybodys_and_the_next_save_works(
-    how: str, fault: str, tmp_path: Path
-) -> None:
-    first, second = run_ranks(2, _faults, str(tmp_path), HOWS[how], FAULTS[fault])
+@pytest.mark.parametrize("case", CASES)
+def test_a_fault_of_the_disk_is_everybodys_and_the_next_save_works(case: str, tmp_path: Path) -> None:
+    first, second = run_ranks(2, _faults, str(tmp_path), *CASES[case])
     assert first == second
     assert first[0] > 20
     assert first[1] > 3

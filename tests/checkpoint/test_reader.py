@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ from safetensors import safe_open
 
 from tests.support.checkpoints import Content, example_content, example_layout, write_checkpoint, write_run
 from zerokit.checkpoint.checksum import crc32
-from zerokit.checkpoint.disk import read_exactly
 from zerokit.checkpoint.extents import Stream, rank_file
 from zerokit.checkpoint.manifest import File, Manifest
 from zerokit.checkpoint.reader import Checkpoint
@@ -76,21 +74,6 @@ def test_an_alias_is_another_name_of_the_same_parameter(step: Path) -> None:
         checkpoint.read("exp_avg", "head.weight"), checkpoint.read("exp_avg", "tok.weight"), equal_nan=True
     )
     assert "head.weight" not in checkpoint.names
-
-
-def test_only_the_bytes_asked_for_are_read(
-    step: Path, content: Content, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    checkpoint = Checkpoint(step)
-    read = []
-
-    def counted(fd: int, buffers: Any, offset: int, where: Any) -> None:
-        read.append(sum(memoryview(buffer).nbytes for buffer in buffers))
-        read_exactly(fd, buffers, offset, where)
-
-    monkeypatch.setattr("zerokit.checkpoint.requests.read_exactly", counted)  # headers are read elsewhere
-    checkpoint.read("master", "tok.weight")
-    assert sum(read) == len(content.values["master", "tok.weight"])
 
 
 def test_what_is_not_there_is_wrong_use(step: Path) -> None:

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shlex
-import tomllib
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -60,24 +59,6 @@ def test_the_image_starts_zerokit_and_asks_the_doctor() -> None:
     assert "--interval=" in options
 
 
-def test_the_default_stage_is_the_last_and_ends_with_zerokit_alone() -> None:
-    assert INSTRUCTIONS[-1] == ("COPY", "--from=package /opt/own /opt/zerokit")
-    assert _stage("zerokit")[-1] == INSTRUCTIONS[-1]
-
-
-def test_the_image_has_a_bill_of_materials_and_what_a_compiler_needs() -> None:
-    package = " ".join(rest for _, rest in _stage("package"))
-    assert "cyclonedx-py environment" in package
-    assert "--output-file /opt/own/share/sbom.cdx.json /opt/zerokit/bin/python" in package
-    removed = " ".join(rest for _, rest in _stage("dependencies"))
-    assert "torch/include" not in removed  # torch.compile's C++ includes them
-
-
-def test_the_dependencies_do_not_look_at_the_sources() -> None:
-    copied = {rest for word, rest in _stage("dependencies") if word == "COPY"}
-    assert copied == {"constraints.txt ./", "pyproject.toml ./"}
-
-
 def test_base_and_torch_are_build_arguments_and_the_base_is_pinned() -> None:
     arguments = _arguments()
     assert re.fullmatch(r"docker\.io/library/python:3\.\d+-slim-\w+@sha256:[0-9a-f]{64}", arguments["BASE"])
@@ -98,14 +79,6 @@ def test_what_is_written_at_run_time_goes_where_anyone_may_write() -> None:
     for name in ("HOME", "XDG_CACHE_HOME", "MPLCONFIGDIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
         assert variables[name].startswith("/tmp"), name
     assert (runtime["WORKDIR"], runtime["VOLUME"], runtime["STOPSIGNAL"]) == ("/runs", "/runs", "SIGTERM")
-
-
-def test_the_labels_are_those_of_the_open_container_initiative() -> None:
-    labels = dict(one.split("=", 1) for one in shlex.split(dict(_stage("zerokit"))["LABEL"]))
-    named = {name.removeprefix("org.opencontainers.image.") for name in labels}
-    assert named == {"title", "description", "licenses", "version", "revision", "base.name"}
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert labels["org.opencontainers.image.licenses"] == project["license"]
 
 
 def test_the_build_sees_the_package_and_nothing_else() -> None:
