@@ -1,4 +1,4 @@
-"""Properties of the layout, over more than a thousand generated models; small ones are checked element by element."""
+"""Properties of the layout, over hundreds of generated models; small ones are checked element by element."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SHAPES = st.one_of(
     st.sampled_from([(0,), (1,), (63,), (64,), (65,), (128,), (4096, 33), (50257, 768), (3, 3, 3, 3)]),
 )
 DTYPES = st.sampled_from(["float32", "bfloat16", "int64"])
-WORLDS = st.one_of(st.integers(1, 9), st.sampled_from([16, 64, 100, 1023, 1024]))
+WORLDS = st.one_of(st.integers(1, 9), st.sampled_from([16, 100, 1023, 1024]))
 BUCKETS = st.one_of(st.just(0), st.integers(0, 40_000), st.just(1 << 40))
 
 
@@ -76,51 +76,7 @@ def units_of(segments: list[Segment], world: int, bucket: int) -> tuple[Unit, ..
 
 @settings(max_examples=300)
 @given(models(), WORLDS, BUCKETS)
-def test_shards_tile_every_unit_and_every_parameter_exactly(
-    segments: list[Segment], world: int, bucket: int
-) -> None:
-    layout = build_layout(segments, world=world, bucket_bytes=bucket)
-    for unit in layout.units:
-        pieces = [unit.shard(rank) for rank in range(world)]
-        assert pieces[0].start == 0
-        assert pieces[-1].stop == unit.numel
-        assert all(a.stop == b.start for a, b in pairwise(pieces))
-        assert len({piece.numel for piece in pieces}) == 1
-        position: dict[str, int] = {}
-        for piece, rank in zip(pieces, range(world), strict=True):
-            seen: set[str] = set()
-            for part in unit.owned(rank):
-                name = part.parameter.name
-                assert name not in seen  # at most one slice of a parameter a rank
-                seen.add(name)
-                assert part.interval.start == position.get(name, 0)  # in rank order, without a hole
-                assert part.interval.numel > 0
-                assert piece.start <= part.memory.start
-                assert part.memory.stop <= piece.stop
-                position[name] = part.interval.stop
-        for parameter in unit.parameters:
-            assert position.get(parameter.name, 0) == parameter.numel
-
-
-@settings(max_examples=300)
-@given(models(), WORLDS, BUCKETS)
-def test_starts_and_lengths_are_aligned_and_padding_is_bounded(
-    segments: list[Segment], world: int, bucket: int
-) -> None:
-    for unit in units_of(segments, world, bucket):
-        assert unit.shard_numel % ALIGNMENT == 0
-        assert all(whole.offset % ALIGNMENT == 0 for whole in unit.slices)
-        groups = len({parameter.group for parameter in unit.parameters})
-        padding = unit.numel - unit.payload_numel
-        assert 0 <= padding < ALIGNMENT * (len(unit.parameters) + groups) + ALIGNMENT * world
-        assert padding == sum(gap.numel for gap in unit.gaps())
-
-
-@settings(max_examples=250)
-@given(models(), WORLDS, BUCKETS)
-def test_every_parameter_lies_in_one_unit_and_kinds_do_not_mix(
-    segments: list[Segment], world: int, bucket: int
-) -> None:
+def test_any_model_is_divided_as_promised(segments: list[Segment], world: int, bucket: int) -> None:
     layout = build_layout(segments, world=world, bucket_bytes=bucket)
     given_names = [parameter.name for segment in segments for parameter in segment.parameters]
     assert sorted(given_names) == sorted(parameter.name for parameter in layout.parameters)
@@ -128,6 +84,13 @@ def test_every_parameter_lies_in_one_unit_and_kinds_do_not_mix(
     place = {name: index for index, name in enumerate(given_names)}
     last_of_kind: dict[tuple[bool, str], int] = {}
     for unit in layout.units:
+        _require_tiles(layout, unit)
+        assert unit.shard_numel % ALIGNMENT == 0
+        assert all(whole.offset % ALIGNMENT == 0 for whole in unit.slices)
+        groups = len({parameter.group for parameter in unit.parameters})
+        padding = unit.numel - unit.payload_numel
+        assert 0 <= padding < ALIGNMENT * (len(unit.parameters) + groups) + ALIGNMENT * world
+        assert padding == sum(gap.numel for gap in unit.gaps())
         assert len({parameter.trainable for parameter in unit.parameters}) == 1
         if not unit.trainable:
             assert len({parameter.dtype for parameter in unit.parameters}) == 1
@@ -138,6 +101,37 @@ def test_every_parameter_lies_in_one_unit_and_kinds_do_not_mix(
         last_of_kind[kind] = max(order)
         by_group = [(parameter.group, place[parameter.name]) for parameter in unit.parameters]
         assert by_group == sorted(by_group)
+    with pytest.raises(KeyError):
+        layout.find("no such parameter")
+
+
+def _require_tiles(layout: Layout, unit: Unit) -> None:
+    """Shards tile the unit, and their parts each parameter: what a rank owns is what `find` and `cuts` say."""
+    world = layout.world
+    pieces = [unit.shard(rank) for rank in range(world)]
+    assert pieces[0].start == 0
+    assert pieces[-1].stop == unit.numel
+    assert all(a.stop == b.start for a, b in pairwise(pieces))
+    assert len({piece.numel for piece in pieces}) == 1
+    owned: dict[str, list[tuple[int, Interval]]] = {p.name: [] for p in unit.parameters}
+    for rank, piece in enumerate(pieces):
+        for part in unit.owned(rank):
+            of_parameter = owned[part.parameter.name]
+            # In rank order, without a hole, and at most one slice of a parameter a rank.
+            assert part.interval.start == (of_parameter[-1][1].stop if of_parameter else 0)
+            assert not of_parameter or of_parameter[-1][0] < rank
+            assert part.interval.numel > 0
+            assert piece.start <= part.memory.start
+            assert part.memory.stop <= piece.stop
+            of_parameter.append((rank, part.interval))
+    for parameter in unit.parameters:
+        of_parameter = owned[parameter.name]
+        assert sum(interval.numel for _, interval in of_parameter) == parameter.numel
+        found_unit, whole = layout.find(parameter.name)
+        assert found_unit is unit
+        assert whole.parameter == parameter
+        cuts = layout.cuts(layout.positions[parameter.name])
+        assert [(rank, cut) for rank, cut, part in cuts if cut == part] == of_parameter
 
 
 @settings(max_examples=300)
@@ -181,26 +175,7 @@ def test_small_models_painted_element_by_element(segments: list[Segment], world:
                     assert owner[position] == group_of[entry_here[0]]
 
 
-@settings(max_examples=200)
-@given(models(), WORLDS, BUCKETS)
-def test_find_and_cuts_agree_with_what_ranks_own(segments: list[Segment], world: int, bucket: int) -> None:
-    layout = build_layout(segments, world=world, bucket_bytes=bucket)
-    for unit in layout.units:
-        owned: dict[str, list[tuple[int, Interval]]] = {p.name: [] for p in unit.parameters}
-        for rank in range(world):
-            for part in unit.owned(rank):
-                owned[part.parameter.name].append((rank, part.interval))
-        for parameter in unit.parameters:
-            found_unit, whole = layout.find(parameter.name)
-            assert found_unit is unit
-            assert whole.parameter == parameter
-            cuts = layout.cuts(layout.positions[parameter.name])
-            assert [(rank, cut) for rank, cut, part in cuts if cut == part] == owned[parameter.name]
-    with pytest.raises(KeyError):
-        layout.find("no such parameter")
-
-
-@settings(max_examples=250)
+@settings(max_examples=150)
 @given(models(), st.integers(1, 9), BUCKETS)
 def test_segments_join_exactly_while_they_fit_the_bucket(
     segments: list[Segment], world: int, bucket: int
@@ -224,7 +199,7 @@ def test_segments_join_exactly_while_they_fit_the_bucket(
                 assert (before.payload_numel + piece) * LAYOUT_BYTES > bucket
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(models(), st.integers(1, 9), BUCKETS)
 def test_the_dtype_of_trainable_parameters_moves_no_boundary(
     segments: list[Segment], world: int, bucket: int
