@@ -38,7 +38,7 @@ CASES = {
 
 
 def _faults(folder: str, how: How, fault: Fault) -> list[int]:
-    """One fault after the other in one training: at every call of rank 0, then of rank 1."""
+    """One fault after the other in one training: at every second call of rank 0, then at every one of rank 1."""
     rank, met = dist.get_rank(), []
     optimizer = small_optimizer()
     run = Path(folder, "run")
@@ -47,7 +47,7 @@ def _faults(folder: str, how: How, fault: Fault) -> list[int]:
     for victim in (0, 1):
         number = 0
         while True:
-            number += 1
+            number += 2 if number and victim == 0 else 1
             if how == How():  # each time into a directory that is not there yet
                 run = Path(folder, f"run-{victim}-{number}", "inner")
             step += not how.overwrite
