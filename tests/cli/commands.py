@@ -101,7 +101,7 @@ CLI = str(ROOT / "zerokit" / "cli" / "__main__.py")
 def torchrun(folder: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
     """Run it to its end."""
     with Torchrun(folder, arguments, OMP_NUM_THREADS="1", **more) as process:
-        said, errors = process.communicate(240)
+        said, errors = process.communicate(800)
     assert process.returncode is not None
     return subprocess.CompletedProcess(list(arguments), process.returncode, said, errors)
 

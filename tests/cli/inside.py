@@ -108,7 +108,7 @@ class Launch:
                 poll()
             finally:
                 ours.close()  # so the starter ends, and with it its ranks
-                starter.communicate(60)
+                starter.communicate(800)
             if failures:
                 raise explain_failures(failures, log_dir)
 

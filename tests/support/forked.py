@@ -32,7 +32,7 @@ FOLLOW_SECONDS = 3.0
 
 
 def run_forked(
-    folder: Path, arguments: Sequence[str], variables: Mapping[str, str], *, seconds: float = 240.0
+    folder: Path, arguments: Sequence[str], variables: Mapping[str, str], *, seconds: float = 800.0
 ) -> subprocess.CompletedProcess[str]:
     """`zerokit` with these arguments in `folder`, to its end; its ranks are forks of it.
 

@@ -76,7 +76,7 @@ def work_forked(
         outputs, torchrun(folder, **variables), _be_worker, before, describe(folder, settings)
     )
     try:
-        _, said = process.communicate(240)
+        _, said = process.communicate(800)
     finally:
         process.kill()
     return process.returncode, said
