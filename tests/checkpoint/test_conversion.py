@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import zerokit
 from tests.cli.commands import run_python
 from tests.cli.inside import zerokit_inside as command
-from tests.support.checkpoints import example_content, example_layout, write_checkpoint, write_run
+from tests.support.checkpoints import example_content, example_layout, flip, write_checkpoint, write_run
 from tests.support.crashes import Observed, Unsynced, killed_at, read_tree
 from zerokit import files
 from zerokit.checkpoint.staging import ORDER_NAME, Staging, leftovers
@@ -238,9 +238,7 @@ def test_a_source_that_is_damaged_meanwhile(tmp_path: Path, run: Path) -> None:
     shutil.copytree(run, copy)
     interrupt(reshard, copy, out, at=60)
     path = copy / "step-00000100" / "rank-00000-of-00003.safetensors"
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
+    flip(path, path.stat().st_size // 2)
     with pytest.raises(CheckpointError, match=r"rank-00000-of-00003\.safetensors: .*damaged"):
         reshard(copy, out, resume=True)
     assert list(out.parent.iterdir()) == []

@@ -18,6 +18,7 @@ from tests.support.checkpoints import (
     example_content,
     example_extra,
     example_layout,
+    flip,
     sealed,
     write_checkpoint,
     write_run,
@@ -170,9 +171,7 @@ def test_the_command_tells_intact_from_damaged(step: Path, tmp_path: Path) -> No
     done = zerokit(tmp_path, "verify", "run")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("run/step-00000100: intact: step 100 of 3 ranks, ")
-    content = bytearray((step / RANK_1).read_bytes())
-    content[-1] ^= 1
-    (step / RANK_1).write_bytes(content)
+    flip(step / RANK_1, -1)
     done = zerokit(tmp_path, "verify", "run/step-00000100")
     assert (done.returncode, done.stderr) == (1, "")
     assert done.stdout.startswith(f"{RANK_1}: exp_avg_sq/") or done.stdout.startswith(f"{RANK_1}: param/")
@@ -186,9 +185,7 @@ def test_the_command_tells_intact_from_damaged(step: Path, tmp_path: Path) -> No
 def test_every_step_of_a_run_is_read_or_said_not_to_be(step: Path, tmp_path: Path) -> None:
     old = step.with_name("step-00000050")
     write_checkpoint(old, example_layout(WORLD), replace(example_content(example_layout(WORLD)), step=50))
-    content = bytearray((old / RANK_1).read_bytes())
-    content[-1] ^= 1
-    (old / RANK_1).write_bytes(content)
+    flip(old / RANK_1, -1)
     done = zerokit(tmp_path, "verify", "run")
     assert done.returncode == 0
     assert done.stdout.endswith("1 other step of the run not read: --all reads every step\n")

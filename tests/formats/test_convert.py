@@ -20,6 +20,7 @@ from tests.cli.inside import zerokit_inside
 from tests.formats.conftest import DEEPSPEED, FSDP2
 from tests.formats.make_fixtures import STEPS
 from tests.formats.reading import expected_bytes, held_bytes
+from tests.support.checkpoints import flip
 from tests.support.crashes import read_tree
 from zerokit.checkpoint.disk import opened
 from zerokit.checkpoint.formats import open_source
@@ -156,9 +157,7 @@ def test_a_flipped_byte_anywhere_in_the_state_is_found(made: Path, tmp_path: Pat
     for number, (path, offset) in enumerate(random.Random(0).sample(places, 3)):
         folder = Path(shutil.copytree(made / name, tmp_path / str(number)))
         damaged = folder / path.relative_to(made / name)
-        content = bytearray(damaged.read_bytes())
-        content[offset] ^= 0x10
-        damaged.write_bytes(content)
+        flip(damaged, offset, 0x10)
         assert not zerokit.verify(folder).intact
         for form in ("zerokit", "dcp"):
             with pytest.raises(CheckpointError, match="damaged"):
@@ -172,10 +171,7 @@ def test_a_flipped_byte_of_what_is_only_copied_is_found(made: Path, tmp_path: Pa
     source = open_source(folder)
     assert isinstance(source, ForeignCheckpoint)
     weights = source.described.details.model["module"]["embed.weight"]
-    path = source.file_path(0)
-    content = bytearray(path.read_bytes())
-    content[weights.offset + 2] ^= 1
-    path.write_bytes(content)
+    flip(source.file_path(0), weights.offset + 2)
     with pytest.raises(CheckpointError, match="damaged"):
         zerokit.reshard(folder, 2, tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -14,7 +14,10 @@ from safetensors.torch import load_file, save_file
 
 import zerokit
 from tests.formats.make_fixtures import STEPS, Model, groups, loss_of
+from tests.support.checkpoints import flip
 from tests.support.distributed import run_ranks
+from zerokit.checkpoint.formats import open_source
+from zerokit.checkpoint.formats.foreign import ForeignCheckpoint
 from zerokit.errors import CheckpointError, UsageError
 from zerokit.placement import stage_of
 
@@ -138,10 +141,6 @@ def test_what_does_not_fit_is_said(made: Path, tmp_path: Path) -> None:
 def test_a_damaged_source_leaves_no_silent_state(made: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(made / "deepspeed-2-fp32", tmp_path / "bad"))
     path = next(folder.rglob("*rank_1_mp*optim*"))
-    content = bytearray(path.read_bytes())
-    from zerokit.checkpoint.formats import open_source
-    from zerokit.checkpoint.formats.foreign import ForeignCheckpoint
-
     source = open_source(folder)
     assert isinstance(source, ForeignCheckpoint)
     stretch = next(
@@ -150,8 +149,7 @@ def test_a_damaged_source_leaves_no_silent_state(made: Path, tmp_path: Path) -> 
         for stretch in stored.streams.get("exp_avg", stored.streams.get("param")).stretches  # type: ignore[union-attr]
         if source.file_path(stretch.file) == path
     )
-    content[stretch.offset] ^= 1
-    path.write_bytes(content)
+    flip(path, stretch.offset)
     assert "damaged" in run_ranks(2, _refusal, str(folder), {})[0]
 
 
