@@ -29,8 +29,10 @@ def pytest_configure() -> None:
     if hasattr(os, "SCHED_BATCH"):
         with contextlib.suppress(OSError):
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a shell: tests send it
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    # In the background of a shell, or under nohup, these are ignored: tests send them.
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
     gc.disable()  # until all is imported
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 import zerokit
 from tests.formats.make_fixtures import STEPS, Model, groups, loss_of
 from tests.support.checkpoints import flip
-from tests.support.distributed import run_ranks
+from tests.support.distributed import run_each, run_ranks
 from zerokit.checkpoint.formats import open_source
 from zerokit.checkpoint.formats.foreign import ForeignCheckpoint
 from zerokit.errors import CheckpointError, UsageError
@@ -153,14 +153,14 @@ def test_a_damaged_source_leaves_no_silent_state(made: Path, tmp_path: Path) -> 
     assert "damaged" in run_ranks(2, _refusal, str(folder), {})[0]
 
 
-def _llama(folder: str, stage: int) -> bool:
+def _llama(folder: str) -> bool:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig.from_pretrained(folder)
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     zero = zerokit.ZeroOptimizer(
-        model, torch.optim.AdamW, stage=stage_of(stage), precision="fp32", init_fn=model._init_weights
+        model, torch.optim.AdamW, stage=3, precision="fp32", init_fn=model._init_weights
     )
     zerokit.load(folder, zero, weights_only=True)
     tokens = torch.arange(12).reshape(2, 6)
@@ -177,5 +177,4 @@ def test_a_transformers_model_on_meta_takes_its_folder(tmp_path: Path) -> None:
     )
     LlamaForCausalLM(config).save_pretrained(tmp_path / "one")
     LlamaForCausalLM(config).save_pretrained(tmp_path / "many", max_shard_size="20kB")
-    for name in ("one", "many"):
-        assert all(run_ranks(2, _llama, str(tmp_path / name), 3))
+    assert run_each(2, _llama, [str(tmp_path / "one"), str(tmp_path / "many")]) == [[True, True]] * 2
