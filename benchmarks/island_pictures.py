@@ -48,15 +48,9 @@ def curves(content: dict[str, Any]) -> Any:
     for name, runs in methods.items():
         by_step = [mean(values) for values in zip(*runs, strict=True)]
         for stop in range(_AVERAGED, len(by_step) + 1, _AVERAGED):
-            points.append({"step": stop, "loss": mean(by_step[stop - _AVERAGED : stop]), "method": name})
-    return (
-        alt.Chart(alt.InlineData(values=points), width=560, height=260)
-        .mark_line()
-        .encode(
-            x=alt.X("step:Q", title="step"),
-            y=alt.Y("loss:Q", title="loss", scale=alt.Scale(zero=False)),
-            color=alt.Color("method:N", title=None, sort=list(methods)),
-        )
+            points.append({"step": stop, "loss": mean(by_step[stop - _AVERAGED : stop]), "name": name})
+    return _lines(
+        points, alt.X("step:Q", title="step"), alt.Y("loss:Q", title="loss", scale=alt.Scale(zero=False))
     )
 
 
@@ -75,23 +69,25 @@ def pays() -> Any:
     for number in range(81):
         gbits = 10 ** (-2 + number / 20)
         seconds = 8 * _PARAMETERS / 2 / (gbits * 1e9)  # of a byte for each element that a rank sends
-        for name, (gradients, parameters) in ways.items():
-            step = max(2 / 3, gradients * seconds) + max(1 / 3, parameters * seconds)
-            points.append({"gbits": gbits, "share": 100 / step, "way": name})
-        for every in (50, 500):
-            step = 1 + 2 * 4 * seconds / every
-            points.append({"gbits": gbits, "share": 100 / step, "way": f"local steps, H = {every}"})
-        flying = max(1.0, 2 * 4 * seconds / 50)
-        points.append({"gbits": gbits, "share": 100 / flying, "way": "H = 50, fragments in flight"})
-    return (
-        alt.Chart(alt.InlineData(values=points), width=560, height=260)
-        .mark_line()
-        .encode(
-            x=alt.X("gbits:Q", title="Gbit/s between two islands", scale=alt.Scale(type="log")),
-            y=alt.Y("share:Q", title="% of the throughput without communication"),
-            color=alt.Color("way:N", title=None, sort=list(dict.fromkeys(point["way"] for point in points))),
-        )
+        steps = {
+            name: max(2 / 3, gradients * seconds) + max(1 / 3, parameters * seconds)
+            for name, (gradients, parameters) in ways.items()
+        }
+        steps |= {f"local steps, H = {every}": 1 + 2 * 4 * seconds / every for every in (50, 500)}
+        steps["H = 50, fragments in flight"] = max(1.0, 2 * 4 * seconds / 50)
+        points += [{"gbits": gbits, "share": 100 / step, "name": name} for name, step in steps.items()]
+    return _lines(
+        points,
+        alt.X("gbits:Q", title="Gbit/s between two islands", scale=alt.Scale(type="log")),
+        alt.Y("share:Q", title="% of the throughput without communication"),
     )
+
+
+def _lines(points: list[dict[str, Any]], x: alt.X, y: alt.Y) -> Any:
+    """A line for each name, in their order."""
+    names = list(dict.fromkeys(point["name"] for point in points))
+    chart = alt.Chart(alt.InlineData(values=points), width=560, height=260)
+    return chart.mark_line().encode(x=x, y=y, color=alt.Color("name:N", title=None, sort=names))
 
 
 def main() -> None:
