@@ -180,7 +180,7 @@ def _efficiencies(
     found, reasons = {}, []
     for precision in precisions:
         if record is not None and record.settings.precision == precision:
-            from zerokit.bench.plans.speed import speed_of
+            from zerokit.bench.plans.beside import speed_of
 
             found[precision] = speed_of(record, cluster, gpus)
             reasons.append(f"The device's speed is that of record {record.id[:8]}, {record.settings.model}.")

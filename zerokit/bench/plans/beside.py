@@ -1,4 +1,4 @@
-"""The plan of a measured cell, to compare with its figures."""
+"""Plans beside measurements: the plan of a measured cell, and a device's speed from a record."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from statistics import median
 from time import perf_counter
 
 from zerokit.bench.machine.host import write_first
-from zerokit.bench.plans.subjects import subject_of
+from zerokit.bench.plans.subjects import subject_in, subject_of
 from zerokit.bench.record import Bandwidth, Planned, Record
+from zerokit.bench.record.schema import to_plain
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.workloads.build import Loaded
 from zerokit.errors import UsageError
-from zerokit.placement import Placement
-from zerokit.planning.efficiency import of_device
+from zerokit.placement import Mesh, Placement
+from zerokit.planning.efficiency import Efficiency, of_device
 from zerokit.planning.hardware import Cluster, Device, Link, Reading, device_named
-from zerokit.planning.measured import MeasuredStep, measured_efficiency
+from zerokit.planning.measured import MeasuredStep, beside, measured_efficiency, measured_step
 from zerokit.planning.memory import StepMemory, element_sizes
 from zerokit.planning.replay import Step
 from zerokit.planning.subject import Traces
@@ -102,6 +103,40 @@ class PlanBeside:
             time = step_time(timed, cluster, efficiency)
             return replace(self.planned, step_ms=time.total_s * 1e3, reason=None)
         return replace(self.planned, reason=why)
+
+
+def speed_of(record: Record, cluster: Cluster, world: int) -> Efficiency:
+    """The speed at which the record's own bench, once planned, takes as long as it took.
+
+    On hosts it is that of a rank beside the others of its machine, if there are any.
+
+    Raises `UsageError` for a record whose steps hold communication, that has no phases, or whose rank had other threads
+    than the doctor's.
+    """
+    measured, device, sharing = measured_step(to_plain(record)), cluster.device, cluster.sharing
+    if sharing is not None and sharing.threads != measured.threads:
+        raise UsageError(
+            f"the record's rank had {measured.threads} threads, the doctor's ranks had {sharing.threads}: repeat one "
+            f"of them, such as OMP_NUM_THREADS={sharing.threads} zerokit bench --nproc-per-node 1"
+        )
+    settings = record.settings
+    precision = settings.precision or "fp32"
+    traces = Traces(
+        subject_in(settings), on_cuda=bool(device.flops), bucket_mb=settings.bucket_mb, exactly=True
+    )
+    trace = traces.get(settings.batch_size, precision, recompute=settings.recompute)
+    mesh = Mesh(1, measured.ranks)
+    measured_plan = Timed(
+        trace.work,
+        trace.layout.for_world(mesh.world),
+        Placement.of(settings.stage, mesh),
+        element_sizes(Precision.of(precision)),
+        micro_batches=settings.accumulate,
+    )
+    nominal = of_device(device, precision) if device.flops else None
+    efficiency = measured_efficiency(measured, measured_plan, precision, nominal, sharing)
+    together = sharing is not None and world > 1 and measured.ranks == 1
+    return beside(efficiency, sharing) if sharing is not None and together else efficiency
 
 
 def _reading(bandwidths: Iterable[Bandwidth], world: int) -> Reading | None:
