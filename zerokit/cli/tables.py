@@ -10,8 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zerokit.bench.comparison.cells import Cell, unsupported, varying
-from zerokit.bench.comparison.conditions import conditions, drift_notes
-from zerokit.bench.comparison.figures import count
+from zerokit.bench.comparison.conditions import common_words, conditions, drift_notes
 from zerokit.bench.comparison.losses import loss_note
 from zerokit.bench.comparison.tables import (
     EXTRA_STEPS,
@@ -23,14 +22,12 @@ from zerokit.bench.comparison.tables import (
     usual_metrics,
 )
 from zerokit.bench.record.metrics import PACED, instrumented
-from zerokit.bench.record.words import title_of, unusual
+from zerokit.bench.record.words import title_of
 from zerokit.cli.columns import annotate
 from zerokit.cli.details import detailed_metrics, notes, rank_table, record_rows
-from zerokit.cli.text import counted
 from zerokit.text import printable
 
 _ANY_WIDTH = 1000
-_SHOWN_APART = ("model", "precision", "nodes", "nproc_per_node", "batch_size", "seq_len", "bucket_mb")
 _STYLES = {"better": "green", "worse": "red", "": "dim"}
 
 
@@ -47,7 +44,7 @@ def show(
     single = len(cells) == 1 and len(cells[0].records) == 1 and cells[0].status == "ok"
     usual = detailed_metrics(cells) if single else usual_metrics(cells)
     columns = columns_of(ran, partners, metrics or usual)
-    console.print(Text(printable(_common(cells)), style="bold"))
+    console.print(Text(printable(", ".join(common_words(cells))), style="bold"))
     for note in drift_notes(cells):
         console.print(Text(note, style="yellow"))
     if single:
@@ -66,31 +63,6 @@ def show(
         console.print(Text(printable(note)))
     if marks := _marks(cells, partners, shown):
         console.print(Text(marks, style="dim"))
-
-
-def _common(cells: Sequence[Cell]) -> str:
-    """What does not vary, in one line."""
-    names = varying(cell.first for cell in cells)
-    first = next((cell.first for cell in cells if cell.status == "ok"), cells[0].first)
-    settings, words = first.settings, []
-    if "model" not in names:
-        size = f" ({count(first.model.parameters)} parameters)" if first.model else ""
-        words.append(settings.model + size)
-    if len(cells) == 1:
-        words.append(f"{settings.engine} stage {settings.stage}")
-    if "precision" not in names and settings.precision:
-        words.append(settings.precision)
-    words += unusual(settings, without=(*names, *_SHOWN_APART))
-    if not {"nodes", "nproc_per_node"} & set(names):
-        words.append(f"{counted(settings.world, 'rank')} on {counted(settings.nodes, 'node')}")
-    if "batch_size" not in names:
-        words.append(f"batch {settings.batch_size}")
-    if first.environment is not None:
-        words.append(first.environment.backend)
-    rounds = sorted({len(cell.measured_records) for cell in cells if cell.measured_records})
-    if rounds and rounds != [1]:
-        words.append(f"means of {' or '.join(map(str, rounds))} rounds")
-    return ", ".join(words)
 
 
 def _failures(cells: Sequence[Cell]) -> list[str]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-from zerokit.bench.comparison.cells import Cell, environment_rows
+from zerokit.bench.comparison.cells import Cell, environment_rows, varying
 from zerokit.bench.comparison.differences import PACE
 from zerokit.bench.comparison.figures import count
 from zerokit.bench.record.metrics import METRICS, values_of
-from zerokit.bench.record.words import title_of
+from zerokit.bench.record.words import title_of, unusual, value_in_words
 
+_SHOWN_APART = ("model", "precision", "nodes", "nproc_per_node", "batch_size", "seq_len", "bucket_mb")
 DRIFT = 0.1
 """A larger change of the machine's pace is noted above all figures."""
 
@@ -28,6 +29,32 @@ def conditions(cells: Sequence[Cell]) -> tuple[list[tuple[str, list[str]]], list
         elif known:
             equal.append((title_of(name), known.pop()))
     return differing, equal
+
+
+def common_words(cells: Sequence[Cell]) -> list[str]:
+    """What all cells have in common, for the line above their table."""
+    names = varying(cell.first for cell in cells)
+    first = next((cell.first for cell in cells if cell.status == "ok"), cells[0].first)
+    settings, words = first.settings, []
+    if "model" not in names:
+        size = f" ({count(first.model.parameters)} parameters)" if first.model else ""
+        words.append(settings.model + size)
+    if len(cells) == 1:
+        words.append(f"{settings.engine} stage {settings.stage}")
+    if "precision" not in names and settings.precision:
+        words.append(settings.precision)
+    words += unusual(settings, without=(*names, *_SHOWN_APART))
+    if not {"nodes", "nproc_per_node"} & set(names):
+        ranks = f"{settings.world} rank{'' if settings.world == 1 else 's'}"
+        words.append(f"{ranks} on {value_in_words('nodes', settings.nodes)}")
+    if "batch_size" not in names:
+        words.append(f"batch {settings.batch_size}")
+    if first.environment is not None:
+        words.append(first.environment.backend)
+    rounds = sorted({len(cell.measured_records) for cell in cells if cell.measured_records})
+    if rounds and rounds != [1]:
+        words.append(f"means of {' or '.join(map(str, rounds))} rounds")
+    return words
 
 
 def drift_notes(cells: Sequence[Cell]) -> list[str]:

@@ -7,8 +7,7 @@ from typing import Any
 
 from zerokit.bench.catalogue.engines import ENGINES
 from zerokit.bench.comparison.cells import Cell, name_of, short_names, unsupported, varying
-from zerokit.bench.comparison.conditions import conditions, drift_notes
-from zerokit.bench.comparison.figures import count
+from zerokit.bench.comparison.conditions import common_words, conditions, drift_notes
 from zerokit.bench.comparison.headlines import best_headlines, change_headlines, listed
 from zerokit.bench.comparison.tables import (
     EXTRA_STEPS,
@@ -61,12 +60,6 @@ def _different(values: Iterable[Any]) -> list[str]:
     return list(dict.fromkeys(str(value) for value in values if value is not None))
 
 
-def _equal(words: str, values: Iterable[Any]) -> list[str]:
-    """The words with the value in them, if there is one that all share."""
-    known = _different(values)
-    return [words.format(known[0])] if len(known) == 1 else []
-
-
 def _title(cells: Sequence[Cell]) -> str:
     engines = []
     worlds = sorted({cell.first.settings.world for cell in cells})
@@ -85,26 +78,17 @@ def _title(cells: Sequence[Cell]) -> str:
 
 
 def _subtitle(cells: Sequence[Cell]) -> str:
-    well = [cell.first for cell in cells if cell.first.results is not None]
-    machines = [record.environment for record in well if record.environment is not None]
+    machines = [cell.first.environment for cell in cells if cell.first.environment is not None]
     places = (
         f"{one.accelerators} × {one.accelerator}"
         if one.accelerator
         else f"{one.processor}, {one.cores} cores"
         for one in machines
     )
+    common = (_different(places), _different(f"torch {one.torch}" for one in machines))
     days = [record.created[:10] for cell in cells for record in cell.records]
-    return " · ".join(
-        [
-            *_equal("{} parameters", (count(record.model.parameters) for record in well if record.model)),
-            *_equal("{}", (cell.settings["precision"] for cell in cells)),
-            *_equal("{}", (cell.settings["device"] for cell in cells)),
-            *_equal("batch {} a rank", (cell.settings["batch_size"] for cell in cells)),
-            *_equal("{}", places),
-            *_equal("torch {}", (one.torch for one in machines)),
-            " to ".join(_different([min(days), max(days)])),
-        ]
-    )
+    words = [*common_words(cells), *(known[0] for known in common if len(known) == 1)]
+    return " · ".join([*words, " to ".join(_different([min(days), max(days)]))])
 
 
 def _merge(
