@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from zerokit.bench.plans.plain import hopeless
 from zerokit.cli.text import counted, rate
 from zerokit.formulas import MEMORY_KINDS
 from zerokit.planning.cells import GIB, Plan, PlannedCell, best_of_each
@@ -33,10 +34,10 @@ def show(plan: Plan, *, every: bool, page: Path | None) -> None:
     fitting = plan.fitting if every else best_of_each(plan.fitting)
     if fitting:
         console.print(_table(plan, fitting), Text(), Text(plan.why), sep="\n", soft_wrap=True)
-    hopeless = plan.too_large if every else _hopeless(plan)
-    if hopeless:
+    missing = plan.too_large if every else hopeless(plan)
+    if missing:
         console.print(Text(), Text("Does not fit", style="bold"), sep="\n")
-        for one in hopeless:
+        for one in missing:
             console.print(Text(_missing(one)), soft_wrap=True)
     if plan.best is not None:
         console.print(Text())
@@ -49,16 +50,6 @@ def show(plan: Plan, *, every: bool, page: Path | None) -> None:
     console.print(Text())
     for text in plan.assumptions:
         console.print(Text(f"Assumed: {printable(text)}", style="dim"), soft_wrap=True)
-
-
-def _hopeless(plan: Plan) -> list[PlannedCell]:
-    """The nearest miss of each stage, mesh and precision of which nothing fits."""
-    fits = {(one.cell.mesh, one.cell.stages, one.cell.precision) for one in plan.fitting}
-    return [
-        one
-        for one in best_of_each(plan.too_large)
-        if (one.cell.mesh, one.cell.stages, one.cell.precision) not in fits
-    ]
 
 
 def _missing(one: PlannedCell) -> str:

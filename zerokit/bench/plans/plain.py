@@ -1,11 +1,11 @@
-"""A plan as plain data: what `zerokit plan --json` prints."""
+"""A plan as plain data: what `zerokit plan --json` prints, and which cells its table tells of."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from typing import Any
 
-from zerokit.planning.cells import Plan, PlannedCell, exposed_ms
+from zerokit.planning.cells import Plan, PlannedCell, best_of_each, exposed_ms
 
 FORMAT = "zerokit.plan/1"
 
@@ -33,6 +33,16 @@ def plain(plan: Plan) -> dict[str, Any]:
         "fitting": [plain_cell(one) for one in plan.fitting],
         "too_large": [plain_cell(one) for one in plan.too_large],
     }
+
+
+def hopeless(plan: Plan) -> list[PlannedCell]:
+    """The nearest miss of each stage, mesh and precision of which nothing fits."""
+
+    def kind(one: PlannedCell) -> object:
+        return one.cell.mesh, one.cell.stages, one.cell.precision
+
+    fits = set(map(kind, plan.fitting))
+    return [one for one in best_of_each(plan.too_large) if kind(one) not in fits]
 
 
 def plain_cell(one: PlannedCell) -> dict[str, Any]:

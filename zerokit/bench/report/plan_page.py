@@ -8,6 +8,7 @@ from pathlib import Path
 import altair as alt
 
 from zerokit.bench.comparison.figures import Scale
+from zerokit.bench.plans.plain import hopeless
 from zerokit.bench.record import write_text
 from zerokit.bench.report.pictures import Picture, Row, data_of, draw_bars
 from zerokit.bench.report.render import document
@@ -36,18 +37,12 @@ def write_plan(plan: Plan, path: Path) -> None:
         pictures(plan),
         plan=plan,
         cells=best_of_each(plan.fitting),
-        hopeless=[
-            one for one in best_of_each(plan.too_large) if _kind(one) not in set(map(_kind, plan.fitting))
-        ],
+        hopeless=hopeless(plan),
         kinds=MEMORY_KINDS,
         gib=GIB,
         line=None if plan.best is None else plan.best.cell.bench_line(plan.subject, question.nodes),
     )
     write_text(text, path)
-
-
-def _kind(one: PlannedCell) -> object:
-    return one.cell.mesh, one.cell.stages, one.cell.precision
 
 
 def pictures(plan: Plan) -> list[Picture]:
