@@ -243,25 +243,6 @@ def test_what_is_no_step_of_zerokits_is_not_touched(tmp_path: Path) -> None:
     assert (tmp_path / "moved" / "manifest.json").exists()
 
 
-def test_leftovers_of_writers_that_are_gone(tmp_path: Path) -> None:
-    gone, own = ended_process(), Process.current()
-    killed = leave_work(tmp_path, gone)
-    living, elsewhere = (
-        leave_work(tmp_path, own),
-        leave_work(tmp_path, replace(own, host="node-9", boot="00000000")),
-    )
-    found = zerokit.prune(tmp_path)
-    assert [(doomed.path, doomed.size) for doomed in found.removed] == [(killed, 4)]
-    assert dict(found.left) == {
-        living: f"process {own.pid} on {own.host} is writing it",
-        elsewhere: f"of process {own.pid} on node-9, which cannot be checked from here",
-    }
-    assert set(tmp_path.iterdir()) == {living, elsewhere}
-    for path in (elsewhere / "file", elsewhere):
-        os.utime(path, (0, 0))
-    assert [doomed.path for doomed in zerokit.prune(tmp_path).removed] == [elsewhere]
-
-
 def test_what_cannot_be_removed_is_told(tmp_path: Path) -> None:
     leave_work(tmp_path, ended_process())
 
