@@ -109,7 +109,8 @@ def outside_transforms() -> AbstractContextManager[Any]:
 
 
 @functools.cache
-def _registered() -> list[int]:
+def registrations() -> list[int]:
+    """How many times a module of this process was assigned a parameter or a module since the first call, in a list."""
     count = [0]
 
     def note(*registered: Any) -> None:
@@ -118,11 +119,6 @@ def _registered() -> list[int]:
     register_module_parameter_registration_hook(note)
     register_module_module_registration_hook(note)
     return count
-
-
-def registrations() -> int:
-    """The number of times that a module of this process was assigned a parameter or a module, since the first call."""
-    return _registered()[0]
 
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)

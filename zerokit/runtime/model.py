@@ -193,11 +193,11 @@ class KnownParameters:
 
     def __init__(self, model: nn.Module) -> None:
         self._known = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
-        self._registrations = registrations()
+        self._registrations = registrations()[0]
 
     def require_same(self, model: nn.Module) -> None:
         """Raise `UsageError` if parameters were added, removed or renamed."""
-        if self._registrations == registrations():
+        if self._registrations == registrations()[0]:
             return
         # torch.func.functional_call replaces parameters by plain tensors.
         named: Iterable[tuple[str, object]] = model.named_parameters(remove_duplicate=False)
@@ -210,7 +210,7 @@ class KnownParameters:
                 "added, replaced, renamed or tied), so it would not be updated and saved correctly: change the "
                 "model before, or build a new optimizer"
             )
-        self._registrations = registrations()
+        self._registrations = registrations()[0]
 
 
 class Materializer:
