@@ -118,10 +118,10 @@ class _NamedStream(PromptStream):
 
 
 def test_a_device_is_asked_by_the_thread_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread that publishes long waits has set no device: it would begin a context on the first one."""
+    """Another thread would have set no device, and begin a context on the first one."""
     store = HashStore()
     monkeypatch.setattr(dist.distributed_c10d, "_get_process_group_store", lambda group: store)
-    monkeypatch.setattr(stalls, "PUBLISH_AFTER_S", 0.02)
+    monkeypatch.setattr(stalls, "OTHERS_S", 0.0)
     group = Group(0, 2)
     route = make_nccl(
         Communicators(group, ((group, group),)),

@@ -198,16 +198,12 @@ class NcclCollectives(Collectives):
 
     def until(self, arrived: Callable[[], Tensor | None]) -> Tensor:
         """Wait for the device. Raises `ScheduleError` after the time-out, naming the unfinished operation."""
-        # Looked up in this thread: another one would begin a context on the first device by asking an event.
         name = "computation of a step"
         start, pause = time.monotonic(), _FIRST_PAUSE_S
         with self.reporter.waiting(lambda: name):
             while (values := arrived()) is None:
-                late = time.monotonic() - start > self._timeout_s
-                if late or pause >= _LONGEST_PAUSE_S:
-                    names = (stream.unfinished() for stream in self._streams)
-                    name = next(filter(None, names), "computation of a step")
-                if late:
+                if time.monotonic() - start > self._timeout_s:
+                    name = next(filter(None, (stream.unfinished() for stream in self._streams)), name)
                     raise RuntimeError(f"timed out after {self._timeout_s:g} s")
                 time.sleep(pause)
                 pause = min(pause * 1.5, _LONGEST_PAUSE_S)
