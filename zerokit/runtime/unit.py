@@ -6,7 +6,8 @@ stage 3         `shard` always exists; `whole` has memory while the unit is gath
 [Note: freed weights] Autograd saves weights for backward, as themselves or as views. While a unit is freed (stage 3),
 its parameters' version counters stand one higher, so that autograd refuses to read what it saved, as it does after an
 in-place change; gathering sets them back. The parameters themselves show nan in their own shape, in no memory, and
-are guarded (see `guard`). Only a view that the user has kept still reaches the freed memory.
+are guarded (see `guard`); on Linux hosts the freed memory reads as nan, too. So the memory of a freed weight never
+reads as valid values, however it is reached.
 """
 
 from __future__ import annotations
