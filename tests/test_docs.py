@@ -92,16 +92,16 @@ def test_commands_have_the_options_that_exist(page: Path) -> None:
 
 def test_the_commands_of_checkpoints_run_as_printed(tmp_path: Path) -> None:
     (block,) = (one for one in blocks(ROOT / "docs" / "checkpoints.md", "sh") if "zerokit prune" in one)
-    small = {
-        "MODEL": "gpt-tiny",
-        "SEQ_LEN": "16",
-        "BATCH_SIZE": "1",
-        "DEVICE": "cpu",
-        "TWIN": "0",
-        "NO_MLFLOW": "1",
-        "WARMUP": "0",
-    }
-    options = {f"ZEROKIT_BENCH_{name}": value for name, value in small.items()}
+    small = (
+        "MODEL=gpt-tiny",
+        "SEQ_LEN=16",
+        "BATCH_SIZE=1",
+        "DEVICE=cpu",
+        "TWIN=0",
+        "NO_MLFLOW=1",
+        "WARMUP=0",
+    )
+    options = dict(f"ZEROKIT_BENCH_{setting}".split("=") for setting in small)
     program = Path(sys.executable).parent
     run = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", block],

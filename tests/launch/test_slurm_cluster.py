@@ -78,18 +78,9 @@ def test_the_printed_script_succeeds_as_a_file(slurm: Cluster, tmp_path: Path) -
 
 
 def test_ranks_in_cyclic_order_join_each_other(slurm: Cluster) -> None:
-    words = [
-        "srun",
-        "-N2",
-        "--ntasks-per-node=2",
-        "--overcommit",
-        "-m",
-        "cyclic",
-        *ZEROKIT,
-        *SHORT,
-        "--no-mlflow",
-    ]
-    assert [rank["node"] for rank in finish(start(slurm, *words))["ranks"]] == [0, 0, 1, 1]
+    srun = ("srun", "-N2", "--ntasks-per-node=2", "--overcommit", "-m", "cyclic")
+    found = finish(start(slurm, *srun, *ZEROKIT, *SHORT, "--no-mlflow"))
+    assert [rank["node"] for rank in found["ranks"]] == [0, 0, 1, 1]
 
 
 def test_ranks_share_all_cores_of_their_node(slurm: Cluster, tmp_path: Path) -> None:

@@ -39,22 +39,14 @@ def _zerokit_is_found_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 
 def command(hosts: Hosts, *words: str, names: str = "a,b", python: str | None = None) -> list[str]:
     """The bench as a user on host a would run it."""
-    there = [
-        "--launcher",
-        "ssh",
-        "--hosts",
-        names,
-        "--ssh-option",
-        f"-F {hosts.config}",
-        "--connect-timeout",
-        "20",
-    ]
+    there = ["--launcher", "ssh", "--hosts", names, "--ssh-option", f"-F {hosts.config}"]
+    there += ["--connect-timeout", "20"]
     return [*hosts.inside("a"), *ZEROKIT, *words, *there, *(["--remote-python", python] if python else [])]
 
 
 def run(hosts: Hosts, *words: str, **options: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command(hosts, *words, **options), capture_output=True, text=True, check=False, timeout=200
+        command(hosts, *words, **options), capture_output=True, text=True, check=False, timeout=800
     )
 
 
