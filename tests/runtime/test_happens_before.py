@@ -21,15 +21,18 @@ def _races(device: str, cases: Sequence[tuple[str, Any, int]]) -> list[str]:
     found = []
     for name, precision, stage in cases:
         with followed() as cuda:
-            train(at(SCENES[name], precision=precision, stage=stage), torch.device(device))
+            train(at(SCENES[name], precision=precision, stage=stage, steps=3), torch.device(device))
         found += [f"{name}, {precision}, stage {stage}: {fault}" for fault in cuda.faults]
     return found
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_nothing_races(stage: int) -> None:
-    ways = [*PRECISIONS, WIRE]
-    cases = [(name, ways[(number + stage) % 4], stage) for number, name in enumerate(SCENES)]
+    """Each scene at three of the stages, in all precisions by turns."""
+    ways, scenes = [*PRECISIONS, WIRE], list(enumerate(SCENES))
+    cases = [
+        (name, ways[(place + stage) % 4], stage) for place, name in scenes if (place // 2 + stage) % 4 < 3
+    ]
     assert run_on("cpu", _races, cases) == [[], []]
 
 
