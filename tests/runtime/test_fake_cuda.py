@@ -101,7 +101,8 @@ def test_control_values_are_not_read_within_a_step(
     monkeypatch.setattr(Tensor, "copy_", lambda to, values, **_: torch._foreach_copy_([to], [values]))
     route = _Route()
     gradients = SimpleNamespace(received=True, skipped=lambda storage: ())
-    control = StepControl(route, [], gradients)  # type: ignore[arg-type]
+    inner = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    control = StepControl(route, [], gradients, inner)  # type: ignore[arg-type]
     assert control.agree(None)
     (values,) = route.reduced
     assert (values.device.type, values.dtype, values.shape) == ("cuda", torch.float64, (4,))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -516,3 +517,33 @@ def test_a_constructor_that_fails_on_one_rank_ends_the_others_within_the_time_ou
     assert second.raised("UsageError")
     for outcome in (first, third):
         assert outcome.raised("ZerokitError"), outcome.describe()
+
+
+def _one_rank_sets_another_rate(stage: int) -> None:
+    model = small()
+    optimizer = make(model, stage=stage)
+    for step in range(3):
+        if step == 1 and dist.get_rank() == 1:
+            optimizer.param_groups[0]["lr"] *= 0.5  # as a scheduler does that follows the rank's own loss
+        optimizer.backward(model(torch.ones(2, 4)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_learning_rate_of_one_rank_alone_is_refused_on_all(stage: int) -> None:
+    for outcome in run_ranks_expecting_errors(2, _one_rank_sets_another_rate, stage, timeout=5.0):
+        assert outcome.raised("LayoutMismatch"), outcome.describe()
+        assert "param_groups" in outcome.describe()
+
+
+def _scripted() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        scripted: Any = torch.jit.script(nn.Linear(4, 4))
+    with pytest.raises(zerokit.UsageError, match=r"1 was made by torch\.jit\.script, .* plain module"):
+        make(nn.Sequential(nn.Linear(4, 4), scripted))
+
+
+def test_a_scripted_unit_is_refused() -> None:
+    run_ranks(1, _scripted)

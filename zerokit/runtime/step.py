@@ -20,8 +20,9 @@ from zerokit.runtime.gradients import Gradients
 from zerokit.runtime.unit import UnitState, write_back
 
 _DIFFERENT_PATHS = (
-    "ranks issued different sequences of collectives in this step, or have frozen different parameters since "
-    "ZeroOptimizer was built: their models must take the same path, and requires_grad_() be called alike on all ranks"
+    "ranks issued different sequences of collectives in this step, or have frozen different parameters or set other "
+    "numbers in param_groups since ZeroOptimizer was built: their models must take the same path, requires_grad_() be "
+    "called alike on all ranks, and learning rates follow a loss that is averaged over ranks"
 )
 
 
@@ -32,8 +33,11 @@ class StepControl:
     device. Only a rank that has no gradients looks at once, and all do in fp16.
     """
 
-    def __init__(self, collectives: Collectives, units: Sequence[UnitState], gradients: Gradients) -> None:
+    def __init__(
+        self, collectives: Collectives, units: Sequence[UnitState], gradients: Gradients, inner: Optimizer
+    ) -> None:
         self._collectives, self._units, self._gradients = collectives, units, gradients
+        self._inner = inner
         self._pending: Callable[[], list[float]] | None = None
 
     def agree(self, finite: Tensor | None) -> bool:
@@ -41,7 +45,7 @@ class StepControl:
 
         Raises `UsageError` where no rank has gradients, `LayoutMismatch` where ranks took different paths.
         """
-        path = float((self._collectives.schedule ^ self._stopped_digest()) & 0xFFFFFFFF)
+        path = float((self._collectives.schedule ^ self._digest()) & 0xFFFFFFFF)
         received = self._gradients.received
         previous, self._pending = self._pending, None
         reading = self._collectives.agree_soon(
@@ -71,9 +75,14 @@ class StepControl:
         if previous is not None and _differ(previous()):
             raise LayoutMismatch(_DIFFERENT_PATHS)
 
-    def _stopped_digest(self) -> int:
+    def _digest(self) -> int:
+        """A checksum of the parameters that are left out, and of the groups' numbers (tensors would be waited for)."""
         stopped = [(unit.index, *sorted(self._gradients.skipped(unit))) for unit in self._units]
-        return zlib.crc32(repr(stopped).encode())
+        numbers = [
+            [(name, float(value)) for name, value in group.items() if type(value) in (int, float)]
+            for group in self._inner.param_groups
+        ]
+        return zlib.crc32(repr((stopped, numbers)).encode())
 
 
 def _differ(numbers: Sequence[float]) -> bool:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -111,6 +111,10 @@ class UnitState(OwnedUnit):
                     )
                     real.__dict__.update(parameter.__dict__)
                     torch.utils.swap_tensors(parameter, real)
+                    # Hooks stay with the object, but autograd calls those of its new tensor: they are set again.
+                    parameter._backward_hooks = parameter._backward_hooks
+                    hooks: Any = parameter._post_accumulate_grad_hooks
+                    parameter._post_accumulate_grad_hooks = hooks
                 parameter.data = view
         self._guarded = [guarded_class(type(parameter)) for parameter in self.parameters]
         self._versions = [parameter._version for parameter in self.parameters]

@@ -71,10 +71,10 @@ class ModelWalk:
         self._casting = modules_that_cast(model) if casts else set()
         me: weakref.ref[Any] = weakref.ref(self)
         self._me = me
+        self._announcers = announcers(model, anatomy, [unit.unit for unit in units])
         model.register_forward_pre_hook(Hook(me, ModelWalk._before_root), with_kwargs=True, prepend=True)
         model.register_forward_hook(Hook(me, ModelWalk._after_root))
         self._called: set[nn.Module] = set()  # modules that have been called until an order was recorded
-        self._announcers = announcers(model, anatomy, [unit.unit for unit in units])
         users: dict[nn.Module, list[UnitState]] = {module: [] for module in self._casting - {model}}
         for unit in units:
             for used in self._announcers[unit.index] - {model}:

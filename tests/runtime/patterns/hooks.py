@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from tests.runtime.patterns.engines import STEPS, Engine
@@ -111,4 +112,23 @@ def accumulated_inside(engine: Engine) -> None:
     for _ in range(STEPS):
         with engine.accumulate():
             engine.backward(square(engine.model(engine.data(4, 8))))
+        engine.update(square(engine.model(engine.data(4, 8))))
+
+
+class Slices(Mlp):
+    """Weights that are slices of one tensor, with hooks that were registered before zerokit took them over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        both = torch.randn(2, 8, 8) / 4
+        self.left, self.right = nn.Parameter(both[0]), nn.Parameter(both[1])
+        self.left.register_hook(lambda gradient: 3 * gradient)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x @ self.left @ self.right)
+
+
+@pattern("a gradient hook on a slice of a larger tensor, registered first", Slices)
+def hook_on_slice(engine: Engine) -> None:
+    for _ in range(STEPS):
         engine.update(square(engine.model(engine.data(4, 8))))
