@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.jit._script import RecursiveScriptModule
 
 from zerokit.errors import UsageError
 from zerokit.layout import Parameter, Segment, Unit
@@ -188,7 +189,7 @@ def announcers(model: nn.Module, anatomy: Anatomy, units: Iterable[Unit]) -> dic
     }
     hooked = {model}.union(*found.values())
     for name, module in modules.items():
-        if module in hooked and isinstance(module, torch.jit.RecursiveScriptModule):
+        if module in hooked and isinstance(module, RecursiveScriptModule):
             raise UsageError(
                 f"{name or 'the model'} was made by torch.jit.script, whose modules call no hooks: pass the plain "
                 "module and script it after training, or use torch.compile"
