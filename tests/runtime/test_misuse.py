@@ -547,3 +547,21 @@ def _scripted() -> None:
 
 def test_a_scripted_unit_is_refused() -> None:
     run_ranks(1, _scripted)
+
+
+def _built_anew(stage: int) -> None:
+    model = small()
+    optimizer = make(model, stage=stage)
+    del optimizer
+    with pytest.raises(zerokit.UsageError, match=r"build the model anew .* state_dict\(\)"):
+        make(model, stage=stage)
+    weights = model.state_dict()
+    again = small()
+    again.load_state_dict(weights)
+    make(again, stage=stage)
+    assert all(torch.equal(value, weights[name]) for name, value in again.state_dict().items())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_model_whose_optimizer_was_deleted_must_be_built_anew(stage: int) -> None:
+    run_ranks(2, _built_anew, stage)

@@ -251,8 +251,8 @@ def _check_arguments(
             raise UsageError(f"{path or 'the model'} is already wrapped in {wrapper}: pass the plain model")
         if _MARK in module.__dict__:
             raise UsageError(
-                f"{path or 'the model'} is already managed by a ZeroOptimizer: build "
-                "one ZeroOptimizer for the whole model"
+                f"{path or 'the model'} is already managed by a ZeroOptimizer: build one ZeroOptimizer for the whole "
+                "model; after one was deleted, build the model anew and load the old model's state_dict()"
             )
     for name, parameter in model.named_parameters():
         if ticket_of(parameter) is not None:

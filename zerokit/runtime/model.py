@@ -217,7 +217,7 @@ class KnownParameters:
             raise UsageError(
                 f"{', '.join(foreign)}: not in the model when ZeroOptimizer was built (a module or parameter was "
                 "added, replaced, renamed or tied), so it would not be updated and saved correctly: change the "
-                "model before, or build a new optimizer"
+                "model before, or build a new model and optimizer"
             )
         self._registrations = registrations()[0]
 
