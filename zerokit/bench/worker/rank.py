@@ -84,6 +84,11 @@ def require_ranks(settings: Settings, environment: Mapping[str, str]) -> None:
             )
 
 
+_groups: list[object] = []
+"""Kept until the process leaves. DDP's reducer destroys a gloo group whose last owner it is while it holds Python's
+lock, and waits for a thread of the group that waits for that lock (torch 2.11 and 2.13)."""
+
+
 def run(asked: Settings, record_path: Path, progress_path: Path | None, sweep: str | None) -> None:
     """Run the bench on this rank, inside the process group of all ranks."""
     require_ranks(asked, os.environ)
@@ -93,6 +98,7 @@ def run(asked: Settings, record_path: Path, progress_path: Path | None, sweep: s
         torch.cuda.set_device(accelerator.device)
     loaded = load(settings)
     dist.init_process_group(accelerator.backend)
+    _groups.append(dist.group.WORLD)
     first = dist.get_rank() == 0
     sampler = node_sampler(accelerator)
     writer = ProgressWriter(progress_path if first else None)
