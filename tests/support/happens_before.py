@@ -34,7 +34,7 @@ HOST = -1
 _GRANULE = 128
 """Bytes that are followed as one: 64 elements of bf16, so that no two shards meet in one."""
 _EVERY = 8
-"""Of a tensor's granules its first one and every eighth of the memory are followed: what races does so in all."""
+"""A tensor's first granule and every eighth one of the memory are followed: what races does so in all of them."""
 _ALIGNMENT = 512  # CUDA's caching allocator
 
 

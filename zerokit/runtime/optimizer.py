@@ -8,7 +8,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
@@ -29,13 +29,10 @@ from zerokit.runtime.islands import divide_into_islands
 from zerokit.runtime.measure import element_bytes, measure_memory, predicted_memory, traffic_of
 from zerokit.runtime.model import UnitRule
 from zerokit.runtime.precision import LossScale, Precision
-from zerokit.runtime.states import load_state, take_state
+from zerokit.runtime.states import Average, BetweenIslands, load_state, take_state
 from zerokit.runtime.step import all_finite, clip_coefficient, global_norm, update_masters
 from zerokit.runtime.unit import write_back
 from zerokit.runtime.whole import install_model_methods
-
-if TYPE_CHECKING:
-    from zerokit.training import Ema, LocalSteps
 
 
 class ZeroOptimizer(ForwardingOptimizer):
@@ -91,7 +88,7 @@ class ZeroOptimizer(ForwardingOptimizer):
         self.skipped_steps = 0
         """Steps left out because fp16 gradients overflowed."""
         stage, mesh, process_group, self.islands = divide_into_islands(stage, mesh, process_group)
-        self.local_steps: LocalSteps | None = None
+        self.local_steps: BetweenIslands | None = None
         """What synchronises the islands, if there are any: made by `zerokit.LocalSteps(optimizer, every=...)`."""
         self.runtime = Runtime(
             model,
@@ -113,7 +110,7 @@ class ZeroOptimizer(ForwardingOptimizer):
         self._gradients, self._gathering = self.runtime.gradients, self.runtime.gathering
         self._walk = self.runtime.walk
         super().__init__(self.runtime.inner)
-        self.ema: Ema | None = None
+        self.ema: Average | None = None
         """The average of the weights, if there is one: made by `zerokit.Ema(optimizer, decay)`."""
         self.host_copy: Tensor | None = None
         """The buffer that background saves write from, once there was one."""

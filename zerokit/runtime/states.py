@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, NoReturn
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +17,33 @@ from zerokit.runtime.rounding import RESIDUAL
 
 EMA = "ema"
 """The name of an average of the weights among the states of a flat tensor, and of its stream in a checkpoint."""
+
+
+class Average(Protocol):
+    """The interface of an average of the weights: `zerokit.Ema`."""
+
+    decay: float
+
+    def update(self) -> None: ...
+    def restart(self) -> None: ...
+    def applied(self) -> AbstractContextManager[None]: ...
+
+
+class BetweenIslands(Protocol):
+    """The interface of local steps for the optimizer and its checkpoints: `zerokit.LocalSteps`."""
+
+    def after_step(self) -> None: ...
+    def synchronize(self) -> None: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+    def streams(self) -> dict[str, dict[int, Tensor]]: ...
+    def plain_state(self) -> dict[str, Any]: ...
+    def expect(self, names: Iterable[str]) -> dict[str, dict[int, Tensor]]: ...
+    def restore(
+        self, streams: Mapping[str, Mapping[int, Tensor]], plain: Mapping[str, Any] | None
+    ) -> None: ...
+    def committed(self, step: int) -> None: ...
+    def agree_on_step(self, steps: set[int]) -> int | None: ...
 
 
 class RankState(OrderedDict[str, Any]):
