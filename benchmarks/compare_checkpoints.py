@@ -3,7 +3,6 @@
     python benchmarks/compare_checkpoints.py
     python benchmarks/compare_checkpoints.py --size-gb 0.5 --repeats 3 --skip-live --json results.json
     python benchmarks/compare_checkpoints.py --deepspeed CKPT   # made by benchmarks/deepspeed_checkpoint.py
-    python benchmarks/compare_checkpoints.py --large            # 70 billion parameters' shapes, with few bytes
 
 Commands are whole processes, with their processor time and peak resident memory; everything is in the page cache, and
 every figure includes the way to the disk. Rounds over all follow each other, every second one in reverse order, so that
@@ -35,7 +34,7 @@ from benchmarks.measuring import (
     write_json,
 )
 from benchmarks.ranks import run_ranks
-from benchmarks.synthetic import make_checkpoint, make_large_checkpoint
+from benchmarks.synthetic import make_checkpoint
 from zerokit.bench.machine.host import cores
 
 WHOLE, WEIGHTS, HALF = (f"cp + sync ({what})" for what in ("checkpoint", "weights", "bf16 weights"))
@@ -136,20 +135,6 @@ def _reshard(step: Path, world: int, out: Path, floor: str = "") -> Task:
     )
 
 
-def large_tasks(directory: Path, step: Path, world: int) -> list[Task]:
-    """What a checkpoint of many ranks costs beside its bytes: 250,000 slices on 1,024 ranks, holes in files."""
-    out, other = directory / "out", directory / "other"
-    run([*_ZEROKIT, "reshard", step, "--to", str(world), "-o", other])
-    calls = {
-        "import": "import zerokit.checkpoint.formats.convert",
-        "inspect": f"import zerokit; zerokit.inspect({str(step)!r})",
-        "verify": f"import zerokit; assert zerokit.verify({str(step)!r}).intact",
-        "diff": f"import zerokit; assert zerokit.diff({str(step)!r}, {str(other)!r}).same",
-    }
-    tasks = [Task(name, [sys.executable, "-c", call, out]) for name, call in calls.items()]
-    return [*tasks, _reshard(step, world, out)]
-
-
 def peer_tasks(directory: Path) -> list[Task]:
     """torch's tools, on what `live_checkpoint` has left: a state of the same size, and its weights."""
     python, out = [sys.executable, "-c"], directory / "out"
@@ -223,7 +208,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--deepspeed", type=Path, metavar="CKPT", help="only conversions of this checkpoint of DeepSpeed's"
     )
-    parser.add_argument("--large", action="store_true", help="only a checkpoint of many slices and few bytes")
     parser.add_argument("--directory", type=Path, help="where to work  [default: a temporary one]")
     parser.add_argument("--skip-live", action="store_true", help="neither torch nor save and load")
     parser.add_argument(
@@ -240,10 +224,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             size = sum(file.stat().st_size for file in options.deepspeed.rglob("*") if file.is_file()) / 1e9
             tasks = foreign_tasks(directory, options.deepspeed, options.to)
             title = f"{options.deepspeed}, {size:.1f} GB"
-        elif options.large:
-            title = f"250,000 slices on 1,024 ranks, to {options.to}"
-            make_large_checkpoint(step)
-            tasks = large_tasks(directory, step, options.to)
         else:
             title = f"{options.size_gb:g} GB, {options.world} ranks"
             make_checkpoint(step, options.size_gb, options.world)
