@@ -71,6 +71,24 @@ SHAPES = {
 
 
 @dataclass(frozen=True)
+class PublishedMemory:
+    """What a GPU held at the peak of a step, and how the row's source trains.
+
+    Attributes:
+        gib: allocated memory; where `reserved`, with what torch's allocator had reserved beside it.
+        recompute: "all" blocks, or all "operations" but attention and every second product.
+        loss: in "fp32", or of the logits in their dtype, which stay in memory until the next step.
+        held_bytes: of an element of the shards at that moment: parameters, gradients and optimizer states.
+    """
+
+    gib: float
+    recompute: str
+    loss: str
+    held_bytes: int
+    reserved: bool = False
+
+
+@dataclass(frozen=True)
 class Row:
     """One published measurement."""
 
@@ -95,6 +113,7 @@ class Row:
     state_bytes: int = 8
     compiled: bool = False
     """Whether the model was compiled, so that elementwise operations are fused."""
+    memory: PublishedMemory | None = None
 
     @property
     def one_node(self) -> bool:
@@ -110,13 +129,15 @@ def read_rows(path: Path = ROWS) -> list[Row]:
     """All published rows."""
     rows = []
     for table in json.loads(path.read_text()):
-        names = {field.name for field in fields(Row)}
+        names = {field.name for field in fields(Row)} - {"memory"}
         shared = {key: value for key, value in table.items() if key in names}
-        reasons = table.get("outliers", {})
+        reasons, memory = table.get("outliers", {}), table.get("memory", {})
         for values in table["rows"]:
             row = Row(table["name"], **shared, **dict(zip(table["columns"], values, strict=True)))
-            reason = reasons.get(f"{row.model} {row.seq_len} {row.gpus} {row.micro_batch}")
-            rows.append(replace(row, outlier=reason))
+            key = f"{row.model} {row.seq_len} {row.gpus} {row.micro_batch}"
+            gib = memory.get("gib", {}).get(key)
+            held = None if gib is None else PublishedMemory(**memory | {"gib": gib})
+            rows.append(replace(row, outlier=reasons.get(key), memory=held))
     return rows
 
 

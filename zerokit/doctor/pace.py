@@ -6,7 +6,7 @@ Plans for hosts rest on it: the ranks of a machine share the bandwidth of its me
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import ceil
@@ -28,7 +28,7 @@ _NUMEL = 1 << 22
 """Elements of each added array; the arrays together exceed the caches."""
 _UNIT_NUMEL = 1 << 20
 _PAGES = 1 << 12
-_ROUNDS, _LONG_ENOUGH_S = 7, 0.03
+_ROUNDS, _LONG_ENOUGH_S = 9, 0.05
 _EXCHANGES_S = 0.3
 
 
@@ -86,7 +86,6 @@ class UnitSpeeds:
 def measure_paces(group: dist.ProcessGroup) -> Paces:
     """Let rank 0 compute alone, and then all ranks together. All ranks of a gloo `group` call it."""
     import torch
-    import torch.distributed as dist
 
     arrays = [torch.rand(_NUMEL) for _ in range(3)]
     calls = (
@@ -95,18 +94,28 @@ def measure_paces(group: dist.ProcessGroup) -> Paces:
         lambda: torch.add(*arrays[:2], out=arrays[2]),
         partial(write_first, _PAGES),
     )
-    paces = []
-    for alone in (True, False):
-        seconds = []
-        for call in calls:
-            call()
-            dist.barrier(group)
-            taken = 0.0 if alone and group.rank() else _median_seconds(call)
-            seconds.append(slowest(group, taken))
-        products, block, addition, pages = seconds
-        moved = sum(array.nbytes for array in arrays)
-        paces.append(Pace(2 * _SIDE**3 / products / 1e9, block * 1e3, moved / addition / 1e9, pages / _PAGES))
-    return Paces(torch.get_num_threads(), *paces)
+    moved = sum(array.nbytes for array in arrays)
+    alone, together = zip(*(_seconds_of(call, group) for call in calls), strict=True)
+    return Paces(torch.get_num_threads(), _pace(alone, moved), _pace(together, moved))
+
+
+def _seconds_of(call: Callable[[], object], group: dist.ProcessGroup) -> tuple[float, float]:
+    """The time of one call on rank 0 alone and on all ranks, by turns: a machine's own speed drifts in between."""
+    import torch.distributed as dist
+
+    call()
+    alone, together = [], []
+    for _ in range(_ROUNDS):
+        dist.barrier(group)
+        alone.append(0.0 if group.rank() else _seconds(call))
+        dist.barrier(group)
+        together.append(_seconds(call))
+    return slowest(group, median(alone)), slowest(group, median(together))
+
+
+def _pace(seconds: Sequence[float], moved: int) -> Pace:
+    products, block, addition, pages = seconds
+    return Pace(2 * _SIDE**3 / products / 1e9, block * 1e3, moved / addition / 1e9, pages / _PAGES)
 
 
 def _block() -> Callable[[], object]:
@@ -130,16 +139,13 @@ def _product() -> Callable[[], object]:
     return lambda: torch.mm(left, right, out=product)
 
 
-def _median_seconds(call: Callable[[], object]) -> float:
-    """The time of one call, from rounds that are long enough to be timed; other ranks do the same meanwhile."""
-    times = []
-    for _ in range(_ROUNDS):
-        start, calls = time.perf_counter(), 0
-        while (taken := time.perf_counter() - start) < _LONG_ENOUGH_S:
-            call()
-            calls += 1
-        times.append(taken / calls)
-    return median(times)
+def _seconds(call: Callable[[], object]) -> float:
+    """The time of one call, from as many as take long enough to be timed."""
+    start, calls = time.perf_counter(), 0
+    while (taken := time.perf_counter() - start) < _LONG_ENOUGH_S:
+        call()
+        calls += 1
+    return taken / calls
 
 
 def measure_units(group: dist.ProcessGroup, collectives: Collectives) -> UnitSpeeds | None:
@@ -212,7 +218,7 @@ def measure_slowdown(group: dist.ProcessGroup, exchange: Callable[[], object], s
 
     multiply = _product()
     dist.barrier(group)
-    undisturbed = _median_seconds(multiply)
+    undisturbed = median(_seconds(multiply) for _ in range(_ROUNDS))
     dist.barrier(group)
     count = max(2, ceil(_EXCHANGES_S / seconds))
     exchanges = Thread(target=lambda: [exchange() for _ in range(count)])
