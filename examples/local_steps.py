@@ -74,7 +74,8 @@ for island in range(2):
     if rank == island * (world // 2):
         print(f"island {island}: validated {first:.4f}, {apart:.4f} by itself, {last:.4f} together")
 if rank == 0:
-    round_of_it, every_step = local.traffic().bytes, 2 * 4 * optimizer.layout.trainable_numel * EVERY
+    round_of_it = sum(one.bytes for name, one in local.traffic().by_operation.items() if "outer" in name)
+    every_step = 2 * 4 * optimizer.layout.trainable_numel * EVERY
     print(f"a round moves {round_of_it} bytes between the islands; gradients would move {every_step}")
     print(f"anchor and momentum take {local.memory().optimizer} bytes on this rank")
 dist.destroy_process_group()

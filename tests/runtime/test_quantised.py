@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -219,11 +220,20 @@ def test_stages_and_routes_are_identical_bits(
 UPDATES = {"compute": "bf16", "wire_updates": True}
 
 
-def _replicas(name: str, run: Run) -> tuple[list[float], list[Tensor]]:
+def _clamp(model: torch.nn.Module) -> None:
+    """By hand, without effect."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.clamp_(-100, 100)
+
+
+def _replicas(name: str, run: Run, clamped: bool = False) -> tuple[list[float], list[Tensor]]:
     case, found = CASES[name], Trajectory()
     model = build_seeded(case, 0)
     optimizer = wrap(model, case, run)
     for step in range(run.steps):
+        if clamped:
+            _clamp(model)
         one_step(model, optimizer, case, run, step, found)
     with torch.no_grad():
         float(case.loss(model, case.batch(0, 1, 0)))
@@ -240,7 +250,61 @@ def test_parameters_that_travel_as_differences_are_equal_on_every_rank(name: str
             for one, other in zip(ours, theirs, strict=True):
                 assert torch.equal(one, other)
         losses[stage] = first
+        assert (
+            run_ranks(3, _replicas, "gpt", run, clamped=True)[0][0] == first
+        )  # what was rounded away stays known
     assert losses[1] == losses[2]
+
+
+def _overflowing(name: str) -> tuple[list[int], Trajectory]:
+    """One step overflows at every stage; parameters leave gaps in the buckets."""
+    case, skipped, found = CASES["gpt"], [], []
+    for stage in STAGES:
+        found.append(Trajectory())
+        run = Run(stage=stage, steps=6, precision=_precision(name, compute="fp16"))
+        model = build_seeded(case, 0)
+        optimizer = wrap(model, case, run, loss_scale=zerokit.LossScale(value=64.0))
+        for step in range(run.steps):
+            if step == 2:
+                optimizer.backward(case.loss(model, case.batch(0, 1, dist.get_rank())) * float("nan"))
+                optimizer.step()
+                optimizer.zero_grad()
+            one_step(model, optimizer, case, run, step, found[-1])
+        skipped.append(optimizer.skipped_steps)
+    for other in found[1:]:
+        assert_equal_bits(other, found[0], "stage")
+    return skipped, found[0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_step_that_overflows_is_the_only_one(name: str) -> None:
+    for skipped, _ in run_ranks(2, _overflowing, name):
+        assert skipped == [1] * len(STAGES)
+
+
+def _returning() -> None:
+    """Parameters that are not what masters round to come back in a state, and after an average was shown."""
+    case, found = CASES["gpt"], list[list[float]]()
+    run = Run(stage=2, precision=_precision("int4", **UPDATES))
+    state: Any = None
+    for _ in range(2):
+        model = build_seeded(case, len(found))
+        optimizer = wrap(model, case, run)
+        average = zerokit.Ema(optimizer)
+        if state is None:
+            _train(optimizer, model, case, run, range(3))
+            average.update()
+            state = copy.deepcopy(optimizer.state_dict())
+        else:
+            optimizer.load_state_dict(state)
+            with average.applied():
+                pass
+        found.append(_train(optimizer, model, case, run, range(3, 6)))
+    assert found[0] == found[1]
+
+
+def test_rounded_parameters_return_to_the_bit() -> None:
+    run_ranks(2, _returning)
 
 
 def _each_account(name: str, micro: int) -> Iterator[tuple[Any, Any]]:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerokit
-from tests.support.distributed import run_each, run_ranks, run_ranks_expecting_errors
+from tests.support.distributed import AT_ONCE, run_each, run_ranks, run_ranks_expecting_errors
 from zerokit.errors import UsageError
 from zerokit.placement import stage_of
 
@@ -130,6 +130,7 @@ def _trained(
     if synchronize:
         local.synchronize()
         assert local.traffic().by_operation == local.predicted_traffic().by_operation
+        assert local.memory() == local.predicted_memory()  # nothing is in flight
     return _weights(model)
 
 
@@ -158,11 +159,13 @@ def test_equal_bits_at_every_stage_and_on_every_island() -> None:
 
 
 def _against_arithmetic() -> None:
-    """Two islands, fragments in flight, beside the same on whole tensors."""
+    """Two islands, fragments in flight and a scheduled outer rate, beside the same on whole tensors."""
     rank, every, delay, blend = dist.get_rank(), 4, 2, 0.25
     model = _model()
     optimizer = _wrap(model, (2, 1), stage=2)
     local = zerokit.LocalSteps(optimizer, every=every, outer=DILOCO, fragments=2, delay=delay, blend=blend)
+    assert local.outer is not None
+    schedule = torch.optim.lr_scheduler.ExponentialLR(local.outer, 0.9)
     plain = _model()
     inner = SGD(plain.parameters(), lr=0.1)
     blocks = [list(plain[:2].parameters()), list(plain[2:].parameters())]
@@ -171,6 +174,8 @@ def _against_arithmetic() -> None:
     arriving: dict[int, tuple[int, list[Tensor]]] = {}
     for step in range(1, 20):
         _step(model, optimizer, step, rank)
+        if step > 1:
+            schedule.step()  # what is in flight has the rate from when it began
         x, y = _batch(step, rank)
         inner.zero_grad()
         nn.functional.mse_loss(plain(x), y).backward()
@@ -186,6 +191,7 @@ def _against_arithmetic() -> None:
                     mean = p.detach().clone()
                     dist.all_reduce(mean)
                     anchor.grad = anchor.detach() - mean / 2
+                outers[number].param_groups[0]["lr"] = 0.7 * 0.9 ** (step - 2)
                 outers[number].step()
                 arriving[step + delay] = number, [anchor.detach().clone() for anchor in anchors[number]]
     for name, value in plain.state_dict().items():
@@ -277,6 +283,8 @@ def _with_the_rest() -> None:
         if step % 3 == 2:
             outer_schedule.step()
     with optimizer.gathered():
+        _step(model, optimizer, 6, rank)
+        local.synchronize()
         seen = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
     shown = model.state_dict()
     assert torch.equal(seen, torch.cat([shown[name].flatten() for name, _ in model.named_parameters()]))
@@ -289,10 +297,41 @@ def _with_the_rest() -> None:
     assert not torch.equal(means[0], means[2])  # buffers stay those of each island
     with ema.applied():
         model(_batch(0, 0)[0])
+        with pytest.raises(UsageError, match="leave the context first"):
+            local.synchronize()
 
 
 def test_with_schedulers_averages_frozen_parameters_and_buffers() -> None:
     run_ranks(4, _with_the_rest)
+
+
+def _odd() -> None:
+    """Buffers of all kinds, and a fragment in flight of a parameter without elements."""
+    rank = dist.get_rank()
+    model = nn.Sequential(nn.Linear(16, 16), nn.ParameterList([torch.empty(0)]), nn.Linear(16, 16))
+    nothing = next(model[1].parameters())
+    buffers = {
+        "complex": torch.full((3,), complex(rank, 1)),
+        "expanded": torch.full((1,), float(rank)).expand(1000, 7),
+        "strided": torch.full((4, 6), rank, dtype=torch.int16)[::2, 1:].t(),
+        "scalar": torch.tensor(rank > 0),
+        "eight": torch.full((2,), float(rank)).to(torch.float8_e4m3fn),
+    }
+    for name, value in buffers.items():
+        model.register_buffer(name, value)
+    optimizer = _wrap(model, (2, 2), stage=2)
+    local = zerokit.LocalSteps(optimizer, every=3, fragments=3, delay=2)
+    for value in model.buffers():
+        assert value.real.float().eq(0).all()
+    for _ in range(7):
+        optimizer.backward(model[2](model[0](torch.ones(2, 16))).square().mean() + nothing.sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    local.synchronize()
+
+
+def test_buffers_of_any_kind_and_parameters_without_elements() -> None:
+    run_ranks(4, _odd)
 
 
 # ---- misuse
@@ -365,6 +404,20 @@ def test_islands_that_disagree_are_named() -> None:
         assert "every is" in outcome.error
 
 
+def _apart() -> None:
+    model = _model()
+    local = zerokit.LocalSteps(optimizer := _wrap(model, (2, 1)), every=2)
+    for step in range(4 if dist.get_rank() else 3):
+        _step(model, optimizer, step, 0)
+    local.synchronize()
+
+
+def test_islands_that_come_to_other_synchronisations_are_named() -> None:
+    for rank, outcome in enumerate(run_ranks_expecting_errors(2, _apart, **AT_ONCE)):
+        assert outcome.raised("ScheduleError"), outcome.describe()
+        assert f"island {1 - rank} (rank {1 - rank}) came last to the synchronisation" in outcome.error
+
+
 # ---- what is lost
 
 
@@ -433,14 +486,17 @@ def _continue(
     return _weights(model), sums
 
 
+ADAM = functools.partial(torch.optim.Adam, lr=0.05)
 STREAMING: dict[str, Any] = {"every": 4, "fragments": 2, "delay": 3, "blend": 0.5}
-
+FIRST_ROUND: dict[str, Any] = {"every": 10, "fragments": 2, "outer": ADAM}
+"""After 7 steps one of the fragments has not been synchronised yet."""
 
 RESUMED: list[dict[str, Any]] = [
     {"every": 4},
     STREAMING,
     {"every": 4, "outer": None, "delay": 2},
     STREAMING | {"wire": "int4"},
+    FIRST_ROUND,
 ]
 
 
@@ -479,6 +535,30 @@ def test_islands_agree_on_a_narrow_wire_after_a_plain_mean_in_the_middle_of_a_ro
     run_ranks(2, _continue, str(tmp_path), (2, 1), range(7), 7, plain, False)
     first, second = run_ranks(2, _go_on_narrowly, str(tmp_path))
     assert all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+def _go_on_otherwise(folder: str) -> None:
+    """From a first round in which one of two fragments has been synchronised by Adam."""
+    options: list[dict[str, Any]] = [{"outer": ADAM, "fragments": 3}, {}, {"outer": None}]
+    for given in options:
+        model = _model()
+        optimizer = _wrap(model, (2, 1), cls=torch.optim.AdamW, lr=1e-2)
+        local = zerokit.LocalSteps(optimizer, every=10, **given)
+        if given.get("outer") is ADAM:
+            zerokit.load(folder, optimizer)
+        else:
+            with pytest.raises(zerokit.CheckpointError, match="another outer optimizer"):
+                zerokit.load(folder, optimizer)
+            with pytest.warns(UserWarning, match="another outer optimizer"):
+                zerokit.load(folder, optimizer, strict=False)
+        for step in range(7, 12):
+            _step(model, optimizer, step, dist.get_rank())
+        local.synchronize()
+
+
+def test_outer_states_fit_other_fragments_and_no_other_optimizer(tmp_path: Path) -> None:
+    run_ranks(2, _continue, str(tmp_path), (2, 1), range(7), 7, FIRST_ROUND, False)
+    run_ranks(2, _go_on_otherwise, str(tmp_path))
 
 
 def _total(ranks: list[Any], inner: int) -> dict[str, float]:
@@ -529,6 +609,13 @@ def _dicts() -> None:
         local.synchronize()
         found.append(_weights(model))
     assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+    for kwargs in ({"every": 4, "fragments": 3}, {"every": 4, "outer": None}, {"every": 4, "outer": ADAM}):
+        optimizer = _wrap(_model(), (2, 1), cls=torch.optim.AdamW)
+        with pytest.raises(UsageError, match="would be lost"):
+            optimizer.load_state_dict(state)
+        zerokit.LocalSteps(optimizer, **kwargs)
+        with pytest.raises(zerokit.LayoutMismatch, match="arguments that were saved"):
+            optimizer.load_state_dict(state)
 
 
 def test_state_dict_in_the_middle_of_a_round() -> None:

@@ -31,7 +31,7 @@ from zerokit.checkpoint.together import Together
 from zerokit.errors import CheckpointError, UsageError
 from zerokit.runtime import ZeroOptimizer
 from zerokit.runtime.build import Runtime
-from zerokit.runtime.states import EMA, take_residuals
+from zerokit.runtime.states import EMA, BetweenIslands, take_residuals
 from zerokit.text import printable
 
 _STATE_LOST, _WEIGHTS_LOST = "the state is incomplete", "the weights are incomplete"
@@ -136,7 +136,12 @@ def _load(
         )
     match, extra = together.each(
         lambda: _prepare(
-            checkpoint, runtime, averaged=optimizer.ema is not None, strict=strict, weights_only=weights_only
+            checkpoint,
+            runtime,
+            averaged=optimizer.ema is not None,
+            local=optimizer.local_steps,
+            strict=strict,
+            weights_only=weights_only,
         )
     )
     optimizer.zero_grad()
@@ -180,7 +185,13 @@ def _load(
 
 
 def _prepare(
-    checkpoint: Source, runtime: Runtime, *, averaged: bool, strict: bool, weights_only: bool
+    checkpoint: Source,
+    runtime: Runtime,
+    *,
+    averaged: bool,
+    local: BetweenIslands | None,
+    strict: bool,
+    weights_only: bool,
 ) -> tuple[Match, dict[str, Any]]:
     """How the checkpoint fits, and its `extra.json`."""
     if checkpoint.weights_only and not weights_only:
@@ -193,7 +204,12 @@ def _prepare(
             f'zerokit.load("{checkpoint.path}", optimizer, weights_only=True){other}'
         )
     match = match_state(
-        checkpoint.manifest, runtime, averaged=averaged, strict=strict, weights_only=weights_only
+        checkpoint.manifest,
+        runtime,
+        averaged=averaged,
+        local=local,
+        strict=strict,
+        weights_only=weights_only,
     )
     return match, read_extra(checkpoint, weights_only=weights_only)
 

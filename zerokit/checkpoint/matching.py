@@ -12,7 +12,7 @@ from zerokit.layout import Layout, Parameter
 from zerokit.runtime.admission import probe
 from zerokit.runtime.build import Runtime
 from zerokit.runtime.rounding import RESIDUAL
-from zerokit.runtime.states import EMA
+from zerokit.runtime.states import EMA, BetweenIslands
 
 _NAMED = 5
 """Names that an error lists."""
@@ -35,11 +35,17 @@ class Match:
 
 
 def match_state(
-    manifest: Manifest, runtime: Runtime, *, averaged: bool, strict: bool, weights_only: bool = False
+    manifest: Manifest,
+    runtime: Runtime,
+    *,
+    averaged: bool,
+    strict: bool,
+    local: BetweenIslands | None = None,
+    weights_only: bool = False,
 ) -> Match:
     """Find each live parameter and group in the checkpoint; with `weights_only`, ignore groups and freezing.
 
-    `averaged`: whether the weights have an average here.
+    `averaged`: whether the weights have an average here. `local`: the local steps of islands, if there are any.
 
     Raises `CheckpointError` for anything that is on one side only or of another shape or kind, if `strict`.
     """
@@ -51,6 +57,8 @@ def match_state(
         kinds = sorted({stream.kind for stream in manifest.streams if stream.kind.startswith(OUTER_PREFIX)})
         match.outer = [kind.removeprefix(OUTER_PREFIX) for kind in kinds]
         match.unwanted.update(kinds)  # among the optimizer's own states
+        if local is not None:
+            faults += _compare_outer(match, local)
         if EMA not in runtime.states.kinds:
             faults += _compare_averages(manifest, match, averaged=averaged)
         faults += _compare_residuals(manifest, runtime, match)
@@ -142,6 +150,17 @@ def _compare_averages(manifest: Manifest, match: Match, *, averaged: bool) -> li
     if averaged and not saved:
         return ["it has no average of the weights: make zerokit.Ema(optimizer, decay) after load()"]
     return []
+
+
+def _compare_outer(match: Match, local: BetweenIslands) -> list[str]:
+    """Outer states that are not there begin anew."""
+    there, match.outer = set(match.outer), local.accepted(match.outer)
+    left = there.difference(match.outer)
+    if not left:
+        return []
+    return [
+        f"it has {_set(left)} of another outer optimizer than that of LocalSteps here: build it with outer= as it was"
+    ]
 
 
 def _compare_residuals(manifest: Manifest, runtime: Runtime, match: Match) -> list[str]:

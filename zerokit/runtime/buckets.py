@@ -74,6 +74,8 @@ class UnitGradients:
         self.bucket: Tensor | None = None
         """Where gradients accumulate: lent, or kept at stages 0 and 1 and under `accumulate()`."""
         self._pieces: list[Tensor] = []  # views of the bucket, one a parameter, each in its parameter's shape
+        self._gaps: list[Tensor] = []
+        """The padding of a bucket of the unit's own: a block of small integers that overflows takes it along."""
         self._lent: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
         """Those of the pool's buckets, and the gaps between them, by address: these buckets live for ever."""
         self._lone = (
@@ -129,6 +131,8 @@ class UnitGradients:
         if self.bucket is None:
             self.bucket = torch.zeros(self.unit.numel, dtype=self.dtype, device=self.state.device)
             self._pieces = unit_views(self.unit, self.bucket)
+            if self.rounding is not None:
+                self._gaps = [self.bucket[gap.start : gap.stop] for gap in self.unit.gaps()]
 
     def _take_views(self, bucket: Tensor) -> None:
         """Make the views of a bucket that was just lent, and clear what no gradient will fill."""
@@ -195,6 +199,8 @@ class UnitGradients:
             for position, piece in enumerate(self._pieces):
                 if position not in self.filled:
                     piece.zero_()
+        if self._gaps:
+            torch._foreach_zero_(self._gaps)
         if factor != 1.0:
             self.bucket.mul_(factor)
         self.reduced = True
@@ -224,7 +230,7 @@ class UnitGradients:
     def _drop(self) -> None:
         if self.cut and self.bucket is not None:
             self._pool.give(self.bucket)
-        self.bucket, self._pieces = None, []
+        self.bucket, self._pieces, self._gaps = None, [], []
 
     def forget(self) -> None:
         """Drop all gradients; permanent memory stays."""

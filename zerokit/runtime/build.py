@@ -8,12 +8,12 @@ from __future__ import annotations
 import datetime
 import secrets
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zerokit.errors import UsageError
@@ -159,9 +159,25 @@ class Runtime:
         self.gathering.take_changes()
         self.gathering.free_all()
 
-    def publish(self, *, frozen: bool = False) -> None:
-        """Update the parameters after the masters, or `frozen` units' shards, were changed. Collective."""
+    def sent(self) -> list[Tensor]:
+        """What this rank's masters were sent as, by unit, where that is rounded and so not what they round to."""
+        return [unit.kept_part(unit.updated).clone() for unit in self._rounded()]
+
+    def _rounded(self) -> list[UnitState]:
+        found = [unit for unit in self.units if unit.rounding is not None and unit.rounding.updates]
+        for unit in found:
+            unit.complete()
+        return found
+
+    def publish(self, *, frozen: bool = False, sent: Sequence[Tensor] = ()) -> None:
+        """Update the parameters after the masters, or `frozen` units' shards, were changed. Collective.
+
+        `sent` is what `sent()` gave where the masters are those of then.
+        """
         write_back(self.units)
+        for unit, values in zip(self._rounded() if sent else (), sent, strict=True):
+            unit.kept_part(unit.updated).copy_(values)
+            unit.note_sent()
         if frozen:
             for unit in self.units:
                 if not unit.unit.trainable:

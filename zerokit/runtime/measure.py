@@ -84,6 +84,8 @@ def list_holdings(
                 add("buckets", own.bucket)
             if own.rounding is not None and own.rounding.residual is not None:
                 add("residual", own.rounding.residual, unit.payload_within(own.rounding.sent))
+        if state.last_sent is not None:
+            add("residual", state.last_sent, unit.payload_within(state.updated))
         for master in state.masters:
             payload = unit.payload_within(master.interval)
             add("optimizer", master.tensor, payload)

@@ -219,7 +219,8 @@ class ZeroOptimizer(ForwardingOptimizer):
         if self.scaler is not None:
             scale = self._gradients.loss_scale
             self.scaler.update(overflow)
-            self._gradients.scale_residuals(self.scaler.value / scale)
+            # What gradients that are left out were rounded by would be noise in the next ones.
+            self._gradients.scale_residuals(0.0 if overflow else self.scaler.value / scale)
             if overflow:
                 self.skipped_steps += 1
                 self._end_step()
@@ -378,15 +379,21 @@ class ZeroOptimizer(ForwardingOptimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the result of `state_dict`. Raises `LayoutMismatch` for another layout, stage or rank."""
         self.require_own_weights("load_state_dict()")
-        load_state(self.runtime, state_dict)
-        if self.scaler is not None:
-            self.scaler.value, self.scaler.good_steps = state_dict["loss_scale"]
+        rounds = state_dict.get("local_steps")
         if self.local_steps is not None:
-            if state_dict.get("local_steps") is None:
+            if rounds is None:
                 raise UsageError(
                     "this state has no local steps: load it before creating LocalSteps, or use a zerokit checkpoint"
                 )
-            self.local_steps.load_state_dict(state_dict["local_steps"])
+            self.local_steps.load_state_dict(rounds)
+        elif self.islands is not None and rounds is not None:
+            raise UsageError(
+                "this state has an anchor and a position in a round, which would be lost: create "
+                "zerokit.LocalSteps(optimizer, every=...) as it was before load_state_dict()"
+            )
+        load_state(self.runtime, state_dict)
+        if self.scaler is not None:
+            self.scaler.value, self.scaler.good_steps = state_dict["loss_scale"]
 
     def __repr__(self) -> str:
         return (

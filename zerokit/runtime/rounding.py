@@ -33,6 +33,8 @@ class Rounding:
         self.sent = state.placement.sent_outward(self._unit, self._collectives.position)
         self.residual: Tensor | None = None
         """What this rank's terms have lost, of the elements `sent` over the outermost axis."""
+        self.updates = precision.wire_updates and self._collectives.world > 1
+        """Whether updated parameters travel so, too."""
         self._feedback = precision.feedback
         if self._feedback and self._collectives.world > 1:
             self.residual = torch.zeros(self.sent.numel, device=state.device)

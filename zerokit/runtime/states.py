@@ -38,6 +38,7 @@ class BetweenIslands(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
     def streams(self) -> dict[str, dict[int, Tensor]]: ...
     def plain_state(self) -> dict[str, Any]: ...
+    def accepted(self, names: Iterable[str]) -> list[str]: ...
     def expect(self, names: Iterable[str]) -> dict[str, dict[int, Tensor]]: ...
     def restore(
         self, streams: Mapping[str, Mapping[int, Tensor]], plain: Mapping[str, Any] | None
@@ -68,6 +69,7 @@ def take_state(runtime: Runtime) -> RankState:
             "divided": [unit.divided for unit in runtime.units],
             "masters": [master.tensor.detach() for _, master, _ in runtime.masters()],
             "rounding": [rounding.state() for _, rounding in runtime.gradients.roundings()],
+            "sent": runtime.sent(),
             "place": _origin(runtime),
         }
     )
@@ -97,7 +99,7 @@ def load_state(runtime: Runtime, state: Mapping[str, Any]) -> None:
             master.tensor.copy_(values)
         for (_, rounding), saved in zip(runtime.gradients.roundings(), state["rounding"], strict=True):
             rounding.load_state(saved)
-        runtime.publish()
+        runtime.publish(sent=state.get("sent", ()))
 
 
 @contextmanager

@@ -71,6 +71,9 @@ class UnitState(OwnedUnit):
         """How the unit travels on an int8 or int4 wire, if it does."""
         self.sends_differences = False
         """Whether the next gather of updates is one of rounded differences: nothing was written back."""
+        self.last_sent: Tensor | None = None
+        """[updated] This rank's parameters after the last update, once the user has changed some: on a wire that rounds
+        updates they are not what masters round to."""
         self._memory = unit_memory(
             unit.numel, self.kept, dtype, self.device, comes_and_goes=self.comes_and_goes
         )
@@ -143,9 +146,14 @@ class UnitState(OwnedUnit):
         self._memory.store()
         with torch.no_grad():
             for master in self.masters if self.separate else ():
-                kept = self.kept_part(master.interval)
-                changed = master.tensor.to(self.dtype) != kept
+                kept, known = self.kept_part(master.interval), master.tensor.to(self.dtype)
+                if self.last_sent is not None:
+                    start = master.interval.start - self.updated.start
+                    known = self.last_sent[start : start + kept.numel()]
+                changed = known != kept
                 master.tensor.copy_(torch.where(changed, kept.to(master.tensor.dtype), master.tensor))
+        if self.rounding is not None and self.rounding.updates:
+            self.last_sent = self.kept_part(self.updated).clone()
         self.note_versions()
 
     def take_exact(self, position: int, values: Tensor) -> None:
@@ -229,6 +237,12 @@ class UnitState(OwnedUnit):
         if work is not None:
             with profiled("wait for the gather of", self.unit):
                 work.wait()
+            self.note_sent()
+
+    def note_sent(self) -> None:
+        """This rank's parameters are what its masters were sent as."""
+        if self.last_sent is not None:
+            self.last_sent.copy_(self.kept_part(self.updated))
 
     def free(self) -> None:
         """Free the gathered unit's memory (stage 3); see [Note: freed weights]."""
@@ -351,3 +365,4 @@ def write_back(units: Sequence[UnitState], *, differences: bool = False) -> None
     for unit in units:
         if unit.unit.trainable:
             unit.note_update()
+            unit.note_sent()

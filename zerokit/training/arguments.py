@@ -53,5 +53,5 @@ def check_arguments(
         )
     if not isinstance(blend, int | float) or isinstance(blend, bool) or not 0.0 < blend <= 1.0:
         raise UsageError(f"blend={blend!r}: expected a number over 0, and at most 1 for the result alone")
-    if wire is not None and wire not in BLOCK_FORMATS:
+    if wire is not None and not (isinstance(wire, str) and wire in BLOCK_FORMATS):
         raise UsageError(f"wire={wire!r}: expected 'int8' or 'int4', or None for weights in fp32")

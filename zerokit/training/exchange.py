@@ -11,6 +11,7 @@ import datetime
 import threading
 import time
 import weakref
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from queue import SimpleQueue
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from zerokit.errors import LayoutMismatch, ScheduleError
 from zerokit.placement import Axis
+from zerokit.runtime.collectives.base import as_bytes
 from zerokit.runtime.islands import Islands
 from zerokit.training.differences import Differences
 
@@ -134,7 +136,8 @@ class Exchange:
     def broadcast(self, name: str, values: Tensor) -> None:
         """Send island 0's `values`, on any device, to all, in place. Raises `ScheduleError`."""
         here = values.cpu()
-        self._guarded(name, lambda: dist.broadcast(here, group=self._group, group_src=0))
+        with as_bytes(here) as sent:
+            self._guarded(name, lambda: dist.broadcast(sent, group=self._group, group_src=0))
         if here is not values:
             values.copy_(here)
 
@@ -178,7 +181,7 @@ class Exchange:
         """Average, update and gather."""
         self._publish(one.name)
         piece = one.buffer.numel() // self.count
-        pace = Pace(one, CHUNK_NUMEL) if one.seconds is None else self._agree_on_pace(one, piece)
+        pace = self._agree_on_pace(one, piece)
         pieces, narrow = one.buffer.view(self.count, -1), one.differences
         own = pieces[self.index]
         for start, stop in self._paced(pace, piece):
@@ -223,16 +226,22 @@ class Exchange:
         return received
 
     def _agree_on_pace(self, one: Synchronisation, piece: int) -> Pace:
-        """Island 0's measure of time, for all: the pieces must be cut alike."""
-        assert one.seconds is not None
-        numbers = torch.tensor([max(1, int(one.seconds / 2 / TICK_S))], dtype=torch.int64)
-        dist.broadcast(numbers, group=self._group, group_src=0)
+        """Island 0's measure of time, for all: the pieces must be cut alike.
+
+        Raises `RuntimeError` where some island has come to another synchronisation.
+        """
+        ticks = 0 if one.seconds is None else max(1, int(one.seconds / 2 / TICK_S))
+        numbers = self._to_all(torch.tensor([zlib.crc32(one.name.encode()), ticks]))
         self.control_calls += 1
-        self.control_bytes += 8 * (self.count - 1)
-        numel = min(max(-(-piece // int(numbers[0])), _SMALLEST), CHUNK_NUMEL)
+        self.control_bytes += numbers[1:].nbytes
+        if (numbers[:, 0] != numbers[0, 0]).any():
+            raise RuntimeError("islands have come to different synchronisations")
+        if one.seconds is None:
+            return Pace(one, CHUNK_NUMEL)
+        numel = min(max(-(-piece // int(numbers[0, 1])), _SMALLEST), CHUNK_NUMEL)
         if one.differences is not None:
             numel = -(-numel // one.differences.block) * one.differences.block
-        return Pace(one, numel, messages=2 * -(-piece // numel))
+        return Pace(one, numel, messages=max(2 * -(-piece // numel), 1))
 
     # ---- errors
 

@@ -28,7 +28,7 @@ from zerokit.training.differences import KNOWN, LOST, Differences
 from zerokit.training.exchange import Exchange, Synchronisation
 from zerokit.training.fragments import Fragment, Region, divide
 from zerokit.training.masters import Masters
-from zerokit.training.outer import ANCHOR, FP32, Outer, OuterOptimizer, Part
+from zerokit.training.outer import ANCHOR, FP32, KEPT_APART, Outer, OuterOptimizer, Part
 from zerokit.training.round_traffic import RoundTraffic
 
 DILOCO: OuterOptimizer = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
@@ -124,6 +124,8 @@ class LocalSteps:
         settings["outer"] = str(self._outer.describe())
         self._exchange.require_equal("construction of LocalSteps", settings)
         self._take_over_island_0()
+        self._synchronized_at = 0
+        """The step after which `synchronize` was called last: nothing from before it is in flight."""
         self._pending: deque[_Pending] = deque()
         self._times: deque[float] = deque(maxlen=every)
         self._last_step_at: float | None = None
@@ -184,12 +186,17 @@ class LocalSteps:
         All ranks of all islands call it at the same step, at the end of the training say. It does not move the
         position in the round.
         """
+        optimizer = self._optimizer()
+        if optimizer is None:
+            raise UsageError("the optimizer of these local steps is gone: keep it as long as its LocalSteps")
+        optimizer.require_own_weights("synchronize()")
         self._masters.settle()
         while self._pending:
             self._apply(self._pending[0])
         for part in self._parts:
             self._apply(self._start(part, due=self.steps, seconds=None), weight=1.0)
         self._last_step_at = None
+        self._synchronized_at = self.steps
 
     def _begin(self, part: Part) -> None:
         if not self.delay:
@@ -203,7 +210,7 @@ class LocalSteps:
     def _start(self, part: Part, *, due: int, seconds: float | None) -> _Pending:
         buffer = self._region_of_masters(part)
         name = f"synchronisation of fragment {part.fragment.index} after step {self.steps}"
-        update = functools.partial(self._outer.update, part)
+        update = functools.partial(self._outer.update, part, self._outer.stepping())
         work = Synchronisation(name, buffer, update, seconds, part.differences)
         pending = _Pending(part, due, work, buffer)
         self._pending.append(pending)
@@ -259,7 +266,8 @@ class LocalSteps:
 
     def _in_flight(self, part: Part) -> bool:
         since = (self.steps - part.fragment.offset) % self.every
-        return since < self.delay and self.steps >= part.fragment.offset
+        begun_at = self.steps - since
+        return since < self.delay and begun_at >= part.fragment.offset and begun_at > self._synchronized_at
 
     # ---- the state
 
@@ -301,6 +309,11 @@ class LocalSteps:
             "pending": [[one.part.fragment.index, one.due - self.steps] for one in self._pending],
             **self._outer.plain_state(),
         }
+
+    def accepted(self, names: Iterable[str]) -> list[str]:
+        """Those streams of a checkpoint that fit; all states of the outer optimizer or none, which then begin anew."""
+        states = set(names) - KEPT_APART
+        return sorted(set(names) if states == self._outer.kinds else set(names) & KEPT_APART)
 
     def expect(self, names: Iterable[str]) -> dict[str, dict[int, Tensor]]:
         """Room for the streams of these names that a checkpoint has, to be filled and given to `restore`."""
@@ -349,6 +362,7 @@ class LocalSteps:
         for index, left in plain["pending"]:
             part = self._parts[index]
             self._pending.append(_Pending(part, self.steps + left, None, regions[index]))
+        self._note_pending()
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part: only the same rank of an equal run can load it."""
@@ -360,12 +374,20 @@ class LocalSteps:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Take back what `state_dict` gave. Raises `LayoutMismatch` for other fragments or another outer optimizer."""
+        self._outer.require_alike(state)
         self._forget()
         self.steps = state["steps"]
         self._outer.load_state_dict(state)
         for index, due, buffer in state["pending"]:
             self._pending.append(_Pending(self._parts[index], due, None, buffer.clone()))
+        self._note_pending()
+
+    def _note_pending(self) -> None:
+        """What was loaded as in flight is all that is."""
+        self._synchronized_at = (
+            min((one.due - self.delay for one in self._pending), default=self.steps + 1) - 1
+        )
 
     def committed(self, step: int) -> None:
         """Return when the save of `step` is complete on every island. Called by one rank of each."""
@@ -382,7 +404,7 @@ class LocalSteps:
         self._traffic.clear()
         self._times.clear()
         self._last_step_at = None
-        self.steps = 0
+        self.steps = self._synchronized_at = 0
         self._outer.forget()
 
     # ---- the start

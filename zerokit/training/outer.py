@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zerokit.errors import UsageError
+from zerokit.errors import LayoutMismatch, UsageError
 from zerokit.formulas import BlockFormat, MemoryReport
 from zerokit.layout import Interval
 from zerokit.runtime.admission import OptimizerStates, probe
@@ -90,20 +91,33 @@ class Outer:
             self.optimizer = _build(make, [part.anchor for part in parts if part.anchor is not None])
             self._states = _states_of(make, self.optimizer)
 
+    def stepping(self) -> Optimizer | None:
+        """The outer optimizer as it is now, for `update`: a schedule may change its options before that."""
+        if self.optimizer is None:
+            return None
+        now: Optimizer = object.__new__(type(self.optimizer))
+        now.__dict__.update(self.optimizer.__dict__, param_groups=_copied(self.optimizer.param_groups))
+        now.__dict__.pop("step", None)  # what a scheduler has put around the step of the other
+        self.optimizer.__dict__["_opt_called"] = True  # schedulers warn of steps that they have not seen
+        return now
+
     @torch.no_grad()
-    def update(self, part: Part, mean: Tensor) -> None:
-        """Replace the islands' `mean` of this rank's piece by its new values."""
+    def update(self, part: Part, optimizer: Optimizer | None, mean: Tensor) -> None:
+        """Replace the islands' `mean` of this rank's piece by its new values; `optimizer` is from `stepping`."""
         if part.anchor is None:
             return
         if part.differences is not None:
             mean += part.anchor  # it is the mean movement
-        if self.optimizer is None:
+        if self.optimizer is None or optimizer is None:
             part.anchor.copy_(mean)
             return
         part.anchor.grad = part.anchor.detach() - mean
-        self.optimizer.step()  # the other fragments have no gradients
+        before = [dict(group) for group in optimizer.param_groups]
+        optimizer.step()  # the other fragments have no gradients
         part.anchor.grad = None
         mean.copy_(part.anchor)
+        for group, old, new in zip(self.optimizer.param_groups, before, optimizer.param_groups, strict=True):
+            group.update({name: value for name, value in new.items() if value is not old.get(name)})
 
     def describe(self) -> str | None:
         """The outer optimizer and its options; None where the mean is taken as it is."""
@@ -151,6 +165,11 @@ class Outer:
 
     # ---- the state
 
+    @property
+    def kinds(self) -> frozenset[str]:
+        """The names of the outer optimizer's states of a piece's shape."""
+        return frozenset() if self._states is None else self._states.kinds
+
     def _state(self, part: Part) -> dict[str, Any]:
         if self.optimizer is None or part.anchor is None:
             return {}
@@ -183,15 +202,23 @@ class Outer:
         }
 
     def restore_plain(self, plain: Mapping[str, Any]) -> None:
-        """Take over what `plain_state` gave; scalars only where the fragments are the same."""
+        """Take over what `plain_state` gave, of an outer optimizer of the same kind."""
         if self.optimizer is None:
             return
         for group, saved in zip(self.optimizer.param_groups, plain["groups"], strict=False):
-            group.update(saved)
-        if plain["fragments"] == self.fragment_names():
-            for part, scalars in zip(self.parts, plain["scalars"], strict=True):
-                if part.anchor is not None and scalars:
-                    self.optimizer.state[part.anchor].update(scalars)
+            if self.optimizer.defaults.keys() <= saved.keys():
+                group.update(saved)
+        alike = plain["fragments"] == self.fragment_names()
+        # Where fragments are others: theirs differ by one step at most.
+        some: dict[str, Any] = next(filter(None, plain["scalars"]), {})
+        for number, part in enumerate(self.parts):
+            if part.anchor is None or (self.kinds and part.anchor not in self.optimizer.state):
+                continue
+            scalars = plain["scalars"][number] if alike else some
+            if scalars or not some:
+                self.optimizer.state[part.anchor].update(copy.deepcopy(scalars))
+            else:
+                del self.optimizer.state[part.anchor]  # it has not been synchronised yet
 
     def restore_arrays(self, part: Part, regions: Mapping[str, Tensor]) -> None:
         """Take this rank's pieces of `regions`, by name: the anchor's, what is owed on a narrow wire, outer states."""
@@ -201,7 +228,7 @@ class Outer:
             part.differences.lost.zero_()
             if LOST in regions:
                 part.differences.lost[part.island] = regions[LOST][part.own]
-        states = {name: r[part.own].clone() for name, r in regions.items() if name not in _KEPT_APART}
+        states = {name: r[part.own].clone() for name, r in regions.items() if name not in KEPT_APART}
         if self.optimizer is not None and part.anchor is not None and states:
             self.optimizer.state[part.anchor] = states
 
@@ -213,8 +240,21 @@ class Outer:
         """This rank's part of everything: only the same rank of an equal run can load it."""
         return {
             "parts": [[tensor.detach() for tensor in _tensors(part)] for part in self.parts],
+            "class": type(self.optimizer).__name__,
             "outer": None if self.optimizer is None else self.optimizer.state_dict(),
         }
+
+    def require_alike(self, state: Mapping[str, Any]) -> None:
+        """Raise `LayoutMismatch` where this is not the state of an equal run."""
+        saved, own = (
+            [[tensor.shape for tensor in part] for part in parts]
+            for parts in (state["parts"], map(_tensors, self.parts))
+        )
+        if saved != own or state["class"] != type(self.optimizer).__name__:
+            raise LayoutMismatch(
+                "this state has other fragments, another wire or another outer optimizer than LocalSteps here: create "
+                "it with the arguments that were saved, or use a zerokit checkpoint"
+            )
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -231,7 +271,12 @@ class Outer:
             self.optimizer.state.clear()
 
 
-_KEPT_APART = {ANCHOR, KNOWN, LOST}
+def _copied(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items()} for group in groups]
+
+
+KEPT_APART = {ANCHOR, KNOWN, LOST}
+"""Streams that are no states of the outer optimizer."""
 
 
 def _tensors(part: Part) -> Iterator[Tensor]:

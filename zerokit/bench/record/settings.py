@@ -285,6 +285,8 @@ class Settings:
             raise UsageError("--every needs islands to synchronise: give at least 2 ranks, or --mesh")
         if self.delay >= self.every:
             raise UsageError(f"--delay {self.delay} must be under --every {self.every}")
+        if self.fragments > self.every:
+            raise UsageError(f"--fragments {self.fragments} must be at most --every {self.every}")
 
     def _check_mesh(self) -> None:
         if self.mesh is None:

@@ -8,8 +8,8 @@ is the form in which pieces of a sum travel.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
@@ -294,7 +294,8 @@ class Collectives:
 
     def broadcast(self, values: Tensor) -> None:
         """Broadcast rank 0's `values` in place; only at construction, loading and recording."""
-        self._on_group(values, "broadcast", lambda v: dist.broadcast(v, group=self.group, group_src=0))
+        with as_bytes(values) as sent:
+            self._on_group(sent, "broadcast", lambda v: dist.broadcast(v, group=self.group, group_src=0))
 
     def _on_group(self, values: Tensor, what: str, call: Callable[[Tensor], object]) -> None:
         self.counters.control_calls += 1
@@ -359,6 +360,21 @@ class Collectives:
             self.reporter.note(f"dropped/{group.group_name}")
             with suppress(RuntimeError, ValueError):
                 dist.destroy_process_group(group)
+
+
+@contextmanager
+def as_bytes(values: Tensor) -> Iterator[Tensor]:
+    """A context in which `values` are contiguous bytes, whose changes they take over: gloo knows few dtypes, and writes
+    beyond the memory of a tensor that repeats its elements (`expand`).
+    """
+    for dim, stride in enumerate(values.stride()):
+        if stride == 0 and values.shape[dim] > 1:
+            values = values.narrow(dim, 0, 1)
+    contiguous = values.contiguous()
+    # A lone element may still have a stride of 0, which `view` refuses.
+    yield contiguous.as_strided((contiguous.numel(),), (1,)).view(torch.uint8)
+    if contiguous is not values:
+        values.copy_(contiguous)
 
 
 class FakeCollectives(Collectives):
