@@ -98,3 +98,30 @@ def branching() -> Own:
 def no_loss() -> Own:
     """A model without a loss."""
     return Own(lambda: NoLoss(4, 4), _features)
+
+
+def double() -> Own:
+    """A model in a dtype that no step computes in."""
+
+    class Net(Branching):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear.double()
+
+    return Own(Net, _features)
+
+
+def fours() -> Own:
+    """A model of micro-batches of four."""
+
+    def batch(generator: torch.Generator, samples: int) -> tuple[Tensor, ...]:
+        if samples % 4:
+            raise ValueError("four by four")
+        return _features(generator, samples)
+
+    return Own(Branching, batch)
+
+
+def labelled() -> Own:
+    """A model whose micro-batch holds no tensor."""
+    return Own(Branching, lambda generator, samples: (*_features(generator, samples), "label"))  # type: ignore[arg-type]

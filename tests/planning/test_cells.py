@@ -71,7 +71,7 @@ def test_a_hugging_face_configuration_is_planned(tmp_path: Path) -> None:
         == plan("tests.planning.models:qwen", gpus=8, device="h100-80", batch_size=2).parameters
     )
     assert found.best is not None
-    assert found.best.cell.bench_line(found.subject, 1) is None
+    assert found.bench_line is None
     assert found.subject.units_per_sample == 64
 
 
@@ -85,6 +85,15 @@ def test_a_hugging_face_configuration_is_planned(tmp_path: Path) -> None:
         ({"model": "nothing.json"}, "is no model's configuration"),
         ({"seq_len": 65}, "exceeds the 64 positions of gpt-tiny"),
         ({"mesh": "2x3"}, "mesh 2x3 has 6 ranks"),
+        ({"mesh": "8x1"}, "one rank on its inner axis: write one axis as 1x8"),
+        ({"samples_per_step": 64, "accumulate": 2}, "exclude each other"),
+        ({"record": "nothing.json"}, "cannot read the bench record"),
+        ({"model": "tests.planning.models:double", "seq_len": None}, "linear.weight is torch.float64"),
+        (
+            {"model": "tests.planning.models:fours", "seq_len": None},
+            "samples cannot be made .*: give one --batch-size",
+        ),
+        ({"model": "tests.planning.models:labelled", "seq_len": None}, "tuple of tensors.* holds a str"),
         (
             {"device": "l40s", "gpus": 16, "nodes": 2},
             "the bandwidth is unknown between nodes|nothing has been measured",
@@ -98,6 +107,42 @@ def test_what_is_unknown_is_said_in_a_sentence(options: dict[str, Any], message:
         return
     with pytest.raises(UsageError, match=message):
         ask(**options)
+
+
+def test_buckets_that_were_asked_for_are_in_both_lines_and_the_reason_names_what_was_asked_for() -> None:
+    found = ask(batch_size=1, stage=3, recompute=False, bucket_mb=0.5)
+    assert (found.bench_line or "").endswith("--bucket-mb 0.5")
+    assert (found.optimizer_arguments or "").endswith("bucket_mb=0.5)")
+    assert found.why.endswith("no other stage, mesh or recomputation was asked for.")
+
+
+def test_the_reason_tells_precisions_apart() -> None:
+    found = ask(batch_size=64, stage=1, recompute=False, precision=("bf16", "fp32"))
+    assert found.best is not None
+    other = {"bf16": "fp32", "fp32": "bf16"}[found.best.cell.precision]
+    assert f"stage 1, micro-batch 64 in {other}," in found.why
+
+
+def test_a_file_of_smaller_nodes_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.toml"
+    file.write_text('device = "h100-80"\ngpus_per_node = 4\n')
+    with pytest.raises(UsageError, match=r"16 devices on 2 nodes are 8 a node, and .* has 4"):
+        ask(device=None, cluster=file, gpus=16, nodes=2)
+
+
+def test_parts_of_a_configuration_limit_sequences_and_give_images(tmp_path: Path) -> None:
+    import json
+
+    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    file = tmp_path / "config.json"
+    vision = {"vision_config": small | {"image_size": 32, "patch_size": 8}, "text_config": small}
+    file.write_text(
+        json.dumps({"model_type": "clip", "architectures": ["CLIPForImageClassification"]} | vision)
+    )
+    assert [tuple(one.shape) for one in subject_named(str(file)).batch(2)] == [(2, 3, 32, 32), (2,)]
+    text = {"model_type": "roberta", "max_position_embeddings": 66, "pad_token_id": 1, "vocab_size": 50}
+    file.write_text(json.dumps(text | small))
+    assert subject_named(str(file)).units_per_sample == 64
 
 
 # The kernel hands a parent's ru_maxrss on to the program that it starts, VmHWM begins anew.

@@ -92,11 +92,18 @@ def test_a_cluster_file(tmp_path: Path) -> None:
     [
         ("gpus_per_node = 8", "no device"),
         ('device = "h100-80"', "gpus_per_node is None"),
-        ('device = "h100-80"\ngpus_per_node = 8\n[outer]\nspeed = 3', r"\[outer\] needs gbit_per_s"),
+        ('device = "h100-80"\ngpus_per_node = 8\n[outer]\nspeed = 3', r"'speed' in \[outer\] is unknown"),
+        ('device = "h100-80"\ngpus_per_node = 8\n[outer]\nlatency_us = 3', r"\[outer\] needs gbit_per_s"),
+        ('device = "h100-80"\ngpus_per_node = 8\n[inner]\ngb_per_s = inf', r"\[inner\] needs gb_per_s"),
+        ("gpus_per_node = 8\n[device]\ntflops = { bf17 = 1 }", r"'bf17' in \[device.tflops\] is unknown"),
         ('device = "h100-80"\ngpus_per_node = 8\n[middle]', "'middle' is unknown"),
         ('device = "h100-80"\ngpus_per_node = 8\ninner = 3', r"\[inner\] needs gb_per_s"),
         ("{", "not a cluster file"),
         ('{"facts": {"group": null}}', "the doctor measured no link"),
+        (
+            '{"facts": {"group": {"axes": [{"axis": "inner"}]}}}',
+            "not what `zerokit doctor --json` of this version",
+        ),
     ],
 )
 def test_what_is_wrong_in_a_cluster_file_is_named(text: str, says: str, tmp_path: Path) -> None:

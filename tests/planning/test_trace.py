@@ -6,11 +6,15 @@ from itertools import product
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 from zerokit.bench.plans.subjects import subject_named
 from zerokit.errors import UsageError
+from zerokit.planning.products import products_of
 from zerokit.planning.subject import Traces
-from zerokit.planning.work import UnitWork
+from zerokit.planning.work import Product, UnitWork
+from zerokit.training.recomputation import blocks_of
 
 
 def flops(units: tuple[UnitWork, ...], part: int) -> int:
@@ -58,6 +62,17 @@ def test_flops_are_those_of_the_products() -> None:
     assert flops(trace.work.units, 0) == 2 * 8 * weights
     # Backward makes the gradients of all weights, and of the one input that needs them.
     assert flops(trace.work.units, 1) == 2 * 8 * (weights + 256 * 10)
+
+
+def test_the_products_of_experts_are_counted() -> None:
+    rows, experts, weights = torch.empty(12, 8), torch.empty(4, 8, 16), torch.empty(12, 16)
+    assert products_of("_grouped_mm", (rows, experts), []) == [Product(12, 16, 8)]
+    assert products_of("_grouped_mm", (rows.T, weights), []) == [Product(8, 16, 12)]
+
+
+def test_blocks_in_lists_of_lists_are_recomputed() -> None:
+    lists = nn.ModuleList(nn.ModuleList(nn.Linear(2, 2) for _ in range(2)) for _ in range(3))
+    assert [type(block) for block in blocks_of(nn.Sequential(lists))] == [nn.Linear] * 6
 
 
 @pytest.mark.parametrize(

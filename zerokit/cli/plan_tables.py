@@ -41,10 +41,9 @@ def show(plan: Plan, *, every: bool, page: Path | None) -> None:
             console.print(Text(_missing(one)), soft_wrap=True)
     if plan.best is not None:
         console.print(Text())
-        line = plan.best.cell.bench_line(plan.subject, question.nodes)
-        if line is not None:
-            console.print(Text(f"measure  {printable(line)}"), soft_wrap=True)
-        console.print(Text(f"train    {plan.best.cell.optimizer_arguments}"), soft_wrap=True)
+        if plan.bench_line is not None:
+            console.print(Text(f"measure  {printable(plan.bench_line)}"), soft_wrap=True)
+        console.print(Text(f"train    {plan.optimizer_arguments}"), soft_wrap=True)
     if page is not None:
         console.print(Text(f"page     {printable(str(page))}"), soft_wrap=True)
     console.print(Text())

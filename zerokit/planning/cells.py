@@ -50,17 +50,17 @@ class Cell:
             words.append("recomputing")
         return ", ".join(words)
 
-    @property
-    def optimizer_arguments(self) -> str:
+    def optimizer_arguments(self, bucket_mb: float | None = None) -> str:
         """The call of `ZeroOptimizer` for this cell."""
         stage = f"stage={self.stages[1]}"
         if self.mesh.outer > 1:
             same = self.stages[0] == self.stages[1]
             stage = stage if same else f"stage={self.stages}"
             stage += f", mesh=({self.mesh.outer}, {self.mesh.inner})"
-        return f'ZeroOptimizer(model, torch.optim.AdamW, {stage}, precision="{self.precision}")'
+        bucket = "" if bucket_mb is None else f", bucket_mb={bucket_mb:g}"
+        return f'ZeroOptimizer(model, torch.optim.AdamW, {stage}, precision="{self.precision}"{bucket})'
 
-    def bench_line(self, subject: Subject, nodes: int) -> str | None:
+    def bench_line(self, subject: Subject, nodes: int, bucket_mb: float | None = None) -> str | None:
         """The command that measures the cell; None if bench cannot build the model."""
         if not subject.bench_options:
             return None
@@ -75,6 +75,8 @@ class Cell:
             words += ["--accumulate", str(self.accumulate)]
         if self.recompute:
             words.append("--recompute")
+        if bucket_mb is not None:
+            words += ["--bucket-mb", f"{bucket_mb:g}"]
         return " ".join(words)
 
 
@@ -153,6 +155,19 @@ class Plan:
             return None
         first = self.fitting[0].cell
         return next((one for one in self.fitting if _kind(one.cell) != _kind(first)), None)
+
+    @property
+    def bench_line(self) -> str | None:
+        """The command that measures the best cell; None if nothing fits, or bench cannot build the model."""
+        best, question = self.best, self.question
+        return (
+            None if best is None else best.cell.bench_line(self.subject, question.nodes, question.bucket_mb)
+        )
+
+    @property
+    def optimizer_arguments(self) -> str | None:
+        """The call of `ZeroOptimizer` for the best cell; None if nothing fits."""
+        return None if self.best is None else self.best.cell.optimizer_arguments(self.question.bucket_mb)
 
     @property
     def why(self) -> str:
@@ -300,7 +315,8 @@ class _Planner:
     def assumptions(self) -> tuple[str, ...]:
         """What figures rest on that nobody asked for."""
         question, device = self._question, self._question.cluster.device
-        lines = [*self._subject.assumptions, "AdamW, one group of parameters, default units and buckets."]
+        buckets = " and buckets" if question.bucket_mb is None else ""
+        lines = [*self._subject.assumptions, f"AdamW, one group of parameters, default units{buckets}."]
         if question.on_cuda:
             lines.append(
                 "CUDA itself takes 0.5 GB of a device (pytorch/torchcomms#777); NCCL's buffers and fragments of "
@@ -309,6 +325,10 @@ class _Planner:
         if question.efficiencies and device.flops:
             lines.append(
                 f"Links and the device's speed are those of {device.name}'s table; measure one with zerokit bench."
+            )
+        if question.room_bytes is not None and not question.on_cuda:
+            lines.append(
+                f"A rank may take {question.room_bytes / GIB:,.1f} GiB, its share of what this host has free."
             )
         if True in self._recompute:
             lines.append("Recomputation checkpoints the children of every outermost ModuleList.")
@@ -333,12 +353,18 @@ def explain(plan: Plan) -> str:
     fits = f"needs {best.memory.needed / GIB:,.1f}{room} GiB"
     if best.time is None or best.units_per_s is None:
         return f"{_sentence(best.cell.label)} {fits}, the least of all cells that were asked for."
-    if other is None or other.time is None or other.units_per_s is None:
-        return f"{_sentence(best.cell.label)} {fits}; no other stage, mesh or recomputation fits."
+    if other is None:
+        none = "fits" if plan.too_large else "was asked for"
+        return f"{_sentence(best.cell.label)} {fits}; no other stage, mesh or recomputation {none}."
+    if other.time is None or other.units_per_s is None:
+        return f"{_sentence(best.cell.label)} {fits}; only {best.cell.precision} has times."
     ahead = best.units_per_s / other.units_per_s - 1
-    rank = f"is {ahead:.1%} faster than {other.cell.label}"
+    name = other.cell.label
+    if other.cell.precision != best.cell.precision:
+        name += f" in {other.cell.precision}"
+    rank = f"is {ahead:.1%} faster than {name}"
     if ahead < 0.0005:
-        rank = f"is as fast as {other.cell.label}"
+        rank = f"is as fast as {name}"
     return f"{_sentence(best.cell.label)} {rank}, which {_difference(best, other)}; it {fits}."
 
 
@@ -360,7 +386,7 @@ def _difference(best: PlannedCell, other: PlannedCell) -> str:
         if abs(more_bytes) < 2**20:
             return "needs as much memory"
         return f"needs {abs(more_bytes) / 2**20:,.0f} MiB {'more' if more_bytes > 0 else 'less'}"
-    return f"spends {more[name] * 1e3:,.2f} ms more a sample {name}"
+    return f"spends {more[name] * 1e3:,.3g} ms more a sample {name}"
 
 
 def _sentence(text: str) -> str:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -219,6 +220,23 @@ def read_cluster(path: Path, *, device: Device | None = None) -> Cluster:
         return _from_doctor(value["facts"], device) if "facts" in value else _from_table(value, device)
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from error
+    except (AttributeError, KeyError, TypeError, ZeroDivisionError) as error:
+        raise UsageError(
+            f"{path} is not what `zerokit doctor --json` of this version prints: run it anew"
+        ) from error
+
+
+_KEYS = {
+    "device": ("name", "tflops", "memory_gb", "memory_gb_per_s"),
+    "inner": ("gb_per_s", "latency_us"),
+    "outer": ("gbit_per_s", "latency_us"),
+}
+
+
+def _refuse_others(table: Any, name: str, keys: Sequence[str]) -> None:
+    for key in table if isinstance(table, dict) else ():
+        if key not in keys:
+            raise UsageError(f"{key!r} in [{name}] is unknown: expected {', '.join(keys)}")
 
 
 def _from_table(value: Mapping[str, Any], device: Device | None) -> Cluster:
@@ -234,6 +252,8 @@ def _from_table(value: Mapping[str, Any], device: Device | None) -> Cluster:
     if type(count) is not int:
         raise UsageError(f"gpus_per_node is {count!r}: expected the devices of a node, such as 8")
     inner, outer = device.inner, None
+    for name, keys in _KEYS.items():
+        _refuse_others(value.get(name), name, keys)
     if "inner" in value:
         speed = _number(value, "inner", "gb_per_s") * _GIGA
         inner = replace(inner, bytes_per_s=speed) if inner else Link(0.0, speed)
@@ -248,6 +268,7 @@ def _described(given: Any) -> Device:
     peaks = given.get("tflops") if isinstance(given, dict) else None
     if not isinstance(peaks, dict) or not peaks:
         raise UsageError("[device] needs its dense peaks, such as tflops = { bf16 = 989, fp32 = 67 }")
+    _refuse_others(peaks, "device.tflops", ("bf16", "fp16", "fp32"))
     table = {"device": given, "device.tflops": peaks}
     return Device(
         str(given.get("name", "device")),
@@ -259,7 +280,7 @@ def _described(given: Any) -> Device:
 
 def _number(tables: Mapping[str, Any], name: str, key: str) -> float:
     value = tables[name].get(key) if isinstance(tables[name], dict) else None
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < inf:
         raise UsageError(f"[{name}] needs {key}, a number above 0, and has {value!r}")
     return float(value)
 

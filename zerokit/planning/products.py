@@ -28,6 +28,8 @@ def products_of(name: str, args: tuple[Any, ...], made: list[Tensor]) -> list[Pr
         case "bmm" | "baddbmm":
             left, right = args[-2:] if name == "bmm" else args[1:3]
             return [Product(left.shape[1], right.shape[2], left.shape[2], left.shape[0])]
+        case "_grouped_mm":
+            return [_grouped(*args[:2])]
         case "convolution" | "_convolution":
             return [_convolution(args[1], made[0], groups=args[8])]
         case "convolution_backward":
@@ -59,6 +61,12 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> li
     others = key.shape[2] // 2 if causal and length > 1 else key.shape[2]
     count = batch * heads
     return [Product(length, others, width, count), Product(length, value.shape[3], others, count)]
+
+
+def _grouped(left: Tensor, right: Tensor) -> Product:
+    """The products of experts as one: each has a share of the rows or, for weights' gradients, of the sums."""
+    times = left.shape[0] if left.dim() == right.dim() == 3 else 1
+    return Product(times * left.shape[-2], right.shape[-1], left.shape[-1])
 
 
 def _convolution(weight: Tensor, output: Tensor, *, groups: int) -> Product:

@@ -21,6 +21,7 @@ from zerokit.layout import Layout, build_layout, default_bucket_bytes
 from zerokit.planning.as_on_cuda import AsOnCuda, as_on_cuda
 from zerokit.planning.recording import SAMPLES, ModelTrace, Moment, Recorder, Recording, uses_of
 from zerokit.planning.work import ModelWork
+from zerokit.runtime.build import require_trainable_dtypes
 from zerokit.runtime.hooks import in_backward, origin, tensors_in
 from zerokit.runtime.model import Anatomy, announcers, take_apart
 from zerokit.runtime.precision import FLOATING, Precision, cast_inputs, keep_statistics, modules_that_cast
@@ -64,6 +65,7 @@ def trace_model(
         ) from error
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UsageError("the model has no parameter that requires a gradient, so there is nothing to plan")
+    require_trainable_dtypes(model)
     anatomy = take_apart(model, None, {})
     bucket_bytes = default_bucket_bytes(anatomy.segments) if bucket_mb is None else int(bucket_mb * 2**20)
     layout = build_layout(anatomy.segments, world=1, bucket_bytes=bucket_bytes)
@@ -79,6 +81,11 @@ def trace_model(
             f"the model cannot be traced: running it once on fake tensors failed ({type(error).__name__}: "
             f"{_first_line(error)}). A model that reads values of tensors (.item(), a branch on data) cannot be "
             "planned; measure it with zerokit bench"
+            + (
+                ""
+                if samples is not None
+                else f". {SAMPLES} samples stood for all sizes: give one --batch-size if the model needs certain sizes"
+            )
         ) from error
 
 
@@ -89,8 +96,13 @@ _Input: TypeAlias = tuple[tuple[int, ...], torch.dtype]
 def _inputs(batch: Callable[[int], tuple[Tensor, ...]], samples: int | None) -> list[_Input]:
     """What a micro-batch consists of. A general one follows from two small ones: what differs grows."""
     if samples is not None:
-        return [(tuple(tensor.shape), tensor.dtype) for tensor in batch(samples)]
-    few, more = batch(2), batch(3)
+        return [(tuple(tensor.shape), tensor.dtype) for tensor in _made(batch, samples)]
+    few, more = _made(batch, 2), _made(batch, 3)
+    if [one.dim() for one in few] != [one.dim() for one in more]:
+        raise UsageError(
+            "micro-batches of 2 and of 3 samples have other tensors: batch(generator, samples) must return a tuple of "
+            "tensors with as many dimensions whatever the samples"
+        )
     return [
         (
             tuple(
@@ -101,6 +113,24 @@ def _inputs(batch: Callable[[int], tuple[Tensor, ...]], samples: int | None) -> 
         )
         for one, two in zip(few, more, strict=True)
     ]
+
+
+def _made(batch: Callable[[int], tuple[Tensor, ...]], samples: int) -> tuple[Tensor, ...]:
+    try:
+        made = batch(samples)
+    except UsageError:
+        raise
+    except Exception as error:  # whatever somebody's function does
+        raise UsageError(
+            f"the micro-batch of {samples} samples cannot be made ({type(error).__name__}: {_first_line(error)}): "
+            "give one --batch-size if only certain sizes can"
+        ) from error
+    values: tuple[object, ...] = tuple(made)
+    if wrong := [value for value in values if not isinstance(value, Tensor)]:
+        raise UsageError(
+            f"a micro-batch must be a tuple of tensors, the arguments of forward, and holds a {type(wrong[0]).__name__}"
+        )
+    return made
 
 
 def _first_line(error: Exception) -> str:

@@ -282,6 +282,15 @@ def _check_arguments(
             raise UsageError(
                 f"{name} is not initialised yet (a lazy module): run one forward before ZeroOptimizer is built"
             )
+    require_trainable_dtypes(model)
+    require_own_memory(model)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UsageError("the model has no parameter that requires a gradient")
+
+
+def require_trainable_dtypes(model: nn.Module) -> None:
+    """Raise `UsageError` for a trainable parameter whose dtype is none that a step computes in."""
+    for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.dtype not in FLOATING:
             remedy = (
                 "keep it as torch.view_as_real(weight) and call torch.view_as_complex() in forward"
@@ -291,9 +300,6 @@ def _check_arguments(
             raise UsageError(
                 f"{name} is {parameter.dtype}: trainable parameters must be float32, bfloat16 or float16; {remedy}"
             )
-    require_own_memory(model)
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise UsageError("the model has no parameter that requires a gradient")
 
 
 def _as_groups(model: nn.Module, params: Iterable[Any] | None) -> list[dict[str, Any]]:

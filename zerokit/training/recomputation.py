@@ -15,9 +15,18 @@ def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
     """The blocks that are recomputed as a whole: the children of every outermost `ModuleList`."""
     for child in model.children():
         if isinstance(child, nn.ModuleList):
-            yield from child
+            yield from _blocks_in(child)
         else:
             yield from blocks_of(child)
+
+
+def _blocks_in(blocks: nn.ModuleList) -> Iterator[nn.Module]:
+    """The blocks of a list; a list in it is no block, as nobody calls it."""
+    for block in blocks:
+        if isinstance(block, nn.ModuleList):
+            yield from _blocks_in(block)
+        else:
+            yield block
 
 
 def recompute_blocks(model: nn.Module) -> None:

@@ -9,13 +9,13 @@ from typing import TypeVar
 
 from zerokit.bench.catalogue.fit import available_bytes
 from zerokit.bench.plans.subjects import subject_named
-from zerokit.bench.record import Record, read_record
+from zerokit.bench.record import Record, RecordError, read_record
 from zerokit.bench.record.settings import parse_mesh
 from zerokit.errors import UsageError
 from zerokit.placement import Mesh
 from zerokit.planning.cells import Plan, Question, plan_cells
 from zerokit.planning.efficiency import Efficiency, of_device
-from zerokit.planning.hardware import Cluster, Device, device_named, network, read_cluster
+from zerokit.planning.hardware import Cluster, Device, device_named, known_device, network, read_cluster
 from zerokit.planning.subject import Subject
 
 _T = TypeVar("_T")
@@ -77,7 +77,11 @@ def plan(
     for name, given in (counts | {"samples_per_step": samples_per_step, "bucket_mb": bucket_mb}).items():
         if wrong := [value for value in _several(given) or () if value <= 0]:
             raise UsageError(f"{name} {wrong[0]}: expected a number above 0")
-    measured = None if record is None else read_record(Path(record))
+    if samples_per_step is not None and accumulate != 1 and accumulate is not None:
+        raise UsageError(
+            f"accumulate {accumulate} and samples_per_step {samples_per_step} exclude each other: give one of them"
+        )
+    measured = None if record is None else _read(Path(record))
     where, notes = _cluster(gpus, device, nodes, cluster, network_gbit, measured)
     on_cuda = bool(where.device.flops)
     subject = model if isinstance(model, Subject) else subject_named(model, seq_len=seq_len)
@@ -103,6 +107,13 @@ def plan(
     return replace(found, assumptions=(*notes, *reasons, *found.assumptions))
 
 
+def _read(path: Path) -> Record:
+    try:
+        return read_record(path)
+    except RecordError as error:
+        raise UsageError(str(error)) from error
+
+
 def _several(value: _T | Sequence[_T] | None) -> tuple[_T, ...] | None:
     if value is None:
         return None
@@ -123,8 +134,8 @@ def _cluster(
     if nodes is not None and (nodes < 1 or gpus % nodes):
         raise UsageError(f"{gpus} devices cannot be divided equally among {nodes} nodes")
     device = None if name is None else _device(name)
-    if device is None and record is not None:
-        device = _device(record.ranks[0].device)
+    if record is not None:
+        device = _measured_device(record, device)
     notes = []
     if file is not None:
         found = read_cluster(Path(file), device=device)
@@ -132,6 +143,11 @@ def _cluster(
         if gpus % per_node:
             raise UsageError(
                 f"{gpus} devices do not fill nodes of {per_node}, as {file} has them: give --nodes"
+            )
+        if per_node > found.ranks_per_node:
+            raise UsageError(
+                f"{gpus} devices on {nodes} nodes are {per_node} a node, and {file} has {found.ranks_per_node}: give "
+                "more nodes, or another file"
             )
         if found.sharing is not None and gpus > 1 and per_node != found.ranks_per_node:
             raise UsageError(
@@ -173,17 +189,36 @@ def _device(name: str) -> Device:
     return Device("cpu") if name == "cpu" else device_named(name)
 
 
+def _measured_device(record: Record, given: Device | None) -> Device:
+    """The device that the record is of. Raises `UsageError` where another one is planned."""
+    name = record.ranks[0].device if record.ranks else "cpu"
+    found = Device("cpu") if name.startswith("cpu") else known_device(name)
+    if given is None:
+        return found or device_named(name)
+    # A host is no device, and what the table knows by another name is another device.
+    if bool(given.flops) != (not name.startswith("cpu")) or (found is not None and found.name != given.name):
+        raise UsageError(
+            f"the record was measured on {name}, and {given.name} is planned: give a record of one"
+        )
+    return given
+
+
 def _efficiencies(
     cluster: Cluster, gpus: int, precisions: Sequence[str], record: Record | None
 ) -> tuple[dict[str, Efficiency], list[str]]:
     """The speed of the device by precision, and why it has none for some."""
     found, reasons = {}, []
     for precision in precisions:
-        if record is not None and record.settings.precision == precision:
+        if record is not None and precision == (record.settings.precision or "fp32"):
             from zerokit.bench.plans.beside import speed_of
 
             found[precision] = speed_of(record, cluster, gpus)
             reasons.append(f"The device's speed is that of record {record.id[:8]}, {record.settings.model}.")
+            continue
+        if record is not None:
+            reasons.append(
+                f"No times in {precision}: record {record.id[:8]} is of {record.settings.precision or 'fp32'}."
+            )
             continue
         if not cluster.device.flops:
             reasons.append(
@@ -204,7 +239,9 @@ def _meshes(given: Sequence[str] | None, world: int) -> tuple[Mesh, ...] | None:
     meshes = []
     for text in given:
         outer, inner = parse_mesh(text)
-        if outer * inner != world or (inner == 1 and world > 1):
+        if inner == 1 and world > 1:
+            raise UsageError(f"mesh {text} has one rank on its inner axis: write one axis as 1x{outer}")
+        if outer * inner != world:
             raise UsageError(f"mesh {text} has {outer * inner} ranks on its axes, and there are {world}")
         meshes.append(Mesh(outer, inner))
     return tuple(meshes)

@@ -131,13 +131,15 @@ def _from_config(path: Path, seq_len: int | None) -> Subject:
     if "ImageClassification" in task.__name__:
         if seq_len is not None:
             raise UsageError(f"{path} is a model of images: leave --seq-len {seq_len} out")
-        size = getattr(config, "image_size", None) or USUAL_SIDE
-        if getattr(config, "image_size", None) is None:
+        vision = getattr(config, "vision_config", config)
+        size = getattr(vision, "image_size", None) or USUAL_SIDE
+        if getattr(vision, "image_size", None) is None:
             assumptions.append(f"Images of {USUAL_SIDE} x {USUAL_SIDE} pixels.")
-        shape = (config.num_channels, *(size if isinstance(size, list | tuple) else (size, size)))
+        channels = getattr(vision, "num_channels", 3)
+        shape = (channels, *(size if isinstance(size, list | tuple) else (size, size)))
         unit, length = "images", 1
     else:
-        positions = getattr(config, "max_position_embeddings", None)
+        positions = _positions(config)
         length = seq_len or min(USUAL_TOKENS, positions or USUAL_TOKENS)
         if positions is not None and length > positions:
             raise UsageError(
@@ -154,6 +156,17 @@ def _from_config(path: Path, seq_len: int | None) -> Subject:
         return tokens, tokens
 
     return Subject(str(path), build, batch, unit, length, assumptions=tuple(assumptions))
+
+
+def _positions(config: Any) -> int | None:
+    """The longest sequence, of the text where the model has other parts; None where nothing limits it."""
+    text = config.get_text_config()
+    positions: int | None = getattr(text, "max_position_embeddings", None)
+    if positions is None or positions < 1:
+        return None
+    # RoBERTa and its kin count positions from behind that of padding.
+    behind = "roberta" in text.model_type or text.model_type in ("camembert", "longformer")
+    return positions - text.pad_token_id - 1 if behind else positions
 
 
 def _configure(content: dict[str, Any]) -> tuple[Any, Any]:

@@ -31,7 +31,6 @@ _MOST_SPANS = 400
 
 def write_plan(plan: Plan, path: Path) -> None:
     """Write the page as one self-contained file."""
-    question = plan.question
     text = document(
         "plan.html.jinja",
         pictures(plan),
@@ -40,7 +39,6 @@ def write_plan(plan: Plan, path: Path) -> None:
         hopeless=hopeless(plan),
         kinds=MEMORY_KINDS,
         gib=GIB,
-        line=None if plan.best is None else plan.best.cell.bench_line(plan.subject, question.nodes),
     )
     write_text(text, path)
 
