@@ -12,7 +12,7 @@ import pytest
 from tests.planning.test_timeline import FAST, SIZES, plan_of
 from zerokit.errors import UsageError
 from zerokit.placement import Mesh
-from zerokit.planning.efficiency import Efficiency, of_device
+from zerokit.planning.efficiency import SHARES, Efficiency, of_device
 from zerokit.planning.hardware import (
     DEVICES,
     Cluster,
@@ -69,6 +69,8 @@ def test_a_device_that_nothing_was_measured_on_is_no_guess() -> None:
         of_device(DEVICES["l40s"], "bf16")
     with pytest.raises(UsageError, match="no peak for fp8"):
         of_device(DEVICES["h100-80"], "fp8")
+    peak = DEVICES["l40s"].flops["bf16"]
+    assert 0 < of_device(DEVICES["l40s"], "bf16", SHARES["h100-80"]).flops < peak  # a record scales it
 
 
 def test_a_cluster_file(tmp_path: Path) -> None:
@@ -132,6 +134,8 @@ def test_the_doctors_output_is_a_cluster_of_hosts(tmp_path: Path) -> None:
     assert outer.share == 0.1
     assert cluster.link(inside=True).reading is None
     assert cluster.sharing == Sharing(1, 40e9, 22 / 20, 2.0, 3e-6)
+    with pytest.raises(UsageError, match="computed on hosts, and h100-80 is planned"):
+        read_cluster(path, device=DEVICES["h100-80"])
     doctor = copy.deepcopy(DOCTOR)
     group: Any = doctor["facts"]["group"]
     speeds = {"gather_gb_per_s": 8.0, "fresh_gb_per_s": 6.0, "reduce_gb_per_s": 4.0}

@@ -115,9 +115,12 @@ def is_attention(product: Product) -> bool:
     return product.count > 1
 
 
-def of_device(device: Device, dtype: str) -> Efficiency:
-    """The table's entry for a device. Raises `UsageError` for a device or dtype that it lacks."""
-    shares, peak = SHARES.get(device.name), device.flops.get(dtype)
+def of_device(device: Device, dtype: str, otherwise: Shares | None = None) -> Efficiency:
+    """The table's entry for a device, or else with the shares `otherwise`, which a record of the device then scales.
+
+    Raises `UsageError` for a device or dtype that the table lacks.
+    """
+    shares, peak = SHARES.get(device.name, otherwise), device.flops.get(dtype)
     if shares is None:
         raise UsageError(
             f"nothing has been measured on device {device.name!r}: give a record of `zerokit bench` on one with --from "

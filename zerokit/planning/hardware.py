@@ -301,6 +301,11 @@ def _from_doctor(facts: Any, device: Device | None) -> Cluster:
         )
     ranks = axes["inner"]["ranks"] if "inner" in axes else 1
     if device is not None and device.flops:
+        if group.get("paces") is not None:
+            raise UsageError(
+                f"the doctor's ranks computed on hosts, and {device.name} is planned: run it on those devices, or "
+                "describe their links in a TOML file"
+            )
         links = {
             name: Link(axis["latency_s"], axis["gb_per_s"] * _GIGA * (ranks if name == "outer" else 1))
             for name, axis in axes.items()  # all exchanged at once

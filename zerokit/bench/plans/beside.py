@@ -15,7 +15,7 @@ from zerokit.bench.record.settings import Settings
 from zerokit.bench.workloads.build import Loaded
 from zerokit.errors import UsageError
 from zerokit.placement import Mesh, Placement
-from zerokit.planning.efficiency import Efficiency, of_device
+from zerokit.planning.efficiency import SHARES, Efficiency, of_device
 from zerokit.planning.hardware import Cluster, Device, Link, Reading, device_named
 from zerokit.planning.measured import MeasuredStep, beside, measured_efficiency, measured_step
 from zerokit.planning.memory import StepMemory, element_sizes
@@ -133,7 +133,7 @@ def speed_of(record: Record, cluster: Cluster, world: int) -> Efficiency:
         element_sizes(Precision.of(precision)),
         micro_batches=settings.accumulate,
     )
-    nominal = of_device(device, precision) if device.flops else None
+    nominal = of_device(device, precision, SHARES["h100-80"]) if device.flops else None
     efficiency = measured_efficiency(measured, measured_plan, precision, nominal, sharing)
     together = sharing is not None and world > 1 and measured.ranks == 1
     return beside(efficiency, sharing) if sharing is not None and together else efficiency
