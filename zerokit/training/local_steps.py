@@ -384,7 +384,7 @@ class LocalSteps:
         self._note_pending()
 
     def _note_pending(self) -> None:
-        """What was loaded as in flight is all that is."""
+        """Record that nothing but what was loaded is in flight."""
         self._synchronized_at = (
             min((one.due - self.delay for one in self._pending), default=self.steps + 1) - 1
         )
