@@ -24,7 +24,7 @@ def test_the_table_says_what_to_choose_and_how(tmp_path: Path) -> None:
     heads = lines[1].split()
     assert heads[:3] == ["stage", "mesh", "batch"]
     assert {"GiB", "tok/s/dev", "MFU", "limit"} <= set(heads)
-    assert any(re.fullmatch(r"Stage .*; it needs 0\.\d of 80\.0 GiB\.", line) for line in lines)
+    assert any(re.fullmatch(r"Stage .* The former needs 0\.\d of 80\.0 GiB\.", line) for line in lines)
     measure = next(line for line in lines if line.startswith("measure"))
     assert "zerokit bench --model gpt-tiny" in measure
     assert "--nodes 2 --nproc-per-node 6" in measure

@@ -1,21 +1,17 @@
-"""Candidates of stage, mesh, micro-batch and recomputation, with memory and time, ranked."""
+"""Cells of stage, mesh, micro-batch and recomputation, with memory and time, and why one is the best."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from zerokit.errors import UsageError
-from zerokit.placement import Mesh, Placement
+from zerokit.placement import Mesh
 from zerokit.planning.efficiency import Efficiency
 from zerokit.planning.hardware import Cluster
-from zerokit.planning.memory import PlannedMemory, StepMemory, element_sizes
-from zerokit.planning.recording import ModelTrace
-from zerokit.planning.replay import Step
-from zerokit.planning.subject import Subject, Traces
-from zerokit.planning.timeline import Plan as Timed
-from zerokit.planning.timeline import StepTime, step_time
-from zerokit.runtime.precision import Precision
+from zerokit.planning.memory import PlannedMemory
+from zerokit.planning.subject import Subject
+from zerokit.planning.timeline import StepTime
 
 GIB = 2.0**30
 
@@ -171,181 +167,16 @@ class Plan:
 
     @property
     def why(self) -> str:
-        """The reason why the best cell is the best, in one sentence."""
+        """The reason why the best cell is the best, in a sentence or two."""
         return explain(self)
-
-
-_MOST_MICRO_BATCH = 64
-
-
-def plan_cells(subject: Subject, question: Question, traces: Traces | None = None) -> Plan:
-    """Plan every candidate. Raises `UsageError` for a model that cannot be traced, or a link that is not known."""
-    if traces is None:
-        few = question.micro_batches is not None and len(question.micro_batches) == 1
-        traces = Traces(subject, on_cuda=question.on_cuda, bucket_mb=question.bucket_mb, exactly=few)
-    planner = _Planner(subject, question, traces)
-    cells = list(planner.cells())
-    if not cells:
-        raise UsageError(
-            f"no cell: {question.samples_per_step} samples in a step are no multiple of {question.world} ranks and one "
-            "of the micro-batches"
-            if question.samples_per_step is not None
-            else "no cell: none of the stages is possible on any of the meshes"
-        )
-    fitting = sorted((one for one in cells if not one.missing_bytes), key=_rank)
-    too_large = sorted((one for one in cells if one.missing_bytes), key=lambda one: one.missing_bytes)
-    return Plan(
-        subject, question, planner.parameters, tuple(fitting), tuple(too_large), planner.assumptions()
-    )
-
-
-def _rank(one: PlannedCell) -> tuple[float, int]:
-    """Faster first, then smaller; without times smaller first."""
-    return (-round(one.units_per_s or 0.0, 3), one.memory.needed)
 
 
 def _kind(cell: Cell) -> tuple[object, ...]:
     return cell.mesh, cell.stages, cell.recompute, cell.precision
 
 
-class _Planner:
-    def __init__(self, subject: Subject, question: Question, traces: Traces) -> None:
-        self._subject, self._question, self._traces = subject, question, traces
-        first = traces.get(self._micro_batches()[0], question.precisions[0], recompute=question.recompute[0])
-        self._recompute = question.recompute if first.has_blocks else question.recompute[:1]
-        self._layout = first.layout.for_world(question.world)
-        self.parameters = first.layout.trainable_numel
-        self._steps: dict[tuple[object, ...], StepMemory] = {}
-
-    def _micro_batches(self) -> list[int]:
-        question = self._question
-        if question.micro_batches is not None:
-            return list(question.micro_batches)
-        return [2**power for power in range(_MOST_MICRO_BATCH.bit_length())]
-
-    def cells(self) -> Iterator[PlannedCell]:
-        """Every candidate; of micro-batches, in order, those up to the first that does not fit."""
-        question = self._question
-        for mesh in self._meshes():
-            for stages in self._stages(mesh):
-                for precision in question.precisions:
-                    for recompute in self._recompute:
-                        for micro_batch in self._micro_batches():
-                            found = list(self._with(mesh, stages, precision, recompute, micro_batch))
-                            yield from found
-                            if found and all(one.missing_bytes for one in found):
-                                break
-
-    def _with(
-        self, mesh: Mesh, stages: tuple[int, int], precision: str, recompute: bool, micro_batch: int
-    ) -> Iterator[PlannedCell]:
-        for accumulate in self._accumulations(micro_batch):
-            yield self.plan(Cell(mesh, stages, micro_batch, accumulate, recompute, precision))
-
-    def _meshes(self) -> list[Mesh]:
-        question = self._question
-        if question.meshes is not None:
-            return list(question.meshes)
-        line = [Mesh(1, question.world)]
-        per_node = question.cluster.ranks_per_node
-        if question.nodes == 1 or per_node == 1 or question.world % per_node:
-            return line
-        # On hosts several nodes always are an axis of their own, as `make_collectives` has it.
-        return [*(line if question.on_cuda else ()), Mesh(question.nodes, per_node)]
-
-    def _stages(self, mesh: Mesh) -> list[tuple[int, int]]:
-        if self._question.stages is not None:
-            return [stages for stages in self._question.stages if mesh.outer > 1 or stages[0] == stages[1]]
-        return [
-            (outer, inner)
-            for inner in range(4)
-            for outer in (range(inner + 1) if mesh.outer > 1 else (inner,))
-        ]
-
-    def _accumulations(self, micro_batch: int) -> list[int]:
-        samples = self._question.samples_per_step
-        if samples is None:
-            return list(self._question.accumulate)
-        count, rest = divmod(samples, micro_batch * self._question.world)
-        return [count] if count and not rest else []
-
-    def plan(self, cell: Cell) -> PlannedCell:
-        """The memory of a cell, and its time where it fits."""
-        question = self._question
-        trace = self._traces.get(cell.micro_batch, cell.precision, recompute=cell.recompute)
-        placement = Placement.of(cell.stages if cell.mesh.outer > 1 else cell.stages[1], cell.mesh)
-        memory = self._memory_of(trace, placement, cell).of(trace)
-        planned = PlannedCell(cell, memory, question.room_bytes)
-        efficiency = question.efficiencies.get(cell.precision)
-        if efficiency is None or planned.missing_bytes:
-            return planned
-        timed = Timed(
-            trace.work,
-            self._layout,
-            placement,
-            element_sizes(Precision.of(cell.precision)),
-            micro_batches=cell.accumulate,
-        )
-        time = step_time(timed, question.cluster, efficiency)
-        units_per_s = trace.work.tokens * cell.accumulate / time.total_s
-        peak = question.cluster.device.flops.get(cell.precision)
-        flops = self._subject.flops_per_unit or _counted(trace)
-        mfu = units_per_s * flops / peak if peak else None
-        return PlannedCell(cell, memory, question.room_bytes, time, units_per_s, mfu)
-
-    def _memory_of(self, trace: ModelTrace, placement: Placement, cell: Cell) -> StepMemory:
-        key = placement, min(cell.accumulate, 3), id(trace.events)
-        if key not in self._steps:
-            step = Step(
-                self._layout,
-                placement,
-                element_sizes(Precision.of(cell.precision)),
-                on_cuda=self._question.on_cuda,
-                arriving=self._arriving(cell.mesh),
-            )
-            self._steps[key] = StepMemory(trace, step, accumulate=cell.accumulate)
-        return self._steps[key]
-
-    def _arriving(self, mesh: Mesh) -> int:
-        """Ranks that sockets join, of hosts on several nodes."""
-        if self._question.on_cuda or self._question.nodes == 1:
-            return 0
-        return mesh.outer if mesh.outer > 1 else mesh.inner
-
-    def assumptions(self) -> tuple[str, ...]:
-        """What figures rest on that nobody asked for."""
-        question, device = self._question, self._question.cluster.device
-        buckets = " and buckets" if question.bucket_mb is None else ""
-        lines = [*self._subject.assumptions, f"AdamW, one group of parameters, default units{buckets}."]
-        if question.on_cuda:
-            lines.append(
-                "CUDA itself takes 0.5 GB of a device (pytorch/torchcomms#777); NCCL's buffers and fragments of "
-                "torch's allocator are not counted."
-            )
-        if question.efficiencies and device.flops:
-            lines.append(
-                f"Links and the device's speed are those of {device.name}'s table; measure one with zerokit bench."
-            )
-        if question.room_bytes is not None and not question.on_cuda:
-            lines.append(
-                f"A rank may take {question.room_bytes / GIB:,.1f} GiB, its share of what this host has free."
-            )
-        if True in self._recompute:
-            lines.append("Recomputation checkpoints the children of every outermost ModuleList.")
-        if max(question.accumulate) > 1 or question.samples_per_step is not None:
-            lines.append(
-                "Micro-batches before the last run inside optimizer.accumulate(): whole gradients stay."
-            )
-        return tuple(lines)
-
-
-def _counted(trace: ModelTrace) -> float:
-    products = (p for use in trace.work.units for part in (use.forward, use.backward) for p in part.products)
-    return sum(product.flops for product in products) / trace.work.tokens
-
-
 def explain(plan: Plan) -> str:
-    """The reason why the best cell is the best, in one sentence. Raises `UsageError` where nothing fits."""
+    """The reason why the best cell is the best. Raises `UsageError` where nothing fits."""
     best, other = plan.best, plan.runner_up
     if best is None:
         raise UsageError("no cell fits")
@@ -365,7 +196,7 @@ def explain(plan: Plan) -> str:
     rank = f"is {ahead:.1%} faster than {name}"
     if ahead < 0.0005:
         rank = f"is as fast as {name}"
-    return f"{_sentence(best.cell.label)} {rank}, which {_difference(best, other)}; it {fits}."
+    return f"{_sentence(best.cell.label)} {rank}; the latter {_difference(best, other)}. The former {fits}."
 
 
 def _difference(best: PlannedCell, other: PlannedCell) -> str:

@@ -13,9 +13,10 @@ from zerokit.bench.record import Record, RecordError, read_record
 from zerokit.bench.record.settings import parse_mesh
 from zerokit.errors import UsageError
 from zerokit.placement import Mesh
-from zerokit.planning.cells import Plan, Question, plan_cells
+from zerokit.planning.cells import Plan, Question
 from zerokit.planning.efficiency import Efficiency, of_device
 from zerokit.planning.hardware import Cluster, Device, device_named, known_device, network, read_cluster
+from zerokit.planning.planner import plan_cells
 from zerokit.planning.subject import Subject
 
 _T = TypeVar("_T")

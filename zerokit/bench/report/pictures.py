@@ -26,6 +26,7 @@ from zerokit.bench.report.theme import colour
 NARROW = 350  # pixels: the narrowest column that a picture has to fit, that of a telephone
 DOTS = 300
 """The most steps of a row and points of a curve: more cannot be distinguished and make a page heavy."""
+_LETTER = 6.5  # pixels, of a letter in a legend
 _STATE = {"parameters": "first", "gradients": "third", "optimizer": "second", "buffers and buckets": "soft"}
 _COMMUNICATION = {"all else": "soft", "communication": "second"}
 _OWN = alt.Color("colour:N", scale=None)
@@ -129,7 +130,8 @@ def draw_bars(
             shade = colour((legend or {}).get(part, role))
             parts.append(own | {"part": part, "value": value, "place": place, "colour": shade})
         ends.append(own | {"low": max(end - row.error, 0.0), "high": end + row.error, "mark": row.mark})
-    fill = _legend(legend) if legend else _OWN
+    labels = max((len(row.cell) for row in rows), default=0)  # on the left of the legend, in smaller letters
+    fill = _legend(legend, NARROW - 5.5 * labels) if legend else _OWN
     y, room = _rows([f"{row.cell}\n{row.text}" for row in rows])
     axis = alt.Axis(title=scale.unit, tickCount=4)
     tooltip = [*_tooltip(part="", value=scale.unit)]
@@ -151,9 +153,9 @@ def draw_bars(
     )
 
 
-def _legend(roles: Mapping[str, str], **look: Any) -> alt.Color:
-    """Colours by name, and a legend of as many columns as fit the narrowest page."""
-    columns = max(1, int(NARROW / (24 + 7 * max(map(len, roles), default=1))))
+def _legend(roles: Mapping[str, str], width: float = NARROW, **look: Any) -> alt.Color:
+    """Colours by name, and a legend of as many columns as fit `width` pixels."""
+    columns = max(1, int(width / (24 + _LETTER * max(map(len, roles), default=1))))
     scale = alt.Scale(domain=list(roles), range=[colour(role) for role in roles.values()])
     return alt.Color("part:N", scale=scale, legend=alt.Legend(columns=columns, **look))
 

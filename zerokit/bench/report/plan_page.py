@@ -23,7 +23,9 @@ from zerokit.planning.timeline import Plan as Timed
 from zerokit.planning.timeline import step_time
 from zerokit.runtime.precision import Precision
 
-_ROLES = dict(zip(MEMORY_KINDS, ("first", "third", "second", "soft", "fourth"), strict=True))
+_SHORT = {kind: kind.split()[0] for kind in MEMORY_KINDS}
+"""Headings and labels that a narrow page has room for."""
+_ROLES = dict(zip(_SHORT.values(), ("first", "third", "second", "soft", "fourth"), strict=True))
 _LANES = {"compute": "first", "inner": "third", "outer": "second"}
 _MOST_ROWS = 14
 _MOST_SPANS = 400
@@ -37,7 +39,7 @@ def write_plan(plan: Plan, path: Path) -> None:
         plan=plan,
         cells=best_of_each(plan.fitting),
         hopeless=hopeless(plan),
-        kinds=MEMORY_KINDS,
+        kinds=_SHORT,
         gib=GIB,
     )
     write_text(text, path)
@@ -54,12 +56,12 @@ def pictures(plan: Plan) -> list[Picture]:
 def _memory(plan: Plan) -> Picture:
     rows = []
     for one in best_of_each([*best_of_each(plan.fitting), *best_of_each(plan.too_large)])[:_MOST_ROWS]:
-        sizes = {**one.memory.peak, "CUDA itself": one.memory.context}
+        sizes = {**{_SHORT[kind]: size for kind, size in one.memory.peak.items()}, "CUDA": one.memory.context}
         parts = [(kind, size / GIB, kind) for kind, size in sizes.items()]
         room = None if one.room_bytes is None else one.room_bytes / GIB
         rows.append(Row(_name(one), f"{one.memory.needed / GIB:,.1f} GiB", parts, mark=room))
     title = "Memory of a rank at its peak"
-    return draw_bars("memory", title, rows, Scale("GiB", 1.0, 1), {**_ROLES, "CUDA itself": "muted"})
+    return draw_bars("memory", title, rows, Scale("GiB", 1.0, 1), {**_ROLES, "CUDA": "muted"})
 
 
 def _name(one: PlannedCell) -> str:
@@ -81,7 +83,7 @@ def _step(best: PlannedCell) -> Picture:
         data_of(rows)
         .mark_bar(height=18, stroke=colour("ground"), strokeWidth=0.5)
         .encode(
-            x=alt.X("from:Q", axis=alt.Axis(title="ms", titleAnchor="end", grid=False)),
+            x=alt.X("from:Q", axis=alt.Axis(title="ms", titleAnchor="end", grid=False, tickCount=6)),
             x2="to:Q",
             y=alt.Y("lane:N", sort=lanes, axis=alt.Axis(title=None)),
             color=alt.Color("lane:N", scale=shades, legend=None),
