@@ -1,10 +1,10 @@
 """Planned beside measured steps on hosts: two ranks of one node, and of two nodes joined by slow links.
 
-In each round a record of one rank alone and the doctor's JSON are made, `zerokit plan` is asked with both, and then
-every cell is measured: stages 0 to 3 by micro-batches. Of the cells with the record's own micro-batch each planned step
-must be within 10 % of the measured one in the median of the rounds, and the cell that is planned to be the best must
-reach 97 % of the throughput of the best that was measured. Nodes are network namespaces of this machine, a rank takes
-one thread. Needs root and iproute2 for the links.
+In each round the doctor's JSON is made, and for each stage a record of one rank alone; every micro-batch is measured,
+and `zerokit plan` is asked with both. Each planned step of the record's own micro-batch must be within 10 % of the
+measured one in the median of the rounds, and the cell that is planned to be the best must reach 97 % of the throughput
+of the best that was measured. Nodes are network namespaces of this machine, a rank takes one thread. Needs root and
+iproute2 for the links.
 
 python benchmarks/plan_hosts.py
 python benchmarks/plan_hosts.py --places node --steps 10 --repeats 1 --batch-sizes 2,4
@@ -17,7 +17,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,8 +114,20 @@ def measure(bench: Bench, options: Any) -> list[Cell]:
 def measure_round(bench: Bench, options: Any, number: int) -> dict[tuple[int, int], tuple[float, float]]:
     """Planned and measured milliseconds of every cell, by stage and micro-batch.
 
-    A machine's speed drifts within minutes, so each round begins with a record and a doctor's report of its own.
+    A machine's speed drifts within minutes, so each round begins with a doctor's report of its own, and each stage with
+    a record.
     """
+    doctor = bench.folder / f"doctor{number}.json"
+    doctor.write_text(bench.together("doctor", str(bench.folder), "--json", codes=(0, 5)))
+    found: dict[tuple[int, int], tuple[float, float]] = {}
+    for stage in range(4):
+        found.update(_measure_stage(bench, options, doctor, stage))
+    return found
+
+
+def _measure_stage(
+    bench: Bench, options: Any, doctor: Path, stage: int
+) -> Iterator[tuple[tuple[int, int], tuple[float, float]]]:
     model = ["--model", options.model, "--seq-len", str(options.seq_len), "--precision", "fp32"]
     timed = [
         "--data",
@@ -127,24 +139,19 @@ def measure_round(bench: Bench, options: Any, number: int) -> dict[tuple[int, in
         "--steps",
         str(options.steps),
     ]
-    record, doctor, sweep = (
-        bench.folder / name for name in (f"alone{number}.json", f"doctor{number}.json", f"sweep{number}")
-    )
+    record = doctor.with_name(f"alone-{doctor.stem}-{stage}.json")
+    sweep = doctor.with_name(f"sweep-{doctor.stem}-{stage}")
     own = ["--batch-size", str(options.batch_size), "--nproc-per-node", "1", "--output", str(record)]
     bench.alone("bench", *model, *timed, *own)
-    doctor.write_text(bench.together("doctor", str(bench.folder), "--json", codes=(0, 5)))
+    cells = ["--stage", str(stage), "--batch-size", options.batch_sizes]
+    bench.together("bench", *model, *timed, *cells, "--output", str(sweep))
     asked = ["--gpus", "2", "--device", "cpu", "--from", str(record), "--cluster", str(doctor)]
     asked += ["--batch-size", options.batch_sizes, "--seq-len", str(options.seq_len), "--no-recompute"]
-    answer = json.loads(bench.alone("plan", options.model, *asked, "--json"))
-    planned = {(one["stage"], one["batch_size"]): one["step_ms"] for one in answer["fitting"]}
-    cells = ["--stage", "0,1,2,3", "--batch-size", options.batch_sizes]
-    bench.together("bench", *model, *timed, *cells, "--output", str(sweep))
-    found = {}
+    answer = json.loads(bench.alone("plan", options.model, *asked, "--stage", str(stage), "--json"))
+    planned = {one["batch_size"]: one["step_ms"] for one in answer["fitting"]}
     for one in in_folder(sweep):
-        key = one.settings.stage, one.settings.batch_size
         slowest = [max(step) for step in zip(*(rank.step_ms for rank in one.ranks), strict=True)]
-        found[key] = planned[key], median(slowest)
-    return found
+        yield (stage, one.settings.batch_size), (planned[one.settings.batch_size], median(slowest))
 
 
 def judge(place: str, cells: Sequence[Cell], own: int) -> bool:
