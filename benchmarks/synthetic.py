@@ -76,7 +76,7 @@ def _crc_of_zeros(size: int) -> int:
 
 def _write_step(path: Path, layout: Layout, data: Callable[[Extent], bytes | None]) -> None:
     """Write a step; what `data` gives no bytes of is a hole."""
-    streams = tuple(Stream(kind, "float32", tuple(range(len(layout.line)))) for kind in KINDS)
+    streams = tuple(Stream(kind, "float32", tuple(range(len(layout.parameters)))) for kind in KINDS)
     path.mkdir(parents=True)
     files, crcs = [], {(stream, p): array("I") for stream in range(len(KINDS)) for p in streams[0].parameters}
     for rank in range(layout.world):

@@ -163,7 +163,7 @@ def check_dcp(data: bytes) -> None:
     sizes = dict(source.held_files())
     for number, stream in enumerate(source.streams):
         for position in stream.parameters:
-            parameter = source.layout.line[position]
+            parameter = source.layout.parameters[position]
             for stretch in source.locate(number, position, Interval(0, parameter.numel)):
                 end = stretch.offset + stretch.interval.numel * stream.element_bytes
                 assert end <= sizes[source.file_path(stretch.file).name]

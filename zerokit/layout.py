@@ -234,21 +234,15 @@ class Layout:
             for whole in unit.slices:
                 self._by_name[whole.parameter.name] = (unit, whole)
 
-    @property
-    def parameters(self) -> Iterator[Parameter]:
-        """Every parameter once, in line order."""
-        for unit in self.units:
-            yield from unit.parameters
-
     @cached_property
-    def line(self) -> tuple[Parameter, ...]:
-        """`parameters`, cached: each at its position."""
-        return tuple(self.parameters)
+    def parameters(self) -> tuple[Parameter, ...]:
+        """Every parameter once, each at its position in the line."""
+        return tuple(parameter for unit in self.units for parameter in unit.parameters)
 
     @cached_property
     def positions(self) -> dict[str, int]:
         """Each parameter's position in the line, by its name."""
-        return {parameter.name: position for position, parameter in enumerate(self.line)}
+        return {parameter.name: position for position, parameter in enumerate(self.parameters)}
 
     def owned(self, rank: int) -> Iterator[tuple[int, Interval]]:
         """`(position, elements)` of what rank `rank` holds, in line order."""
@@ -289,7 +283,7 @@ class Layout:
 
     def owners(self, position: int) -> range:
         """The ranks that hold some of a parameter, which are neighbours; none if it has no elements."""
-        unit, whole = self._by_name[self.line[position].name]
+        unit, whole = self._by_name[self.parameters[position].name]
         if not whole.interval.numel:
             return range(0)
         return range(whole.offset // unit.shard_numel, (whole.memory.stop - 1) // unit.shard_numel + 1)
@@ -299,7 +293,7 @@ class Layout:
 
         `cut` is what the rank holds, `part` what is wanted of it; no part is empty. All is wanted by default.
         """
-        unit, whole = self._by_name[self.line[position].name]
+        unit, whole = self._by_name[self.parameters[position].name]
         wanted = whole.interval if wanted is None else wanted
         if not wanted.numel:
             return

@@ -17,7 +17,7 @@ def held_bytes(source: Source) -> dict[str, bytes]:
     held = {}
     for number, stream in enumerate(source.streams):
         for position in stream.parameters:
-            parameter = source.layout.line[position]
+            parameter = source.layout.parameters[position]
             content = bytearray()
             for stretch in source.locate(number, position, Interval(0, parameter.numel)):
                 size = stretch.interval.numel * stream.element_bytes

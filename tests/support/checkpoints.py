@@ -125,7 +125,7 @@ def write_checkpoint(path: Path, layout: Layout, content: Content) -> Manifest:
         body = b""
         for extent in file.extents:
             stream = content.streams[extent.stream]
-            name = layout.line[extent.position].name
+            name = layout.parameters[extent.position].name
             whole = content.values[stream.kind, name]
             piece = whole[
                 extent.interval.start * stream.element_bytes : extent.interval.stop * stream.element_bytes

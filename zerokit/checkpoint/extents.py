@@ -81,7 +81,7 @@ def rank_file(layout: Layout, streams: Sequence[Stream], step: int, rank: int) -
         for number, stream in enumerate(streams)
         for position in stream.among(owned)
     ]
-    line = layout.line
+    line = layout.parameters
     header, offsets = lay_out(
         (
             (f"{streams[number].kind}/{line[position].name}", streams[number].dtype, (interval.numel,))

@@ -304,7 +304,7 @@ def _check_members(plain: dict[str, Any], manifest: Manifest) -> None:
 
 def _check_groups(plain: dict[str, Any], manifest: Manifest) -> None:
     groups = member(plain, "groups", list)
-    needed = 1 + max((p.group for p in manifest.layout.line if p.trainable), default=-1)
+    needed = 1 + max((p.group for p in manifest.layout.parameters if p.trainable), default=-1)
     if len(groups) < needed:
         raise ValueError(f"'groups' has {len(groups)} elements, expected one for each of {needed} groups")
     for number, group in enumerate(groups):

@@ -51,7 +51,7 @@ class Checkpoint(Source):
         float32, exactly. Raises `UsageError` for a stream or name that is not there, `CheckpointError` for damage.
         """
         number, position = self.find(stream, name)
-        parameter = self.layout.line[position]
+        parameter = self.layout.parameters[position]
         for rank, _, _ in self.manifest.slices(
             number, position
         ):  # before memory is taken that they may not justify
@@ -166,7 +166,7 @@ class Checkpoint(Source):
         pieces = Pieces.joined(by_rank)
         lines = []
         for number, position in pieces.parameters():
-            stream, name = self.streams[number], self.layout.line[position].name
+            stream, name = self.streams[number], self.layout.parameters[position].name
             slices = {cut: (rank, crc) for rank, cut, crc in self.manifest.slices(number, position)}
             for cut, piece in along(pieces.parts(number, position), slices):
                 rank, crc = slices[cut]
@@ -196,7 +196,7 @@ class Checkpoint(Source):
         for position in self.streams[stream].parameters:
             slices = self.manifest.slices(stream, position)
             whole = combine(Piece(crc, cut.numel * element) for _, cut, crc in slices)
-            yield self.layout.line[position].name, whole
+            yield self.layout.parameters[position].name, whole
 
     def whole_files(self) -> Iterator[tuple[File, bytes | None]]:
         yield self.manifest.common, None
@@ -238,7 +238,7 @@ class Checkpoint(Source):
     @cached_property
     def _positions(self) -> dict[str, int]:
         """By every name, aliases too."""
-        line = enumerate(self.layout.line)
+        line = enumerate(self.layout.parameters)
         return {name: position for position, p in line for name in (p.name, *p.aliases)}
 
 

@@ -91,7 +91,7 @@ class Source(ABC):
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every parameter's shape by its name, in the order of the line; tied ones by their first name only."""
-        return {parameter.name: parameter.shape for parameter in self.layout.line}
+        return {parameter.name: parameter.shape for parameter in self.layout.parameters}
 
     @property
     def names(self) -> list[str]:

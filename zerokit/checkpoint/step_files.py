@@ -46,7 +46,7 @@ def write_rank(
     """Write a rank's file in the directory `work`. Raises `CheckpointError`."""
     if not work.is_dir():
         raise CheckpointError(f"{work}: not there: the run directory is not shared between the nodes")
-    path, line = work / file.name, layout.line
+    path, line = work / file.name, layout.parameters
     wanted = {(streams[e.stream].kind, line[e.position].name) for e in file.extents}
     if missing := sorted(wanted - slices.keys()):
         kind, name = missing[0]

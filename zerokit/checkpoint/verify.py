@@ -168,7 +168,7 @@ class _Verification:
             for extent in file.extents:
                 if problem := self._problem(fd, extent, rank, size, path):
                     kind = checkpoint.streams[extent.stream].kind
-                    name, part = checkpoint.layout.line[extent.position].name, extent.interval
+                    name, part = checkpoint.layout.parameters[extent.position].name, extent.interval
                     yield Finding(file.name, problem, kind, name, part.start, part.stop)
 
     def _problem(self, fd: int, extent: Extent, rank: int, size: int, path: Path) -> str:

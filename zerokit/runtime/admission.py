@@ -44,10 +44,10 @@ def _describe(layout: Layout) -> dict[str, str]:
     units = [unit.name for unit in layout.units]
     return {
         "bucket_mb": f"{layout.bucket_bytes} bytes",
-        "the number of parameters": str(len(layout.line)),
+        "the number of parameters": str(len(layout.parameters)),
         **{
             p.name: f"{p.dtype}{list(p.shape)} in group {p.group}{'' if p.trainable else ' (frozen)'}"
-            for p in layout.line
+            for p in layout.parameters
         },
         "the division by units=": f"{len(units)} units ({', '.join(units[:2])}, …)",
     }

@@ -312,8 +312,7 @@ class ZeroOptimizer(ForwardingOptimizer):
             yield
 
     def _end_step(self) -> None:
-        counters, self._collectives.counters = self._collectives.counters, Counters()
-        self._last_counters = counters
+        self._last_counters, self._collectives.counters = self._collectives.counters, Counters()
 
     # ---- reports
 
@@ -338,13 +337,12 @@ class ZeroOptimizer(ForwardingOptimizer):
     def predicted_traffic(self, *, micro_batches: int = 1, reductions: int = 1) -> TrafficReport:
         """The predicted traffic of a step, from the layout alone; the first step at stages 1 and 2 moves less."""
         sizes = element_bytes(self.precision, self.runtime.states, averaged=self.ema is not None)
-        order = self._gathering.order
         return predict_traffic(
             self.layout,
             placement=self.runtime.placement,
             sizes=sizes,
-            order=order.forward,
-            kept=order.kept,
+            order=self._gathering.order.forward,
+            kept=self._gathering.order.kept,
             micro_batches=micro_batches,
             reductions=reductions,
         )

@@ -28,7 +28,7 @@ from zerokit.training.differences import KNOWN, LOST, Differences
 from zerokit.training.exchange import Exchange, Synchronisation
 from zerokit.training.fragments import Fragment, Region, divide
 from zerokit.training.masters import Masters
-from zerokit.training.outer import ANCHOR, FP32, KEPT_APART, Outer, OuterOptimizer, Part
+from zerokit.training.outer import ANCHOR, FP32, Outer, OuterOptimizer, Part
 from zerokit.training.round_traffic import RoundTraffic
 
 DILOCO: OuterOptimizer = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
@@ -107,8 +107,7 @@ class LocalSteps:
         self._masters = Masters(optimizer)
         divided = divide(optimizer.layout, fragments, every)
         self._exchange = Exchange(islands)
-        self._saves = Exchange(islands)
-        """Apart, for saves beside the training."""
+        self._saves = Exchange(islands)  # apart, for saves beside the training
         settings = {
             **self._masters.describe(),
             "every": str(every),
@@ -208,7 +207,7 @@ class LocalSteps:
         self._start(part, due=self.steps + self.delay, seconds=_SHARE_OF_TIME * turn * step_s)
 
     def _start(self, part: Part, *, due: int, seconds: float | None) -> _Pending:
-        buffer = self._region_of_masters(part)
+        buffer = self._masters.region(part.region)
         name = f"synchronisation of fragment {part.fragment.index} after step {self.steps}"
         update = functools.partial(self._outer.update, part, self._outer.stepping())
         work = Synchronisation(name, buffer, update, seconds, part.differences)
@@ -216,12 +215,6 @@ class LocalSteps:
         self._pending.append(pending)
         self._exchange.start(work)
         return pending
-
-    def _region_of_masters(self, part: Part) -> Tensor:
-        buffer = torch.zeros(part.region.numel)
-        for index, place in part.split(buffer).items():
-            self._masters.read(index, place)
-        return buffer
 
     def _apply(self, one: _Pending, weight: float | None = None) -> None:
         """Wait for a fragment and take it in, on all ranks of the island or on none."""
@@ -312,43 +305,25 @@ class LocalSteps:
 
     def accepted(self, names: Iterable[str]) -> list[str]:
         """Those streams of a checkpoint that fit; all states of the outer optimizer or none, which then begin anew."""
-        states = set(names) - KEPT_APART
-        return sorted(set(names) if states == self._outer.kinds else set(names) & KEPT_APART)
+        return self._outer.accepted(names)
 
     def expect(self, names: Iterable[str]) -> dict[str, dict[int, Tensor]]:
         """Room for the streams of these names that a checkpoint has, to be filled and given to `restore`."""
-        return {
-            name: {
-                unit.index: torch.zeros(unit.shard_numel)
-                for part in self._parts
-                for unit in part.fragment.units
-            }
-            for name in names
-        }
+        return self._outer.room(names)
 
     def restore(self, streams: Mapping[str, Mapping[int, Tensor]], plain: Mapping[str, Any] | None) -> None:
         """Go on from a checkpoint's state; from one without it, begin the first round with the weights of now.
 
         Raises `UsageError` for a checkpoint with a fragment in flight where fragments are others here.
         """
-        if plain is not None and plain["pending"] and plain["fragments"] != self._outer.fragment_names():
-            raise UsageError(
-                f"the checkpoint was saved while a fragment was in flight, and has {len(plain['fragments'])} fragments "
-                f"of other units than the {len(self._parts)} here: build LocalSteps and ZeroOptimizer with the "
-                "fragments, units and bucket_mb that were saved, or save after synchronize()"
-            )
-        if self._outer.form is None and any(shard.any() for shard in streams.get(LOST, {}).values()):
-            raise UsageError(
-                "the checkpoint holds what a narrow wire between islands has rounded away, which would be lost here: "
-                "build LocalSteps with wire='int8' or 'int4', or save without it"
-            )
+        self._outer.require_loadable(streams, plain)
         self._forget()
         regions: dict[int, Tensor] = {}
         for part in self._parts:
             if part.anchor is None:
                 continue
             filled = {name: part.join(shards) for name, shards in streams.items()}
-            filled.setdefault(ANCHOR, self._region_of_masters(part))
+            filled.setdefault(ANCHOR, self._masters.region(part.region))
             if part.differences is not None and KNOWN not in filled:
                 known = filled[ANCHOR].clone()  # islands may differ in what they have loaded
                 self._exchange.gather("load", known)
@@ -385,9 +360,8 @@ class LocalSteps:
 
     def _note_pending(self) -> None:
         """Record that nothing but what was loaded is in flight."""
-        self._synchronized_at = (
-            min((one.due - self.delay for one in self._pending), default=self.steps + 1) - 1
-        )
+        begun = [one.due - self.delay for one in self._pending]
+        self._synchronized_at = min(begun, default=self.steps + 1) - 1
 
     def committed(self, step: int) -> None:
         """Return when the save of `step` is complete on every island. Called by one rank of each."""
@@ -413,7 +387,7 @@ class LocalSteps:
         name = "start of LocalSteps"
         self._masters.settle()
         for part in self._parts:
-            buffer = self._region_of_masters(part)
+            buffer = self._masters.region(part.region)
             self._exchange.broadcast(name, buffer)
             self._masters.mix(part.split(buffer), 1.0)
             part.set_anchor(buffer)

@@ -14,6 +14,7 @@ from zerokit.runtime.collectives import Counters
 from zerokit.runtime.measure import traffic_of
 from zerokit.runtime.optimizer import ZeroOptimizer
 from zerokit.runtime.unit import write_back
+from zerokit.training.fragments import Region
 
 _FP32 = 4
 
@@ -50,7 +51,7 @@ class Masters:
         self._runtime.settle()
 
     @torch.no_grad()
-    def read(self, index: int, out: Tensor) -> None:
+    def _read(self, index: int, out: Tensor) -> None:
         """Copy this rank's shard of unit `index` to `out` [shard_numel]."""
         state = self._runtime.units[index]
         shard = state.unit.shard(self.rank)
@@ -59,6 +60,13 @@ class Masters:
             if both.numel:
                 values = master.tensor.detach()[_within(both, master.interval)]
                 out[_within(both, shard)] = values.to(out.device, out.dtype)
+
+    def region(self, region: Region) -> Tensor:
+        """The masters of a region [numel], in fp32."""
+        values = torch.zeros(region.numel)
+        for unit, place in region.shards():
+            self._read(unit.index, values[place.start : place.stop])
+        return values
 
     @torch.no_grad()
     def mix(self, shards: Mapping[int, Tensor], weight: float) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -232,6 +232,16 @@ class Outer:
         if self.optimizer is not None and part.anchor is not None and states:
             self.optimizer.state[part.anchor] = states
 
+    def accepted(self, names: Iterable[str]) -> list[str]:
+        """Those streams that fit here; all states of the optimizer or none, which then begin anew."""
+        states = set(names) - KEPT_APART
+        return sorted(set(names) if states == self.kinds else set(names) & KEPT_APART)
+
+    def room(self, names: Iterable[str]) -> dict[str, dict[int, Tensor]]:
+        """Zeros for the shards of the streams of these names, by unit."""
+        units = [unit for part in self.parts for unit in part.fragment.units]
+        return {name: {unit.index: torch.zeros(unit.shard_numel) for unit in units} for name in names}
+
     def fragment_names(self) -> list[list[str]]:
         """The names of the units of each fragment."""
         return [[unit.name for unit in part.fragment.units] for part in self.parts]
@@ -254,6 +264,22 @@ class Outer:
             raise LayoutMismatch(
                 "this state has other fragments, another wire or another outer optimizer than LocalSteps here: create "
                 "it with the arguments that were saved, or use a zerokit checkpoint"
+            )
+
+    def require_loadable(
+        self, streams: Mapping[str, Mapping[int, Tensor]], plain: Mapping[str, Any] | None
+    ) -> None:
+        """Raise `UsageError` where a checkpoint has in flight, or owes, what would be lost here."""
+        if plain is not None and plain["pending"] and plain["fragments"] != self.fragment_names():
+            raise UsageError(
+                f"the checkpoint was saved while a fragment was in flight, and has {len(plain['fragments'])} fragments "
+                f"of other units than the {len(self.parts)} here: build LocalSteps and ZeroOptimizer with the "
+                "fragments, units and bucket_mb that were saved, or save after synchronize()"
+            )
+        if self.form is None and any(shard.any() for shard in streams.get(LOST, {}).values()):
+            raise UsageError(
+                "the checkpoint holds what a narrow wire between islands has rounded away, which would be lost here: "
+                "build LocalSteps with wire='int8' or 'int4', or save without it"
             )
 
     @torch.no_grad()

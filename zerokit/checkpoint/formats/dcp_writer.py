@@ -165,7 +165,7 @@ def _write(source: Source, world: int, work: Path, options: Options) -> None:
 
 def _items(source: Source, world: int, dropped: list[str]) -> Iterator[_Item]:
     """All that is written; what is left out is added to `dropped`."""
-    line = source.layout.line
+    line = source.layout.parameters
     for number, stream in enumerate(source.streams):
         for position in stream.parameters:
             parameter = line[position]
@@ -193,7 +193,7 @@ def _items(source: Source, world: int, dropped: list[str]) -> Iterator[_Item]:
 
 def _states(source: Source, extra: Mapping[str, Any], dropped: list[str]) -> Iterator[_Item]:
     """Step counts, other states and the groups' options."""
-    line = source.layout.line
+    line = source.layout.parameters
     dropped += [key for key in ("scaler", LOCAL_STEPS) if extra.get(key)]
     if any(name.startswith(GENERATOR_PREFIX) for name in source.common_forms):
         dropped.append("random number generators")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -222,28 +222,12 @@ class Reader:
                 deepspeed_cut.lay_out(shapes, self.world, paddings[number] if paddings else None)
                 for number, shapes in enumerate(self.shapes)
             ]
-        return list(self._sub_groups())
-
-    def _sub_groups(self) -> Iterator[SubGroup]:
         sizes = [tensor.numel for tensor in self.masters(0)]
         group_of = {n: group for group, options in enumerate(self.options(0)) for n in options["params"]}
-        number, filled = 0, 0
-        members: dict[str, int] = {}
-        for name, shape in ((name, shape) for shapes in self.shapes for name, shape in shapes.items()):
-            members[name] = math.prod(shape)
-            filled += deepspeed_cut.part_size(members[name], self.world)
-            if number >= len(sizes) or filled > sizes[number]:
-                raise CheckpointError(
-                    f"{self.files.optimizers[0]}: its sub-groups have {sizes} elements and do not end between "
-                    f"parameters, at {name}: zerokit does not read states that were offloaded to NVMe"
-                )
-            if filled == sizes[number]:
-                yield SubGroup(self.world, group_of[number], members)
-                number, filled, members = number + 1, 0, {}
-        if number != len(sizes) or members:
-            raise CheckpointError(
-                f"{self.files.optimizers[0]}: {len(sizes)} sub-groups, but parameters fill {number}"
-            )
+        try:
+            return deepspeed_cut.saved_sub_groups(self.shapes, self.world, sizes, group_of)
+        except ValueError as error:
+            raise CheckpointError(f"{self.files.optimizers[0]}: {error}") from error
 
     def state(self, rank: int) -> dict[int, dict[str, Any]]:
         """The optimizer's states of a rank, by group (stages 1 and 2) or sub-group."""

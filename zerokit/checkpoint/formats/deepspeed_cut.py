@@ -120,3 +120,33 @@ def sub_groups(groups: Sequence[Mapping[str, Sequence[int]]], world: int, limit:
                 members, filled = {}, 0
         if members:
             yield SubGroup(world, number, members)
+
+
+def saved_sub_groups(
+    groups: Sequence[Mapping[str, Sequence[int]]],
+    world: int,
+    sizes: Sequence[int],
+    group_of: Mapping[int, int],
+) -> list[SubGroup]:
+    """The sub-groups of a checkpoint: of `sizes` elements a rank, each of the group that `group_of` says.
+
+    Raises `ValueError` where they do not end between parameters.
+    """
+    found: list[SubGroup] = []
+    members: dict[str, int] = {}
+    filled = 0
+    for name, shape in ((name, shape) for shapes in groups for name, shape in shapes.items()):
+        members[name] = math.prod(shape)
+        filled += part_size(members[name], world)
+        number = len(found)
+        if number >= len(sizes) or filled > sizes[number]:
+            raise ValueError(
+                f"its sub-groups have {list(sizes)} elements and do not end between parameters, at {name}: zerokit "
+                "does not read states that were offloaded to NVMe"
+            )
+        if filled == sizes[number]:
+            found.append(SubGroup(world, group_of[number], members))
+            filled, members = 0, {}
+    if len(found) != len(sizes) or members:
+        raise ValueError(f"{len(sizes)} sub-groups, but parameters fill {len(found)}")
+    return found

@@ -79,7 +79,7 @@ def _foreign(folder: Path) -> str:
 class _Writer:
     def __init__(self, source: ForeignCheckpoint, reader: Reader, world: int) -> None:
         self.source, self.reader, self.world = source, reader, world
-        line = source.layout.line
+        line = source.layout.parameters
         self.streams = {
             (stream.kind, line[position].name): number
             for number, stream in enumerate(source.streams)

@@ -66,7 +66,7 @@ class ForeignCheckpoint(Source):
             ),
         )
         by_name = {stored.parameter.name: stored for stored in described.parameters}
-        line = [by_name[parameter.name] for parameter in layout.line]
+        line = [by_name[parameter.name] for parameter in layout.parameters]
         held: dict[tuple[str, str], list[int]] = {}
         scalars: dict[tuple[str, str, tuple[int, ...]], list[int]] = {}
         for position, stored in enumerate(line):
@@ -281,7 +281,7 @@ class ForeignCheckpoint(Source):
 
     def checksums(self, stream: int) -> Iterator[tuple[str, Piece]]:
         for position in self.streams[stream].parameters:
-            name = self.layout.line[position].name
+            name = self.layout.parameters[position].name
             yield (
                 name,
                 self._read_checksum(self._stretches[stream, position], self.streams[stream].element_bytes),
