@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file
 from benchmarks.measuring import ROOT, bar_holds, machine, make_parser, plain_table, write_json
 from benchmarks.slow_link import limit
 from tests.support.namespaces import Hosts, refusal, two_hosts
-from zerokit.bench.record.runs import in_folder
+from zerokit.bench.record.record import in_folder
 
 PLACES = {"node": 0.0, "1gbit": 1.0, "100mbit": 0.1}
 """Gbit/s between two nodes; 0 for one node."""

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from benchmarks.measuring import bar_holds, plain_table
 from benchmarks.plan_rows import SHAPES, PublishedMemory, Row, read_rows
-from zerokit.bench.catalogue.sizes import LlamaConfig
+from zerokit.bench.catalogue.workloads import LlamaConfig
 from zerokit.bench.workloads.models import Decoder
 from zerokit.formulas import ElementBytes
 from zerokit.placement import Mesh, Placement

@@ -40,8 +40,8 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.measuring import plain_table  # noqa: E402
 from zerokit.bench.comparison.cells import Cell, make_cells  # noqa: E402
-from zerokit.bench.comparison.losses import disagreements  # noqa: E402
-from zerokit.bench.record.runs import Run, in_folder  # noqa: E402
+from zerokit.bench.comparison.differences import disagreements  # noqa: E402
+from zerokit.bench.record.record import Run, in_folder  # noqa: E402
 from zerokit.errors import ZerokitError  # noqa: E402
 
 NO_GPU = 4

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tests.bench.records import make_record
-from zerokit.bench.record import Record, write_record
-from zerokit.bench.record.progress import Progress
+from zerokit.bench.record.record import Record, write_record
 from zerokit.bench.record.schema import from_plain
 from zerokit.bench.record.settings import Settings
-from zerokit.bench.record.sweep import Trial
+from zerokit.bench.record.status import Progress
 from zerokit.bench.run.session import Host
+from zerokit.bench.run.sweep import Trial
 
 
 class Stopped(Exception):

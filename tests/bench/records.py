@@ -7,7 +7,7 @@ import json
 import random
 from dataclasses import asdict, replace
 
-from zerokit.bench.record import (
+from zerokit.bench.record.measured import (
     Bandwidth,
     Data,
     DeviceMemory,
@@ -16,13 +16,12 @@ from zerokit.bench.record import (
     Model,
     Phases,
     Rank,
-    Record,
     Samples,
     Traffic,
     Twin,
-    summarise,
-    with_twin,
 )
+from zerokit.bench.record.record import Record
+from zerokit.bench.record.results import summarise, with_twin
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.record.statistics import Summary
 from zerokit.bench.record.status import Status

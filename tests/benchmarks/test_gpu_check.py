@@ -19,7 +19,7 @@ import pytest
 
 from tests.bench.records import make_cell, make_failure
 from tests.support.distributed import run_alone
-from zerokit.bench.record import write_record
+from zerokit.bench.record.record import write_record
 from zerokit.cli.bench import command as bench
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -36,7 +36,7 @@ from zerokit.checkpoint.run import (
     steps_to_supersede,
     write_latest,
 )
-from zerokit.cli.text import decimal_size
+from zerokit.cli.work import decimal_size
 from zerokit.errors import CheckpointError, UsageError
 from zerokit.process import Process
 

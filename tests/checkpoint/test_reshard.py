@@ -24,7 +24,7 @@ from tests.support.checkpoints import (
 )
 from tests.support.crashes import read_tree
 from zerokit.checkpoint import copying
-from zerokit.cli.text import decimal_size
+from zerokit.cli.work import decimal_size
 from zerokit.errors import CheckpointError
 from zerokit.layout import Layout, Parameter, Segment, build_layout
 

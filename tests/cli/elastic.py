@@ -12,7 +12,7 @@ from pathlib import Path
 import zerokit
 from tests.cli.commands import processes_of
 from zerokit.bench.record.journal import Part
-from zerokit.bench.workloads.sources import draw_seed
+from zerokit.bench.workloads.build import draw_seed
 
 MINE = '''
 import os, time

@@ -12,8 +12,7 @@ import pytest
 
 from tests.cli.commands import environment
 from tests.support.checkpoints import example_content, example_layout, write_checkpoint
-from zerokit.cli.text import decimal_size
-from zerokit.cli.work import byte_bar
+from zerokit.cli.work import byte_bar, decimal_size
 from zerokit.text import printable
 
 

@@ -27,7 +27,7 @@ from tests.cli.commands import (
 )
 from tests.cli.inside import Strike, zerokit_inside
 from zerokit.bench.catalogue.workloads import describe
-from zerokit.bench.record import Record, read_record
+from zerokit.bench.record.record import Record, read_record
 
 if TYPE_CHECKING:
     from mlflow.entities import Run

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.cli.commands import zerokit
-from zerokit.bench.record import read_record
+from zerokit.bench.record.record import read_record
 
 MINE = """
 import torch

@@ -17,7 +17,7 @@ from rich.console import Console
 from tests.bench.records import make_cell, make_failure, make_sweep
 from tests.cli.commands import environment
 from tests.cli.inside import zerokit_inside
-from zerokit.bench.record import write_record
+from zerokit.bench.record.record import write_record
 from zerokit.cli import cli
 from zerokit.errors import ZerokitError
 

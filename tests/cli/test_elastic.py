@@ -26,7 +26,7 @@ from tests.cli.elastic import (
     trained,
 )
 from tests.cli.inside import Strike, zerokit_inside
-from zerokit.bench.record import Record, read_record
+from zerokit.bench.record.record import Record, read_record
 from zerokit.cli import cli
 
 pytestmark = [

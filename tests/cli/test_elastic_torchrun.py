@@ -22,7 +22,7 @@ from tests.cli.elastic import (
     require_plain_order,
     trained,
 )
-from zerokit.bench.record import read_record
+from zerokit.bench.record.record import read_record
 from zerokit.launch.network import free_port
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")

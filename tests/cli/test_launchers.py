@@ -29,7 +29,7 @@ from tests.cli.commands import (
 )
 from tests.launch.clusters import logged_runs
 from tests.launch.ranks import alive, wait_for
-from zerokit.bench.record import read_record
+from zerokit.bench.record.record import read_record
 from zerokit.cli import cli
 from zerokit.cli.launchers import choose_launcher, read_variables
 from zerokit.errors import UsageError

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.bench.records import make_sweep
-from zerokit.cli.pictures import pictures, write_report
+from zerokit.cli.display import pictures, write_report
 
 
 def test_a_machine_without_altair_gets_a_warning_in_the_place_of_a_page(

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from tests.bench.records import make_cell, make_record
 from tests.cli.commands import zerokit
 from tests.cli.inside import zerokit_inside
-from zerokit.bench.record import write_record
+from zerokit.bench.record.record import write_record
 from zerokit.bench.tracking.push import Found, Tracker
 from zerokit.bench.tracking.store import Tracking
 from zerokit.cli import cli

@@ -14,8 +14,8 @@ from click.testing import CliRunner
 
 from tests.cli.commands import TINY, children_of, processes_of, start, training, wait_for
 from tests.cli.inside import Strike, zerokit_inside
-from zerokit.bench.record import Record, read_record
-from zerokit.bench.record.sweep import SweepFolder
+from zerokit.bench.record.record import Record, read_record
+from zerokit.bench.run.sweep import SweepFolder
 from zerokit.cli import cli
 
 # MLflow and what it imports warn of their own deprecations.

@@ -20,7 +20,7 @@ from tests.launch.clusters import ROOT, logged_runs
 from tests.launch.manifests import require_known
 from tests.support.namespaces import Hosts, two_hosts
 from tests.support.slurm import Cluster, cluster
-from zerokit.bench.record import read_record
+from zerokit.bench.record.record import read_record
 
 _CHAPTER = (ROOT / "docs" / "clusters.md").read_text(encoding="utf-8")
 _BLOCKS = re.findall(r"^```sh\n(.*?)^```$", _CHAPTER, re.MULTILINE | re.DOTALL)

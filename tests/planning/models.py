@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zerokit.bench.catalogue.sizes import ResNetConfig
+from zerokit.bench.catalogue.workloads import ResNetConfig
 from zerokit.bench.plans.subjects import OwnLoss
 from zerokit.bench.workloads.library import make_library
 from zerokit.bench.workloads.own import Own

@@ -36,10 +36,12 @@ COMMANDS = {
     "prune": "Remove a run's older steps and the files of killed writers.",
     "diff": "Compare two checkpoints of any world sizes, without reading their data.",
 }
+_CONVERSIONS = ("reshard", "convert", "consolidate")
+_CHECKPOINTS = ("inspect", "verify", "prune", "diff")
 
 
 class _Commands(click.Group):
-    """A group whose commands live in `zerokit.cli.<name>` under the name `command`."""
+    """A group whose commands live in `zerokit.cli.<name>` as `command`, or together in one module by their names."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -47,7 +49,9 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        command: click.Command = import_module(f"zerokit.cli.{cmd_name}").command
+        room = {**dict.fromkeys(_CONVERSIONS, "conversions"), **dict.fromkeys(_CHECKPOINTS, "checkpoints")}
+        module = import_module(f"zerokit.cli.{room.get(cmd_name, cmd_name)}")
+        command: click.Command = getattr(module, cmd_name if cmd_name in room else "command")
         return command
 
     def resolve_command(
@@ -109,7 +113,7 @@ def _show(
     if not issubclass(category, ZerokitWarning):
         _show_others(message, category, filename, lineno, file, line)
         return
-    from zerokit.cli.text import note
+    from zerokit.cli.work import note
 
     note([str(message)])
 

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from zerokit.cli.bench_options import HEADINGS, bench_options
+from zerokit.cli.bench_options import HEADINGS, bench_options, use_sweep_file
 from zerokit.cli.launcher_options import OPTIONS_OF, launcher_options
 from zerokit.cli.launchers import FromFile, given_arguments, join
-from zerokit.cli.sweep_file import use_sweep_file
 
 if TYPE_CHECKING:
     from zerokit.launch.joined import Leader

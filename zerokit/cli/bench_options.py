@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import tomllib
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -15,7 +17,8 @@ from zerokit.bench.catalogue.engines import ENGINES
 from zerokit.bench.catalogue.workloads import WORKLOADS
 from zerokit.bench.record.settings import CHECKPOINTS, DEFAULT_REPEATS, MEASURED, OPTIONS, Option, Settings
 from zerokit.cli.lists import CommaList, Name, Range
-from zerokit.cli.work import experiment_option, options, tracking_uri_option
+from zerokit.cli.work import PATH, experiment_option, json_option, options, tracking_uri_option
+from zerokit.text import printable
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -101,7 +104,7 @@ _RUN = (
     ),
     click.option(
         "--output",
-        type=click.Path(path_type=Path),
+        type=PATH,
         help="Folder of the record or sweep; for a single bench also a file ending in .json.  "
         "[default: zerokit-bench/]",
     ),
@@ -109,17 +112,11 @@ _RUN = (
         "--continue",
         "continued",
         envvar="ZEROKIT_BENCH_CONTINUE",
-        type=click.Path(path_type=Path),
+        type=PATH,
         metavar="DIR",
         help="Continue the sweep in DIR: run the cells that are missing, failed or interrupted.",
     ),
-    click.option(
-        "--json",
-        "as_json",
-        envvar="ZEROKIT_BENCH_JSON",
-        is_flag=True,
-        help="Print only the record, or the sweep with its records, on stdout.",
-    ),
+    json_option("Print only the record, or the sweep with its records, on stdout.", "ZEROKIT_BENCH_JSON"),
     tracking_uri_option,
     experiment_option,
     click.option("--no-mlflow", is_flag=True, help="Write the record, without MLflow."),
@@ -143,3 +140,56 @@ HEADINGS: Mapping[str, tuple[str, ...]] = MappingProxyType(_headings())
 
 bench_options = options(*_CELL.values(), *_RUN)
 """Adds the options to a command; its help lists them in this order."""
+
+
+def use_sweep_file(context: click.Context, parameter: click.Parameter, path: Path | None) -> None:
+    """Use the file's values unless the command line or the environment sets them; all pass the same checks.
+
+    Raises `click.UsageError` for invalid TOML, an unknown option, or an invalid value.
+    """
+    if path is None:
+        return
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise click.UsageError(printable(f"{path} is not a TOML file of options: {error}")) from error
+    known = {
+        opt.removeprefix("--"): one
+        for one in context.command.params
+        if isinstance(one, click.Option)
+        for opt in one.opts
+    }
+    values: dict[str, Any] = {}
+    for key, value in content.items():
+        name = key.replace("_", "-")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else "see zerokit bench --help"
+            raise click.UsageError(printable(f"{path}: {key!r} is not an option of zerokit bench: {hint}"))
+        option = known[name]
+        try:
+            values[option.name or ""] = _as_given(option, value)
+        except ValueError as error:
+            raise click.UsageError(printable(f"{path}: {key}: {error}")) from error
+    context.default_map = values
+
+
+def _as_given(option: click.Option, value: Any) -> Any:
+    """A value as it would stand on the command line, so that both are read by the same types."""
+    if option.is_flag != isinstance(value, bool):
+        raise ValueError(
+            "expected true or false" if option.is_flag else "expected a value, not true or false"
+        )
+    if option.is_flag:
+        return value
+    values = value if isinstance(value, list) else [value]
+    if not values or not all(
+        isinstance(one, str | int | float) and not isinstance(one, bool) for one in values
+    ):
+        raise ValueError("expected a string, a number or a list of these")
+    texts = [str(one) for one in values]
+    if option.multiple:
+        return texts
+    if len(texts) > 1 and not isinstance(option.type, CommaList):
+        raise ValueError(f"takes one value, not {len(texts)}")
+    return ",".join(texts)

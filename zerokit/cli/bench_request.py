@@ -20,7 +20,7 @@ from zerokit.bench.record.settings import (
     STEPS_A_ROUND,
     Settings,
 )
-from zerokit.bench.sweeps.sweep import product
+from zerokit.bench.run.sweep import product
 from zerokit.bench.tracking.store import Tracking, resolve_uri
 from zerokit.cli.bench_options import RESULTS
 from zerokit.cli.launcher_options import take_options

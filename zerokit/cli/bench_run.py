@@ -12,17 +12,16 @@ from pathlib import Path
 
 import click
 
-from zerokit.bench.record import Record, RecordError, Status, read_record, require_writable
 from zerokit.bench.record.journal import Job, Journal
+from zerokit.bench.record.record import Record, RecordError, read_record, require_writable
 from zerokit.bench.record.schema import to_plain
 from zerokit.bench.record.settings import Settings
-from zerokit.bench.record.sweep import RecordFile, Sweep, SweepFolder
+from zerokit.bench.record.status import Status
 from zerokit.bench.run.session import DEFAULT_FOLDER, Host, record_path, refusal, require_data, unused
-from zerokit.bench.sweeps.sweep import exit_code, prepare, read_sweep, run_sweep
+from zerokit.bench.run.sweep import RecordFile, Sweep, SweepFolder, exit_code, prepare, read_sweep, run_sweep
 from zerokit.bench.tracking.push import Found, Tracker, find_records
 from zerokit.cli.bench_request import Request
-from zerokit.cli.display import Display
-from zerokit.cli.pictures import pictures, write_report
+from zerokit.cli.display import Display, pictures, write_report
 from zerokit.errors import UsageError
 from zerokit.launch.interrupts import Interrupted, Interrupts
 from zerokit.launch.joined import Leader

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import click
 
 from zerokit.cli.lists import Name
-from zerokit.cli.work import tracking_uri_option
+from zerokit.cli.work import json_option, tracking_uri_option
 from zerokit.errors import UsageError, ZerokitError
 from zerokit.text import printable
 
 if TYPE_CHECKING:
-    from zerokit.bench.record.runs import Run
+    from zerokit.bench.record.record import Run
 
 
 def _metrics() -> list[str]:
@@ -74,7 +74,7 @@ unknown because there is only one run of each.
     type=click.Path(dir_okay=False, path_type=Path),
     help="Write an HTML page with pictures to this file.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print only JSON on stdout.")
+@json_option("Print only JSON on stdout.")
 @tracking_uri_option
 def command(
     names: tuple[str, ...],
@@ -93,8 +93,7 @@ def command(
     within the runs, such as engine and stage; all other differences between settings are listed.
     """
     from zerokit.bench.comparison.cells import baselines, make_cells, side_by_side
-    from zerokit.bench.comparison.differences import Rule, known_metric, regressions
-    from zerokit.bench.comparison.losses import disagreements
+    from zerokit.bench.comparison.differences import Rule, disagreements, known_metric, regressions
     from zerokit.bench.comparison.plain import comparison_json
     from zerokit.cli.tables import show
 
@@ -127,7 +126,7 @@ def command(
 
 
 def _runs(names: tuple[str, ...], experiments: tuple[str, ...], tracking_uri: str | None) -> list[Run]:
-    from zerokit.bench.tracking.runs import load_experiment, load_run
+    from zerokit.bench.tracking.store import load_experiment, load_run
 
     if not names and not experiments:
         raise UsageError(
@@ -138,7 +137,7 @@ def _runs(names: tuple[str, ...], experiments: tuple[str, ...], tracking_uri: st
 
 
 def _begin_with(baseline: str, runs: list[Run], tracking_uri: str | None) -> list[Run]:
-    from zerokit.bench.tracking.runs import load_run
+    from zerokit.bench.tracking.store import load_run
 
     first = next((run for run in runs if run.name == baseline), None) or load_run(baseline, tracking_uri)
     return [first, *(run for run in runs if run is not first)]
@@ -146,7 +145,7 @@ def _begin_with(baseline: str, runs: list[Run], tracking_uri: str | None) -> lis
 
 def _once(runs: list[Run]) -> list[Run]:
     """Each record in the first run that has it."""
-    from zerokit.bench.record.runs import Run
+    from zerokit.bench.record.record import Run
 
     seen: set[str] = set()
     kept = []

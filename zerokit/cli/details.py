@@ -9,12 +9,12 @@ from rich.table import Table
 from rich.text import Text
 
 from zerokit.bench.comparison.cells import Cell
-from zerokit.bench.comparison.figures import within_noise
-from zerokit.bench.comparison.tables import in_order, usual_metrics
-from zerokit.bench.record import Rank, Record
+from zerokit.bench.comparison.tables import in_order, usual_metrics, within_noise
+from zerokit.bench.record.measured import Rank
 from zerokit.bench.record.metrics import METRICS, OPERATIONS, measure
+from zerokit.bench.record.record import Record
 from zerokit.bench.record.statistics import quantile
-from zerokit.cli.text import counted, loss, mib, ms, rate
+from zerokit.cli.work import counted, loss, mib, ms, rate
 
 RANKS_SHOWN = 16
 """With more ranks, only those with the least and the most memory are shown."""

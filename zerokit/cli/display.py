@@ -5,9 +5,11 @@ On a terminal progress is drawn as bars; elsewhere a sweep writes a plain line a
 
 from __future__ import annotations
 
+import logging
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
 
 from rich.console import Console
@@ -22,11 +24,11 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from zerokit.bench.record import Record
-from zerokit.bench.record.progress import Progress as BenchProgress
-from zerokit.bench.record.sweep import Trial
+from zerokit.bench.record.record import Record
+from zerokit.bench.record.status import Progress as BenchProgress
+from zerokit.bench.run.sweep import Trial
 from zerokit.bench.tracking.push import Tracker
-from zerokit.cli.text import mib, ms, rate
+from zerokit.cli.work import mib, ms, rate
 from zerokit.text import printable, printable_lines, without_secrets
 
 # Narrower than this, bars are short and notes are left out.
@@ -139,7 +141,7 @@ class Display:
     def table(self, records: Sequence[Record]) -> None:
         """Print the table of a bench or a sweep."""
         from zerokit.bench.comparison.cells import baselines, make_cells
-        from zerokit.bench.record.runs import Run
+        from zerokit.bench.record.record import Run
         from zerokit.cli.tables import show
 
         runs = [Run("", tuple(records))]
@@ -169,3 +171,30 @@ def _part(progress: BenchProgress) -> str:
     if progress.done == progress.total:
         return "finishing"
     return "warm-up" if progress.done <= progress.warmup else "measuring"
+
+
+def pictures(records: Sequence[Record]) -> Mapping[str, bytes]:
+    """PNG files by name, of one bench or several; empty if no bench succeeded."""
+    if not any(record.status == "ok" for record in records):
+        return {}
+    try:
+        from zerokit.bench.report.render import plots
+
+        return plots(records)
+    except Exception as error:
+        logging.getLogger(__name__).warning("no plots: %s: %s", type(error).__name__, error)
+        return {}
+
+
+def write_report(records: Sequence[Record], path: Path, warn: Callable[[str], None]) -> bool:
+    """Write the page of a sweep; False, with a warning, if it cannot be made."""
+    from zerokit.bench.record.record import Run
+
+    try:
+        from zerokit.bench.report.render import write_comparison  # a bare GPU machine has no altair
+
+        write_comparison([Run("", tuple(records))], path)
+    except Exception as error:  # a page is no reason to end a sweep whose records are whole
+        warn(f"the report was not written: {type(error).__name__}: {error}")
+        return False
+    return True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ import click
 from zerokit.cli.bench_options import setting_option
 from zerokit.cli.launcher_options import launcher_options, take_options
 from zerokit.cli.launchers import Chosen, FromFile, choose_launcher, given_arguments, join
-from zerokit.cli.work import tracking_uri_option
+from zerokit.cli.work import PATH, json_option, print_json, tracking_uri_option
 
 if TYPE_CHECKING:
     from zerokit.doctor.examine import Plan, Report
@@ -25,7 +24,7 @@ Exit codes: 0 no fault (there may be warnings), 1 failure, 2 wrong use,
 
 
 @click.command(cls=FromFile, epilog=_EPILOG)
-@click.argument("directory", metavar="[RUN_DIRECTORY]", default=".", type=click.Path(path_type=Path))
+@click.argument("directory", metavar="[RUN_DIRECTORY]", default=".", type=PATH)
 @setting_option("nodes", several=False)
 @setting_option(
     "nproc_per_node",
@@ -45,13 +44,7 @@ Exit codes: 0 no fault (there may be warnings), 1 failure, 2 wrong use,
     help="Time limit for all ranks together.",
 )
 @tracking_uri_option
-@click.option(
-    "--json",
-    "as_json",
-    envvar="ZEROKIT_DOCTOR_JSON",
-    is_flag=True,
-    help="Print findings, and facts by rank, as one JSON document on stdout.",
-)
+@json_option("Print findings, and facts by rank, as one JSON document on stdout.", "ZEROKIT_DOCTOR_JSON")
 @launcher_options
 @click.pass_context
 def command(
@@ -104,7 +97,7 @@ def command(
     def run(leader: Leader | None) -> int:
         report = _examined(plan, chosen, leader, quick)
         if as_json:
-            click.echo(json.dumps(report.plain(), indent=2, ensure_ascii=False, allow_nan=False))
+            print_json(report.plain())
         else:
             from zerokit.cli.doctor_tables import show
 

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zerokit.cli.columns import annotate
-from zerokit.cli.text import counted
+from zerokit.cli.work import counted
 from zerokit.doctor.examine import Report
 from zerokit.doctor.findings import Finding, Severity
 from zerokit.text import printable

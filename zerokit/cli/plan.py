@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import click
 from zerokit.bench.catalogue.workloads import WORKLOADS
 from zerokit.cli.bench_options import setting_option
 from zerokit.cli.lists import Name
+from zerokit.cli.work import PATH, json_option, print_json
 from zerokit.planning.hardware import DEVICES
 
 _EPILOG = """\b
@@ -36,7 +36,7 @@ Exit codes: 0 ok, 2 wrong use, 4 nothing fits.
 @setting_option("nodes", "Number of nodes.", "nodes of 8 devices, or as in --cluster", several=False)
 @click.option(
     "--cluster",
-    type=click.Path(path_type=Path),
+    type=PATH,
     metavar="FILE",
     help="Devices and links: a TOML file (see docs/plan.md) or the output of zerokit doctor --json.",
 )
@@ -51,7 +51,7 @@ Exit codes: 0 ok, 2 wrong use, 4 nothing fits.
     "--from",
     "record",
     envvar="ZEROKIT_PLAN_FROM",
-    type=click.Path(path_type=Path),
+    type=PATH,
     metavar="RECORD",
     help="Take the device's speed from this record of a zerokit bench on one rank.",
 )
@@ -79,13 +79,7 @@ Exit codes: 0 ok, 2 wrong use, 4 nothing fits.
 @click.option(
     "--all", "every", is_flag=True, help="Show every cell, not only the best of each stage and mesh."
 )
-@click.option(
-    "--json",
-    "as_json",
-    envvar="ZEROKIT_PLAN_JSON",
-    is_flag=True,
-    help="Print every cell as one JSON document on stdout.",
-)
+@json_option("Print every cell as one JSON document on stdout.", "ZEROKIT_PLAN_JSON")
 @click.option(
     "--page",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -115,7 +109,7 @@ def command(
 
         write_plan(found, page)
     if as_json:
-        click.echo(json.dumps(plain(found), indent=2, allow_nan=False))
+        print_json(plain(found))
     else:
         from zerokit.cli.plan_tables import show
 

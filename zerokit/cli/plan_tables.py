@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zerokit.bench.plans.plain import hopeless
-from zerokit.cli.text import counted, rate
+from zerokit.cli.work import counted, rate
 from zerokit.formulas import MEMORY_KINDS
 from zerokit.planning.cells import GIB, Plan, PlannedCell, best_of_each
 from zerokit.text import printable

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
 import click
 
-from zerokit.cli.work import experiment_option, tracking_uri_option
-from zerokit.text import printable, without_secrets
+from zerokit.cli.work import PATH, experiment_option, json_option, print_json, say, tracking_uri_option
+from zerokit.text import without_secrets
 
 
 @click.command(epilog="Nothing is written twice, so an interrupted push can simply be repeated.")
-@click.argument("paths", metavar="RECORD|FOLDER…", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("paths", metavar="RECORD|FOLDER…", nargs=-1, required=True, type=PATH)
 @tracking_uri_option
 @experiment_option
-@click.option(
-    "--json",
-    "as_json",
-    envvar="ZEROKIT_PUSH_JSON",
-    is_flag=True,
-    help="Print the outcome of each record on stdout, as JSON.",
-)
+@json_option("Print the outcome of each record on stdout, as JSON.", "ZEROKIT_PUSH_JSON")
 def command(paths: tuple[Path, ...], tracking_uri: str | None, experiment: str, as_json: bool) -> None:
     """Write records on disk to MLflow: one run per record, and one parent run per sweep.
 
@@ -32,8 +25,7 @@ def command(paths: tuple[Path, ...], tracking_uri: str | None, experiment: str, 
     """
     from zerokit.bench.tracking.push import Done, Mirror, find_records, push
     from zerokit.bench.tracking.store import Store, Tracking, resolve_uri
-    from zerokit.cli.display import open_lines
-    from zerokit.cli.pictures import pictures
+    from zerokit.cli.display import open_lines, pictures
     from zerokit.launch.interrupts import Interrupts
 
     records = find_records(paths)
@@ -44,7 +36,7 @@ def command(paths: tuple[Path, ...], tracking_uri: str | None, experiment: str, 
     def show(done: Done) -> None:
         results.append(done)
         reason = f": {done.reason}" if done.reason else ""
-        click.echo(printable(f"{_WORDS[done.outcome]:<14}{done.path}{reason}"), err=True)
+        say(f"{_WORDS[done.outcome]:<14}{done.path}{reason}", err=True)
 
     with Interrupts() as interrupts:
         mirror = Mirror(Store.open(tracking))
@@ -53,7 +45,7 @@ def command(paths: tuple[Path, ...], tracking_uri: str | None, experiment: str, 
     if as_json:
         content = [{**asdict(done), "path": str(done.path)} for done in results]
         plain = {"tracking_uri": shown, "experiment": experiment, "records": content}
-        click.echo(json.dumps(plain, indent=2))
+        print_json(plain)
     else:
         summary = ", ".join(f"{count} {_WORDS[outcome]}" for outcome, count in counts.items())
         click.echo(f"{summary}: experiment {experiment} at {shown}")

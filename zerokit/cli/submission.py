@@ -33,11 +33,10 @@ def submit(context: click.Context, request: Request) -> int:
 
 
 def _submit_to_kubernetes(context: click.Context, request: Request) -> int:
-    from zerokit.bench.record import Record, write_record
+    from zerokit.bench.record.record import Record, write_record
     from zerokit.bench.run.session import record_path
     from zerokit.bench.tracking.push import Tracker, find_records
-    from zerokit.cli.display import Display
-    from zerokit.cli.pictures import pictures
+    from zerokit.cli.display import Display, pictures
     from zerokit.launch.interrupts import Interrupts
     from zerokit.launch.kubernetes import Pods, apply, find_json, follow, render, to_yaml
 
@@ -125,7 +124,7 @@ def _pair(text: str) -> tuple[str, str]:
 
 
 def _submit_to_slurm(context: click.Context, request: Request) -> int:
-    from zerokit.bench.record import require_writable
+    from zerokit.bench.record.record import require_writable
     from zerokit.cli.display import Display
     from zerokit.launch.interrupts import Interrupts
     from zerokit.launch.slurm import JOB_FOLDER, Container, folder_of, follow, log_of, render_script
@@ -207,7 +206,7 @@ def _one_shape(context: click.Context, request: Request) -> tuple[int, int]:
 
 def _show(target: Path, display: Display, *, as_json: bool, single: bool, log: Path | None) -> None:
     """What the job has written, as the same bench would have shown it here."""
-    from zerokit.bench.record import read_record
+    from zerokit.bench.record.record import read_record
 
     if single and target.exists():
         record = read_record(target)

@@ -9,9 +9,8 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from zerokit.bench.comparison.cells import Cell, unsupported, varying
-from zerokit.bench.comparison.conditions import common_words, conditions, drift_notes
-from zerokit.bench.comparison.losses import loss_note
+from zerokit.bench.comparison.cells import Cell, common_words, conditions, drift_notes, unsupported, varying
+from zerokit.bench.comparison.differences import loss_note
 from zerokit.bench.comparison.tables import (
     EXTRA_STEPS,
     FEW,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -12,9 +12,62 @@ from typing import Any, TypeVar
 
 import click
 
-from zerokit.cli.text import counted, decimal_size
 from zerokit.launch.interrupts import Interrupts
 from zerokit.text import printable
+
+MIB = 2**20
+
+
+def decimal_size(size_bytes: int) -> str:
+    """A size in the largest fitting power of 1000: "2.2 GB"."""
+    if size_bytes < 1000:
+        return f"{size_bytes} bytes"
+    size, units = size_bytes / 1000, iter(("kB", "MB", "GB", "TB", "PB"))
+    unit = next(units)
+    while size >= 1000 and unit != "PB":
+        size, unit = size / 1000, next(units)
+    return f"{size:.1f} {unit}"
+
+
+def counted(number: int, noun: str) -> str:
+    """A number with its noun: 1 rank, 2 ranks."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def ms(value: float) -> str:
+    """A time in milliseconds, or in seconds from ten seconds on."""
+    return f"{value:,.1f} ms" if abs(value) < 10_000 else f"{value / 1000:,.2f} s"
+
+
+def mib(size_bytes: float) -> str:
+    """A size in MiB; in GiB from ten GiB on, and in KiB below a tenth of a MiB."""
+    if 0 < size_bytes < MIB / 10:
+        return f"{size_bytes / 1024:,.1f} KiB"
+    if size_bytes >= 10 * 1024 * MIB:
+        return f"{size_bytes / MIB / 1024:,.1f} GiB"
+    return f"{size_bytes / MIB:,.1f} MiB"
+
+
+def rate(value: float) -> str:
+    """A number without decimals from a hundred on, otherwise with three digits."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def loss(value: float | None) -> str:
+    """A loss with four digits; None, in a record, stands for a diverged one."""
+    return "not finite" if value is None else f"{value:.4f}"
+
+
+def say(text: str, *, err: bool = False) -> None:
+    """Print a line, whatever hostile names are in it."""
+    click.echo(printable(text), err=err)
+
+
+def note(lines: Iterable[str]) -> None:
+    """Print lines on stderr that are not errors."""
+    for line in lines:
+        say(f"zerokit: {line}", err=True)
+
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -30,13 +83,14 @@ def options(*added: Callable[[_F], _F]) -> Callable[[_F], _F]:
     return decorate
 
 
-conversion_options = options(
-    click.option("--jobs", type=click.IntRange(min=1), help="Number of copying threads.  [default: up to 4]"),
-    click.option("--force", is_flag=True, help="Replace an existing output."),
-    click.option("--resume", is_flag=True, help="Continue an interrupted run to the same output."),
-    click.option("--json", "as_json", is_flag=True, help="Print the result on stdout as JSON."),
-)
-"""The options of every command that writes a new checkpoint."""
+PATH = click.Path(path_type=Path)
+checkpoint_argument = click.argument("checkpoint", metavar="CKPT", type=PATH)
+
+
+def json_option(help: str, variable: str | None = None) -> Callable[[_F], _F]:
+    """`--json`, as `as_json`; `variable` of the environment sets it, too."""
+    return click.option("--json", "as_json", envvar=variable, is_flag=True, help=help)
+
 
 tracking_uri_option = click.option(
     "--tracking-uri",
@@ -45,30 +99,6 @@ tracking_uri_option = click.option(
 experiment_option = click.option(
     "--experiment", default="zerokit-bench", show_default=True, help="MLflow experiment of the runs."
 )
-
-
-def weights_options(prefix: str) -> Callable[[_F], _F]:
-    """The options of weights for Hugging Face: dtype, max_shard_size and like; `prefix` begins their help."""
-    return options(
-        click.option(
-            "--dtype",
-            type=click.Choice(["bf16", "fp16", "fp32"]),
-            help=f"{prefix}Dtype of all floating-point tensors.  [default: each tensor's own in the model]",
-        ),
-        click.option(
-            "--max-shard-size",
-            default="5GB",
-            show_default=True,
-            help=f"{prefix}Maximum size of a file, such as 300MB, 5GB (10^9) or 5GiB (2^30).",
-        ),
-        click.option(
-            "--like",
-            type=click.Path(path_type=Path),
-            metavar="MODEL_DIR",
-            help=f"{prefix}Copy configuration and tokenizer from this folder. Its weights, if any, must have the "
-            "same shapes.",
-        ),
-    )
 
 
 @contextmanager
@@ -128,6 +158,11 @@ def json_of(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
+def print_json(value: Any) -> None:
+    """Print a result as one JSON document on stdout."""
+    click.echo(json.dumps(value, indent=2, allow_nan=False))
+
+
 def print_output(output: Path, as_json: bool, *, summary: bool = True, **more: object) -> None:
     """Print a command's result: the path, or JSON with its files, on stdout, and a `summary` on stderr."""
     sizes = [path.stat().st_size for path in output.rglob("*") if path.is_file()]
@@ -137,9 +172,6 @@ def print_output(output: Path, as_json: bool, *, summary: bool = True, **more: o
         # Unchanged for a program, escaped for a terminal.
         click.echo(printable(str(output)) if sys.stdout.isatty() else output)
         return
-    files = {
-        str(path.relative_to(output)): path.stat().st_size
-        for path in sorted(output.rglob("*"))
-        if path.is_file()
-    }
-    click.echo(json.dumps({"output": str(output), **more, "files": files}, indent=2))
+    paths = sorted(path for path in output.rglob("*") if path.is_file())
+    files = {str(path.relative_to(output)): path.stat().st_size for path in paths}
+    print_json({"output": str(output), **more, "files": files})

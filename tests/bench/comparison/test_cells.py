@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.bench.records import make_cell, make_failure, make_sweep
-from zerokit.bench.comparison.cells import Cell, baselines, make_cells, short_names, side_by_side
-from zerokit.bench.comparison.conditions import conditions
-from zerokit.bench.record import Record
+from zerokit.bench.comparison.cells import Cell, baselines, conditions, make_cells, short_names, side_by_side
 from zerokit.bench.record.journal import Part
-from zerokit.bench.record.runs import Run
+from zerokit.bench.record.record import Record, Run
 
 
 def run(*records: Record, name: str = "run") -> Run:

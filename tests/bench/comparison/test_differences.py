@@ -21,10 +21,9 @@ from zerokit.bench.comparison.differences import (
     known_metric,
     regressions,
 )
-from zerokit.bench.comparison.figures import Scale, percent, scale_of
-from zerokit.bench.record import Record
+from zerokit.bench.comparison.tables import Scale, percent, scale_of
 from zerokit.bench.record.metrics import METRICS, Metric
-from zerokit.bench.record.runs import Run
+from zerokit.bench.record.record import Record, Run
 from zerokit.errors import UsageError, ZerokitError
 
 STEP, THROUGHPUT, COST = (

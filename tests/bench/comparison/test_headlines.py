@@ -7,9 +7,8 @@ from dataclasses import replace
 from tests.bench.records import make_cell, make_sweep
 from zerokit.bench.comparison.cells import baselines, make_cells
 from zerokit.bench.comparison.differences import difference
-from zerokit.bench.comparison.headlines import Headline, best_headlines, change_headlines
-from zerokit.bench.record import Record
-from zerokit.bench.record.runs import Run
+from zerokit.bench.comparison.tables import Headline, best_headlines, change_headlines
+from zerokit.bench.record.record import Record, Run
 
 
 def best(*records: Record) -> dict[str, Headline]:

@@ -8,8 +8,8 @@ import pytest
 
 from tests.bench.records import make_cell
 from zerokit.bench.comparison.cells import Cell, make_cells
-from zerokit.bench.comparison.losses import disagreements, loss_note
-from zerokit.bench.record.runs import Run
+from zerokit.bench.comparison.differences import disagreements, loss_note
+from zerokit.bench.record.record import Run
 from zerokit.errors import ZerokitError
 
 

@@ -19,14 +19,13 @@ from tests.bench.ranks import import_optimizers
 from tests.support.distributed import run_ranks
 from zerokit.bench.catalogue import workloads as catalogue
 from zerokit.bench.catalogue.engines import ENGINES
-from zerokit.bench.catalogue.sizes import BertConfig, Config, GPTConfig, ResNetConfig
-from zerokit.bench.catalogue.workloads import Workload
+from zerokit.bench.catalogue.workloads import BertConfig, Config, GPTConfig, ResNetConfig, Workload
 from zerokit.bench.engines.compute_only import ComputeOnlyTrainer
 from zerokit.bench.engines.fsdp2 import TRAINS_ON_CPU
 from zerokit.bench.engines.trainer import Batch, Trainer, make
 from zerokit.bench.machine.accelerator import Accelerator
 from zerokit.bench.record.settings import Settings
-from zerokit.bench.worker.batches import Batches
+from zerokit.bench.worker.training import Batches
 from zerokit.bench.workloads.build import Loaded, load
 from zerokit.errors import UsageError
 

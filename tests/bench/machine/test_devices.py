@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from zerokit.bench.catalogue import fit
+from zerokit.bench.catalogue import engines
 from zerokit.bench.machine import devices
 from zerokit.bench.machine.devices import (
     Gpu,
@@ -82,11 +82,11 @@ def test_a_torch_without_cuda_sees_no_device(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_device_of_unknown_size_is_taken_to_be_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fit, "find_gpus", lambda: FOUR)
-    monkeypatch.setattr(fit, "visible_devices", lambda: [Gpu("MIG-1", None), Gpu("GPU-e", 5)])
-    assert fit.this_machine().device_bytes == (80 * 2**30, 5)
-    monkeypatch.setattr(fit, "find_gpus", list)
-    assert fit.this_machine().device_bytes == (2**63, 5)
+    monkeypatch.setattr(engines, "find_gpus", lambda: FOUR)
+    monkeypatch.setattr(engines, "visible_devices", lambda: [Gpu("MIG-1", None), Gpu("GPU-e", 5)])
+    assert engines.this_machine().device_bytes == (80 * 2**30, 5)
+    monkeypatch.setattr(engines, "find_gpus", list)
+    assert engines.this_machine().device_bytes == (2**63, 5)
 
 
 @pytest.mark.gpu

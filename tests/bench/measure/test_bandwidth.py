@@ -14,7 +14,7 @@ from zerokit.bench.engines.trainer import make
 from zerokit.bench.machine.accelerator import Accelerator
 from zerokit.bench.measure import bandwidth
 from zerokit.bench.measure.bandwidth import LEAST, MOST, WARMUP, bandwidth_of, measure_bandwidth
-from zerokit.bench.record import Bandwidth
+from zerokit.bench.record.measured import Bandwidth
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.workloads.build import load
 

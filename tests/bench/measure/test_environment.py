@@ -11,7 +11,7 @@ import zerokit
 from tests.support.distributed import run_ranks
 from zerokit.bench.machine.accelerator import Accelerator
 from zerokit.bench.measure.environment import git_commit, look_around, measured_variables
-from zerokit.bench.record import Environment
+from zerokit.bench.record.measured import Environment
 
 
 def git(folder: Path, *arguments: str) -> str:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from zerokit.bench.measure.memory import MemoryMeter
-from zerokit.bench.record import DeviceMemory
+from zerokit.bench.record.measured import DeviceMemory
 
 
 @dataclass

@@ -17,7 +17,7 @@ from torch._C._autograd import DeviceType
 from tests.support.distributed import run_ranks
 from zerokit.bench.engines.trainer import Batch, Trainer, make
 from zerokit.bench.machine.accelerator import Accelerator
-from zerokit.bench.measure.phases import (
+from zerokit.bench.measure.clock import (
     STEPS,
     Parts,
     Span,
@@ -26,7 +26,7 @@ from zerokit.bench.measure.phases import (
     measure_phases,
     on_device,
 )
-from zerokit.bench.record import Phases
+from zerokit.bench.record.measured import Phases
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.worker.training import Loop
 from zerokit.bench.workloads.build import load
@@ -111,7 +111,7 @@ def by_hand(step: int) -> list[Batch]:
 def measure_each(engines: list[tuple[str, int]]) -> tuple[Phases, list[str], list[Phases]]:
     """On a rank: the phases of `Timed`, its calls, and the phases of engines."""
     timed = Timed()
-    with mock.patch("zerokit.bench.measure.phases._now", side_effect=lambda _: timed.now_s):
+    with mock.patch("zerokit.bench.measure.clock._now", side_effect=lambda _: timed.now_s):
         own = measure_phases(timed, by_hand, HERE, steps=3)
     found = []
     for engine, stage in engines:

@@ -13,7 +13,7 @@ import pytest
 
 from zerokit.bench.measure import sampler
 from zerokit.bench.measure.sampler import Sampler
-from zerokit.bench.record import Samples
+from zerokit.bench.record.measured import Samples
 from zerokit.bench.record.schema import from_plain, to_plain
 
 MEMORY = "MemTotal:     1000 kB\nMemFree:       100 kB\nMemAvailable:  400 kB\nHugePages_Total:     0\n"

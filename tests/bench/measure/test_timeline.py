@@ -15,8 +15,8 @@ from tests.support.distributed import run_ranks
 from zerokit.bench.engines.fsdp2 import TRAINS_ON_CPU
 from zerokit.bench.engines.trainer import Held, Trainer, held_by, make
 from zerokit.bench.machine.accelerator import Accelerator
-from zerokit.bench.measure.timeline import READINGS, MemoryTracker, condense, measure_timeline
-from zerokit.bench.record import MemoryTimeline
+from zerokit.bench.measure.memory import READINGS, MemoryTracker, condense, measure_timeline
+from zerokit.bench.record.measured import MemoryTimeline
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.worker.training import Loop
 from zerokit.bench.workloads.build import load

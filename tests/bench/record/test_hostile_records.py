@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 
 from tests.bench.records import make_cell, make_record, make_timeline
 from tests.support.mutations import mutated
-from zerokit.bench.record import Checkpoints, Record, RecordError, Save, read_record, write_record
-from zerokit.bench.record.runs import Run
+from zerokit.bench.record.measured import Checkpoints, Save
+from zerokit.bench.record.record import Record, RecordError, Run, read_record, write_record
 from zerokit.bench.record.status import Status
 from zerokit.bench.report import render
 from zerokit.bench.tracking.content import run_files, run_name, run_params, run_points, run_tags

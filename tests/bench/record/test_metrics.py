@@ -10,8 +10,9 @@ from statistics import fmean, median, stdev
 import pytest
 
 from tests.bench.records import MIB, make_cell, make_record, make_sweep
-from zerokit.bench.record import Bandwidth, Record, Utilisation
+from zerokit.bench.record.measured import Bandwidth, Utilisation
 from zerokit.bench.record.metrics import METRICS, measure, metrics_of
+from zerokit.bench.record.record import Record
 
 P50 = METRICS["step/p50_ms"]
 
@@ -83,7 +84,7 @@ def with_steps(step_ms: list[float]) -> Record:
     cell = make_cell(twin=False, steps=len(step_ms))
     assert cell.model is not None
     ranks = [replace(rank, step_ms=step_ms) for rank in cell.ranks]
-    from zerokit.bench.record import summarise
+    from zerokit.bench.record.results import summarise
 
     return replace(cell, ranks=ranks, results=summarise(cell.settings, cell.model, ranks, cell.loss))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from zerokit.bench.record.progress import Progress, ProgressReader, ProgressWriter
+from zerokit.bench.record.status import Progress, ProgressReader, ProgressWriter
 from zerokit.cli.display import Display
 
 

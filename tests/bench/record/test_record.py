@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.bench.records import make_cell, make_record
-from zerokit.bench.record import Record, RecordError, Results, read_record, summarise, write_record
+from zerokit.bench.record.measured import Results
+from zerokit.bench.record.record import Record, RecordError, read_record, write_record
+from zerokit.bench.record.results import summarise
 
 
 def test_a_record_comes_back_as_it_was(tmp_path: Path) -> None:

@@ -12,10 +12,10 @@ import pytest
 
 import zerokit.bench.record
 from tests.bench.records import make_record, make_sweep
-from zerokit.bench.record import Record, RecordError, record_schema
+from zerokit.bench.record.record import Record, RecordError, record_schema
 
 SHIPPED = Path(zerokit.bench.record.__file__).with_name("record.schema.json")
-WRITE = "from zerokit.bench.record import record_schema; print(record_schema(), end='')"
+WRITE = "from zerokit.bench.record.record import record_schema; print(record_schema(), end='')"
 
 
 @pytest.fixture(scope="module")

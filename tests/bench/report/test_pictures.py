@@ -8,11 +8,9 @@ import pytest
 
 from tests.bench.records import MIB, make_cell, make_failure, make_sweep
 from zerokit.bench.comparison.cells import baselines, make_cells
-from zerokit.bench.record import Record
-from zerokit.bench.record.runs import Run
+from zerokit.bench.record.record import Record, Run
 from zerokit.bench.record.statistics import slowest
-from zerokit.bench.report.pictures import Picture, make_pictures
-from zerokit.bench.report.theme import COLOURS, in_light
+from zerokit.bench.report.pictures import COLOURS, Picture, in_light, make_pictures
 
 
 def pictures_of(*records: Record) -> dict[str, Picture]:

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.bench.records import make_cell, make_failure, make_record, make_sweep
-from zerokit.bench.record import Record
-from zerokit.bench.record.runs import Run
+from zerokit.bench.record.record import Record, Run
 from zerokit.bench.report import render as drawing
 from zerokit.bench.report.render import bundle, plots, render, write_comparison
 

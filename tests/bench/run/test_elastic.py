@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 
 from tests.bench.ranks import Ranks, Stopped, Watcher, host
-from zerokit.bench.record import Record, read_record
 from zerokit.bench.record.journal import Journal
+from zerokit.bench.record.record import Record, read_record
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.record.status import Outcome, Status, write_outcome
 from zerokit.bench.run import session
-from zerokit.bench.run.elastic import remaining
-from zerokit.bench.run.session import run_cell
+from zerokit.bench.run.session import remaining, run_cell
 from zerokit.bench.worker.twin import twin_settings
 from zerokit.errors import UsageError
 from zerokit.launch.failures import Failure, LaunchError, WorkerFailed

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zerokit.bench.catalogue.engines import ENGINES
-from zerokit.bench.catalogue.fit import GIB, Machine, refuse_if_too_large, state_of
+from zerokit.bench.catalogue.engines import ENGINES, GIB, Machine, refuse_if_too_large, state_of
 from zerokit.bench.catalogue.workloads import describe
 from zerokit.bench.record.settings import Settings
 from zerokit.formulas import ElementBytes, predict_memory

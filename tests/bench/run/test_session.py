@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.bench.ranks import Ranks, Stopped, Watcher, host, record_of
-from zerokit.bench.record import RecordError, read_record, write_record
-from zerokit.bench.record.progress import Progress, ProgressWriter
+from zerokit.bench.record.record import RecordError, read_record, write_record
 from zerokit.bench.record.settings import Settings
-from zerokit.bench.record.status import Outcome, Status, write_outcome
+from zerokit.bench.record.status import Outcome, Progress, ProgressWriter, Status, write_outcome
 from zerokit.bench.run import session
 from zerokit.bench.run.session import refusal, require_data, run_cell
 from zerokit.errors import ZerokitError

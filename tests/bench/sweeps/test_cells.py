@@ -11,7 +11,7 @@ import pytest
 from zerokit.bench.catalogue.engines import unsupported
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.record.words import label, slug, varying
-from zerokit.bench.sweeps.sweep import product
+from zerokit.bench.run.sweep import product
 from zerokit.errors import UsageError
 
 TINY = {"model": "gpt-tiny", "seq_len": 16}

@@ -10,11 +10,20 @@ from pathlib import Path
 import pytest
 
 from tests.bench.ranks import Ranks, Stopped, Watcher, host, record_of
-from zerokit.bench.record import Bandwidth, Record, RecordError, write_record
+from zerokit.bench.record.measured import Bandwidth
+from zerokit.bench.record.record import Record, RecordError, write_record
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.record.status import Outcome, Status, write_outcome
-from zerokit.bench.record.sweep import Sweep, SweepError, SweepFolder
-from zerokit.bench.sweeps.sweep import exit_code, prepare, product, read_sweep, run_sweep
+from zerokit.bench.run.sweep import (
+    Sweep,
+    SweepError,
+    SweepFolder,
+    exit_code,
+    prepare,
+    product,
+    read_sweep,
+    run_sweep,
+)
 from zerokit.bench.tracking.content import sweep_status
 from zerokit.errors import UsageError
 from zerokit.launch.failures import WorkerFailed

@@ -14,10 +14,9 @@ import pytest
 
 from tests.bench.ranks import Ranks, Stopped, Watcher, host, record_of
 from tests.bench.records import make_failure
-from zerokit.bench.record import Record, write_record
+from zerokit.bench.record.record import Record, write_record
 from zerokit.bench.record.settings import Settings
-from zerokit.bench.record.sweep import Sweep, SweepFolder
-from zerokit.bench.sweeps.sweep import prepare, product, run_sweep
+from zerokit.bench.run.sweep import Sweep, SweepFolder, prepare, product, run_sweep
 from zerokit.bench.tracking.push import Found, Mirror, Tracker, find_records, push
 from zerokit.bench.tracking.store import Store, Tracking, TrackingError
 from zerokit.errors import UsageError

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.bench.records import make_cell, make_record, make_sweep
-from zerokit.bench.record import Record, RecordError, write_record
-from zerokit.bench.tracking.runs import load_experiment, load_run
-from zerokit.bench.tracking.store import TrackingError, connect
+from zerokit.bench.record.record import Record, RecordError, write_record
+from zerokit.bench.tracking.store import TrackingError, connect, load_experiment, load_run
 from zerokit.errors import UsageError
 
 
@@ -99,9 +98,9 @@ def test_runs_children_and_experiments_of_mlflow(tmp_path: Path) -> None:
     )
     with pytest.raises(UsageError, match="not a run id or experiment"):
         load_run("benches", uri)
-    with pytest.raises(UsageError, match="no experiment 'benches'"):
+    with pytest.raises(UsageError, match="'benches' is no experiment"):
         load_experiment("benches", uri)
-    with pytest.raises(TrackingError, match="cannot be read"):
+    with pytest.raises(TrackingError, match="cannot be used"):
         load_run("0" * 32, uri)
     empty = client.create_run(experiment).info.run_id
     with pytest.raises(RecordError, match="has no bench record"):

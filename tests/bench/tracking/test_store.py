@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.bench.records import make_cell, make_failure, make_record
-from zerokit.bench.record import Samples
 from zerokit.bench.record.journal import Part
+from zerokit.bench.record.measured import Samples
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.record.status import Status
 from zerokit.bench.tracking.content import (

@@ -9,7 +9,7 @@ import torch
 
 from tests.support.distributed import run_ranks
 from zerokit.bench.record.settings import Settings
-from zerokit.bench.worker.batches import Batches
+from zerokit.bench.worker.training import Batches
 from zerokit.bench.workloads.build import load
 
 SETTINGS = Settings(model="linear", batch_size=4, accumulate=2)

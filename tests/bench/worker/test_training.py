@@ -23,12 +23,11 @@ from tests.bench.records import make_record
 from tests.support.distributed import run_alone, run_ranks
 from zerokit.bench.engines.trainer import Batch, Trainer, make
 from zerokit.bench.machine.accelerator import Accelerator
-from zerokit.bench.record import Rank
-from zerokit.bench.record.progress import Progress, ProgressWriter
+from zerokit.bench.record.measured import Rank
 from zerokit.bench.record.schema import to_plain
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.record.statistics import STEADY_WINDOW
-from zerokit.bench.record.status import Outcome, Status, oom_kills, read_outcome
+from zerokit.bench.record.status import Outcome, Progress, ProgressWriter, Status, oom_kills, read_outcome
 from zerokit.bench.worker.checkpoints import Keeper
 from zerokit.bench.worker.rank import choose, with_state
 from zerokit.bench.worker.training import Loop, Measured

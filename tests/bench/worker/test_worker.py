@@ -12,7 +12,7 @@ import pytest
 
 from tests.cli.commands import environment
 from tests.support.forked import ForkedProcess
-from zerokit.bench.record import read_record
+from zerokit.bench.record.record import read_record
 from zerokit.bench.record.schema import to_plain
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.worker import rank

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zerokit.bench.catalogue.sizes import transformer_flops
-from zerokit.bench.catalogue.workloads import describe
+from zerokit.bench.catalogue.workloads import describe, transformer_flops
 from zerokit.bench.record.results import utilisation
 from zerokit.bench.workloads.build import build, count_flops
 

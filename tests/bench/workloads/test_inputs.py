@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from zerokit.bench.record.settings import Settings
-from zerokit.bench.workloads.build import load
+from zerokit.bench.workloads.build import MASK, Batch, load, open_source
 from zerokit.bench.workloads.inputs import DataError, check_inputs, open_folder
-from zerokit.bench.workloads.sources import MASK, Batch, open_source
 from zerokit.errors import UsageError
 
 ROOT = Path(__file__).parents[3]
@@ -53,7 +52,7 @@ def test_the_launcher_looks_at_data_and_memory_without_torch() -> None:
     code = """
 import sys
 from zerokit.bench.record.settings import Settings
-from zerokit.bench.catalogue.fit import refuse_if_too_large, this_machine
+from zerokit.bench.catalogue.engines import refuse_if_too_large, this_machine
 from zerokit.bench.workloads.inputs import check_inputs
 for model in ("gpt-tiny", "bert-base", "resnet50", "mlp-mnist", "linear"):
     settings = Settings(model=model, seq_len=16)

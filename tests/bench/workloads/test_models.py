@@ -13,19 +13,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from zerokit.bench.catalogue.sizes import (
+from zerokit.bench.catalogue.workloads import (
+    WORKLOADS,
     BertConfig,
     Config,
     GPTConfig,
     InceptionConfig,
     LlamaConfig,
     ResNetConfig,
+    describe,
 )
-from zerokit.bench.catalogue.workloads import WORKLOADS, describe
 from zerokit.bench.workloads.build import build, build_model
-from zerokit.bench.workloads.initialise import init_module
 from zerokit.bench.workloads.library import BatchNorm
-from zerokit.bench.workloads.models import Decoder, rotary_angles, rotate
+from zerokit.bench.workloads.models import Decoder, init_module, rotary_angles, rotate
 from zerokit.errors import UsageError
 
 transformers = pytest.importorskip("transformers")

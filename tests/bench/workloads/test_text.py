@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from zerokit.bench.workloads.build import draw_seed, sample_text
 from zerokit.bench.workloads.inputs import (
     STANDARD_LIBRARY,
     SYNTHETIC,
@@ -15,7 +16,6 @@ from zerokit.bench.workloads.inputs import (
     load_corpus,
     require_length,
 )
-from zerokit.bench.workloads.sources import draw_seed, sample_text
 
 
 def batch(

@@ -1,5 +1,5 @@
 """Comparisons of benches as figures and text; the command line and the page render them.
 
-`cells` groups and matches records, `differences` compares them beside the noise, `conditions` says what differed around
-them, `losses` whether they trained the same; `figures` writes numbers, `tables` and `headlines` what is shown first.
+`cells` groups and matches records and says what differed around them, `differences` compares them beside the noise, and
+their losses; `tables` is what is shown: numbers, columns, headlines.
 """

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from zerokit.bench.comparison.cells import Cell
-from zerokit.bench.comparison.conditions import conditions, drift_notes
+from zerokit.bench.comparison.cells import Cell, conditions, drift_notes
 from zerokit.bench.comparison.differences import Regression, difference
 from zerokit.bench.record.metrics import METRICS
 from zerokit.bench.record.schema import to_plain

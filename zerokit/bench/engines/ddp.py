@@ -1,16 +1,21 @@
-"""torch's DistributedDataParallel."""
+"""torch's DistributedDataParallel, and the two engines of torch's over it: PostLocalSGD and ZeroRedundancyOptimizer."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from zerokit.bench.engines.trainer import Trainer
+from zerokit.bench.engines.trainer import Held, Trainer, adamw, held_by, trainable
 from zerokit.bench.workloads.build import Loaded
+
+if TYPE_CHECKING:
+    from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 
 _POWERSGD_RANK = 4
 """The rank of the low-rank matrices: the largest of the paper's choices for language models (arXiv:1905.13727, §5)."""
@@ -44,3 +49,46 @@ class DdpTrainer(Trainer):
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[object]:
         return nullcontext() if last else self.model.no_sync()
+
+
+class PostLocalSgdTrainer(DdpTrainer):
+    """PostLocalSGD; gradients stay on each rank from the first step."""
+
+    def make_model(self, loaded: Loaded):  # type: ignore[no-untyped-def]  # as DDP's
+        from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as local
+
+        engine = super().make_model(loaded)
+        state = local.PostLocalSGDState(
+            process_group=None, subgroup=None, start_localSGD_iter=0, post_local_gradient_allreduce=False
+        )
+        engine.register_comm_hook(state, local.post_localSGD_hook)
+        return engine
+
+    def make_optimizer(self) -> PostLocalSGDOptimizer:
+        from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+        from torch.distributed.optim import PostLocalSGDOptimizer
+
+        assert self.settings.every is not None
+        averager = PeriodicModelAverager(period=self.settings.every, warmup_steps=0)
+        return PostLocalSGDOptimizer(adamw(self.model.parameters(), self.settings), averager)
+
+
+class ZeroRedundancyOptimizerTrainer(DdpTrainer):
+    """DDP with ZeroRedundancyOptimizer; each rank steps some whole parameters and broadcasts them."""
+
+    optimizer: ZeroRedundancyOptimizer
+
+    def make_optimizer(self) -> ZeroRedundancyOptimizer:
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        return ZeroRedundancyOptimizer(
+            trainable(self.model.parameters()),
+            optimizer_class=torch.optim.AdamW,
+            parameters_as_bucket_view=True,  # as for DDP's gradients: a copy saved, and memory with it
+            lr=self.settings.lr,
+            fused=True,
+        )
+
+    def held(self) -> Iterator[Held]:
+        yield from super().held()
+        yield from held_by(self.optimizer.optim)

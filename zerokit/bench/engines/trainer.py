@@ -178,7 +178,8 @@ def make(loaded: Loaded, settings: Settings, accelerator: Accelerator) -> Traine
     if reason is not None:
         raise UsageError(reason)
     words = settings.engine.split("-")
-    module = importlib.import_module(f"zerokit.bench.engines.{'_'.join(words)}")
+    name = ENGINES[settings.engine].module or "_".join(words)
+    module = importlib.import_module(f"zerokit.bench.engines.{name}")
     trainer: Trainer = getattr(module, "".join(map(str.title, words)) + "Trainer")(
         loaded, settings, accelerator
     )

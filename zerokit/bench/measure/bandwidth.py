@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from zerokit.bench.machine.accelerator import Accelerator
 from zerokit.bench.measure.clock import clock_of
-from zerokit.bench.record import Bandwidth
+from zerokit.bench.record.measured import Bandwidth
 from zerokit.bench.record.settings import Settings
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import zerokit
 from zerokit.bench.machine.host import cores, memory_bytes, processor_name
-from zerokit.bench.record import Environment
+from zerokit.bench.record.measured import Environment
 from zerokit.text import without_secrets_named
 
 if TYPE_CHECKING:

@@ -1,10 +1,157 @@
-"""Memory of a CUDA device: torch's peaks before and during the measured steps, and the whole device's use."""
+"""A rank's memory: torch's peaks before and during the measured steps, and what is held over one step, by kind.
+
+For the latter every operation of torch is seen, and the storages of what it returns are followed for as long as they
+live; what an engine holds from step to step it says itself. What torch allocates within an operation, or an engine
+outside of torch, is not seen.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from zerokit.bench.record import DeviceMemory
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from zerokit.bench.record.measured import DeviceMemory, MemoryTimeline
+from zerokit.formulas import MEMORY_KINDS
+
+if TYPE_CHECKING:
+    from zerokit.bench.engines.trainer import Held, Trainer
+    from zerokit.bench.measure.clock import Batches
+
+
+READINGS = 100
+"""At most, in a record."""
+_TEMPORARY = MEMORY_KINDS[-1]
+
+Reading = tuple[float, dict[str, int]]
+"""Seconds since the step began, and bytes by kind."""
+
+
+@dataclass(slots=True)
+class _Followed:
+    """A storage, what it is for, and the bytes of it that are in use where these are not all."""
+
+    storage: weakref.ref[torch.UntypedStorage]
+    kind: str = _TEMPORARY
+    used: int | None = None
+
+
+class MemoryTracker(TorchDispatchMode):
+    """Records the memory held, after operations within its context and whenever `read` is called.
+
+    Args:
+        held: says what the engine holds.
+        device: whose memory: "cpu", "cuda".
+        interval_s: between two readings at least: each one looks at every storage.
+    """
+
+    def __init__(
+        self, held: Callable[[], Iterable[Held]], device: str = "cpu", interval_s: float = 0.0
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self._held = held
+        self._device = device
+        self._interval_s = interval_s
+        self._followed: dict[int, _Followed] = {}
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Forget the readings so far, but keep the kinds of storages."""
+        self._started = self._due = time.perf_counter()
+        self.readings: list[Reading] = []
+        self.parts: dict[str, list[float]] = {}
+
+    def mark(self, part: str) -> None:
+        """Mark the start of a phase."""
+        self.parts.setdefault(part, []).append(time.perf_counter() - self._started)
+        self.read()
+
+    def read(self) -> None:
+        """Take a reading now."""
+        for one in self._followed.values():
+            one.used = None
+        for kind, tensor, used in self._held():
+            if tensor.device.type != self._device:
+                continue
+            one = self._follow(tensor)
+            # Without an exact account the first purpose counts: an optimizer steps parameters, too.
+            if used is not None or one.kind == _TEMPORARY:
+                one.kind = kind
+            one.used = used if used is None or one.used is None else max(one.used, used)
+        sizes = dict.fromkeys(MEMORY_KINDS, 0)
+        for key, one in list(self._followed.items()):
+            if (storage := one.storage()) is None:
+                del self._followed[key]
+            else:
+                sizes[one.kind] += storage.nbytes() if one.used is None else one.used
+        now = time.perf_counter()
+        self.readings.append((now - self._started, sizes))
+        self._due = now + self._interval_s
+
+    def _follow(self, tensor: Tensor) -> _Followed:
+        local: Tensor = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
+        storage = local.untyped_storage()
+        one = self._followed.get(storage._cdata)
+        if one is None or one.storage() is None:  # the address may have been another's
+            one = self._followed[storage._cdata] = _Followed(weakref.ref(storage))
+        return one
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in tree_leaves(result):
+            if not isinstance(value, Tensor):
+                continue
+            if value.device.type == self._device and value.layout == torch.strided:
+                self._follow(value)
+        if time.perf_counter() >= self._due:
+            self.read()
+        return result
+
+
+def measure_timeline(trainer: Trainer, batches: Batches, step_ms: float) -> MemoryTimeline | None:
+    """Rank 0's memory over the second of two extra steps; None on other ranks. Collective.
+
+    Args:
+        trainer: the engine.
+        batches: gives the micro-batches of a step.
+        step_ms: about how long a step takes.
+
+    In the first step it becomes known what storages are for.
+    """
+    tracker = None
+    if dist.get_rank() == 0:
+        tracker = MemoryTracker(trainer.held, trainer.accelerator.device.type, step_ms / 1000.0 / READINGS)
+    for step in range(2):
+        if tracker is None:
+            trainer.step(batches(step))
+            continue
+        ready = batches(step)
+        tracker.begin_step()
+        with tracker:
+            trainer.step(ready, tracker.mark)
+            tracker.read()
+    if tracker is None:
+        return None
+    readings = condense(tracker.readings, READINGS)
+    series = {kind: [sizes[kind] for _, sizes in readings] for kind in MEMORY_KINDS}
+    return MemoryTimeline(tracker.parts, [seconds for seconds, _ in readings], series)
+
+
+def condense(readings: Sequence[Reading], most: int) -> list[Reading]:
+    """At most `count` readings: the largest of each share."""
+    share = -(-len(readings) // most)
+    shares = [readings[at : at + share] for at in range(0, len(readings), share)]
+    return [max(some, key=lambda reading: sum(reading[1].values())) for some in shares]
 
 
 class MemoryMeter:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from zerokit.bench.machine.nvml import Devices
-from zerokit.bench.record import Samples
+from zerokit.bench.record.measured import Samples
 
 INTERVAL_S = 1.0
 _MEGABYTE = 1e6

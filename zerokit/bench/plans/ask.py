@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from zerokit.bench.catalogue.fit import available_bytes
+from zerokit.bench.catalogue.engines import available_bytes
 from zerokit.bench.plans.subjects import subject_named
-from zerokit.bench.record import Record, RecordError, read_record
+from zerokit.bench.record.record import Record, RecordError, read_record
 from zerokit.bench.record.settings import parse_mesh
 from zerokit.errors import UsageError
 from zerokit.placement import Mesh

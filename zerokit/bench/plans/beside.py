@@ -9,7 +9,8 @@ from time import perf_counter
 
 from zerokit.bench.machine.host import write_first
 from zerokit.bench.plans.subjects import subject_in, subject_of
-from zerokit.bench.record import Bandwidth, Planned, Record
+from zerokit.bench.record.measured import Bandwidth, Planned
+from zerokit.bench.record.record import Record
 from zerokit.bench.record.schema import to_plain
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.workloads.build import Loaded

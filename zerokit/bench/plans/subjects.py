@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from zerokit.bench.catalogue.engines import require_known
 from zerokit.bench.catalogue.workloads import INSTALL, describe
 from zerokit.bench.record.settings import Settings
-from zerokit.bench.workloads.build import Loaded, load
+from zerokit.bench.workloads.build import Loaded, generator, load
 from zerokit.bench.workloads.own import resolve
-from zerokit.bench.workloads.sources import generator
 from zerokit.errors import UsageError
 from zerokit.planning.subject import Subject
 

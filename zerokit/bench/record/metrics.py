@@ -13,7 +13,7 @@ from statistics import fmean, median
 from types import MappingProxyType
 from typing import Any, Literal
 
-from zerokit.bench.record import Record
+from zerokit.bench.record.record import Record
 from zerokit.bench.record.statistics import mean_interval, median_interval
 
 MIB = 2.0**20

@@ -1,13 +1,17 @@
-"""The status of a bench, and how a rank reports why it could not continue. Standard library only.
+"""How a bench goes on, told through files: ranks write them, and the process that launched them reads them.
 
-A rank that runs out of memory writes a small file beside its job before it fails: the launcher then knows a result
-from a fault. A rank that the kernel kills cannot; `oom_kills`, read before and after, says whether the kernel killed
-anything for want of memory meanwhile.
+A file, because torchrun closes every pipe that its ranks might inherit. Progress has a line a step, written between the
+timed steps, never inside one; where the host runs ahead of a device, at most two a second.
+
+A rank that runs out of memory writes its outcome beside its job before it fails: the launcher then knows a result from
+a fault. A rank that the kernel kills cannot; `oom_kills`, read before and after, says whether the kernel killed
+anything for want of memory meanwhile. Standard library only.
 """
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple
@@ -68,3 +72,53 @@ def oom_kills() -> int | None:
     except OSError:
         pass
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Progress after `done` of `total` steps, warm-up included; the last step's loss and ms are None if unknown."""
+
+    done: int
+    total: int
+    warmup: int
+    loss: float | None
+    step_ms: float | None
+
+
+class ProgressWriter:
+    """Writes progress on rank 0; without a path it writes nothing."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._file = None if path is None else path.open("a", encoding="utf-8")
+
+    def write(self, progress: Progress) -> None:
+        """Append one line."""
+        if self._file is not None:
+            line = [progress.done, progress.total, progress.warmup, progress.loss, progress.step_ms]
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+
+
+class ProgressReader:
+    """Reads progress in the launcher."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def latest(self) -> Progress | None:
+        """The newest complete line since the last call, if any."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                new = file.read()
+        except FileNotFoundError:
+            return None
+        whole = new[: new.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        return Progress(*json.loads(whole.splitlines()[-1])) if whole else None

@@ -66,3 +66,11 @@ def label(cell: Settings, dimensions: Iterable[str] = ()) -> str:
 def slug(text: str) -> str:
     """A label as part of a file's name: letters, digits, dots and dashes."""
     return re.sub(r"[^A-Za-z0-9.]+", "-", text).strip("-.")[:80].lower()
+
+
+def count(number: float) -> str:
+    """Rounded, with the usual letter: 34.9 K, 124.4 M, 8.0 B."""
+    for letter, size in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if number >= size:
+            return f"{number / size:.1f} {letter}"
+    return f"{number:g}"

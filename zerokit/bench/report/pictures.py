@@ -2,26 +2,47 @@
 
 A specification has no width: the page gives it that of its column, a file one of its own. Names and figures are labels
 of the axis and legends, for which Vega-Lite finds the room.
+
+The look is in `theme.json` beside this module: colours for light and dark, fonts and lines. A specification names a
+colour by its role, as `var(--ddp)`: a page's style says what that is in light and in dark, and one drawing follows the
+reader's setting. Hues are after Okabe and Ito, which colour-blind people tell apart.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import altair as alt
 
 from zerokit.bench.comparison.cells import Cell, name_of, varying
 from zerokit.bench.comparison.differences import difference
-from zerokit.bench.comparison.figures import Scale, percent, within_noise
-from zerokit.bench.comparison.tables import memory_metric, roles_of
+from zerokit.bench.comparison.tables import Scale, memory_metric, percent, roles_of, within_noise
 from zerokit.bench.record.metrics import METRICS, MIB, UNITS
 from zerokit.bench.record.settings import DIMENSIONS, OPTIONS
 from zerokit.bench.record.statistics import quantile, slowest
 from zerokit.bench.record.words import title_of
-from zerokit.bench.report.theme import colour
+
+_THEME = json.loads(Path(__file__).with_name("theme.json").read_text(encoding="utf-8"))
+COLOURS: dict[str, list[str]] = _THEME["colours"]
+CONFIG: dict[str, Any] = _THEME["config"]
+"""Vega-Lite's configuration of every picture."""
+
+
+def colour(role: str) -> str:
+    """The name of a role in specifications."""
+    return f"var(--{role})"
+
+
+def in_light(text: str) -> str:
+    """The text with every role replaced by its light colour, for drawings outside a page."""
+    return re.sub(r"var\(--([a-z0-9-]+)\)", lambda found: COLOURS[found[1]][0], text)
+
 
 NARROW = 350  # pixels: the narrowest column that a picture has to fit, that of a telephone
 DOTS = 300

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import altair as alt
 
-from zerokit.bench.comparison.figures import Scale
+from zerokit.bench.comparison.tables import Scale
 from zerokit.bench.plans.plain import hopeless
-from zerokit.bench.record import write_text
-from zerokit.bench.report.pictures import Picture, Row, data_of, draw_bars
+from zerokit.bench.record.record import write_text
+from zerokit.bench.report.pictures import Picture, Row, colour, data_of, draw_bars
 from zerokit.bench.report.render import document
-from zerokit.bench.report.theme import colour
 from zerokit.errors import UsageError
 from zerokit.formulas import MEMORY_KINDS
 from zerokit.placement import Mesh, Placement

@@ -1,1 +1,1 @@
-"""One bench from start to end, in the process that launches the ranks."""
+"""Benches and sweeps from start to end, in the process that launches the ranks."""

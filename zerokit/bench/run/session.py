@@ -16,26 +16,60 @@ import shutil
 import signal
 import tempfile
 import uuid
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from zerokit.bench.catalogue.engines import ENGINES, unsupported
-from zerokit.bench.catalogue.fit import refuse_if_too_large, this_machine
+from zerokit.bench.catalogue.engines import ENGINES, refuse_if_too_large, this_machine, unsupported
 from zerokit.bench.catalogue.workloads import describe
-from zerokit.bench.record import Record, RecordError, read_record, require_writable, write_record
 from zerokit.bench.record.journal import Journal
-from zerokit.bench.record.progress import Progress, ProgressReader
+from zerokit.bench.record.record import Record, RecordError, read_record, require_writable, write_record
 from zerokit.bench.record.schema import to_plain
 from zerokit.bench.record.settings import Settings
-from zerokit.bench.record.status import Outcome, Status, oom_kills, read_outcome
-from zerokit.bench.run.elastic import remaining
+from zerokit.bench.record.status import Outcome, Progress, ProgressReader, Status, oom_kills, read_outcome
 from zerokit.bench.workloads.inputs import check_inputs
 from zerokit.errors import ZerokitError
-from zerokit.launch.failures import WorkerFailed
+from zerokit.launch.failures import Failure, WorkerFailed
+
+
+def remaining(settings: Settings, error: WorkerFailed) -> Settings | None:
+    """The settings of a launch with the surviving ranks, at least one; None if no rank was killed.
+
+    Every node has the same number of ranks. So where ranks of some nodes were lost, the bench goes on with the other
+    nodes, or with as many ranks of each as the node that lost most still has, whichever are more ranks. Islands go on
+    without those that were lost; one that is left alone trains without local steps.
+    """
+    killed = Counter(one.node for one in _killed(error) if one.node not in error.lost_nodes)
+    if not killed and not error.lost_nodes:
+        return None
+    nodes = settings.nodes - len(error.lost_nodes)
+    whole = (nodes - len(killed), settings.nproc_per_node)
+    smaller = (nodes, settings.nproc_per_node - max(killed.values(), default=0))
+    best = max(whole, smaller, key=lambda shape: min(shape) > 0 and shape[0] * shape[1])
+    nodes, ranks = best if min(best) > 0 else (1, 1)
+    left: dict[str, Any] = {"nodes": nodes, "nproc_per_node": ranks}
+    if settings.every is not None:
+        islands = nodes if settings.mesh else nodes * ranks
+        if islands == 1:
+            left |= {"every": None, "fragments": 1, "delay": 0, "mesh": None}
+        elif settings.mesh:
+            left["mesh"] = f"{nodes}x{ranks}"
+    return replace(settings, **left)
+
+
+def _killed(error: WorkerFailed) -> list[Failure]:
+    """Ranks ended by a signal. Not SIGTERM: agents end the ranks so beside one that failed.
+
+    A rank that has lost its peer may abort; of those that did, one alone is the cause where no other signal was.
+    """
+    killed = [one for one in error.failures if one.exit_code < 0 and one.exit_code != -signal.SIGTERM]
+    sent = [one for one in killed if one.exit_code != -signal.SIGABRT]
+    return sent or killed[:1]
+
 
 DEFAULT_FOLDER = Path("zerokit-bench")
 JOB = "job.json"

@@ -15,12 +15,12 @@ from datetime import datetime
 from typing import Literal
 
 from zerokit.bench.catalogue.engines import ENGINES
-from zerokit.bench.record import Record
 from zerokit.bench.record.metrics import METRICS, UNITS, metrics_of
+from zerokit.bench.record.record import Record
 from zerokit.bench.record.schema import to_plain
 from zerokit.bench.record.settings import Settings
-from zerokit.bench.record.sweep import FILE, Sweep, SweepFolder, sweep_json
 from zerokit.bench.record.words import unusual, value_in_words
+from zerokit.bench.run.sweep import FILE, Sweep, SweepFolder, sweep_json
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 # Metrics of a run. MLflow's pages draw every key, and more of them hide the ones that matter.

@@ -15,10 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from zerokit.bench.record import Record, read_record
-from zerokit.bench.record.runs import json_below
+from zerokit.bench.record.record import Record, json_below, read_record
 from zerokit.bench.record.settings import Settings
-from zerokit.bench.record.sweep import FILE, Sweep, SweepFolder
+from zerokit.bench.run.sweep import FILE, Sweep, SweepFolder
 from zerokit.bench.tracking import content
 from zerokit.bench.tracking.content import Status, Tag, milliseconds, moment_ms, sweep_files, sweep_status
 from zerokit.bench.tracking.store import Store, Tracking, TrackingError
@@ -130,7 +129,7 @@ class Mirror:
         The same once more changes nothing.
         """
         run_id = self.parent(sweep)
-        known = self.store.tags(run_id).get(Tag.COMPLETE)
+        known = self.store.client.get_run(run_id).data.tags.get(Tag.COMPLETE)
         digest = _digest("".join([status, *(record.to_json() for record in records)]))
         if known == digest or (not records and known):
             return run_id

@@ -1,4 +1,4 @@
-"""An MLflow store: runs are found by tags, filled, and ended.
+"""An MLflow store: runs are found by tags, filled, ended, and read again.
 
 Only the process that launched the ranks talks to MLflow, and never while they run, so that tracking costs the timed
 steps nothing. Every failure is a `TrackingError`: losing MLflow loses no measurement.
@@ -9,24 +9,33 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import re
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any
 
+from zerokit.bench.record.record import (
+    FORMAT,
+    Record,
+    RecordError,
+    Run,
+    in_folder,
+    is_record,
+    read_record,
+    unique,
+)
 from zerokit.bench.tracking.content import Point, Status
-from zerokit.errors import ZerokitError
+from zerokit.errors import UsageError, ZerokitError
 from zerokit.text import without_secrets
 
 if TYPE_CHECKING:
-    from mlflow.entities import Run
-    from mlflow.store.entities.paged_list import PagedList
+    from mlflow.entities import Run as MlflowRun
     from mlflow.tracking import MlflowClient
 
 DEFAULT_URI = "sqlite:///mlflow.db"
-T = TypeVar("T")
 
 # A server that is down must be noticed in seconds: MLflow's own defaults retry for minutes.
 _ENVIRONMENT = {
@@ -39,9 +48,10 @@ _ENVIRONMENT = {
 }
 # MLflow shows experiments of this kind with its pages for training, others with those for language models' traces.
 _TRAINING = {"mlflow.experimentKind": "custom_model_development"}
+_OLDEST_FIRST = ["attributes.start_time ASC"]
 # A server refuses a batch with more than these.
-_METRICS_A_CALL = 1000
-_PARAMS_A_CALL = 100
+_MOST_A_CALL = {"params": 100, "tags": 100, "metrics": 1000}
+_RUN_ID = re.compile(r"[0-9a-f]{32}")
 
 
 class TrackingError(ZerokitError):
@@ -63,8 +73,44 @@ def resolve_uri(asked: str | None) -> str:
     return asked or os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_URI
 
 
-def connect(uri: str) -> MlflowClient:
-    """An MLflow client whose requests time out in seconds; raises `TrackingError`."""
+@contextmanager
+def failing(what: str) -> Iterator[None]:
+    """Turns any error inside into a `TrackingError` with a one-line reason.
+
+    Of a connection that failed that is its root, which libraries wrap up to five times.
+    """
+    try:
+        yield
+    except TrackingError:
+        raise
+    except Exception as error:
+        root: BaseException = error
+        while (below := root.__cause__ or root.__context__) is not None:
+            root = below
+        root = root if isinstance(root, OSError) else error
+        text = str(root).strip().splitlines()
+        why = f"{type(root).__name__}: {text[0] if text else 'no message'}"[:300]
+        # The cause would show the URI of the store with its password, where somebody prints the trace.
+        raise TrackingError(without_secrets(f"{what}: {why}")) from None
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """MLflow's client; all errors of its methods are a `TrackingError`."""
+
+    _client: MlflowClient
+    uri: str
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any, **more: Any) -> Any:
+            with failing(f"MLflow at {self.uri} cannot be used"):
+                return getattr(self._client, name)(*arguments, **more)
+
+        return call
+
+
+def connect(uri: str) -> Client:
+    """An MLflow client whose requests time out in seconds; raises `TrackingError`, as its methods do."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
@@ -77,7 +123,7 @@ def connect(uri: str) -> MlflowClient:
     logging.getLogger("alembic").setLevel(logging.WARNING)
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
     with failing(f"MLflow at {uri} cannot be used"):
-        return MlflowClient(tracking_uri=uri)
+        return Client(MlflowClient(tracking_uri=uri), uri)
 
 
 @contextmanager
@@ -99,41 +145,36 @@ def _alone(uri: str) -> Iterator[None]:
 class Store:
     """One experiment of an MLflow store. Use `open`; every method raises `TrackingError` and nothing else."""
 
-    _client: MlflowClient
-    _experiment_id: str
+    client: Client
+    experiment_id: str
     tracking: Tracking
 
     @classmethod
     def open(cls, tracking: Tracking) -> Store:
         """Connect to the store, and create the experiment if it does not exist."""
-        with failing(f"MLflow at {tracking.uri} cannot be used"):
-            name = tracking.experiment
-            with _alone(tracking.uri):
-                client = connect(tracking.uri)
-                known = client.get_experiment_by_name(name)
-                if known is not None and known.lifecycle_stage == "deleted":
-                    raise ValueError(f"experiment {name!r} is deleted: restore it, or name another")
-                found = known.experiment_id if known else client.create_experiment(name, tags=_TRAINING)
-            return cls(client, found, tracking)
+        name = tracking.experiment
+        with _alone(tracking.uri):
+            client = connect(tracking.uri)
+            known = client.get_experiment_by_name(name)
+            if known is not None and known.lifecycle_stage == "deleted":
+                raise TrackingError(
+                    f"MLflow at {without_secrets(tracking.uri)}: experiment {name!r} is deleted: restore it, or name "
+                    "another"
+                )
+            found = known.experiment_id if known else client.create_experiment(name, tags=_TRAINING)
+        return cls(client, found, tracking)
 
-    def find(self, tags: Mapping[str, str]) -> Run | None:
+    def find(self, tags: Mapping[str, str]) -> MlflowRun | None:
         """The oldest run of the experiment that has all of these tags; deleted runs are ignored."""
-        order = ["attributes.start_time ASC"]
-        with self._failing("was not searched"):
-            wanted = " and ".join(f"tags.`{name}` = '{value}'" for name, value in tags.items())
-            found = self._client.search_runs([self._experiment_id], wanted, max_results=1, order_by=order)
-            return found[0] if found else None
-
-    def tags(self, run_id: str) -> dict[str, str]:
-        """The current tags of a run."""
-        with self._failing("was not read"):
-            return dict(self._client.get_run(run_id).data.tags)
+        wanted = " and ".join(f"tags.`{name}` = '{value}'" for name, value in tags.items())
+        found: list[MlflowRun] = self.client.search_runs(
+            [self.experiment_id], wanted, max_results=1, order_by=_OLDEST_FIRST
+        )
+        return found[0] if found else None
 
     def create(self, name: str, tags: Mapping[str, str], started_ms: int | None = None) -> str:
         """Create a run with status RUNNING; returns its id."""
-        with self._failing("takes no run"):
-            run = self._client.create_run(self._experiment_id, started_ms, dict(tags), name)
-            return str(run.info.run_id)
+        return str(self.client.create_run(self.experiment_id, started_ms, dict(tags), name).info.run_id)
 
     def write(
         self,
@@ -147,68 +188,98 @@ class Store:
         """Add content to a run. Repeating it changes nothing: points are not doubled, files are replaced."""
         from mlflow.entities import Metric, Param, RunTag
 
-        metrics = [Metric(point.name, point.value, point.moment_ms, point.step) for point in points]
-        given = [Param(*item) for item in (params or {}).items()]
-        with self._failing("was not filled"):
-            for some in _cut(given, _PARAMS_A_CALL):
-                self._client.log_batch(run_id, params=some)
-            if tags:
-                self._client.log_batch(run_id, tags=[RunTag(*item) for item in tags.items()])
-            for many in _cut(metrics, _METRICS_A_CALL):
-                self._client.log_batch(run_id, metrics=many)
-            with tempfile.TemporaryDirectory(prefix="zerokit-mlflow-") as folder:
-                for name, content in (files or {}).items():
-                    path = Path(folder, name)
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    path.write_bytes(content.encode() if isinstance(content, str) else content)
-                if files:
-                    self._client.log_artifacts(run_id, folder)
+        entities: dict[str, list[Any]] = {
+            "params": [Param(*item) for item in (params or {}).items()],
+            "tags": [RunTag(*item) for item in (tags or {}).items()],
+            "metrics": [Metric(point.name, point.value, point.moment_ms, point.step) for point in points],
+        }
+        for kind, every in entities.items():
+            for start in range(0, len(every), _MOST_A_CALL[kind]):
+                self.client.log_batch(run_id, **{kind: every[start : start + _MOST_A_CALL[kind]]})
+        if not files:
+            return
+        with tempfile.TemporaryDirectory(prefix="zerokit-mlflow-") as folder:
+            for name, content in files.items():
+                path = Path(folder, name)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(content.encode() if isinstance(content, str) else content)
+            self.client.log_artifacts(run_id, folder)
 
     def status(self, run_id: str, status: Status, ended_ms: int | None = None) -> None:
         """End the run with a status."""
-        with self._failing(f"left run {run_id} as it was"):
-            self._client.set_terminated(run_id, status, ended_ms)
+        self.client.set_terminated(run_id, status, ended_ms)
 
     def link(self, run_id: str) -> str:
         """The URL of a run; for a store without a server, the URL that `mlflow ui` would serve."""
         uri = without_secrets(self.tracking.uri).replace("***@", "")
         root = uri.rstrip("/") if uri.startswith("http") else "http://127.0.0.1:5000"
-        return f"{root}/#/experiments/{self._experiment_id}/runs/{run_id}"
-
-    def _failing(self, what: str) -> AbstractContextManager[None]:
-        return failing(f"MLflow at {self.tracking.uri} {what}")
+        return f"{root}/#/experiments/{self.experiment_id}/runs/{run_id}"
 
 
-def _cut(values: Sequence[T], most: int) -> Iterator[Sequence[T]]:
-    for start in range(0, len(values), most):
-        yield values[start : start + most]
+def load_run(name: str, tracking_uri: str | None = None) -> Run:
+    """The records behind a name: a path, or an MLflow run's id, or an MLflow experiment's name.
 
-
-def pages(search: Callable[..., PagedList[T]]) -> Iterator[T]:
-    """All results of an MLflow search."""
-    page = search()
-    yield from page
-    while page.token:
-        page = search(page_token=page.token)
-        yield from page
-
-
-@contextmanager
-def failing(what: str) -> Iterator[None]:
-    """Turns any error inside into a `TrackingError` with a one-line reason.
-
-    Of a connection that failed that is its root, which libraries wrap up to five times.
+    Raises `UsageError` for a name that is none of these, `RecordError` for a file that is no record or a place without
+    any, `TrackingError` where MLflow does not answer.
     """
-    try:
-        yield
-    except TrackingError:
-        raise
-    except Exception as error:
-        root: BaseException = error
-        while (below := root.__cause__ or root.__context__) is not None:
-            root = below
-        root = root if isinstance(root, OSError) else error
-        text = str(root).strip().splitlines()
-        why = f"{type(root).__name__}: {text[0] if text else 'no message'}"[:300]
-        # The cause would show the URI of the store with its password, where somebody prints the trace.
-        raise TrackingError(without_secrets(f"{what}: {why}")) from None
+    path = Path(name)
+    if path.is_dir():
+        records = list(in_folder(path))
+    elif path.exists():
+        records = [read_record(path)]
+    elif path.suffix == ".json" or "/" in name:
+        raise UsageError(f"{name}: no such file or folder")
+    elif _RUN_ID.fullmatch(name):
+        client = _known(name, tracking_uri)
+        experiment = client.get_run(name).info.experiment_id
+        children = _search(client, experiment, f"tags.`mlflow.parentRunId` = '{name}'")
+        records = [record for run in (name, *children) for record in _artifacts(client, run)]
+    else:
+        return load_experiment(
+            name, tracking_uri, "is not a file or folder, and not a run id or experiment in"
+        )
+    return _found(name, records)
+
+
+def load_experiment(name: str, tracking_uri: str | None = None, unknown: str = "is no experiment in") -> Run:
+    """The records of an MLflow experiment; raises as `load_run` does, where it is `unknown` in these words."""
+    client = _known(name, tracking_uri)
+    experiment = client.get_experiment_by_name(name)
+    if experiment is None:
+        raise UsageError(f"{name!r} {unknown} MLflow at {without_secrets(client.uri)}")
+    runs = _search(client, experiment.experiment_id, "")
+    return _found(name, [record for run in runs for record in _artifacts(client, run)])
+
+
+def _known(name: str, tracking_uri: str | None) -> Client:
+    uri = resolve_uri(tracking_uri)
+    file = uri.removeprefix("sqlite:///")
+    if uri.startswith("sqlite:///") and not Path(file).exists():
+        raise UsageError(
+            f"{name!r} is not a file or folder, and not an MLflow run, because there is no {file}; "
+            "give a record, a folder of records, or --tracking-uri"
+        )
+    return connect(uri)
+
+
+def _found(name: str, records: list[Record]) -> Run:
+    if not records:
+        raise RecordError(f"{name} has no bench record ({FORMAT})")
+    return Run(name, tuple(unique(records)))
+
+
+def _search(client: Client, experiment: str, wanted: str) -> Iterator[str]:
+    """Runs by id, the oldest first."""
+    token: str | None = ""
+    while token is not None:
+        page = client.search_runs([experiment], wanted, order_by=_OLDEST_FIRST, page_token=token or None)
+        yield from (run.info.run_id for run in page)
+        token = page.token or None
+
+
+def _artifacts(client: Client, run_id: str) -> list[Record]:
+    """The records among a run's artifacts."""
+    with tempfile.TemporaryDirectory(prefix="zerokit-compare-") as folder:
+        names = [one.path for one in client.list_artifacts(run_id) if one.path.endswith(".json")]
+        files = [Path(client.download_artifacts(run_id, name, folder)) for name in names]
+        return [read_record(file) for file in files if is_record(file)]

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from zerokit.bench.machine.accelerator import gather
-from zerokit.bench.record import Checkpoints, Save
 from zerokit.bench.record.journal import Journal, PartWriter
+from zerokit.bench.record.measured import Checkpoints, Save
 from zerokit.bench.record.settings import Settings
 from zerokit.errors import UsageError
 

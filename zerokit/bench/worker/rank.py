@@ -28,18 +28,18 @@ from zerokit.bench.engines.trainer import Trainer, make
 from zerokit.bench.machine.accelerator import Accelerator, choose_accelerator, device_id, gather
 from zerokit.bench.machine.host import peak_host_bytes
 from zerokit.bench.measure.bandwidth import measure_bandwidth
+from zerokit.bench.measure.clock import measure_phases
 from zerokit.bench.measure.environment import look_around
-from zerokit.bench.measure.memory import MemoryMeter
-from zerokit.bench.measure.phases import measure_phases
+from zerokit.bench.measure.memory import MemoryMeter, measure_timeline
 from zerokit.bench.measure.sampler import Sampler
-from zerokit.bench.measure.timeline import measure_timeline
 from zerokit.bench.plans.beside import PlanBeside
-from zerokit.bench.record import Rank, Record, Traffic, summarise, with_twin, write_record
 from zerokit.bench.record.journal import Journal, Story
-from zerokit.bench.record.progress import ProgressWriter
+from zerokit.bench.record.measured import Rank, Traffic
+from zerokit.bench.record.record import Record, write_record
+from zerokit.bench.record.results import summarise, with_twin
 from zerokit.bench.record.schema import from_plain, to_plain
 from zerokit.bench.record.settings import Settings
-from zerokit.bench.record.status import Outcome, Status, write_outcome
+from zerokit.bench.record.status import Outcome, ProgressWriter, Status, write_outcome
 from zerokit.bench.worker.checkpoints import Keeper, mean_over_ranks
 from zerokit.bench.worker.training import Loop, Measured
 from zerokit.bench.worker.twin import measure_twin

@@ -16,11 +16,11 @@ from statistics import stdev
 
 import torch
 
-from zerokit.bench.catalogue.fit import available_bytes, state_of
+from zerokit.bench.catalogue.engines import available_bytes, state_of
 from zerokit.bench.engines.trainer import Batch, Trainer, make
 from zerokit.bench.machine.accelerator import Accelerator, gather
 from zerokit.bench.measure.clock import clock_of
-from zerokit.bench.record import Twin
+from zerokit.bench.record.measured import Twin
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.record.statistics import Summary, slowest
 from zerokit.bench.workloads.build import Loaded

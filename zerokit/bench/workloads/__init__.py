@@ -1,5 +1,5 @@
 """Workloads: `build` makes the models and batches of `catalogue.workloads` in a rank.
 
-`models` are written here, `library` builds those of transformers and torchvision, `initialise` gives all of them their
-weights. `inputs` are read from disk, `sources` draw batches from them. `own` is the user's.
+`models` are written here and say how weights are drawn, `library` builds those of transformers and torchvision.
+`inputs` are read from disk. `own` is the user's.
 """

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zerokit.bench.catalogue.workloads import describe
-from zerokit.bench.record import Data
+from zerokit.bench.record.measured import Data
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.workloads.own import find
 from zerokit.errors import ZerokitError

@@ -13,7 +13,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zerokit.bench.catalogue.sizes import (
+from zerokit.bench.catalogue.workloads import (
+    INSTALL,
     BertConfig,
     Config,
     GPTConfig,
@@ -21,8 +22,7 @@ from zerokit.bench.catalogue.sizes import (
     LlamaConfig,
     ResNetConfig,
 )
-from zerokit.bench.catalogue.workloads import INSTALL
-from zerokit.bench.workloads.initialise import DEFAULT_STD, set_rotary_base, set_std
+from zerokit.bench.workloads.models import DEFAULT_STD, set_rotary_base, set_std
 from zerokit.errors import UsageError
 
 # Of the auxiliary classifier's loss, as torchvision's own training script for this model weighs it.

@@ -1,0 +1,315 @@
+"""A sweep: the product of its options in the order in which they run, on disk, and how its cells are run.
+
+    DIR/sweep.json                 what was asked, and the cells in the order in which they run
+    DIR/cells/000-LABEL.json       a record a cell, whatever became of it
+    DIR/report.html                all of it as a page
+
+Nothing but records is remembered: a sweep goes on where the records of its cells end.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Protocol
+
+from zerokit import files
+from zerokit.bench.catalogue.engines import ENGINES, require_known, unsupported
+from zerokit.bench.catalogue.workloads import WORKLOADS
+from zerokit.bench.record.record import Record, read_record, require_writable, write_text
+from zerokit.bench.record.schema import Count, SchemaError, from_plain, to_plain
+from zerokit.bench.record.settings import DIMENSIONS, Settings
+from zerokit.bench.record.status import Status
+from zerokit.bench.record.words import label, slug, varying
+from zerokit.bench.run.session import Host, Watch, run_cell
+from zerokit.errors import UsageError, ZerokitError
+from zerokit.nesting import require_shallow
+
+FORMAT = "zerokit.sweep/1"
+FILE = "sweep.json"
+# Lists and objects in each other: options are lists of words.
+_DEEPEST = 16
+
+
+class SweepError(ZerokitError):
+    """A folder has no sweep or a damaged one, or another process is using it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A cell in one round of a sweep; `number` counts from 0 in the order of running, `label` is its own."""
+
+    number: Count
+    label: str
+    key: str
+    settings: Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """The plan of a sweep: its `options` as on the command line, and the resulting `cells`."""
+
+    id: str
+    created: str
+    options: dict[str, Any]
+    cells: list[Trial]
+    format: str = field(default=FORMAT)
+
+    @classmethod
+    def of(cls, cells: Sequence[Settings], options: dict[str, Any]) -> Sweep:
+        """A new one."""
+        dimensions = varying(cells)
+        made = [
+            Trial(number, label(settings, dimensions), settings.key, settings)
+            for number, settings in enumerate(cells)
+        ]
+        return cls(uuid.uuid4().hex, datetime.now(UTC).isoformat(timespec="seconds"), options, made)
+
+    @property
+    def title(self) -> str:
+        """The sweep's name: the model, and the options with several values; MLflow's tables cut it after 16 letters."""
+        several = [
+            f"{name} {','.join(map(str, value))}"
+            for name, value in self.options.items()
+            if isinstance(value, list) and len(value) > 1
+        ]
+        models = ",".join(dict.fromkeys(cell.settings.model for cell in self.cells))
+        return f"{models} sweep of {' × '.join(several) or f'{len(self.cells)} cells'}"
+
+    def same_cells(self, other: Sweep) -> bool:
+        """Whether the other sweep has the same cells in the same order."""
+        return [asdict(cell.settings) for cell in self.cells] == [
+            asdict(cell.settings) for cell in other.cells
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class RecordFile:
+    """A sweep of one cell that runs once; `identity` is the record's if it is known before.
+
+    `finished`: the record of an elastic bench whose launcher was killed after it was written.
+    """
+
+    path: Path
+    identity: str | None = None
+    finished: Record | None = None
+
+    def record(self, cell: Trial) -> Path:
+        """The path of the cell's record."""
+        return self.path
+
+    def existing(self, cell: Trial) -> Record | None:
+        """The bench's record, if it has finished already."""
+        return self.finished
+
+
+class SweepFolder:
+    """The folder of a sweep and its files."""
+
+    identity: None = None
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def report(self) -> Path:
+        """The path of the HTML page."""
+        return self.path / "report.html"
+
+    def record(self, cell: Trial) -> Path:
+        """The path of a cell's record."""
+        return self.path / "cells" / f"{cell.number:03d}-{slug(cell.label)}.json"
+
+    def exists(self) -> bool:
+        """Whether the folder has a sweep."""
+        return (self.path / FILE).exists()
+
+    def write(self, sweep: Sweep) -> None:
+        """Start a sweep in this folder; raises `RecordError` if it cannot be written."""
+        require_writable(self.path)
+        try:
+            write_text(sweep_json(sweep), self.path / FILE)
+        except OSError as error:
+            raise SweepError(f"{self.path / FILE} cannot be written: {error.strerror}") from error
+
+    def read(self) -> Sweep:
+        """Read the sweep of this folder; raises `SweepError`."""
+        path = self.path / FILE
+        try:
+            value = json.loads(path.read_text(encoding="utf-8"))
+            require_shallow(value, _DEEPEST)
+        except FileNotFoundError as error:
+            raise SweepError(f"{self.path} has no sweep: there is no {FILE} in it") from error
+        except (OSError, ValueError, RecursionError) as error:
+            raise SweepError(f"cannot read the sweep {path}: {error}") from error
+        found = value.get("format") if isinstance(value, dict) else None
+        if found != FORMAT:
+            raise SweepError(f"{path}: format {found!r}, expected {FORMAT!r}")
+        try:
+            sweep = from_plain(Sweep, value)
+        except (ValueError, ZerokitError) as error:
+            raise SweepError(f"{path}: malformed sweep: {error}") from error
+        if [cell.number for cell in sweep.cells] != list(range(len(sweep.cells))) or not sweep.cells:
+            raise SweepError(f"{path}: malformed sweep: its cells are not numbered from 0")
+        return sweep
+
+    def records(self, sweep: Sweep) -> list[Record]:
+        """The existing records, in the order of the cells; raises `RecordError` for a damaged one."""
+        return [record for cell in sweep.cells if (record := self.existing(cell)) is not None]
+
+    def existing(self, cell: Trial) -> Record | None:
+        """The record of a cell, if it exists; raises `RecordError` if it cannot be read."""
+        path = self.record(cell)
+        return read_record(path) if path.exists() else None
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Lock the folder against other processes; raises `SweepError` if one is running cells in it."""
+        with files.locked(self.path / FILE) as alone:
+            if not alone:
+                raise SweepError(f"another zerokit bench is running the sweep in {self.path}")
+            yield
+
+
+def sweep_json(sweep: Sweep) -> str:
+    """The content of sweep.json."""
+    return json.dumps(to_plain(sweep), indent=1, ensure_ascii=False) + "\n"
+
+
+_DEFAULTS = Settings()
+
+
+def product(
+    options: Mapping[str, Sequence[Any]],
+    fixed: Mapping[str, Any],
+    repeats: int = 1,
+    *,
+    devices: int = 0,
+    shared: bool = True,
+) -> list[Settings]:
+    """Every combination of `options`, `repeats` times.
+
+    Args:
+        options: values by dimension, of which a value counts once; one that is left out, or empty, has its default.
+            Without a stage an engine takes its own; a model of fewer positions than the default has sequences of them.
+        fixed: the other fields of `Settings`, equal in all cells.
+        repeats: rounds through all cells. Every second one goes backwards, so that a steady drift of the machine
+            weighs equally on the first and the last.
+        devices: of this machine. Where `nproc_per_node` is left out, a node has as many ranks as devices, and at least
+            one.
+        shared: whether nodes have equal shares of these devices; else each has as many.
+
+    Raises `UsageError` for settings that do not fit together, or that no record could hold.
+    """
+    values = [tuple(dict.fromkeys(options.get(name) or (None,))) for name in DIMENSIONS]
+    once = []
+    for combination in itertools.product(*values):
+        chosen = {
+            name: value for name, value in zip(DIMENSIONS, combination, strict=True) if value is not None
+        }
+        engine = chosen.setdefault("engine", _DEFAULTS.engine)
+        if "stage" not in chosen and engine in ENGINES:
+            chosen["stage"] = ENGINES[engine].default_stage
+        if "nproc_per_node" not in chosen:
+            chosen["nproc_per_node"] = max(1, devices // (chosen.get("nodes", 1) if shared else 1))
+        given = {**fixed, **chosen}
+        workload = WORKLOADS.get(given.get("model", _DEFAULTS.model))
+        if "seq_len" not in given and workload is not None and workload.text is not None:
+            given["seq_len"] = min(_DEFAULTS.seq_len, workload.text.positions)
+        once.append(_checked(Settings(**given)))
+    once = list(dict.fromkeys(once))
+    rounds = []
+    for number in range(repeats):
+        cells = once if number % 2 == 0 else once[::-1]
+        # What cannot run has one record.
+        rounds += [replace(cell, repeat=number) for cell in cells if number == 0 or unsupported(cell) is None]
+    return rounds
+
+
+def _checked(settings: Settings) -> Settings:
+    try:
+        from_plain(Settings, asdict(settings))
+    except SchemaError as error:
+        raise UsageError(str(error)) from error
+    return require_known(settings)
+
+
+class SweepWatch(Watch, Protocol):
+    """Receives the progress of a sweep."""
+
+    def began(self, cell: Trial) -> None:
+        """A cell starts."""
+
+    def ended(self, cell: Trial, record: Record, *, before: bool) -> None:
+        """A cell has its record; `before` if an earlier process wrote it."""
+
+
+def read_sweep(folder: SweepFolder) -> Sweep:
+    """The sweep started in this folder; raises `SweepError`, also for unknown engines and models."""
+    sweep = folder.read()
+    try:
+        for cell in sweep.cells:
+            require_known(cell.settings)
+    except UsageError as error:
+        raise SweepError(f"{folder.path}: malformed sweep: {error}") from error
+    return sweep
+
+
+def prepare(folder: SweepFolder, asked: Sweep) -> Sweep:
+    """The sweep to run in a folder: the one started there if it has the same cells, otherwise a new one.
+
+    Raises `UsageError` where a sweep of other cells is in the way.
+    """
+    if not folder.exists():
+        folder.write(asked)
+        return asked
+    begun = read_sweep(folder)
+    if not begun.same_cells(asked):
+        raise UsageError(
+            f"{folder.path} has a sweep of other cells: continue it by --continue {folder.path} alone, "
+            "or choose another --output"
+        )
+    return begun
+
+
+def run_sweep(
+    sweep: Sweep,
+    files: SweepFolder | RecordFile,
+    host: Host,
+    watch: SweepWatch,
+    track: Callable[[Path, Record], None] = lambda path, record: None,
+) -> list[Record]:
+    """Run the cells that have no result yet, one after the other; returns the records of all cells, in order.
+
+    `track` receives each new record of a sweep, after its ranks have ended. A cell that fails, or does not fit, does
+    not end the sweep. Raises what `run_cell` raises.
+    """
+    parent = sweep.id if isinstance(files, SweepFolder) else None
+    records = []
+    for cell in sweep.cells:
+        host.interrupted()
+        record = files.existing(cell)
+        done = record is not None and record.status.final
+        if record is None or not done:
+            watch.began(cell)
+            path = files.record(cell)
+            record = run_cell(cell.settings, path, host, sweep=parent, identity=files.identity)
+            if parent is not None:
+                track(path, record)
+        watch.ended(cell, record, before=done)
+        records.append(record)
+    return records
+
+
+def exit_code(records: Sequence[Record]) -> int:
+    """The command's exit code: 1 if a cell failed, 4 if none ran, else 0."""
+    statuses = {record.status for record in records}
+    if not all(status.final for status in statuses):
+        return 1
+    return 0 if Status.OK in statuses else 4

@@ -1,1 +1,0 @@
-"""Sweeps: many cells, run one after the other."""

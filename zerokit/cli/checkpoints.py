@@ -1,0 +1,328 @@
+"""`zerokit inspect`, `verify`, `diff` and `prune`: what is on disk, whether it is whole, and what may go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from zerokit.cli.work import (
+    PATH,
+    checkpoint_argument,
+    counted,
+    decimal_size,
+    json_of,
+    json_option,
+    note,
+    print_json,
+    say,
+    working,
+)
+from zerokit.errors import CheckpointError
+from zerokit.text import printable
+
+if TYPE_CHECKING:
+    from rich.text import Text
+    from rich.tree import Tree
+
+    from zerokit.checkpoint.diff import Comparison, Difference
+    from zerokit.checkpoint.inspect import ParameterSummary, RunSummary, Summary
+    from zerokit.checkpoint.verify import Report
+
+_DEPTH = 16
+"""Levels of modules shown as a tree; what a hostile name has beyond them stays in one line."""
+
+_FORMATS = {"deepspeed": "DeepSpeed", "dcp": "DCP", "huggingface": "Hugging Face"}
+
+_MOST = 2000
+"""Lines of a list that are shown: a small file can name more than is readable, and drawing a line is slow."""
+
+
+@dataclass
+class _Node:
+    """A module, a parameter, or both."""
+
+    parameter: ParameterSummary | None = None
+    children: dict[str, _Node] = field(default_factory=dict)
+
+    def signature(self) -> object:
+        """A key that is equal for modules with the same contents."""
+        own = self.parameter and (_details(self.parameter), self.parameter.numel)
+        return own, tuple((name, child.signature()) for name, child in self.children.items())
+
+
+@click.command()
+@checkpoint_argument
+@json_option("Print only JSON on stdout.")
+def inspect(checkpoint: Path, as_json: bool) -> None:
+    """Show the contents of CKPT, a step or a run: step, world size, parameters, streams, files.
+
+    Checkpoints of DeepSpeed, DCP (FSDP2) and Hugging Face are shown, too.
+
+    For a run, the newest step is shown, with a list of all steps and of unfinished saves. Equal layers are shown
+    once. Nothing is verified: use verify for that.
+    """
+    from zerokit.checkpoint.inspect import inspect as summarise
+
+    summary = summarise(checkpoint)
+    note(summary.notes)
+    if as_json:
+        print_json(json_of(summary))
+    else:
+        _print_tree(summary)
+
+
+def _print_tree(summary: Summary) -> None:
+    from rich.console import Console
+    from rich.text import Text
+    from rich.tree import Tree
+
+    def text(label: str, detail: str = "") -> Text:
+        return Text.assemble((printable(label), "bold"), (f"  {printable(detail)}" if detail else "", "dim"))
+
+    weights = ", weights only" if summary.weights_only else ""
+    form = "" if summary.format == "zerokit" else f"{_FORMATS[summary.format]}, "
+    root = Tree(
+        text(
+            str(summary.path),
+            f"{form}step {summary.step}, {counted(summary.world, 'rank')}{weights}, {decimal_size(summary.bytes)}",
+        )
+    )
+    if summary.run is not None:
+        _add_run(root, summary.run, text)
+    streams = root.add(text("streams", f"of {counted(summary.units, 'unit')}"))
+    for stream in summary.streams:
+        amount = f"{counted(stream.parameters, 'parameter')}, {counted(stream.numel, 'element')}"
+        streams.add(text(stream.kind, f"{stream.dtype}, {amount}, {decimal_size(stream.bytes)}"))
+    parameters = root.add(
+        text("parameters", f"{summary.trainable_numel:,} trainable elements, {summary.frozen_numel:,} frozen")
+    )
+    _grow(parameters, _modules(summary.parameters), text, _MOST)
+    if summary.common:
+        where = "common.safetensors" if summary.format == "zerokit" else "buffers and the optimizer's scalars"
+        common = root.add(text("stored whole", where))
+        for tensor in summary.common[:_MOST]:
+            common.add(text(tensor.name, f"{tensor.dtype} {list(tensor.shape)}"))
+        _rest(common, len(summary.common), text)
+    files = root.add(text("files"))
+    for file in summary.files[:_MOST]:
+        files.add(text(file.name, decimal_size(file.bytes)))
+    _rest(files, len(summary.files), text)
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 1000  # no line of a pipe is folded
+    console.print(root)
+
+
+def _add_run(tree: Tree, run: RunSummary, text: Callable[[str, str], Text]) -> None:
+
+    steps = tree.add(text("steps", f"of {run.path}"))
+    for step in run.steps:
+        said = (
+            decimal_size(step.bytes),
+            "weights only" if step.weights_only else "",
+            "superseded: load skips it" if step.superseded else "",
+            f"damaged: {step.damaged}" if step.damaged else "",
+        )
+        steps.add(text(step.name, ", ".join(filter(None, said))))
+    if run.leftovers:
+        begun = tree.add(text("not finished", "zerokit prune removes those of dead writers"))
+        for left in run.leftovers:
+            begun.add(text(left.path.name, f"{decimal_size(left.size)}, {left.describe()}"))
+
+
+def _modules(parameters: Iterable[ParameterSummary]) -> _Node:
+    root = _Node()
+    for parameter in parameters:
+        node = root
+        for part in parameter.name.split(".", _DEPTH):
+            node = node.children.setdefault(part, _Node())
+        node.parameter = parameter
+    return root
+
+
+def _rest(tree: Tree, number: int, text: Callable[[str, str], Text]) -> None:
+    if number > _MOST:
+        tree.add(text("…", f"and {number - _MOST:,} more (--json lists all)"))
+
+
+def _grow(tree: Tree, node: _Node, text: Callable[[str, str], Text], room: int) -> int:
+    """Add lines for what the node holds, at most `room`; returns how many more may follow."""
+    for label, child in _alike(node):
+        if not room:
+            tree.add(text("…", "and more (--json lists all)"))
+            break
+        line = tree.add(text(label, _details(child.parameter) if child.parameter else ""))
+        room = _grow(line, child, text, room - 1)
+    return room
+
+
+def _alike(node: _Node) -> Iterator[tuple[str, _Node]]:
+    """The children, neighbouring numbered ones that hold the same as one: "0 – 11 (12 alike)"."""
+
+    def key(item: tuple[str, _Node]) -> object:
+        name, child = item
+        return child.signature() if name.isdecimal() else name
+
+    for _, members in groupby(node.children.items(), key):
+        same = list(members)
+        first, last = same[0][0], same[-1][0]
+        yield (f"{first} – {last} ({len(same)} alike)" if len(same) > 1 else first), same[0][1]
+
+
+def _details(parameter: ParameterSummary) -> str:
+    group = f", group {parameter.group}" if parameter.group else ""
+    tied = f", tied with {', '.join(parameter.aliases)}" if parameter.aliases else ""
+    frozen = "" if parameter.trainable else ", frozen"
+    return f"{parameter.dtype} {list(parameter.shape)}{frozen}{group}{tied}"
+
+
+@click.command(epilog="Exit code 0: intact. 1: damaged, or not a checkpoint.")
+@checkpoint_argument
+@click.option("--all", "every", is_flag=True, help="Read every step of a run, not only the newest.")
+@json_option("Print only the report, as JSON, on stdout.")
+@click.pass_context
+def verify(context: click.Context, checkpoint: Path, every: bool, as_json: bool) -> None:
+    """Read every byte of CKPT, a step or a run's newest step, and report damaged files, parameters and ranges."""
+    from zerokit.checkpoint import verify as verifying
+
+    with working("verifying") as progress:
+        reports = (
+            verifying.verify_all(checkpoint, progress) if every else (verifying.verify(checkpoint, progress),)
+        )
+    if as_json:
+        plain = [{"intact": report.intact} | json_of(report) for report in reports]
+        intact = all(report.intact for report in reports)
+        print_json({"intact": intact, "steps": plain} if every else plain[0])
+    else:
+        for report in reports:
+            _show_report(report)
+        if unread := sum(report.unread for report in reports):
+            click.echo(f"{counted(unread, 'other step')} of the run not read: --all reads every step")
+    if not all(report.intact for report in reports):
+        context.exit(1)
+
+
+def _show_report(report: Report) -> None:
+
+    path = printable(str(report.path))
+    for finding in report.findings:
+        say(str(finding))
+    if report.without_checksums and report.intact:
+        click.echo(
+            f"{path}: headers and sizes are right; the format has no checksums, so bytes cannot be verified"
+        )
+    elif report.intact:
+        click.echo(
+            f"{path}: intact: step {report.step} of {counted(report.world or 0, 'rank')}, "
+            f"{counted(report.slices, 'slice')}, {decimal_size(report.bytes_read)} read"
+        )
+    else:
+        click.echo(f"{path}: damaged: {counted(len(report.findings), 'finding')}")
+
+
+_SHOWN = 20
+"""Differences of one stream that are listed; two steps of one run differ in every parameter."""
+
+
+@click.command(
+    epilog="Exit code 0: the same state, whatever the world sizes. 1: different. 2: one side cannot be read."
+)
+@click.argument("a", type=PATH)
+@click.argument("b", type=PATH)
+@json_option("Print all differences on stdout, and nothing else there.")
+@click.pass_context
+def diff(context: click.Context, a: Path, b: Path, as_json: bool) -> None:
+    """Compare the states of A and B, steps or runs, per stream and parameter.
+
+    Streams are compared by the checksums in the manifests, across world sizes, without reading them.
+    """
+    from zerokit.checkpoint import diff as differences
+
+    try:
+        comparison = differences.diff(a, b)
+    except CheckpointError as error:
+        click.echo(f"zerokit: {printable(str(error))}", err=True)
+        context.exit(2)
+    note(comparison.notes)
+    if as_json:
+        print_json({"same": comparison.same} | json_of(comparison))
+    else:
+        _print_differences(comparison)
+    if comparison.unread:
+        context.exit(2)
+    if not comparison.same:
+        context.exit(1)
+
+
+def _print_differences(comparison: Comparison) -> None:
+
+    by_stream: dict[str, list[Difference]] = {}
+    for difference in comparison.differences:
+        by_stream.setdefault(difference.stream, []).append(difference)
+    for stream, differences in by_stream.items():
+        for one in differences[:_SHOWN]:
+            sides = " → ".join(_short(side) for side in (one.a, one.b) if side is not None)
+            say(f"{one.change:7}  {stream}/{one.name}  {sides}")
+        if len(differences) > _SHOWN:
+            click.echo(
+                f"         and {len(differences) - _SHOWN} more of {printable(stream)} (--json lists all)"
+            )
+    for line in comparison.layout:
+        click.echo(f"layout   {line} (no difference of the state)")
+    differ = counted(len(comparison.differences), "difference") if comparison.differences else "no difference"
+    click.echo(f"{differ}; {comparison.equal} equal by CRC-32")
+
+
+def _short(side: str) -> str:
+    return side if len(side) <= 60 else f"{side[:59]}…"
+
+
+@click.command(
+    epilog="Exit code 0: done, or nothing to do. 1: something cannot be removed, or RUN is not a run."
+)
+@click.argument("run", type=PATH)
+@click.option(
+    "--keep-last", type=click.IntRange(min=1), metavar="K", help="Remove all steps except the newest K."
+)
+@click.option(
+    "--keep-every", type=click.IntRange(min=1), metavar="M", help="Also keep steps that are multiples of M."
+)
+@click.option("--dry-run", is_flag=True, help="List what would be removed, and remove nothing.")
+@json_option("Print only the result, as JSON, on stdout.")
+def prune(run: Path, keep_last: int | None, keep_every: int | None, dry_run: bool, as_json: bool) -> None:
+    """Remove files that killed writers left in RUN and, with --keep-last, older steps.
+
+    The newest step, the newest step with optimizer states and the step that `latest` names always stay. Steps that a
+    restarted training has superseded are removed. Files with other names are not touched. Unfinished saves of living
+    processes are listed and stay; so do those of the last hour whose process cannot be checked from here.
+    """
+    from zerokit.checkpoint.prune import Retention, plan
+
+    if keep_every is not None and keep_last is None:
+        raise click.UsageError("--keep-every M needs --keep-last K: without it no step is removed.")
+    pruning = plan(run, Retention(keep_last, keep_every), dry_run=dry_run)
+    for doomed in pruning.removed:
+        if not dry_run:
+            doomed.remove()
+        if not as_json:
+            why = f"; {doomed.leftover.describe()}" if doomed.leftover else ""
+            verb = "would remove" if dry_run else "removed"
+            say(f"{verb} {doomed.path}: {decimal_size(doomed.size)}{why}")
+    if as_json:
+        left = [{"path": str(path), "reason": reason} for path, reason in pruning.left]
+        removed = [
+            {"path": str(one.path), "kind": "leftover" if one.leftover else "step", "bytes": one.size}
+            for one in pruning.removed
+        ]
+        plain = {"run": str(run), "dry_run": dry_run, "bytes": pruning.bytes}
+        print_json(plain | {"removed": removed, "left": left})
+        return
+    for path, reason in pruning.left:
+        say(f"left {path}: {reason}")
+    verb = "would be freed" if dry_run else "freed"
+    say(f"{run}: {decimal_size(pruning.bytes)} {verb}")

@@ -1,0 +1,153 @@
+"""`zerokit reshard`, `convert` and `consolidate`: commands that write a new checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from zerokit.cli.work import (
+    PATH,
+    checkpoint_argument,
+    counted,
+    decimal_size,
+    json_option,
+    options,
+    print_output,
+    say,
+    working,
+)
+
+F = TypeVar("F", bound=Callable[..., Any])
+_command = click.command(epilog="The output is synced to disk and appears whole or not at all.")
+_writing = options(
+    click.option("--jobs", type=click.IntRange(min=1), help="Number of copying threads.  [default: up to 4]"),
+    click.option("--force", is_flag=True, help="Replace an existing output."),
+    click.option("--resume", is_flag=True, help="Continue an interrupted run to the same output."),
+    json_option("Print the result on stdout as JSON."),
+)
+
+
+def _weights(prefix: str) -> Callable[[F], F]:
+    """The options of weights for Hugging Face: dtype, max_shard_size and like; `prefix` begins their help."""
+    return options(
+        click.option(
+            "--dtype",
+            type=click.Choice(["bf16", "fp16", "fp32"]),
+            help=f"{prefix}Dtype of all floating-point tensors.  [default: each tensor's own in the model]",
+        ),
+        click.option(
+            "--max-shard-size",
+            default="5GB",
+            show_default=True,
+            help=f"{prefix}Maximum size of a file, such as 300MB, 5GB (10^9) or 5GiB (2^30).",
+        ),
+        click.option(
+            "--like",
+            type=PATH,
+            metavar="MODEL_DIR",
+            help=f"{prefix}Copy configuration and tokenizer from this folder. Its weights, if any, must have the "
+            "same shapes.",
+        ),
+    )
+
+
+@_command
+@checkpoint_argument
+@click.option("--to", "world", type=click.IntRange(min=1), required=True, help="Number of ranks.")
+@click.option(
+    *("-o", "--output"),
+    type=PATH,
+    help="A new directory: a step for a step, a run for a run.  [default: beside CKPT, such as run.to-16]",
+)
+@_writing
+def reshard(checkpoint: Path, world: int, output: Path | None, as_json: bool, **how: Any) -> None:
+    """Cut CKPT, a step or a run's newest, for another number of ranks.
+
+    Writes, byte for byte, what that many ranks would have saved. Every byte copied is verified by its checksum. A
+    checkpoint of DeepSpeed or DCP (FSDP2) keeps its format: convert writes another one. zerokit.load and bench
+    --resume do not need this: they take a checkpoint of any number of ranks.
+    """
+    from zerokit.checkpoint.formats import convert as conversions
+
+    with working("resharding") as progress:
+        done = conversions.convert(checkpoint, output, world=world, progress=progress, **how)
+    print_output(done.output, as_json, summary=False, world=world, step=str(done.path))
+    size = sum(file.stat().st_size for file in done.path.rglob("*") if file.is_file())
+    reminder = (
+        "zerokit.load and bench --resume read any number of ranks without resharding"
+        if done.format == "zerokit"
+        else f"in the source's format ({done.format}): zerokit convert writes another one"
+    )
+    say(
+        f"{done.output}: step {done.step} of {counted(done.source_world, 'rank')} cut for {world:,}, "
+        f"{decimal_size(size)}, verified and synced; {reminder}",
+        err=True,
+    )
+
+
+@_command
+@checkpoint_argument
+@click.argument("output", metavar="OUTPUT", type=PATH)
+@click.option(
+    "--format",
+    type=click.Choice(["zerokit", "huggingface", "dcp", "deepspeed"]),
+    default="zerokit",
+    show_default=True,
+    help="Output format. deepspeed needs a DeepSpeed source; huggingface has only the weights.",
+)
+@click.option("--to", "world", type=click.IntRange(min=1), help="Number of ranks.  [default: as CKPT]")
+@_weights("huggingface: ")
+@_writing
+def convert(checkpoint: Path, output: Path, as_json: bool, **how: Any) -> None:
+    """Write CKPT in another format, or in the same format for another number of ranks.
+
+    CKPT is a checkpoint of zerokit, of DeepSpeed at stage 1, 2 or 3, of PyTorch's DCP as FSDP2, accelerate and
+    torchtitan write it, or a Hugging Face folder. Masters, moments, step counts, frozen parameters and buffers are
+    copied and verified; no framework is imported and no pickle is executed.
+    """
+    from zerokit.checkpoint.formats import convert as conversions
+
+    with working("converting") as progress:
+        done = conversions.convert(checkpoint, output, progress=progress, **how)
+    source = {"format": done.source_format, "world": done.source_world}
+    known: dict[str, Any] = {
+        "format": done.format,
+        "world": done.world,
+        "step": str(done.path),
+        "source": source,
+    }
+    print_output(done.output, as_json, **known)
+    ranks = f", {counted(done.world, 'rank')}" if done.format != "huggingface" else ""
+    unsure = done.source_format == "huggingface"
+    checked = "synced; its source has no checksums" if unsure else "verified and synced"
+    say(
+        f"{done.output}: step {done.step} of {done.source_format} as {done.format}{ranks}, {checked}",
+        err=True,
+    )
+
+
+@_command
+@checkpoint_argument
+@click.option("-o", "--output", type=PATH, required=True, help="A new directory for the weights.")
+@_weights("")
+@click.option(
+    "--stream",
+    default="master",
+    show_default=True,
+    help="Source of the weights: master, or ema for the average kept by zerokit.Ema.",
+)
+@_writing
+def consolidate(checkpoint: Path, output: Path, as_json: bool, **how: Any) -> None:
+    """Write the weights of CKPT, a step or a run's newest, for Hugging Face's loaders.
+
+    The result is model.safetensors, or several such files with an index. Only the first of tied weights is written.
+    With --like, the folder is one that from_pretrained takes.
+    """
+    from zerokit.checkpoint.formats import convert as conversions
+
+    with working("consolidating") as progress:
+        written = conversions.consolidate(checkpoint, output, progress=progress, **how)
+    print_output(written, as_json)
