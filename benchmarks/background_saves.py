@@ -28,7 +28,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file
 
 import zerokit
-from benchmarks.measuring import make_parser, write_json
+from benchmarks.measuring import read_options, write_json
 from benchmarks.ranks import run_ranks
 
 WORLD, WIDTH = 2, 1024
@@ -107,31 +107,21 @@ def train(directory: str, size_mb: float, rounds: int) -> list[dict[str, float]]
         dist.barrier()
         wall, cpu = time.perf_counter() - wall, (busy_seconds() - cpu) / WORLD
         if number:  # the first has made the buffer
-            found.append(
-                {
-                    "copy": copy,
-                    "held": held,
-                    "step": (before + after) / 2,
-                    "steps": steps,
-                    "during": during,
-                    "alone_wall": wall,
-                    "alone_cpu": cpu - copy,
-                }
-            )
+            one = {"copy": copy, "held": held, "step": (before + after) / 2, "steps": steps, "during": during}
+            found.append(one | {"alone_wall": wall, "alone_cpu": cpu - copy})
         before = timed_steps(3)
     return found
 
 
 def main() -> int:
     """Run both ranks; returns 1 when a save held the training for longer than the bar."""
-    parser = make_parser(__doc__)
-    parser.add_argument(
-        "directory", type=Path, help="where to save: what its disk can do is part of the figures"
+    options = read_options(
+        *(__doc__, None),
+        _directory=(Path, "where to save: what its disk can do is part of the figures"),
+        size_mb=(200.0, "state of a rank, in 10^6 bytes"),
+        rounds=15,
+        json=(Path, "write the rounds there"),
     )
-    parser.add_argument("--size-mb", type=float, default=200.0, help="state of a rank, in 10^6 bytes")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", type=Path, help="write the rounds there")
-    options = parser.parse_args()
     work = options.directory.resolve() / "background-saves"
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)

@@ -27,9 +27,8 @@ from benchmarks.live_checkpoint import measure, remove
 from benchmarks.measuring import (
     ROOT,
     in_rounds,
-    machine,
-    make_parser,
     plain_table,
+    read_options,
     spread,
     write_json,
 )
@@ -200,22 +199,17 @@ def show(figures: Mapping[str, Figures], floors: Mapping[str, str], title: str) 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the comparison; returns the exit code."""
-    parser = make_parser(__doc__)
-    parser.add_argument("--size-gb", type=float, default=2.0, help="of the checkpoint, in 10^9 bytes")
-    parser.add_argument("--repeats", type=int, default=5, help="rounds over all")
-    parser.add_argument("--world", type=int, default=4, help="ranks of the checkpoint")
-    parser.add_argument("--to", type=int, default=8, help="ranks that it is resharded to")
-    parser.add_argument(
-        "--deepspeed", type=Path, metavar="CKPT", help="only conversions of this checkpoint of DeepSpeed's"
+    options = read_options(
+        *(__doc__, arguments),
+        size_gb=(2.0, "of the checkpoint, in 10^9 bytes"),
+        repeats=(5, "rounds over all"),
+        world=(4, "ranks of the checkpoint"),
+        to=(8, "ranks that it is resharded to"),
+        deepspeed=(Path, "only conversions of this checkpoint of DeepSpeed's"),
+        directory=(Path, "where to work  [default: a temporary one]"),
+        skip_live=(False, "neither torch nor save and load"),
+        json=(Path, "write settings, machine and every figure here"),
     )
-    parser.add_argument("--directory", type=Path, help="where to work  [default: a temporary one]")
-    parser.add_argument("--skip-live", action="store_true", help="neither torch nor save and load")
-    parser.add_argument(
-        "--json", type=Path, metavar="OUT", help="write settings, machine and every figure here"
-    )
-    options = parser.parse_args(arguments)
-    if options.size_gb <= 0 or min(options.repeats, options.world, options.to) < 1:
-        parser.error("sizes and counts must be positive")
     with tempfile.TemporaryDirectory(prefix="zerokit-", dir=options.directory) as folder:
         directory = Path(folder)
         step = directory / "synthetic" / "step-00000001"
@@ -236,7 +230,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     floors["zerokit.load"] = "dcp.load"
     record = {
         "format": "zerokit.compare-checkpoints/1",
-        "machine": machine(),
         "settings": {key: str(value) for key, value in vars(options).items()},
         "figures": {name: asdict(found) for name, found in figures.items()},
         "floors": floors,

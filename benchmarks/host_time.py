@@ -29,7 +29,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file
 
-from benchmarks.measuring import bar_holds, in_rounds, make_parser, plain_table, ratio, write_json
+from benchmarks.measuring import bar_holds, in_rounds, plain_table, ratio, read_options, write_json
 from zerokit import ZeroOptimizer
 from zerokit.placement import stage_of
 
@@ -122,11 +122,7 @@ def make_step(engine: str) -> Loop:
 
 def main() -> int:
     """Measure each engine in a process of its own; returns 1 when a bar is missed."""
-    parser = make_parser(__doc__)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES), metavar="ENGINE")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here")
-    arguments = parser.parse_args()
+    arguments = read_options(__doc__, None, rounds=15, engines=list(ENGINES), json=Path)
     os.environ["OMP_NUM_THREADS"] = "1"
     with contextlib.ExitStack() as stack:
         processes = {
@@ -145,15 +141,11 @@ def main() -> int:
     def say(engine: str, to: str) -> str:
         return f"{ratio(steps[engine], steps[to]):.2f}" if to in turns else ""
 
+    def ms(times: list[float]) -> str:
+        return f"{median(times):.1f}"
+
     rows = [
-        [
-            name,
-            f"{median(steps[name]):.1f}",
-            say(name, "torch"),
-            say(name, "fsdp2"),
-            f"{median(forwards[name]):.1f}",
-        ]
-        for name in turns
+        [name, ms(steps[name]), say(name, "torch"), say(name, "fsdp2"), ms(forwards[name])] for name in turns
     ]
     print(plain_table("Processor time of a step", ["engine", "ms", "/ torch", "/ FSDP2", "forward ms"], rows))
     write_json(arguments.json, {"step_ms, forward_ms": turns})

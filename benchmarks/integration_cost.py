@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file
 
-from benchmarks.measuring import bar_holds, in_rounds, make_parser, plain_table, ratio
+from benchmarks.measuring import bar_holds, in_rounds, plain_table, ratio, read_options
 from benchmarks.ranks import run_ranks
 from zerokit import ZeroOptimizer
 from zerokit.placement import stage_of
@@ -164,10 +164,7 @@ def measure(name: str, steps: int) -> list[float]:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run all loops; returns 1 when one costs more than the bar."""
-    parser = make_parser(__doc__)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=12)
-    arguments = parser.parse_args(words)
+    arguments = read_options(__doc__, words, rounds=3, steps=12)
 
     def run_loop(name: str) -> float:
         """The median step of one training, in ms."""
@@ -177,11 +174,8 @@ def main(words: Sequence[str] | None = None) -> int:
     medians = in_rounds(list(LOOPS), arguments.rounds, run_loop)
     ratios = {name: ratio(times, medians["plain loop"]) for name, times in medians.items()}
     rows = [[name, f"{median(times):.0f}", f"{ratios[name]:.3f}"] for name, times in medians.items()]
-    print(
-        plain_table(
-            "A step of a Llama of 20 M, 2 gloo ranks, stage 3", ["loop", "ms", "of the plain loop"], rows
-        )
-    )
+    title = "A step of a Llama of 20 M, 2 gloo ranks, stage 3"
+    print(plain_table(title, ["loop", "ms", "of the plain loop"], rows))
     held = [bar_holds(f"{name} of the plain loop", ratios[name], BAR) for name in list(LOOPS)[1:]]
     return 0 if all(held) else 1
 

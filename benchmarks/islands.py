@@ -12,7 +12,6 @@ python benchmarks/islands.py --rounds 3 --json islands.json
 
 from __future__ import annotations
 
-import json
 import sys
 import threading
 import time
@@ -22,8 +21,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file
 
-from benchmarks.measuring import bar_holds, in_rounds, machine, make_parser, plain_table, write_json
-from benchmarks.slow_link import limit, on_both
+from benchmarks.measuring import bar_holds, in_rounds, plain_table, read_options, write_json
+from benchmarks.ranks import run_ranks
+from benchmarks.slow_link import limit
 from tests.support.namespaces import refusal, two_hosts
 
 FLYING = "H = 50, 3 fragments in flight"
@@ -34,7 +34,6 @@ CASES: dict[str, dict[str, Any] | None] = {
     "every step": None,
 }
 THROUGHPUT, PEAK = 0.95, 1.3
-ADDRESS, PORT = "10.77.0.1", 29511
 _SAMPLE_S, _WINDOW = 0.01, 10
 
 
@@ -63,16 +62,14 @@ class Link:
         return [(b[1] - a[1]) / (b[0] - a[0]) for a, b in list(pairs)[::_WINDOW]]
 
 
-def rank_main(rank: int, case: str, steps: int, batch: int, pause_ms: int) -> None:
-    """One island's part; prints its figures."""
+def train(case: str, steps: int, batch: int, pause_ms: int) -> dict[str, Any]:
+    """One island's figures."""
     import torch
     import torch.distributed as dist
 
     from zerokit import LocalSteps, ZeroOptimizer
     from zerokit.bench.workloads.build import build
 
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://{ADDRESS}:{PORT}", rank=rank, world_size=2)
     options = CASES[case]
     islands: dict[str, Any] = {} if options is None else {"mesh": (2, 1), "stage": ("local", 2)}
     model: Any = (
@@ -81,7 +78,7 @@ def rank_main(rank: int, case: str, steps: int, batch: int, pause_ms: int) -> No
     optimizer = ZeroOptimizer(model, torch.optim.AdamW, precision="fp32", lr=1e-3, bucket_mb=1.0, **islands)
     if options is not None:
         local = LocalSteps(optimizer, **options)
-    generator = torch.Generator().manual_seed(rank)
+    generator = torch.Generator().manual_seed(dist.get_rank())
     link, times = Link(), [time.monotonic()]
     for _ in range(steps):
         if pause_ms:
@@ -97,7 +94,7 @@ def rank_main(rank: int, case: str, steps: int, batch: int, pause_ms: int) -> No
     skipped = 50 if steps > 100 else 2
     seconds = times[-1] - times[skipped]
     rates = link.rates(times[skipped], times[-1])
-    result = {
+    return {
         "step_ms": 1000 * seconds / (steps - skipped),
         "peak": max(rates, default=0.0),
         "mean": mean(rates) if rates else 0.0,
@@ -105,33 +102,31 @@ def rank_main(rank: int, case: str, steps: int, batch: int, pause_ms: int) -> No
         "times": [round(moment - times[0], 4) for moment in times],
         "waited_s": local.waited_s if options is not None else None,
     }
-    dist.barrier()
-    print(json.dumps(result), flush=True)
 
 
 def main() -> int:
-    parser = make_parser(__doc__)
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--batch", type=int, default=8, help="sequences of 128 tokens")
-    parser.add_argument("--pause-ms", type=int, default=0, help="a step's sleep, in place of gpt-5m")
-    parser.add_argument("--mbits", type=float, default=10.0)
-    parser.add_argument("--cases", nargs="*", default=list(CASES))
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    options = read_options(
+        *(__doc__, None),
+        rounds=1,
+        steps=200,
+        batch=(8, "sequences of 128 tokens"),
+        pause_ms=(0, "a step's sleep, in place of gpt-5m"),
+        mbits=10.0,
+        cases=list(CASES),
+        json=Path,
+    )
     if reason := refusal():
         raise SystemExit(f"no two hosts here: {reason}")
     with two_hosts(servers=False) as hosts:
         limit(hosts, options.mbits / 1000)
 
         def keep(results: dict[str, list[Any]]) -> None:
-            content = {"options": vars(options) | {"json": None}, "machine": machine(), "runs": results}
-            write_json(options.json, content)
+            write_json(options.json, {"options": vars(options), "runs": results})
 
         def measure(case: str) -> list[dict[str, Any]]:
             """The figures of both islands."""
             steps = max(4, options.steps // 50) if CASES[case] is None else options.steps
-            return on_both(hosts, __file__, [case, steps, options.batch, options.pause_ms])
+            return run_ranks(train, case, steps, options.batch, options.pause_ms, hosts=hosts)
 
         runs = in_rounds(options.cases, options.rounds, measure, keep)
     steps_ms = {
@@ -156,8 +151,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--rank"]:
-        number, name, count, sequences, pause = sys.argv[2:]
-        rank_main(int(number), name, int(count), int(sequences), int(pause))
-        sys.exit(0)
     sys.exit(main())

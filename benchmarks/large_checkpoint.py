@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file
 
-from benchmarks.measuring import ROOT, machine, make_parser, plain_table, write_json
+from benchmarks.measuring import ROOT, plain_table, read_options, write_json
 from benchmarks.synthetic import make_large_checkpoint
 
 _MEASURED = """
@@ -31,13 +31,12 @@ print(json.dumps([time.process_time(), time.thread_time(), peak]))
 
 def main() -> int:
     """Measure each command once; returns the exit code."""
-    parser = make_parser(__doc__)
-    parser.add_argument("--to", type=int, default=512, help="ranks that it is resharded to")
-    parser.add_argument("--directory", type=Path, help="where to work  [default: a temporary one]")
-    parser.add_argument(
-        "--json", type=Path, metavar="OUT", help="write settings, machine and every figure here"
+    options = read_options(
+        *(__doc__, None),
+        to=(512, "ranks that it is resharded to"),
+        directory=(Path, "where to work  [default: a temporary one]"),
+        json=(Path, "write settings, machine and every figure here"),
     )
-    options = parser.parse_args()
     figures: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory(prefix="zerokit-", dir=options.directory) as directory:
         step = Path(directory) / "step-00000001"
@@ -56,23 +55,13 @@ def main() -> int:
             )
             whole, beside, peak = json.loads(done.stdout)
             figures[name] = {"cpu_s": whole, "beside_copying_s": beside, "peak_bytes": peak}
-    rows = [
-        [
-            name,
-            f"{f['cpu_s']:.1f}",
-            f"{f['beside_copying_s']:.1f}",
-            f"{(f['peak_bytes'] - manifest) / 2**20:.0f}",
-        ]
-        for name, f in figures.items()
-    ]
+    rows = []
+    for name, one in figures.items():
+        mib = (one["peak_bytes"] - manifest) / 2**20
+        rows.append([name, f"{one['cpu_s']:.1f}", f"{one['beside_copying_s']:.1f}", f"{mib:.0f}"])
     columns = ["", "processor s", "beside copying", "peak MiB beyond the manifest"]
     print(plain_table(f"250,000 slices on 1,024 ranks, to {options.to}", columns, rows))
-    record = {
-        "format": "zerokit.large-checkpoint/1",
-        "machine": machine(),
-        "figures": figures,
-        "to": options.to,
-    }
+    record = {"format": "zerokit.large-checkpoint/1", "figures": figures, "to": options.to}
     write_json(options.json, record)
     return 0
 

@@ -28,7 +28,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file
 
 import zerokit
-from benchmarks.measuring import bar_holds, in_pieces, make_parser, plain_table
+from benchmarks.measuring import bar_holds, in_pieces, plain_table, read_options
 from benchmarks.ranks import run_ranks
 from zerokit import LocalSteps, Precision, ZeroOptimizer
 from zerokit.bench.record.settings import Settings
@@ -43,18 +43,20 @@ HELD_OUT = 64
 
 def methods(what: str, every: int) -> dict[str, dict[str, Any]]:
     """Options of `Precision` or of `LocalSteps` by name."""
-    if what == "wires":
-        return {
+    known: dict[str, dict[str, dict[str, Any]]] = {
+        "wires": {
             "int8": {"wire": "int8"},
             "int8, no feedback": {"wire": "int8", "feedback": False},
             "int4": {"wire": "int4"},
             "int4, no feedback": {"wire": "int4", "feedback": False},
-        }
-    return {
-        "local SGD (mean)": {"every": every, "outer": None},
-        "DiLoCo": {"every": every},
-        "Streaming DiLoCo": {"every": every, "fragments": 3, "delay": max(1, every // 3), "blend": 0.5},
+        },
+        "islands": {
+            "local SGD (mean)": {"every": every, "outer": None},
+            "DiLoCo": {"every": every},
+            "Streaming DiLoCo": {"every": every, "fragments": 3, "delay": max(1, every // 3), "blend": 0.5},
+        },
     }
+    return known[what]
 
 
 def train(job: dict[str, Any], method: str, seed: int) -> dict[str, Any]:
@@ -112,21 +114,21 @@ def train(job: dict[str, Any], method: str, seed: int) -> dict[str, Any]:
 
 def main(words: Sequence[str] | None = None) -> int:
     """A table of the methods; 1 when a bar is missed or some runs are left."""
-    parser = make_parser(__doc__)
-    parser.add_argument("what", choices=("wires", "islands"))
-    parser.add_argument("file", type=Path, help="keeps every loss; models after the first part lie beside it")
-    parser.add_argument("--model", default="gpt-5m")
-    parser.add_argument("--batch-size", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument(
-        "--together", type=int, help="steps before islands begin  [default: 300 with islands]"
+    options = read_options(
+        *(__doc__, words),
+        _what=(str, "wires or islands"),
+        _file=(Path, "keeps every loss; models after the first part lie beside it"),
+        model="gpt-5m",
+        batch_size=4,
+        steps=1000,
+        together=(int, "steps before islands begin  [default: 300 with islands]"),
+        every=50,
+        seeds=5,
+        lr=1e-3,
+        method=([], "only these beside exact sums"),
+        minutes=(1000.0, "begin no run after these"),
     )
-    parser.add_argument("--every", type=int, default=50)
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--method", action="append", help="only these beside exact sums; again for more")
-    parser.add_argument("--minutes", type=float, default=1000.0, help="begin no run after these")
-    given = vars(parser.parse_args(words))
+    given = vars(options)
     path, minutes, chosen = given.pop("file"), given.pop("minutes"), given.pop("method")
     if given["together"] is None:
         given["together"] = 300 if given["what"] == "islands" else 0

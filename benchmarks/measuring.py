@@ -24,11 +24,26 @@ ROOT = Path(__file__).resolve().parent.parent
 T = TypeVar("T")
 
 
-def make_parser(text: str | None) -> argparse.ArgumentParser:
-    """A parser for a script whose docstring is `text`."""
-    return argparse.ArgumentParser(
+def read_options(text: str | None, words: Sequence[str] | None, /, **options: Any) -> Any:
+    """The command line's options of a script whose docstring is `text`.
+
+    Each keyword is an option with its default, or the type of an option without one; with a text behind it in a tuple,
+    that is its help. A list takes one of more values, and keywords that begin with "_" are arguments.
+    """
+    parser = argparse.ArgumentParser(
         description=text, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
+    for name, given in options.items():
+        default, help = given if isinstance(given, tuple) else (given, None)
+        how: dict[str, Any] = {"help": help, "default": None if isinstance(default, type) else default}
+        if default is False:
+            how["action"] = "store_true"
+        elif isinstance(default, list):
+            how["nargs"] = "*"
+        else:
+            how["type"] = default if isinstance(default, type) else type(default)
+        parser.add_argument(name.lstrip("_") if name[0] == "_" else f"--{name.replace('_', '-')}", **how)
+    return parser.parse_args(words)
 
 
 def in_rounds(
@@ -115,11 +130,11 @@ def plain_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     return "\n".join([title, "", text[0], "-" * max(map(len, text)), *text[1:]])
 
 
-def write_json(path: Path | None, content: object) -> None:
-    """Write it where the user wants it."""
+def write_json(path: Path | None, content: Mapping[str, Any]) -> None:
+    """Write it where the user wants it, with the machine."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(content, indent=1) + "\n")
+        path.write_text(json.dumps({"machine": machine(), **content}, indent=1, default=str) + "\n")
 
 
 def machine() -> dict[str, object]:

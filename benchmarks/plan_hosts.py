@@ -13,160 +13,97 @@ python benchmarks/plan_hosts.py --places node --steps 10 --repeats 1 --batch-siz
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file
 
-from benchmarks.measuring import ROOT, bar_holds, machine, make_parser, plain_table, write_json
-from benchmarks.slow_link import limit
+from benchmarks.measuring import bar_holds, plain_table, ratio, read_options, write_json
+from benchmarks.slow_link import limit, on_hosts
 from tests.support.namespaces import Hosts, refusal, two_hosts
 from zerokit.bench.record.record import in_folder
+from zerokit.bench.record.statistics import slowest
 
 PLACES = {"node": 0.0, "1gbit": 1.0, "100mbit": 0.1}
 """Gbit/s between two nodes; 0 for one node."""
 BAR, BEST_BAR = 0.10, 0.03
-PORT = 29517
-
-
-@dataclass(frozen=True)
-class Bench:
-    """Commands of zerokit on two ranks: of one node, or of one each on two hosts."""
-
-    hosts: Hosts | None
-    folder: Path
-
-    def alone(self, *words: str, codes: Sequence[int] = (0,)) -> str:
-        """What a command on this machine says on stdout."""
-        return self._run([([], words, {})], codes)
-
-    def together(self, *words: str, codes: Sequence[int] = (0,)) -> str:
-        """What a command says whose two ranks are those of this place."""
-        if self.hosts is None:
-            return self.alone(*words, "--nproc-per-node", "2", codes=codes)
-        shared = {"MASTER_ADDR": self.hosts.addresses["a"], "MASTER_PORT": str(PORT), "WORLD_SIZE": "2"}
-        shared |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "eth0"}
-        ranks = enumerate(self.hosts.addresses)
-        return self._run(
-            [
-                (self.hosts.inside(host), words, shared | {"RANK": str(rank), "GROUP_RANK": str(rank)})
-                for rank, host in ranks
-            ],
-            codes,
-        )
-
-    def _run(
-        self, commands: Sequence[tuple[list[str], Sequence[str], dict[str, str]]], codes: Sequence[int]
-    ) -> str:
-        processes = [
-            subprocess.Popen(
-                [*inside, sys.executable, "-m", "zerokit.cli", *words],
-                env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | variables,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                cwd=self.folder,
-            )
-            for inside, words, variables in commands
-        ]
-        said = [process.communicate(timeout=3600) for process in processes]
-        for process, (_, words, _), (_, errors) in zip(processes, commands, said, strict=True):
-            if process.returncode not in codes:
-                raise SystemExit(f"zerokit {' '.join(words)} ended with {process.returncode}:\n{errors}")
-        return said[0][0]
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell, with milliseconds of a step and samples a second: medians of rounds."""
+    """One cell: milliseconds of a step, and planned to measured in the same round; medians of rounds."""
 
     stage: int
     batch_size: int
     planned_ms: float
     measured_ms: float
     ratio: float
-    """Planned to measured in the same round, median."""
 
     @property
     def rate(self) -> float:
+        """Samples a second."""
         return self.batch_size / self.measured_ms * 1e3
 
 
-def measure(bench: Bench, options: Any) -> list[Cell]:
+def measure(hosts: Hosts | None, folder: Path, options: Any) -> list[Cell]:
     """Every cell of one place, planned and measured."""
-    rounds = [measure_round(bench, options, number) for number in range(options.repeats)]
+    rounds = [measure_round(hosts, folder, options, number) for number in range(options.repeats)]
     cells = []
     for key in sorted(rounds[0]):
         planned, measured = zip(*(one[key] for one in rounds), strict=True)
-        ratio = median(p / m for p, m in zip(planned, measured, strict=True))
-        cells.append(Cell(*key, median(planned), median(measured), ratio))
+        cells.append(Cell(*key, median(planned), median(measured), ratio(planned, measured)))
     return cells
 
 
-def measure_round(bench: Bench, options: Any, number: int) -> dict[tuple[int, int], tuple[float, float]]:
+def measure_round(
+    hosts: Hosts | None, folder: Path, options: Any, number: int
+) -> dict[tuple[int, int], tuple[float, float]]:
     """Planned and measured milliseconds of every cell, by stage and micro-batch.
 
     A machine's speed drifts within minutes, so each round begins with a doctor's report of its own, and each stage with
     a record.
     """
-    doctor = bench.folder / f"doctor{number}.json"
-    doctor.write_text(bench.together("doctor", str(bench.folder), "--json", codes=(0, 5)))
-    found: dict[tuple[int, int], tuple[float, float]] = {}
-    for stage in range(4):
-        found.update(_measure_stage(bench, options, doctor, stage))
-    return found
 
+    def alone(*words: str) -> str:
+        return on_hosts(None, "zerokit.cli", *words, folder=folder)
 
-def _measure_stage(
-    bench: Bench, options: Any, doctor: Path, stage: int
-) -> Iterator[tuple[tuple[int, int], tuple[float, float]]]:
+    def together(*words: str, codes: Sequence[int] = (0,)) -> str:
+        more = () if hosts is not None else ("--nproc-per-node", "2")
+        return on_hosts(hosts, "zerokit.cli", *words, *more, codes=codes, folder=folder)
+
+    doctor = folder / f"doctor{number}.json"
+    doctor.write_text(together("doctor", str(folder), "--json", codes=(0, 5)))
     model = ["--model", options.model, "--seq-len", str(options.seq_len), "--precision", "fp32"]
-    timed = [
-        "--data",
-        "synthetic",
-        "--no-mlflow",
-        "--no-twin",
-        "--warmup",
-        "4",
-        "--steps",
-        str(options.steps),
-    ]
-    record = doctor.with_name(f"alone-{doctor.stem}-{stage}.json")
-    sweep = doctor.with_name(f"sweep-{doctor.stem}-{stage}")
-    own = ["--batch-size", str(options.batch_size), "--nproc-per-node", "1", "--output", str(record)]
-    bench.alone("bench", *model, *timed, *own)
-    cells = ["--stage", str(stage), "--batch-size", options.batch_sizes]
-    bench.together("bench", *model, *timed, *cells, "--output", str(sweep))
-    asked = ["--gpus", "2", "--device", "cpu", "--from", str(record), "--cluster", str(doctor)]
-    asked += ["--batch-size", options.batch_sizes, "--seq-len", str(options.seq_len), "--no-recompute"]
-    answer = json.loads(bench.alone("plan", options.model, *asked, "--stage", str(stage), "--json"))
-    planned = {one["batch_size"]: one["step_ms"] for one in answer["fitting"]}
-    for one in in_folder(sweep):
-        slowest = [max(step) for step in zip(*(rank.step_ms for rank in one.ranks), strict=True)]
-        yield (stage, one.settings.batch_size), (planned[one.settings.batch_size], median(slowest))
+    timed = [*"--data synthetic --no-mlflow --no-twin --warmup 4 --steps".split(), str(options.steps)]
+    found = {}
+    for stage in range(4):
+        record, sweep = folder / f"alone{number}-{stage}.json", folder / f"sweep{number}-{stage}"
+        own = ["--batch-size", str(options.batch_size), "--nproc-per-node", "1", "--output", str(record)]
+        alone("bench", *model, *timed, *own)
+        cells = ["--stage", str(stage), "--batch-size", options.batch_sizes]
+        together("bench", *model, *timed, *cells, "--output", str(sweep))
+        asked = ["--gpus", "2", "--device", "cpu", "--from", str(record), "--cluster", str(doctor), *cells]
+        asked += ["--seq-len", str(options.seq_len), "--no-recompute"]
+        answer = json.loads(alone("plan", options.model, *asked, "--json"))
+        planned = {one["batch_size"]: one["step_ms"] for one in answer["fitting"]}
+        for one in in_folder(sweep):
+            times = slowest([rank.step_ms for rank in one.ranks])
+            found[stage, one.settings.batch_size] = planned[one.settings.batch_size], median(times)
+    return found
 
 
 def judge(place: str, cells: Sequence[Cell], own: int) -> bool:
     """Print the cells of one place. Whether its bars hold."""
-    rows = [
-        [
-            str(one.stage),
-            str(one.batch_size),
-            f"{one.planned_ms:.1f}",
-            f"{one.measured_ms:.1f}",
-            f"{one.ratio:.3f}",
-            f"{one.rate:.2f}",
-        ]
-        for one in cells
-    ]
+    rows = []
+    for one in cells:
+        times = f"{one.planned_ms:.1f} {one.measured_ms:.1f} {one.ratio:.3f} {one.rate:.2f}".split()
+        rows.append([str(one.stage), str(one.batch_size), *times])
     print(plain_table(place, ["stage", "batch", "planned ms", "measured ms", "ratio", "samples/s"], rows))
     best = max(cells, key=lambda one: one.batch_size / one.planned_ms)
     worst = max(abs(one.ratio - 1) for one in cells if one.batch_size == own)
@@ -179,16 +116,17 @@ def judge(place: str, cells: Sequence[Cell], own: int) -> bool:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    parser = make_parser(__doc__)
-    parser.add_argument("--places", default=",".join(PLACES))
-    parser.add_argument("--model", default="gpt-5m")
-    parser.add_argument("--seq-len", type=int, default=128)
-    parser.add_argument("--batch-size", type=int, default=4, help="of the record of one rank alone")
-    parser.add_argument("--batch-sizes", default="2,4,8")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args(words)
+    options = read_options(
+        *(__doc__, words),
+        places=",".join(PLACES),
+        model="gpt-5m",
+        seq_len=128,
+        batch_size=(4, "of the record of one rank alone"),
+        batch_sizes="2,4,8",
+        steps=20,
+        repeats=3,
+        json=Path,
+    )
     holds, found = True, {}
     for place in options.places.split(","):
         gbits = PLACES[place]
@@ -199,13 +137,9 @@ def main(words: Sequence[str] | None = None) -> int:
             hosts = stack.enter_context(two_hosts(servers=False)) if gbits else None
             if hosts is not None:
                 limit(hosts, gbits)
-            cells = measure(Bench(hosts, folder), options)
-        found[place] = [
-            [one.stage, one.batch_size, one.planned_ms, one.measured_ms, one.ratio] for one in cells
-        ]
-        write_json(
-            options.json, {"options": vars(options) | {"json": None}, "machine": machine(), "cells": found}
-        )
+            cells = measure(hosts, folder, options)
+        found[place] = [astuple(one) for one in cells]
+        write_json(options.json, {"options": vars(options), "cells": found})
         holds = judge(place, cells, options.batch_size) and holds
     return 0 if holds else 1
 

@@ -7,7 +7,6 @@ is no constant of a row or a table beside what the source says of it: model, bat
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields, replace
@@ -16,6 +15,7 @@ from math import log
 from pathlib import Path
 from statistics import median
 
+from benchmarks.measuring import read_options
 from zerokit.formulas import ElementBytes
 from zerokit.layout import Layout, Parameter, Segment, build_layout
 from zerokit.placement import Mesh, Placement
@@ -295,11 +295,9 @@ def calibrate(rows: Sequence[Row], start: Shares) -> Shares:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "--calibrate", action="store_true", help="fit the table of efficiencies to rows of one node"
+    options = read_options(
+        __doc__, arguments, calibrate=(False, "fit the table of efficiencies to rows of one node")
     )
-    options = parser.parse_args(arguments)
     rows = read_rows()
     shares = dict(SHARES)
     if options.calibrate:

@@ -16,12 +16,19 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measuring import ROOT
+from benchmarks.slow_link import on_hosts
+from tests.support.namespaces import Hosts
 from zerokit.launch.interrupts import Interrupts
 from zerokit.launch.local import launch
 
 
 def run_ranks(
-    function: Callable[..., Any], *arguments: Any, world: int = 2, threads: int = 1, group: bool = True
+    function: Callable[..., Any],
+    *arguments: Any,
+    world: int = 2,
+    threads: int = 1,
+    group: bool = True,
+    hosts: Hosts | None = None,
 ) -> list[Any]:
     """What a function of a script here returned on each rank; arguments and results go through JSON.
 
@@ -31,6 +38,7 @@ def run_ranks(
         world: ranks.
         threads: of each.
         group: whether the ranks are in a process group when they call it.
+        hosts: where the ranks are, one on each; else on this machine.
 
     Raises `zerokit.launch.failures.WorkerFailed`, which tells of the rank that failed and why.
     """
@@ -47,16 +55,19 @@ def run_ranks(
         tempfile.mkdtemp(prefix="zerokit-ranks-")
     )  # stays where a rank failed: its error names the logs
     (folder / "job.json").write_text(json.dumps(job))
-    with Interrupts() as interrupts:
-        launch(
-            "benchmarks.ranks",
-            [str(folder)],
-            nodes=1,
-            nproc_per_node=world,
-            log_dir=folder,
-            interrupts=interrupts,
-            environment={"OMP_NUM_THREADS": str(threads), "PYTHONPATH": path},
-        )
+    if hosts is not None:
+        on_hosts(hosts, "benchmarks.ranks", str(folder))
+    else:
+        with Interrupts() as interrupts:
+            launch(
+                "benchmarks.ranks",
+                [str(folder)],
+                nodes=1,
+                nproc_per_node=world,
+                log_dir=folder,
+                interrupts=interrupts,
+                environment={"OMP_NUM_THREADS": str(threads), "PYTHONPATH": path},
+            )
     results = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(world)]
     shutil.rmtree(folder)
     return results

@@ -8,18 +8,18 @@ python benchmarks/slow_link.py --gbits 1 -- --engine zerokit,ddp,fsdp2 --stage 0
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file
 
-from benchmarks.measuring import ROOT, make_parser
+from benchmarks.measuring import ROOT, read_options
 from tests.support.namespaces import Hosts, hosts_refusal, two_hosts
+
+PORT = 29517
 
 
 def limit(hosts: Hosts, gbits: float) -> None:
@@ -30,35 +30,44 @@ def limit(hosts: Hosts, gbits: float) -> None:
         subprocess.run([*hosts.inside(host), *words], check=True)
 
 
-def on_both(hosts: Hosts, script: str, words: Sequence[object]) -> list[Any]:
-    """What `script --rank R WORDS` has printed last on each host, as JSON: a rank of one thread a host."""
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
-    ranks = [
+def on_hosts(
+    hosts: Hosts | None, module: str, *words: str, codes: Sequence[int] = (0,), folder: Path | None = None
+) -> str:
+    """What `python -m MODULE WORDS` prints on the first host, run on both as ranks of one thread, or here alone."""
+    common = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    commands: list[tuple[list[str], dict[str, str]]] = [([], {})]
+    if hosts is not None:
+        common |= {"MASTER_ADDR": hosts.addresses["a"], "MASTER_PORT": str(PORT), "WORLD_SIZE": "2"}
+        common |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "eth0"}
+        commands = [
+            (hosts.inside(host), {"RANK": str(rank), "GROUP_RANK": str(rank)})
+            for rank, host in enumerate(hosts.addresses)
+        ]
+    processes = [
         subprocess.Popen(
-            [*hosts.inside(host), sys.executable, script, "--rank", str(rank), *map(str, words)],
+            [*inside, sys.executable, "-m", module, *words],
+            env=os.environ | common | own,
             stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
-            env=environment,
+            cwd=folder,
         )
-        for rank, host in enumerate(hosts.addresses)
+        for inside, own in commands
     ]
-    results = []
-    for process in ranks:
-        said, _ = process.communicate(timeout=3600)
-        if process.returncode:
-            raise SystemExit(f"{script} {' '.join(map(str, words))}: a rank ended with {process.returncode}")
-        results.append(json.loads(said.splitlines()[-1]))
-    return results
+    said = [process.communicate(timeout=3600) for process in processes]
+    for process, (_, errors) in zip(processes, said, strict=True):
+        if process.returncode not in codes:
+            raise SystemExit(f"{module} {' '.join(words)} ended with {process.returncode}:\n{errors}")
+    return said[0][0]
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run the bench; its exit code, or 4 where there can be no hosts."""
-    parser = make_parser(__doc__)
-    parser.add_argument(
-        "--gbits", type=float, default=1.0, help="of the link, each way; sockets carry about 0.93 of it"
+    arguments = read_options(
+        *(__doc__, words),
+        gbits=(1.0, "of the link, each way; sockets carry about 0.93 of it"),
+        _bench=([], "options of zerokit bench, after --"),
     )
-    parser.add_argument("bench", nargs="*", help="options of zerokit bench, after --")
-    arguments = parser.parse_args(words)
     if (why := hosts_refusal()) is not None:
         print(f"slow_link: {why}", file=sys.stderr)
         return 4

@@ -16,7 +16,6 @@ from zerokit.bench.record.schema import from_plain
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.record.status import Progress
 from zerokit.bench.run.session import Host
-from zerokit.bench.run.sweep import Trial
 
 
 class Stopped(Exception):
@@ -87,12 +86,12 @@ class Watcher:
         """A warning."""
         self.warnings.append(text)
 
-    def began(self, cell: Trial) -> None:
+    def began(self, number: int, label: str) -> None:
         """Nothing to remember."""
 
-    def ended(self, cell: Trial, record: Record, *, before: bool) -> None:
+    def ended(self, number: int, label: str, record: Record, *, before: bool) -> None:
         """The number of the cell, its status, whether it was there already."""
-        self.lines.append((cell.number, record.status, before))
+        self.lines.append((number, record.status, before))
 
 
 def host(ranks: Ranks, watcher: Watcher, interrupted: Callable[[], None] = lambda: None) -> Host:

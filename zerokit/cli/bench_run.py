@@ -79,7 +79,6 @@ def run_bench(request: Request, leader: Leader | None) -> int:
                 sweep,
                 files,
                 host_of(interrupts, display),
-                display,
                 lambda path, record: tracker.push(Found([(path, record)], sweeps, []), going_on=True),
             )
         except BaseException:

@@ -26,7 +26,6 @@ from rich.text import Text
 
 from zerokit.bench.record.record import Record
 from zerokit.bench.record.status import Progress as BenchProgress
-from zerokit.bench.run.sweep import Trial
 from zerokit.bench.tracking.push import Tracker
 from zerokit.cli.work import mib, ms, rate
 from zerokit.text import printable, printable_lines, without_secrets
@@ -104,22 +103,22 @@ class Display:
                 note=f"loss {progress.loss:.3f}  {progress.step_ms:.0f} ms" if known else "",
             )
 
-    def began(self, cell: Trial) -> None:
+    def began(self, number: int, label: str) -> None:
         """Show that a cell of the sweep starts."""
         if self._sweep is not None:
-            self._progress.update(self._sweep, completed=cell.number, note=cell.label)
+            self._progress.update(self._sweep, completed=number, note=label)
         if self._task is not None:  # `reset` would keep the last cell's number of steps
             self._progress.remove_task(self._task)
         self._task = self._progress.add_task("starting", total=None, note="")
 
-    def ended(self, cell: Trial, record: Record, *, before: bool) -> None:
+    def ended(self, number: int, label: str, record: Record, *, before: bool) -> None:
         """Print a line about a finished cell of a sweep; a single bench has a table instead."""
         if self._cells == 1:
             return
         if self._sweep is not None:
-            self._progress.update(self._sweep, completed=cell.number + 1, note="")
+            self._progress.update(self._sweep, completed=number + 1, note="")
         digits = len(str(self._cells))
-        line = Text(f"[{cell.number + 1:>{digits}}/{self._cells}] {cell.label}  ")
+        line = Text(f"[{number + 1:>{digits}}/{self._cells}] {label}  ")
         if record.status == "ok" and record.results is not None and record.model is not None:
             results = record.results
             peak = results.peak_allocated_bytes or results.peak_host_bytes

@@ -5,35 +5,29 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from zerokit.bench.record.status import Progress, ProgressReader, ProgressWriter
+from zerokit.bench.record.status import Progress, read_progress, write_progress
 from zerokit.cli.display import Display
 
 
-def test_the_reader_sees_the_newest_line_once(tmp_path: Path) -> None:
+def test_the_reader_sees_the_newest_whole_line(tmp_path: Path) -> None:
     path = tmp_path / "progress"
-    reader = ProgressReader(path)
-    assert reader.latest() is None
-    writer = ProgressWriter(path)
+    assert read_progress(path) is None
     first, second = Progress(1, 9, 2, 5.5, 100.0), Progress(2, 9, 2, 5.0, 90.0)
-    writer.write(first)
-    writer.write(second)
-    assert reader.latest() == second
-    assert reader.latest() is None
+    write_progress(path, first)
+    write_progress(path, second)
+    assert read_progress(path) == second
     with path.open("a") as file:
         file.write("[3, 9, 2, 4")
-    assert reader.latest() is None
+    assert read_progress(path) == second
     with path.open("a") as file:
         file.write(".5, 80.0]\n")
-    assert reader.latest() == Progress(3, 9, 2, 4.5, 80.0)
-    writer.close()
+    assert read_progress(path) == Progress(3, 9, 2, 4.5, 80.0)
 
 
 def test_what_is_not_known_yet_is_shown_as_nothing(tmp_path: Path) -> None:
     step = Progress(3, 9, 2, None, None)
-    writer = ProgressWriter(tmp_path / "p")
-    writer.write(step)
-    writer.close()
-    assert ProgressReader(tmp_path / "p").latest() == step
+    write_progress(tmp_path / "p", step)
+    assert read_progress(tmp_path / "p") == step
     with Display() as display:
         for shown, note in ((replace(step, loss=1.5, step_ms=20.0), "loss 1.500  20 ms"), (step, "")):
             display.show(shown)

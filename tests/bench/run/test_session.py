@@ -11,7 +11,7 @@ import pytest
 from tests.bench.ranks import Ranks, Stopped, Watcher, host, record_of
 from zerokit.bench.record.record import RecordError, read_record, write_record
 from zerokit.bench.record.settings import Settings
-from zerokit.bench.record.status import Outcome, Progress, ProgressWriter, Status, write_outcome
+from zerokit.bench.record.status import Outcome, Progress, Status, write_outcome, write_progress
 from zerokit.bench.run import session
 from zerokit.bench.run.session import refusal, require_data, run_cell
 from zerokit.errors import ZerokitError
@@ -45,9 +45,7 @@ def test_a_success_is_written_with_the_identity_that_was_asked_for(tmp_path: Pat
     step = Progress(1, 4, 2, 5.5, 12.0)
 
     def act(settings: Settings, job: Path) -> None:
-        writer = ProgressWriter(job.parent / "progress")
-        writer.write(step)
-        writer.close()
+        write_progress(job.parent / "progress", step)
 
     watcher = Watcher()
     record = run_cell(SETTINGS, tmp_path / "r.json", host(Ranks(act), watcher), sweep="s", identity="i")

@@ -44,7 +44,7 @@ def run(
     interrupted: Callable[[], None] = lambda: None,
 ) -> list[Record]:
     watcher = watcher or Watcher()
-    return run_sweep(sweep, folder, host(ranks or Ranks(), watcher, interrupted), watcher)
+    return run_sweep(sweep, folder, host(ranks or Ranks(), watcher, interrupted))
 
 
 @pytest.fixture

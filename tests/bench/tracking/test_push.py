@@ -57,7 +57,7 @@ def run(
         tracker.push(Found([(path, record)], sweeps, []), going_on=True)
 
     with contextlib.suppress(Stopped):
-        run_sweep(sweep, folder, host(ranks or Ranks(), watcher), watcher, track)
+        run_sweep(sweep, folder, host(ranks or Ranks(), watcher), track)
     tracker.push(find_records([folder.path]))
     return folder.records(sweep), watcher, tracker
 

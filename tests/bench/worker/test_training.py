@@ -27,7 +27,7 @@ from zerokit.bench.record.measured import Rank
 from zerokit.bench.record.schema import to_plain
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.record.statistics import STEADY_WINDOW
-from zerokit.bench.record.status import Outcome, Progress, ProgressWriter, Status, oom_kills, read_outcome
+from zerokit.bench.record.status import Outcome, Progress, Status, oom_kills, read_outcome
 from zerokit.bench.worker.checkpoints import Keeper
 from zerokit.bench.worker.rank import choose, with_state
 from zerokit.bench.worker.training import Loop, Measured
@@ -70,9 +70,8 @@ def run(settings: Settings, slow_steps: int, path: str) -> tuple[Measured, int, 
     trainer = Settling(slow_steps)
     loop = Loop(trainer, load(settings), settings, HERE)
     began: list[int] = []
-    writer = ProgressWriter(Path(path) if dist.get_rank() == 0 else None)
-    measured = loop.run(writer, Keeper(settings, None), begin=lambda: began.append(len(trainer.seen)))
-    writer.close()
+    file = Path(path) if dist.get_rank() == 0 else None
+    measured = loop.run(file, Keeper(settings, None), begin=lambda: began.append(len(trainer.seen)))
     (begin,) = began
     different = {tuple(batch[0].flatten().tolist()) for batches in trainer.seen for batch in batches}
     return measured, begin, len(different)
@@ -162,12 +161,10 @@ def run_ahead(settings: Settings, path: str, saving: bool) -> tuple[Measured, li
         return make(first)
 
     keeper = Saving(settings, device) if saving else Keeper(settings, None)
-    writer = ProgressWriter(Path(path))
     rarely = patch("zerokit.bench.worker.training._PROGRESS_SECONDS", 3600.0)
     with Noting(device.log), patch.object(loaded, "batch", noted), rarely:
         loop = Loop(Ahead(device), loaded, settings, HERE, device.clock)
-        measured = loop.run(writer, keeper, begin=lambda: device.log.append("begin"))
-    writer.close()
+        measured = loop.run(Path(path), keeper, begin=lambda: device.log.append("begin"))
     begun = device.log.index("begin")
     return measured, device.log[begun + 1 :], device.log[:begun]
 
@@ -273,7 +270,7 @@ def states() -> list[Rank]:
         loaded = load(settings)
         trainer = make(loaded, settings, HERE)
         loop = Loop(trainer, loaded, settings, HERE)
-        loop.run(ProgressWriter(None), Keeper(settings, None), begin=lambda: None)
+        loop.run(None, Keeper(settings, None), begin=lambda: None)
         found.append(with_state(make_record().ranks[dist.get_rank()], trainer, loop))
     return found
 

@@ -11,7 +11,7 @@ anything for want of memory meanwhile. Standard library only.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple
@@ -85,40 +85,17 @@ class Progress:
     step_ms: float | None
 
 
-class ProgressWriter:
-    """Writes progress on rank 0; without a path it writes nothing."""
-
-    def __init__(self, path: Path | None) -> None:
-        self._file = None if path is None else path.open("a", encoding="utf-8")
-
-    def write(self, progress: Progress) -> None:
-        """Append one line."""
-        if self._file is not None:
-            line = [progress.done, progress.total, progress.warmup, progress.loss, progress.step_ms]
-            self._file.write(json.dumps(line) + "\n")
-            self._file.flush()
-
-    def close(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            self._file.close()
+def write_progress(path: Path | None, progress: Progress) -> None:
+    """Append one line, if there is a path."""
+    if path is not None:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(astuple(progress)) + "\n")
 
 
-class ProgressReader:
-    """Reads progress in the launcher."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._offset = 0
-
-    def latest(self) -> Progress | None:
-        """The newest complete line since the last call, if any."""
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._offset)
-                new = file.read()
-        except FileNotFoundError:
-            return None
-        whole = new[: new.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        return Progress(*json.loads(whole.splitlines()[-1])) if whole else None
+def read_progress(path: Path) -> Progress | None:
+    """The newest whole line, if any."""
+    try:
+        whole, newline, _ = path.read_bytes().rpartition(b"\n")
+    except FileNotFoundError:
+        return None
+    return Progress(*json.loads(whole.splitlines()[-1])) if newline else None

@@ -17,7 +17,7 @@ import signal
 import tempfile
 import uuid
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -30,7 +30,7 @@ from zerokit.bench.record.journal import Journal
 from zerokit.bench.record.record import Record, RecordError, read_record, require_writable, write_record
 from zerokit.bench.record.schema import to_plain
 from zerokit.bench.record.settings import Settings
-from zerokit.bench.record.status import Outcome, Progress, ProgressReader, Status, oom_kills, read_outcome
+from zerokit.bench.record.status import Outcome, Progress, Status, oom_kills, read_outcome, read_progress
 from zerokit.bench.workloads.inputs import check_inputs
 from zerokit.errors import ZerokitError
 from zerokit.launch.failures import Failure, WorkerFailed
@@ -78,27 +78,17 @@ _NO_TWIN = "the cost of communication is unknown: the compute-only twin"
 _REASON_LENGTH = 8000
 
 
-class Launch(Protocol):
-    """Runs a module on every rank and returns when all have ended; raises `ZerokitError` if one failed.
+Launch = Callable[..., None]
+"""`launch(module, arguments, nodes=, nproc_per_node=, log_dir=, poll=)` runs a module on every rank.
 
-    `log_dir` is the job's folder: on other machines ranks see a copy of its files, and what they write beside them is
-    in `log_dir` at the end, or before.
-    """
-
-    def __call__(
-        self,
-        module: str,
-        arguments: Sequence[str],
-        *,
-        nodes: int,
-        nproc_per_node: int,
-        log_dir: Path,
-        poll: Callable[[], None],
-    ) -> None: ...
+It returns when all have ended, and raises `ZerokitError` if one failed. `log_dir` is the job's folder: on other
+machines ranks see a copy of its files, and what they write beside them is in `log_dir` at the end, or before. `poll` is
+called now and then.
+"""
 
 
 class Watch(Protocol):
-    """Receives the progress of one bench."""
+    """Receives the progress of a bench or a sweep."""
 
     def phase(self, text: str) -> None:
         """The current phase, while no steps are running."""
@@ -108,6 +98,12 @@ class Watch(Protocol):
 
     def warn(self, text: str) -> None:
         """A problem outside the measurement, as text."""
+
+    def began(self, number: int, label: str) -> None:
+        """A cell of a sweep starts."""
+
+    def ended(self, number: int, label: str, record: Record, *, before: bool) -> None:
+        """A cell of a sweep has its record; `before` if an earlier process wrote it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,10 +183,11 @@ def run_cell(
     work = Path(tempfile.mkdtemp(prefix="zerokit-bench-"))
     keep = False
     try:
-        outcome = _train(settings, work, host, sweep, journal)
-        if isinstance(outcome, Record):
-            record = replace(outcome, id=asked.id)
+        made = _train(settings, work, host, sweep, journal)
+        if isinstance(made, Record):
+            record = replace(made, id=asked.id)
         else:
+            outcome, error = made
             # The ranks' output is there; a reason that names it has to be true.
             keep = outcome.status is Status.FAILED or str(work) in outcome.reason
             record = replace(
@@ -200,9 +197,9 @@ def run_cell(
                 created=_now(),
                 parts=journal.story().parts if journal else [],
             )
-            if outcome.status is Status.KILLED or not isinstance(outcome.error, ZerokitError):
+            if outcome.status is Status.KILLED or not isinstance(error, ZerokitError):
                 put(record)
-                raise outcome.error
+                raise error
     finally:
         if not keep:
             shutil.rmtree(work, ignore_errors=True)
@@ -240,52 +237,43 @@ def what_happened(error: BaseException, job: Path, oom_kills_before: int | None)
     return Outcome(Status.FAILED, reason)
 
 
-@dataclass(frozen=True, slots=True)
-class _Unsuccessful:
-    """What became of a cell whose ranks ended with this error."""
-
-    status: Status
-    reason: str
-    error: BaseException
-
-
 def _train(
     settings: Settings, work: Path, host: Host, sweep: str | None, journal: Journal | None
-) -> Record | _Unsuccessful:
+) -> Record | tuple[Outcome, BaseException]:
     """Launch the ranks; those of an elastic bench that remain again, where others were killed."""
     for restarts in itertools.count():
         folder = work / f"restart-{restarts}" if restarts else work
         kills, part = oom_kills(), journal.count() if journal else 0
         try:
             return _launch(settings, folder, host, sweep)
-        except host.interruptions as error:
-            end = _Unsuccessful(Status.KILLED, str(error) or "interrupted", error)
         except BaseException as error:
-            end = _Unsuccessful(*what_happened(error, folder / JOB, kills), error)
-        why, left = end.reason.partition("\n")[0], None
+            outcome, failed = what_happened(error, folder / JOB, kills), error
+            if isinstance(error, host.interruptions):
+                outcome = Outcome(Status.KILLED, str(error) or "interrupted")
+        why, left = outcome.reason.partition("\n")[0], None
         if journal is not None:
             journal.end_part(part, why)
-        if end.status is Status.FAILED and settings.elastic and isinstance(end.error, WorkerFailed):
-            left = remaining(settings, end.error)
+        if outcome.status is Status.FAILED and settings.elastic and isinstance(failed, WorkerFailed):
+            left = remaining(settings, failed)
         if left is None or restarts >= host.max_restarts:
             break
         settings = left
         host.watch.warn(
             f"{why}\nrestart {restarts + 1} of at most {host.max_restarts}: {_ranks(settings)} left"
         )
-    return end
+    return outcome, failed
 
 
 def _launch(settings: Settings, work: Path, host: Host, sweep: str | None) -> Record:
     """Launch the ranks and read what rank 0 has written."""
     host.interrupted()
     work.mkdir(exist_ok=True)
-    written, job, reader = work / "record.json", work / JOB, ProgressReader(work / "progress")
-    files = {"record": written.name, "progress": "progress"}
+    written, job, progress = work / "record.json", work / JOB, work / "progress"
+    files = {"record": written.name, "progress": progress.name}
     job.write_text(json.dumps({"settings": to_plain(settings), **files, "sweep": sweep}))
 
     def poll() -> None:
-        if (latest := reader.latest()) is not None:
+        if (latest := read_progress(progress)) is not None:
             host.watch.show(latest)
 
     host.watch.phase(f"starting {_ranks(settings)}")

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from zerokit import files
 from zerokit.bench.catalogue.engines import ENGINES, require_known, unsupported
@@ -27,7 +27,7 @@ from zerokit.bench.record.schema import Count, SchemaError, from_plain, to_plain
 from zerokit.bench.record.settings import DIMENSIONS, Settings
 from zerokit.bench.record.status import Status
 from zerokit.bench.record.words import label, slug, varying
-from zerokit.bench.run.session import Host, Watch, run_cell
+from zerokit.bench.run.session import Host, run_cell
 from zerokit.errors import UsageError, ZerokitError
 from zerokit.nesting import require_shallow
 
@@ -240,16 +240,6 @@ def _checked(settings: Settings) -> Settings:
     return require_known(settings)
 
 
-class SweepWatch(Watch, Protocol):
-    """Receives the progress of a sweep."""
-
-    def began(self, cell: Trial) -> None:
-        """A cell starts."""
-
-    def ended(self, cell: Trial, record: Record, *, before: bool) -> None:
-        """A cell has its record; `before` if an earlier process wrote it."""
-
-
 def read_sweep(folder: SweepFolder) -> Sweep:
     """The sweep started in this folder; raises `SweepError`, also for unknown engines and models."""
     sweep = folder.read()
@@ -282,7 +272,6 @@ def run_sweep(
     sweep: Sweep,
     files: SweepFolder | RecordFile,
     host: Host,
-    watch: SweepWatch,
     track: Callable[[Path, Record], None] = lambda path, record: None,
 ) -> list[Record]:
     """Run the cells that have no result yet, one after the other; returns the records of all cells, in order.
@@ -297,12 +286,12 @@ def run_sweep(
         record = files.existing(cell)
         done = record is not None and record.status.final
         if record is None or not done:
-            watch.began(cell)
+            host.watch.began(cell.number, cell.label)
             path = files.record(cell)
             record = run_cell(cell.settings, path, host, sweep=parent, identity=files.identity)
             if parent is not None:
                 track(path, record)
-        watch.ended(cell, record, before=done)
+        host.watch.ended(cell.number, cell.label, record, before=done)
         records.append(record)
     return records
 

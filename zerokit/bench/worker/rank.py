@@ -39,7 +39,7 @@ from zerokit.bench.record.record import Record, write_record
 from zerokit.bench.record.results import summarise, with_twin
 from zerokit.bench.record.schema import from_plain, to_plain
 from zerokit.bench.record.settings import Settings
-from zerokit.bench.record.status import Outcome, ProgressWriter, Status, write_outcome
+from zerokit.bench.record.status import Outcome, Status, write_outcome
 from zerokit.bench.worker.checkpoints import Keeper, mean_over_ranks
 from zerokit.bench.worker.training import Loop, Measured
 from zerokit.bench.worker.twin import measure_twin
@@ -101,7 +101,6 @@ def run(asked: Settings, record_path: Path, progress_path: Path | None, sweep: s
     _groups.append(dist.group.WORLD)
     first = dist.get_rank() == 0
     sampler = node_sampler(accelerator)
-    writer = ProgressWriter(progress_path if first else None)
 
     started = time.perf_counter()
     trainer = make(loaded, settings, accelerator)
@@ -119,10 +118,9 @@ def run(asked: Settings, record_path: Path, progress_path: Path | None, sweep: s
         if sampler is not None:
             sampler.start()
 
-    measured = loop.run(writer, keeper, begin)
+    measured = loop.run(progress_path if first else None, keeper, begin)
     ended = datetime.now(UTC)
     samples = None if sampler is None else sampler.stop()
-    writer.close()
     settings = replace(settings, warmup=measured.warmup)
 
     # What follows the measured steps takes memory and sends bytes of its own: theirs are read first.

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,7 @@ from zerokit.bench.machine.accelerator import Accelerator
 from zerokit.bench.measure.clock import Clock, clock_of
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.record.statistics import STEADY_WINDOW, steady
-from zerokit.bench.record.status import Progress, ProgressWriter
+from zerokit.bench.record.status import Progress, write_progress
 from zerokit.bench.worker.checkpoints import Keeper
 from zerokit.bench.workloads.build import Loaded
 
@@ -86,8 +87,9 @@ class Loop:
         self._reported = -math.inf
         self.measured = Measured()
 
-    def run(self, writer: ProgressWriter, keeper: Keeper, begin: Callable[[], None]) -> Measured:
-        """Train all steps, from `keeper`'s checkpoint if there is one; `begin` is called before the measured steps.
+    def run(self, file: Path | None, keeper: Keeper, begin: Callable[[], None]) -> Measured:
+        """Train all steps, from `keeper`'s checkpoint if there is one; `begin` is called before the measured steps, and
+        `file` receives the progress.
 
         An elastic run ends at step `settings.steps`: its measured steps are those that warm-up leaves, at least
         one, or none where all were trained before.
@@ -106,7 +108,7 @@ class Loop:
             if self._settings.warmup is None:
                 agreed += self._accelerator.maximum([elapsed])
             measured.warmup += 1
-            self._report(writer, self._settings.warmup or max(_SHORTEST_WARMUP, measured.warmup))
+            self._report(file, self._settings.warmup or max(_SHORTEST_WARMUP, measured.warmup))
         steps = self._settings.steps
         if self._settings.elastic:
             steps = max(0, steps - measured.trained)
@@ -121,10 +123,10 @@ class Loop:
             if last or not self._clock.runs_ahead or keeper.due(measured.trained, last=False):
                 self._read()
                 keeper.after_step(measured, last=last)
-                self._report(writer, measured.warmup)
+                self._report(file, measured.warmup)
             elif time.monotonic() - self._reported >= _PROGRESS_SECONDS:
                 self._reported = time.monotonic()
-                self._report(writer, measured.warmup)
+                self._report(file, measured.warmup)
         measured.window_ms = self._clock.window_ms
         measured.batches_repeat_after = self._batches.repeat_after
         self._batches.drop()
@@ -166,7 +168,7 @@ class Loop:
         self._unread.clear()
         return measured.step_ms[-1]
 
-    def _report(self, writer: ProgressWriter, warmup: int) -> None:
+    def _report(self, file: Path | None, warmup: int) -> None:
         """How many steps these processes have made, of how many; of those not read yet, neither time nor loss."""
         measured, unread = self.measured, len(self._unread)
         done = len(measured.step_ms) + unread
@@ -174,7 +176,7 @@ class Loop:
         if self._settings.elastic:
             total = self._settings.steps - (measured.trained - done)
         loss, step_ms = (None, None) if unread else (measured.loss[-1], measured.step_ms[-1])
-        writer.write(Progress(done, total, warmup, loss, step_ms))
+        write_progress(file, Progress(done, total, warmup, loss, step_ms))
 
 
 READY_BYTES = 512 * 2**20
