@@ -20,8 +20,7 @@ from zerokit.bench.record.measured import (
     Traffic,
     Twin,
 )
-from zerokit.bench.record.record import Record
-from zerokit.bench.record.results import summarise, with_twin
+from zerokit.bench.record.record import Record, summarise, with_twin
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.record.statistics import Summary
 from zerokit.bench.record.status import Status

@@ -10,7 +10,7 @@ import pytest
 
 import zerokit
 from benchmarks import compare_checkpoints
-from benchmarks.live_checkpoint import remove
+from benchmarks.compare_checkpoints import remove
 from tests.support.distributed import run_alone
 
 

@@ -14,11 +14,11 @@ from click.testing import CliRunner
 import zerokit as package
 from tests.cli.commands import environment
 from tests.cli.inside import zerokit_inside
-from zerokit.bench.machine.devices import Gpu
+from zerokit.bench.machine.host import Gpu
 from zerokit.bench.record.settings import Settings
 from zerokit.cli import COMMANDS, cli, main
-from zerokit.cli.bench_options import HEADINGS
-from zerokit.cli.bench_request import Request
+from zerokit.cli.bench import HEADINGS
+from zerokit.cli.bench_run import Request
 
 
 def test_help_answers_without_torch_mlflow_or_rich(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_a_node_has_a_rank_for_each_of_its_devices(
     monkeypatch: pytest.MonkeyPatch, requests: list[Request], arguments: list[str], ranks: list[int]
 ) -> None:
     monkeypatch.setattr(
-        "zerokit.cli.bench_request.visible_devices", lambda: [Gpu(f"GPU-{n}", None) for n in range(4)]
+        "zerokit.cli.bench_run.visible_devices", lambda: [Gpu(f"GPU-{n}", None) for n in range(4)]
     )
     result = CliRunner().invoke(cli, ["bench", "--no-mlflow", *arguments])
     assert result.exit_code == 0, result.output

@@ -12,8 +12,7 @@ from rich.console import Console
 from tests.bench.records import make_cell, make_failure, make_sweep
 from zerokit.bench.comparison.cells import baselines, make_cells
 from zerokit.bench.record.journal import Part
-from zerokit.bench.record.record import Record, Run
-from zerokit.bench.record.results import summarise
+from zerokit.bench.record.record import Record, Run, summarise
 from zerokit.cli.tables import show
 from zerokit.cli.work import mib, ms, rate
 

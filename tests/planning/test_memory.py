@@ -13,8 +13,7 @@ from tests.support.distributed import run_ranks
 from zerokit.bench.engines.trainer import make
 from zerokit.bench.machine.accelerator import choose_accelerator
 from zerokit.bench.measure.memory import MemoryTracker
-from zerokit.bench.plans.beside import PlanBeside
-from zerokit.bench.plans.subjects import subject_named, subject_of
+from zerokit.bench.plans.subjects import PlanBeside, subject_named, subject_of
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.worker.training import Batches
 from zerokit.bench.workloads.build import build, load

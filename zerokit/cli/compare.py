@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from zerokit.cli.lists import Name
-from zerokit.cli.work import json_option, tracking_uri_option
+from zerokit.cli.work import Name, json_option, tracking_uri_option
 from zerokit.errors import UsageError, ZerokitError
 from zerokit.text import printable
 
@@ -94,8 +93,7 @@ def command(
     """
     from zerokit.bench.comparison.cells import baselines, make_cells, side_by_side
     from zerokit.bench.comparison.differences import Rule, disagreements, known_metric, regressions
-    from zerokit.bench.comparison.plain import comparison_json
-    from zerokit.cli.tables import show
+    from zerokit.cli.tables import comparison_json, show
 
     parsed = [Rule.parse(rule) for rule in rules]
     shown = [known_metric(name) for name in metrics]

@@ -8,9 +8,8 @@ from typing import Any
 import click
 
 from zerokit.bench.catalogue.workloads import WORKLOADS
-from zerokit.cli.bench_options import setting_option
-from zerokit.cli.lists import Name
-from zerokit.cli.work import PATH, json_option, print_json
+from zerokit.cli.bench import setting_option
+from zerokit.cli.work import PATH, Name, json_option, print_json
 from zerokit.planning.hardware import DEVICES
 
 _EPILOG = """\b
@@ -98,8 +97,7 @@ def command(
     """
     from rich.console import Console
 
-    from zerokit.bench.plans.ask import plan
-    from zerokit.bench.plans.plain import plain
+    from zerokit.bench.plans.ask import plain, plan
 
     console = Console(stderr=True, highlight=False)
     with console.status("looking at the model"):

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from zerokit.bench.plans.plain import hopeless
+from zerokit.bench.plans.ask import hopeless
 from zerokit.cli.work import counted, rate
 from zerokit.formulas import MEMORY_KINDS
 from zerokit.planning.cells import GIB, Plan, PlannedCell, best_of_each

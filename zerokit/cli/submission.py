@@ -17,7 +17,7 @@ from zerokit.cli.launchers import given_arguments, is_given, read_variables
 from zerokit.text import without_secrets, without_secrets_named
 
 if TYPE_CHECKING:
-    from zerokit.cli.bench_request import Request
+    from zerokit.cli.bench_run import Request
     from zerokit.cli.display import Display
 
 _OUTSIDE = (*OPTIONS_OF, "output", "as_json")

@@ -1,7 +1,8 @@
-"""The table that `zerokit bench` and `zerokit compare` print."""
+"""The table that `zerokit bench` and `zerokit compare` print, and a comparison as JSON."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 
 from rich.console import Console, Group, RenderableType
@@ -10,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zerokit.bench.comparison.cells import Cell, common_words, conditions, drift_notes, unsupported, varying
-from zerokit.bench.comparison.differences import loss_note
+from zerokit.bench.comparison.differences import Regression, difference, loss_note
 from zerokit.bench.comparison.tables import (
     EXTRA_STEPS,
     FEW,
@@ -20,10 +21,10 @@ from zerokit.bench.comparison.tables import (
     columns_of,
     usual_metrics,
 )
-from zerokit.bench.record.metrics import PACED, instrumented
+from zerokit.bench.record.metrics import METRICS, PACED, instrumented
+from zerokit.bench.record.schema import to_plain
 from zerokit.bench.record.words import title_of
-from zerokit.cli.columns import annotate
-from zerokit.cli.details import detailed_metrics, notes, rank_table, record_rows
+from zerokit.cli.details import annotate, detailed_metrics, notes, rank_table, record_rows
 from zerokit.text import printable
 
 _ANY_WIDTH = 1000
@@ -237,3 +238,49 @@ def _show_conditions(console: Console, cells: Sequence[Cell]) -> None:
 
 def _line(text: str | None) -> str:
     return printable(" ".join((text or "").split()))
+
+
+def comparison_json(
+    cells: Sequence[Cell],
+    partners: Mapping[int, Cell | None],
+    broken: Sequence[Regression],
+    differing: Sequence[str] = (),
+) -> str:
+    """Every figure of every cell, its error, and its difference from the baseline; shares, not percent."""
+
+    def rules(known: bool) -> list[dict[str, object]]:
+        return [
+            {"cell": one.cell, "metric": one.rule.metric, "percent": one.rule.percent, "message": one.message}
+            for one in broken
+            if one.known is known
+        ]
+
+    content = {
+        "cells": [_plain(cell, partners[id(cell)]) for cell in cells],
+        "differing": dict(conditions(cells)[0]),
+        "drift": drift_notes(cells),
+        "regressions": rules(True),
+        "not_known": rules(False),
+        "losses_differ": list(differing),
+    }
+    return json.dumps(to_plain(content), indent=2, allow_nan=False)
+
+
+def _plain(cell: Cell, partner: Cell | None) -> dict[str, object]:
+    metrics = {}
+    for name, metric in METRICS.items():
+        if (measured := cell.measure(name)) is None:
+            continue
+        metrics[name] = {"value": measured.value, "error": measured.error, "unit": metric.unit}
+        if (change := difference(cell, partner, name)) is not None:
+            metrics[name] |= {"relative": change.relative, "noise": change.noise, "verdict": change.verdict}
+    return {
+        "label": cell.label,
+        "run": cell.run,
+        "status": cell.status,
+        "reason": cell.first.reason,
+        "records": [record.id for record in cell.records],
+        "baseline": None if partner is None else partner.label,
+        "settings": cell.settings,
+        "metrics": metrics,
+    }

@@ -1,4 +1,4 @@
-"""Commands in common: options, long work with a progress bar and a clean end after signals, and results."""
+"""Commands in common: words, options, long work with a progress bar and a clean end after signals, and results."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
 from zerokit.launch.interrupts import Interrupts
 from zerokit.text import printable
@@ -175,3 +176,62 @@ def print_output(output: Path, as_json: bool, *, summary: bool = True, **more: o
     paths = sorted(path for path in output.rglob("*") if path.is_file())
     files = {str(path.relative_to(output)): path.stat().st_size for path in paths}
     print_json({"output": str(output), **more, "files": files})
+
+
+class CommaList(click.ParamType[Any]):
+    """Several values of another click type, as a tuple in their order, each once.
+
+    Args:
+        item: the type of each value.
+    """
+
+    def __init__(self, item: click.ParamType[Any]) -> None:
+        self._item = item
+        self.name = f"{item.name} list"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[Any, ...]:
+        """Parse the values; a default may already be a tuple. An empty value is refused."""
+        if isinstance(value, tuple):
+            return value
+        parts = [part.strip() for part in str(value).split(",")]
+        if not all(parts):
+            self.fail(f"{value!r} has an empty value between its commas.", param, ctx)
+        return tuple(dict.fromkeys(self._item.convert(part, param, ctx) for part in parts))
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        """Complete the value after the last comma."""
+        before, comma, last = incomplete.rpartition(",")
+        taken = set(before.split(","))
+        return [
+            CompletionItem(f"{before}{comma}{item.value}", item.type, item.help)
+            for item in self._item.shell_complete(ctx, param, last)
+            if item.value not in taken
+        ]
+
+
+class Name(click.ParamType[Any]):
+    """Any string; `names` are offered for completion, and the value is checked elsewhere."""
+
+    def __init__(self, names: Callable[[], list[str]], name: str = "name") -> None:
+        self._names, self.name = names, name
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        """Complete the names."""
+        return [CompletionItem(name) for name in self._names() if name.startswith(incomplete)]
+
+
+class Range(click.IntRange):
+    """A small range of integers, offered for completion."""
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        """Complete the numbers."""
+        numbers = range(int(self.min or 0), int(self.max or 0) + 1)
+        return [CompletionItem(str(number)) for number in numbers if str(number).startswith(incomplete)]

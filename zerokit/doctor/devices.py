@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from zerokit.bench.machine.devices import find_gpus, torch_uses_cuda, visible
+from zerokit.bench.machine.host import find_gpus, torch_uses_cuda, visible
 from zerokit.doctor.findings import (
     Answers,
     Finding,

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from zerokit.bench.catalogue import engines
-from zerokit.bench.machine import devices
-from zerokit.bench.machine.devices import (
+from zerokit.bench.machine import host as devices
+from zerokit.bench.machine.host import (
     Gpu,
     find_gpus,
     torch_uses_cuda,

@@ -14,9 +14,8 @@ import torch.distributed as dist
 
 from tests.support.distributed import run_ranks
 from zerokit.bench.machine.accelerator import Accelerator, device_id
-from zerokit.bench.machine.devices import identify
-from zerokit.bench.machine.nvml import Devices
-from zerokit.bench.measure.sampler import Sampler
+from zerokit.bench.machine.host import identify
+from zerokit.bench.measure.sampler import Sampler, _devices
 from zerokit.bench.worker.rank import node_sampler
 
 ON_CUDA = Accelerator(torch.device("cuda", 1), "nccl")
@@ -65,7 +64,9 @@ def test_only_the_devices_that_were_named_are_asked_in_their_order(monkeypatch: 
     """A slice tells what it can (torch calls it by a UUID, not by what it is of); unknown ones are left out."""
     library = Library()
     monkeypatch.setitem(sys.modules, "pynvml", library)
-    assert Devices.find(()) is None
+    without = Sampler(interval_s=3600.0)
+    without.start()
+    without.stop()
     assert not library.started
     one = Sampler(interval_s=3600.0, devices=["GPU-c", "0", "GPU-x", "9", "MIG-d", "GPU-d"])
     one.start()
@@ -127,8 +128,4 @@ def test_the_library_knows_torchs_device() -> None:
     pytest.importorskip("pynvml")
     identity = device_id(Accelerator(torch.device("cuda", 0), "nccl"))
     assert identity is not None
-    devices = Devices.find([identity])
-    assert devices is not None
-    row: dict[str, float | None] = {}
-    devices.read(row)
-    assert row["gpu_0_memory_usage_megabytes"]
+    assert dict(_devices([identity])())["gpu_0_memory_usage_megabytes"]

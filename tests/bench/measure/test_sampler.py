@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,36 +17,42 @@ from zerokit.bench.measure.sampler import Sampler
 from zerokit.bench.record.measured import Samples
 from zerokit.bench.record.schema import from_plain, to_plain
 
-MEMORY = "MemTotal:     1000 kB\nMemFree:       100 kB\nMemAvailable:  400 kB\nHugePages_Total:     0\n"
-NETWORK = (
-    "Inter-|   Receive  |  Transmit\n face |bytes packets errs drop fifo frame compressed multicast|bytes\n"
-)
+
+class Psutil:
+    """psutil, made up: a reading later, three quarters of the processors' time were busy."""
+
+    def __init__(self, broken: tuple[str, ...] = ()) -> None:
+        self.broken = broken
+        self.received = 5000
+
+    def __getattr__(self, name: str) -> object:
+        figures = {
+            "cpu_percent": 75.0,
+            "net_io_counters": SimpleNamespace(bytes_recv=self.received, bytes_sent=7),
+            "virtual_memory": SimpleNamespace(total=1000, available=400),
+            "disk_usage": shutil.disk_usage("/"),
+        }
+        if name in self.broken:
+            raise OSError(name)
+        return lambda *_: figures[name]
 
 
-def write(proc: Path, *, busy: int, idle: int, received: int) -> None:
-    """As the kernel does; a guest's time is in the user's, and a rank that waits for a disk is not busy."""
-    (proc / "net").mkdir(exist_ok=True)
-    # user nice system idle iowait irq softirq steal guest guest_nice
-    (proc / "stat").write_text(f"cpu  {busy - 60} 5 50 {idle - 40} 40 1 2 2 70 0\ncpu0 1 1 1 1 1 1 1 1 0 0\n")
-    (proc / "meminfo").write_text(MEMORY)
-    cards = {"    lo:": 1000, "  eth0:": received}
-    lines = [f"{name}{size} 10 0 0 0 0 0 0 700 10 0 0 0 0 0 0\n" for name, size in cards.items()]
-    (proc / "net/dev").write_text(NETWORK + "".join(lines))
-
-
-def started(interval_s: float, until: Callable[[Sampler], bool], proc: Path = Path("/proc")) -> Sampler:
+def started(interval_s: float, until: Callable[[Sampler], bool]) -> Sampler:
     """A sampler that has come so far."""
-    one = Sampler(interval_s=interval_s, proc=proc)
+    one = Sampler(interval_s=interval_s)
     one.start()
     while not until(one):
         time.sleep(0.001)
     return one
 
 
-def test_shares_are_of_the_time_between_readings_and_bytes_since_the_first(tmp_path: Path) -> None:
-    write(tmp_path, busy=100, idle=100, received=5000)
-    one = started(3600.0, lambda one: len(one._rows) == 1, tmp_path)
-    write(tmp_path, busy=130, idle=110, received=2_005_000)
+def test_shares_are_of_the_time_between_readings_and_bytes_since_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    library = Psutil()
+    monkeypatch.setitem(sys.modules, "psutil", library)
+    one = started(3600.0, lambda one: len(one._rows) == 1 and len(one._rows[0]) == 8)
+    library.received = 2_005_000
     samples = one.stop()
     assert samples.series["cpu_utilization_percentage"] == [None, 75.0]
     assert samples.series["network_receive_megabytes"] == [0.0, 2.0]
@@ -55,12 +62,17 @@ def test_shares_are_of_the_time_between_readings_and_bytes_since_the_first(tmp_p
     assert len(samples.seconds) == 2
 
 
-def test_what_cannot_be_read_is_left_out_and_what_comes_later_is_null_before(tmp_path: Path) -> None:
-    one = started(3600.0, lambda one: len(one._rows) == 1, tmp_path)
-    (tmp_path / "meminfo").write_text(MEMORY)
+def test_what_cannot_be_read_is_left_out_and_what_comes_later_is_null_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    library = Psutil(broken=("virtual_memory",))
+    monkeypatch.setitem(sys.modules, "psutil", library)
+    one = started(3600.0, lambda one: len(one._rows) == 1 and len(one._rows[0]) == 3)
+    library.broken = ()
     samples = one.stop()
     assert samples.series["system_memory_usage_percentage"] == [None, 60.0]
-    assert "cpu_utilization_percentage" not in samples.series
+    monkeypatch.setitem(sys.modules, "psutil", None)
+    assert started(3600.0, lambda one: len(one._rows) == 1).stop().series == {}
 
 
 def test_it_reads_at_its_interval_and_once_more_at_the_end() -> None:

@@ -84,7 +84,7 @@ def with_steps(step_ms: list[float]) -> Record:
     cell = make_cell(twin=False, steps=len(step_ms))
     assert cell.model is not None
     ranks = [replace(rank, step_ms=step_ms) for rank in cell.ranks]
-    from zerokit.bench.record.results import summarise
+    from zerokit.bench.record.record import summarise
 
     return replace(cell, ranks=ranks, results=summarise(cell.settings, cell.model, ranks, cell.loss))
 

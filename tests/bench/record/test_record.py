@@ -11,8 +11,7 @@ import pytest
 
 from tests.bench.records import make_cell, make_record
 from zerokit.bench.record.measured import Results
-from zerokit.bench.record.record import Record, RecordError, read_record, write_record
-from zerokit.bench.record.results import summarise
+from zerokit.bench.record.record import Record, RecordError, read_record, summarise, write_record
 
 
 def test_a_record_comes_back_as_it_was(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from zerokit.bench.catalogue.workloads import describe, transformer_flops
-from zerokit.bench.record.results import utilisation
+from zerokit.bench.record.record import utilisation
 from zerokit.bench.workloads.build import build, count_flops
 
 H100 = "NVIDIA H100 80GB HBM3"

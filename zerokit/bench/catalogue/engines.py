@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from zerokit.bench.catalogue.workloads import InceptionConfig, describe
-from zerokit.bench.machine.devices import find_gpus, visible_devices
+from zerokit.bench.machine.host import find_gpus, visible_devices
 from zerokit.bench.record.settings import Settings
 from zerokit.errors import UsageError
 

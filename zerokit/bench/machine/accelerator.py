@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from zerokit.bench.machine.devices import identify
+from zerokit.bench.machine.host import identify
 from zerokit.errors import UsageError
 
 T = TypeVar("T")

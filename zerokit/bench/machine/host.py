@@ -1,12 +1,21 @@
-"""The host: its processor and memory, and this process's peak memory. Standard library only."""
+"""The host: its processor, memory and NVIDIA devices, and those that CUDA shows to a process. Standard library only.
+
+`CUDA_VISIBLE_DEVICES` lists devices by index or by UUID ("GPU-…", or "MIG-…" for a slice of one), and a UUID may be cut
+short as long as it stays unambiguous. CUDA reads it up to the first entry that names no device.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import mmap
 import os
 import platform
 import resource
+import runpy
+import subprocess
 import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 
@@ -52,3 +61,102 @@ def cores() -> int:
 def memory_bytes() -> int:
     """Main memory of this machine."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+_DRIVER = Path("/proc/driver/nvidia/gpus")
+_QUERY = ("nvidia-smi", "--query-gpu=uuid,memory.total", "--format=csv,noheader,nounits")
+_QUERY_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A device of this machine, in the driver's order; `memory_bytes` is None if only /proc lists it."""
+
+    uuid: str
+    memory_bytes: int | None
+
+
+def visible_names(environment: Mapping[str, str]) -> list[str] | None:
+    """The entries of `CUDA_VISIBLE_DEVICES` that CUDA honours; None if it is not set."""
+    listed = environment.get("CUDA_VISIBLE_DEVICES")
+    if listed is None:
+        return None
+    names: list[str] = []
+    for name in (part.strip() for part in listed.split(",")):
+        if not name.isdecimal() and not name.startswith(("GPU-", "MIG-")):
+            break  # "-1", and whatever else is no device
+        names.append(name)
+    return names
+
+
+def visible(gpus: Sequence[Gpu], environment: Mapping[str, str]) -> list[Gpu]:
+    """The machine's devices that CUDA shows, in CUDA's order.
+
+    A slice of a device has its UUID and no size: which device it was cut from is not looked at.
+    """
+    names = visible_names(environment)
+    if names is None:
+        return list(gpus)
+    shown: list[Gpu] = []
+    for name in names:
+        if name.startswith("MIG-"):  # CUDA shows one slice, and nothing else
+            return shown or ([Gpu(name, None)] if gpus else [])
+        by_index = name.isdecimal()
+        matching = gpus[int(name) :][:1] if by_index else [gpu for gpu in gpus if gpu.uuid.startswith(name)]
+        if len(matching) != 1:
+            break
+        shown += matching
+    return shown
+
+
+def identify(index: int, uuid: str | None, environment: Mapping[str, str]) -> str:
+    """A device's identity on this machine: its UUID, or the driver's index in digits.
+
+    Args:
+        index: of the device among those that CUDA shows.
+        uuid: as torch gives it, without a prefix; None where it does not.
+        environment: of the process.
+    """
+    names = visible_names(environment)
+    name = str(index) if names is None or index >= len(names) else names[index]
+    if uuid is None or name.startswith("MIG-"):  # of a slice, CUDA may give the UUID of the whole device
+        return name
+    return uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
+
+
+def find_gpus(driver: Path = _DRIVER, query: Sequence[str] = _QUERY) -> list[Gpu]:
+    """All NVIDIA devices of this machine, from nvidia-smi or the driver's files; empty if there are none.
+
+    Args:
+        driver: the folder in which the driver keeps a folder a device.
+        query: the command that prints UUID and MiB of a device a line.
+    """
+    try:
+        answer = subprocess.run(
+            query, capture_output=True, text=True, timeout=_QUERY_SECONDS, check=True
+        ).stdout
+        rows = [line.split(",") for line in answer.splitlines() if line.strip()]
+        return [Gpu(uuid.strip(), int(mib) * 2**20) for uuid, mib in rows]
+    except (OSError, subprocess.SubprocessError, ValueError):
+        pass
+    gpus = []
+    for information in sorted(driver.glob("*/information")):  # by PCI bus, as nvidia-smi
+        lines = dict(line.split(":", 1) for line in information.read_text().splitlines() if ":" in line)
+        gpus.append(Gpu(lines.get("GPU UUID", "").strip(), None))
+    return gpus
+
+
+def torch_uses_cuda() -> bool:
+    """Whether the installed torch was built for CUDA; it is not imported."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return False
+    try:
+        return runpy.run_path(str(Path(spec.origin).with_name("version.py"))).get("cuda") is not None
+    except OSError:
+        return False
+
+
+def visible_devices() -> list[Gpu]:
+    """The CUDA devices that torch will see in a process started here."""
+    return visible(find_gpus(), os.environ) if torch_uses_cuda() else []

@@ -1,4 +1,4 @@
-"""System metrics of one node while the measured steps run: a thread reads a few small files once per second.
+"""System metrics of one node while the measured steps run: a thread takes a reading once per second.
 
 Metrics are named as MLflow names its own, so that they appear among its system metrics. What a machine does not
 have is left out; what one reading lacks is null.
@@ -8,71 +8,98 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
-from zerokit.bench.machine.nvml import Devices
 from zerokit.bench.record.measured import Samples
 
 INTERVAL_S = 1.0
 _MEGABYTE = 1e6
 _READINGS = 4096
 """Where there would be more, every second one is dropped and the interval doubled: a record stays a small file."""
-Row = dict[str, float | None]
+Figures = Iterable[tuple[str, float | None]]
 
 
-def parse_stat(text: str) -> tuple[int, int]:
-    """Busy and total ticks of all processors, from /proc/stat. Waiting for a disk is not busy."""
-    ticks = [int(word) for word in text.splitlines()[0].split()[1:9]]  # guests are part of user already
-    return sum(ticks) - ticks[3] - ticks[4], sum(ticks)
+def _host() -> Callable[[], Figures]:
+    """Reads processors, network, memory and disk; shares need two readings, and bytes count from the first.
 
-
-def parse_memory(text: str) -> tuple[int, int]:
-    """Used and total bytes of main memory, from /proc/meminfo; reclaimable memory is not used."""
-    lines = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
-    total, available = (int(lines[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
-    return total - available, total
-
-
-def parse_network(text: str) -> tuple[int, int]:
-    """Received and sent bytes, from /proc/net/dev.
-
-    Loopback counts: simulated nodes talk over it, as do the ranks of one node.
+    Loopback counts: simulated nodes talk over it, as do the ranks of one node. Waiting for a disk is not busy, and
+    reclaimable memory is not used.
     """
-    received = sent = 0
-    for line in text.splitlines()[2:]:
-        fields = line.split(":", 1)[1].split()
-        received, sent = received + int(fields[0]), sent + int(fields[8])
-    return received, sent
+    import psutil
+
+    first, seen = psutil.net_io_counters(), False
+    psutil.cpu_percent()
+
+    def read() -> Figures:
+        nonlocal seen
+        yield "cpu_utilization_percentage", psutil.cpu_percent() if seen else None
+        seen = True
+        network = psutil.net_io_counters()
+        yield "network_receive_megabytes", (network.bytes_recv - first.bytes_recv) / _MEGABYTE
+        yield "network_transmit_megabytes", (network.bytes_sent - first.bytes_sent) / _MEGABYTE
+        memory = psutil.virtual_memory()
+        used = memory.total - memory.available
+        yield "system_memory_usage_megabytes", used / _MEGABYTE
+        yield "system_memory_usage_percentage", 100.0 * used / memory.total
+        disk = psutil.disk_usage("/")
+        yield "disk_usage_percentage", 100.0 * disk.used / disk.total
+        yield "disk_usage_megabytes", disk.used / _MEGABYTE
+        yield "disk_available_megabytes", disk.free / _MEGABYTE
+
+    return read
+
+
+def _devices(identities: Sequence[str]) -> Callable[[], Figures]:
+    """Reads utilisation, memory and power of devices by NVIDIA's management library; `gpu_0` is the first of these.
+
+    Identities (`devices.identify`) are UUIDs ("GPU-…", or "MIG-…" for a slice), or the driver's index of a device in
+    digits. What the library does not know is left out, and a driver or `pip install nvidia-ml-py` may be missing.
+    """
+    import pynvml as nvml
+
+    nvml.nvmlInit()
+    handles: list[tuple[str, Any]] = []
+    for number, identity in enumerate(identities):
+        # Torch does not say which kind its UUID is of.
+        for name in dict.fromkeys((identity, identity.replace("GPU-", "MIG-", 1))):
+            with contextlib.suppress(nvml.NVMLError):
+                by_index = name.isdecimal()
+                find = nvml.nvmlDeviceGetHandleByIndex if by_index else nvml.nvmlDeviceGetHandleByUUID
+                handles.append((f"gpu_{number}", find(int(name) if by_index else name)))
+                break
+
+    def read() -> Figures:
+        for name, handle in handles:  # not every device has every figure
+            with contextlib.suppress(nvml.NVMLError):
+                yield f"{name}_utilization_percentage", float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
+            with contextlib.suppress(nvml.NVMLError):
+                memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+                yield f"{name}_memory_usage_megabytes", memory.used / _MEGABYTE
+                yield f"{name}_memory_usage_percentage", 100.0 * memory.used / memory.total
+            with contextlib.suppress(nvml.NVMLError):
+                yield f"{name}_power_usage_watts", nvml.nvmlDeviceGetPowerUsage(handle) / 1000.0
+
+    return read
 
 
 class Sampler:
-    """Samples this node's system metrics from `start` to `stop`.
+    """Samples this node's system metrics from `start` to `stop`, every `interval_s`.
 
-    Args:
-        interval_s: between two readings.
-        proc: where the kernel's files are.
-        devices: those to sample, by their identities (`devices.identify`); others on the machine are not ours.
+    `devices` are those to sample, by their identities; others on the machine are not ours.
     """
 
-    def __init__(
-        self, interval_s: float = INTERVAL_S, proc: Path = Path("/proc"), devices: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, interval_s: float = INTERVAL_S, devices: Sequence[str] = ()) -> None:
         self._interval_s = interval_s
-        self._proc = proc
         self.devices = tuple(devices)
-        self._nvml: Devices | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="zerokit-sampler", daemon=True)
         self._started = self._cost_s = 0.0
         self._seconds: list[float] = []
-        self._rows: list[Row] = []
-        self._ticks: tuple[int, int] | None = None
-        self._first_bytes: tuple[int, int] | None = None
+        self._rows: list[dict[str, float | None]] = []
 
     def start(self) -> None:
         """Take the first reading and start the thread; returns at once."""
@@ -94,11 +121,21 @@ class Sampler:
         )
 
     def _run(self) -> None:
-        self._nvml = Devices.find(self.devices)
+        readers: list[Callable[[], Figures]] = []
+        with contextlib.suppress(Exception):  # a machine may lack the kernel's files, or the package
+            readers.append(_host())
+        if self.devices:
+            with contextlib.suppress(Exception):  # or the driver
+                readers.append(_devices(self.devices))
         due = self._started
         while True:
+            row: dict[str, float | None] = {}
             self._seconds.append(time.monotonic() - self._started)
-            self._rows.append(self._read())
+            for read in readers:
+                with contextlib.suppress(Exception):  # what failed now may come later
+                    for name, value in read():
+                        row[name] = value
+            self._rows.append(row)
             if len(self._rows) >= _READINGS:
                 self._seconds, self._rows = self._seconds[::2], self._rows[::2]
                 self._interval_s *= 2
@@ -108,39 +145,3 @@ class Sampler:
             due += self._interval_s
             # At the end one more reading is taken, so that the last part of an interval is not lost.
             self._ended.wait(max(0.0, due - time.monotonic()))
-
-    def _read(self) -> Row:
-        row: Row = {}
-        parts: tuple[Callable[[Row], None], ...] = (self._processor, self._network, self._memory, self._disk)
-        for part in parts:
-            # Not every machine has all of the files.
-            with contextlib.suppress(OSError, ValueError, LookupError):
-                part(row)
-        if self._nvml is not None:
-            self._nvml.read(row)
-        return row
-
-    def _processor(self, row: Row) -> None:
-        before, self._ticks = self._ticks, parse_stat((self._proc / "stat").read_text())
-        # A share needs two readings, and time between them.
-        busy, passed = (0, 0)
-        if before is not None:
-            busy, passed = (now - then for now, then in zip(self._ticks, before, strict=True))
-        row["cpu_utilization_percentage"] = 100.0 * busy / passed if passed > 0 else None
-
-    def _network(self, row: Row) -> None:
-        received, sent = parse_network((self._proc / "net/dev").read_text())
-        first = self._first_bytes = self._first_bytes or (received, sent)
-        row["network_receive_megabytes"] = (received - first[0]) / _MEGABYTE
-        row["network_transmit_megabytes"] = (sent - first[1]) / _MEGABYTE
-
-    def _memory(self, row: Row) -> None:
-        used, total = parse_memory((self._proc / "meminfo").read_text())
-        row["system_memory_usage_megabytes"] = used / _MEGABYTE
-        row["system_memory_usage_percentage"] = 100.0 * used / total
-
-    def _disk(self, row: Row) -> None:
-        disk = shutil.disk_usage("/")
-        row["disk_usage_percentage"] = 100.0 * disk.used / disk.total
-        row["disk_usage_megabytes"] = disk.used / _MEGABYTE
-        row["disk_available_megabytes"] = disk.free / _MEGABYTE

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from zerokit.bench.catalogue.engines import available_bytes
 from zerokit.bench.plans.subjects import subject_named
@@ -13,7 +13,7 @@ from zerokit.bench.record.record import Record, RecordError, read_record
 from zerokit.bench.record.settings import parse_mesh
 from zerokit.errors import UsageError
 from zerokit.placement import Mesh
-from zerokit.planning.cells import Plan, Question
+from zerokit.planning.cells import Plan, PlannedCell, Question, best_of_each, exposed_ms
 from zerokit.planning.efficiency import Efficiency, of_device
 from zerokit.planning.hardware import Cluster, Device, device_named, known_device, network, read_cluster
 from zerokit.planning.planner import plan_cells
@@ -211,7 +211,7 @@ def _efficiencies(
     found, reasons = {}, []
     for precision in precisions:
         if record is not None and precision == (record.settings.precision or "fp32"):
-            from zerokit.bench.plans.beside import speed_of
+            from zerokit.bench.plans.subjects import speed_of
 
             found[precision] = speed_of(record, cluster, gpus)
             reasons.append(f"The device's speed is that of record {record.id[:8]}, {record.settings.model}.")
@@ -266,3 +266,71 @@ def _room_of_host(cluster: Cluster, *, on_cuda: bool) -> int | None:
     """What a rank of this machine may take: an equal share of what is available."""
     available = None if on_cuda else available_bytes()
     return None if available is None else available // cluster.ranks_per_node
+
+
+FORMAT = "zerokit.plan/1"
+
+
+def plain(plan: Plan) -> dict[str, Any]:
+    """The plan as JSON-serialisable data."""
+    question, best = plan.question, plan.best
+    return {
+        "format": FORMAT,
+        "model": {
+            "name": plan.subject.name,
+            "parameters": plan.parameters,
+            "unit": plan.subject.unit,
+            "units_per_sample": plan.subject.units_per_sample,
+            "flops_convention": plan.subject.flops_convention,
+        },
+        "device": question.cluster.device.name,
+        "ranks": question.world,
+        "nodes": question.nodes,
+        "device_memory_bytes": question.room_bytes,
+        "why": plan.why if best else None,
+        "bench": plan.bench_line,
+        "optimizer": plan.optimizer_arguments,
+        "assumptions": list(plan.assumptions),
+        "fitting": [plain_cell(one) for one in plan.fitting],
+        "too_large": [plain_cell(one) for one in plan.too_large],
+    }
+
+
+def hopeless(plan: Plan) -> list[PlannedCell]:
+    """The nearest miss of each stage, mesh and precision of which nothing fits."""
+
+    def kind(one: PlannedCell) -> object:
+        return one.cell.mesh, one.cell.stages, one.cell.precision
+
+    fits = set(map(kind, plan.fitting))
+    return [one for one in best_of_each(plan.too_large) if kind(one) not in fits]
+
+
+def plain_cell(one: PlannedCell) -> dict[str, Any]:
+    """A cell with its memory and time."""
+    cell, memory, time = one.cell, one.memory, one.time
+    return {
+        "stage": cell.stages[1],
+        "outer_stage": cell.stages[0] if cell.mesh.outer > 1 else None,
+        "mesh": f"{cell.mesh.outer}x{cell.mesh.inner}" if cell.mesh.outer > 1 else None,
+        "batch_size": cell.micro_batch,
+        "accumulate": cell.accumulate,
+        "recompute": cell.recompute,
+        "precision": cell.precision,
+        "memory": {
+            "held_bytes": asdict(memory.held) | {"total": memory.held.total},
+            "peak_bytes": memory.peak,
+            "highest_bytes": memory.highest,
+            "gathered_bytes": memory.gathered,
+            "context_bytes": memory.context,
+            "needed_bytes": memory.needed,
+            "missing_bytes": one.missing_bytes,
+        },
+        "step_ms": None if time is None else time.total_s * 1e3,
+        "compute_ms": None if time is None else time.compute_s * 1e3,
+        "optimizer_ms": None if time is None else time.optimizer_s * 1e3,
+        "exposed_ms": None if time is None else exposed_ms(time),
+        "limit": None if time is None else time.limit,
+        "units_per_s_per_device": one.units_per_s,
+        "mfu": one.mfu,
+    }

@@ -1,8 +1,11 @@
 """The record of a bench, `zerokit.bench/1`: its settings, its environment and every measurement.
 
-It is written first, and everything else that is shown of the run (tables, MLflow) is
-computed from it. Units are in the names: `_ms`, `_bytes`. A number that was not finite (a diverged loss) is
-null.
+It is written first, and everything else that is shown of the run (tables, MLflow) is computed from it. Units are in the
+names: `_ms`, `_bytes`. A number that was not finite (a diverged loss) is null.
+
+`summarise` computes the results from the ranks' measurements. Peaks of devices are dense (no sparsity) and of the type
+that products are computed in: those that a plan uses. A device or a precision that is not listed has no utilisation: a
+guess would look like a measurement.
 """
 
 from __future__ import annotations
@@ -11,8 +14,9 @@ import json
 import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import median
 from typing import Literal
 
 from zerokit import files
@@ -31,13 +35,16 @@ from zerokit.bench.record.measured import (
     Samples,
     Traffic,
     Twin,
+    Utilisation,
 )
 from zerokit.bench.record.schema import Count, Number, from_plain, json_schema, to_plain
 from zerokit.bench.record.settings import OPTIONS, Settings
+from zerokit.bench.record.statistics import Summary, skew, slowest
 from zerokit.bench.record.status import Status
 from zerokit.errors import ZerokitError
 from zerokit.formulas import MEMORY_KINDS
 from zerokit.nesting import require_shallow
+from zerokit.planning.hardware import known_device
 
 FORMAT: Literal["zerokit.bench/1"] = "zerokit.bench/1"
 
@@ -258,3 +265,82 @@ def is_record(path: Path) -> bool:
     except (OSError, ValueError, RecursionError) as error:
         raise RecordError(f"{path}: not a bench record: {error}") from error
     return isinstance(content, dict) and str(content.get("format", "")).startswith(_FAMILY)
+
+
+def summarise(
+    settings: Settings, model: Model, ranks: list[Rank], loss: list[float | None], twin: Twin | None = None
+) -> Results:
+    """The `Results` of these measurements."""
+    step = Summary.of(slowest([rank.step_ms for rank in ranks]))
+    throughput = settings.samples_per_step * model.units_per_sample / step.p50 * 1000.0
+    host = [rank.peak_host_bytes for rank in ranks]
+    allocated = [rank.peak_allocated_bytes for rank in ranks if rank.peak_allocated_bytes is not None]
+    reserved = [rank.peak_reserved_bytes for rank in ranks if rank.peak_reserved_bytes is not None]
+    per_rank = throughput / len(ranks)
+    devices = count_distinct((rank.node, rank.device_id) for rank in ranks)
+    per_device = None if devices is None else throughput / devices
+    use = utilisation(
+        per_rank if per_device is None else per_device,
+        model.flops_per_unit,
+        ranks[0].device,
+        settings.precision,
+    )
+    one_kind = len({rank.device for rank in ranks}) == 1
+    return Results(
+        step=step,
+        skew=Summary.of(skew([rank.step_ms for rank in ranks])),
+        throughput=throughput,
+        throughput_per_rank=per_rank,
+        communication_ms=None if twin is None else median(twin.costs_ms or [step.p50 - twin.step.p50]),
+        utilisation=use if one_kind else None,
+        loss_first=loss[0],
+        loss_last=loss[-1],
+        peak_host_bytes=max(host),
+        peak_host_bytes_minimum=min(host),
+        peak_allocated_bytes=max(allocated, default=None),
+        peak_allocated_bytes_minimum=min(allocated, default=None),
+        peak_reserved_bytes=max(reserved, default=None),
+        devices=devices,
+        throughput_per_device=per_device,
+    )
+
+
+def with_twin(record: Record, twin: Twin) -> Record:
+    """The record of a successful bench with its twin and the results computed from it."""
+    if record.model is None or record.results is None:
+        return record
+    results = summarise(record.settings, record.model, record.ranks, record.loss, twin)
+    return replace(record, twin=twin, results=results)
+
+
+def count_distinct(used: Iterable[tuple[int, str | None]]) -> int | None:
+    """The number of devices in use, from each rank's node and device identity; None if one is unknown.
+
+    A UUID is one device's wherever it is seen (simulated nodes share their machine's), an index one on its node.
+    """
+    found = set()
+    for node, identity in used:
+        if identity is None:
+            return None
+        found.add((node if identity.isdecimal() else None, identity))
+    return len(found)
+
+
+def peak_flops(device: str, precision: str | None) -> float | None:
+    """The dense peak of a device by its name in torch, in FLOP/s; None if unknown.
+
+    It is not known of a slice (MIG), whose name begins with that of the whole device.
+    """
+    known = known_device(device)
+    return None if known is None else known.flops.get(precision or "")
+
+
+def utilisation(
+    units_per_second: float, flops_per_unit: float | None, device: str, precision: str | None
+) -> Utilisation | None:
+    """The utilisation of a device that trains `units_per_second` at `flops_per_unit`; None if a part is unknown."""
+    peak = peak_flops(device, precision)
+    if peak is None or flops_per_unit is None or precision is None:
+        return None
+    achieved = units_per_second * flops_per_unit
+    return Utilisation(achieved / peak, achieved, peak, device, precision)

@@ -8,7 +8,7 @@ from pathlib import Path
 import altair as alt
 
 from zerokit.bench.comparison.tables import Scale
-from zerokit.bench.plans.plain import hopeless
+from zerokit.bench.plans.ask import hopeless
 from zerokit.bench.record.record import write_text
 from zerokit.bench.report.pictures import Picture, Row, colour, data_of, draw_bars
 from zerokit.bench.report.render import document

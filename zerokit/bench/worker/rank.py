@@ -32,11 +32,10 @@ from zerokit.bench.measure.clock import measure_phases
 from zerokit.bench.measure.environment import look_around
 from zerokit.bench.measure.memory import MemoryMeter, measure_timeline
 from zerokit.bench.measure.sampler import Sampler
-from zerokit.bench.plans.beside import PlanBeside
+from zerokit.bench.plans.subjects import PlanBeside
 from zerokit.bench.record.journal import Journal, Story
 from zerokit.bench.record.measured import Rank, Traffic
-from zerokit.bench.record.record import Record, write_record
-from zerokit.bench.record.results import summarise, with_twin
+from zerokit.bench.record.record import Record, summarise, with_twin, write_record
 from zerokit.bench.record.schema import from_plain, to_plain
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.record.status import Outcome, Status, write_outcome
