@@ -48,18 +48,6 @@ class Difference:
     worsening: float
     verdict: Verdict
 
-    @classmethod
-    def judge(
-        cls, metric: Metric, relative: float, noise: float | None, logarithm: float | None
-    ) -> Difference:
-        """A difference with its verdict; `logarithm` is that of the ratio, if there is one."""
-        worsening = relative if metric.better == "lower" else -relative
-        if noise is None:
-            return cls(relative, None, worsening, "noise unknown" if relative else "within noise")
-        exceeds = abs(relative if logarithm is None else logarithm) > noise
-        verdict: Verdict = ("worse" if worsening > 0 else "better") if exceeds else "within noise"
-        return cls(relative, noise, worsening, verdict)
-
 
 def _share(change: float, whole: float) -> float:
     if change == 0.0:
@@ -138,40 +126,38 @@ class Rounds:
             )
         return cls(metric, before, after, paired, counted)
 
-    @property
-    def _logarithmic(self) -> bool:
-        return self.metric.has_ratios([*self.before, *self.after])
-
-    def _scaled(self) -> tuple[list[float], list[float]]:
+    def _scaled(self) -> tuple[list[float], ...]:
         """The values as they are compared: their logarithms, where they have ratios."""
-        if not self._logarithmic:
+        if not self.metric.has_ratios([*self.before, *self.after]):
             return self.before, self.after
-        return [math.log(value) for value in self.before], [math.log(value) for value in self.after]
+        return tuple([math.log(value) for value in values] for values in (self.before, self.after))
 
     def difference(self) -> Difference:
         """The difference with its noise, by Student's t over the rounds; one round has no noise."""
-        before, after = (self.metric.centre(values) for values in (self.before, self.after))
-        relative, noise = _share(after - before, before), None
-        scaled = self._scaled()
+        before, after = map(self.metric.centre, (self.before, self.after))
+        scaled, noise = self._scaled(), 0.0 if self.counted else None
         if min(map(len, scaled)) > 1:
-            noise = (
-                mean_interval([b - a for a, b in zip(*scaled, strict=True)])[1]
-                if self.paired
-                else difference_interval(*scaled)[1]
-            )
-        elif self.counted:
-            noise = 0.0
-        if self._logarithmic:
-            return Difference.judge(self.metric, relative, noise, math.log(after) - math.log(before))
-        return Difference.judge(
-            self.metric, relative, None if noise is None else abs(_share(noise, before)), None
-        )
+            differences = [b - a for a, b in zip(*scaled, strict=False)]
+            noise = (mean_interval(differences) if self.paired else difference_interval(*scaled))[1]
+        by_logarithm = scaled[0] is not self.before
+        relative = _share(after - before, before)
+        if noise is not None and not by_logarithm:
+            noise = abs(_share(noise, before))
+        worsening = relative if self.metric.better == "lower" else -relative
+        if noise is None:
+            return Difference(relative, None, worsening, "noise unknown" if relative else "within noise")
+        apart = math.log(after) - math.log(before) if by_logarithm else relative
+        verdict: Verdict = "within noise"
+        if abs(apart) > noise:
+            verdict = "worse" if worsening > 0 else "better"
+        return Difference(relative, noise, worsening, verdict)
 
     def repeats_for(self, percent: float) -> int | None:
         """The number of repetitions that would resolve this difference; None if it is unreasonably high."""
-        if min(len(self.before), len(self.after)) < 2 or not self._logarithmic:
+        scaled = self._scaled()
+        if min(map(len, scaled)) < 2 or scaled[0] is self.before:
             return DEFAULT_REPEATS
-        return repeats_for(*self._scaled(), math.log1p(percent / 100))
+        return repeats_for(*scaled, math.log1p(percent / 100))
 
 
 def _same_twins(one: Cell, other: Cell) -> bool:

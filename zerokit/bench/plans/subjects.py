@@ -1,6 +1,6 @@
-"""The models of plans by name (the catalogue's, a factory, or a Hugging Face `config.json`), and plans beside measurements.
+"""The models of plans, by name: the catalogue's, a factory, or a Hugging Face `config.json`.
 
-The latter: the plan of a measured cell, and a device's speed from a record.
+And plans beside measurements: the plan of a measured cell, and a device's speed from a record.
 """
 
 from __future__ import annotations
