@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from tests.bench.records import make_cell, make_failure, make_sweep
-from zerokit.bench.comparison.cells import baselines, make_cells
+from zerokit.bench.comparison.cells import make_cells
 from zerokit.bench.record.journal import Part
 from zerokit.bench.record.record import Record, Run, summarise
 from zerokit.cli.tables import show
@@ -25,7 +25,7 @@ def table(records: Sequence[Record], width: int) -> str:
     cells = make_cells(runs)
     console = Console(width=width, highlight=False, force_terminal=True, color_system=None)
     with console.capture() as capture:
-        show(console, cells, baselines(cells, runs))
+        show(console, cells)
     return capture.get()
 
 

@@ -91,7 +91,7 @@ def command(
     With one RUN, all its cells are compared with the first. With several, cells are matched by the settings that vary
     within the runs, such as engine and stage; all other differences between settings are listed.
     """
-    from zerokit.bench.comparison.cells import baselines, make_cells, side_by_side
+    from zerokit.bench.comparison.cells import make_cells
     from zerokit.bench.comparison.differences import Rule, disagreements, known_metric, regressions
     from zerokit.cli.tables import comparison_json, show
 
@@ -102,19 +102,17 @@ def command(
     if baseline is not None and not by_label:
         runs = _begin_with(baseline, runs, tracking_uri)
     runs = _once(runs)
-    cells = make_cells(runs)
-    partners = baselines(cells, runs, baseline if by_label else None)
-    cells = side_by_side(cells, partners)
-    broken = regressions(parsed, cells, partners)
+    cells = make_cells(runs, baseline if by_label else None)
+    broken = regressions(parsed, cells)
     differing = [] if tolerance is None else disagreements(cells, tolerance)
     if html is not None:
         _write(html, runs)
     if as_json:
-        click.echo(comparison_json(cells, partners, broken, differing))
+        click.echo(comparison_json(cells, broken, differing))
     else:
         from rich.console import Console
 
-        show(Console(highlight=False), cells, partners, shown)
+        show(Console(highlight=False), cells, shown)
     for message in [*(one.message for one in broken), *differing]:
         click.echo(f"zerokit: {printable(message)}", err=True)
     if differing or any(one.known for one in broken):

@@ -139,13 +139,11 @@ class Display:
 
     def table(self, records: Sequence[Record]) -> None:
         """Print the table of a bench or a sweep."""
-        from zerokit.bench.comparison.cells import baselines, make_cells
+        from zerokit.bench.comparison.cells import make_cells
         from zerokit.bench.record.record import Run
         from zerokit.cli.tables import show
 
-        runs = [Run("", tuple(records))]
-        cells = make_cells(runs)
-        show(self._out, cells, baselines(cells, runs))
+        show(self._out, make_cells([Run("", tuple(records))]))
 
     def files(self, files: Mapping[str, str], tracker: Tracker, *, to_stderr: bool) -> None:
         """Print where the results are, and how to open the MLflow run or to repeat a failed write."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from rich.console import Console, Group, RenderableType
 from rich.measure import Measurement
@@ -31,9 +31,7 @@ _ANY_WIDTH = 1000
 _STYLES = {"better": "green", "worse": "red", "": "dim"}
 
 
-def show(
-    console: Console, cells: Sequence[Cell], partners: Mapping[int, Cell | None], metrics: Sequence[str] = ()
-) -> None:
+def show(console: Console, cells: Sequence[Cell], metrics: Sequence[str] = ()) -> None:
     """Print the common conditions, the table, the differences, and the meaning of the marks.
 
     A single run is shown with its ranks and what each figure means. Without `metrics`, those that matter most.
@@ -43,7 +41,7 @@ def show(
     ran = [cell for cell in cells if cell.status != "unsupported"]
     single = len(cells) == 1 and len(cells[0].records) == 1 and cells[0].status == "ok"
     usual = detailed_metrics(cells) if single else usual_metrics(cells)
-    columns = columns_of(ran, partners, metrics or usual)
+    columns = columns_of(ran, metrics or usual)
     console.print(Text(printable(", ".join(common_words(cells))), style="bold"))
     for note in drift_notes(cells):
         console.print(Text(note, style="yellow"))
@@ -61,7 +59,7 @@ def show(
     _show_conditions(console, cells)
     if note := loss_note(cells):
         console.print(Text(printable(note)))
-    if marks := _marks(cells, partners, shown):
+    if marks := _marks(cells, shown):
         console.print(Text(marks, style="dim"))
 
 
@@ -78,9 +76,9 @@ def _failures(cells: Sequence[Cell]) -> list[str]:
     return lines
 
 
-def _marks(cells: Sequence[Cell], partners: Mapping[int, Cell | None], shown: set[str]) -> str:
+def _marks(cells: Sequence[Cell], shown: set[str]) -> str:
     """What a reader has to know of the signs above."""
-    pairs = [(cell, partner) for cell in cells if (partner := partners[id(cell)]) is not None]
+    pairs = [(cell, partner) for cell in cells if (partner := cell.baseline) is not None]
     rounds = {len(cell.measured_records) for cell in cells}
     marks = []
     if pairs:
@@ -242,7 +240,6 @@ def _line(text: str | None) -> str:
 
 def comparison_json(
     cells: Sequence[Cell],
-    partners: Mapping[int, Cell | None],
     broken: Sequence[Regression],
     differing: Sequence[str] = (),
 ) -> str:
@@ -256,7 +253,7 @@ def comparison_json(
         ]
 
     content = {
-        "cells": [_plain(cell, partners[id(cell)]) for cell in cells],
+        "cells": [_plain(cell) for cell in cells],
         "differing": dict(conditions(cells)[0]),
         "drift": drift_notes(cells),
         "regressions": rules(True),
@@ -266,13 +263,13 @@ def comparison_json(
     return json.dumps(to_plain(content), indent=2, allow_nan=False)
 
 
-def _plain(cell: Cell, partner: Cell | None) -> dict[str, object]:
+def _plain(cell: Cell) -> dict[str, object]:
     metrics = {}
     for name, metric in METRICS.items():
         if (measured := cell.measure(name)) is None:
             continue
         metrics[name] = {"value": measured.value, "error": measured.error, "unit": metric.unit}
-        if (change := difference(cell, partner, name)) is not None:
+        if (change := difference(cell, cell.baseline, name)) is not None:
             metrics[name] |= {"relative": change.relative, "noise": change.noise, "verdict": change.verdict}
     return {
         "label": cell.label,
@@ -280,7 +277,7 @@ def _plain(cell: Cell, partner: Cell | None) -> dict[str, object]:
         "status": cell.status,
         "reason": cell.first.reason,
         "records": [record.id for record in cell.records],
-        "baseline": None if partner is None else partner.label,
+        "baseline": None if cell.baseline is None else cell.baseline.label,
         "settings": cell.settings,
         "metrics": metrics,
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.bench.records import make_cell, make_failure, make_sweep
-from zerokit.bench.comparison.cells import Cell, baselines, conditions, make_cells, short_names, side_by_side
+from zerokit.bench.comparison.cells import Cell, conditions, make_cells, short_names
 from zerokit.bench.record.journal import Part
 from zerokit.bench.record.record import Record, Run
 
@@ -66,9 +66,8 @@ def test_equal_cells_of_two_runs_are_named_by_the_run_and_matched() -> None:
     runs = [run(*make_sweep(), name="old/sweep"), run(*make_sweep(), name="new/sweep")]
     cells = make_cells(runs)
     assert cells[0].label == "old: zerokit 0"
-    partners = baselines(cells, runs)
     for cell in cells:
-        partner = partners[id(cell)]
+        partner = cell.baseline
         if cell.run == "old/sweep":
             assert partner is None
         else:
@@ -81,8 +80,7 @@ def test_runs_that_differ_as_a_whole_are_matched_by_what_varies_within_them() ->
     new = [make_cell("zerokit", stage, bucket_mb=50.0) for stage in (2, 3)]
     runs = [run(*old, name="old"), run(*new, name="new")]
     cells = make_cells(runs)
-    partners = baselines(cells, runs)
-    assert [partner and partner.label for partner in (partners[id(cell)] for cell in cells)] == [
+    assert [partner and partner.label for partner in (cell.baseline for cell in cells)] == [
         None,
         None,
         None,
@@ -95,16 +93,14 @@ def test_one_run_is_compared_with_its_first_cell_that_went_well() -> None:
     records = [make_failure("failed", "why", "compute-only", 1), *make_sweep()]
     runs = [run(*records)]
     cells = make_cells(runs)
-    partners = baselines(cells, runs)
-    assert {partner.label for partner in partners.values() if partner is not None} == {"zerokit 0"}
+    assert {cell.baseline.label for cell in cells if cell.baseline is not None} == {"zerokit 0"}
 
 
 def test_a_single_baseline_is_that_of_everything() -> None:
     runs = [run(make_cell("ddp", 0), name="base"), run(*make_sweep(), name="sweep")]
     cells = make_cells(runs)
-    partners = baselines(cells, runs)
-    assert partners[id(cells[0])] is None
-    assert {partners[id(cell)] is cells[0] for cell in cells[1:]} == {True}
+    assert cells[0].baseline is None
+    assert {cell.baseline is cells[0] for cell in cells[1:]} == {True}
 
 
 def test_short_names_are_what_tells_apart() -> None:
@@ -122,7 +118,7 @@ def test_short_names_are_what_tells_apart() -> None:
 def test_matched_cells_stand_beside_their_baselines() -> None:
     runs = [run(*make_sweep()[:3], name="old"), run(*make_sweep()[1:4], name="new")]
     cells = make_cells(runs)
-    assert labels(side_by_side(cells, baselines(cells, runs))) == [
+    assert labels(cells) == [
         "old: zerokit 0",
         "old: zerokit 1",
         "new: zerokit 1",

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from tests.bench.records import make_cell, make_failure
-from zerokit.bench.comparison.cells import baselines, make_cells
+from zerokit.bench.comparison.cells import make_cells
 from zerokit.bench.comparison.differences import (
     Difference,
     Regression,
@@ -156,7 +156,7 @@ def test_a_wrong_rule_is_refused_with_advice(text: str, message: str) -> None:
 def found(rule: str, *runs: list[Record]) -> list[Regression]:
     named = [Run(str(place), tuple(records)) for place, records in enumerate(runs)]
     cells = make_cells(named)
-    return regressions([Rule.parse(rule)], cells, baselines(cells, named))
+    return regressions([Rule.parse(rule)], cells)
 
 
 def judged(rule: str, *runs: list[Record]) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.bench.records import make_cell, make_sweep
-from zerokit.bench.comparison.cells import baselines, make_cells
+from zerokit.bench.comparison.cells import make_cells
 from zerokit.bench.comparison.differences import difference
 from zerokit.bench.comparison.tables import Headline, best_headlines, change_headlines
 from zerokit.bench.record.record import Record, Run
@@ -70,7 +70,7 @@ def test_a_cost_that_is_not_above_its_error_is_no_headline() -> None:
 
 def changes(*runs: Run) -> dict[str, Headline]:
     cells = make_cells(runs)
-    return {one.title: one for one in change_headlines(cells, baselines(cells, runs))}
+    return {one.title: one for one in change_headlines(cells)}
 
 
 def test_changes_are_counted_by_what_is_known_of_them() -> None:

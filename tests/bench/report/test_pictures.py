@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.bench.records import MIB, make_cell, make_failure, make_sweep
-from zerokit.bench.comparison.cells import baselines, make_cells
+from zerokit.bench.comparison.cells import make_cells
 from zerokit.bench.record.record import Record, Run
 from zerokit.bench.record.statistics import slowest
 from zerokit.bench.report.pictures import COLOURS, Picture, in_light, make_pictures
@@ -16,7 +16,7 @@ from zerokit.bench.report.pictures import COLOURS, Picture, in_light, make_pictu
 def pictures_of(*records: Record) -> dict[str, Picture]:
     runs = [Run("", records)]
     cells = make_cells(runs)
-    return {picture.name: picture for picture in make_pictures(cells, baselines(cells, runs))}
+    return {picture.name: picture for picture in make_pictures(cells)}
 
 
 def rows_of(plot: dict[str, Any], layer: int | None = None) -> list[dict[str, Any]]:

@@ -6,8 +6,9 @@ properties of the machine that are equal, or differ.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import cycle
 from statistics import median
 from typing import Any
 
@@ -19,6 +20,7 @@ from zerokit.bench.record.settings import OPTIONS
 from zerokit.bench.record.status import Status
 from zerokit.bench.record.words import count, title_of, unusual, value_in_words
 
+_RUNS = ("first", "second", "third", "fourth")
 ALONE = "compute-only"
 """The engine whose ranks train alone, each with its own losses."""
 
@@ -38,11 +40,15 @@ class Cell:
         run: the name that the user gave to where its records are.
         records: at least one; those that went well first.
         label: what tells it from the others; unique among the cells that were made together.
+        baseline: the cell that it is compared with; None if there is none, or for the baseline itself.
+        role: its colour: its engine's, or its run's if all engines are equal.
     """
 
     run: str
     records: list[Record]
     label: str = ""
+    baseline: Cell | None = field(default=None, repr=False)
+    role: str = ""
     _measured: dict[str, Measured | None] = field(default_factory=dict, repr=False)
 
     @property
@@ -78,10 +84,38 @@ class Cell:
         return METRICS[name].centre(values) if values else None
 
 
-def make_cells(runs: Sequence[Run]) -> list[Cell]:
-    """The labelled cells of all runs, in order. Repetitions are grouped within a run only."""
+def make_cells(runs: Sequence[Run], baseline: str | None = None) -> list[Cell]:
+    """The cells of all runs in display order, with their labels and baselines. Repetitions are grouped within a run.
+
+    The cell whose label is `baseline` is that of everything, else the first run is. If that is one cell (or the only
+    run: then its first that went well), everything is compared with it. Otherwise cells are matched by the settings
+    that vary within any run, and each baseline is followed by the cells compared with it.
+    """
     cells = [cell for run in runs for cell in _group(run)]
     _label(cells)
+    engines = {cell.first.settings.engine for cell in cells}
+    colours = dict(zip(dict.fromkeys(cell.run for cell in cells), cycle(_RUNS), strict=False))
+    for cell in cells:
+        engine = cell.first.settings.engine
+        cell.role = engine if engine in ENGINES else ALONE
+        if len(engines) == 1 and len(colours) > 1:
+            cell.role = colours[cell.run]
+    own = [cell for cell in cells if cell.run == runs[0].name]
+    chosen = next((cell for cell in cells if cell.label == baseline), None)
+    if chosen is None and own and (len(runs) == 1 or len(own) == 1):
+        chosen = next((cell for cell in own if cell.status == "ok"), own[0])
+    names = {name for run in runs for name in varying(cell.first for cell in cells if cell.run == run.name)}
+    for cell in cells:
+        if chosen is not None:
+            cell.baseline = None if cell is chosen else chosen
+        elif cell.run != runs[0].name:
+            alike = (
+                one for one in own if all(_same(cell.settings[name], one.settings[name]) for name in names)
+            )
+            cell.baseline = next(alike, None)
+    if len({id(cell.baseline) for cell in cells if cell.baseline is not None}) > 1:
+        positions = {id(cell): position for position, cell in enumerate(cells)}
+        cells.sort(key=lambda cell: (positions[id(cell.baseline or cell)], positions[id(cell)]))
     return cells
 
 
@@ -195,38 +229,6 @@ def short_names(names: Sequence[str]) -> dict[str, str]:
     end = next((n for n in range(rest) if len({row[-1 - n] for row in rows}) > 1), rest)
     short = {name: "/".join(row[start : len(row) - end]) for name, row in parts.items()}
     return short if len(set(short.values())) == len(short) else {name: name for name in names}
-
-
-def baselines(cells: Sequence[Cell], runs: Sequence[Run], label: str | None = None) -> dict[int, Cell | None]:
-    """Each cell's baseline, by `id(cell)`; None if it has none or is the baseline itself.
-
-    A cell of that `label` is the baseline of everything, else the first run is. If that is one cell (or the only run:
-    then its first that went well), everything is compared with it. Otherwise cells are matched by the settings that
-    vary within any run.
-    """
-    own = [cell for cell in cells if cell.run == runs[0].name]
-    chosen = next((cell for cell in cells if cell.label == label), None)
-    if chosen is None and (len(runs) == 1 or len(own) == 1):
-        chosen = next((cell for cell in own if cell.status == "ok"), own[0])
-    if chosen is not None:
-        return {id(cell): None if cell is chosen else chosen for cell in cells}
-    names = {name for run in runs for name in varying(cell.first for cell in cells if cell.run == run.name)}
-    found: dict[int, Cell | None] = {}
-    for cell in cells:
-        partners = [
-            other for other in own if all(_same(cell.settings[name], other.settings[name]) for name in names)
-        ]
-        found[id(cell)] = partners[0] if partners and cell.run != runs[0].name else None
-    return found
-
-
-def side_by_side(cells: Sequence[Cell], partners: Mapping[int, Cell | None]) -> list[Cell]:
-    """The cells in display order: with several baselines, each is followed by the cells compared with it."""
-    chosen = {id(partner) for partner in partners.values() if partner is not None}
-    if len(chosen) < 2:
-        return list(cells)
-    positions = {id(cell): position for position, cell in enumerate(cells)}
-    return sorted(cells, key=lambda cell: (positions[id(partners[id(cell)] or cell)], positions[id(cell)]))
 
 
 def _same(one: object, other: object) -> bool:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -202,15 +202,12 @@ class Regression:
     known: bool = True
 
 
-def regressions(
-    rules: Sequence[Rule], cells: Sequence[Cell], partners: Mapping[int, Cell | None]
-) -> list[Regression]:
-    """Every rule that is broken or undecided. A cell that failed although its baseline went
-    well breaks all of them.
+def regressions(rules: Sequence[Rule], cells: Sequence[Cell]) -> list[Regression]:
+    """Every rule that is broken or undecided. A cell that failed although its baseline went well breaks all of them.
 
     Raises `ZerokitError` where a rule cannot be checked: nothing to compare, or a metric that a side does not have.
     """
-    pairs = [(cell, partner) for cell in cells if (partner := partners[id(cell)]) is not None]
+    pairs = [(cell, partner) for cell in cells if (partner := cell.baseline) is not None]
     if rules and not any(partner.status == "ok" for _, partner in pairs):
         raise ZerokitError("nothing to check: no cell has a successful baseline")
     found = []

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from zerokit.bench.catalogue.engines import ENGINES
 from zerokit.bench.comparison.cells import ALONE, Cell
 from zerokit.bench.comparison.differences import Difference, Verdict, comparable, difference, steps_of
 from zerokit.bench.record.metrics import METRICS, PACED, UNITS, Measured, instrumented
@@ -83,7 +82,6 @@ def within_noise(name: str, measured: Measured) -> bool:
 WITHIN_NOISE = "within noise"
 EXTRA_STEPS = "in extra steps"
 INSTRUMENTED = "with a wait after each part, so parts take longer than in measured steps"
-_RUNS = ("first", "second", "third", "fourth")
 FEW = 4
 """Up to so many cells are compared in detail."""
 _DETAILS = (
@@ -148,9 +146,7 @@ class Column:
         return [look for look in ("error", "change") if any(getattr(entry, look) for entry in self.entries)]
 
 
-def columns_of(
-    cells: Sequence[Cell], partners: Mapping[int, Cell | None], names: Sequence[str]
-) -> list[Column]:
+def columns_of(cells: Sequence[Cell], names: Sequence[str], *, compared: bool = True) -> list[Column]:
     """A column for each of these metrics that any cell has; a column has one unit and equal decimals."""
     columns = []
     for name in names:
@@ -159,7 +155,7 @@ def columns_of(
             scale = scale_of(name, METRICS[name].unit, values)
             rate, entries = name.startswith("throughput"), []
             for cell in cells:
-                measured, partner = cell.measure(name), partners[id(cell)]
+                measured, baseline = cell.measure(name), cell.baseline if compared else None
                 if measured is not None and within_noise(name, measured):
                     entries.append(Entry(WITHIN_NOISE))
                     continue
@@ -170,7 +166,7 @@ def columns_of(
                         f"±{scale.text(error)}" if error and not rate else "",
                         # That of a throughput is that of the step beside it, the other way round.
                         *_change(
-                            None if rate and "step/p50_ms" in names else difference(cell, partner, name)
+                            None if rate and "step/p50_ms" in names else difference(cell, baseline, name)
                         ),
                     )
                 )
@@ -187,18 +183,6 @@ def _change(change: Difference | None) -> tuple[str, str]:
     if change.verdict == "noise unknown":
         return f"{text} ?", ""
     return text, change.verdict
-
-
-def roles_of(cells: Sequence[Cell]) -> dict[int, str]:
-    """Each cell's colour by `id(cell)`: its engine's, or its run's if all engines are equal."""
-    runs = list(dict.fromkeys(cell.run for cell in cells))
-    engines = {cell.first.settings.engine for cell in cells}
-    if len(engines) == 1 and len(runs) > 1:
-        return {id(cell): _RUNS[runs.index(cell.run) % len(_RUNS)] for cell in cells}
-    return {
-        id(cell): engine if (engine := cell.first.settings.engine) in ENGINES else "compute-only"
-        for cell in cells
-    }
 
 
 def memory_metric(cells: Sequence[Cell]) -> tuple[str, str]:
@@ -323,7 +307,7 @@ def _trade(smallest: Cell, fastest: Cell, memory: str, speed: str) -> str:
     return f"{less:.0%} less than {fastest.label}, at {share:.0%} of its throughput".replace("%", " %")
 
 
-def change_headlines(cells: Sequence[Cell], partners: Mapping[int, Cell | None]) -> list[Headline]:
+def change_headlines(cells: Sequence[Cell]) -> list[Headline]:
     """How many cells changed against the first run, and the largest change."""
     found = []
     for title, name in (
@@ -334,8 +318,7 @@ def change_headlines(cells: Sequence[Cell], partners: Mapping[int, Cell | None])
         changes = [
             (change, cell)
             for cell in cells
-            if (change := difference(cell, partners[id(cell)], name)) is not None
-            and not _hidden(cell, partners[id(cell)], name)
+            if (change := difference(cell, cell.baseline, name)) is not None and not _hidden(cell, name)
         ]
         if not changes:
             continue
@@ -364,7 +347,7 @@ _VERDICTS: Mapping[Verdict, str] = {
 }
 
 
-def _hidden(cell: Cell, partner: Cell | None, name: str) -> bool:
+def _hidden(cell: Cell, name: str) -> bool:
     """Whether either value lies within its own noise: a share of it says nothing."""
-    both = [one.measure(name) for one in (cell, partner) if one is not None]
+    both = [one.measure(name) for one in (cell, cell.baseline) if one is not None]
     return any(one is not None and within_noise(name, one) for one in both)

@@ -22,7 +22,7 @@ import altair as alt
 
 from zerokit.bench.comparison.cells import Cell, name_of, varying
 from zerokit.bench.comparison.differences import difference
-from zerokit.bench.comparison.tables import Scale, memory_metric, percent, roles_of, within_noise
+from zerokit.bench.comparison.tables import Scale, memory_metric, percent, within_noise
 from zerokit.bench.record.metrics import METRICS, MIB, UNITS
 from zerokit.bench.record.settings import DIMENSIONS, OPTIONS
 from zerokit.bench.record.statistics import quantile, slowest
@@ -54,8 +54,6 @@ _OWN = alt.Color("colour:N", scale=None)
 
 Plot = dict[str, Any]
 """A specification, or a row of its data."""
-Partners = Mapping[int, Cell | None]
-Roles = Mapping[int, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,16 +93,15 @@ class Curve:
     points: Sequence[tuple[float, float]]
 
 
-def make_pictures(cells: Sequence[Cell], partners: Partners) -> list[Picture]:
+def make_pictures(cells: Sequence[Cell]) -> list[Picture]:
     """All pictures for which these cells have figures."""
-    roles = roles_of(cells)
     found: list[Picture | None] = []
     if len(cells) > 1:
         for unit in UNITS:
-            found.append(_throughput(cells, roles, partners, unit))
+            found.append(_throughput(cells, unit))
         metric, called = memory_metric(cells)
-        found.append(_ranked(cells, roles, partners, metric, called, "memory"))
-    found += [_state(cells), _steps(cells, roles), _communication(cells), _loss(cells, roles)]
+        found.append(_ranked(cells, metric, called, "memory"))
+    found += [_state(cells), _steps(cells), _communication(cells), _loss(cells)]
     return [picture for picture in found if picture is not None]
 
 
@@ -227,7 +224,7 @@ def _curved(
     return Picture(name, title, _said(title, said), _finished(chart, height=250), told)
 
 
-def _throughput(cells: Sequence[Cell], roles: Roles, partners: Partners, unit: str) -> Picture | None:
+def _throughput(cells: Sequence[Cell], unit: str) -> Picture | None:
     """Curves over the number of ranks, or over the first number that varies; bars where none does."""
     metric, name = f"throughput/{unit}_per_s", f"throughput-{unit}"
     shown = having(cells, metric)
@@ -242,7 +239,7 @@ def _throughput(cells: Sequence[Cell], roles: Roles, partners: Partners, unit: s
         label = (f"{cell.run}: " if len({one.run for one in shown}) > 1 else "") + name_of(cell.first, others)
         at = math.prod(float(cell.settings[one]) for one in axis)
         value = (cell.value(metric) or 0.0) * scale.factor
-        points.setdefault(label, (roles[id(cell)], []))[1].append((at, value))
+        points.setdefault(label, (cell.role, []))[1].append((at, value))
     curves = [Curve(label, role, sorted(found)) for label, (role, found) in points.items()]
     if any(len({x for x, _ in curve.points}) > 1 for curve in curves):
         across = "ranks" if worlds else title_of(axis[0])
@@ -252,12 +249,10 @@ def _throughput(cells: Sequence[Cell], roles: Roles, partners: Partners, unit: s
             curves.append(Curve("in proportion", "muted", [(x, best * x) for x in xs]))
         title = f"Throughput by {across.split(',')[0]}, {scale.unit}"
         return _curved(name, title, curves, across, scale.unit, marked=True, told=bool(worlds))
-    return _ranked(cells, roles, partners, metric, "throughput", name)
+    return _ranked(cells, metric, "throughput", name)
 
 
-def _ranked(
-    cells: Sequence[Cell], roles: Roles, partners: Partners, metric: str, called: str, name: str
-) -> Picture | None:
+def _ranked(cells: Sequence[Cell], metric: str, called: str, name: str) -> Picture | None:
     """A bar a cell of one metric, with the difference from its baseline."""
     if not having(cells, metric):
         return None
@@ -269,15 +264,15 @@ def _ranked(
                 rows.append(Row(cell.label, cell.status if cell.status != "ok" else "not measured"))
             continue
         text = scale.text(measured.value)
-        if (change := difference(cell, partners[id(cell)], metric)) is not None:
+        if (change := difference(cell, cell.baseline, metric)) is not None:
             said = {"within noise": "≈ {}", "noise unknown": "{} ?"} if change.relative else {}
             text += f" ({said.get(change.verdict, '{}').format(percent(change))})"
-        part = (called, max(measured.value, 0.0) * scale.factor, roles[id(cell)])
+        part = (called, max(measured.value, 0.0) * scale.factor, cell.role)
         rows.append(Row(cell.label, text, [part], (measured.error or 0.0) * scale.factor))
     return draw_bars(name, f"{called[0].upper()}{called[1:]}, {scale.unit}", rows, scale)
 
 
-def _steps(cells: Sequence[Cell], roles: Roles) -> Picture | None:
+def _steps(cells: Sequence[Cell]) -> Picture | None:
     """A box a cell: the middle half of its steps, whiskers, and the steps beyond."""
     scale = Scale.of("ms", [cell.value("step/p50_ms") for cell in cells])
     data, said = list[Plot](), list[tuple[str, str]]()
@@ -285,7 +280,7 @@ def _steps(cells: Sequence[Cell], roles: Roles) -> Picture | None:
         of_ranks = ([rank.step_ms for rank in record.ranks] for record in cell.measured_records)
         if times := [ms * scale.factor for ranks in of_ranks for ms in slowest(ranks)]:
             said.append((cell.label, scale.text(cell.value("step/p50_ms"))))
-            own: Plot = {"cell": "\n".join(said[-1]), "colour": colour(roles[id(cell)])}
+            own: Plot = {"cell": "\n".join(said[-1]), "colour": colour(cell.role)}
             data += [own | {"ms": float(f"{ms:.5g}")} for ms in times[:: math.ceil(len(times) / DOTS)]]
     if not data:
         return None
@@ -351,12 +346,12 @@ def _state(cells: Sequence[Cell]) -> Picture | None:
     return draw_bars("state", f"Model state and its formula, {scale.unit} a rank", rows, scale, _STATE)
 
 
-def _loss(cells: Sequence[Cell], roles: Roles) -> Picture | None:
+def _loss(cells: Sequence[Cell]) -> Picture | None:
     curves = []
     for cell in cells:
         points = [(float(step), value) for step, value in enumerate(cell.first.loss) if value is not None]
         if cell.status == "ok" and len(points) > 1:
-            curves.append(Curve(cell.label, roles[id(cell)], points))
+            curves.append(Curve(cell.label, cell.role, points))
     if not curves:
         return None
     pairs = [(dict(one.points), other.points) for one in curves for other in curves]

@@ -23,14 +23,12 @@ from markupsafe import Markup
 from zerokit.bench.catalogue.engines import ENGINES
 from zerokit.bench.comparison.cells import (
     Cell,
-    baselines,
     common_words,
     conditions,
     drift_notes,
     make_cells,
     name_of,
     short_names,
-    side_by_side,
     unsupported,
     varying,
 )
@@ -43,7 +41,6 @@ from zerokit.bench.comparison.tables import (
     columns_of,
     in_order,
     listed,
-    roles_of,
     usual_metrics,
 )
 from zerokit.bench.record.metrics import METRICS
@@ -53,7 +50,6 @@ from zerokit.bench.report.pictures import (
     COLOURS,
     CONFIG,
     NARROW,
-    Partners,
     Picture,
     colour,
     having,
@@ -62,28 +58,27 @@ from zerokit.bench.report.pictures import (
 )
 
 
-def page_content(cells: Sequence[Cell], partners: Partners, runs: Sequence[Run]) -> dict[str, Any]:
-    """The template's variables for these cells; `partners` are their baselines."""
+def page_content(cells: Sequence[Cell], runs: Sequence[Run]) -> dict[str, Any]:
+    """The template's variables for these cells."""
     ran = [cell for cell in cells if cell.status != "unsupported"] or list(cells)
     well = [cell for cell in cells if cell.status == "ok"]
-    differing, equal, roles = *conditions(ran), roles_of(cells)
+    differing, equal = conditions(ran)
     heads, differing = _merge(ran, differing)
     return {
         "title": _title(cells),
         "subtitle": _subtitle(cells),
         "drift": drift_notes(cells),
-        "headlines": change_headlines(cells, partners) if len(runs) > 1 else best_headlines(cells),
+        "headlines": change_headlines(cells) if len(runs) > 1 else best_headlines(cells),
         "single": len(cells) > 1 and any(len(cell.measured_records) == 1 for cell in cells),
         "ran": ran,
-        "roles": [roles[id(cell)] for cell in ran],
-        "results": columns_of(ran, partners, usual_metrics(cells, OF_A_PAGE)),
+        "results": columns_of(ran, usual_metrics(cells, OF_A_PAGE)),
         "unsupported": unsupported(cells),
-        "against": _different(one.label for one in partners.values() if one is not None),
+        "against": _different(cell.baseline.label for cell in cells if cell.baseline is not None),
         "differing_heads": heads,
         "differing": differing,
         "facts": equal,
         "well": well,
-        "figures": columns_of(well, {id(cell): None for cell in well}, in_order(METRICS)),
+        "figures": columns_of(well, in_order(METRICS), compared=False),
         "extra": (EXTRA_STEPS, INSTRUMENTED),
         "has": {name for name in METRICS if having(cells, name)},
         "cells": cells,
@@ -162,18 +157,13 @@ def write_comparison(runs: Sequence[Run], path: Path) -> None:
 def plots(records: Sequence[Record]) -> dict[str, bytes]:
     """PNG files by name; pictures without enough figures are left out."""
     runs = [Run("", tuple(records))]
-    cells = make_cells(runs)
-    return {f"{one.name}.png": png(one) for one in make_pictures(cells, baselines(cells, runs))}
+    return {f"{one.name}.png": png(one) for one in make_pictures(make_cells(runs))}
 
 
 def render(runs: Sequence[Run]) -> str:
     """The page's HTML."""
     cells = make_cells(runs)
-    partners = baselines(cells, runs)
-    cells = side_by_side(cells, partners)
-    return document(
-        "page.html.jinja", make_pictures(cells, partners), page=page_content(cells, partners, runs)
-    )
+    return document("page.html.jinja", make_pictures(cells), page=page_content(cells, runs))
 
 
 def document(template: str, pictures: Sequence[Picture], **content: Any) -> str:
