@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -26,7 +26,6 @@ from zerokit.errors import CheckpointError
 from zerokit.text import printable
 
 if TYPE_CHECKING:
-    from rich.text import Text
     from rich.tree import Tree
 
     from zerokit.checkpoint.diff import Comparison, Difference
@@ -76,51 +75,50 @@ def inspect(checkpoint: Path, as_json: bool) -> None:
         _print_tree(summary)
 
 
-def _print_tree(summary: Summary) -> None:
-    from rich.console import Console
+def _add(tree: Tree | None, label: str, detail: str = "") -> Tree:
+    """A branch of the tree, or a new tree."""
     from rich.text import Text
     from rich.tree import Tree
 
-    def text(label: str, detail: str = "") -> Text:
-        return Text.assemble((printable(label), "bold"), (f"  {printable(detail)}" if detail else "", "dim"))
+    parts = (printable(label), "bold"), (f"  {printable(detail)}" if detail else "", "dim")
+    return Tree(Text.assemble(*parts)) if tree is None else tree.add(Text.assemble(*parts))
+
+
+def _add_list(tree: Tree, rows: Sequence[tuple[str, str]]) -> None:
+    for row in rows[:_MOST]:
+        _add(tree, *row)
+    if len(rows) > _MOST:
+        _add(tree, "…", f"and {len(rows) - _MOST:,} more (--json lists all)")
+
+
+def _print_tree(summary: Summary) -> None:
+    from rich.console import Console
 
     weights = ", weights only" if summary.weights_only else ""
     form = "" if summary.format == "zerokit" else f"{_FORMATS[summary.format]}, "
-    root = Tree(
-        text(
-            str(summary.path),
-            f"{form}step {summary.step}, {counted(summary.world, 'rank')}{weights}, {decimal_size(summary.bytes)}",
-        )
-    )
+    whole = f"{counted(summary.world, 'rank')}{weights}, {decimal_size(summary.bytes)}"
+    root = _add(None, str(summary.path), f"{form}step {summary.step}, {whole}")
     if summary.run is not None:
-        _add_run(root, summary.run, text)
-    streams = root.add(text("streams", f"of {counted(summary.units, 'unit')}"))
+        _add_run(root, summary.run)
+    streams = _add(root, "streams", f"of {counted(summary.units, 'unit')}")
     for stream in summary.streams:
         amount = f"{counted(stream.parameters, 'parameter')}, {counted(stream.numel, 'element')}"
-        streams.add(text(stream.kind, f"{stream.dtype}, {amount}, {decimal_size(stream.bytes)}"))
-    parameters = root.add(
-        text("parameters", f"{summary.trainable_numel:,} trainable elements, {summary.frozen_numel:,} frozen")
-    )
-    _grow(parameters, _modules(summary.parameters), text, _MOST)
+        _add(streams, stream.kind, f"{stream.dtype}, {amount}, {decimal_size(stream.bytes)}")
+    elements = f"{summary.trainable_numel:,} trainable elements, {summary.frozen_numel:,} frozen"
+    _grow(_add(root, "parameters", elements), _modules(summary.parameters), _MOST)
     if summary.common:
         where = "common.safetensors" if summary.format == "zerokit" else "buffers and the optimizer's scalars"
-        common = root.add(text("stored whole", where))
-        for tensor in summary.common[:_MOST]:
-            common.add(text(tensor.name, f"{tensor.dtype} {list(tensor.shape)}"))
-        _rest(common, len(summary.common), text)
-    files = root.add(text("files"))
-    for file in summary.files[:_MOST]:
-        files.add(text(file.name, decimal_size(file.bytes)))
-    _rest(files, len(summary.files), text)
+        tensors = [(tensor.name, f"{tensor.dtype} {list(tensor.shape)}") for tensor in summary.common]
+        _add_list(_add(root, "stored whole", where), tensors)
+    _add_list(_add(root, "files"), [(file.name, decimal_size(file.bytes)) for file in summary.files])
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 1000  # no line of a pipe is folded
     console.print(root)
 
 
-def _add_run(tree: Tree, run: RunSummary, text: Callable[[str, str], Text]) -> None:
-
-    steps = tree.add(text("steps", f"of {run.path}"))
+def _add_run(tree: Tree, run: RunSummary) -> None:
+    steps = _add(tree, "steps", f"of {run.path}")
     for step in run.steps:
         said = (
             decimal_size(step.bytes),
@@ -128,11 +126,11 @@ def _add_run(tree: Tree, run: RunSummary, text: Callable[[str, str], Text]) -> N
             "superseded: load skips it" if step.superseded else "",
             f"damaged: {step.damaged}" if step.damaged else "",
         )
-        steps.add(text(step.name, ", ".join(filter(None, said))))
+        _add(steps, step.name, ", ".join(filter(None, said)))
     if run.leftovers:
-        begun = tree.add(text("not finished", "zerokit prune removes those of dead writers"))
+        begun = _add(tree, "not finished", "zerokit prune removes those of dead writers")
         for left in run.leftovers:
-            begun.add(text(left.path.name, f"{decimal_size(left.size)}, {left.describe()}"))
+            _add(begun, left.path.name, f"{decimal_size(left.size)}, {left.describe()}")
 
 
 def _modules(parameters: Iterable[ParameterSummary]) -> _Node:
@@ -145,19 +143,14 @@ def _modules(parameters: Iterable[ParameterSummary]) -> _Node:
     return root
 
 
-def _rest(tree: Tree, number: int, text: Callable[[str, str], Text]) -> None:
-    if number > _MOST:
-        tree.add(text("…", f"and {number - _MOST:,} more (--json lists all)"))
-
-
-def _grow(tree: Tree, node: _Node, text: Callable[[str, str], Text], room: int) -> int:
+def _grow(tree: Tree, node: _Node, room: int) -> int:
     """Add lines for what the node holds, at most `room`; returns how many more may follow."""
     for label, child in _alike(node):
         if not room:
-            tree.add(text("…", "and more (--json lists all)"))
+            _add(tree, "…", "and more (--json lists all)")
             break
-        line = tree.add(text(label, _details(child.parameter) if child.parameter else ""))
-        room = _grow(line, child, text, room - 1)
+        line = _add(tree, label, _details(child.parameter) if child.parameter else "")
+        room = _grow(line, child, room - 1)
     return room
 
 
@@ -208,7 +201,6 @@ def verify(context: click.Context, checkpoint: Path, every: bool, as_json: bool)
 
 
 def _show_report(report: Report) -> None:
-
     path = printable(str(report.path))
     for finding in report.findings:
         say(str(finding))
@@ -260,7 +252,6 @@ def diff(context: click.Context, a: Path, b: Path, as_json: bool) -> None:
 
 
 def _print_differences(comparison: Comparison) -> None:
-
     by_stream: dict[str, list[Difference]] = {}
     for difference in comparison.differences:
         by_stream.setdefault(difference.stream, []).append(difference)

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from zerokit.cli.work import Name, json_option, tracking_uri_option
+from zerokit.cli.work import Name, json_option, note, tracking_uri_option
 from zerokit.errors import UsageError, ZerokitError
-from zerokit.text import printable
 
 if TYPE_CHECKING:
     from zerokit.bench.record.record import Run
@@ -93,50 +92,44 @@ def command(
     """
     from zerokit.bench.comparison.cells import make_cells
     from zerokit.bench.comparison.differences import Rule, disagreements, known_metric, regressions
+    from zerokit.bench.tracking.store import load_experiment, load_run
     from zerokit.cli.tables import comparison_json, show
 
     parsed = [Rule.parse(rule) for rule in rules]
     shown = [known_metric(name) for name in metrics]
-    runs = _runs(names, experiments, tracking_uri)
+    if not names and not experiments:
+        raise UsageError(
+            "name at least one RUN: a record, a folder of records, or an MLflow run or experiment"
+        )
+    runs = [load_run(name, tracking_uri) for name in dict.fromkeys(names)]
+    runs += [load_experiment(name, tracking_uri) for name in dict.fromkeys(experiments)]
     by_label = baseline not in names and any(cell.label == baseline for cell in make_cells(runs))
     if baseline is not None and not by_label:
-        runs = _begin_with(baseline, runs, tracking_uri)
+        first = next((run for run in runs if run.name == baseline), None) or load_run(baseline, tracking_uri)
+        runs = [first, *(run for run in runs if run is not first)]
     runs = _once(runs)
     cells = make_cells(runs, baseline if by_label else None)
     broken = regressions(parsed, cells)
     differing = [] if tolerance is None else disagreements(cells, tolerance)
     if html is not None:
-        _write(html, runs)
+        from zerokit.bench.report.render import write_comparison
+
+        try:
+            write_comparison(runs, html)
+        except OSError as error:
+            raise ZerokitError(f"the report cannot be written to {html}: {error.strerror}") from error
+        click.echo(f"report  {html}", err=True)
     if as_json:
         click.echo(comparison_json(cells, broken, differing))
     else:
         from rich.console import Console
 
         show(Console(highlight=False), cells, shown)
-    for message in [*(one.message for one in broken), *differing]:
-        click.echo(f"zerokit: {printable(message)}", err=True)
+    note([*(one.message for one in broken), *differing])
     if differing or any(one.known for one in broken):
         sys.exit(3)
     if broken:
         sys.exit(4)
-
-
-def _runs(names: tuple[str, ...], experiments: tuple[str, ...], tracking_uri: str | None) -> list[Run]:
-    from zerokit.bench.tracking.store import load_experiment, load_run
-
-    if not names and not experiments:
-        raise UsageError(
-            "name at least one RUN: a record, a folder of records, or an MLflow run or experiment"
-        )
-    runs = [load_run(name, tracking_uri) for name in dict.fromkeys(names)]
-    return runs + [load_experiment(name, tracking_uri) for name in dict.fromkeys(experiments)]
-
-
-def _begin_with(baseline: str, runs: list[Run], tracking_uri: str | None) -> list[Run]:
-    from zerokit.bench.tracking.store import load_run
-
-    first = next((run for run in runs if run.name == baseline), None) or load_run(baseline, tracking_uri)
-    return [first, *(run for run in runs if run is not first)]
 
 
 def _once(runs: list[Run]) -> list[Run]:
@@ -151,16 +144,5 @@ def _once(runs: list[Run]) -> list[Run]:
         if fresh:
             kept.append(Run(run.name, fresh))
         else:
-            name = printable(run.name)
-            click.echo(f"zerokit: {name} is ignored: all its records are in an earlier RUN", err=True)
+            note([f"{run.name} is ignored: all its records are in an earlier RUN"])
     return kept
-
-
-def _write(path: Path, runs: list[Run]) -> None:
-    from zerokit.bench.report.render import write_comparison
-
-    try:
-        write_comparison(runs, path)
-    except OSError as error:
-        raise ZerokitError(f"the report cannot be written to {path}: {error.strerror}") from error
-    click.echo(f"report  {path}", err=True)

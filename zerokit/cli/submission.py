@@ -6,9 +6,10 @@ import os
 import re
 import shlex
 import sys
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -54,19 +55,16 @@ def _submit_to_kubernetes(context: click.Context, request: Request) -> int:
         arguments.append("--no-mlflow")
     pods = Pods(
         name=options["job_name"] or f"zerokit-{datetime.now():%Y%m%d-%H%M%S}",
-        namespace=options["namespace"],
         image=options["container_image"],
         nodes=nodes,
         nproc_per_node=ranks,
         arguments=arguments,
-        gpus_per_node=options["gpus_per_node"],
         environment=environment,
-        secrets=options["secrets"],
         claim=options["pvc"],
         node_selector=dict(_pair(one) for one in options["node_selector"]),
         tolerations=options["toleration"],
-        service_account=options["service_account"],
         pull_secrets=options["pull_secret"],
+        **_same(options, "namespace", "gpus_per_node", "secrets", "service_account"),
     )
     if pods.claim is None and any(cell.save is not None for cell in cells):
         raise click.UsageError(
@@ -116,6 +114,10 @@ def _environment_of_pods(request: Request) -> tuple[dict[str, str], bool]:
     return environment, tracking is not None and not served
 
 
+def _same(options: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {name: options[name] for name in names}
+
+
 def _pair(text: str) -> tuple[str, str]:
     key, equals, value = text.partition("=")
     if not key or not equals:
@@ -146,12 +148,8 @@ def _submit_to_slurm(context: click.Context, request: Request) -> int:
     allocation = Allocation(
         nodes=nodes,
         ranks=ranks,
-        gpus_per_node=options["gpus_per_node"],
-        cpus_per_task=options["cpus_per_task"],
-        memory=options["memory"],
-        partition=options["partition"],
-        account=options["account"],
         time=options["time_limit"],
+        **_same(options, "gpus_per_node", "cpus_per_task", "memory", "partition", "account"),
         lines=options["sbatch_option"],
         container=Container(image, options["container_runtime"]) if image else None,
         variables=({"MASTER_ADDR": address} if address else {}) | read_variables(options["variables"]),

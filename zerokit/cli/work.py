@@ -23,11 +23,8 @@ def decimal_size(size_bytes: int) -> str:
     """A size in the largest fitting power of 1000: "2.2 GB"."""
     if size_bytes < 1000:
         return f"{size_bytes} bytes"
-    size, units = size_bytes / 1000, iter(("kB", "MB", "GB", "TB", "PB"))
-    unit = next(units)
-    while size >= 1000 and unit != "PB":
-        size, unit = size / 1000, next(units)
-    return f"{size:.1f} {unit}"
+    power = min((len(str(size_bytes)) - 1) // 3, 5)
+    return f"{size_bytes / 1000**power:.1f} {'bkMGTP'[power]}B"
 
 
 def counted(number: int, noun: str) -> str:

@@ -126,11 +126,11 @@ class Rounds:
             )
         return cls(metric, before, after, paired, counted)
 
-    def _scaled(self) -> tuple[list[float], ...]:
+    def _scaled(self) -> tuple[list[float], list[float]]:
         """The values as they are compared: their logarithms, where they have ratios."""
         if not self.metric.has_ratios([*self.before, *self.after]):
             return self.before, self.after
-        return tuple([math.log(value) for value in values] for values in (self.before, self.after))
+        return [*map(math.log, self.before)], [*map(math.log, self.after)]
 
     def difference(self) -> Difference:
         """The difference with its noise, by Student's t over the rounds; one round has no noise."""
