@@ -293,14 +293,11 @@ def _warn(record: Record, display: Display) -> None:
 
 def _open_job(settings: Settings, output: Path | None) -> Job:
     """The job that goes on in the run's directory, or a new one; its record can be written."""
-    assert settings.save is not None
-    run = Path(settings.save)
-    try:
+    run = Path(str(settings.save))
+    with suppress(ModuleNotFoundError):  # where zlib-ng is missing, the ranks report it
         from zerokit.checkpoint.run import check_run
 
         check_run(run, overwrite=True)
-    except ModuleNotFoundError:
-        pass  # zlib-ng is missing: the ranks report it
     asked = output if output is not None and output.suffix == ".json" else None
     job = Journal(run).open_job(asked, lambda: record_path(output, settings, datetime.now()))
     require_writable(job.record.parent)

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,10 +66,9 @@ def versions(imported: Collection[str]) -> dict[str, str]:
 
 
 def _version(package: str) -> str:
-    try:
+    with suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"  # on the path, but not installed
+    return "unknown"  # on the path, but not installed
 
 
 def measured_variables(environment: Mapping[str, str]) -> dict[str, str]:
@@ -85,14 +85,8 @@ def git_commit(folder: Path) -> str | None:
 
     None outside a repository, and where there is no git.
     """
-    describe = (
-        "describe",
-        "--always",
-        "--exclude=*",
-        "--abbrev=64",
-        "--dirty",
-    )  # 64 digits at most: all there are
-    command = ["git", "--no-optional-locks", "-C", str(folder), *describe]
+    describe = "describe --always --exclude=* --abbrev=64 --dirty"  # 64 digits at most: all there are
+    command = ["git", "--no-optional-locks", "-C", str(folder), *describe.split()]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired):

@@ -82,7 +82,10 @@ def plan(
         raise UsageError(
             f"accumulate {accumulate} and samples_per_step {samples_per_step} exclude each other: give one of them"
         )
-    measured = None if record is None else _read(Path(record))
+    try:
+        measured = None if record is None else read_record(Path(record))
+    except RecordError as error:
+        raise UsageError(str(error)) from error
     where, notes = _cluster(gpus, device, nodes, cluster, network_gbit, measured)
     on_cuda = bool(where.device.flops)
     subject = model if isinstance(model, Subject) else subject_named(model, seq_len=seq_len)
@@ -108,13 +111,6 @@ def plan(
     return replace(found, assumptions=(*notes, *reasons, *found.assumptions))
 
 
-def _read(path: Path) -> Record:
-    try:
-        return read_record(path)
-    except RecordError as error:
-        raise UsageError(str(error)) from error
-
-
 def _several(value: _T | Sequence[_T] | None) -> tuple[_T, ...] | None:
     if value is None:
         return None
@@ -134,7 +130,7 @@ def _cluster(
     """The devices and links, and in sentences what was assumed of them."""
     if nodes is not None and (nodes < 1 or gpus % nodes):
         raise UsageError(f"{gpus} devices cannot be divided equally among {nodes} nodes")
-    device = None if name is None else _device(name)
+    device = None if name is None else Device("cpu") if name == "cpu" else device_named(name)
     if record is not None:
         device = _measured_device(record, device)
     notes = []
@@ -184,10 +180,6 @@ def _usual_nodes(gpus: int) -> int:
     if gpus <= USUAL_NODE:
         return 1
     raise UsageError(f"{gpus} devices do not divide among nodes of 2 to {USUAL_NODE}: give --nodes")
-
-
-def _device(name: str) -> Device:
-    return Device("cpu") if name == "cpu" else device_named(name)
 
 
 def _measured_device(record: Record, given: Device | None) -> Device:

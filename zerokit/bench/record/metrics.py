@@ -120,6 +120,10 @@ def _read(path: str, factor: float = 1.0) -> Read:
     return value
 
 
+def _in_mib(path: str) -> Read:
+    return _read(path, 1 / MIB)
+
+
 def _throughput(unit: str, name: str) -> Read:
     value = _read(f"results.{name}")
     return lambda record: value(record) if record.model and record.model.unit == unit else None
@@ -186,6 +190,10 @@ def _wall(record: Record) -> float | None:
     return max(windows) / len(record.ranks[0].step_ms) if windows else None
 
 
+def _save(record: Record) -> float | None:
+    return median([one.ms for one in record.checkpoints.saves]) if record.checkpoints.saves else None
+
+
 _LOSSES_OF_A_TARGET = 5
 """Steps whose mean loss must reach the target: one step's batch may be easy."""
 
@@ -206,18 +214,6 @@ def _to_target(unit: str) -> Read:
         return None
 
     return value
-
-
-def _skipped(record: Record) -> float | None:
-    return None if record.results is None else record.skipped_steps
-
-
-def _build(record: Record) -> float | None:
-    return max((rank.build_ms for rank in record.ranks), default=None)
-
-
-def _save(record: Record) -> float | None:
-    return median([one.ms for one in record.checkpoints.saves]) if record.checkpoints.saves else None
 
 
 def _error_of_cost(record: Record) -> float | None:
@@ -247,15 +243,11 @@ def _table() -> Iterator[tuple[str, str, str, Read]]:
     flops = _read("results.utilisation.model_flops_per_s", 1e-12)
     yield "model_tflops_per_s_per_device", "model FLOPs a device", "TFLOP/s", flops
     for name, title, value in (
-        ("peak_host", "peak host", _read("results.peak_host_bytes", 1 / MIB)),
-        ("peak_host_minimum", "peak host, least", _read("results.peak_host_bytes_minimum", 1 / MIB)),
-        ("peak_allocated", "peak CUDA", _read("results.peak_allocated_bytes", 1 / MIB)),
-        (
-            "peak_allocated_minimum",
-            "peak CUDA, least",
-            _read("results.peak_allocated_bytes_minimum", 1 / MIB),
-        ),
-        ("peak_reserved", "peak CUDA reserved", _read("results.peak_reserved_bytes", 1 / MIB)),
+        ("peak_host", "peak host", _in_mib("results.peak_host_bytes")),
+        ("peak_host_minimum", "peak host, least", _in_mib("results.peak_host_bytes_minimum")),
+        ("peak_allocated", "peak CUDA", _in_mib("results.peak_allocated_bytes")),
+        ("peak_allocated_minimum", "peak CUDA, least", _in_mib("results.peak_allocated_bytes_minimum")),
+        ("peak_reserved", "peak CUDA reserved", _in_mib("results.peak_reserved_bytes")),
         ("setup_allocated", "peak CUDA, setup", _device("setup_allocated_bytes")),
         ("device_used", "device used", _device("used_bytes")),
         ("step_peak", "peak in a step", _peak_in_a_step),
@@ -269,13 +261,8 @@ def _table() -> Iterator[tuple[str, str, str, Read]]:
     yield "comm/exposed_ms", "exposed", "ms", _read("phases.exposed_communication_ms")
     for name in ("forward", "backward", "optimizer"):
         yield f"phase/{name}_ms", name, "ms", _read(f"phases.{name}_ms")
-    yield "traffic/mib_per_step", "moved a step", "MiB", _read("traffic.bytes", 1 / MIB)
-    yield (
-        "traffic/predicted_mib_per_step",
-        "moved, formula",
-        "MiB",
-        _read("traffic.predicted_bytes", 1 / MIB),
-    )
+    yield "traffic/mib_per_step", "moved a step", "MiB", _in_mib("traffic.bytes")
+    yield "traffic/predicted_mib_per_step", "moved, formula", "MiB", _in_mib("traffic.predicted_bytes")
     yield "traffic/elements_per_step", "elements moved a step", "", _read("traffic.elements")
     for name in OPERATIONS:
         yield f"bus/{name}_gb_per_s", f"bus, {name.replace('_', '-')}", "GB/s", _bandwidth(name)
@@ -283,8 +270,18 @@ def _table() -> Iterator[tuple[str, str, str, Read]]:
     yield "loss_last", "last loss", "", _read("results.loss_last")
     for unit in UNITS:
         yield f"to_target/{unit}", "to the target loss", unit, _to_target(unit)
-    yield "skipped_steps", "skipped steps", "", _skipped
-    yield "build_ms", "build", "ms", _build
+    yield (
+        "skipped_steps",
+        "skipped steps",
+        "",
+        lambda record: record.skipped_steps if record.results else None,
+    )
+    yield (
+        "build_ms",
+        "build",
+        "ms",
+        lambda record: max((rank.build_ms for rank in record.ranks), default=None),
+    )
     yield "checkpoint/save_ms", "save", "ms", _save
     yield "checkpoint/load_ms", "load", "ms", _read("checkpoints.load_ms")
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import stdev
+from typing import Any
 
 import torch
 
@@ -36,6 +37,10 @@ _WARMUP = 2
 _AHEAD = 5
 Parts = tuple[float, float]
 """Milliseconds of forward with backward, and of the update."""
+_NOT_ITS = (
+    *("wire", "wire_updates", "mesh", "outer_stage", "every", "fragments", "delay", "bucket_mb"),
+    *("save", "save_every", "background", "resume"),
+)
 # Of the room there is: activations take some as well.
 _MOST = 0.8
 
@@ -48,23 +53,9 @@ def twin_settings(settings: Settings) -> Settings | None:
     """
     if not settings.twin or settings.elastic or settings.world == 1 or settings.engine == ENGINE:
         return None
-    return replace(
-        settings,
-        engine=ENGINE,
-        stage=min(settings.stage, 1),
-        wire="own",
-        mesh=None,
-        outer_stage=None,
-        every=None,
-        fragments=1,
-        delay=0,
-        bucket_mb=None,
-        twin=False,
-        save=None,
-        save_every=None,
-        background=False,
-        resume=False,
-    )
+    usual = Settings()
+    without: dict[str, Any] = {name: getattr(usual, name) for name in _NOT_ITS}
+    return replace(settings, engine=ENGINE, stage=min(settings.stage, 1), twin=False, **without)
 
 
 def measure_twin(

@@ -75,16 +75,6 @@ def open_source(settings: Settings) -> tuple[Data, Batch]:
     return data, batch
 
 
-def open_own(settings: Settings, own: Own) -> Batch:
-    """The micro-batches of a user's own workload, whose samples may depend on each other."""
-
-    def batch(first: int) -> tuple[Tensor, ...]:
-        drawn = generator(draw_seed(seed=settings.seed, sample=first))
-        return tuple(own.batch(drawn, settings.batch_size))
-
-    return batch
-
-
 def made_up(settings: Settings) -> Data:
     """The record entry of synthetic data."""
     return Data(SYNTHETIC, 0, 0, False, digest(f"seed {settings.seed}".encode()))
@@ -287,7 +277,12 @@ def load(settings: Settings) -> Loaded:
         raise UsageError(workload.missing)
     if workload.config is None:
         own = resolve(workload.name)
-        return Loaded(settings, workload, made_up(settings), open_own(settings, own), own.init_fn, own)
+
+        def batch(first: int) -> tuple[Tensor, ...]:  # whose samples may depend on each other
+            drawn = generator(draw_seed(seed=settings.seed, sample=first))
+            return tuple(own.batch(drawn, settings.batch_size))
+
+        return Loaded(settings, workload, made_up(settings), batch, own.init_fn, own)
     return Loaded(settings, workload, *open_source(settings), init_module)
 
 
