@@ -6,7 +6,7 @@ import json
 import os
 import shlex
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -27,9 +27,16 @@ from zerokit.bench.record.settings import (
     Settings,
 )
 from zerokit.bench.record.status import Status
-from zerokit.bench.run.session import DEFAULT_FOLDER, Host, record_path, refusal, require_data, unused
+from zerokit.bench.run.session import (
+    DEFAULT_FOLDER,
+    Host,
+    record_path,
+    refusal,
+    require_data,
+    run_cell,
+    unused,
+)
 from zerokit.bench.run.sweep import (
-    RecordFile,
     Sweep,
     SweepFolder,
     exit_code,
@@ -167,107 +174,111 @@ def _chosen_options(context: click.Context, dimensions: Mapping[str, Sequence[An
     return chosen
 
 
-_INTERRUPTIONS = (Interrupted, KeyboardInterrupt)
-
-
 def run_bench(request: Request, leader: Leader | None) -> int:
-    """Run the cells, or those missing in a folder's sweep, and show the results; returns the exit code.
+    """Run the cell, or the sweep's cells without a result, and show the results; returns the exit code.
 
     `leader` starts ranks that wait already.
     """
+    return (_run_single if request.single else _run_sweep)(request, leader)
 
-    def host_of(interrupts: Interrupts, display: Display) -> Host:
-        host = Host(
-            launch=request.chosen.launch(interrupts, leader),
-            interrupted=interrupts.check,
-            interruptions=_INTERRUPTIONS,
-            watch=display,
-            max_restarts=request.max_restarts,
-        )
-        # What other machines have is not known here.
-        return host if request.chosen.here else replace(host, fits=lambda settings: None)
 
-    host = host_of(Interrupts(), Display())
+def _host(request: Request, leader: Leader | None, interrupts: Interrupts, display: Display) -> Host:
+    host = Host(
+        launch=request.chosen.launch(interrupts, leader),
+        interrupted=interrupts.check,
+        interruptions=(Interrupted, KeyboardInterrupt),
+        watch=display,
+        max_restarts=request.max_restarts,
+    )
+    # What other machines have is not known here.
+    return host if request.chosen.here else replace(host, fits=lambda settings: None)
+
+
+def _run_single(request: Request, leader: Leader | None) -> int:
+    settings, interrupts, display = request.cells[0], Interrupts(), Display()
+    host = _host(request, leader, interrupts, display)
+    require_data(settings, host)
+    path, identity, record = _record_file(settings, request.output)
+    push = f"zerokit push {shlex.quote(str(path))}{request.given}"
+    tracker = Tracker(request.tracking, pictures, display.warn, push)
+    if (refused := refusal(settings, host)) is not None:
+        display.warn(refused.reason)  # before MLflow takes its seconds
+    with interrupts, display:
+        try:
+            record = record or run_cell(settings, path, host, identity=identity)
+        except BaseException:
+            with suppress(UsageError):  # nothing has been written yet
+                tracker.push(find_records([path]))
+            raise
+        display.phase("filling MLflow")
+        tracker.push(Found([(path, record)], {}, []))
+    if refused is None:
+        _warn(record, display)
+    well = record.status is Status.OK
+    if record.settings.elastic and well:
+        # Last of all: until then the same command completes what a kill has left.
+        Journal(Path(str(settings.save))).finish()
+    if request.as_json:
+        click.echo(record.to_json(), nl=False)
+    elif well:
+        display.table([record])
+    display.files({"record": str(path)}, tracker, to_stderr=request.as_json or not well)
+    return exit_code([record])
+
+
+def _run_sweep(request: Request, leader: Leader | None) -> int:
     default = unused(DEFAULT_FOLDER / f"{datetime.now():%Y%m%d-%H%M%S}-sweep")
-    folder = None if request.single else SweepFolder(request.continued or request.output or default)
-    if request.continued is not None and folder is not None:
-        sweep = read_sweep(folder)
-    else:
-        sweep = Sweep.of(request.cells, request.options)
+    folder = SweepFolder(request.continued or request.output or default)
+    continued = request.continued is not None
+    sweep = read_sweep(folder) if continued else Sweep.of(request.cells, request.options)
+    interrupts, display = Interrupts(), Display(cells=len(sweep.cells))
+    host = _host(request, leader, interrupts, display)
     for settings in dict.fromkeys(replace(cell.settings, repeat=0) for cell in sweep.cells):
         require_data(settings, host)
-    files: SweepFolder | RecordFile
-    if folder is None:
-        files = _record_file(request.cells[0], request.output)
-    else:
-        sweep, files = prepare(folder, sweep), folder
-    push = f"zerokit push {shlex.quote(str(files.path))}{request.given}"
-    go_on = f"zerokit bench --continue {shlex.quote(str(files.path))}{request.given}"
-    display, report = Display(cells=len(sweep.cells)), False
-    tracker = Tracker(request.tracking, pictures, display.warn, push)
-    sweeps = {} if folder is None else {sweep.id: (sweep, folder)}
-    refused = None if folder is not None else refusal(request.cells[0], host)
-    if refused is not None:
-        display.warn(refused.reason)  # before MLflow takes its seconds
-    with ExitStack() as stack:
-        interrupts = stack.enter_context(Interrupts())
-        if folder is not None:
-            stack.enter_context(folder.alone())
-        stack.enter_context(display)
+    sweep = prepare(folder, sweep)
+    place = f"{shlex.quote(str(folder.path))}{request.given}"
+    tracker = Tracker(request.tracking, pictures, display.warn, f"zerokit push {place}")
+    sweeps, written = {sweep.id: (sweep, folder)}, {"records": str(folder.path / "cells")}
+    with interrupts, folder.alone(), display:
         try:
             records = run_sweep(
                 sweep,
-                files,
-                host_of(interrupts, display),
+                folder,
+                host,
                 lambda path, record: tracker.push(Found([(path, record)], sweeps, []), going_on=True),
             )
         except BaseException:
-            if folder is not None:
-                display.warn(f"to continue from here: {go_on}")
+            display.warn(f"to continue from here: zerokit bench --continue {place}")
             with suppress(UsageError):  # nothing has been written yet
-                tracker.push(find_records([files.path]))
+                tracker.push(find_records([folder.path]))
             raise
-        if folder is not None:
-            display.phase("writing the report")
-            report = write_report(records, folder.report, display.warn)
+        display.phase("writing the report")
+        if write_report(records, folder.report, display.warn):
+            written["report"] = str(folder.report)
         display.phase("filling MLflow")
-        paths = [files.record(cell) for cell in sweep.cells]
+        paths = map(folder.record, sweep.cells)
         tracker.push(Found(list(zip(paths, records, strict=True)), sweeps, []))
-    if folder is None and refused is None:
-        _warn(records[0], display)
-    if folder is None and records[0].settings.elastic and records[0].status is Status.OK:
-        # Last of all: until then the same command completes what a kill has left.
-        Journal(Path(str(request.cells[0].save))).finish()
-    shown = any(record.status is Status.OK for record in records) or folder is not None
     if request.as_json:
-        click.echo(_json(sweep, records, single=folder is None), nl=False)
-    elif shown:
+        content = {"sweep": to_plain(sweep), "records": [to_plain(record) for record in records]}
+        click.echo(json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False))
+    else:
         display.table(records)
-    written = {"record": str(files.path)} if folder is None else {"records": str(folder.path / "cells")}
-    written |= {"report": str(folder.report)} if folder is not None and report else {}
-    display.files(written, tracker, to_stderr=request.as_json or not shown)
-    if (code := exit_code(records)) == 1 and folder is not None:
-        display.warn(f"to run the failed cells again: {go_on}")
+    display.files(written, tracker, to_stderr=request.as_json)
+    if (code := exit_code(records)) == 1:
+        display.warn(f"to run the failed cells again: zerokit bench --continue {place}")
     return code
 
 
-def _json(sweep: Sweep, records: Sequence[Record], *, single: bool) -> str:
-    if single:
-        return records[0].to_json()
-    content = {"sweep": to_plain(sweep), "records": [to_plain(record) for record in records]}
-    return json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-
-
-def _record_file(settings: Settings, output: Path | None) -> RecordFile:
-    """Where a single bench's record goes: an elastic one's where its job began, and with its identity."""
+def _record_file(settings: Settings, output: Path | None) -> tuple[Path, str | None, Record | None]:
+    """The path of a single bench's record; of an elastic one that of its job, its identity, and what is finished."""
     if not settings.elastic:
-        return RecordFile(record_path(output, settings, datetime.now()))
+        return record_path(output, settings, datetime.now()), None, None
     job = _open_job(settings, output)
     record = _finished(job)
     if record is not None and record.settings.steps < settings.steps:
         Journal(Path(str(settings.save))).finish()  # more steps are another job
         return _record_file(settings, output)
-    return RecordFile(job.record, job.identity, record)
+    return job.record, job.identity, record
 
 
 def _finished(job: Job) -> Record | None:

@@ -89,30 +89,8 @@ class Sweep:
         ]
 
 
-@dataclass(frozen=True, slots=True)
-class RecordFile:
-    """A sweep of one cell that runs once; `identity` is the record's if it is known before.
-
-    `finished`: the record of an elastic bench whose launcher was killed after it was written.
-    """
-
-    path: Path
-    identity: str | None = None
-    finished: Record | None = None
-
-    def record(self, cell: Trial) -> Path:
-        """The path of the cell's record."""
-        return self.path
-
-    def existing(self, cell: Trial) -> Record | None:
-        """The bench's record, if it has finished already."""
-        return self.finished
-
-
 class SweepFolder:
     """The folder of a sweep and its files."""
-
-    identity: None = None
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -270,27 +248,25 @@ def prepare(folder: SweepFolder, asked: Sweep) -> Sweep:
 
 def run_sweep(
     sweep: Sweep,
-    files: SweepFolder | RecordFile,
+    folder: SweepFolder,
     host: Host,
     track: Callable[[Path, Record], None] = lambda path, record: None,
 ) -> list[Record]:
     """Run the cells that have no result yet, one after the other; returns the records of all cells, in order.
 
-    `track` receives each new record of a sweep, after its ranks have ended. A cell that fails, or does not fit, does
-    not end the sweep. Raises what `run_cell` raises.
+    `track` receives each new record, after its ranks have ended. A cell that fails, or does not fit, does not end the
+    sweep. Raises what `run_cell` raises.
     """
-    parent = sweep.id if isinstance(files, SweepFolder) else None
     records = []
     for cell in sweep.cells:
         host.interrupted()
-        record = files.existing(cell)
+        record = folder.existing(cell)
         done = record is not None and record.status.final
         if record is None or not done:
             host.watch.began(cell.number, cell.label)
-            path = files.record(cell)
-            record = run_cell(cell.settings, path, host, sweep=parent, identity=files.identity)
-            if parent is not None:
-                track(path, record)
+            path = folder.record(cell)
+            record = run_cell(cell.settings, path, host, sweep=sweep.id)
+            track(path, record)
         host.watch.ended(cell.number, cell.label, record, before=done)
         records.append(record)
     return records
