@@ -137,20 +137,16 @@ _RUN = (
 )
 
 RESULTS = ("output", "continued", "as_json", "tracking_uri", "experiment", "no_mlflow")
-_PLACES = {"repeats": MEASURED, "max_restarts": CHECKPOINTS}
-
-
-def _headings() -> dict[str, tuple[str, ...]]:
-    found: dict[str, list[str]] = {}
-    for name, how in OPTIONS.items():
-        found.setdefault(how.heading, []).append(name)
-    for name, heading in _PLACES.items():
-        found[heading].append(name)
-    return {**{heading: tuple(names) for heading, names in found.items()}, "Results": RESULTS}
-
-
-HEADINGS: Mapping[str, tuple[str, ...]] = MappingProxyType(_headings())
-"""Headings of the help, and the options below each."""
+HEADING_OF: Mapping[str, str] = MappingProxyType(
+    {
+        **{name: how.heading for name, how in OPTIONS.items()},
+        "repeats": MEASURED,
+        "max_restarts": CHECKPOINTS,
+        **dict.fromkeys(RESULTS, "Results"),
+        **dict.fromkeys(OPTIONS_OF, "Launcher"),
+    }
+)
+"""Options by their names, and the heading of the help below which each is."""
 
 bench_options = options(*_CELL.values(), *_RUN)
 """Adds the options to a command; its help lists them in this order."""
@@ -223,14 +219,9 @@ class _Bench(FromFile):
     """Its help has headings: there are too many options for one list."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        groups = {**HEADINGS, "Launcher": tuple(OPTIONS_OF)}
-        heading_of = {name: heading for heading, names in groups.items() for name in names}
-        for heading in (*groups, "Other"):
-            options = [
-                one
-                for one in self.get_params(ctx)
-                if isinstance(one, click.Option) and heading_of.get(one.name or "", "Other") == heading
-            ]
+        shown = [one for one in self.get_params(ctx) if isinstance(one, click.Option)]
+        for heading in (*dict.fromkeys(HEADING_OF.values()), "Other"):
+            options = [one for one in shown if HEADING_OF.get(one.name or "", "Other") == heading]
             with formatter.section(heading):
                 formatter.write_dl(
                     [record for one in options if (record := one.get_help_record(ctx)) is not None]

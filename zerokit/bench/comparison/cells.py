@@ -186,30 +186,28 @@ def unsupported(cells: Sequence[Cell]) -> list[tuple[str, str]]:
 def _label(cells: Sequence[Cell]) -> None:
     names = varying(cell.first for cell in cells)
     runs = short_names(list(dict.fromkeys(cell.run for cell in cells)))
-    by_label: dict[str, list[Cell]] = {}
     for cell in cells:
         cell.label = name_of(cell.first, names)
-        by_label.setdefault(cell.label, []).append(cell)
-    if any(len({cell.run for cell in alike}) > 1 for alike in by_label.values()):
+    if any(len({cell.run for cell in alike}) > 1 for alike in _by_label(cells)):
         for cell in cells:
             cell.label = f"{runs[cell.run]}: {cell.label}"
-    _tell_apart(cells)
-
-
-def _tell_apart(cells: Sequence[Cell]) -> None:
-    """Equal settings on another machine, another commit or another day: say which."""
-    by_label: dict[str, list[Cell]] = {}
-    for cell in cells:
-        by_label.setdefault(cell.label, []).append(cell)
-    for alike in by_label.values():
+    for alike in _by_label(cells):
         if len(alike) == 1:
             continue
-        commits = [_commit(cell.first) for cell in alike]
-        marks = commits if len(set(commits)) == len(alike) else [cell.first.created[:19] for cell in alike]
-        if len(set(marks)) < len(alike):
-            marks = [cell.first.id[:8] for cell in alike]
-        for cell, mark in zip(alike, marks, strict=True):
-            cell.label = f"{cell.label} · {mark}"
+        # Equal settings on another machine, another commit or another day: say which.
+        marks: list[str] = []
+        for mark in (_commit, lambda record: record.created[:19], lambda record: record.id[:8]):
+            if len(set(marks)) < len(alike):
+                marks = [mark(cell.first) for cell in alike]
+        for cell, text in zip(alike, marks, strict=True):
+            cell.label = f"{cell.label} · {text}"
+
+
+def _by_label(cells: Sequence[Cell]) -> list[list[Cell]]:
+    found: dict[str, list[Cell]] = {}
+    for cell in cells:
+        found.setdefault(cell.label, []).append(cell)
+    return list(found.values())
 
 
 def _commit(record: Record) -> str:

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from zerokit.bench.machine.accelerator import Accelerator
 from zerokit.bench.measure.clock import clock_of
 from zerokit.bench.record.measured import Bandwidth
-from zerokit.bench.record.settings import Settings
 
 if TYPE_CHECKING:
     from zerokit.bench.engines.trainer import Trainer
@@ -60,11 +59,9 @@ def bandwidth_of(operation: str, by: str, size_bytes: int, world: int, times_s: 
     return Bandwidth(operation, by, size_bytes, seconds * 1000.0, algorithm, bus)
 
 
-def measure_bandwidth(
-    trainer: Trainer, parameters: int, settings: Settings, accelerator: Accelerator
-) -> list[Bandwidth]:
+def measure_bandwidth(trainer: Trainer, parameters: int) -> list[Bandwidth]:
     """Time the collectives that the engine's steps use; empty for one rank. Collective."""
-    world = dist.get_world_size()
+    world, settings, accelerator = dist.get_world_size(), trainer.settings, trainer.accelerator
     if world == 1:
         return []
     if trainer.zero is not None:
@@ -75,9 +72,8 @@ def measure_bandwidth(
         by, operations = "torch", _OPERATIONS.get(settings.engine, ())
         if not operations:
             return []
-        calls = _torchs(
-            numel, world, torch.bfloat16 if settings.wire == "bf16" else torch.float32, accelerator
-        )
+        dtype = torch.bfloat16 if settings.wire == "bf16" else torch.float32
+        calls = _torchs(numel, world, dtype, accelerator)
     return [
         bandwidth_of(operation, by, round(numel * element_bytes), world, _time(call, accelerator))
         for operation in operations

@@ -86,13 +86,13 @@ class PartWriter:
 
     def seen(self, first_step: int, loss: list[float], gradient_norm: list[float]) -> None:
         """Write the figures of the steps from `first_step`; they are on disk when this returns."""
-        self._write({"first": first_step, "loss": loss, "gradient_norm": gradient_norm}, sync=True)
+        self._write({"first": first_step, "loss": loss, "gradient_norm": gradient_norm})
 
-    def _write(self, line: dict[str, Any], *, sync: bool = False) -> None:
+    def _write(self, line: dict[str, Any]) -> None:
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
-            file.flush()
-            if sync:
+            if "loss" in line:
+                file.flush()
                 os.fsync(file.fileno())
 
 
@@ -137,13 +137,8 @@ class Journal:
     ) -> PartWriter:
         """Begin a part after `step` steps and `samples` samples of the run."""
         make_directories(self._folder)
-        header = {
-            "world": world,
-            "nodes": nodes,
-            "step": step,
-            "samples": samples,
-            "samples_per_step": samples_per_step,
-        }
+        header = {"world": world, "nodes": nodes, "step": step, "samples": samples}
+        header["samples_per_step"] = samples_per_step
         number = self.count()
         while True:
             path = self._folder / f"part-{number:04d}.jsonl"
@@ -208,10 +203,8 @@ class Journal:
             self._folder.rename(self._folder.with_name(f"{_FOLDER}-{identity[:8]}"))
 
     def _files(self) -> list[Path]:
-        found = [
-            (int(name[1]), path) for path in self._folder.glob("*") if (name := _PART.fullmatch(path.name))
-        ]
-        return [path for _, path in sorted(found)]
+        found = (path for path in self._folder.glob("*") if _PART.fullmatch(path.name))
+        return sorted(found, key=lambda path: int(path.stem.removeprefix("part-")))
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:

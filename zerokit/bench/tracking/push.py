@@ -13,10 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from zerokit.bench.record.record import Record, json_below, read_record
-from zerokit.bench.record.settings import Settings
 from zerokit.bench.run.sweep import FILE, Sweep, SweepFolder
 from zerokit.bench.tracking import content
 from zerokit.bench.tracking.content import Status, Tag, milliseconds, moment_ms, sweep_files, sweep_status
@@ -97,24 +96,19 @@ class Mirror:
         """By sweep, the settings of which it has several values."""
         self._own = {**content.SOURCE_TAGS, **_user()}
 
-    def parent(
-        self,
-        sweep: str,
-        name: str | None = None,
-        options: Mapping[str, Any] | None = None,
-        started_ms: int | None = None,
-    ) -> str:
-        """Find or create the run of a sweep (started now by default); returns its id."""
+    def parent(self, sweep: str, plan: Sweep | None = None) -> str:
+        """Find or create the run of a sweep, with its options if its `plan` is there; returns the run's id."""
         if sweep not in self._parents:
             tags = {Tag.SWEEP: sweep, Tag.KIND: "sweep"}
             if (found := self.store.find(tags)) is not None:
                 self._parents[sweep] = found.info.run_id
             else:
-                name = name or f"sweep {sweep[:8]}"
-                self._parents[sweep] = self.store.create(name, tags | self._own, started_ms)
-        if options:
+                name = plan.title if plan else f"sweep {sweep[:8]}"
+                started = milliseconds(plan.created) if plan else None
+                self._parents[sweep] = self.store.create(name, tags | self._own, started)
+        if plan is not None and plan.options:
             lists = {
-                key: value if isinstance(value, list | tuple) else [value] for key, value in options.items()
+                key: value if isinstance(value, list) else [value] for key, value in plan.options.items()
             }
             self._varying[sweep] = [key.replace("-", "_") for key, values in lists.items() if len(values) > 1]
             params = {key: ",".join(map(str, values)) for key, values in lists.items()}
@@ -143,16 +137,14 @@ class Mirror:
         self.store.write(run_id, tags={Tag.COMPLETE: digest})
         return run_id
 
-    def _name(self, settings: Settings, sweep: str | None) -> str:
-        return content.run_name(settings, self._varying.get(sweep or "", ()))
-
     def _unfinished(self, sweep: str | None, cell: str) -> Run | None:
         """The run of a sweep's cell that was begun and has no result."""
-        for status in ("running", "failed", "killed") if sweep is not None else ():
-            found = self.store.find({Tag.SWEEP: sweep or "", Tag.CELL: cell, Tag.STATUS: status})
-            if found is not None:
-                return found
-        return None
+        found = (
+            self.store.find({Tag.SWEEP: sweep, Tag.CELL: cell, Tag.STATUS: status})
+            for status in ("running", "failed", "killed")
+            if sweep is not None
+        )
+        return next((run for run in found if run is not None), None)
 
     def push(self, record: Record, pictures: Callable[[Record], Mapping[str, bytes]]) -> tuple[Pushed, str]:
         """Write a record to its run and end it; returns what was done, and the run's id.
@@ -172,7 +164,8 @@ class Mirror:
             run_id, started = str(begun.info.run_id), int(begun.info.start_time)
         else:
             tags = {Tag.RECORD: record.id, Tag.STATUS: "running", **self._own}
-            name, started = self._name(record.settings, record.sweep), _started_ms(record)
+            name = content.run_name(record.settings, self._varying.get(record.sweep or "", ()))
+            started = _started_ms(record)
             run_id = self.store.create(name, tags, started or None)
         tags = content.run_tags(record)
         if record.sweep is not None:
@@ -230,7 +223,7 @@ def push(
     for done in results:
         show(done)
     for sweep, _ in found.sweeps.values():
-        mirror.parent(sweep.id, sweep.title, sweep.options, milliseconds(sweep.created))
+        mirror.parent(sweep.id, sweep)
     for path, record in found.records:
         interrupted()
         outcome, run_id = mirror.push(record, lambda one: pictures([one]))

@@ -167,13 +167,13 @@ def run(asked: Settings, record_path: Path, progress_path: Path | None, sweep: s
         if first and trainer.zero is not None:
             name = torch.cuda.get_device_name(accelerator.device) if accelerator.is_cuda else None
             plan = PlanBeside(settings, loaded, trainer.zero.runtime.placement, trainer.zero.precision, name)
-        bandwidth = measure_bandwidth(trainer, loaded.model.parameters, settings, accelerator)
+        bandwidth = measure_bandwidth(trainer, loaded.model.parameters)
         if first:
             record = replace(
                 record, bandwidth=bandwidth, timeline=timeline, planned=None if plan is None else plan.planned
             )
             write_record(record, record_path)
-    twin = measure_twin(trainer, loop.batches, loaded, settings, accelerator)
+    twin = measure_twin(trainer, loop.batches, loaded)
     if first and twin is not None:
         record = with_twin(record, twin)
         write_record(record if plan is None else replace(record, planned=plan.with_time(record)), record_path)

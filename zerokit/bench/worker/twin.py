@@ -58,30 +58,25 @@ def twin_settings(settings: Settings) -> Settings | None:
     return replace(settings, engine=ENGINE, stage=min(settings.stage, 1), twin=False, **without)
 
 
-def measure_twin(
-    trainer: Trainer,
-    batches: Callable[[int], list[Batch]],
-    loaded: Loaded,
-    settings: Settings,
-    accelerator: Accelerator,
-) -> Twin | None:
+def measure_twin(trainer: Trainer, batches: Callable[[int], list[Batch]], loaded: Loaded) -> Twin | None:
     """Train the twin and the cell in turn; None if there is no twin or no memory for it. Collective.
 
     `batches` gives the micro-batches of a step.
     """
+    settings, accelerator = trainer.settings, trainer.accelerator
     alone = twin_settings(settings)
     if alone is None or not _fits(alone, loaded.model.parameters, accelerator):
         return None
     twin = make(loaded, alone, accelerator)
     steps = [batches(step) for step in range(_AHEAD if clock_of(accelerator).runs_ahead else 1)]
-    _time(twin, steps * _WARMUP, accelerator)
+    _time(twin, steps * _WARMUP)
     own: list[float] = []
     parts: list[Parts] = []
     until = time.monotonic() + _LONG_ENOUGH_S
     for turn in range(math.ceil(max(FEWEST_PAIRS, _MOST_A_STEP * settings.steps) / len(steps))):
         # Every second time in the other order: a steady drift weighs equally on both.
         for trained in (trainer, twin) if turn % 2 == 0 else (twin, trainer):
-            times = _time(trained, steps, accelerator)
+            times = _time(trained, steps)
             if trained is twin:
                 parts += times
             else:
@@ -95,10 +90,10 @@ def measure_twin(
     return Twin(alone.stage, step_ms, Summary.of(step_ms), own_ms, pace_ms)
 
 
-def _time(trainer: Trainer, steps: Sequence[list[Batch]], accelerator: Accelerator) -> list[Parts]:
+def _time(trainer: Trainer, steps: Sequence[list[Batch]]) -> list[Parts]:
     """The times of each step's parts; all ranks begin together."""
-    clock = clock_of(accelerator)
-    accelerator.maximum([0.0])
+    clock = clock_of(trainer.accelerator)
+    trainer.accelerator.maximum([0.0])
     for batches in steps:
         clock.begin()
         trainer.differentiate(batches)
