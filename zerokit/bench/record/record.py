@@ -37,20 +37,15 @@ from zerokit.bench.record.measured import (
     Twin,
     Utilisation,
 )
-from zerokit.bench.record.schema import Count, Number, from_plain, json_schema, to_plain
+from zerokit.bench.record.schema import Count, Number, json_schema, parse, to_plain
 from zerokit.bench.record.settings import OPTIONS, Settings
 from zerokit.bench.record.statistics import Summary, skew, slowest
 from zerokit.bench.record.status import Status
 from zerokit.errors import ZerokitError
 from zerokit.formulas import MEMORY_KINDS
-from zerokit.nesting import require_shallow
 from zerokit.planning.hardware import known_device
 
 FORMAT: Literal["zerokit.bench/1"] = "zerokit.bench/1"
-
-
-_DEEPEST = 64
-"""Lists and objects in each other. A record of zerokit's has seven; the sizes of a model may be anything."""
 
 
 class RecordError(ZerokitError):
@@ -134,24 +129,7 @@ class Record:
     @classmethod
     def from_json(cls, text: str) -> Record:
         """Parse and check a record; raises `RecordError` naming the first invalid field."""
-        try:
-            value = json.loads(text)
-            require_shallow(value, _DEEPEST)
-            if "\\u" in text:  # an escape may be half of a surrogate pair, which cannot be written again
-                json.dumps(value, ensure_ascii=False).encode()
-        except (ValueError, RecursionError) as error:
-            raise RecordError(f"not a bench record: {error}") from error
-        found = value.get("format") if isinstance(value, dict) else None
-        if found != FORMAT:
-            raise RecordError(
-                f"not a bench record that this version reads: format {found!r}, expected {FORMAT!r}"
-            )
-        try:
-            record = from_plain(cls, value)
-            _require_consistent(record)
-        except (ValueError, ZerokitError) as error:
-            raise RecordError(f"malformed bench record: {error}") from error
-        return record
+        return parse(cls, text, "bench record", RecordError, _require_consistent)
 
 
 def _require_consistent(record: Record) -> None:
@@ -326,20 +304,15 @@ def count_distinct(used: Iterable[tuple[int, str | None]]) -> int | None:
     return len(found)
 
 
-def peak_flops(device: str, precision: str | None) -> float | None:
-    """The dense peak of a device by its name in torch, in FLOP/s; None if unknown.
-
-    It is not known of a slice (MIG), whose name begins with that of the whole device.
-    """
-    known = known_device(device)
-    return None if known is None else known.flops.get(precision or "")
-
-
 def utilisation(
     units_per_second: float, flops_per_unit: float | None, device: str, precision: str | None
 ) -> Utilisation | None:
-    """The utilisation of a device that trains `units_per_second` at `flops_per_unit`; None if a part is unknown."""
-    peak = peak_flops(device, precision)
+    """The utilisation of a device that trains `units_per_second` at `flops_per_unit`; None if a part is unknown.
+
+    The peak is not known of a slice (MIG), whose name begins with that of the whole device.
+    """
+    known = known_device(device)
+    peak = None if known is None else known.flops.get(precision or "")
     if peak is None or flops_per_unit is None or precision is None:
         return None
     achieved = units_per_second * flops_per_unit

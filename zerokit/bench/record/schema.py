@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
 from annotated_types import Ge, Le
+
+from zerokit.errors import ZerokitError
+from zerokit.nesting import require_shallow
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -26,6 +29,10 @@ Count = Annotated[int, Ge(0), Le(2**63 - 1)]
 """What a bench counts: never less than none."""
 Number = Annotated[float, Ge(-1e100), Le(1e100)]
 """Finite, and sums, squares and ratios do not overflow."""
+
+
+_DEEPEST = 64
+"""Lists and objects in each other. A record of zerokit's has seven; the sizes of a model may be anything."""
 
 
 class SchemaError(ValueError):
@@ -57,6 +64,31 @@ def from_plain(kind: type[T], value: Any) -> T:
     except ValidationError as error:
         raise SchemaError(_first(error, kind.__name__)) from error
     return found
+
+
+def parse(kind: type[T], text: str, what: str, fault: type[ZerokitError], check: Callable[[T], None]) -> T:
+    """The instance of `kind`, a dataclass with a `format`, whose JSON this is.
+
+    Raises `fault` with a text that says why it is not `what`, naming the first invalid field; `check` raises
+    `ValueError` for values that contradict each other.
+    """
+    (expected,) = (field.default for field in fields(cast(Any, kind)) if field.name == "format")
+    try:
+        value = json.loads(text)
+        require_shallow(value, _DEEPEST)
+        if "\\u" in text:  # an escape may be half of a surrogate pair, which cannot be written again
+            json.dumps(value, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise fault(f"not a {what}: {error}") from error
+    found = value.get("format") if isinstance(value, dict) else None
+    if found != expected:
+        raise fault(f"not a {what} that this version reads: format {found!r}, expected {expected!r}")
+    try:
+        made = from_plain(kind, value)
+        check(made)
+    except (ValueError, ZerokitError) as error:
+        raise fault(f"malformed {what}: {error}") from error
+    return made
 
 
 def json_schema(kind: type[Any], name: str) -> dict[str, Any]:

@@ -23,18 +23,15 @@ from zerokit import files
 from zerokit.bench.catalogue.engines import ENGINES, require_known, unsupported
 from zerokit.bench.catalogue.workloads import WORKLOADS
 from zerokit.bench.record.record import Record, read_record, require_writable, write_text
-from zerokit.bench.record.schema import Count, SchemaError, from_plain, to_plain
+from zerokit.bench.record.schema import Count, SchemaError, from_plain, parse, to_plain
 from zerokit.bench.record.settings import DIMENSIONS, Settings
 from zerokit.bench.record.status import Status
 from zerokit.bench.record.words import label, slug, varying
 from zerokit.bench.run.session import Host, run_cell
 from zerokit.errors import UsageError, ZerokitError
-from zerokit.nesting import require_shallow
 
 FORMAT = "zerokit.sweep/1"
 FILE = "sweep.json"
-# Lists and objects in each other: options are lists of words.
-_DEEPEST = 16
 
 
 class SweepError(ZerokitError):
@@ -89,6 +86,11 @@ class Sweep:
         ]
 
 
+def _require_numbered(sweep: Sweep) -> None:
+    if [cell.number for cell in sweep.cells] != list(range(len(sweep.cells))) or not sweep.cells:
+        raise ValueError("its cells are not numbered from 0")
+
+
 class SweepFolder:
     """The folder of a sweep and its files."""
 
@@ -120,22 +122,11 @@ class SweepFolder:
         """Read the sweep of this folder; raises `SweepError`."""
         path = self.path / FILE
         try:
-            value = json.loads(path.read_text(encoding="utf-8"))
-            require_shallow(value, _DEEPEST)
+            return parse(Sweep, path.read_text(encoding="utf-8"), "sweep", SweepError, _require_numbered)
         except FileNotFoundError as error:
             raise SweepError(f"{self.path} has no sweep: there is no {FILE} in it") from error
-        except (OSError, ValueError, RecursionError) as error:
+        except (OSError, UnicodeDecodeError, SweepError) as error:
             raise SweepError(f"cannot read the sweep {path}: {error}") from error
-        found = value.get("format") if isinstance(value, dict) else None
-        if found != FORMAT:
-            raise SweepError(f"{path}: format {found!r}, expected {FORMAT!r}")
-        try:
-            sweep = from_plain(Sweep, value)
-        except (ValueError, ZerokitError) as error:
-            raise SweepError(f"{path}: malformed sweep: {error}") from error
-        if [cell.number for cell in sweep.cells] != list(range(len(sweep.cells))) or not sweep.cells:
-            raise SweepError(f"{path}: malformed sweep: its cells are not numbered from 0")
-        return sweep
 
     def records(self, sweep: Sweep) -> list[Record]:
         """The existing records, in the order of the cells; raises `RecordError` for a damaged one."""
