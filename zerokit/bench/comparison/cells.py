@@ -233,22 +233,6 @@ def _same(one: object, other: object) -> bool:
     return one == other or one is None or other is None
 
 
-def environment_rows(record: Record) -> dict[str, str]:
-    """The environment of a record as a flat dict: "packages.transformers" → "5.23.0"."""
-    if record.environment is None:
-        return {}
-    rows: dict[str, str] = {}
-    for name, value in to_plain(record.environment).items():
-        if isinstance(value, dict):
-            rows |= {f"{name}.{key}": str(item) for key, item in value.items()}
-        elif name != "world":  # of the settings already
-            rows[name] = "" if value is None else str(value)
-    if record.ranks:
-        rows["device"] = ", ".join(dict.fromkeys(rank.device for rank in record.ranks))
-        rows["hosts"] = ", ".join(dict.fromkeys(rank.host for rank in record.ranks))
-    return rows
-
-
 _SHOWN_APART = ("model", "precision", "nodes", "nproc_per_node", "batch_size", "seq_len", "bucket_mb")
 DRIFT = 0.1
 """A larger change of the machine's pace is noted above all figures."""
@@ -349,9 +333,14 @@ def _rows(cell: Cell) -> dict[str, str]:
             rows["repetitions"] = str(len(cell.measured_records))
         if (use := record.results.utilisation) is not None:
             rows["peak of MFU"] = f"{use.peak_flops_per_s / 1e12:g} TFLOP/s ({use.device}, {use.precision})"
-    machine = environment_rows(record)
-    if "memory_bytes" in machine and record.environment is not None:
-        machine["memory_bytes"] = f"{record.environment.memory_bytes / 2**30:.1f} GiB"
-    if machine.get("accelerators") == "0":
-        del machine["accelerators"]
-    return rows | machine
+    if (environment := record.environment) is not None:
+        for name, value in to_plain(environment).items():
+            if isinstance(value, dict):  # "packages.transformers"
+                rows |= {f"{name}.{key}": str(item) for key, item in value.items()}
+            elif value not in (None, 0) and name != "world":  # of the settings already
+                rows[name] = str(value)
+        rows["memory_bytes"] = f"{environment.memory_bytes / 2**30:.1f} GiB"
+        if record.ranks:
+            rows["device"] = ", ".join(dict.fromkeys(rank.device for rank in record.ranks))
+            rows["hosts"] = ", ".join(dict.fromkeys(rank.host for rank in record.ranks))
+    return rows
