@@ -195,6 +195,13 @@ def test_an_interruption_before_a_command_has_begun_ends_with_its_signal(
     assert capsys.readouterr().err == "zerokit: interrupted by SIGINT\n"
 
 
+def test_each_command_has_a_help_of_its_own() -> None:
+    runner = CliRunner()
+    shown = {name: runner.invoke(cli, [name, "--help"]).output for name in COMMANDS}
+    assert all(text.startswith(f"Usage: cli {name} ") for name, text in shown.items())
+    assert len({text.split("\n\n")[1] for text in shown.values()}) == len(COMMANDS)
+
+
 def test_the_help_of_bench_lists_every_option_once_below_a_heading() -> None:
     shown = CliRunner().invoke(cli, ["bench", "--help"], terminal_width=80).output
     listed = re.findall(r"^  (?:-h, )?(--[a-z-]+)", shown, re.MULTILINE)

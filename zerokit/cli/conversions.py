@@ -21,7 +21,7 @@ from zerokit.cli.work import (
 )
 
 F = TypeVar("F", bound=Callable[..., Any])
-_command = click.command(epilog="The output is synced to disk and appears whole or not at all.")
+_EPILOG = "The output is synced to disk and appears whole or not at all."
 _writing = options(
     click.option("--jobs", type=click.IntRange(min=1), help="Number of copying threads.  [default: up to 4]"),
     click.option("--force", is_flag=True, help="Replace an existing output."),
@@ -54,7 +54,7 @@ def _weights(prefix: str) -> Callable[[F], F]:
     )
 
 
-@_command
+@click.command(epilog=_EPILOG)
 @checkpoint_argument
 @click.option("--to", "world", type=click.IntRange(min=1), required=True, help="Number of ranks.")
 @click.option(
@@ -88,7 +88,7 @@ def reshard(checkpoint: Path, world: int, output: Path | None, as_json: bool, **
     )
 
 
-@_command
+@click.command(epilog=_EPILOG)
 @checkpoint_argument
 @click.argument("output", metavar="OUTPUT", type=PATH)
 @click.option(
@@ -129,7 +129,7 @@ def convert(checkpoint: Path, output: Path, as_json: bool, **how: Any) -> None:
     )
 
 
-@_command
+@click.command(epilog=_EPILOG)
 @checkpoint_argument
 @click.option("-o", "--output", type=PATH, required=True, help="A new directory for the weights.")
 @_weights("")

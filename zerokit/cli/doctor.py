@@ -18,7 +18,6 @@ from zerokit.cli.details import annotate
 from zerokit.cli.launcher_options import launcher_options, take_options
 from zerokit.cli.launchers import Chosen, FromFile, choose_launcher, given_arguments, join
 from zerokit.cli.work import PATH, counted, json_option, print_json, tracking_uri_option
-from zerokit.doctor.examine import Report
 from zerokit.doctor.findings import Finding, Severity
 from zerokit.text import printable
 
@@ -117,13 +116,10 @@ def command(
 
 def _examined(plan: Plan, chosen: Chosen, leader: Leader | None, quick: bool) -> Report:
     from zerokit.doctor.examine import examine, examine_quickly
+    from zerokit.launch.interrupts import Interrupts
 
     if quick:
         return examine_quickly(plan)
-    from rich.console import Console
-
-    from zerokit.launch.interrupts import Interrupts
-
     console = Console(stderr=True, highlight=False)
     with Interrupts() as interrupts, console.status("looking around") as status:
         return examine(plan, chosen.launch(interrupts, leader), status.update)
