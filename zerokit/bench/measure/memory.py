@@ -154,6 +154,7 @@ def condense(readings: Sequence[Reading], most: int) -> list[Reading]:
     return [max(some, key=lambda reading: sum(reading[1].values())) for some in shares]
 
 
+@dataclass
 class MemoryMeter:
     """Separates the peak of the measured steps from the earlier peak.
 
@@ -162,22 +163,21 @@ class MemoryMeter:
         cuda: `torch.cuda`.
     """
 
-    def __init__(self, device: Any, cuda: Any) -> None:
-        self._device = device
-        self._cuda = cuda
-        self._setup = (0, 0)
+    device: Any
+    cuda: Any
+    _setup: tuple[int, int] = (0, 0)
 
     def peaks(self) -> tuple[int, int]:
         """Peak bytes that torch has allocated and reserved since `begin` or the start of the process."""
-        cuda, device = self._cuda, self._device
+        cuda, device = self.cuda, self.device
         return cuda.max_memory_allocated(device), cuda.max_memory_reserved(device)
 
     def begin(self) -> None:
         """Reset the peaks at the start of the measured steps."""
         self._setup = self.peaks()
-        self._cuda.reset_peak_memory_stats(self._device)
+        self.cuda.reset_peak_memory_stats(self.device)
 
     def account(self, batch_bytes: int) -> DeviceMemory:
         """The record's entry for the device, taken right after the measured steps."""
-        free, total = self._cuda.mem_get_info(self._device)
+        free, total = self.cuda.mem_get_info(self.device)
         return DeviceMemory(*self._setup, batch_bytes, total - free, total)

@@ -74,11 +74,11 @@ class Job:
     record: Path
 
 
+@dataclass(frozen=True, slots=True)
 class PartWriter:
     """Writes one part of the journal, on rank 0."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    _path: Path
 
     def trained(self, step: int) -> None:
         """Note that the run starts this part at this step."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -183,6 +183,7 @@ READY_BYTES = 512 * 2**20
 """Most that may lie ready on a device."""
 
 
+@dataclass
 class Batches:
     """Provides the micro-batches of a step; with `ahead`, those of all measured steps are made before the first.
 
@@ -201,23 +202,15 @@ class Batches:
         limit_bytes: `READY_BYTES`, but for tests.
     """
 
-    def __init__(
-        self,
-        loaded: Loaded,
-        settings: Settings,
-        device: torch.device,
-        *,
-        ahead: bool,
-        limit_bytes: int = READY_BYTES,
-    ) -> None:
-        self._loaded = loaded
-        self._settings = settings
-        self._device = device
-        self._ahead = ahead
-        self._limit_bytes = limit_bytes
-        self._ready: dict[int, list[Batch]] = {}
-        self.repeat_after: int | None = None
-        """The cycle, once a batch has been used twice for it; None while every step has had its own."""
+    loaded: Loaded
+    settings: Settings
+    device: torch.device
+    _: KW_ONLY
+    ahead: bool
+    limit_bytes: int = READY_BYTES
+    repeat_after: int | None = field(default=None, init=False)
+    """The cycle, once a batch has been used twice for it; None while every step has had its own."""
+    _ready: dict[int, list[Batch]] = field(default_factory=dict, init=False)
 
     def of(self, position: int) -> list[Batch]:
         """This rank's micro-batches, on its device, for the step that starts at sample `position` of the job."""
@@ -226,10 +219,10 @@ class Batches:
 
     def prepare(self, position: int, count: int) -> int:
         """Prepare the batches of `count` steps from `position` if the host runs ahead; returns their bytes."""
-        if self._ahead:
-            if self._settings.elastic:
+        if self.ahead:
+            if self.settings.elastic:
                 count = min(count, self._cycle)
-            starts = (position + step * self._settings.samples_per_step for step in range(count))
+            starts = (position + step * self.settings.samples_per_step for step in range(count))
             self._ready = {
                 first: self._make(first) for first in dict.fromkeys(map(self._first_sample, starts))
             }
@@ -241,9 +234,9 @@ class Batches:
 
     def _first_sample(self, position: int) -> int:
         """With which sample the batches of the step at `position` begin."""
-        if not self._ahead or self._settings.elastic:
+        if not self.ahead or self.settings.elastic:
             return position
-        samples = self._cycle * self._settings.samples_per_step
+        samples = self._cycle * self.settings.samples_per_step
         if position >= samples:
             self.repeat_after = self._cycle
         return position % samples
@@ -251,16 +244,16 @@ class Batches:
     @cached_property
     def _cycle(self) -> int:
         """How many steps' batches may lie ready; at least one's."""
-        of_a_step = _size_bytes(self._loaded.batch(0)) * self._settings.accumulate
-        return max(1, self._limit_bytes // max(1, of_a_step))
+        of_a_step = _size_bytes(self.loaded.batch(0)) * self.settings.accumulate
+        return max(1, self.limit_bytes // max(1, of_a_step))
 
     def _make(self, position: int) -> list[Batch]:
         rank, world = dist.get_rank(), dist.get_world_size()
         firsts = [
-            position + (micro_batch * world + rank) * self._settings.batch_size
-            for micro_batch in range(self._settings.accumulate)
+            position + (micro_batch * world + rank) * self.settings.batch_size
+            for micro_batch in range(self.settings.accumulate)
         ]
-        return [tuple(part.to(self._device) for part in self._loaded.batch(first)) for first in firsts]
+        return [tuple(part.to(self.device) for part in self.loaded.batch(first)) for first in firsts]
 
 
 def _size_bytes(batch: Batch) -> int:
