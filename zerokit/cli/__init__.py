@@ -1,4 +1,4 @@
-"""The command line: one thin module per command, imported when the command is called.
+"""The command line: thin modules, one a command or a few commands of one kind, imported when one is called.
 
 Exit codes: 0 ok, 1 failure, 2 usage, 3 regression, 4 nothing could run, 5 doctor found a fault; a
 command that a signal ended leaves with 128 + its number, as shells do. diff: 1 different, 2 cannot be read.
