@@ -80,7 +80,10 @@ def measure_round(
     doctor = folder / f"doctor{number}.json"
     doctor.write_text(together("doctor", str(folder), "--json", codes=(0, 5)))
     model = ["--model", options.model, "--seq-len", str(options.seq_len), "--precision", "fp32"]
-    timed = [*"--data synthetic --no-mlflow --no-twin --warmup 4 --steps".split(), str(options.steps)]
+    timed = [
+        *["--data", "synthetic", "--no-mlflow", "--no-twin", "--warmup", "4", "--steps"],
+        str(options.steps),
+    ]
     found = {}
     for stage in range(4):
         record, sweep = folder / f"alone{number}-{stage}.json", folder / f"sweep{number}-{stage}"
