@@ -74,18 +74,13 @@ PAPER = {
 @pytest.mark.parametrize(
     ("name", "precision", "bucket_mb", "world"),
     [
-        ("gpt_groups", "bf16", MIDDLE, 1),
         ("gpt_groups", "bf16", MIDDLE, 3),
         ("gpt", "bf16/bf16", SMALL, 2),
-        ("gpt", "bf16/bf16", SMALL, 4),
-        *(("tiny_parameters", "bf16", SMALL, world) for world in (1, 4)),
-        *(("lora", "bf16", SMALL, world) for world in (2, 3)),
-        ("resnet", "fp32", MIDDLE, 2),
+        ("tiny_parameters", "bf16", SMALL, 4),
+        ("lora", "bf16", SMALL, 2),
         ("resnet", "fp32", MIDDLE, 3),
         ("mlp_784_256_10", "fp32", 64.0, 1),
-        ("mlp_784_256_10", "fp32", 64.0, 4),
         ("encoder_decoder", "fp32", MIDDLE, 2),
-        ("encoder_decoder", "fp32", MIDDLE, 3),
     ],
 )
 def test_memory_equals_its_prediction_and_the_papers_formula(
@@ -200,13 +195,9 @@ def _traffic(name: str, precision: str = "fp32") -> list[dict[str, Any]]:
     ("name", "world"),
     [
         ("gpt", 2),
-        ("gpt", 4),
-        ("tiny_parameters", 1),
-        ("tiny_parameters", 3),
-        ("unit_unused_on_rank_1", 2),
+        ("tiny_parameters", 4),
         ("unit_unused_on_rank_1", 3),
         ("mlp_784_256_10", 1),
-        ("mlp_784_256_10", 4),
     ],
 )
 def test_traffic_equals_the_formula(name: str, world: int) -> None:
@@ -257,9 +248,9 @@ def _moved(micro: int, accumulate: bool) -> list[tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize("micro", [1, 3])
-def test_traffic_of_micro_batches(micro: int) -> None:
+def test_traffic_of_micro_batches() -> None:
     """Inside accumulate() gradients travel once; without it, at stages 2 and 3, with every micro-batch."""
+    micro = 2
     psi = count(CASES["gpt"].build())
     for inside, outside in run_ranks(2, _micro_batches, micro):
         for stage, (elements, predicted) in enumerate(inside):
@@ -312,8 +303,7 @@ def _really_received(stage: int, steps: int, sockets: bool, precision: Any = "fp
 
 @pytest.mark.parametrize(
     ("world", "stage", "sockets"),
-    [(2, 0, True), (3, 0, False), (3, 1, True), (2, 1, False), (2, 2, False), (3, 2, True)]
-    + [(world, 3, sockets) for world, sockets in ((2, True), (3, True), (3, False))],
+    [(2, 0, True), (2, 1, False), (3, 2, True), (3, 2, False), (2, 3, True), (3, 3, False)],
 )
 def test_ranks_received_what_traffic_says(world: int, stage: int, sockets: bool) -> None:
     if not sockets:
@@ -321,8 +311,7 @@ def test_ranks_received_what_traffic_says(world: int, stage: int, sockets: bool)
     _require_what_traffic_says(run_ranks(world, _really_received, stage, 4, sockets))
 
 
-@pytest.mark.parametrize("stage", [0, 2])
-@pytest.mark.parametrize("sockets", [True, False], ids=["sockets", "memory"])
+@pytest.mark.parametrize(("stage", "sockets"), [(0, True), (2, False)])
 def test_ranks_received_half_the_bytes_of_gradients_on_a_bf16_wire(stage: int, sockets: bool) -> None:
     if not sockets:
         require_memory_route()

@@ -140,14 +140,12 @@ def _backward_failed_then_step(stage: int) -> None:
     one_step(model, optimizer, case, Run(), 0, Trajectory())
     with pytest.raises(Blown):
         _attempt(model, optimizer, case, "backward", 1)
-    optimizer.step()
+    with pytest.raises(zerokit.ZerokitError, match="zero_grad"):
+        optimizer.step()
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_step_after_a_backward_that_failed_is_refused(stage: int) -> None:
-    for outcome in run_ranks_expecting_errors(2, _backward_failed_then_step, stage):
-        assert outcome.raised("ZerokitError"), outcome.describe()
-        assert "zero_grad" in outcome.error
+def test_step_after_a_backward_that_failed_is_refused() -> None:
+    run_each(2, _backward_failed_then_step, STAGES)
 
 
 def _one_rank_raises(stage: int, place: str, first: bool) -> None:
@@ -164,7 +162,7 @@ def _one_rank_raises(stage: int, place: str, first: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "place"), [(0, "forward"), (1, "backward"), (2, "forward"), (3, "forward"), (3, "backward")]
+    ("stage", "place"), [(0, "forward"), (1, "backward"), (3, "forward"), (3, "backward")]
 )
 def test_an_exception_on_one_rank_ends_the_others_within_the_time_out(stage: int, place: str) -> None:
     first, second, third = run_ranks_expecting_errors(3, _one_rank_raises, stage, place, False, timeout=2.0)
@@ -250,10 +248,9 @@ def _turned(stage: int, since: int) -> tuple[list[str], str]:
     return losses, digest(whole_weights(model).items())
 
 
-@pytest.mark.parametrize("since", [0, 2])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("stage", "since"), [(0, 2), (1, 0), (2, 2), (3, 0), (3, 2)])
 def test_another_order_of_units_on_one_rank_is_right_or_an_error_but_no_hang(stage: int, since: int) -> None:
-    outcomes = run_ranks_expecting_errors(2, _turned, stage, since, timeout=4.0)
+    outcomes = run_ranks_expecting_errors(2, _turned, stage, since, timeout=2.0)
     if all(outcome.ok for outcome in outcomes):
         expected = run_ranks(2, _turned, 0, since)
         assert [outcome.value for outcome in outcomes] == expected
@@ -280,8 +277,7 @@ def _skips_a_step(stage: int, what: str) -> None:
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("what", ["clip", "step"])
+@pytest.mark.parametrize(("what", "stage"), [("clip", 0), ("step", 3), ("clip", 3)])
 def test_a_call_left_out_on_one_rank_is_an_error_and_no_hang(what: str, stage: int) -> None:
     outcomes = run_ranks_expecting_errors(2, _skips_a_step, stage, what, timeout=2.0)
     assert any(outcome.raised("ZerokitError") for outcome in outcomes), [o.describe() for o in outcomes]
@@ -383,9 +379,9 @@ def _many_steps(stage: int) -> tuple[int, int, int]:
     model = build_seeded(case, 0)
     optimizer = wrap(model, case, run)
     held = []
-    for step in range(13):
+    for step in range(10):
         one_step(model, optimizer, case, run, step, Trajectory())
-        if step in (4, 12):
+        if step in (3, 9):
             time.sleep(0.2)  # gloo's thread holds a message's tensor for a moment after the message
             held.append(sum(live_storages(before).values()))
     del model, optimizer

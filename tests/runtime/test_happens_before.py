@@ -28,10 +28,10 @@ def _races(device: str, cases: Sequence[tuple[str, Any, int]]) -> list[str]:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_nothing_races(stage: int) -> None:
-    """Each scene at three of the stages, in all precisions by turns."""
+    """Each scene at two of the stages, in all precisions by turns."""
     ways, scenes = [*PRECISIONS, WIRE], list(enumerate(SCENES))
     cases = [
-        (name, ways[(place + stage) % 4], stage) for place, name in scenes if (place // 2 + stage) % 4 < 3
+        (name, ways[(place // 2 + stage) % 4], stage) for place, name in scenes if (place + stage) % 2 == 0
     ]
     assert run_on("cpu", _races, cases) == [[], []]
 
@@ -102,7 +102,7 @@ def _noticed(device: str) -> dict[str, int]:
     return {
         f"{name}, stage {stage}": _faults(device, apply, all_steps, scene, stage)
         for name, apply in STREAM_PATCHES.items()
-        for stage in ((0,) if "a gather begins" in name else (0, 3))
+        for stage in ((0,) if "a gather begins" in name else (3,))
     }
 
 
@@ -116,9 +116,9 @@ def _noticed_elsewhere(device: str) -> dict[str, tuple[int, int]]:
     found = {}
     for name, mutation in MUTATIONS.items():
         loop, scene = mutation.loop, mutation.scene
-        for stage in {mutation.stages[0], mutation.stages[-1]}:
-            before = 0 if loop is all_steps else _faults(device, lambda patch: None, loop, scene, stage)
-            found[f"{name}, stage {stage}"] = before, _faults(device, mutation.apply, loop, scene, stage)
+        stage = mutation.stages[-1]
+        before = 0 if loop is all_steps else _faults(device, lambda patch: None, loop, scene, stage)
+        found[f"{name}, stage {stage}"] = before, _faults(device, mutation.apply, loop, scene, stage)
     return found
 
 

@@ -45,7 +45,7 @@ VARIANTS = {
 
 
 #: The first one records the order of units, the second one is the first to know it; AdamW's states differ in all.
-STEPS = {1: 4, 2: 6, 3: 5, 4: 5}
+STEPS = {1: 3, 2: 4, 3: 4, 4: 4}
 
 #: Whatever is special about these and about how many ranks there are may meet: they run on three ranks and on four.
 #: Others run on three or on four by turns, there at stage 3 and another by turns.

@@ -1,4 +1,4 @@
-"""Every pattern is, at every stage, what it is declared to be; and the table says so.
+"""Every pattern is, at the stages that it is tried at, what it is declared to be; and the table says so.
 
 `python -m tests.runtime.patterns KEY` tries one alone.
 """

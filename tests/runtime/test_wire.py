@@ -264,7 +264,7 @@ def test_stages_buckets_and_routes_are_identical_bits(
 
 @pytest.mark.parametrize("name", ["gpt", "mlp_784_256_10"])
 def test_it_equals_one_process_that_rounds_each_ranks_share(name: str) -> None:
-    runs = {f"stage {stage}": Run(stage=stage, precision=WIRE, steps=6, clip=math.inf) for stage in STAGES}
+    runs = {f"stage {stage}": Run(stage=stage, precision=WIRE, steps=4, clip=math.inf) for stage in (0, 3)}
     alone = run_alone(train_alone, name, replace(runs["stage 0"], precision="fp32"), 3, wire=torch.bfloat16)
     exact = run_alone(train_alone, name, replace(runs["stage 0"], precision="fp32"), 3)
     for rank, results in enumerate(run_ranks(3, train_all, name, runs)):
@@ -273,16 +273,16 @@ def test_it_equals_one_process_that_rounds_each_ranks_share(name: str) -> None:
             assert result.bits() != exact[rank].bits()
 
 
-def test_losses_follow_those_of_an_fp32_wire_and_end_within_the_spread_of_five_seeds() -> None:
-    runs = {f"seed {seed}": Run(steps=80, bucket_mb=LARGE, clip=1.0, seed=seed) for seed in range(5)}
+def test_losses_follow_those_of_an_fp32_wire_and_end_within_the_spread_of_three_seeds() -> None:
+    runs = {f"seed {seed}": Run(steps=40, bucket_mb=LARGE, clip=1.0, seed=seed) for seed in range(3)}
     runs["wire"] = replace(runs["seed 0"], precision=WIRE)
     for results in run_ranks(2, train_all, "gpt", runs):
-        start, exact = results["wire"].losses[:40], results["seed 0"].losses[:40]
-        assert start == pytest.approx(exact, rel=2e-3)
-        assert start != exact
+        wire, exact = results["wire"].losses, results["seed 0"].losses
+        assert wire == pytest.approx(exact, rel=2e-3)
+        assert wire != exact
         last = {label: statistics.mean(result.losses[-20:]) for label, result in results.items()}
-        wire = last.pop("wire")
-        assert abs(wire - last["seed 0"]) <= statistics.stdev(last.values())
+        mean = last.pop("wire")
+        assert abs(mean - last["seed 0"]) <= statistics.stdev(last.values())
 
 
 def _errors(name: str) -> dict[str, float]:
@@ -312,9 +312,8 @@ def _errors(name: str) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_gradients_are_nearer_to_exact_ones_than_those_of_ddps_bf16_hook(world: int) -> None:
-    for errors in run_ranks(world, _errors, "mlp_784_256_10"):
+def test_gradients_are_nearer_to_exact_ones_than_those_of_ddps_bf16_hook() -> None:
+    for errors in run_ranks(4, _errors, "mlp_784_256_10"):
         assert errors["fp32"] < 1e-6
         assert errors["wire"] < 2.0**-8  # one rounding of each term
         assert errors["wire"] < 0.8 * errors["DDP's hook"]
@@ -323,10 +322,10 @@ def test_gradients_are_nearer_to_exact_ones_than_those_of_ddps_bf16_hook(world: 
 # --- bytes -------------------------------------------------------------------------------------------------
 
 
-def _traffic(precision: Any, micro: int) -> list[dict[str, Any]]:
+def _traffic(micro: int) -> list[dict[str, Any]]:
     case, found = CASES["gpt"], []
     for stage in STAGES:
-        run = Run(stage=stage, precision=precision, micro=micro)
+        run = Run(stage=stage, precision=WIRE, micro=micro)
         model = build_seeded(case, 0)
         optimizer = wrap(model, case, run)
         for step in range(2):
@@ -336,21 +335,16 @@ def _traffic(precision: Any, micro: int) -> list[dict[str, Any]]:
     return found
 
 
-def _plain_and_wire(micro: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    return _traffic("fp32", micro), _traffic(WIRE, micro)
-
-
-@pytest.mark.parametrize(("world", "micro"), [(1, 2), (2, 1), (2, 2), (3, 1)])
+@pytest.mark.parametrize(("world", "micro"), [(1, 2), (2, 2), (3, 1)])
 def test_traffic_equals_the_formula(world: int, micro: int) -> None:
-    """Half the bytes of reductions, as many elements; gathers are as without the wire, stage 0's of sums too."""
+    """Half the bytes of reductions, as many elements; gathers stay in fp32, stage 0's of sums too."""
     psi = count(CASES["gpt"].build())
-    for plain, wire in run_ranks(world, _plain_and_wire, micro):
-        for before, found in zip(plain, wire, strict=True):
+    for stages in run_ranks(world, _traffic, micro):
+        for found in stages:
             assert found["measured"] == found["predicted"]
             moved = found["measured"]
             assert moved["reduce_scatter"].elements == micro * (world - 1) * psi
             assert moved["reduce_scatter"].bytes == 2 * micro * (world - 1) * psi
-            assert moved["all_gather"] == before["measured"]["all_gather"]
             assert moved["all_gather"].bytes == 4 * moved["all_gather"].elements
 
 

@@ -335,9 +335,7 @@ def retain_grad(engine: Engine) -> None:
         engine.zero_grad()
 
 
-@pattern(
-    "compiled autograd", Mlp, refused=always(usage("compiled autograd", "compile the model")), short=True
-)
+@pattern("compiled autograd", Mlp, refused=always(usage("compiled autograd", "compile the model")))
 def compiled(engine: Engine) -> None:
     loss = square(engine.model(engine.data(4, 8)))
     engine.record(loss)

@@ -45,14 +45,12 @@ def _train(engine: Engine, steps: int = STEPS) -> None:
         engine.update(square(engine.model(engine.data(4, 8))))
 
 
-@pattern(
-    "a layer that multiplies its weight in forward", lambda: _with(Shrinking), refused=IN_FORWARD, short=True
-)
+@pattern("a layer that multiplies its weight in forward", lambda: _with(Shrinking), refused=IN_FORWARD)
 def shrinking(engine: Engine) -> None:
     _train(engine)
 
 
-@pattern("`self.weight.data = …` in forward", lambda: _with(Constrained), refused=IN_FORWARD, short=True)
+@pattern("`self.weight.data = …` in forward", lambda: _with(Constrained), refused=IN_FORWARD)
 def constrained(engine: Engine) -> None:
     _train(engine)
 
@@ -112,12 +110,12 @@ def _inside_gradients(engine: Engine, does: Any) -> None:
 REFUSED = always(usage("gathered_gradients()", "leave"))
 
 
-@pattern("`step()` inside `gathered_gradients()`", Mlp, refused=REFUSED, short=True, apart=True)
+@pattern("`step()` inside `gathered_gradients()`", Mlp, refused=REFUSED, apart=True)
 def step_inside_gradients(engine: Engine) -> None:
     _inside_gradients(engine, engine.step)
 
 
-@pattern("`zero_grad()` inside `gathered_gradients()`", Mlp, refused=REFUSED, short=True, apart=True)
+@pattern("`zero_grad()` inside `gathered_gradients()`", Mlp, refused=REFUSED, apart=True)
 def zero_grad_inside_gradients(engine: Engine) -> None:
     _inside_gradients(engine, engine.zero_grad)
 
@@ -125,14 +123,14 @@ def zero_grad_inside_gradients(engine: Engine) -> None:
 NOT_THERE = always(usage("not in the model", "before"))
 
 
-@pattern("weights tied after construction", Words, refused=NOT_THERE, short=True)
+@pattern("weights tied after construction", Words, refused=NOT_THERE)
 def tied_late(engine: Engine) -> None:
     if not engine.plain:
         engine.model.head.weight = engine.model.embedding.weight
     engine.update(square(engine.model(torch.arange(6).view(2, 3))))
 
 
-@pattern("`torch.nn.utils.prune` after construction", Mlp, refused=NOT_THERE, short=True)
+@pattern("`torch.nn.utils.prune` after construction", Mlp, refused=NOT_THERE)
 def pruned_late(engine: Engine) -> None:
     if not engine.plain:
         with engine.gathered():

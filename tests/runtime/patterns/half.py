@@ -289,7 +289,6 @@ def joint_fp16(engine: Engine) -> None:
     Mlp,
     options={"precision": "fp16"},
     refused=always(usage("scaled by 16", "scaled by 65536", "zero_grad()")),
-    short=True,
 )
 def mixed_fp16(engine: Engine) -> None:
     scale: Any = {} if engine.plain else {"loss_scale": zerokit.LossScale(2.0**4)}

@@ -79,25 +79,31 @@ class Pattern:
     """What it is compared with: "plain" torch, or "stage 0" of zerokit where torch has nothing like it."""
     tolerance: float = 2e-6
     """Relative and absolute."""
-    short: bool = False
-    """Whether only one setting of each stage is tried: for what is slow or needs a launch for each."""
     apart: bool = False
     """Whether a refusal leaves the ranks out of step, so that the next setting needs new processes."""
     timeout: float = 20.0
 
     def settings(self, *, full: bool = False) -> list[Setting]:
-        """Every stage, and for a half of the patterns stage 3 with joined units as well; all products only if `full`.
+        """Stage 3 and another by turns, and a stage for each other outcome that is declared; all products if `full`.
 
-        Optimizers and the buckets of stages 1 and 2 take turns: the reference is computed once, and neither changes
-        what a pattern asks of the hooks.
+        Optimizers and buckets take turns: the reference is computed once, and neither changes what a pattern asks of
+        the hooks.
         """
         if full:
             return [Setting(*each) for each in product(STAGES, (SMALL, None), ("adamw", "sgd"))]
         turn = crc32(self.key.encode())
         turn, optimizer = turn // 2, ("adamw", "sgd")[turn % 2]
-        turn, buckets = turn // 2, ((SMALL, None), (None, SMALL))[turn % 2]
-        settings = [Setting(stage, mb, optimizer) for stage, mb in enumerate((SMALL, *buckets, SMALL))]
-        return settings if self.short or turn % 2 else [*settings, Setting(3, None, optimizer)]
+        turn, other = turn // 3, turn % 3
+        buckets = ((SMALL, None), (None, SMALL), (SMALL, SMALL))[turn % 3]
+        chosen = [other, 3]
+        declared = {self.refused.get(stage) for stage in chosen}
+        for stage in STAGES:
+            if self.refused.get(stage) not in declared:
+                declared.add(self.refused.get(stage))
+                chosen.append(stage)
+        return [
+            Setting(stage, buckets[stage == 3] if stage else SMALL, optimizer) for stage in sorted(chosen)
+        ]
 
     def on_mesh(self) -> Setting | None:
         """One pair of stages on a mesh of two by two ranks, by turns; None for what wants ranks of its own kind."""

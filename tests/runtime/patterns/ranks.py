@@ -44,7 +44,7 @@ def disjoint(engine: Engine) -> None:
     _skips(engine, [0, 2], [1])
 
 
-@pattern("ranks that use disjoint blocks, four ranks", Skips, world=4, short=True)
+@pattern("ranks that use disjoint blocks, four ranks", Skips, world=4)
 def disjoint_four(engine: Engine) -> None:
     _skips(engine, [0], [1], [2], [])
 
@@ -54,7 +54,6 @@ def disjoint_four(engine: Engine) -> None:
     Skips,
     refused={3: Refused("ScheduleError", ("same order",), everywhere=False)},
     apart=True,
-    short=True,
     timeout=5.0,
 )
 def orders(engine: Engine) -> None:
@@ -216,7 +215,6 @@ def ignored(engine: Engine) -> None:
     Mlp,
     refused=always(Refused("ScheduleError", (), everywhere=False, or_right=True)),
     apart=True,
-    short=True,
     timeout=4.0,
 )
 def fewer_backwards(engine: Engine) -> None:
@@ -242,7 +240,6 @@ UNEQUAL = Refused(
     refused=always(UNEQUAL),
     apart=True,
     timeout=4.0,
-    short=True,
 )
 def more_backward_passes(engine: Engine) -> None:
     for _ in range(STEPS):
@@ -259,7 +256,6 @@ def more_backward_passes(engine: Engine) -> None:
     refused={3: UNEQUAL},
     apart=True,
     timeout=4.0,
-    short=True,
 )
 def more_micro_batches(engine: Engine) -> None:
     for _ in range(STEPS):
@@ -269,7 +265,7 @@ def more_micro_batches(engine: Engine) -> None:
         engine.update(square(engine.model(engine.data(4, 8))))
 
 
-@pattern("a rank that only calls `step()`", Mlp, refused={3: UNEQUAL}, apart=True, timeout=4.0, short=True)
+@pattern("a rank that only calls `step()`", Mlp, refused={3: UNEQUAL}, apart=True, timeout=4.0)
 def only_steps(engine: Engine) -> None:
     for step in range(STEPS):
         if engine.rank == 0 or step == 0:
@@ -285,7 +281,6 @@ def only_steps(engine: Engine) -> None:
     refused={3: UNEQUAL},
     apart=True,
     timeout=4.0,
-    short=True,
 )
 def extra_forward(engine: Engine) -> None:
     for step in range(STEPS):
@@ -301,7 +296,6 @@ def extra_forward(engine: Engine) -> None:
     refused={3: UNEQUAL},
     apart=True,
     timeout=4.0,
-    short=True,
 )
 def past_the_model(engine: Engine) -> None:
     for step in range(STEPS):

@@ -281,22 +281,22 @@ def _apart(model: Mlp) -> None:
 SHARED = always(usage("share memory", "clone()"))
 
 
-@pattern("a weight tied by `.data.t()`", lambda: Shared(_transposed), refused=SHARED, short=True)
+@pattern("a weight tied by `.data.t()`", lambda: Shared(_transposed), refused=SHARED)
 def tied_transposed(engine: Engine) -> None:
     _usual(engine)
 
 
-@pattern("a bias tied by `.data[:8]`", lambda: Shared(_sliced), refused=SHARED, short=True)
+@pattern("a bias tied by `.data[:8]`", lambda: Shared(_sliced), refused=SHARED)
 def tied_slice(engine: Engine) -> None:
     _usual(engine)
 
 
-@pattern("a buffer over a parameter's memory", lambda: Shared(_as_buffer), refused=SHARED, short=True)
+@pattern("a buffer over a parameter's memory", lambda: Shared(_as_buffer), refused=SHARED)
 def buffer_over(engine: Engine) -> None:
     _usual(engine)
 
 
-@pattern("an attribute over a parameter's memory", lambda: Shared(_as_attribute), refused=SHARED, short=True)
+@pattern("an attribute over a parameter's memory", lambda: Shared(_as_attribute), refused=SHARED)
 def attribute_over(engine: Engine) -> None:
     _usual(engine)
 
@@ -310,7 +310,6 @@ def fused(engine: Engine) -> None:
     "a float64 parameter",
     lambda: Mlp().double(),
     refused=always(usage("float64", "model.float()")),
-    short=True,
 )
 def float64(engine: Engine) -> None:
     engine.update(square(engine.model(engine.data(4, 8).double())))

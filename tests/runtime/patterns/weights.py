@@ -137,7 +137,6 @@ def swa_gathered(engine: Engine) -> None:
     Mlp,
     refused={3: usage("gathered()", everywhere=False)},
     apart=True,
-    short=True,
     timeout=4.0,  # the other rank waits that long
 )
 def one_rank_reads(engine: Engine) -> None:
@@ -286,7 +285,6 @@ def freeze_and_thaw(engine: Engine) -> None:
     Mlp,
     refused=always(Refused("LayoutMismatch", ())),
     apart=True,
-    short=True,
     timeout=5.0,
 )
 def freeze_one_rank(engine: Engine) -> None:
