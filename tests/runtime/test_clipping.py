@@ -24,10 +24,10 @@ NORMS = {"2": 2.0, "1": 1.0, "inf": math.inf}
 
 
 @pytest.mark.parametrize("norm_type", NORMS.values(), ids=NORMS)
-@pytest.mark.parametrize("name", ["gpt", "unit_unused_on_rank_1"])
-def test_norms_equal_those_of_one_process(name: str, norm_type: float) -> None:
+@pytest.mark.parametrize(("name", "stages"), [("gpt", (1, 3)), ("unit_unused_on_rank_1", (0, 2))])
+def test_norms_equal_those_of_one_process(name: str, stages: tuple[int, ...], norm_type: float) -> None:
     run = Run(clip=math.inf, norm_type=norm_type, steps=3)
-    runs = {f"stage {stage}": replace(run, stage=stage) for stage in range(4)}
+    runs = {f"stage {stage}": replace(run, stage=stage) for stage in stages}
     alone = run_alone(train_alone, name, run, 3)
     for results in run_ranks(3, train_all, name, runs):
         for result in results.values():
@@ -37,9 +37,9 @@ def test_norms_equal_those_of_one_process(name: str, norm_type: float) -> None:
 @pytest.mark.parametrize("norm_type", NORMS.values(), ids=NORMS)
 def test_clipped_training_follows_torchs_clipping(norm_type: float) -> None:
     """The limit is below every norm, so every step is scaled; SGD shows the scale (Adam would hide it)."""
-    run = Run(optimizer="sgd", clip=0.05, norm_type=norm_type, steps=5)
+    run = Run(optimizer="sgd", clip=0.05, norm_type=norm_type, steps=3)
     alone = run_alone(train_alone, "gpt", run, 2)
-    runs = {f"stage {stage}": replace(run, stage=stage) for stage in (0, 2, 3)}
+    runs = {f"stage {stage}": replace(run, stage=stage) for stage in (2, 3)}
     for results in run_ranks(2, train_all, "gpt", runs):
         for label, result in results.items():
             assert min(result.norms) > 0.05, label
@@ -97,7 +97,7 @@ def _collectives(stage: int, clip: float | None) -> dict[str, int]:
 
 
 def test_clipping_costs_exactly_one_all_reduce() -> None:
-    for more, less in itertools.chain(*run_each(2, _with_and_without, (0, 1, 2, 3))):
+    for more, less in itertools.chain(*run_each(2, _with_and_without, (1, 3))):
         assert sum(less.values()) > 0, "the profiler sees no collective: this test needs another way to count"
         difference = {op: n - less.get(op, 0) for op, n in more.items() if n != less.get(op, 0)}
         assert difference == {"c10d::allreduce_": 1}

@@ -56,7 +56,7 @@ def _steps_without_synchronisation(device: str, precision: str) -> list[tuple[in
 
         patch.setattr(NcclCollectives, "until", count)
         for stage in STAGES:
-            for clip in (None, 1.0):
+            for clip in (None, 1.0) if device == "cuda" else (1.0 if stage % 2 else None,):
                 training = Training(at(STACK, stage=stage, precision=precision, clip=clip, steps=5), place)
                 looks.clear()
                 for step in range(5):
@@ -148,7 +148,7 @@ def test_a_step_returns_while_the_device_is_busy(
 
 def _stages_with_optimizer(device: str, name: str, options: dict[str, Any]) -> list[list[str]]:
     with prompt(device) as place:
-        return [train(at(STACK, stage=stage, optimizer=name), place, **options) for stage in (0, 2, 3)]
+        return [train(at(STACK, stage=stage, optimizer=name), place, **options) for stage in (0, 3)]
 
 
 def _optimizers() -> list[tuple[str, dict[str, Any]]]:
@@ -173,7 +173,7 @@ def _all_optimizers(device: str) -> dict[str, str]:
         for name, options in _optimizers():
             try:
                 first, *others = _stages_with_optimizer(device, name, options)
-                found[f"{name} {options}"] = "" if others == [first, first] else "stages differ"
+                found[f"{name} {options}"] = "" if others == [first] else "stages differ"
             except (RuntimeError, zerokit.ZerokitError) as error:
                 found[f"{name} {options}"] = f"{type(error).__name__}: {error}"
     return found

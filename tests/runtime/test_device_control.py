@@ -101,8 +101,9 @@ def _all_reads(name: str, precision: str) -> dict[tuple[int, float | None], Any]
     }
 
 
-@pytest.mark.parametrize("name", ["units used again", "unused"])
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(
+    ("name", "precision"), [("units used again", "fp32"), ("unused", "bf16"), ("units used again", "fp16")]
+)
 def test_a_step_reads_what_the_step_before_has_fetched(name: str, precision: str) -> None:
     """fp16 must know whether gradients overflowed, once a step; all else waits for the next step."""
     for rank in run_ranks(2, _all_reads, name, precision):
@@ -130,9 +131,9 @@ def test_the_count_sees_reads() -> None:
 
 
 def _steps_without_backward(precision: str) -> list[str]:
-    """What went wrong, at any stage: `step()` first of all, and between others."""
+    """What went wrong, at stage 3 and another by turns: `step()` first of all, and between others."""
     wrong = []
-    for stage in STAGES:
+    for stage in (PRECISIONS.index(precision), 3):
         with lagging("cpu") as device:
             training = Training(at(SCENES["units used again"], stage=stage, precision=precision), device)
             for step in (None, 0, 1, 2):
@@ -173,7 +174,7 @@ def _one_rank_without_backward(precision: str) -> dict[int, list[str]]:
     return found
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_a_step_in_which_one_rank_has_no_gradients_goes_on(precision: str) -> None:
     ranks = run_ranks(2, _one_rank_without_backward, precision)
     digests = {digest for found in ranks for ways in found.values() for digest in ways}
@@ -194,7 +195,7 @@ def _change_the_schedule(training: Training) -> None:
 
 
 def _part_ways_at_each_stage(how: Callable[[Training], None]) -> list[list[list[str]]]:
-    return [[_part_ways(how, stage, precision) for precision in ("bf16", "fp16")] for stage in STAGES]
+    return [[_part_ways(how, stage, precision) for precision in ("bf16", "fp16")] for stage in (0, 3)]
 
 
 def _part_ways(how: Callable[[Training], None], stage: int, precision: str) -> list[str]:
@@ -270,8 +271,7 @@ def _look_after_parting(what: Callable[[Training], None], stage: int, part: bool
 def _look_at_all() -> dict[str, str]:
     return {
         f"{what.__name__}, stage {stage}, {part}": _look_after_parting(what, stage, part)
-        for what in (_take_state, _gather, _save)
-        for stage in (1, 3)
+        for what, stage in ((_take_state, 3), (_gather, 1), (_save, 3))
         for part in (False, True)
     }
 

@@ -75,7 +75,7 @@ def _disturb(model: nn.Module, what: str, step: int) -> None:
         model.__dict__["kept"] = case.loss(model, batch).detach()
 
 
-@pytest.mark.parametrize(("stage", "bucket_mb"), [(0, SMALL), (1, LARGE), (2, SMALL), (3, SMALL), (3, LARGE)])
+@pytest.mark.parametrize(("stage", "bucket_mb"), [(0, SMALL), (2, LARGE), (3, SMALL), (3, LARGE)])
 def test_forwards_in_between_change_nothing(stage: int, bucket_mb: float) -> None:
     for found in run_ranks(2, _interrupted, stage, bucket_mb):
         for what in IN_BETWEEN:

@@ -14,9 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerokit
-from tests.support.distributed import AT_ONCE, run_alone, run_ranks, run_ranks_expecting_errors
-from tests.support.models import CASES
-from tests.support.training import Run, Trajectory, build_seeded, digest, one_step, whole_weights, wrap
+from tests.support.distributed import AT_ONCE, run_alone, run_each, run_ranks, run_ranks_expecting_errors
 
 STAGES = (0, 1, 2, 3)
 
@@ -144,18 +142,6 @@ def _inside_a_wrapped_one() -> None:
     make(nn.Sequential(model, nn.Linear(1, 1)))
 
 
-def _already_ddp() -> None:
-    make(nn.parallel.DistributedDataParallel(small()))
-
-
-def _already_fsdp() -> None:
-    from torch.distributed.fsdp import fully_shard
-
-    model = small()
-    fully_shard(model)
-    make(model)
-
-
 def _all_frozen() -> None:
     make(small().requires_grad_(False))
 
@@ -175,8 +161,6 @@ CONSTRUCTIONS: dict[str, tuple[Callable[[], Any], str, tuple[str, ...]]] = {
     "foreign parameter": (_foreign, "UsageError", ("3, 5",)),
     "wrapped twice": (_wrapped_twice, "UsageError", ("already", "ZeroOptimizer")),
     "inside a wrapped one": (_inside_a_wrapped_one, "UsageError", ("already", "ZeroOptimizer")),
-    "DDP": (_already_ddp, "UsageError", ("DistributedDataParallel",)),
-    "FSDP2": (_already_fsdp, "UsageError", ("fully_shard",)),
     "all frozen": (_all_frozen, "UsageError", ("requires",)),
     "no parameters": (_without_parameters, "UsageError", ("parameter",)),
     "LBFGS": (lambda: make(cls=torch.optim.LBFGS), "UnsupportedOptimizer", ("LBFGS", "AdamW")),
@@ -393,33 +377,6 @@ def test_misuse_raises(name: str, stage: int) -> None:
         assert all(word in text for word in MISUSES[name][1]), text
 
 
-def _harmless(stage: int) -> tuple[str, str]:
-    """Calls that change nothing go on working: train(), eval(), to(same), cpu(), zero_grad() at any time."""
-    found = []
-    for disturbed in (False, True):
-        case, run = CASES["mlp_10_64_2"], Run(stage=stage)
-        model = build_seeded(case, 0)
-        optimizer = wrap(model, case, run)
-        for step in range(4):
-            if disturbed:
-                model.eval()
-                model.train()
-                model.to(torch.float32).cpu().requires_grad_(True)
-                optimizer.zero_grad()
-                model.zero_grad()
-                repr(model)
-                repr(optimizer)
-            one_step(model, optimizer, case, run, step, Trajectory())
-        found.append(digest(whole_weights(model).items()))
-    return found[0], found[1]
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_harmless_calls_change_nothing(stage: int) -> None:
-    for one, two in run_ranks(2, _harmless, stage):
-        assert one == two
-
-
 class SparseRows(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -530,11 +487,13 @@ def _one_rank_sets_another_rate(stage: int) -> None:
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_learning_rate_of_one_rank_alone_is_refused_on_all(stage: int) -> None:
-    for outcome in run_ranks_expecting_errors(2, _one_rank_sets_another_rate, stage, timeout=5.0):
-        assert outcome.raised("LayoutMismatch"), outcome.describe()
-        assert "param_groups" in outcome.describe()
+def _rate_is_refused(stage: int) -> None:
+    with pytest.raises(zerokit.LayoutMismatch, match="param_groups"):
+        _one_rank_sets_another_rate(stage)
+
+
+def test_a_learning_rate_of_one_rank_alone_is_refused_on_all() -> None:
+    run_each(2, _rate_is_refused, STAGES)
 
 
 def _scripted() -> None:
@@ -562,6 +521,5 @@ def _built_anew(stage: int) -> None:
     assert all(torch.equal(value, weights[name]) for name, value in again.state_dict().items())
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_model_whose_optimizer_was_deleted_must_be_built_anew(stage: int) -> None:
-    run_ranks(2, _built_anew, stage)
+def test_a_model_whose_optimizer_was_deleted_must_be_built_anew() -> None:
+    run_each(2, _built_anew, STAGES)

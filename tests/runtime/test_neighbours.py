@@ -146,8 +146,7 @@ def _numbers(unit: int, who: int, numel: int) -> Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(1000 * unit + who))
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("world", "dtype"), [(2, torch.float32), (3, torch.bfloat16), (4, torch.float32)])
 def test_sums_and_gathers_of_any_size(world: int, dtype: torch.dtype) -> None:
     run_ranks(world, _sums, [1, 63, 64, 65, 127, 128, 129, 1000], dtype)
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.support.distributed import run_alone, run_ranks, run_ranks_expecting_errors
+from tests.support.distributed import run_alone, run_each, run_ranks, run_ranks_expecting_errors
 from tests.support.models import CASES, FEW
 from tests.support.models.unusual import Dense, Stack
 from tests.support.oracle import train_alone, train_ddp
@@ -158,7 +158,7 @@ def test_stages_are_identical_bits_and_equal_one_process_and_ddp(name: str, worl
 @pytest.mark.parametrize(("name", "world"), [("gpt", 3), ("resnet", 2), ("tiny_parameters", 4)])
 def test_accumulation_equals_one_process_that_sums_micro_batches_first(name: str, world: int) -> None:
     """In bits where 1/N is a power of two: zerokit multiplies each micro-batch by it, the oracle their sum."""
-    run = Run(stage=3, micro=3, accumulate=True, steps=6, clip=math.inf)
+    run = Run(stage=3, micro=3, accumulate=True, steps=3, clip=math.inf)
     ranks = run_ranks(world, train_all, name, {"accumulated": run})
     for rank, expected in enumerate(run_alone(train_alone, name, run, world)):
         found = ranks[rank]["accumulated"]
@@ -191,9 +191,8 @@ def _other_weights(stage: int) -> list[str]:
 
 
 def test_weights_used_without_their_module_are_right_or_an_error() -> None:
-    expected = run_ranks(2, _other_weights, 0)
-    assert run_ranks(2, _other_weights, 1) == expected
-    assert run_ranks(2, _other_weights, 2) == expected
+    expected, *others = run_each(2, _other_weights, (0, 1, 2))
+    assert others == [expected] * 2
     outcomes = run_ranks_expecting_errors(2, _other_weights, 3)
     if all(outcome.ok for outcome in outcomes):
         assert [outcome.value for outcome in outcomes] == expected
@@ -203,7 +202,7 @@ def test_weights_used_without_their_module_are_right_or_an_error() -> None:
 
 @pytest.mark.parametrize("name", ["gpt", "lora"])
 def test_measuring_the_norm_changes_nothing(name: str) -> None:
-    runs = {"measured": Run(stage=2, clip=math.inf, steps=6), "not": Run(stage=2, clip=None, steps=6)}
+    runs = {"measured": Run(stage=2, clip=math.inf, steps=3), "not": Run(stage=2, clip=None, steps=3)}
     for results in run_ranks(2, train_all, name, runs):
         assert results["measured"].losses == results["not"].losses
         assert results["measured"].weights == results["not"].weights

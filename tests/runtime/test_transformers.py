@@ -69,11 +69,15 @@ def _build(name: str) -> nn.Module:
 
 
 def _train() -> tuple[dict[str, list[list[str]]], str]:
-    """By name what each stage gave, and a refusal. In one launch: transformers is imported anew on every rank."""
+    """By name what stage 3 and another by turns gave, and a refusal.
+
+    In one launch: transformers is imported anew on every rank.
+    """
     import warnings
 
     warnings.filterwarnings("ignore", module="transformers")
-    return {name: [_train_at(name, stage) for stage in (0, 1, 2, 3)] for name in MODELS}, _evaluate()
+    found = {name: [_train_at(name, stage) for stage in (turn % 3, 3)] for turn, name in enumerate(MODELS)}
+    return found, _evaluate()
 
 
 def _train_at(name: str, stage: int) -> list[str]:
@@ -108,5 +112,5 @@ def _evaluate() -> str:
 def test_stages_are_identical_bits_and_a_model_that_rescales_its_weights_is_refused_at_stage_3() -> None:
     for models, refusal in run_ranks(2, _train):
         for name, results in models.items():
-            assert results == [results[0]] * 4, name
+            assert results == [results[0]] * 2, name
         assert "rwkv.blocks.0.attention.output.weight" in refusal

@@ -94,12 +94,12 @@ def _beside_ddp(islands: int, inner: int) -> None:
         optimizer = _wrap(model, (islands, inner), stage=3)
         outer = None if found else functools.partial(SGD, lr=1.0)
         zerokit.LocalSteps(optimizer, every=1, outer=outer)
-        for step in range(20):
+        for step in range(10):
             _step(model, optimizer, step, rank)
         found.append(_weights(model))
     plain = nn.parallel.DistributedDataParallel(_model(seed=3))
     reference = SGD(plain.parameters(), lr=0.1)
-    for step in range(20):
+    for step in range(10):
         x, y = _batch(step, rank)
         nn.functional.mse_loss(plain(x), y).backward()
         reference.step()
@@ -136,7 +136,7 @@ def _trained(
 
 def _across_stages(case: tuple[str, dict[str, Any]]) -> list[dict[str, Tensor]]:
     precision, kwargs = case
-    stages = (0, 1, 2, 3) if case in ACROSS[:2] else (0, 3)
+    stages = (0, 1, 2, 3) if case == ACROSS[0] else (0, 3)
     return [_trained((2, 2), stage, 9, True, {"precision": precision}, **kwargs) for stage in stages]
 
 

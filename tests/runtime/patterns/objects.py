@@ -170,11 +170,15 @@ def weight_decays(engine: Engine) -> None:
     engine.record(0)
 
 
-@pattern("`model.train()`, `eval()`, `requires_grad_(True)`, `to(same)`, `repr` at any time", Mlp)
+@pattern(
+    "`model.train()`, `eval()`, `requires_grad_(True)`, `to(same)`, `zero_grad()`, `repr` at any time", Mlp
+)
 def harmless(engine: Engine) -> None:
     def check() -> None:
         engine.model.eval()
         engine.model.train().to(torch.float32).cpu().requires_grad_(True)
+        engine.optimizer.zero_grad()
+        engine.model.zero_grad()
         assert repr(engine.model)
         assert repr(engine.optimizer)
 
