@@ -101,8 +101,10 @@ class Pattern:
             if self.refused.get(stage) not in declared:
                 declared.add(self.refused.get(stage))
                 chosen.append(stage)
+        # What is refused is asked of units that stand alone: joined ones may well be right.
         return [
-            Setting(stage, buckets[stage == 3] if stage else SMALL, optimizer) for stage in sorted(chosen)
+            Setting(stage, SMALL if stage == 0 or stage in self.refused else buckets[stage == 3], optimizer)
+            for stage in sorted(chosen)
         ]
 
     def on_mesh(self) -> Setting | None:
