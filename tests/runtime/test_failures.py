@@ -27,8 +27,7 @@ from tests.support.distributed import ROOT, run_each, run_ranks, run_ranks_expec
 from tests.support.machine import live_storages
 from tests.support.models import CASES, Case
 from tests.support.models.transformers import Block, Gpt
-from tests.support.training import Run, Trajectory, build_seeded, digest, exact, one_step, whole_weights, wrap
-from zerokit.placement import stage_of
+from tests.support.training import Run, Trajectory, build_seeded, digest, one_step, whole_weights, wrap
 
 STAGES = (0, 1, 2, 3)
 
@@ -133,21 +132,6 @@ def test_an_exception_on_every_rank_leaves_no_trace(stage: int, first: bool) -> 
             assert bits == expected, f"an exception in {place} changed later steps"
 
 
-def _backward_failed_then_step(stage: int) -> None:
-    case = CASES["gpt"]
-    model = _fused_gpt()
-    optimizer = wrap(model, case, Run(stage=stage))
-    one_step(model, optimizer, case, Run(), 0, Trajectory())
-    with pytest.raises(Blown):
-        _attempt(model, optimizer, case, "backward", 1)
-    with pytest.raises(zerokit.ZerokitError, match="zero_grad"):
-        optimizer.step()
-
-
-def test_step_after_a_backward_that_failed_is_refused() -> None:
-    run_each(2, _backward_failed_then_step, STAGES)
-
-
 def _one_rank_raises(stage: int, place: str, first: bool) -> None:
     case = CASES["gpt"]
     model = _fused_gpt()
@@ -211,54 +195,6 @@ def test_a_slow_rank_is_waited_for() -> None:
 # --- ranks that take different paths -----------------------------------------------------------------------
 
 
-class Turned(nn.Module):
-    """Blocks in line order on rank 0, in another order on rank 1, from step `since` on."""
-
-    def __init__(self, since: int) -> None:
-        super().__init__()
-        self.stem = nn.Linear(9, 12)
-        self.blocks = nn.ModuleList(nn.Linear(12, 12) for _ in range(4))
-        self.head = nn.Linear(12, 1)
-        self.since, self.calls = since, 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        turned = dist.get_rank() == 1 and self.calls >= self.since
-        self.calls += 1
-        x = self.stem(x)
-        for index in (2, 0, 3, 1) if turned else (0, 1, 2, 3):
-            x = self.blocks[index](x).tanh()
-        return self.head(x)  # type: ignore[no-any-return]
-
-
-def _turned(stage: int, since: int) -> tuple[list[str], str]:
-    case = CASES["unit_called_twice"]
-    torch.manual_seed(9)
-    model = Turned(since)
-    optimizer = zerokit.ZeroOptimizer(
-        model, torch.optim.AdamW, stage=stage_of(stage), precision="fp32", bucket_mb=1e-6, lr=1e-2
-    )
-    losses = []
-    for step in range(4):
-        batch = case.batch(0, step, dist.get_rank())
-        loss = torch.nn.functional.mse_loss(model(batch["x"]), batch["y"])
-        optimizer.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(exact(loss))
-    return losses, digest(whole_weights(model).items())
-
-
-@pytest.mark.parametrize(("stage", "since"), [(0, 2), (1, 0), (2, 2), (3, 0), (3, 2)])
-def test_another_order_of_units_on_one_rank_is_right_or_an_error_but_no_hang(stage: int, since: int) -> None:
-    outcomes = run_ranks_expecting_errors(2, _turned, stage, since, timeout=2.0)
-    if all(outcome.ok for outcome in outcomes):
-        expected = run_ranks(2, _turned, 0, since)
-        assert [outcome.value for outcome in outcomes] == expected
-    else:
-        for outcome in outcomes:
-            assert outcome.raised("ZerokitError"), outcome.describe()
-
-
 def _skips_a_step(stage: int, what: str) -> None:
     """Rank 1 leaves out one call that is collective."""
     case = CASES["gpt"]
@@ -283,42 +219,6 @@ def test_a_call_left_out_on_one_rank_is_an_error_and_no_hang(what: str, stage: i
     assert any(outcome.raised("ZerokitError") for outcome in outcomes), [o.describe() for o in outcomes]
     for outcome in outcomes:
         assert outcome.ok or outcome.raised("ZerokitError"), outcome.describe()
-
-
-def _uneven(stage: int) -> tuple[str, str]:
-    """A rank that has no loss in one step (its batch was empty, say) still takes part: its gradient is zero."""
-    case, run = CASES["gpt"], Run(stage=stage, optimizer="sgd")
-    model = build_seeded(case, 0)
-    optimizer = wrap(model, case, run)
-    rank = dist.get_rank()
-    for step in range(3):
-        loss = case.loss(model, case.batch(0, step, rank))
-        if not (rank == 1 and step == 1):
-            optimizer.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-    left_out = digest(whole_weights(model).items())
-
-    model = build_seeded(case, 0)
-    optimizer = wrap(model, case, run)
-    for step in range(3):
-        loss = case.loss(model, case.batch(0, step, rank))
-        optimizer.backward(loss * 0.0 if rank == 1 and step == 1 else loss)
-        optimizer.step()
-        optimizer.zero_grad()
-    return left_out, digest(whole_weights(model).items())
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_backward_left_out_on_one_rank_counts_as_zero(stage: int) -> None:
-    outcomes = run_ranks_expecting_errors(2, _uneven, stage, timeout=5.0)
-    for outcome in outcomes:
-        if outcome.ok:
-            left_out, zero = outcome.value
-            assert left_out == zero
-        else:
-            assert outcome.raised("ZerokitError"), outcome.describe()
-    assert len({outcome.ok for outcome in outcomes}) == 1
 
 
 # --- memory that must be free again ------------------------------------------------------------------------
@@ -415,24 +315,6 @@ def test_a_time_out_of_its_own() -> None:
     first, second = run_ranks_expecting_errors(2, _own_timeout, timeout=300.0)
     assert second.raised("Blown")
     assert first.raised("ScheduleError"), first.describe()
-
-
-def _again() -> list[str]:
-    """A model can be taken over again once its first optimizer is gone (with its weights as they were)."""
-    case = CASES["gpt"]
-    digests = []
-    for stage in (3, 1, 3):
-        model = build_seeded(case, 0)
-        optimizer = wrap(model, case, Run(stage=stage))
-        one_step(model, optimizer, case, Run(), 0, Trajectory())
-        digests.append(digest(whole_weights(model).items()))
-        del model, optimizer
-    return digests
-
-
-def test_many_optimizers_one_after_the_other_in_one_process() -> None:
-    for digests in run_ranks(2, _again):
-        assert len(set(digests)) == 1
 
 
 # --- the user's own script ---------------------------------------------------------------------------------

@@ -24,7 +24,6 @@ from tests.support.training import (
     Trajectory,
     build_seeded,
     digest,
-    exact,
     one_step,
     train_all,
     whole_weights,
@@ -80,24 +79,6 @@ def test_forwards_in_between_change_nothing(stage: int, bucket_mb: float) -> Non
     for found in run_ranks(2, _interrupted, stage, bucket_mb):
         for what in IN_BETWEEN:
             assert found[what] == found[NOTHING], what
-
-
-def _evaluated(stage: int) -> list[str]:
-    """Losses in evaluation, right after a step (gathers may still be in flight) and again."""
-    case, run = CASES["gpt"], Run(stage=stage)
-    model = build_seeded(case, 0)
-    optimizer = wrap(model, case, run)
-    found = []
-    for step in range(3):
-        one_step(model, optimizer, case, run, step, Trajectory())
-        with torch.no_grad():
-            found += [exact(case.loss(model, case.batch(5, 0, 0))) for _ in range(2)]
-    return found
-
-
-def test_evaluation_gives_the_same_bits_at_every_stage() -> None:
-    first, second = run_ranks(2, each, _evaluated, STAGES)
-    assert first == second == [first[0]] * 4
 
 
 # --- activation checkpointing ------------------------------------------------------------------------------
@@ -242,44 +223,7 @@ def test_process_groups_that_are_a_part_of_the_world() -> None:
     assert first != third
 
 
-# --- together with other users of autograd -----------------------------------------------------------------
-
-
-def _with_user_hooks(stage: int, hooked: bool) -> list[str]:
-    """Module and tensor hooks of the user's own, an input that needs a gradient, gradients of the input alone."""
-    case, run = CASES["mlp_10_64_2"], Run(stage=stage)
-    model = build_seeded(case, 0)
-    optimizer = wrap(model, case, run)
-    seen: list[float] = []
-
-    def record(module: nn.Module, inside: Any, outside: Any) -> None:
-        seen.append(float(outside[0].norm()))
-
-    if hooked:
-        *_, last = model.children()
-        last.register_full_backward_hook(record)
-        last.register_forward_hook(lambda module, args, output: output * 1.0)
-        last.register_forward_pre_hook(lambda module, args: (args[0] + 0.0,))
-    found = []
-    for step in range(4):
-        batch = case.batch(0, step, dist.get_rank())
-        if hooked:
-            batch["x"].requires_grad_(True)
-            (gradient,) = torch.autograd.grad(case.loss(model, batch), batch["x"])
-            assert gradient.shape == batch["x"].shape
-        loss = case.loss(model, batch)
-        optimizer.backward(loss)
-        found += [exact(loss), exact(optimizer.clip_grad_norm_(math.inf))]
-        optimizer.step()
-        optimizer.zero_grad()
-    assert bool(seen) == hooked
-    return [*found, digest(whole_weights(model).items())]
-
-
-def test_hooks_and_gradients_of_the_users_own_change_nothing() -> None:
-    plain = run_ranks(2, _with_user_hooks, 0, False)
-    hooked = run_ranks(2, each, partial(_with_user_hooks, hooked=True), STAGES)
-    assert hooked == [[expected] * 4 for expected in plain]
+# --- CUDA graphs -------------------------------------------------------------------------------------------
 
 
 def _refused_modes() -> dict[str, list[str]]:
