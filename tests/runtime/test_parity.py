@@ -70,7 +70,7 @@ def runs_of(name: str, world: int) -> dict[str, dict[str, Run]]:
     buckets = {s: SMALL if s % 2 else MIDDLE for s in STAGES}
     plain = {
         f"stage {s}": Run(stage=s, clip=math.inf, bucket_mb=buckets[s], steps=STEPS[world])
-        for s in (STAGES if world < 3 or name in DEEP else (turn % 3, 3))
+        for s in (STAGES if name in DEEP or (world == 2 and name not in VARIANTS) else (turn % 3, 3))
     }
     sets = {"plain": plain}
     if world == 2:

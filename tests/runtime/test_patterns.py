@@ -61,9 +61,9 @@ def test_patterns(batch: str) -> None:
 ON_MESH = [
     (pattern.key, setting)
     for number, pattern in enumerate(PATTERNS.values())
-    if number % 6 == 0 and pattern.key not in BROKEN and (setting := pattern.on_mesh()) is not None
+    if number % 8 == 0 and pattern.key not in BROKEN and (setting := pattern.on_mesh()) is not None
 ]
-"""Each sixth; `python -m tests.runtime.patterns --mesh` tries all."""
+"""Each eighth; `python -m tests.runtime.patterns --mesh` tries all."""
 
 
 @pytest.mark.parametrize("start", range(0, len(ON_MESH), BATCH))
