@@ -143,6 +143,11 @@ def test_parts_of_a_configuration_limit_sequences_and_give_images(tmp_path: Path
     text = {"model_type": "roberta", "max_position_embeddings": 66, "pad_token_id": 1, "vocab_size": 50}
     file.write_text(json.dumps(text | small))
     assert subject_named(str(file)).units_per_sample == 64
+    quantised = text | small | {"model_type": "t5", "quantization_config": {"load_in_4bit": True}}
+    file.write_text(json.dumps(quantised))
+    subject = subject_named(str(file), seq_len=8)
+    assert "Weights are trained, so quantization_config is ignored." in subject.assumptions
+    assert subject.build()(*subject.batch(1)).isfinite()  # no decoder_start_token_id is named
 
 
 # The kernel hands a parent's ru_maxrss on to the program that it starts, VmHWM begins anew.

@@ -146,6 +146,8 @@ def _from_config(path: Path, seq_len: int | None) -> Subject:
             f"{str(error)[:200]}); give a factory, package.module:function, that builds the model with its loss"
         ) from error
     assumptions = [f"Trained as transformers' {name}, with its own loss."]
+    if content.get("quantization_config"):
+        assumptions.append("Weights are trained, so quantization_config is ignored.")
     if "ImageClassification" in task.__name__:
         if seq_len is not None:
             raise UsageError(f"{path} is a model of images: leave --seq-len {seq_len} out")
@@ -203,7 +205,10 @@ def _configure(content: dict[str, Any]) -> tuple[Any, Any]:
     named = content.get("architectures") or []
     if not made or any(name.rpartition("For")[1] and name not in made for name in named):
         raise ValueError(f"{', '.join(named) or content['model_type']} is none of {', '.join(_TASKS)}")
-    return next((made[name] for name in named if name in made), next(iter(made.values()))), config
+    task = next((made[name] for name in named if name in made), next(iter(made.values())))
+    if "Seq2Seq" in task.__name__ and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = 0  # any will do: shapes are the same
+    return task, config
 
 
 def _read_config(path: Path) -> dict[str, Any]:
