@@ -120,7 +120,7 @@ def test_the_reason_tells_precisions_apart() -> None:
     found = ask(batch_size=64, stage=1, recompute=False, precision=("bf16", "fp32"))
     assert found.best is not None
     other = {"bf16": "fp32", "fp32": "bf16"}[found.best.cell.precision]
-    assert f"stage 1, micro-batch 64 in {other}," in found.why
+    assert f"stage 1, micro-batch 64 in {other};" in found.why
 
 
 def test_a_file_of_smaller_nodes_is_refused(tmp_path: Path) -> None:

@@ -320,6 +320,7 @@ class Replay:
         elif one.lone and not self.accumulating and not one.own:
             one.take_own(True)
             one.wait(-one.waiting)
+            self._read(momentary=True)  # beside all reductions in flight: its own waits for one of them
         else:
             self._fill(one)
         if one.complete and not self.accumulating:
