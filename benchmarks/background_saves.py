@@ -116,7 +116,8 @@ def train(directory: str, size_mb: float, rounds: int) -> list[dict[str, float]]
 def main() -> int:
     """Run both ranks; returns 1 when a save held the training for longer than the bar."""
     options = read_options(
-        *(__doc__, None),
+        __doc__,
+        None,
         _directory=(Path, "where to save: what its disk can do is part of the figures"),
         size_mb=(200.0, "state of a rank, in 10^6 bytes"),
         rounds=15,

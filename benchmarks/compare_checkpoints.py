@@ -25,6 +25,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file
+
 from benchmarks.measuring import (
     ROOT,
     in_rounds,
@@ -83,9 +85,8 @@ def measure(directory: str, size_gb: float, repeats: int) -> dict[str, list[floa
     count = max(1, round(size_gb * 1e9 / _STATE_BYTES / (_WIDTH * _WIDTH + _WIDTH)))
     layers = [nn.Linear(_WIDTH, _WIDTH) for _ in range(count)]
     for layer in layers:
-        nn.init.normal_(
-            layer.weight, std=_WIDTH**-0.5
-        )  # no layer makes numbers smaller: all states are dense
+        # No layer makes numbers smaller, so that all states are dense.
+        nn.init.normal_(layer.weight, std=_WIDTH**-0.5)
     model = nn.Sequential(*layers)
     optimizer = zerokit.ZeroOptimizer(model, torch.optim.AdamW, stage=2, precision="fp32", lr=1e-3)
     optimizer.backward(model(torch.randn(2, _WIDTH)).square().mean())
@@ -233,7 +234,7 @@ def _reshard(step: Path, world: int, out: Path, floor: str = "") -> Task:
 
 
 def peer_tasks(directory: Path) -> list[Task]:
-    """torch's tools, on what `live_checkpoint` has left: a state of the same size, and its weights."""
+    """torch's tools, on what `measure` has left: a state of the same size, and its weights."""
     python, out = [sys.executable, "-c"], directory / "out"
     whole = (
         "import sys, os, glob; os.makedirs(sys.argv[2]); from safetensors import safe_open;"
@@ -298,7 +299,8 @@ def show(figures: Mapping[str, Figures], floors: Mapping[str, str], title: str) 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the comparison; returns the exit code."""
     options = read_options(
-        *(__doc__, arguments),
+        __doc__,
+        arguments,
         size_gb=(2.0, "of the checkpoint, in 10^9 bytes"),
         repeats=(5, "rounds over all"),
         world=(4, "ranks of the checkpoint"),

@@ -106,7 +106,8 @@ def train(case: str, steps: int, batch: int, pause_ms: int) -> dict[str, Any]:
 
 def main() -> int:
     options = read_options(
-        *(__doc__, None),
+        __doc__,
+        None,
         rounds=1,
         steps=200,
         batch=(8, "sequences of 128 tokens"),

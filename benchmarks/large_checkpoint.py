@@ -32,7 +32,8 @@ print(json.dumps([time.process_time(), time.thread_time(), peak]))
 def main() -> int:
     """Measure each command once; returns the exit code."""
     options = read_options(
-        *(__doc__, None),
+        __doc__,
+        None,
         to=(512, "ranks that it is resharded to"),
         directory=(Path, "where to work  [default: a temporary one]"),
         json=(Path, "write settings, machine and every figure here"),

@@ -56,6 +56,8 @@ def methods(what: str, every: int) -> dict[str, dict[str, Any]]:
             "Streaming DiLoCo": {"every": every, "fragments": 3, "delay": max(1, every // 3), "blend": 0.5},
         },
     }
+    if what not in known:
+        raise SystemExit(f"{what}: expected {' or '.join(known)}")
     return known[what]
 
 
@@ -115,7 +117,8 @@ def train(job: dict[str, Any], method: str, seed: int) -> dict[str, Any]:
 def main(words: Sequence[str] | None = None) -> int:
     """A table of the methods; 1 when a bar is missed or some runs are left."""
     options = read_options(
-        *(__doc__, words),
+        __doc__,
+        words,
         _what=(str, "wires or islands"),
         _file=(Path, "keeps every loss; models after the first part lie beside it"),
         model="gpt-5m",

@@ -28,7 +28,8 @@ def read_options(text: str | None, words: Sequence[str] | None, /, **options: An
     """The command line's options of a script whose docstring is `text`.
 
     Each keyword is an option with its default, or the type of an option without one; with a text behind it in a tuple,
-    that is its help. A list takes one of more values, and keywords that begin with "_" are arguments.
+    that is its help. A list takes some of its values, an empty one any words. A number whose default is positive must
+    be positive. Keywords that begin with "_" are arguments.
     """
     parser = argparse.ArgumentParser(
         description=text, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
@@ -39,11 +40,23 @@ def read_options(text: str | None, words: Sequence[str] | None, /, **options: An
         if default is False:
             how["action"] = "store_true"
         elif isinstance(default, list):
-            how["nargs"] = "*"
+            how |= {"nargs": "+", "choices": default} if default else {"nargs": "*"}
+        elif isinstance(default, int | float) and default > 0:
+            how["type"] = _positive(type(default))
         else:
             how["type"] = default if isinstance(default, type) else type(default)
         parser.add_argument(name.lstrip("_") if name[0] == "_" else f"--{name.replace('_', '-')}", **how)
     return parser.parse_args(words)
+
+
+def _positive(kind: type[int | float]) -> Callable[[str], int | float]:
+    def read(word: str) -> int | float:
+        if (value := kind(word)) <= 0:
+            raise argparse.ArgumentTypeError(f"{word} is not positive")
+        return value
+
+    read.__name__ = kind.__name__
+    return read
 
 
 def in_rounds(

@@ -120,7 +120,8 @@ def judge(place: str, cells: Sequence[Cell], own: int) -> bool:
 
 def main(words: Sequence[str] | None = None) -> int:
     options = read_options(
-        *(__doc__, words),
+        __doc__,
+        words,
         places=",".join(PLACES),
         model="gpt-5m",
         seq_len=128,

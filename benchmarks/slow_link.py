@@ -64,7 +64,8 @@ def on_hosts(
 def main(words: Sequence[str] | None = None) -> int:
     """Run the bench; its exit code, or 4 where there can be no hosts."""
     arguments = read_options(
-        *(__doc__, words),
+        __doc__,
+        words,
         gbits=(1.0, "of the link, each way; sockets carry about 0.93 of it"),
         _bench=([], "options of zerokit bench, after --"),
     )

@@ -27,7 +27,8 @@ from tests.support.distributed import ROOT, run_each, run_ranks, run_ranks_expec
 from tests.support.machine import live_storages
 from tests.support.models import CASES, Case
 from tests.support.models.transformers import Block, Gpt
-from tests.support.training import Run, Trajectory, build_seeded, digest, one_step, whole_weights, wrap
+from tests.support.training import Run, Trajectory, build_seeded, digest, exact, one_step, whole_weights, wrap
+from zerokit.placement import stage_of
 
 STAGES = (0, 1, 2, 3)
 
@@ -193,6 +194,54 @@ def test_a_slow_rank_is_waited_for() -> None:
 
 
 # --- ranks that take different paths -----------------------------------------------------------------------
+
+
+class Turned(nn.Module):
+    """Blocks in line order on rank 0, in another order on rank 1, from step `since` on."""
+
+    def __init__(self, since: int) -> None:
+        super().__init__()
+        self.stem = nn.Linear(9, 12)
+        self.blocks = nn.ModuleList(nn.Linear(12, 12) for _ in range(4))
+        self.head = nn.Linear(12, 1)
+        self.since, self.calls = since, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        turned = dist.get_rank() == 1 and self.calls >= self.since
+        self.calls += 1
+        x = self.stem(x)
+        for index in (2, 0, 3, 1) if turned else (0, 1, 2, 3):
+            x = self.blocks[index](x).tanh()
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def _turned(stage: int, since: int) -> tuple[list[str], str]:
+    case = CASES["unit_called_twice"]
+    torch.manual_seed(9)
+    model = Turned(since)
+    optimizer = zerokit.ZeroOptimizer(
+        model, torch.optim.AdamW, stage=stage_of(stage), precision="fp32", bucket_mb=1e-6, lr=1e-2
+    )
+    losses = []
+    for step in range(4):
+        batch = case.batch(0, step, dist.get_rank())
+        loss = torch.nn.functional.mse_loss(model(batch["x"]), batch["y"])
+        optimizer.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(exact(loss))
+    return losses, digest(whole_weights(model).items())
+
+
+@pytest.mark.parametrize(("stage", "since"), [(2, 2), (3, 2)])
+def test_another_order_of_units_on_one_rank_is_right_or_an_error_but_no_hang(stage: int, since: int) -> None:
+    outcomes = run_ranks_expecting_errors(2, _turned, stage, since, timeout=2.0)
+    if all(outcome.ok for outcome in outcomes):
+        expected = run_ranks(2, _turned, 0, since)
+        assert [outcome.value for outcome in outcomes] == expected
+    else:
+        for outcome in outcomes:
+            assert outcome.raised("ZerokitError"), outcome.describe()
 
 
 def _skips_a_step(stage: int, what: str) -> None:
