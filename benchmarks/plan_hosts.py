@@ -1,10 +1,10 @@
 """Planned beside measured steps on hosts: two ranks of one node, and of two nodes joined by slow links.
 
-In each round the doctor's JSON is made, and for each stage a record of one rank alone; every micro-batch is measured,
-and `zerokit plan` is asked with both. Each planned step of the record's own micro-batch must be within 10 % of the
-measured one in the median of the rounds, and the cell that is planned to be the best must reach 97 % of the throughput
-of the best that was measured. Nodes are network namespaces of this machine, a rank takes one thread. Needs root and
-iproute2 for the links.
+In each round the doctor's JSON is made; each stage's micro-batches are measured between two records of one rank
+alone, and `zerokit plan` is asked with each of these and the JSON: their mean is what was planned. Each planned step
+of the records' own micro-batch must be within 10 % of the measured one in the median of the rounds, and the cell that
+is planned to be the best must reach 97 % of the throughput of the best that was measured. Nodes are network
+namespaces of this machine, a rank takes one thread. Needs root and iproute2 for the links.
 
 python benchmarks/plan_hosts.py
 python benchmarks/plan_hosts.py --places node --steps 10 --repeats 1 --batch-sizes 2,4
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file
@@ -66,8 +66,8 @@ def measure_round(
 ) -> dict[tuple[int, int], tuple[float, float]]:
     """Planned and measured milliseconds of every cell, by stage and micro-batch.
 
-    A machine's speed drifts within minutes, so each round begins with a doctor's report of its own, and each stage with
-    a record.
+    A machine's speed drifts within minutes, so each round begins with a doctor's report of its own, and each stage's
+    record is taken both before and after it.
     """
 
     def alone(*words: str) -> str:
@@ -84,20 +84,32 @@ def measure_round(
         *["--data", "synthetic", "--no-mlflow", "--no-twin", "--warmup", "4", "--steps"],
         str(options.steps),
     ]
-    found = {}
-    for stage in range(4):
-        record, sweep = folder / f"alone{number}-{stage}.json", folder / f"sweep{number}-{stage}"
+
+    def plan_with(record: Path, cells: Sequence[str]) -> dict[int, float]:
+        asked = ["--gpus", "2", "--device", "cpu", "--from", str(record), "--cluster", str(doctor), *cells]
+        asked += ["--seq-len", str(options.seq_len), "--no-recompute", "--json"]
+        return {
+            one["batch_size"]: one["step_ms"]
+            for one in json.loads(alone("plan", options.model, *asked))["fitting"]
+        }
+
+    def record_alone(turn: int) -> Path:
+        record = folder / f"alone{number}-{turn}.json"
         own = ["--batch-size", str(options.batch_size), "--nproc-per-node", "1", "--output", str(record)]
         alone("bench", *model, *timed, *own)
+        return record
+
+    found, records = {}, [record_alone(0)]
+    for stage in range(4):
+        sweep = folder / f"sweep{number}-{stage}"
         cells = ["--stage", str(stage), "--batch-size", options.batch_sizes]
         together("bench", *model, *timed, *cells, "--output", str(sweep))
-        asked = ["--gpus", "2", "--device", "cpu", "--from", str(record), "--cluster", str(doctor), *cells]
-        asked += ["--seq-len", str(options.seq_len), "--no-recompute"]
-        answer = json.loads(alone("plan", options.model, *asked, "--json"))
-        planned = {one["batch_size"]: one["step_ms"] for one in answer["fitting"]}
+        records.append(record_alone(stage + 1))
+        planned = [plan_with(record, cells) for record in records[-2:]]
         for one in in_folder(sweep):
+            size = one.settings.batch_size
             times = slowest([rank.step_ms for rank in one.ranks])
-            found[stage, one.settings.batch_size] = planned[one.settings.batch_size], median(times)
+            found[stage, size] = mean(each[size] for each in planned), median(times)
     return found
 
 
