@@ -110,6 +110,11 @@ def measure_round(
             size = one.settings.batch_size
             times = slowest([rank.step_ms for rank in one.ranks])
             found[stage, size] = mean(each[size] for each in planned), median(times)
+            print(
+                f"round {number}, stage {stage}, batch {size}: {found[stage, size]} ms",
+                [p[size] for p in planned],
+                file=sys.stderr,
+            )
     return found
 
 
