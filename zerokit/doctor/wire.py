@@ -216,9 +216,9 @@ def measure_pairs(group: dist.ProcessGroup, accelerator: Accelerator, leaders: S
 def _swap(outgoing: torch.Tensor, incoming: torch.Tensor, other: int, group: dist.ProcessGroup) -> None:
     import torch.distributed as dist
 
-    operations = [
-        dist.P2POp(dist.isend, outgoing, other, group),
+    operations = [  # in this order: behind a send, gloo may take nothing in, and both directions take turns
         dist.P2POp(dist.irecv, incoming, other, group),
+        dist.P2POp(dist.isend, outgoing, other, group),
     ]
     for work in dist.batch_isend_irecv(operations):
         work.wait()
