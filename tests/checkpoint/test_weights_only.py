@@ -182,7 +182,7 @@ def test_loading_weights_as_a_whole_state_is_refused_with_the_line_to_write(
     for (of_run, of_step, beside_whole), *_ in loads:
         assert "step-00000002 was saved with weights_only=True" in of_run
         assert f'zerokit.load("{step.parent}", optimizer, weights_only=True)' in of_run
-        assert of_step.startswith(f"{step}: has weights only, no optimizer's state")
+        assert of_step.startswith(f"{step}: has weights but no optimizer state")
         assert f'zerokit.load("{step}", optimizer, weights_only=True)' in of_step
         assert f'zerokit.load("{mixed / "step-00000002"}", optimizer)' in beside_whole
     assert zerokit.Checkpoint(mixed).step == 4

@@ -132,7 +132,9 @@ def test_files_of_two_saves_are_not_mixed(made: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(made / "deepspeed-2-fp32", tmp_path / "mixed"))
     other = made / "deepspeed-1-fp32" / f"global_step{STEPS}" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
     shutil.copy(other, next(folder.rglob("zero_pp_rank_1_mp*")))
-    with pytest.raises(CheckpointError, match="of stage 1, rank 0's is of 2: files of several saves"):
+    with pytest.raises(
+        CheckpointError, match="saved at stage 1, rank 0's file at stage 2: files of several saves"
+    ):
         open_source(folder)
 
 

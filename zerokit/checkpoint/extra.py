@@ -323,7 +323,7 @@ def _check_values(plain: dict[str, Any], manifest: Manifest) -> None:
         positions = set()
         for name in _text_mapping(values, what):
             if name not in manifest.layout.positions:
-                raise ValueError(f"{what} is of {name[:200]!r}, which is not a parameter")
+                raise ValueError(f"{what} belongs to {name[:200]!r}, which is not a parameter")
             positions.add(manifest.layout.positions[name])
         tensors = [(held.kind, held.parameters) for held in manifest.streams]
         tensors += [(held.kind, held.parameters) for held in manifest.scalars]

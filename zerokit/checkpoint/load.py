@@ -200,7 +200,7 @@ def _prepare(
             whole = find_step(checkpoint.path.parent, whole=True).path
             other = f', or continue from the newest whole one, zerokit.load("{whole}", optimizer)'
         raise CheckpointError(
-            f"{checkpoint.path}: has weights only, no optimizer's state to continue from: take them with "
+            f"{checkpoint.path}: has weights but no optimizer state to continue from: load them with "
             f'zerokit.load("{checkpoint.path}", optimizer, weights_only=True){other}'
         )
     match = match_state(

@@ -102,7 +102,7 @@ def parse_header(content: bytes, file_size: int, where: str) -> Header:
         if not text.startswith(b"{"):
             raise ValueError(f"begins with {text[:8]!r}, expected a JSON object")
         if not text.rstrip(b" ").endswith(b"}"):
-            raise ValueError("ends with something else than spaces")
+            raise ValueError("does not end with spaces")
         entries: dict[str, Any] = parse_json(text)
         metadata = {
             key: typed(value, str, f"{METADATA} {key!r}")
@@ -128,7 +128,7 @@ def _tensor(name: str, entry: dict[str, Any], base: int) -> Tensor:
         shape = shape_of(entry)
         offsets = members(entry, "data_offsets", int)
         if len(offsets) != 2 or not 0 <= offsets[0] <= offsets[1]:
-            raise ValueError(f"data_offsets {str(offsets)[:60]} are no [start, stop]")
+            raise ValueError(f"data_offsets {str(offsets)[:60]} are not [start, stop]")
         size = math.prod(shape) * width
         if offsets[1] - offsets[0] != size:
             raise ValueError(f"{offsets[1] - offsets[0]} bytes for {dtype} of shape {shape}, expected {size}")

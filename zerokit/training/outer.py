@@ -317,7 +317,7 @@ def _build(make: OuterOptimizer, anchors: list[nn.Parameter]) -> Optimizer:
     outer = make(anchors)
     if not isinstance(outer, Optimizer):
         raise UsageError(
-            f"outer made a {type(outer).__name__}: expected a torch optimizer over the parameters that it is given"
+            f"outer returned a {type(outer).__name__}: expected a torch optimizer over the parameters that it is given"
         )
     return outer
 

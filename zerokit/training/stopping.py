@@ -66,7 +66,9 @@ class StopSignal:
         every: int = 1,
     ) -> None:
         if not isinstance(optimizer, ZeroOptimizer):
-            raise UsageError(f"StopSignal({type(optimizer).__name__}, ...): give the ZeroOptimizer first")
+            raise UsageError(
+                f"the first argument is a {type(optimizer).__name__}: pass the ZeroOptimizer, StopSignal(optimizer)"
+            )
         if not 0 <= minutes_before < math.inf:
             raise UsageError(f"minutes_before={minutes_before!r}: expected a number of at least 0")
         if type(every) is not int or every < 1:

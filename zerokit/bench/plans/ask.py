@@ -179,7 +179,7 @@ def _usual_nodes(gpus: int) -> int:
             return nodes
     if gpus <= USUAL_NODE:
         return 1
-    raise UsageError(f"{gpus} devices do not divide among nodes of 2 to {USUAL_NODE}: give --nodes")
+    raise UsageError(f"{gpus} devices cannot be divided among nodes of 2 to {USUAL_NODE}: give --nodes")
 
 
 def _measured_device(record: Record, given: Device | None) -> Device:

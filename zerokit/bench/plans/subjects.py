@@ -142,7 +142,7 @@ def _from_config(path: Path, seq_len: int | None) -> Subject:
             name = type(build().model).__name__
     except Exception as error:  # whatever a library makes of somebody's file
         raise UsageError(
-            f"{path}: transformers makes no model with a loss of it ({type(error).__name__}: "
+            f"{path}: transformers builds no model with a loss from it ({type(error).__name__}: "
             f"{str(error)[:200]}); give a factory, package.module:function, that builds the model with its loss"
         ) from error
     assumptions = [f"Trained as transformers' {name}, with its own loss."]
@@ -150,7 +150,7 @@ def _from_config(path: Path, seq_len: int | None) -> Subject:
         assumptions.append("Weights are trained, so quantization_config is ignored.")
     if "ImageClassification" in task.__name__:
         if seq_len is not None:
-            raise UsageError(f"{path} is a model of images: leave --seq-len {seq_len} out")
+            raise UsageError(f"{path} is an image model: omit --seq-len {seq_len}")
         vision = getattr(config, "vision_config", config)
         size = getattr(vision, "image_size", None) or USUAL_SIDE
         if getattr(vision, "image_size", None) is None:
@@ -204,7 +204,7 @@ def _configure(content: dict[str, Any]) -> tuple[Any, Any]:
             made[auto._model_mapping[type(config)].__name__] = auto
     named = content.get("architectures") or []
     if not made or any(name.rpartition("For")[1] and name not in made for name in named):
-        raise ValueError(f"{', '.join(named) or content['model_type']} is none of {', '.join(_TASKS)}")
+        raise ValueError(f"{', '.join(named) or content['model_type']} is not one of {', '.join(_TASKS)}")
     task = next((made[name] for name in named if name in made), next(iter(made.values())))
     if "Seq2Seq" in task.__name__ and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = 0  # any will do: shapes are the same
@@ -215,10 +215,10 @@ def _read_config(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UsageError(f"{path} is no model's configuration: {error}") from error
+        raise UsageError(f"{path} is not a model configuration: {error}") from error
     if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
         raise UsageError(
-            f"{path} is no model's configuration: it has no model_type, as transformers writes one"
+            f"{path} is not a model configuration: it has no model_type, as transformers writes one"
         )
     return content
 

@@ -97,7 +97,7 @@ def convert(
         write_deepspeed(checkpoint, ranks, target, options)
     else:
         raise UsageError(
-            f"{checkpoint.path} is of {checkpoint.format}: a DeepSpeed checkpoint is only written from one of "
+            f"{checkpoint.path} has format {checkpoint.format}: a DeepSpeed checkpoint is only written from one of "
             "DeepSpeed, whose own settings it keeps; use format='zerokit' or 'dcp'"
         )
     return Converted(target, path, kind, checkpoint.step, checkpoint.format, checkpoint.world, ranks)

@@ -92,7 +92,9 @@ class Items:
         dtype = properties.state[0] if isinstance(properties.state, tuple) else properties.fields["dtype"]
         kind = dtype.text.removeprefix("torch.") if isinstance(dtype, Name) else str(dtype)
         if kind not in ELEMENT_BYTES:
-            raise CheckpointError(f"{self.path}: {name} is of {kind[:60]}, which zerokit cannot hold")
+            raise CheckpointError(
+                f"{self.path}: {name} has elements of {kind[:60]}, which zerokit does not read"
+            )
         width = ELEMENT_BYTES[kind]
         stretches: list[Stretch] = []
         crcs = []

@@ -120,7 +120,7 @@ class Reader:
             path = self.files.optimizers[rank]
             if stage_of(optimizer) != self.stage:
                 raise CheckpointError(
-                    f"{path}: of stage {stage_of(optimizer)}, rank 0's is of {self.stage}: {mixed}"
+                    f"{path}: saved at stage {stage_of(optimizer)}, rank 0's file at stage {self.stage}: {mixed}"
                 )
             if "ds_zero_partition_groups" in optimizer:
                 raise CheckpointError(f"{folder}: holds a mixture of experts, which zerokit does not read")

@@ -135,7 +135,7 @@ class ForeignCheckpoint(Source):
         if not 0 <= self.described.step <= MAX_STEP:
             raise CheckpointError(f"{self.path}: its step is {self.described.step}")
         if not 1 <= self.described.world <= MAX_WORLD:
-            raise CheckpointError(f"{self.path}: its files are of {self.described.world} ranks")
+            raise CheckpointError(f"{self.path}: its files name {self.described.world} ranks")
         for stored in self.described.parameters:
             parameter = stored.parameter
             for kind, stream in stored.streams.items():

@@ -175,7 +175,7 @@ def _sharded(path: Path, headers: list[Header]) -> dict[str, _Stored]:
         for offsets, number, tensor in held:
             if tensor.dtype != held[0][2].dtype:
                 raise CheckpointError(
-                    f"{path}: {name} is of {held[0][2].dtype} in one file, {tensor.dtype} in another"
+                    f"{path}: {name} is {held[0][2].dtype} in one file, {tensor.dtype} in another"
                 )
             if not math.prod(tensor.shape):
                 continue

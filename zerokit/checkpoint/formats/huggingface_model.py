@@ -103,7 +103,7 @@ def check_like(model: Path, ours: Mapping[str, Shape], aliases: Mapping[str, str
     adapted = next((name for name in ours if _ADAPTER.search(name)), None)
     if adapted is not None:
         raise CheckpointError(
-            f"the checkpoint is of a PEFT model ({adapted}), whose names from_pretrained() does not know: it "
+            f"the checkpoint is that of a PEFT model ({adapted}), whose names from_pretrained() does not know: it "
             "would start with random weights. Load it into the model with zerokit.load(), then call, on all ranks, "
             "model.save_pretrained(DIR) for the adapter, or model.merge_and_unload() inside "
             "`with optimizer.gathered():`"
