@@ -16,7 +16,7 @@ from datasets import Dataset
 from peft import LoraConfig, PeftModel
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, PrinterCallback
-from trl import SFTConfig, SFTTrainer  # type: ignore[attr-defined]
+from trl import SFTConfig, SFTTrainer
 
 from zerokit.integrations.transformers import ZeroTrainer
 
@@ -47,7 +47,7 @@ def main(directory: str) -> None:
     warnings.simplefilter("ignore", FutureWarning)  # transformers renames what TRL sets
     made = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
     )
     cpu = not torch.cuda.is_available()

@@ -51,7 +51,7 @@ def _pl() -> Any:
 def _module(pl: Any, **changes: Any) -> Any:
     """A module of two groups that reads a parameter outside `forward`; `changes` are methods of its own."""
 
-    class Net(pl.LightningModule):  # type: ignore[misc]
+    class Net(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
             torch.manual_seed(5)

@@ -15,7 +15,7 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -88,12 +88,12 @@ class ZeroTrainer(Trainer):
     @property
     def zero_optimizer(self) -> ZeroOptimizer | None:
         """The `ZeroOptimizer`, once `train` has begun: for `memory()`, `gathered()` and others."""
-        return self.accelerator.zero_optimizer  # type: ignore[no-any-return]
+        return self.accelerator.zero_optimizer
 
     # ---- preparing
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
-        arguments = super()._build_accelerator_args(**kwargs)
+        arguments: dict[str, Any] = super()._build_accelerator_args(**kwargs)
         arguments["mixed_precision"] = "no"  # ZeroOptimizer casts, and scales the loss
         self._accelerator_arguments = arguments
         return arguments
@@ -248,11 +248,11 @@ class ZeroTrainer(Trainer):
     # ----
 
     def _prepared(self) -> ZeroOptimizer:
-        return self.accelerator.prepared("this")  # type: ignore[no-any-return]
+        return self.accelerator.prepared("this")
 
     def _schedule(self) -> LRScheduler:
         assert self.lr_scheduler is not None
-        return self.lr_scheduler
+        return cast(LRScheduler, self.lr_scheduler)
 
     def _together(self) -> Together:
         return Together(self._prepared().runtime.collectives)
