@@ -147,6 +147,10 @@ class Guarded(_WithoutGradient):
             _note_changes(parameter, name, args, result)
         return result
 
+    def set_(self, source: Tensor) -> Tensor:  # type: ignore[override]
+        """Take the values, and keep the memory: parametrizations call it when `layer.weight = value` is assigned."""
+        return self.copy_(source)  # unlike `set_`, it is shown to __torch_function__
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         ticket = ticket_of(self)
         named = "" if ticket is None else f"{ticket.name}, "

@@ -249,6 +249,18 @@ def cached_weight_norm(engine: Engine) -> None:
         engine.update(square(x))
 
 
+@pattern(
+    "a parametrized weight assigned (`layer.weight = …`) inside `gathered()`",
+    lambda: _parametrized(parametrizations.weight_norm),
+)
+def assigned_weight_norm(engine: Engine) -> None:
+    for _ in range(STEPS):
+        engine.update(square(engine.model(engine.data(4, WIDTH))))
+        with engine.gathered(), torch.no_grad():
+            for block in engine.model:
+                block.inner.weight = 0.9 * block.inner.weight
+
+
 def _old_weight_norm() -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
