@@ -138,6 +138,11 @@ def _all_frozen() -> None:
     make(small().requires_grad_(False))
 
 
+def _another_default_device() -> None:
+    with torch.device("meta"):
+        make()
+
+
 def _without_parameters() -> None:
     make(nn.ReLU())
 
@@ -153,6 +158,7 @@ CONSTRUCTIONS: dict[str, tuple[Callable[[], Any], str, tuple[str, ...]]] = {
     "foreign parameter": (_foreign, "UsageError", ("3, 5",)),
     "inside a wrapped one": (_inside_a_wrapped_one, "UsageError", ("already", "ZeroOptimizer")),
     "all frozen": (_all_frozen, "UsageError", ("requires",)),
+    "another default device": (_another_default_device, "UsageError", ("meta", "model.to(device)")),
     "no parameters": (_without_parameters, "UsageError", ("parameter",)),
     "LBFGS": (lambda: make(cls=torch.optim.LBFGS), "UnsupportedOptimizer", ("LBFGS", "AdamW")),
     "Adafactor": (lambda: make(cls=torch.optim.Adafactor), "UnsupportedOptimizer", ("Adafactor", "AdamW")),

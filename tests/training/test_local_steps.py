@@ -31,7 +31,7 @@ def _model(seed: int = 0) -> nn.Sequential:
 
 def _batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(step * 101 + rank)
-    x = torch.randn(8, 16, generator=generator)
+    x = torch.randn(8, 16, generator=generator, dtype=torch.float32)
     return x, x.roll(1, dims=1).sin()
 
 
@@ -156,6 +156,28 @@ def test_equal_bits_at_every_stage_and_on_every_island() -> None:
         first, *others = (weights for rank in ranks for weights in rank)
         for other in others:
             assert all(torch.equal(value, other[name]) for name, value in first.items()), case
+
+
+def _by_default(case: tuple[torch.dtype, str | None]) -> dict[str, Tensor]:
+    dtype, wire = case
+    model = _model()
+    torch.set_default_dtype(dtype)
+    try:
+        optimizer = _wrap(model, (2, 2), precision=zerokit.Precision(compute="fp32", wire="int8"))
+        zerokit.LocalSteps(optimizer, every=2, wire=wire)
+        for step in range(4):
+            _step(model, optimizer, step, dist.get_rank())
+        return _weights(model)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_what_zerokit_keeps_does_not_depend_on_the_default_dtype() -> None:
+    for wire in (None, "int8"):
+        cases = [(torch.float32, wire), (torch.bfloat16, wire), (torch.float64, wire)]
+        expected, *others = (ranks[0] for ranks in run_each(4, _by_default, cases))
+        for other in others:
+            assert all(torch.equal(value, other[name]) for name, value in expected.items()), wire
 
 
 def _against_arithmetic() -> None:

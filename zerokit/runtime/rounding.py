@@ -37,7 +37,7 @@ class Rounding:
         """Whether updated parameters travel so, too."""
         self._feedback = precision.feedback
         if self._feedback and self._collectives.world > 1:
-            self.residual = torch.zeros(self.sent.numel, device=state.device)
+            self.residual = torch.zeros(self.sent.numel, dtype=torch.float32, device=state.device)
         self._epoch: object = None
         self._turn = 0
 
@@ -60,7 +60,7 @@ class Rounding:
     def send_update(self, memory: Tensor) -> Work:
         """Start to gather how this rank's masters differ from their shard of `memory`, for all to add the same."""
         route = self._collectives.routes[self._axis]
-        own = torch.zeros(self._state.own.numel, device=memory.device)
+        own = torch.zeros(self._state.own.numel, dtype=torch.float32, device=memory.device)
         for master in self._state.masters:
             start = master.interval.start - self._state.own.start
             own[start : start + master.interval.numel].copy_(master.tensor.detach()).sub_(
@@ -101,7 +101,7 @@ class Rounding:
         if not self._feedback:
             return
         if self.residual is None and residuals:
-            self.residual = torch.zeros(self.sent.numel, device=self._state.device)
+            self.residual = torch.zeros(self.sent.numel, dtype=torch.float32, device=self._state.device)
         if self.residual is None:
             return
         own = torch.zeros_like(self._own_residual())

@@ -29,7 +29,8 @@ class Differences:
 
     def __init__(self, form: BlockFormat, islands: int, piece: int) -> None:
         self.form, self.block = form, form.block
-        self.known, self.lost = torch.zeros(islands, piece), torch.zeros(islands, piece)
+        self.known = torch.zeros(islands, piece, dtype=torch.float32)
+        self.lost = torch.zeros_like(self.known)
 
     def pack_movement(self, weights: Tensor, start: int, stop: int) -> Tensor:
         """How `weights` [islands, stop − start] differ from what is known of that stretch of each piece."""
@@ -38,7 +39,7 @@ class Differences:
 
     def mean_movement(self, packed: Tensor, numel: int) -> Tensor:
         """The mean [numel] of what each island has sent."""
-        wire, total = QuantisedWire(self.form), torch.zeros(numel)
+        wire, total = QuantisedWire(self.form), torch.zeros(numel, dtype=torch.float32)
         for term in packed:
             wire.unpack(term, total, add=True)
         return total.div_(len(packed))

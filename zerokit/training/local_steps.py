@@ -133,7 +133,7 @@ class LocalSteps:
 
     def _make_part(self, fragment: Fragment, form: BlockFormat | None, *, kept: bool) -> Part:
         region = Region(fragment, self._masters.rank, self.islands)
-        anchor = nn.Parameter(torch.zeros(region.piece_numel)) if kept else None
+        anchor = nn.Parameter(torch.zeros(region.piece_numel, dtype=torch.float32)) if kept else None
         differences = None if form is None else Differences(form, self.islands, region.piece_numel)
         return Part(fragment, region, self.island, anchor, differences)
 

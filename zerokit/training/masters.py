@@ -63,7 +63,7 @@ class Masters:
 
     def region(self, region: Region) -> Tensor:
         """The masters of a region [numel], in fp32."""
-        values = torch.zeros(region.numel)
+        values = torch.zeros(region.numel, dtype=torch.float32)
         for unit, place in region.shards():
             self._read(unit.index, values[place.start : place.stop])
         return values

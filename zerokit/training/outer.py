@@ -63,7 +63,7 @@ class Part:
 
     def join(self, shards: Mapping[int, Tensor]) -> Tensor:
         """The region [numel] that consists of these shards, by unit."""
-        region = torch.zeros(self.region.numel)
+        region = torch.zeros(self.region.numel, dtype=torch.float32)
         for index, place in self.split(region).items():
             place.copy_(shards[index])
         return region
@@ -240,7 +240,10 @@ class Outer:
     def room(self, names: Iterable[str]) -> dict[str, dict[int, Tensor]]:
         """Zeros for the shards of the streams of these names, by unit."""
         units = [unit for part in self.parts for unit in part.fragment.units]
-        return {name: {unit.index: torch.zeros(unit.shard_numel) for unit in units} for name in names}
+        return {
+            name: {unit.index: torch.zeros(unit.shard_numel, dtype=torch.float32) for unit in units}
+            for name in names
+        }
 
     def fragment_names(self) -> list[list[str]]:
         """The names of the units of each fragment."""

@@ -130,7 +130,9 @@ class QuantisedWire(Wire):
     def _load(self, stored: Tensor) -> Tensor:
         if self.form.bits == 8:
             return stored.view(torch.int8).float()
-        numbers = torch.empty(*stored.shape[:-1], 2 * stored.shape[-1], device=stored.device)
+        numbers = torch.empty(
+            *stored.shape[:-1], 2 * stored.shape[-1], dtype=torch.float32, device=stored.device
+        )
         numbers[..., : stored.shape[-1]].copy_(stored & 15)
         numbers[..., stored.shape[-1] :].copy_(stored >> 4)
         return numbers.sub_(8.0)
