@@ -220,9 +220,16 @@ class Exchange:
             yield start, min(start + size, numel)
 
     def _swap(self, sent: Tensor) -> Tensor:
+        """What every island has for this one, in the shape of `sent` [islands, …]: a row for each."""
         received = torch.empty_like(sent)
-        # Not dist.all_to_all_single, which checks its arguments anew for each of many small messages.
-        self._group.alltoall_base(received, sent, [], []).wait()
+        received[self.index] = sent[self.index]
+        others = [index for index in range(self.count) if index != self.index]
+        # Not gloo's all-to-all, which sends first: behind a send it may take nothing in, and the two directions of a
+        # link then take turns.
+        works = [self._group.recv([received[index]], index, 0) for index in others]
+        works += [self._group.send([sent[index]], index, 0) for index in others]
+        for work in works:
+            work.wait()
         return received
 
     def _agree_on_pace(self, one: Synchronisation, piece: int) -> Pace:
