@@ -306,6 +306,24 @@ def test_rounded_parameters_return_to_the_bit() -> None:
     run_ranks(2, _returning)
 
 
+def _loaded_again() -> None:
+    case, run = CASES["gpt"], Run(stage=2, precision=_precision("int8", **UPDATES))
+    model = build_seeded(case, 0)
+    optimizer = wrap(model, case, run)
+    generator = torch.Generator().manual_seed(0)
+    values = {name: torch.randn(one.shape, generator=generator) for name, one in model.state_dict().items()}
+    found = []
+    for step in range(2):
+        model.load_state_dict(values)
+        found.append([master.clone() for master in optimizer.state_dict()["masters"]])
+        one_step(model, optimizer, case, run, step, Trajectory())
+    assert all(torch.equal(first, second) for first, second in zip(*found, strict=True))
+
+
+def test_loaded_values_stay_exact_in_masters_where_rounded_updates_travel() -> None:
+    run_ranks(2, _loaded_again)
+
+
 def _each_account(name: str, micro: int) -> Iterator[tuple[Any, Any]]:
     case = CASES["gpt"]
     for stage in STAGES:

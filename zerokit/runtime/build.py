@@ -256,9 +256,9 @@ def _check_arguments(
         raise UsageError(f"prefetch={prefetch!r}: expected the number of units to gather ahead, 0 or more")
     if torch.get_default_device().type != "cpu":
         raise UsageError(
-            f"the default device is {torch.get_default_device()}, where numbers that zerokit keeps on the host would "
-            "be made: move the model with model.to(device) instead of calling torch.set_default_device(), and build "
-            "ZeroOptimizer outside of `with torch.device(...):`"
+            f"the default device is {torch.get_default_device()}, but zerokit also makes tensors that belong on the "
+            "host: use model.to(device) instead of torch.set_default_device(), and build ZeroOptimizer outside of "
+            "`with torch.device(...):`"
         )
     if not dist.is_initialized():
         raise UsageError(

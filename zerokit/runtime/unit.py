@@ -146,11 +146,11 @@ class UnitState(OwnedUnit):
         self._memory.store()
         with torch.no_grad():
             for master in self.masters if self.separate else ():
-                kept, known = self.kept_part(master.interval), master.tensor.to(self.dtype)
+                kept = self.kept_part(master.interval)
+                changed = master.tensor.to(self.dtype) != kept
                 if self.last_sent is not None:
                     start = master.interval.start - self.updated.start
-                    known = self.last_sent[start : start + kept.numel()]
-                changed = known != kept
+                    changed &= self.last_sent[start : start + kept.numel()] != kept
                 master.tensor.copy_(torch.where(changed, kept.to(master.tensor.dtype), master.tensor))
         if self.rounding is not None and self.rounding.updates:
             self.last_sent = self.kept_part(self.updated).clone()
