@@ -158,7 +158,7 @@ def test_equal_bits_at_every_stage_and_on_every_island() -> None:
             assert all(torch.equal(value, other[name]) for name, value in first.items()), case
 
 
-def _by_default(case: tuple[torch.dtype, str | None]) -> dict[str, Tensor]:
+def _by_default(case: tuple[torch.dtype, Any]) -> dict[str, Tensor]:
     dtype, wire = case
     model = _model()
     torch.set_default_dtype(dtype)
