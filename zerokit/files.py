@@ -127,7 +127,7 @@ def temporary(path: Path) -> Path:
 
 def stem(name: str) -> str:
     """The part of a name that its temporary name keeps: names end at 255 bytes."""
-    return name.encode()[:60].decode(errors="ignore")
+    return os.fsencode(name)[:60].decode(errors="ignore")
 
 
 def write_aside(path: Path, content: bytes, *, durable: bool = True) -> None:

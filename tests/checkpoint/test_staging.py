@@ -46,8 +46,9 @@ def nothing(folder: Path) -> str:
     return ""
 
 
-def test_a_staged_directory_appears_when_it_is_whole(tmp_path: Path) -> None:
-    target = tmp_path / ("é" * 120)  # a long name fits
+@pytest.mark.parametrize("name", ["é" * 120, os.fsdecode(b"\xff out")], ids=["long", "not UTF-8"])
+def test_a_staged_directory_appears_when_it_is_whole(tmp_path: Path, name: str) -> None:
+    target = tmp_path / name
     with staged(target) as work:
         assert work.parent == tmp_path
         write_file(work / "a", b"new")

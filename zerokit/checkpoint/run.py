@@ -199,9 +199,11 @@ def _newest(run: Path, *, whole: bool, sound: bool) -> Choice:
     if passed:
         raise CheckpointError(f"{run}: has no step to resume from: {'; '.join(passed)}")
     absent = (
-        f"{LATEST_NAME} names {latest.name}, which is not there" if latest else f"it has no {LATEST_NAME}"
+        f" and no step, and {LATEST_NAME} names {latest.name}, which is not there"
+        if latest
+        else f", no step and no {LATEST_NAME}"
     )
-    raise CheckpointError(f"{run}: not a checkpoint: it has no {NAME} and no step, and {absent}")
+    raise CheckpointError(f"{run}: not a checkpoint: it has no {NAME}{absent}")
 
 
 def _fault(run: Path, latest: Latest | None) -> str:
