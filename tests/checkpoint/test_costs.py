@@ -35,7 +35,7 @@ from zerokit.cli import cli
 from zerokit.errors import CheckpointError
 from zerokit.layout import Layout, Parameter, Unit
 
-FEW = 300
+FEW = 120
 
 
 def _replace_common(step: Path, content: bytes) -> None:

@@ -38,7 +38,7 @@ CASES = {
 
 
 def _faults(folder: str, how: How, fault: Fault) -> list[int]:
-    """One fault after the other in one training: at every second call of rank 0, then at every one of rank 1."""
+    """One fault after the other in one training: at every fourth call of rank 0, then at every second of rank 1."""
     rank, met = dist.get_rank(), []
     optimizer = small_optimizer()
     run = Path(folder, "run")
@@ -47,7 +47,7 @@ def _faults(folder: str, how: How, fault: Fault) -> list[int]:
     for victim in (0, 1):
         number = 0
         while True:
-            number += 2 if number and victim == 0 else 1
+            number += (4, 2)[victim] if number else 1
             if how == How():  # each time into a directory that is not there yet
                 run = Path(folder, f"run-{victim}-{number}", "inner")
             step += not how.overwrite
@@ -120,9 +120,9 @@ def test_a_conversion_that_fails_leaves_what_was_there(
         for seed in (0, 1):
             convert(tmp_path / f"run-{seed}", output=tmp_path / f"right-{seed}", jobs=1)
     right = [read_tree(tmp_path / f"right-{seed}") for seed in (0, 1)]
-    number = 0
+    number = 1
     while True:
-        number += 1
+        number += 3
         with files.replaced(Unsynced()):
             convert(tmp_path / "run-0", output=root / "out", force=(root / "out").exists(), jobs=1)
         disk = Failing(number, exchanges=exchanges)

@@ -37,27 +37,27 @@ def _train(model: Any, optimizer: zerokit.ZeroOptimizer, name: str, run: Run, st
     return trajectory
 
 
-def _save(name: str, run: Run, directory: str, steps: int = 3) -> list[str]:
+def _save(name: str, run: Run, directory: str, steps: int = 2) -> list[str]:
     """Train, save, and train on: the bits of what follows."""
     model = build_seeded(CASES[name], dist.get_rank())
     optimizer = wrap(model, CASES[name], run)
     _train(model, optimizer, name, run, range(steps))
     save(directory, optimizer, step=steps)
-    return _train(model, optimizer, name, run, range(steps, steps + 3)).bits()
+    return _train(model, optimizer, name, run, range(steps, steps + 2)).bits()
 
 
-def _continue(name: str, runs: list[Run], directory: str, first: int = 3) -> list[tuple[list[str], str]]:
+def _continue(name: str, runs: list[Run], directory: str, first: int = 2) -> list[tuple[list[str], str]]:
     found = []
     for run in runs:
         model = build_seeded(CASES[name], 5 + dist.get_rank())
         optimizer = wrap(model, CASES[name], run)
         load(directory, optimizer)
-        trajectory = _train(model, optimizer, name, run, range(first, first + 3))
+        trajectory = _train(model, optimizer, name, run, range(first, first + 2))
         found.append((trajectory.bits(), trajectory.buffers))
     return found
 
 
-def _started_from(name: str, run: Run, directory: str, first: int = 3) -> tuple[list[str], str]:
+def _started_from(name: str, run: Run, directory: str, first: int = 2) -> tuple[list[str], str]:
     """The reference: a stage-0 run whose state is written by hand from whole arrays, without `load`."""
     checkpoint = Checkpoint(Path(directory))
     model = build_seeded(CASES[name], 5 + dist.get_rank())
@@ -95,14 +95,14 @@ def _started_from(name: str, run: Run, directory: str, first: int = 3) -> tuple[
             float.fromhex(saved["value"]),
             saved["good_steps"],
         )
-    trajectory = _train(model, optimizer, name, run, range(first, first + 3))
+    trajectory = _train(model, optimizer, name, run, range(first, first + 2))
     return trajectory.bits(), trajectory.buffers
 
 
 WORLDS = {
     ("gpt", "fp32", "adamw"): (2, 4),
     ("lora", "bf16", "adamw"): (3,),
-    ("tiny_parameters", "fp16", "adamw"): (1, 3),
+    ("tiny_parameters", "fp16", "adamw"): (1,),
     ("resnet", "fp32", "momentum"): (3,),
     ("gpt_groups", "bf16", "adam"): (1,),
 }
@@ -134,13 +134,13 @@ def _compared(folder: str, world: int) -> dict[str, list[str]]:
         run, resharded = f"{folder}/{name}/run", f"{folder}/{name}/to-{world}"
         expected = _started_from(name, _run(case, 0, LARGE), run)
         runs = [_run(case, s, b) for s, b in zip(STAGES, (SMALL, LARGE, 0.004, SMALL), strict=True)]
-        here = runs if name == "gpt" else runs[1::2]
+        here = runs if world == 4 else runs[1::2]
         others = _continue(name, here, run) + _continue(name, [runs[world % 4]], resharded)
         assert others == [expected] * (len(here) + 1), case
         # What was cut is byte for byte what these ranks save.
         optimizer = wrap(build_seeded(CASES[name], 9), CASES[name], runs[3])
         extra = load(run, optimizer)
-        save(f"{folder}/{name}/{world}-saved", optimizer, step=3, extra=extra)
+        save(f"{folder}/{name}/{world}-saved", optimizer, step=2, extra=extra)
         found[name] = expected[0]
     return found
 
@@ -212,12 +212,15 @@ def _draws(directory: str, resume: bool) -> list[float]:
     return [*torch.rand(3).tolist(), random.random()]
 
 
+def _draws_twice(directory: str, resume: bool) -> tuple[list[float], list[float]]:
+    return _draws(directory, resume), _draws(directory, True)
+
+
 def test_generators_continue_and_differ_between_ranks(tmp_path: Path) -> None:
-    saved = run_ranks(2, _draws, str(tmp_path), False)
-    assert run_ranks(2, _draws, str(tmp_path), True) == saved
-    three = run_ranks(3, _draws, str(tmp_path), True)
-    assert len({str(draws) for draws in three}) == 3
-    assert run_ranks(3, _draws, str(tmp_path), True) == three
+    for world in (2, 3):
+        found = run_ranks(world, _draws_twice, str(tmp_path), world == 3)
+        assert all(before == after for before, after in found)
+    assert len({str(draws) for draws, _ in found}) == 3
 
 
 def _freezing(stage: int, bucket_mb: float, directory: str, resume: bool) -> list[str]:
@@ -241,9 +244,9 @@ def _freezing(stage: int, bucket_mb: float, directory: str, resume: bool) -> lis
 
 
 def _frozen_and_back(directory: str) -> None:
-    for bucket_mb in (SMALL, LARGE):
+    for bucket_mb, stages in ((SMALL, (0, 3)), (LARGE, (1, 2))):
         expected = _freezing(2, bucket_mb, f"{directory}/{bucket_mb}", False)
-        for stage in STAGES:
+        for stage in stages:
             assert _freezing(stage, bucket_mb, f"{directory}/{bucket_mb}", True) == expected
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 import zerokit
 from tests.formats.make_fixtures import STEPS, Model, groups, loss_of
 from tests.support.checkpoints import flip
-from tests.support.distributed import run_each, run_ranks
+from tests.support.distributed import run_each
 from zerokit.checkpoint.formats import open_source
 from zerokit.checkpoint.formats.foreign import ForeignCheckpoint
 from zerokit.errors import CheckpointError, UsageError
@@ -31,8 +31,9 @@ def _optimizer(stage: int, seed: int = 5) -> tuple[Model, zerokit.ZeroOptimizer]
     return model, zero
 
 
-def _go_on(path: str, source_world: int, stage: int, clip: float | None) -> list[float]:
+def _go_on(case: tuple[str, int, int, float | None]) -> list[float]:
     """The losses after the checkpoint, with the batches of the ranks that wrote it."""
+    path, source_world, stage, clip = case
     model, zero = _optimizer(stage)
     zerokit.load(path, zero)
     mine = range(dist.get_rank(), source_world, dist.get_world_size())
@@ -56,63 +57,58 @@ def _go_on(path: str, source_world: int, stage: int, clip: float | None) -> list
     return losses
 
 
-@pytest.mark.parametrize(
-    ("name", "source_world", "world", "stage"),
-    [
-        ("deepspeed-1-fp32", 2, 1, 3),
-        ("deepspeed-2-fp32", 4, 2, 1),
-        ("deepspeed-3-fp32", 4, 4, 2),
-        ("fsdp2-plain", 3, 3, 1),
-        ("fsdp2-titan", 2, 1, 2),
-        ("fsdp2-accelerate", 2, 2, 3),
-    ],
-)
-def test_losses_go_on_as_the_framework_would(
-    made: Path, name: str, source_world: int, world: int, stage: int
-) -> None:
+GO_ON = {
+    1: [("deepspeed-1-fp32", 2, 3), ("fsdp2-titan", 2, 2), ("fsdp2-plain", 3, 1)],
+    2: [("deepspeed-2-fp32", 4, 1), ("fsdp2-accelerate", 2, 3)],
+    4: [("deepspeed-3-fp32", 4, 2)],
+}
+"""By world size: a folder, the number of ranks that wrote it, and the stage."""
+
+
+@pytest.mark.parametrize("world", GO_ON)
+def test_losses_go_on_as_the_framework_would(made: Path, world: int) -> None:
     # DeepSpeed clips at 1 unless it is told otherwise.
-    clip = 1.0 if name.startswith("deepspeed") else None
-    resumed = run_ranks(world, _go_on, str(made / name), source_world, stage, clip)[0]
-    theirs = json.loads((made / name / "losses.json").read_text())[STEPS:]
-    assert resumed == pytest.approx(theirs, rel=1e-5)
+    cases = [
+        (str(made / name), source_world, stage, 1.0 if name.startswith("deepspeed") else None)
+        for name, source_world, stage in GO_ON[world]
+    ]
+    for (name, _, _), (resumed, *_) in zip(GO_ON[world], run_each(world, _go_on, cases), strict=True):
+        theirs = json.loads((made / name / "losses.json").read_text())[STEPS:]
+        assert resumed == pytest.approx(theirs, rel=1e-5), name
 
 
-def _weights(path: str, stage: int, arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
-    model, zero = _optimizer(stage)
+def _weights(case: tuple[Path, dict[str, Any]]) -> dict[str, torch.Tensor]:
+    path, arguments = case
+    model, zero = _optimizer(3)
     zerokit.load(path, zero, weights_only=True, **arguments)
     with zero.gathered():
         return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("name", ["fsdp2-safetensors", "fsdp2-weights", "deepspeed-3-bf16"])
-def test_weights_alone_come_from_any_format(made: Path, name: str) -> None:
-    expected = load_file(made / name / "expected.safetensors")
-    weights = run_ranks(2, _weights, str(made / name), 3, {})[1]
-    for key, value in expected.items():
-        kind, _, parameter = key.partition("/")
-        if kind in ("master", "param", "buffer"):
-            assert torch.equal(weights[parameter], value.to(weights[parameter].dtype)), key
-    assert torch.equal(weights["head.weight"], weights["embed.weight"])
+def test_weights_alone_come_from_any_format_by_any_names(made: Path, tmp_path: Path) -> None:
+    folders = [made / name for name in ("fsdp2-safetensors", "fsdp2-weights", "deepspeed-3-bf16")]
+    weights = _weights_in(made / "fsdp2-weights")
+    for file, prefix in (("a", "module._orig_mod."), ("b", "net.")):
+        save_file({prefix + name: value for name, value in weights.items()}, tmp_path / f"{file}.safetensors")
+    named = [(tmp_path / "a.safetensors", {}), (tmp_path / "b.safetensors", {"rename": {"net.": ""}})]
+    found = [ranks[1] for ranks in run_each(2, _weights, [*((folder, {}) for folder in folders), *named])]
+    for folder, loaded in zip(folders, found, strict=False):
+        for key, value in load_file(folder / "expected.safetensors").items():
+            kind, _, parameter = key.partition("/")
+            if kind in ("master", "param", "buffer"):
+                assert torch.equal(loaded[parameter], value.to(loaded[parameter].dtype)), key
+        assert torch.equal(loaded["head.weight"], loaded["embed.weight"])
+    for loaded in found[3:]:
+        assert all(torch.equal(loaded[name], value) for name, value in weights.items())
 
 
-def test_names_are_mapped(made: Path, tmp_path: Path) -> None:
-    weights = {
-        key.partition("/")[2]: value
-        for key, value in load_file(made / "fsdp2-weights" / "expected.safetensors").items()
-        if not key.startswith("exp_avg")
-    }
-    save_file(
-        {f"module._orig_mod.{name}": value for name, value in weights.items()}, tmp_path / "a.safetensors"
-    )
-    save_file({f"net.{name}": value for name, value in weights.items()}, tmp_path / "b.safetensors")
-    wrapped = run_ranks(1, _weights, str(tmp_path / "a.safetensors"), 2, {})[0]
-    mapped = run_ranks(1, _weights, str(tmp_path / "b.safetensors"), 2, {"rename": {"net.": ""}})[0]
-    for name, value in weights.items():
-        assert torch.equal(wrapped[name], value)
-        assert torch.equal(mapped[name], value)
+def _weights_in(folder: Path) -> dict[str, torch.Tensor]:
+    expected = load_file(folder / "expected.safetensors")
+    return {key.partition("/")[2]: value for key, value in expected.items() if not key.startswith("exp_avg")}
 
 
-def _refusal(path: str, arguments: dict[str, Any]) -> str:
+def _refusal(case: tuple[Path, dict[str, Any]]) -> str:
+    path, arguments = case
     _, zero = _optimizer(2)
     with pytest.raises((CheckpointError, UsageError)) as caught:
         zerokit.load(path, zero, **arguments)
@@ -120,22 +116,19 @@ def _refusal(path: str, arguments: dict[str, Any]) -> str:
 
 
 def test_what_does_not_fit_is_said(made: Path, tmp_path: Path) -> None:
-    weights = str(made / "fsdp2-safetensors")
-    assert "weights_only=True" in run_ranks(1, _refusal, weights, {})[0]
-    assert (
-        "missing in the checkpoint"
-        in run_ranks(1, _refusal, weights, {"weights_only": True, "rename": {"blocks.": "layers."}})[0]
-    )
+    weights = made / "fsdp2-safetensors"
     ours = zerokit.convert(made / "fsdp2-plain", tmp_path / "ours", format="zerokit")
-    assert (
-        "rename applies to other frameworks"
-        in run_ranks(1, _refusal, str(ours.path), {"rename": {"a": "b"}})[0]
-    )
-    untied = load_file(made / "fsdp2-weights" / "expected.safetensors")
-    untied = {key.partition("/")[2]: value for key, value in untied.items() if not key.startswith("exp_avg")}
+    untied = _weights_in(made / "fsdp2-weights")
     save_file(untied | {"head.weight": untied["embed.weight"] + 1}, tmp_path / "untied.safetensors")
-    refused = run_ranks(1, _refusal, str(tmp_path / "untied.safetensors"), {"weights_only": True})[0]
-    assert "tied in the model, but differ here" in refused
+    cases: list[tuple[Path, dict[str, Any], str]] = [
+        (weights, {}, "weights_only=True"),
+        (weights, {"weights_only": True, "rename": {"blocks.": "layers."}}, "missing in the checkpoint"),
+        (ours.path, {"rename": {"a": "b"}}, "rename applies to other frameworks"),
+        (tmp_path / "untied.safetensors", {"weights_only": True}, "tied in the model, but differ here"),
+    ]
+    told = run_each(1, _refusal, [case[:2] for case in cases])
+    for (said,), (_, _, expected) in zip(told, cases, strict=True):
+        assert expected in said
 
 
 def test_a_damaged_source_leaves_no_silent_state(made: Path, tmp_path: Path) -> None:
@@ -150,7 +143,7 @@ def test_a_damaged_source_leaves_no_silent_state(made: Path, tmp_path: Path) -> 
         if source.file_path(stretch.file) == path
     )
     flip(path, stretch.offset)
-    assert "damaged" in run_ranks(2, _refusal, str(folder), {})[0]
+    assert "damaged" in run_each(2, _refusal, [(folder, {})])[0][0]
 
 
 def _llama(folder: str) -> bool:

@@ -82,7 +82,7 @@ def test_a_hugging_face_configuration_is_planned(tmp_path: Path) -> None:
         ({"device": None}, "no device: give --device"),
         ({"gpus": 9, "nodes": 2}, "9 devices cannot be divided equally among 2 nodes"),
         ({"model": "gpt-tyni"}, "did you mean gpt-tiny"),
-        ({"model": "nothing.json"}, "is no model's configuration"),
+        ({"model": "nothing.json"}, "is not a model configuration"),
         ({"seq_len": 65}, "exceeds the 64 positions of gpt-tiny"),
         ({"mesh": "2x3"}, "mesh 2x3 has 6 ranks"),
         ({"mesh": "8x1"}, "one rank on its inner axis: write one axis as 1x8"),
@@ -154,8 +154,8 @@ def test_parts_of_a_configuration_limit_sequences_and_give_images(tmp_path: Path
 _MANY = """
 from tests.cli.commands import run_python
 from zerokit.bench.plans.ask import plan
-found = plan("gpt-5m", gpus=16384, device="h100-80", nodes=2048, seq_len=256, batch_size=(1, 4))
-assert len(found.fitting) == (10 + 4) * 2 * 2
+found = plan("gpt-5m", gpus=16384, device="h100-80", nodes=2048, seq_len=256, batch_size=4)
+assert len(found.fitting) == (10 + 4) * 2
 print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))
 """
 

@@ -42,7 +42,7 @@ def measure_and_plan(settings: list[dict[str, Any]]) -> list[tuple[Peaks, Peaks]
         tracker = MemoryTracker(trainer.held, "cpu") if dist.get_rank() == 0 else None
         for step in range(3):
             ready = batches.of(step * cell.samples_per_step)
-            if tracker is None or step == 0:
+            if tracker is None or step < 2:
                 trainer.step(ready)
                 continue
             tracker.begin_step()
@@ -82,11 +82,11 @@ def require_close(measured: Peaks, planned: Peaks) -> None:
             "accumulate": 2,
             "stages": (2, 3),
         },
-        {"model": "llama-tiny", "precision": "fp32", "seq_len": 64, "batch_size": 8, "stages": (0, 3)},
-        {"model": "mlp-mnist", "precision": "fp32", "batch_size": 16, "stages": (0, 2)},
-        {"model": "tests.planning.models:residual", "precision": "fp32", "stages": (1, 3)},
+        {"model": "llama-tiny", "precision": "fp32", "seq_len": 64, "batch_size": 8, "stages": (3,)},
+        {"model": "mlp-mnist", "precision": "fp32", "batch_size": 16, "stages": (0,)},
+        {"model": "tests.planning.models:residual", "precision": "fp32", "stages": (1,)},
         {"model": QWEN, "precision": "bf16", "seq_len": 64, "batch_size": 1, "stages": (3,)},
-        {"model": "tests.planning.models:dropping", "precision": "fp32", "batch_size": 64, "stages": (1, 3)},
+        {"model": "tests.planning.models:dropping", "precision": "fp32", "batch_size": 64, "stages": (2,)},
     ],
     ids=lambda each: f"{each['model']}-{each['precision']}",
 )
@@ -106,8 +106,7 @@ def test_on_two_axes() -> None:
 TRACES = Traces(subject_named("gpt-tiny"), on_cuda=False, exactly=True)
 
 
-@pytest.mark.parametrize("world", [8, 64, 512])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("world", "stage"), [(512, 0), (8, 1), (64, 2), (512, 3)])
 def test_layout_and_state_of_many_ranks_are_those_of_their_optimizer(world: int, stage: int) -> None:
     trace = TRACES.get(1, "bf16", recompute=False)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)

@@ -21,7 +21,7 @@ from zerokit.bench.record.metrics import METRICS, PACED
 
 RUNS = json.loads(Path(__file__).with_name("recorded_rounds.json").read_text())
 STEP = METRICS["step/p50_ms"]
-DRAWS = 500
+DRAWS = 200
 
 
 def ratios() -> list[float]:

@@ -167,7 +167,7 @@ class Breaking:
         return call
 
 
-@pytest.mark.parametrize("calls", range(0, 16, 2))
+@pytest.mark.parametrize("calls", [0, 5, 9, 14])
 def test_a_push_that_breaks_anywhere_is_completed_by_the_next(
     folder: SweepFolder,
     tracking: Tracking,
@@ -186,7 +186,7 @@ def test_a_push_that_breaks_anywhere_is_completed_by_the_next(
     assert runs(client, tracking)[0][0].info.status == "FINISHED"
 
 
-@pytest.mark.parametrize("calls", [1, 4, 9, 12])
+@pytest.mark.parametrize("calls", [4, 9])
 def test_a_server_that_goes_away_during_a_sweep_loses_nothing(
     folder: SweepFolder,
     tracking: Tracking,

@@ -1,0 +1,181 @@
+"""`zerokit.LocalSteps` saved in the middle of a round, and continued there or on another mesh."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import zerokit
+from tests.support.distributed import run_ranks
+from tests.support.islands import model_of, train_step, weights_of, wrap
+from zerokit.errors import UsageError
+
+
+def _continue(
+    folder: str, mesh: tuple[int, int], steps: range, save_at: int, kwargs: dict[str, Any], load: bool
+) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Train over `steps`, saving once; the weights at the end, and sums of what LocalSteps keeps after a load."""
+    rank, stage = dist.get_rank(), 3 if load else 2
+    model = model_of(seed=rank)
+    optimizer = wrap(model, mesh, stage, cls=torch.optim.AdamW, lr=1e-2)
+    local = zerokit.LocalSteps(optimizer, **kwargs)
+    if load:
+        assert zerokit.load(folder, optimizer) == "hello"
+    sums = {
+        name: sum(float(shard.double().sum()) for shard in shards.values())
+        for name, shards in local.streams().items()
+    }
+    for step in steps:
+        train_step(model, optimizer, step, rank)
+        if step + 1 == save_at:
+            path = zerokit.save(folder, optimizer, step=save_at, extra="hello", keep_last=1)
+            assert path.name == f"step-{save_at:08d}"
+            sums = {
+                name: sum(float(shard.double().sum()) for shard in shards.values())
+                for name, shards in local.streams().items()
+            }
+    return weights_of(model), sums
+
+
+ADAM = functools.partial(torch.optim.Adam, lr=0.05)
+STREAMING: dict[str, Any] = {"every": 4, "fragments": 2, "delay": 3, "blend": 0.5}
+FIRST_ROUND: dict[str, Any] = {"every": 10, "fragments": 2, "outer": ADAM}
+"""After 7 steps one of the fragments has not been synchronised yet."""
+
+RESUMED: list[dict[str, Any]] = [
+    {"every": 4},
+    {"every": 4, "outer": None, "delay": 2},
+    STREAMING | {"wire": "int4"},
+    FIRST_ROUND,
+]
+
+
+def _resumed(folder: str, load: bool) -> list[tuple[dict[str, Tensor], dict[str, float]]]:
+    steps, save_at = (range(7, 12), 0) if load else (range(12), 7)
+    return [
+        _continue(f"{folder}/{number}", (2, 2), steps, save_at, kwargs, load)
+        for number, kwargs in enumerate(RESUMED)
+    ]
+
+
+def test_resume_in_the_middle_of_a_round_is_bitwise_equal(tmp_path: Path) -> None:
+    whole, again = (run_ranks(4, _resumed, str(tmp_path), load) for load in (False, True))
+    for before, after in zip(whole, again, strict=True):
+        for (weights, sums), (other, other_sums) in zip(before, after, strict=True):
+            assert all(torch.equal(value, other[name]) for name, value in weights.items())
+            assert sums == other_sums
+    assert zerokit.list_steps(tmp_path / "0") == [7]
+    for island in range(2):
+        zerokit.verify(tmp_path / "0" / f"island-{island}")
+
+
+def _go_on_narrowly(folder: str) -> dict[str, Tensor]:
+    model = model_of(seed=dist.get_rank())
+    optimizer = wrap(model, (2, 1), cls=torch.optim.AdamW, lr=1e-2)
+    local = zerokit.LocalSteps(optimizer, every=4, wire="int4")
+    zerokit.load(folder, optimizer)
+    for step in range(7, 12):
+        train_step(model, optimizer, step, dist.get_rank())
+    local.synchronize()
+    return weights_of(model)
+
+
+def test_islands_agree_on_a_narrow_wire_after_a_plain_mean_in_the_middle_of_a_round(tmp_path: Path) -> None:
+    plain = {"every": 4, "outer": None}
+    run_ranks(2, _continue, str(tmp_path), (2, 1), range(7), 7, plain, False)
+    first, second = run_ranks(2, _go_on_narrowly, str(tmp_path))
+    assert all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+def _go_on_otherwise(folder: str) -> None:
+    """From a first round in which one of two fragments has been synchronised by Adam."""
+    options: list[dict[str, Any]] = [{"outer": ADAM, "fragments": 3}, {}, {"outer": None}]
+    for given in options:
+        model = model_of()
+        optimizer = wrap(model, (2, 1), cls=torch.optim.AdamW, lr=1e-2)
+        local = zerokit.LocalSteps(optimizer, every=10, **given)
+        if given.get("outer") is ADAM:
+            zerokit.load(folder, optimizer)
+        else:
+            with pytest.raises(zerokit.CheckpointError, match="another outer optimizer"):
+                zerokit.load(folder, optimizer)
+            with pytest.warns(UserWarning, match="another outer optimizer"):
+                zerokit.load(folder, optimizer, strict=False)
+        for step in range(7, 12):
+            train_step(model, optimizer, step, dist.get_rank())
+        local.synchronize()
+
+
+def test_outer_states_fit_other_fragments_and_no_other_optimizer(tmp_path: Path) -> None:
+    run_ranks(2, _continue, str(tmp_path), (2, 1), range(7), 7, FIRST_ROUND, False)
+    run_ranks(2, _go_on_otherwise, str(tmp_path))
+
+
+def _total(ranks: list[Any], inner: int) -> dict[str, float]:
+    """Each island has everything: the sums of one of them."""
+    return {name: sum(rank[1][name] for rank in ranks[:inner]) for name in ranks[0][1]}
+
+
+def test_nothing_is_lost_on_another_mesh(tmp_path: Path) -> None:
+    kwargs = STREAMING | {"wire": "int8"}
+    saved = _total(run_ranks(4, _continue, str(tmp_path), (2, 2), range(7), 7, kwargs, False), 2)
+    assert set(saved) == {"anchor", "momentum_buffer", "known", "lost"}
+    for mesh in ((3, 1), (4, 1)):
+        world = mesh[0] * mesh[1]
+        found = run_ranks(world, _continue, str(tmp_path), mesh, range(7, 7), 0, kwargs, True)
+        assert _total(found, mesh[1]) == pytest.approx(saved, rel=1e-12)
+
+
+def _alone(folder: str) -> None:
+    """One island is left: it goes on from that round without the others."""
+    optimizer = zerokit.ZeroOptimizer(
+        model_of(), torch.optim.AdamW, stage=2, bucket_mb=1e-6, precision="fp32"
+    )
+    with pytest.warns(UserWarning, match="runs of 2 islands") as caught:
+        assert zerokit.load(folder, optimizer, strict=False) == "hello"
+    assert len(caught) >= 1
+
+
+def test_an_optimizer_without_islands_takes_the_first_ones_state(tmp_path: Path) -> None:
+    run_ranks(2, _continue, str(tmp_path), (2, 1), range(5), 5, {"every": 4}, False)
+    run_ranks(1, _alone, str(tmp_path))
+    with pytest.warns(zerokit.ZerokitWarning, match="island-0"):
+        zerokit.consolidate(tmp_path, tmp_path / "model")
+    with pytest.raises(zerokit.CheckpointError, match="step-00000005"):
+        zerokit.check_run(tmp_path)
+
+
+def _dicts() -> None:
+    rank, found = dist.get_rank(), []
+    state: dict[str, Any] = {}
+    for again in range(2):
+        model = model_of()
+        optimizer = wrap(model, (2, 1), cls=torch.optim.AdamW)
+        local = zerokit.LocalSteps(optimizer, **STREAMING)
+        if again:
+            optimizer.load_state_dict(state)
+        for step in range(7 * again, 14):
+            if step == 7:
+                state = copy.deepcopy(optimizer.state_dict())
+            train_step(model, optimizer, step, rank)
+        local.synchronize()
+        found.append(weights_of(model))
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+    for kwargs in ({"every": 4, "fragments": 3}, {"every": 4, "outer": None}, {"every": 4, "outer": ADAM}):
+        optimizer = wrap(model_of(), (2, 1), cls=torch.optim.AdamW)
+        with pytest.raises(UsageError, match="would be lost"):
+            optimizer.load_state_dict(state)
+        zerokit.LocalSteps(optimizer, **kwargs)
+        with pytest.raises(zerokit.LayoutMismatch, match="arguments that were saved"):
+            optimizer.load_state_dict(state)
+
+
+def test_state_dict_in_the_middle_of_a_round() -> None:
+    run_ranks(2, _dicts)
