@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import zerokit
-from tests.support.checkpoints import Content, example_content, example_layout, write_checkpoint, write_run
+from tests.support.checkpoints import Content, example_content, example_layout, write_checkpoint
 from tests.support.distributed import run_ranks
 from tests.support.training import SMALL
 from zerokit.checkpoint import copying
@@ -60,11 +60,6 @@ def raw(tensor: Tensor) -> bytes:
 @pytest.fixture(scope="module")
 def content() -> Content:
     return finite(example_content(example_layout(1)))
-
-
-@pytest.fixture
-def step(tmp_path: Path, content: Content) -> Path:
-    return write_run(tmp_path / "run", example_layout(3), content)
 
 
 def expected(content: Content, dtype: str | None = None) -> dict[str, Tensor]:

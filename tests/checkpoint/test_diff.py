@@ -28,11 +28,6 @@ def write(path: Path, content: Content, world: int = 1, layout: Layout | None = 
     return path
 
 
-@pytest.fixture(scope="module")
-def content() -> Content:
-    return example_content(example_layout(1))
-
-
 @pytest.mark.parametrize(("a", "b"), [(1, 1), (64, 5)])
 def test_the_same_state_is_the_same_at_any_world_size(
     tmp_path: Path, content: Content, a: int, b: int

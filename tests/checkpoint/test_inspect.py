@@ -6,20 +6,12 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
 from tests.cli.inside import zerokit_inside as zerokit
-from tests.support.checkpoints import example_content, example_layout, weights_of, write_checkpoint, write_run
+from tests.support.checkpoints import example_content, example_layout, weights_of, write_checkpoint
 from zerokit.checkpoint.inspect import inspect
 from zerokit.checkpoint.run import Latest, mark_superseded, stated_checksum, write_latest
 from zerokit.layout import Parameter, Segment, build_layout
 from zerokit.process import Process
-
-
-@pytest.fixture
-def step(tmp_path: Path) -> Path:
-    layout = example_layout(3)
-    return write_run(tmp_path / "run", layout, example_content(layout))
 
 
 def test_a_checkpoint_is_described(step: Path) -> None:

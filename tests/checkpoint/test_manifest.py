@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tests.cli.commands import run_python
 from tests.support.checkpoints import example_content, example_layout, sealed, write_checkpoint
-from tests.support.mutations import mutated
+from tests.support.mutations import mutated, put
 from zerokit.checkpoint.extents import file_name, rank_file
 from zerokit.checkpoint.manifest import MAX_WORLD, Manifest, own_checksum
 from zerokit.checkpoint.parsing import parse_manifest
@@ -73,15 +73,6 @@ def test_what_is_no_manifest_is_told() -> None:
         assert own_checksum(content) is None
         with pytest.raises(CheckpointError, match="here: not a zerokit manifest"):
             parse_manifest(content, "here")
-
-
-def put(*path: str | int, value: Any) -> Callable[[Any], None]:
-    def change(plain: Any) -> None:
-        for key in path[:-1]:
-            plain = plain[key]
-        plain[path[-1]] = value
-
-    return change
 
 
 def drop(*path: str | int) -> Callable[[Any], None]:

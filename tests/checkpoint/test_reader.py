@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from tests.support.checkpoints import Content, example_content, example_layout, write_checkpoint, write_run
+from tests.support.checkpoints import Content, example_layout, write_checkpoint
 from zerokit.checkpoint.checksum import crc32
 from zerokit.checkpoint.extents import Stream, rank_file
 from zerokit.checkpoint.manifest import File, Manifest
@@ -23,16 +23,6 @@ from zerokit.layout import Parameter, Segment, build_layout
 
 ROOT = Path(__file__).parents[2]
 WORLD = 3
-
-
-@pytest.fixture(scope="module")
-def content() -> Content:
-    return example_content(example_layout(WORLD))
-
-
-@pytest.fixture
-def step(tmp_path: Path, content: Content) -> Path:
-    return write_run(tmp_path / "run", example_layout(WORLD), content)
 
 
 @pytest.mark.parametrize("world", [1, 5, 64])

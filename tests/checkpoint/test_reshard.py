@@ -28,18 +28,6 @@ from zerokit.cli.work import decimal_size
 from zerokit.errors import CheckpointError
 from zerokit.layout import Layout, Parameter, Segment, build_layout
 
-
-@pytest.fixture(scope="module")
-def content() -> Content:
-    return example_content(example_layout(1))
-
-
-@pytest.fixture
-def step(tmp_path: Path, content: Content) -> Path:
-    """A step of three ranks in a run."""
-    return write_run(tmp_path / "run", example_layout(3), content)
-
-
 parameters = st.lists(
     st.builds(
         Parameter,

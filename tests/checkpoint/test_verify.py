@@ -21,7 +21,6 @@ from tests.support.checkpoints import (
     flip,
     sealed,
     write_checkpoint,
-    write_run,
 )
 from tests.support.mutations import mutated
 from zerokit.checkpoint.diff import diff
@@ -32,12 +31,6 @@ from zerokit.errors import CheckpointError
 
 WORLD = 3
 RANK_1 = "rank-00001-of-00003.safetensors"
-
-
-@pytest.fixture
-def step(tmp_path: Path) -> Path:
-    layout = example_layout(WORLD)
-    return write_run(tmp_path / "run", layout, example_content(layout))
 
 
 @pytest.mark.parametrize("world", [1, 17])

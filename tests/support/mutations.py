@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 from hypothesis import strategies as st
@@ -45,3 +46,14 @@ def mutated(plain: dict[str, Any], data: st.DataObject) -> dict[str, Any]:
                 place[key] = data.draw(JSON)
             break
     return changed
+
+
+def put(*path: str | int, value: Any) -> Callable[[Any], None]:
+    """A change: this value at that place of plain JSON."""
+
+    def change(plain: Any) -> None:
+        for key in path[:-1]:
+            plain = plain[key]
+        plain[path[-1]] = value
+
+    return change

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.bench.records import make_cell, make_record, make_timeline
-from tests.support.mutations import mutated
+from tests.support.mutations import mutated, put
 from zerokit.bench.record.measured import Checkpoints, Save
 from zerokit.bench.record.record import Record, RecordError, Run, read_record, write_record
 from zerokit.bench.record.status import Status
@@ -33,15 +33,6 @@ FULL = replace(
     make_cell(device="cuda"), checkpoints=Checkpoints(3, 5.0, [Save(3, 4.0, 100)]), timeline=make_timeline()
 )
 PLAIN: dict[str, Any] = json.loads(FULL.to_json())
-
-
-def put(*path: str | int, value: Any) -> Callable[[Any], None]:
-    def change(plain: Any) -> None:
-        for key in path[:-1]:
-            plain = plain[key]
-        plain[path[-1]] = value
-
-    return change
 
 
 def zerokit(*arguments: str) -> tuple[int, str, str]:

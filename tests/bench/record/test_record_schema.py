@@ -12,6 +12,7 @@ import pytest
 
 import zerokit.bench.record
 from tests.bench.records import make_record, make_sweep
+from tests.support.mutations import put
 from zerokit.bench.record.record import Record, RecordError, record_schema
 
 SHIPPED = Path(zerokit.bench.record.__file__).with_name("record.schema.json")
@@ -43,15 +44,6 @@ def test_fields_with_a_default_may_be_absent(validator: jsonschema.Draft202012Va
     kept = {name: content[name] for name in ("id", "cell", "status", "created", "settings", "format")}
     validator.validate(kept)
     assert Record.from_json(json.dumps(kept)).ranks == []
-
-
-def put(*path: str | int, value: Any) -> Callable[[Any], object]:
-    def change(content: Any) -> None:
-        for key in path[:-1]:
-            content = content[key]
-        content[path[-1]] = value
-
-    return change
 
 
 DAMAGES: list[tuple[Callable[[dict[str, Any]], object], str]] = [
