@@ -72,8 +72,13 @@ ROUNDS = st.lists(st.floats(1, 1e6), min_size=2, max_size=5)
 
 
 @given(ROUNDS, ROUNDS)
-def test_a_verdict_never_contradicts_its_numbers(before: list[float], after: list[float]) -> None:
+def test_a_verdict_and_a_percentage_never_contradict_the_numbers_beside_them(
+    before: list[float], after: list[float]
+) -> None:
+    """And a throughput is the work over the step beside it, however many rounds there are."""
     found = judge(before, after)
+    assert 1 + found.relative == pytest.approx(STEP.centre(after) / STEP.centre(before))
+    assert THROUGHPUT.centre([512 / one for one in before]) == pytest.approx(512 / STEP.centre(before))
     assert found.noise is not None
     if found.verdict == "worse":
         assert found.relative > found.noise  # the logarithm is the stricter for a rise
@@ -120,15 +125,6 @@ def test_a_noisy_step_is_answered_with_the_paced_one() -> None:
     assert not undecided.known
     assert "step/paced, from which the machine's pace cancels, has less" in undecided.message
     assert found("step/paced:6%", base, other) == []
-
-
-@given(ROUNDS, ROUNDS)
-def test_a_percentage_is_the_ratio_of_the_values_beside_it(before: list[float], after: list[float]) -> None:
-    """And a throughput is the work over the step beside it, however many rounds there are."""
-    change = judge(before, after)
-    assert 1 + change.relative == pytest.approx(STEP.centre(after) / STEP.centre(before))
-    rates = [512 / one for one in before]
-    assert THROUGHPUT.centre(rates) == pytest.approx(512 / STEP.centre(before))
 
 
 @pytest.mark.parametrize("text", ["step/p50_ms:3%", "step/p50_ms:3", " step/p50_ms:3 % "])

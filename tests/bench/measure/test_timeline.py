@@ -139,22 +139,16 @@ def _timelines(engines: list[tuple[str, int]]) -> list[tuple[MemoryTimeline | No
     return found
 
 
-ENGINES = [("zerokit", stage) for stage in range(4)] + [("ddp", 0), ("zero-redundancy-optimizer", 1)]
-ENGINES += [("fsdp2", 3)] if TRAINS_ON_CPU else []
-# Bytes of weight, gradient and optimizer a parameter, on one of two ranks.
-SHARES = {
-    ("zerokit", 0): (4, 4, 8),
-    ("zerokit", 1): (4, 4, 4),
-    ("zerokit", 2): (4, 2, 4),
-    ("zerokit", 3): (2, 2, 4),
-}
-SHARES |= {("ddp", 0): (4, 4, 8), ("zero-redundancy-optimizer", 1): (4, 4, 4), ("fsdp2", 3): (2, 2, 4)}
+# Bytes of weight, gradient and optimizer a parameter, on one of two ranks. For zerokit's other stages
+# tests/planning/test_memory.py compares all that is tracked with what is planned.
+SHARES = {("zerokit", 2): (4, 2, 4), ("ddp", 0): (4, 4, 8), ("zero-redundancy-optimizer", 1): (4, 4, 4)}
+SHARES |= {("fsdp2", 3): (2, 2, 4)} if TRAINS_ON_CPU else {}
 
 
 def test_engines_on_two_ranks() -> None:
-    first, second = run_ranks(2, _timelines, ENGINES)
+    first, second = run_ranks(2, _timelines, list(SHARES))
     assert all(timeline is None for timeline, _, _ in second)
-    for engine, (timeline, parameters, held) in zip(ENGINES, first, strict=True):
+    for engine, (timeline, parameters, held) in zip(SHARES, first, strict=True):
         assert timeline is not None
         assert len(timeline.seconds) <= READINGS
         assert {part: len(times) for part, times in timeline.parts.items()} == {
