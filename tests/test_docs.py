@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
 import shlex
-import subprocess
-import sys
 from itertools import chain
 from pathlib import Path
 
@@ -15,6 +12,7 @@ import click
 import pytest
 import yaml
 
+from tests.cli.commands import FORKS, torchrun, zerokit_forked
 from zerokit.cli import cli
 
 ROOT = Path(__file__).parents[1]
@@ -92,26 +90,13 @@ def test_commands_have_the_options_that_exist(page: Path) -> None:
 
 def test_the_commands_of_checkpoints_run_as_printed(tmp_path: Path) -> None:
     (block,) = (one for one in blocks(ROOT / "docs" / "checkpoints.md", "sh") if "zerokit prune" in one)
-    small = (
-        "MODEL=gpt-tiny",
-        "SEQ_LEN=16",
-        "BATCH_SIZE=1",
-        "DEVICE=cpu",
-        "TWIN=0",
-        "NO_MLFLOW=1",
-        "WARMUP=0",
-    )
-    options = dict(f"ZEROKIT_BENCH_{setting}".split("=") for setting in small)
-    program = Path(sys.executable).parent
-    run = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", block],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, **options, "PATH": f"{program}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"},
-    )
-    assert run.returncode == 0, run.stderr
+    small = "MODEL=gpt-tiny SEQ_LEN=16 BATCH_SIZE=1 DEVICE=cpu TWIN=0 NO_MLFLOW=1 WARMUP=0"
+    options = dict(f"ZEROKIT_BENCH_{setting}".split("=") for setting in small.split())
+    for line in block.splitlines():
+        program, *words = shlex.split(line, comments=True)
+        assert program == "zerokit"
+        done = zerokit_forked(tmp_path, *words, OMP_NUM_THREADS="1", **options)
+        assert done.returncode == 0, done.stderr
     assert {"model", "run", "run-3"} <= {one.name for one in tmp_path.iterdir()}
     assert (tmp_path / "run" / "latest").read_text().startswith("step-00000025")
 
@@ -129,13 +114,7 @@ def test_no_paragraph_stands_twice() -> None:
 def test_the_twenty_lines_train(tmp_path: Path) -> None:
     (program,) = (block for block in blocks(README, "python") if "init_process_group" in block)
     (tmp_path / "train.py").write_text(program.replace("range(100)", "range(20)"))
-    run = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-    )
+    words = ("--standalone", "--nproc-per-node", "2", "train.py")
+    run = torchrun(tmp_path, *FORKS, *words, CUDA_VISIBLE_DEVICES="")
     assert run.returncode == 0, run.stderr
     assert sorted(re.findall(r"rank (\d) on cpu: loss \d\.\d+", run.stdout)) == ["0", "1"]

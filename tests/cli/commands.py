@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -104,17 +103,6 @@ def torchrun(folder: Path, *arguments: str, **more: str) -> subprocess.Completed
         said, errors = process.communicate(800)
     assert process.returncode is not None
     return subprocess.CompletedProcess(list(arguments), process.returncode, said, errors)
-
-
-def children_of(parent: int) -> list[int]:
-    """The process ids of a process's children, the oldest first."""
-    pids = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            fields = path.read_text().rpartition(")")[2].split()
-            if int(fields[1]) == parent:
-                pids.append((int(fields[19]), int(path.parent.name)))
-    return [pid for _, pid in sorted(pids)]
 
 
 class _Started(subprocess.Popen[str]):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import zerokit
 from tests.cli.commands import processes_of
+from tests.support.processes import words_of
 from zerokit.bench.record.journal import Part
 from zerokit.bench.workloads.build import draw_seed
 
@@ -95,14 +96,6 @@ def trained(folder: Path, part: int, step: int) -> Callable[[], bool]:
         return json.dumps({"trained": step}) in text
 
     return look
-
-
-def words_of(pid: int) -> list[str]:
-    """The command line of a process; empty if it has ended."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
-    except OSError:
-        return []
 
 
 def kill_rank(seen: Path, rank: int) -> None:

@@ -1,4 +1,4 @@
-"""`zerokit bench` end to end: real processes, a real MLflow store."""
+"""`zerokit bench` end to end: real ranks, a real MLflow store."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ import pytest
 
 from tests.cli.commands import (
     TINY,
-    children_of,
     processes_of,
     rank_pid,
     start,
     training,
     wait_for,
-    zerokit,
     zerokit_forked,
 )
 from tests.cli.inside import Strike, zerokit_inside
+from tests.support.processes import children_of
 from zerokit.bench.catalogue.workloads import describe
 from zerokit.bench.record.record import Record, read_record
 
@@ -43,10 +42,7 @@ class Finished:
 
     folder: Path
     process: subprocess.CompletedProcess[str]
-
-    @property
-    def uri(self) -> str:
-        return f"sqlite:///{self.folder / 'mlflow.db'}"
+    uri: str
 
     @property
     def record_path(self) -> Path:
@@ -59,11 +55,12 @@ class Finished:
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+def finished(tmp_path_factory: pytest.TempPathFactory, mlflow_uri: str) -> Finished:
     folder = tmp_path_factory.mktemp("finished")
-    process = zerokit(folder, "bench", "--stage", "2", "--nodes", "2", "--accumulate", "2", *TINY, "--twin")
+    options = ("--stage", "2", "--nodes", "2", "--accumulate", "2", *TINY, "--twin", "--tracking-uri")
+    process = zerokit_inside(folder, "bench", *options, mlflow_uri, OMP_NUM_THREADS="1")
     assert process.returncode == 0, process.stderr
-    return Finished(folder, process)
+    return Finished(folder, process, mlflow_uri)
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +129,7 @@ def test_the_table_tells_what_was_asked_for(finished: Finished) -> None:
     assert "(N−1)·2Ψ elements, through sockets" in shown  # nodes on one machine are nodes
     assert finished.record.traffic.route == "sockets"
     assert f"record  {finished.record_path.relative_to(finished.folder)}" in shown
-    assert "serve   mlflow ui --backend-store-uri sqlite:///mlflow.db" in shown
+    assert f"serve   mlflow ui --backend-store-uri {finished.uri}" in shown
     assert "open    http://127.0.0.1:5000/#/experiments/" in shown
     assert finished.process.stderr == ""
 

@@ -42,29 +42,6 @@ def test_version_and_commands_are_told() -> None:
     assert CliRunner().invoke(cli, ["--version"]).output == f"zerokit, version {package.__version__}\n"
     shown = CliRunner().invoke(cli, ["--help"]).output
     assert all(name in shown for name in COMMANDS)
-    result = CliRunner().invoke(cli, ["bnech"])
-    assert result.exit_code == 2
-    assert "No such command 'bnech'. Did you mean bench?" in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--nodes", "0"], "Invalid value for '--nodes': 0 is not in the range x>=1."),
-        (["--wire", "fp16"], "'fp16' is not one of 'own', 'bf16', 'int8', 'int4', 'powersgd'."),
-        (["--model", "gpt-9"], "model 'gpt-9' is unknown: did you mean"),
-        (["--steps", "many"], "'many' is not a valid integer"),
-        (["--seq-len", "257"], "seq_len 257 exceeds the 256 positions of gpt-5m"),
-        (["--model", "nowhere.at_all:tiny"], "no module 'nowhere' here or on the Python path"),
-        (["--staeg", "2"], "No such option"),
-        (["extra"], "File 'extra' does not exist"),
-    ],
-)
-def test_wrong_use_ends_with_two_and_says_what_is_wrong(arguments: list[str], message: str) -> None:
-    result = CliRunner().invoke(cli, ["bench", *arguments])
-    assert result.exit_code == 2
-    assert message in result.stderr
-    assert result.stdout == ""
 
 
 def test_the_environment_gives_options_that_flags_overrule() -> None:

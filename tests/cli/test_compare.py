@@ -136,25 +136,6 @@ def test_losses_that_should_agree(folder: Path) -> None:
     assert "step 2 differs" in diverged.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((), "at least one RUN"),
-        (("nothing.json",), "no such file or folder"),
-        (("old.json", "--fail-on", "step/p50:3"), "did you mean step/p50_ms"),
-        (("old.json", "--fail-on", "3%"), "not METRIC:PERCENT"),
-        (("old.json", "--metric", "step"), "there is no metric 'step'"),
-    ],
-)
-def test_wrong_usage(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], message: str
-) -> None:
-    monkeypatch.chdir(folder)
-    done = compare(*arguments)
-    assert done.exit_code == 2
-    assert message in done.stderr
-
-
 def test_a_page_is_written_or_its_error_told(folder: Path) -> None:
     page = folder / "page.html"
     done = compare(folder / "sweep", "--html", page)

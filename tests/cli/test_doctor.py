@@ -8,13 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-from click.testing import CliRunner
-
 from tests.cli.commands import environment, start, wait_for
 from tests.cli.inside import zerokit_inside
 from zerokit.bench.record.schema import from_plain
-from zerokit.cli import cli
 from zerokit.doctor.facts import GroupFacts, RankFacts
 from zerokit.doctor.findings import CHECKS, Severity
 
@@ -71,25 +67,6 @@ def test_json_is_one_document_with_facts_by_rank(tmp_path: Path) -> None:
     assert document["facts"]["tracking"]["kind"] == "SQLite"
     # Nothing is left but the folder that the test gave for temporary files.
     assert [path.name for path in tmp_path.rglob("*")] == ["tmp"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--quick", "--pairs"], "--pairs needs ranks, and --quick starts none"),
-        (["--pairs"], "--pairs compares nodes, and there is only one: give --nodes 2 or more"),
-        (["--nodes", "0"], "0 is not in the range x>=1."),
-        (["--timeout", "0"], "0.0 is not in the range x>0."),
-        (["a", "b"], "Got unexpected extra argument (b)"),
-    ],
-)
-def test_wrong_use(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    done = CliRunner().invoke(cli, ["doctor", *arguments])
-    assert done.exit_code == 2
-    assert message in done.stderr
 
 
 def test_a_signal_ends_it_and_its_ranks(tmp_path: Path) -> None:

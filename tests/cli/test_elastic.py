@@ -11,7 +11,6 @@ from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
 import zerokit
 from tests.cli.commands import processes_of, start, wait_for, zerokit_forked
@@ -27,7 +26,6 @@ from tests.cli.elastic import (
 )
 from tests.cli.inside import Strike, zerokit_inside
 from zerokit.bench.record.record import Record, read_record
-from zerokit.cli import cli
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # MLflow's
@@ -238,23 +236,3 @@ def test_a_job_killed_after_its_last_step_is_told_to_the_end_without_figures(
     compared = zerokit_inside(tmp_path, "compare", "record.json", "--html", "page.html")
     assert compared.returncode in (0, 1), compared.stderr
     assert "Traceback" not in compared.stderr
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--elastic"], "give a run directory with --save"),
-        (["--elastic", "--save", "run", "--stage", "1,2"], "without a sweep"),
-        (["--max-restarts", "2"], "--max-restarts is for --elastic with ranks on this machine"),
-        (["--elastic", "--save", "run", "--launcher", "ssh", "--hosts", "a"], "not work with ssh"),
-        (["--elastic", "--save", "run", "--engine", "ddp"], "--save writes zerokit's checkpoints"),
-    ],
-)
-def test_wrong_uses_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], said: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    done = CliRunner().invoke(cli, ["bench", *options])
-    assert done.exit_code == 2
-    assert said in " ".join(done.stderr.replace("│", " ").split())
-    assert not (tmp_path / "run").exists()

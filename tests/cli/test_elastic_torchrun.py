@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.commands import CLI, FORKS, Torchrun, children_of, processes_of, wait_for, zerokit_forked
+from tests.cli.commands import CLI, FORKS, Torchrun, processes_of, wait_for, zerokit_forked
 from tests.cli.elastic import (
     MODEL,
-    copy_run,
     hold_at,
     kill_rank,
     let_go,
@@ -22,6 +21,7 @@ from tests.cli.elastic import (
     require_plain_order,
     trained,
 )
+from tests.support.processes import children_of
 from zerokit.bench.record.record import read_record
 from zerokit.launch.network import free_port
 
@@ -118,15 +118,6 @@ def test_a_node_that_leaves_shrinks_the_job_and_one_that_comes_grows_it(tmp_path
     ]
     require_plain_order(tmp_path, record.parts)
     assert (record.settings.world, record.restarts, len(record.loss)) == (2, 2, 12)
-    copy_run(tmp_path / "run", tmp_path / "copy", 6)
-    plain = zerokit_forked(
-        tmp_path,
-        *("bench", *MODEL, "--nodes", "2", "--warmup", "0", "--steps", "6", "--save", "copy", "--resume"),
-        *("--output", "copy.json", "--no-mlflow"),
-        OMP_NUM_THREADS="1",
-    )
-    assert plain.returncode == 0, plain.stderr
-    assert record.loss[6:] == read_record(tmp_path / "copy.json").loss
 
 
 def part(folder: Path, number: int) -> bytes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import shutil
 import socket
 import subprocess
@@ -20,7 +19,6 @@ from tests.cli.commands import (
     FORKS,
     TINY,
     Torchrun,
-    children_of,
     environment,
     processes_of,
     torchrun,
@@ -28,7 +26,8 @@ from tests.cli.commands import (
     zerokit_forked,
 )
 from tests.launch.clusters import logged_runs
-from tests.launch.ranks import alive, wait_for
+from tests.launch.ranks import wait_for
+from tests.support.processes import alive, children_of
 from zerokit.bench.record.record import read_record
 from zerokit.cli import cli
 from zerokit.cli.launchers import choose_launcher, read_variables
@@ -42,45 +41,6 @@ TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "1
 def bench(*arguments: str, **variables: str) -> Result:
     """The command, refused before it does anything."""
     return CliRunner().invoke(cli, ["bench", *arguments], env=variables)
-
-
-REFUSED = {
-    "--launcher ssh": "give --hosts a,b or --hostfile FILE",
-    "--launcher ssh --hosts a,,b": "--hosts a,,b is not a list of hosts",
-    "--launcher ssh --hosts -oProxyCommand=x": "is not a list of hosts",
-    "--launcher ssh --hosts 'a,b, a'": "--hosts a,b, a names a twice",
-    "--launcher ssh --hostfile missing": "the hostfile missing cannot be read",
-    "--launcher ssh --hosts a --partition x": "--partition is for --launcher slurm, not for ssh",
-    "--hosts a,b": "--hosts is for --launcher ssh, not for local",
-    "--time 1": "--time is for --launcher slurm, not for local",
-    "--env A=1": "--env is for --launcher ssh or slurm or kubernetes, not for local",
-    "--launcher env": "no variables of torchrun, srun, mpirun or a TrainJob are set",
-    "--launcher kubernetes --container-image i --save /runs/a": "--pvc CLAIM",
-    "--launcher kubernetes --container-image i --tracking-uri http://me:pass@tracker": (
-        "the password in MLFLOW_TRACKING_URI would appear in the manifest"
-    ),
-    "--launcher kubernetes --container-image i --node-selector gpu": "expected KEY=VALUE",
-    "--launcher kubernetes --container-image i --env HF_TOKEN=x": "the password in HF_TOKEN",
-    "--launcher slurm --env NO_SUCH_VARIABLE": "give it as NO_SUCH_VARIABLE=VALUE",
-    "--launcher slurm --dry-run --partition 'a b'": "cannot be written in a line of a batch script",
-    "--launcher slurm --continue x": "inside an allocation",
-    "--launcher slurm --nodes 1,3 --dry-run": "fixed number of nodes",
-    "--launcher slurm --dry-run --follow": "a job's output is in its log",
-    "--launcher slurm --dry-run --env HF_TOKEN=x": "a password would appear",
-    "--launcher slurm --dry-run --tracking-uri http://me:pass@tracker": "a password would appear",
-    "--arguments": "--arguments needs a file, or env:NAME, with a JSON list of options",
-}
-
-
-@pytest.mark.parametrize("line", REFUSED)
-def test_options_that_do_not_fit_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    done = bench(*shlex.split(line))
-    assert done.exit_code == 2, done.output
-    assert REFUSED[line] in " ".join(done.output.replace("│", " ").split())
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", "no json", '["--arguments", "options"]'])

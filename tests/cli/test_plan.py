@@ -1,4 +1,4 @@
-"""`zerokit plan` as a process: the table, JSON, the page, and what is said of what cannot be planned."""
+"""`zerokit plan`: the table, JSON, the page, and what is said of what cannot be planned."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.commands import zerokit
+from tests.cli.inside import zerokit_inside
 from tests.planning.models import QWEN
 
 GPT = ("plan", "gpt-tiny", "--seq-len", "64")
@@ -16,7 +16,7 @@ H100 = ("--device", "h100-80")
 
 
 def test_the_table_says_what_to_choose_and_how(tmp_path: Path) -> None:
-    done = zerokit(tmp_path, *GPT, *H100, "--gpus", "12", "--batch-size", "2,4", "--page", "plan.html")
+    done = zerokit_inside(tmp_path, *GPT, *H100, "--gpus", "12", "--batch-size", "2,4", "--page", "plan.html")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].startswith("gpt-tiny (0.")
@@ -37,7 +37,9 @@ def test_json_is_one_document_and_a_cluster_file_gives_links(tmp_path: Path) -> 
     (tmp_path / "cluster.toml").write_text(
         'device = "h100-80"\ngpus_per_node = 2\n[outer]\ngbit_per_s = 100\n'
     )
-    done = zerokit(tmp_path, *GPT, "--gpus", "4", "--cluster", "cluster.toml", "--mesh", "2x2", "--json")
+    done = zerokit_inside(
+        tmp_path, *GPT, "--gpus", "4", "--cluster", "cluster.toml", "--mesh", "2x2", "--json"
+    )
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     assert answer["format"] == "zerokit.plan/1"
@@ -59,7 +61,7 @@ def test_json_is_one_document_and_a_cluster_file_gives_links(tmp_path: Path) -> 
             (*GPT, "--gpus", "4", "--cluster", "cluster.toml"),
             "the bandwidth is unknown between nodes: give",
         ),
-        (("plan", "config.json", "--gpus", "8", *H100), "BertForPreTraining is none of"),
+        (("plan", "config.json", "--gpus", "8", *H100), "transformers builds no model with a loss from it"),
         ((*GPT, "--gpus", "8", *H100, "--samples-per-step", "9"), "9 samples in a step are no multiple of 8"),
     ],
     ids=["untraceable", "device", "missing axis", "configuration", "samples"],
@@ -71,7 +73,7 @@ def test_what_cannot_be_planned_is_said_in_a_sentence(
     (tmp_path / "config.json").write_text(
         json.dumps({"model_type": "bert", "architectures": ["BertForPreTraining"]})
     )
-    done = zerokit(tmp_path, *words)
+    done = zerokit_inside(tmp_path, *words)
     assert done.returncode == 2
     said = " ".join(done.stderr.replace("│", "").split())
     assert says in said
@@ -91,7 +93,7 @@ def test_a_configuration_of_hugging_face_and_what_does_not_fit(tmp_path: Path) -
         "gpus_per_node = 2\n[device]\ntflops = { bf16 = 1 }\nmemory_gb = 0.4\nmemory_gb_per_s = 1\n"
         "[inner]\ngb_per_s = 1\n"
     )
-    done = zerokit(tmp_path, "plan", "config.json", "--gpus", "2", "--cluster", "small.toml")
+    done = zerokit_inside(tmp_path, "plan", "config.json", "--gpus", "2", "--cluster", "small.toml")
     assert done.returncode == 4, done.stderr
     assert "GiB more than there is" in done.stdout
     assert "Assumed: Trained as transformers' Qwen2ForCausalLM, with its own loss." in done.stdout

@@ -1,4 +1,4 @@
-"""Sweeps as a user runs them: real processes, interrupted, killed and continued."""
+"""Sweeps as a user runs them: interrupted, killed and continued."""
 
 from __future__ import annotations
 
@@ -7,22 +7,23 @@ import os
 import re
 import signal
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 from click.testing import CliRunner
 
-from tests.cli.commands import TINY, children_of, processes_of, start, training, wait_for
+from tests.cli.commands import processes_of, training
+from tests.cli.elastic import MODEL, let_go, prepare
 from tests.cli.inside import Strike, zerokit_inside
+from tests.support.processes import children_of
 from zerokit.bench.record.record import Record, read_record
 from zerokit.bench.run.sweep import SweepFolder
 from zerokit.cli import cli
 
 # MLflow and what it imports warn of their own deprecations.
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-# About two seconds of steps, time enough to strike, with one thread: two spin beside each other on a busy machine.
-LONG = (*TINY, "--steps", "2000", "--data", "synthetic")
 
 
 def statuses(folder: Path) -> list[str]:
@@ -31,14 +32,17 @@ def statuses(folder: Path) -> list[str]:
 
 def test_a_sweep_survives_an_interruption_and_a_killed_rank(tmp_path: Path) -> None:
     """Ctrl-C in the first cell, SIGKILL to its rank the next time, and then to the end."""
-    options = ["--engine", "zerokit,ddp", "--stage", "2", "--repeats", "1", "--output", "sweep", *LONG]
-    with start(tmp_path, ["bench", "--no-mlflow", *options], OMP_NUM_THREADS="1") as process:
-        wait_for(lambda: training(tmp_path), process)
-        process.send_signal(signal.SIGINT)
-        stdout, stderr = process.communicate(timeout=800)
-    assert process.returncode == 128 + signal.SIGINT
-    assert stdout == ""
-    assert stderr.splitlines() == [
+    seen = prepare(tmp_path, hold=5)
+    options = ("--engine", "zerokit,ddp", "--stage", "2", "--repeats", "1", "--output", "sweep", *MODEL)
+
+    def sweep(*words: str, action: Callable[[int], object] | None = None) -> CompletedProcess[str]:
+        strike = Strike(lambda: training(tmp_path), action) if action else lambda starter: None
+        return zerokit_inside(tmp_path, "bench", "--no-mlflow", *words, meanwhile=strike, OMP_NUM_THREADS="1")
+
+    done = sweep(*options, "--steps", "7", action=lambda starter: os.kill(os.getpid(), signal.SIGINT))
+    assert done.returncode == 128 + signal.SIGINT
+    assert done.stdout == ""
+    assert done.stderr.splitlines() == [
         "zerokit: to continue from here: zerokit bench --continue sweep --no-mlflow",
         "zerokit: interrupted by SIGINT",
     ]
@@ -46,11 +50,8 @@ def test_a_sweep_survives_an_interruption_and_a_killed_rank(tmp_path: Path) -> N
     assert list((tmp_path / "tmp").glob("zerokit-*")) == []
     assert statuses(tmp_path) == ["killed"]
 
-    kill = Strike(
-        lambda: training(tmp_path), lambda starter: os.kill(children_of(starter)[0], signal.SIGKILL)
-    )
-    done = zerokit_inside(
-        tmp_path, "bench", "--continue", "sweep", "--no-mlflow", meanwhile=kill, OMP_NUM_THREADS="1"
+    done = sweep(
+        "--continue", "sweep", action=lambda starter: os.kill(children_of(starter)[0], signal.SIGKILL)
     )
     assert done.returncode == 1
     assert re.search(
@@ -61,8 +62,8 @@ def test_a_sweep_survives_an_interruption_and_a_killed_rank(tmp_path: Path) -> N
     assert "zerokit 2: failed: rank 0" in done.stdout
     assert statuses(tmp_path) == ["failed", "unsupported"]
 
-    words = ("bench", "--continue", "sweep", "--json", "--no-mlflow")
-    done = zerokit_inside(tmp_path, *words, OMP_NUM_THREADS="1")
+    let_go(seen)
+    done = sweep("--continue", "sweep", "--json")
     assert done.returncode == 0, done.stderr
     content = json.loads(done.stdout)
     records = [Record.from_json(json.dumps(record)) for record in content["records"]]
@@ -70,13 +71,13 @@ def test_a_sweep_survives_an_interruption_and_a_killed_rank(tmp_path: Path) -> N
     assert content["sweep"] == json.loads((tmp_path / "sweep" / "sweep.json").read_text())
     assert SweepFolder(tmp_path / "sweep").read().options["engine"] == ["zerokit", "ddp"]
     assert re.search(
-        r"\[1/2\] zerokit stage 2  [\d.,]+ ms  [\d.,]+ tokens/s  [\d.,]+ MiB$", done.stderr, re.MULTILINE
+        r"\[1/2\] zerokit stage 2  [\d.,]+ ms  [\d.,]+ samples/s  [\d.,]+ MiB$", done.stderr, re.MULTILINE
     )
     assert done.stderr.count("(from before)") == 1
     assert "report  sweep/report.html" in done.stderr
     assert (tmp_path / "sweep" / "report.html").read_text().startswith("<!")
 
-    other = zerokit_inside(tmp_path, "bench", *options, "--steps", "5")
+    other = sweep(*options, "--steps", "5")
     assert other.returncode == 2
     assert "sweep has a sweep of other cells" in other.stderr
 
@@ -102,29 +103,6 @@ def test_nothing_ran_is_an_exit_code_of_its_own(tmp_path: Path) -> None:
     assert any("4Ψ + 12Ψ/N bytes" in (record.reason or "") for record in cells)
     assert all(record.ranks == [] for record in cells)
     assert list((tmp_path / "tmp").iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--stage", "1,4"], "4 is not in the range 0<=x<=3"),
-        (["--stage", "1,,2"], "'1,,2' has an empty value between its commas"),
-        (["--engine", "zerokit,dpp"], "'dpp' is not one of 'zerokit', 'ddp'"),
-        (["--model", "gpt-5m,gtp-34m"], "model 'gtp-34m' is unknown: did you mean gpt-34m"),
-        (["--stage", "1,2", "--save", "run"], "checkpoints belong to one bench"),
-        (["--stage", "1,2", "--output", "x.json"], "a sweep needs a folder: --output x.json names a file"),
-        (["--continue", "x", "--stage", "1"], "--stage cannot be combined with --continue"),
-        (["--continue", "x", "--no-twin"], "--twin cannot be combined with --continue"),
-    ],
-)
-def test_wrong_use_is_told_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(cli, ["bench", *arguments])
-    assert result.exit_code == 2
-    assert message in " ".join(result.stderr.split())
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

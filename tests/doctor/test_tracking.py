@@ -11,55 +11,20 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from tests.doctor.healthy import bad
+from tests.support.serving import serving
 from zerokit.doctor import tracking as module
 from zerokit.doctor.findings import Finding, Severity
 from zerokit.doctor.http import Server
 from zerokit.doctor.tracking import judge_tracking, look_at_tracking
 
 HOST_REFUSED = "Invalid Host header - possible DNS rebinding attack detected"
-
-# What a server says to a request: the status and the text.
-Says = Callable[[str, str, str], tuple[int, str]]
-
-
-@contextmanager
-def serving(says: Says) -> Iterator[tuple[str, list[tuple[str, str, str]]]]:
-    """A server's URI, and the requests that it has had: method, path, Authorization."""
-    asked: list[tuple[str, str, str]] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            asked.append((self.command, self.path, self.headers.get("Authorization", "")))
-            status, text = says(*asked[-1])
-            self.send_response(status)
-            if status == 302:
-                self.send_header("Location", text + self.path)
-            self.end_headers()
-            self.wfile.write(text.encode())
-
-        do_POST = do_GET
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}", asked
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 def mlflow_like(method: str, path: str, authorization: str) -> tuple[int, str]:

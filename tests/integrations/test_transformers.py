@@ -105,6 +105,7 @@ def _train_variants(directory: Path) -> dict[str, list[Any]]:
     as_launched()
     variants: dict[str, dict[str, Any]] = {
         "plateau": {
+            "num_train_epochs": 2,
             "lr_scheduler_type": "reduce_lr_on_plateau",
             "eval_strategy": "epoch",
             "metric_for_best_model": "loss",
@@ -123,7 +124,9 @@ def _train_variants(directory: Path) -> dict[str, list[Any]]:
     for name, changes in variants.items():
         for stage in (None, 3):
             options: dict[str, Any] = {"eval_dataset": texts(3)}
-            changed = copy.deepcopy(changes)  # Trainer writes into accelerator_config
+            changed = {"num_train_epochs": 1} | copy.deepcopy(
+                changes
+            )  # Trainer writes into accelerator_config
             if changed.pop("stream", False):
                 options["train_dataset"] = _Stream(21)
                 options["eval_dataset"] = _Stream(5)
@@ -151,7 +154,7 @@ def _own_loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | None = 
 def test_losses_schedules_and_streams_as_under_ddp(tmp_path: Path) -> None:
     for found in run_ranks(2, _train_variants, tmp_path):
         for name, (expected, other) in found.items():
-            assert len(expected) > 4, name
+            assert len(expected) > 3, name
             # RMSprop and Adagrad divide by the root of what is nearly zero in the first steps.
             _close(other, expected, norms=1e-4)
 

@@ -19,16 +19,18 @@ from zerokit.launch import frames, node, processes
 
 def start_rank(start: Mapping[str, Any], folder: Path, launch_id: str) -> subprocess.Popen[bytes]:
     """In place of the agent."""
-    (folder / f"node-{start['node']}").mkdir()
+    logs = folder / f"node-{start['node']}" / "0" / "attempt_0" / "0"
+    logs.mkdir(parents=True)
     here = {"RANK": str(start["node"]), "ZEROKIT_AGENT_PID": str(os.getpid())}
     arguments = frames.relocate(start["arguments"], start["folder"], folder)
-    return subprocess.Popen(
-        [sys.executable, "-m", "zerokit.launch.rank", start["module"], *arguments],
-        env=node._variables(start, launch_id) | here,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+    with (logs / "stdout.log").open("wb") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "zerokit.launch.rank", start["module"], *arguments],
+            env=node._variables(start, launch_id) | here,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            start_new_session=True,
+        )
 
 
 def start_hasty(words: list[str], **options: Any) -> subprocess.Popen[bytes]:

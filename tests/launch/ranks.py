@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.support.processes import alive
+
 ROOT = Path(__file__).parents[2]
 WORKLOAD = "tests.launch.workload"
 
@@ -15,14 +17,6 @@ WORKLOAD = "tests.launch.workload"
 def started(folder: Path) -> dict[int, dict[str, Any]]:
     """What each rank has left, by rank."""
     return {int(path.stem): json.loads(path.read_text()) for path in folder.glob("*.json")}
-
-
-def alive(pid: int) -> bool:
-    """Whether the process runs; a zombie that nobody has reaped does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 800.0) -> None:

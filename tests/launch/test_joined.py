@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import TCPStore
 from tests.launch.member import be_member
 from tests.launch.ranks import ROOT, all_ended, started, wait_for
 from tests.support.forked import ForkedProcess
+from tests.support.processes import parent_of
 from zerokit.launch import joined
 from zerokit.launch.child import share_cores
 from zerokit.launch.failures import LaunchError
@@ -96,11 +97,13 @@ def members(tmp_path: Path) -> Iterator[Members]:
         process.communicate()
 
 
-@pytest.mark.parametrize(("scheme", "nodes"), [(torchrun, ["0", "0"]), (pod, ["0", "1"])])
-def test_members_launch_together(members: Members, tmp_path: Path, scheme: Scheme, nodes: list[str]) -> None:
-    """Twice; what the other's rank wrote beside its job comes to the leader. The exit code is the leader's."""
+@pytest.mark.parametrize(("scheme", "nodes", "times"), [(torchrun, ["0", "0"], 2), (pod, ["0", "1"], 1)])
+def test_members_launch_together(
+    members: Members, tmp_path: Path, scheme: Scheme, nodes: list[str], times: int
+) -> None:
+    """Once or twice; what the other's rank wrote beside its job comes to the leader. The exit code is the leader's."""
     for rank in range(2):
-        members.start(scheme(rank, members.port), "finish", times=2)
+        members.start(scheme(rank, members.port), "finish", times=times)
     assert members.ends() == [(3, ""), (3, "")]
     ranks = started(tmp_path)
     assert [ranks[rank]["GROUP_RANK"] for rank in range(2)] == nodes
@@ -108,7 +111,7 @@ def test_members_launch_together(members: Members, tmp_path: Path, scheme: Schem
     assert len({rank["MASTER_PORT"] for rank in ranks.values()} - {str(members.port)}) == 1
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
     assert {rank["OMP_NUM_THREADS"] for rank in ranks.values()} == {str(threads)}
-    for number in range(2):
+    for number in range(times):
         results = sorted(path.name for path in (tmp_path / "logs" / str(number)).glob("result-*"))
         assert results == ["result-0", "result-1"]
     assert list(members.copies.glob("zerokit-*")) == []
@@ -165,10 +168,7 @@ def test_a_stopped_agent_of_a_whole_node_is_named(members: Members, tmp_path: Pa
     for rank in range(2):
         members.start(pod(rank, members.port), "wait")
     wait_for(lambda: len(started(tmp_path)) == 2)
-    agent = int(
-        Path(f"/proc/{started(tmp_path)[node]['pid']}/stat").read_text().rpartition(")")[2].split()[1]
-    )
-    os.kill(agent, signal.SIGSTOP)
+    os.kill(parent_of(started(tmp_path)[node]["pid"]), signal.SIGSTOP)
     (code, text), _ = members.ends()
     assert code == 1
     said = f"WorkerFailed: node {node}: its torchrun agent was stopped (SIGSTOP) for 2 s, and killed then"

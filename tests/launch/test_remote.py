@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.launch.ranks import ROOT, WORKLOAD, all_ended, started, wait_for
+from tests.support.processes import children_of, words_of
 from zerokit.launch import agents, frames
 from zerokit.launch.failures import LaunchError, WorkerFailed
 from zerokit.launch.frames import frame, pack
@@ -49,6 +50,11 @@ def logs(tmp_path: Path) -> Path:
 def remote(host: str = "first", line: str | None = None) -> RemoteHost:
     """This machine under a name, reached by a shell that runs this line; by default the node program."""
     return RemoteHost(host, ("sh", "-c", node_command(sys.executable) if line is None else line))
+
+
+def hasty(line: str = HASTY) -> list[RemoteHost]:
+    """Two nodes that start no agents, unless the line says so."""
+    return [remote("first", line), remote("second", line)]
 
 
 def saying(*frames: bytes) -> str:
@@ -97,7 +103,7 @@ def test_results_come_whole_and_of_long_logs_the_end(tmp_path: Path, logs: Path)
     """What a login shell prints is kept as the connection's log."""
     noise = "echo Welcome; echo '[1, 2]'; printf '\\377\\n'; echo a warning >&2; echo; "
     (logs / "job").write_text("work")
-    noisy = remote("first", noise + node_command(sys.executable))
+    noisy = remote("first", noise + HASTY)
     run(tmp_path, logs, "talk", noisy, copied=str(logs / "job"))
     assert (logs / "result-0").stat().st_size == 12 << 20
     (log,) = logs.glob("node-0/**/stdout.log")
@@ -116,7 +122,7 @@ def test_logs_are_sent_while_they_grow(tmp_path: Path, logs: Path) -> None:
         if sum("a first word" in text for text in found):
             (tmp_path / "heard").touch()
 
-    run(tmp_path, logs, "speak", follow=True, poll=look)
+    run(tmp_path, logs, "speak", *hasty(), follow=True, poll=look)
     assert (tmp_path / "heard").exists()
 
 
@@ -150,24 +156,15 @@ def once_started(folder: Path, ranks: int, action: Callable[[], None]) -> Callab
 def test_a_signal_ends_all_ranks(tmp_path: Path, logs: Path) -> None:
     poll = once_started(tmp_path, 2, lambda: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(Interrupted, match="SIGTERM"):
-        run(tmp_path, logs, "wait", poll=poll)
+        run(tmp_path, logs, "wait", *hasty(), poll=poll)
     assert len(started(tmp_path)) == 2
     assert all_ended(tmp_path)
     assert no_copies(tmp_path)
 
 
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
 def node_programs(launcher: int) -> list[int]:
     """The processes of the node program that a launcher has started, the first node's first."""
-
-    def began(pid: int) -> int:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-
-    programs = [child for child in children(launcher) if b".launch." in cmdline(child)]
-    return sorted(programs, key=lambda pid: (began(pid), pid))
+    return [child for child in children_of(launcher) if ".launch." in " ".join(words_of(child))]
 
 
 def test_a_node_program_that_is_killed_takes_its_ranks_along(tmp_path: Path, logs: Path) -> None:
@@ -176,7 +173,7 @@ def test_a_node_program_that_is_killed_takes_its_ranks_along(tmp_path: Path, log
 
     said = "node 1 on second was lost while its ranks ran: the connection ended"
     with pytest.raises(WorkerFailed, match=said):
-        run(tmp_path, logs, "wait", poll=once_started(tmp_path, 2, kill))
+        run(tmp_path, logs, "wait", *hasty(), poll=once_started(tmp_path, 2, kill))
     wait_for(lambda: all_ended(tmp_path))
 
 
@@ -191,7 +188,7 @@ def test_a_node_program_that_is_stopped_is_given_up(
 
     said = "^node 1 on second: nothing was heard of it for 6 s: its program is stopped, or"
     with pytest.raises(WorkerFailed, match=said):
-        run(tmp_path, logs, "wait", poll=once_started(tmp_path, 2, stop))
+        run(tmp_path, logs, "wait", *hasty(), poll=once_started(tmp_path, 2, stop))
     wait_for(lambda: all_ended(tmp_path))
 
 
@@ -210,7 +207,7 @@ def test_a_stopped_rank_or_agent_is_named_and_all_end(
     tmp_path: Path, logs: Path, line: str, said: str
 ) -> None:
     with pytest.raises(WorkerFailed, match=f"^{said}"):
-        run(tmp_path, logs, "stop", remote("first", line), remote("second", line))
+        run(tmp_path, logs, "stop", *hasty(line))
     assert all_ended(tmp_path)
 
 
@@ -244,7 +241,7 @@ def test_a_host_that_never_answers_is_given_up(tmp_path: Path, logs: Path) -> No
     silent = remote("second", "sleep 1000; true")
     with pytest.raises(LaunchError, match=r"node 1 on second did not answer within 2 s.*--connect-timeout"):
         run(tmp_path, logs, "finish", remote("first", "sleep 1000; true"), silent, connect_seconds=2.0)
-    assert not [pid for pid in children(os.getpid()) if b"sleep 1000" in cmdline(pid)]
+    assert not [pid for pid in children_of(os.getpid()) if "sleep 1000; true" in words_of(pid)]
 
 
 def test_a_node_waits_for_slower_ones(tmp_path: Path, logs: Path) -> None:
@@ -252,10 +249,6 @@ def test_a_node_waits_for_slower_ones(tmp_path: Path, logs: Path) -> None:
     late = remote("second", f"sleep 7; {HASTY}")
     run(tmp_path, logs, "finish", remote("first", HASTY), late)
     assert sorted(started(tmp_path)) == [0, 1]
-
-
-def cmdline(pid: int) -> bytes:
-    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
 
 
 def test_a_file_that_cannot_be_kept_fails_the_launch(tmp_path: Path, logs: Path) -> None:
@@ -272,8 +265,7 @@ LAUNCHER = """
 import sys, pathlib
 from tests.launch import test_remote
 folder, logs, line = sys.argv[1:]
-machines = [test_remote.remote(host, line) for host in ("first", "second")]
-test_remote.run(pathlib.Path(folder), pathlib.Path(logs), "wait", *machines)
+test_remote.run(pathlib.Path(folder), pathlib.Path(logs), "wait", *test_remote.hasty(line))
 """
 
 

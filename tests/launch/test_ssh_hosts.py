@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.launch.clusters import ROOT, SHORT, ZEROKIT, logged_runs
+from tests.launch.clusters import ROOT, SHORT, ZEROKIT
 from tests.launch.ranks import all_ended, started, wait_for
 from tests.support.forked import run_forked
 from tests.support.namespaces import Hosts, two_hosts
@@ -69,7 +69,7 @@ def require_nothing_left(hosts: Hosts, seconds: float = 30.0) -> None:
 
 
 def test_two_hosts_give_the_losses_of_two_nodes_here(hosts: Hosts, tmp_path: Path) -> None:
-    there = run(hosts, *SHORT, "--output", str(tmp_path / "there"))
+    there = run(hosts, *SHORT, "--no-mlflow", "--output", str(tmp_path / "there"))
     assert there.returncode == 0, there.stderr
     here = run_forked(
         tmp_path, [*SHORT, "--nodes", "2", "--no-mlflow", "--output", str(tmp_path / "here")], os.environ
@@ -80,7 +80,6 @@ def test_two_hosts_give_the_losses_of_two_nodes_here(hosts: Hosts, tmp_path: Pat
     assert [rank["node"] for rank in remote["ranks"]] == [0, 1]
     assert remote["traffic"]["route"] == "sockets"
     assert len(list((tmp_path / "there").iterdir())) == 1
-    assert [run.info.status for run in logged_runs(tmp_path)] == ["FINISHED"]
     require_nothing_left(hosts)
 
 
@@ -202,12 +201,3 @@ def test_a_killed_launcher_leaves_nothing(hosts: Hosts, launcher: subprocess.Pop
         os.kill(pid, signal.SIGKILL)
     launcher.communicate(timeout=800)
     require_nothing_left(hosts, 40.0)
-
-
-def test_the_doctor_looks_at_both_hosts(hosts: Hosts) -> None:
-    done = run(hosts, "doctor", "--json", "--nproc-per-node", "1", "--pairs")
-    document = json.loads(done.stdout)
-    ranks = document["facts"]["ranks"]
-    assert [(one["seat"]["rank"], one["seat"]["node"]) for one in ranks] == [(0, 0), (1, 1)]
-    assert len(document["facts"]["group"]["pairs"]) == 1
-    require_nothing_left(hosts)

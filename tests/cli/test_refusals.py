@@ -1,0 +1,91 @@
+"""Wrong use of every command: exit code 2, one sentence on stderr, and nothing is written."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from tests.bench.records import make_cell
+from zerokit.bench.record.record import write_record
+from zerokit.cli import cli
+
+REFUSED = {
+    "bench --nodes 0": "Invalid value for '--nodes': 0 is not in the range x>=1.",
+    "bench --wire fp16": "'fp16' is not one of 'own', 'bf16', 'int8', 'int4', 'powersgd'.",
+    "bench --model gpt-9": "model 'gpt-9' is unknown: did you mean",
+    "bench --steps many": "'many' is not a valid integer",
+    "bench --seq-len 257": "seq_len 257 exceeds the 256 positions of gpt-5m",
+    "bench --model nowhere.at_all:tiny": "no module 'nowhere' here or on the Python path",
+    "bench --staeg 2": "No such option",
+    "bench extra": "File 'extra' does not exist",
+    "bench --arguments": "--arguments needs a file, or env:NAME, with a JSON list of options",
+    # Sweeps.
+    "bench --stage 1,4": "4 is not in the range 0<=x<=3",
+    "bench --stage 1,,2": "'1,,2' has an empty value between its commas",
+    "bench --engine zerokit,dpp": "'dpp' is not one of 'zerokit', 'ddp'",
+    "bench --model gpt-5m,gtp-34m": "model 'gtp-34m' is unknown: did you mean gpt-34m",
+    "bench --stage 1,2 --save run": "checkpoints belong to one bench",
+    "bench --stage 1,2 --output x.json": "a sweep needs a folder: --output x.json names a file",
+    "bench --continue x --stage 1": "--stage cannot be combined with --continue",
+    "bench --continue x --no-twin": "--twin cannot be combined with --continue",
+    # Elastic benches.
+    "bench --elastic": "give a run directory with --save",
+    "bench --elastic --save run --stage 1,2": "without a sweep",
+    "bench --max-restarts 2": "--max-restarts is for --elastic with ranks on this machine",
+    "bench --elastic --save run --launcher ssh --hosts a": "not work with ssh",
+    "bench --elastic --save run --engine ddp": "--save writes zerokit's checkpoints",
+    # Launchers.
+    "bench --launcher ssh": "give --hosts a,b or --hostfile FILE",
+    "bench --launcher ssh --hosts a,,b": "--hosts a,,b is not a list of hosts",
+    "bench --launcher ssh --hosts -oProxyCommand=x": "is not a list of hosts",
+    "bench --launcher ssh --hosts 'a,b, a'": "--hosts a,b, a names a twice",
+    "bench --launcher ssh --hostfile missing": "the hostfile missing cannot be read",
+    "bench --launcher ssh --hosts a --partition x": "--partition is for --launcher slurm, not for ssh",
+    "bench --hosts a,b": "--hosts is for --launcher ssh, not for local",
+    "bench --time 1": "--time is for --launcher slurm, not for local",
+    "bench --env A=1": "--env is for --launcher ssh or slurm or kubernetes, not for local",
+    "bench --launcher env": "no variables of torchrun, srun, mpirun or a TrainJob are set",
+    "bench --launcher kubernetes --container-image i --save /runs/a": "--pvc CLAIM",
+    "bench --launcher kubernetes --container-image i --tracking-uri http://me:pass@tracker": (
+        "the password in MLFLOW_TRACKING_URI would appear in the manifest"
+    ),
+    "bench --launcher kubernetes --container-image i --node-selector gpu": "expected KEY=VALUE",
+    "bench --launcher kubernetes --container-image i --env HF_TOKEN=x": "the password in HF_TOKEN",
+    "bench --launcher slurm --env NO_SUCH_VARIABLE": "give it as NO_SUCH_VARIABLE=VALUE",
+    "bench --launcher slurm --dry-run --partition 'a b'": "cannot be written in a line of a batch script",
+    "bench --launcher slurm --continue x": "inside an allocation",
+    "bench --launcher slurm --nodes 1,3 --dry-run": "fixed number of nodes",
+    "bench --launcher slurm --dry-run --follow": "a job's output is in its log",
+    "bench --launcher slurm --dry-run --env HF_TOKEN=x": "a password would appear",
+    "bench --launcher slurm --dry-run --tracking-uri http://me:pass@tracker": "a password would appear",
+    # Other commands.
+    "bnech": "No such command 'bnech'. Did you mean bench?",
+    "compare": "at least one RUN",
+    "compare nothing.json": "no such file or folder",
+    "compare old.json --fail-on step/p50:3": "did you mean step/p50_ms",
+    "compare old.json --fail-on 3%": "not METRIC:PERCENT",
+    "compare old.json --metric step": "there is no metric 'step'",
+    "doctor --quick --pairs": "--pairs needs ranks, and --quick starts none",
+    "doctor --pairs": "--pairs compares nodes, and there is only one: give --nodes 2 or more",
+    "doctor --nodes 0": "0 is not in the range x>=1.",
+    "doctor --timeout 0": "0.0 is not in the range x>0.",
+    "doctor a b": "Got unexpected extra argument (b)",
+    "push": "Missing argument",
+    "push nowhere": "nowhere does not exist",
+    "push empty": "has no record",
+}
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_wrong_use_is_told_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_record(make_cell(), tmp_path / "old.json")
+    (tmp_path / "empty").mkdir()
+    done = CliRunner().invoke(cli, shlex.split(line))
+    assert done.exit_code == 2, done.output
+    assert REFUSED[line] in " ".join(done.stderr.replace("│", " ").split())
+    assert done.stdout == ""
+    assert {path.name for path in tmp_path.iterdir()} == {"old.json", "empty"}
