@@ -20,6 +20,7 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 from zerokit.doctor import pace, wire, worker
 from zerokit.doctor.devices import Device
@@ -68,5 +69,5 @@ if __name__ == "__main__":
         _be_unreadable()
     pace._ROUNDS, pace._LONG_ENOUGH_S, pace._EXCHANGES_S, pace._NUMEL = 1, 0.001, 0.01, 1 << 16
     wire.REPETITIONS, wire.FAST_S = 1, 0.0
-    worker.sees = partial(sees, seconds=0.5)
+    mock.patch("zerokit.doctor.worker.sees", partial(sees, seconds=0.5)).start()
     worker.main(Path(sys.argv[1]), _look, _now)
