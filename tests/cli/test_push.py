@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from tests.bench.records import make_cell, make_record
-from tests.cli.commands import zerokit
 from tests.cli.inside import zerokit_inside
 from tests.support.serving import serving
 from zerokit.bench.record.record import write_record
@@ -57,7 +56,7 @@ def test_a_server_that_does_not_serve_is_told_once_and_left_alone(
         over.set()
 
 
-def test_push_says_what_it_did_and_fails_in_plain_words(tmp_path: Path) -> None:
+def test_push_says_what_it_did_and_fails_in_plain_words(tmp_path: Path, mlflow_uri: str) -> None:
     write_record(make_cell(), tmp_path / "records" / "a.json")
     write_record(make_cell("ddp", 0), tmp_path / "records" / "b.json")
     with serving(lambda *_: (403, NOT_YOU)) as (address, _):
@@ -69,7 +68,7 @@ def test_push_says_what_it_did_and_fails_in_plain_words(tmp_path: Path) -> None:
     assert refused.stdout == ""
 
     (tmp_path / "records" / "c.json").write_text("{}")
-    done = zerokit(tmp_path, "push", "records", "--experiment", "mine")
+    done = zerokit_inside(tmp_path, "push", "records", "--experiment", "mine", "--tracking-uri", mlflow_uri)
     assert done.returncode == 1
     assert [line.partition(" records/")[0].strip() for line in done.stderr.splitlines()] == [
         "not a record",
@@ -78,10 +77,10 @@ def test_push_says_what_it_did_and_fails_in_plain_words(tmp_path: Path) -> None:
     ]
     assert " records/c.json: not a bench record" in done.stderr
     assert done.stdout.splitlines() == [
-        "1 not a record, 2 pushed: experiment mine at sqlite:///mlflow.db",
-        "serve   mlflow ui --backend-store-uri sqlite:///mlflow.db",
+        f"1 not a record, 2 pushed: experiment mine at {mlflow_uri}",
+        f"serve   mlflow ui --backend-store-uri {mlflow_uri}",
         done.stdout.splitlines()[-1],
     ]
     assert re.fullmatch(
-        r"open    http://127\.0\.0\.1:5000/#/experiments/1/runs/[0-9a-f]{32}", done.stdout.splitlines()[-1]
+        r"open    http://127\.0\.0\.1:5000/#/experiments/\d+/runs/[0-9a-f]{32}", done.stdout.splitlines()[-1]
     )
