@@ -82,7 +82,7 @@ def test_what_cannot_be_planned_is_said_in_a_sentence(
 
 
 def test_a_page_that_cannot_be_written_is_said_in_a_sentence(tmp_path: Path) -> None:
-    done = zerokit(tmp_path, *GPT, *H100, "--gpus", "8", "--batch-size", "2", "--page", "/dev/null/x")
+    done = zerokit_inside(tmp_path, *GPT, *H100, "--gpus", "8", "--batch-size", "2", "--page", "/dev/null/x")
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("zerokit: the page cannot be written to /dev/null/x: ")
 
