@@ -131,10 +131,10 @@ class Gradients:
                 "backward's gradient alone, and not the sum of those since zero_grad(): run one backward a step, or "
                 "read whole sums inside `with optimizer.gathered_gradients():`"
             )
-        unit.received.add(position)
         gradient, parameter.grad = parameter.grad, None
         if gradient is None:
-            return False  # a hook of the user's has taken it
+            return False  # a hook of the user's has taken it, or the parameter was frozen after its forward
+        unit.received.add(position)
         if gradient.requires_grad:
             gradient = gradient.detach()  # backward(create_graph=True) gives it a graph
         if unit.complete or unit.reduced:

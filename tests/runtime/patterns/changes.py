@@ -55,6 +55,15 @@ def constrained(engine: Engine) -> None:
     _train(engine)
 
 
+@pattern("frozen between forward and backward", Mlp)
+def frozen_before_backward(engine: Engine) -> None:
+    for step in range(VARIED_STEPS):
+        loss = square(engine.model(engine.data(4, 8)))
+        engine.model.blocks[1].requires_grad_(step != 1)
+        engine.update(loss)
+        engine.model.blocks[1].requires_grad_(True)
+
+
 @pattern("frozen between backward and `step()`", Mlp)
 def frozen_late(engine: Engine) -> None:
     for step in range(VARIED_STEPS):
