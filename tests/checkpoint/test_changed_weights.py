@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -61,13 +60,22 @@ def _saved(directory: str, zero: zerokit.ZeroOptimizer, *, weights_only: bool) -
     return found
 
 
+CHANGED = [
+    (2, "fp32", False, "mul_"),
+    (2, "fp32", True, "data"),
+    (2, "bf16", False, "foreach"),
+    (2, "bf16", True, "mul_"),
+    # At stage 3 there are no weights to change outside `gathered()`.
+    (3, "fp32", True, "mul_"),
+    (3, "bf16", True, "data"),
+    (3, "bf16", True, "foreach"),
+]
+
+
 def _change_and_save(directory: str) -> list[str]:
     """The cases in which something else than the changed weights was taken."""
     wrong = []
-    cases = itertools.product((2, 3), ("fp32", "bf16"), (False, True), HALVE)
-    for stage, precision, gathered, way in cases:
-        if (stage == 3 and not gathered) or (precision == "fp32" and way == "foreach"):
-            continue  # at stage 3 there are no weights to change
+    for stage, precision, gathered, way in CHANGED:
         model, zero, expected = _trained(stage, precision)
         with zero.gathered() if gathered else contextlib.nullcontext():
             with torch.no_grad():
@@ -124,7 +132,7 @@ def _all_stages(folder: str) -> list[str]:
         weights, averages = _go_on_inside(0, precision)
         _, _, halves = _trained(0, precision)
         assert _equal(averages, _without_frozen(halves))
-        for stage in (1, 2, 3):
+        for stage in (1, 3) if precision == "fp32" else (2, 3):
             found = _go_on_inside(stage, precision)
             if not (_equal(found[0], weights) and _equal(found[1], averages)):
                 wrong.append(f"stage {stage}, {precision}")

@@ -48,7 +48,7 @@ def test_every_format_becomes_zerokits_and_dcp_with_the_same_bits(
     assert back == expected
 
 
-@pytest.mark.parametrize(("name", "world"), list(zip(DEEPSPEED * 2, cycle((1, 2, 3, 8)), strict=False)))
+@pytest.mark.parametrize(("name", "world"), list(zip(DEEPSPEED, cycle((1, 2, 3, 8)), strict=False)))
 def test_deepspeed_stays_deepspeeds_at_any_world(made: Path, tmp_path: Path, name: str, world: int) -> None:
     out = zerokit.reshard(made / name, world, tmp_path / "out")
     source = open_source(out)
@@ -154,7 +154,7 @@ def test_a_flipped_byte_anywhere_in_the_state_is_found(made: Path, tmp_path: Pat
         for stream in stored.streams.values()
         for stretch in stream.stretches
     ]
-    for number, (path, offset) in enumerate(random.Random(0).sample(places, 3)):
+    for number, (path, offset) in enumerate(random.Random(0).sample(places, 2)):
         folder = Path(shutil.copytree(made / name, tmp_path / str(number)))
         damaged = folder / path.relative_to(made / name)
         flip(damaged, offset, 0x10)

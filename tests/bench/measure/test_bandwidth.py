@@ -74,9 +74,10 @@ def measure_all(world: int) -> tuple[list[Counted], dict[str, list[Bandwidth]]]:
     return own, peers
 
 
-@pytest.fixture(scope="module", params=[2, 3])
-def measured(request: pytest.FixtureRequest) -> list[tuple[list[Counted], dict[str, list[Bandwidth]]]]:
-    return run_ranks(request.param, measure_all, request.param)
+@pytest.fixture(scope="module")
+def measured() -> list[tuple[list[Counted], dict[str, list[Bandwidth]]]]:
+    """On three ranks, among which little can be divided evenly."""
+    return run_ranks(3, measure_all, 3)
 
 
 def test_zerokits_own_at_its_largest_unit_against_its_counters(
@@ -112,7 +113,7 @@ def test_peers_have_torchs_collectives_over_a_bucket(
     peers = measured[0][1]
     assert [[one.operation for one in several] for several in peers.values()] == expected
     for name, several in peers.items():
-        size = 1002 * (2 if name == "ddp bf16" else 4)  # 1001 parameters, divided among 2 or 3 ranks
+        size = 1002 * (2 if name == "ddp bf16" else 4)  # 1001 parameters, divided among 3 ranks
         assert all((one.by, one.size_bytes) == ("torch", size) and one.ms > 0.0 for one in several)
 
 
