@@ -190,6 +190,9 @@ def test_a_writer_that_may_live_keeps_its_work(tmp_path: Path, run: Path, elsewh
     assert zerokit.verify(out).intact
 
 
+@pytest.mark.filterwarnings(
+    "ignore::zerokit.errors.ZerokitWarning"
+)  # of an order that is another one by the damage
 @settings(max_examples=20)
 @given(data=st.data())
 @pytest.mark.parametrize("convert", [reshard, consolidate])
