@@ -12,25 +12,11 @@ from typing import Any
 
 import pytest
 
-from tests.launch.ranks import ROOT, WORKLOAD, all_ended, started, wait_for
-from zerokit.launch import agents
+from tests.launch.ranks import WORKLOAD, all_ended, started, wait_for
 from zerokit.launch.failures import Failure, WorkerFailed
 from zerokit.launch.interrupts import Interrupted, Interrupts
 from zerokit.launch.local import launch, threads_per_rank
 from zerokit.launch.network import free_port
-
-
-@pytest.fixture(autouse=True)
-def _workload_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(agents, "PEERS_FOLLOW_SECONDS", 0.5)
-
-
-@pytest.fixture
-def logs(tmp_path: Path) -> Path:
-    (tmp_path / "logs").mkdir()
-    return tmp_path / "logs"
 
 
 def run(folder: Path, logs: Path, what: str, *, nproc_per_node: int = 1, **more: Any) -> None:

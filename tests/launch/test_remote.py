@@ -16,7 +16,7 @@ import pytest
 
 from tests.launch.ranks import ROOT, WORKLOAD, all_ended, started, wait_for
 from tests.support.processes import children_of, words_of
-from zerokit.launch import agents, frames
+from zerokit.launch import frames
 from zerokit.launch.failures import LaunchError, WorkerFailed
 from zerokit.launch.frames import frame, pack
 from zerokit.launch.interrupts import Interrupted, Interrupts
@@ -32,19 +32,10 @@ HASTY = f"exec {sys.executable} -m tests.launch.hasty_node"
 
 
 @pytest.fixture(autouse=True)
-def _workload_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(agents, "PEERS_FOLLOW_SECONDS", 0.5)
+def _copies_stay_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "copies").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "copies"))
     monkeypatch.setattr(tempfile, "tempdir", None)
-
-
-@pytest.fixture
-def logs(tmp_path: Path) -> Path:
-    (tmp_path / "logs").mkdir()
-    return tmp_path / "logs"
 
 
 def remote(host: str = "first", line: str | None = None) -> RemoteHost:
