@@ -59,7 +59,7 @@ def layouts(draw: st.DrawFn) -> Layout:
     )
 
 
-@settings(max_examples=10)
+@settings(max_examples=25)
 @given(
     layout=layouts(),
     world=st.integers(1, 64),
