@@ -54,7 +54,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         r"'groups'\[1\] has the member 'params', which only the running program may set",
     ),
     "a group's names": ({"groups": [{"param_names": []}, {}]}, "has the member 'param_names'"),
-    "a stranger's value": ({"values": {"rule": {"x": 1}}}, "is of 'x', which is not a parameter"),
+    "a stranger's value": ({"values": {"rule": {"x": 1}}}, "belongs to 'x', which is not a parameter"),
     "a value where there is a stream": (
         {"values": {"exp_avg": {"tok.weight": 1}}},
         r"'values'\['exp_avg'\] is of parameter 0, which also has tensors",
