@@ -37,13 +37,17 @@ BAR, BEST_BAR = 0.10, 0.03
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell: milliseconds of a step, and planned to measured in the same round; medians of rounds."""
+    """One cell: milliseconds of a step, and planned to measured in the same round; medians of rounds.
+
+    `compared_ms` is planned from the same records for all cells, so that they can be compared.
+    """
 
     stage: int
     batch_size: int
     planned_ms: float
     measured_ms: float
     ratio: float
+    compared_ms: float
 
     @property
     def rate(self) -> float:
@@ -56,15 +60,15 @@ def measure(hosts: Hosts | None, folder: Path, options: Any) -> list[Cell]:
     rounds = [measure_round(hosts, folder, options, number) for number in range(options.repeats)]
     cells = []
     for key in sorted(rounds[0]):
-        planned, measured = zip(*(one[key] for one in rounds), strict=True)
-        cells.append(Cell(*key, median(planned), median(measured), ratio(planned, measured)))
+        planned, measured, alike = zip(*(one[key] for one in rounds), strict=True)
+        cells.append(Cell(*key, median(planned), median(measured), ratio(planned, measured), median(alike)))
     return cells
 
 
 def measure_round(
     hosts: Hosts | None, folder: Path, options: Any, number: int
-) -> dict[tuple[int, int], tuple[float, float]]:
-    """Planned and measured milliseconds of every cell, by stage and micro-batch.
+) -> dict[tuple[int, int], tuple[float, float, float]]:
+    """Planned and measured milliseconds of every cell, by stage and micro-batch, and those planned from all records.
 
     A machine's speed drifts within minutes, so each round begins with a doctor's report of its own, and each stage's
     record is taken both before and after it.
@@ -85,13 +89,29 @@ def measure_round(
         str(options.steps),
     ]
 
-    def plan_with(record: Path, cells: Sequence[str]) -> dict[int, float]:
-        asked = ["--gpus", "2", "--device", "cpu", "--from", str(record), "--cluster", str(doctor), *cells]
-        asked += ["--seq-len", str(options.seq_len), "--no-recompute", "--json"]
-        return {
-            one["batch_size"]: one["step_ms"]
-            for one in json.loads(alone("plan", options.model, *asked))["fitting"]
-        }
+    def plan_with(record: Path) -> dict[tuple[int, int], float]:
+        asked = [
+            "--gpus",
+            "2",
+            "--device",
+            "cpu",
+            "--from",
+            str(record),
+            "--cluster",
+            str(doctor),
+            "--json",
+            "--all",
+        ]
+        asked += [
+            "--stage",
+            "0,1,2,3",
+            "--batch-size",
+            options.batch_sizes,
+            "--seq-len",
+            str(options.seq_len),
+        ]
+        fitting = json.loads(alone("plan", options.model, *asked, "--no-recompute"))["fitting"]
+        return {(one["stage"], one["batch_size"]): one["step_ms"] for one in fitting}
 
     def record_alone(turn: int) -> Path:
         record = folder / f"alone{number}-{turn}.json"
@@ -99,23 +119,18 @@ def measure_round(
         alone("bench", *model, *timed, *own)
         return record
 
-    found, records = {}, [record_alone(0)]
+    found, plans = {}, [plan_with(record_alone(0))]
     for stage in range(4):
         sweep = folder / f"sweep{number}-{stage}"
         cells = ["--stage", str(stage), "--batch-size", options.batch_sizes]
         together("bench", *model, *timed, *cells, "--output", str(sweep))
-        records.append(record_alone(stage + 1))
-        planned = [plan_with(record, cells) for record in records[-2:]]
+        plans.append(plan_with(record_alone(stage + 1)))
         for one in in_folder(sweep):
-            size = one.settings.batch_size
+            key = stage, one.settings.batch_size
             times = slowest([rank.step_ms for rank in one.ranks])
-            found[stage, size] = mean(each[size] for each in planned), median(times)
-            print(
-                f"round {number}, stage {stage}, batch {size}: {found[stage, size]} ms",
-                [p[size] for p in planned],
-                file=sys.stderr,
-            )
-    return found
+            found[key] = mean(each[key] for each in plans[-2:]), median(times)
+            print(f"round {number}, stage {stage}, batch {key[1]}: {found[key]} ms", file=sys.stderr)
+    return {key: (*times, mean(each[key] for each in plans)) for key, times in found.items()}
 
 
 def judge(place: str, cells: Sequence[Cell], own: int) -> bool:
@@ -125,7 +140,8 @@ def judge(place: str, cells: Sequence[Cell], own: int) -> bool:
         times = f"{one.planned_ms:.1f} {one.measured_ms:.1f} {one.ratio:.3f} {one.rate:.2f}".split()
         rows.append([str(one.stage), str(one.batch_size), *times])
     print(plain_table(place, ["stage", "batch", "planned ms", "measured ms", "ratio", "samples/s"], rows))
-    best = max(cells, key=lambda one: one.batch_size / one.planned_ms)
+    # Of cells that are equally fast, the plan's own order begins with the one that needs less memory.
+    best = max(cells, key=lambda one: (one.batch_size / one.compared_ms, one.stage))
     worst = max(abs(one.ratio - 1) for one in cells if one.batch_size == own)
     holds = bar_holds(f"{place}: planned step of stages 0 to 3, worst error", worst, BAR)
     behind = max(one.rate for one in cells) / best.rate - 1
