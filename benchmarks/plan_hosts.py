@@ -140,7 +140,7 @@ def judge(place: str, cells: Sequence[Cell], own: int) -> bool:
         times = f"{one.planned_ms:.1f} {one.measured_ms:.1f} {one.ratio:.3f} {one.rate:.2f}".split()
         rows.append([str(one.stage), str(one.batch_size), *times])
     print(plain_table(place, ["stage", "batch", "planned ms", "measured ms", "ratio", "samples/s"], rows))
-    # Of cells that are equally fast, the plan's own order begins with the one that needs less memory.
+    # Among equally fast cells, the plan puts the one that needs less memory first.
     best = max(cells, key=lambda one: (one.batch_size / one.compared_ms, one.stage))
     worst = max(abs(one.ratio - 1) for one in cells if one.batch_size == own)
     holds = bar_holds(f"{place}: planned step of stages 0 to 3, worst error", worst, BAR)

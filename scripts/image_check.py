@@ -196,7 +196,7 @@ def pip_settings(scratch: Path) -> tuple[list[str], bool]:
     settings: dict[str, str] = {}
     for line in lines:
         name, _, value = line.partition("=")
-        # Of several places the last named wins; the environment's are named first, and win over all files.
+        # The last of several places wins; the environment's are named first, and win over all files.
         key = name.rpartition(".")[2]
         if name.startswith(":env:") or f":env:.{key}" not in "".join(lines):
             settings[key] = value.strip("'\"").replace("\\n", " ")

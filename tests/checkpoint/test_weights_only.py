@@ -171,7 +171,7 @@ def _refused(folder: str) -> list[str]:
         assert (zero.refusal, _state(zero)) == ("", before)
         told.append(str(caught.value))
     one_step(model, zero, case, run, 0, Trajectory())
-    # Of a run of both kinds each load takes the newest that it can.
+    # From a run of both kinds each load takes the newest step that it can.
     newest = load(f"{folder}/mixed", zero), load(f"{folder}/mixed", zero, weights_only=True)
     assert newest == (2, 4)
     return told

@@ -67,7 +67,7 @@ GO_ON = {
 
 @pytest.mark.parametrize("world", GO_ON)
 def test_losses_go_on_as_the_framework_would(made: Path, world: int) -> None:
-    # DeepSpeed clips at 1 unless it is told otherwise.
+    # DeepSpeed clips at a norm of 1 by default.
     cases = [
         (str(made / name), source_world, stage, 1.0 if name.startswith("deepspeed") else None)
         for name, source_world, stage in GO_ON[world]

@@ -85,7 +85,7 @@ MODELS: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def peaks() -> list[tuple[Peaks, Peaks]]:
-    """Of all models in one launch: two of them import transformers."""
+    """Every model is measured in one launch, because importing transformers takes long."""
     found: list[tuple[Peaks, Peaks]] = run_ranks(2, measure_and_plan, MODELS)[0]
     return found
 

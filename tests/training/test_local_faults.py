@@ -110,7 +110,7 @@ def _lose(lost: list[int], kwargs: dict[str, Any]) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             train_step(model, optimizer, step, rank)
     except zerokit.ScheduleError:
-        # The step was made, and of the synchronisation nothing.
+        # The step was made, and nothing of the synchronisation was taken over.
         masters = torch.cat([p.detach().flatten() for p in model.parameters()])
         moved = torch.cat([value.flatten() for value in before.values()]) - masters
         assert moved.abs().max() < 0.1

@@ -94,7 +94,7 @@ class Copier:
         self._open: set[OpenFile] = set()
         self._buffers = threading.local()
         self._threads = ThreadPoolExecutor(self._jobs, "zerokit-copy")
-        # Of its own: threads that copy need not wait for the disk.
+        # A thread of its own, so that those that copy need not wait for the disk.
         self._syncing = ThreadPoolExecutor(1, "zerokit-sync")
 
     def __enter__(self) -> Copier:

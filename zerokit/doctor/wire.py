@@ -216,7 +216,7 @@ def measure_pairs(group: dist.ProcessGroup, accelerator: Accelerator, leaders: S
 def _swap(outgoing: torch.Tensor, incoming: torch.Tensor, other: int, group: dist.ProcessGroup) -> None:
     import torch.distributed as dist
 
-    operations = [  # in this order: behind a send, gloo may take nothing in, and both directions take turns
+    operations = [  # receives come first: gloo may receive nothing while it sends
         dist.P2POp(dist.irecv, incoming, other, group),
         dist.P2POp(dist.isend, outgoing, other, group),
     ]

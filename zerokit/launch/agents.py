@@ -26,7 +26,7 @@ POLL_SECONDS = 0.05
 PEERS_FOLLOW_SECONDS = 3.0
 # How long ranks may take to end after SIGTERM or SIGINT before they are killed.
 GRACE_SECONDS = 5.0
-# Of a disk on which an agent may have failed to write its log.
+# A disk with less room is one on which an agent may have failed to write its log.
 _LEAST_FREE = 64 * 2**10
 
 

@@ -78,7 +78,7 @@ class Hops:
             latency = link.latency_s * (ranks - nodes if link.relays else 1)
         if nodes > 1:
             link = self._cluster.link(inside=False)
-            # Of messages between hosts, every rank of a node receives its own; rings enter a node once a group.
+            # Every rank of a node receives its own messages from other hosts; rings enter a node once a group.
             far = received if link.relays else payload_bytes * (ranks - here) / ranks * here
             inside = max(inside, far * (per_node // here) / link.bytes_per_s)
             latency += link.latency_s * (nodes - 1 if link.relays else 1)

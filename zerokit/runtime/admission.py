@@ -100,7 +100,7 @@ def probe(optimizer_class: type[Optimizer], options: dict[str, Any], master: tor
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(_SHAPE, generator=generator)
     half = start.numel() // 2
-    # Of one direction: what estimates a distance from all gradients (D-Adaptation) stays at its tiny start otherwise.
+    # In one direction: an estimate of distance from all gradients (D-Adaptation) otherwise stays at its tiny start.
     # The halves' sizes rise and fall apart: a norm of both, or whether it rises or falls, is not that of one.
     sizes = 2.0 ** torch.stack([torch.arange(_STEPS) % 5 - 2, -(torch.arange(_STEPS) // 5 % 3)], dim=1)
     gradients = [

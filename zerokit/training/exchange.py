@@ -224,8 +224,8 @@ class Exchange:
         received = torch.empty_like(sent)
         received[self.index] = sent[self.index]
         others = [index for index in range(self.count) if index != self.index]
-        # Not gloo's all-to-all, which sends first: behind a send it may take nothing in, and the two directions of a
-        # link then take turns.
+        # Receives come first: gloo may receive nothing while it sends, so that the two directions of a link take turns.
+        # Its all-to-all sends first.
         works = [self._group.recv([received[index]], index, 0) for index in others]
         works += [self._group.send([sent[index]], index, 0) for index in others]
         for work in works:

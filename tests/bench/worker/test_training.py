@@ -191,7 +191,7 @@ def test_on_a_device_nothing_is_made_read_or_waited_for_between_measured_steps(t
     assert measured.batch_bytes == 4 * ALONE.batch_size * (28 * 28 * 4 + 8)
     written = [Progress(*json.loads(line)) for line in path.read_text().splitlines()]
     assert written[-1] == Progress(6, 6, 2, 50.0, 10.0)
-    # Of the measured steps before it, the first alone: more cost time, and none knows its loss yet.
+    # Only the first measured step before it: more would cost time, and none knows its loss yet.
     assert [one for one in written if 2 < one.done < 6] == [Progress(3, 6, 2, None, None)]
 
 

@@ -20,7 +20,7 @@ MPT = {
     "1b": (24, 2048),
     "760m": (24, 1536),
 }
-# Of llm-foundry, scripts/train/benchmarking/README.md (Apache-2.0), table "H100 80GB BF16": size, length, GPUs, MFU in
+# From llm-foundry, scripts/train/benchmarking/README.md (Apache-2.0), table "H100 80GB BF16": size, length, GPUs, MFU in
 # percent, tokens a second of all GPUs, parameters. Some rows with five digits of throughput or more.
 LLM_FOUNDRY = [
     ("70b", 2048, 64, 42.57, 66_523, 64_862_437_376),

@@ -37,7 +37,7 @@ class Interrupted(Exception):
 
 def run_jobs(jobs: list[Job]) -> str:
     """Verdicts of this rank, as JSON. Raises `Interrupted` after a job that went otherwise than declared."""
-    # Of its own, so that ranks find each other even where a pattern left collectives behind.
+    # A group of its own, so that ranks find each other even where a pattern left collectives behind.
     control = dist.new_group(timeout=timedelta(seconds=PATTERNS[jobs[0][0]].timeout + 20))
     references: dict[tuple[str, str], tuple[list[float], list[dict[str, Tensor]]]] = {}
     verdicts: list[Verdict] = []

@@ -273,7 +273,7 @@ class Workload:
         return f"{self.name} is built by {self.library}, which is not installed here; {INSTALL[self.library]}"
 
 
-# Of language models: vocabulary, positions, width, layers, heads; of Llamas also heads of keys and values, and the
+# Language models: vocabulary, positions, width, layers, heads; for Llamas also heads of keys and values, and the
 # width of the feed-forward.
 _BUILT_IN: Mapping[str, Config] = {
     # For tests: small enough that starting Python takes longer than training it.

@@ -41,7 +41,7 @@ _NOT_ITS = (
     *("wire", "wire_updates", "mesh", "outer_stage", "every", "fragments", "delay", "bucket_mb"),
     *("save", "save_every", "background", "resume"),
 )
-# Of the room there is: activations take some as well.
+# A share of the free memory: activations take some as well.
 _MOST = 0.8
 
 

@@ -36,7 +36,7 @@ from zerokit.errors import UsageError
 Sample = Callable[[int], tuple[Tensor, ...]]
 """Makes a sample on the CPU from the seed of all that is drawn for it."""
 
-# Of BERT (arXiv:1810.04805, §3.1): how much of a sequence is guessed, and how much of that is left as it was or
+# From BERT (arXiv:1810.04805, §3.1): how much of a sequence is guessed, and how much of that is left as it was or
 # replaced by another byte, so that a mask is not the only one to guess at.
 _GUESSED, _KEPT, _REPLACED = 0.15, 0.1, 0.1
 # The first token that is no byte stands for the mask.

@@ -25,7 +25,7 @@ from zerokit.bench.catalogue.workloads import (
 from zerokit.bench.workloads.models import DEFAULT_STD, set_rotary_base, set_std
 from zerokit.errors import UsageError
 
-# Of the auxiliary classifier's loss, as torchvision's own training script for this model weighs it.
+# The weight of the auxiliary classifier's loss in torchvision's own training script for this model.
 _AUXILIARY = 0.4
 
 
@@ -132,7 +132,7 @@ def _inception(config: InceptionConfig) -> nn.Module:
     try:
         import torchvision
     except (ImportError, RuntimeError) as error:
-        # Of another torch's version or build it is installed, and fails only here.
+        # One for another version or build of torch can be installed, and fails only here.
         raise UsageError(
             f"torchvision does not work with this torch ({error}); {INSTALL['torchvision']}"
         ) from error
