@@ -90,28 +90,10 @@ def measure_round(
     ]
 
     def plan_with(record: Path) -> dict[tuple[int, int], float]:
-        asked = [
-            "--gpus",
-            "2",
-            "--device",
-            "cpu",
-            "--from",
-            str(record),
-            "--cluster",
-            str(doctor),
-            "--json",
-            "--all",
-        ]
-        asked += [
-            "--stage",
-            "0,1,2,3",
-            "--batch-size",
-            options.batch_sizes,
-            "--seq-len",
-            str(options.seq_len),
-        ]
-        fitting = json.loads(alone("plan", options.model, *asked, "--no-recompute"))["fitting"]
-        return {(one["stage"], one["batch_size"]): one["step_ms"] for one in fitting}
+        asked = f"--gpus 2 --device cpu --stage 0,1,2,3 --batch-size {options.batch_sizes} --seq-len {options.seq_len}"
+        files = ["--from", str(record), "--cluster", str(doctor)]
+        answer = alone("plan", options.model, *asked.split(), *files, "--no-recompute", "--json")
+        return {(one["stage"], one["batch_size"]): one["step_ms"] for one in json.loads(answer)["fitting"]}
 
     def record_alone(turn: int) -> Path:
         record = folder / f"alone{number}-{turn}.json"

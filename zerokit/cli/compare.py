@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from zerokit.cli.work import Name, json_option, note, tracking_uri_option
-from zerokit.errors import UsageError, ZerokitError
+from zerokit.errors import UsageError
 
 if TYPE_CHECKING:
     from zerokit.bench.record.record import Run
@@ -114,10 +114,7 @@ def command(
     if html is not None:
         from zerokit.bench.report.render import write_comparison
 
-        try:
-            write_comparison(runs, html)
-        except OSError as error:
-            raise ZerokitError(f"the report cannot be written to {html}: {error.strerror}") from error
+        write_comparison(runs, html)
         click.echo(f"report  {html}", err=True)
     if as_json:
         click.echo(comparison_json(cells, broken, differing))

@@ -10,7 +10,6 @@ import click
 from zerokit.bench.catalogue.workloads import WORKLOADS
 from zerokit.cli.bench import setting_option
 from zerokit.cli.work import PATH, Name, json_option, print_json
-from zerokit.errors import ZerokitError
 from zerokit.planning.hardware import DEVICES
 
 _EPILOG = """\b
@@ -106,10 +105,7 @@ def command(
     if page is not None:
         from zerokit.bench.report.plan_page import write_plan
 
-        try:
-            write_plan(found, page)
-        except OSError as error:
-            raise ZerokitError(f"the page cannot be written to {page}: {error.strerror}") from error
+        write_plan(found, page)
     if as_json:
         print_json(plain(found))
     else:

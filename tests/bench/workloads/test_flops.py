@@ -20,8 +20,8 @@ MPT = {
     "1b": (24, 2048),
     "760m": (24, 1536),
 }
-# From llm-foundry, scripts/train/benchmarking/README.md (Apache-2.0), table "H100 80GB BF16": size, length, GPUs, MFU in
-# percent, tokens a second of all GPUs, parameters. Some rows with five digits of throughput or more.
+# From llm-foundry, scripts/train/benchmarking/README.md (Apache-2.0), table "H100 80GB BF16": size, length, GPUs, MFU
+# in percent, tokens a second of all GPUs, parameters. Some rows with five digits of throughput or more.
 LLM_FOUNDRY = [
     ("70b", 2048, 64, 42.57, 66_523, 64_862_437_376),
     ("30b", 8192, 8, 29.92, 11_072, 30_019_254_272),

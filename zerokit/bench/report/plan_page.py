@@ -9,9 +9,8 @@ import altair as alt
 
 from zerokit.bench.comparison.tables import Scale
 from zerokit.bench.plans.ask import hopeless
-from zerokit.bench.record.record import write_text
 from zerokit.bench.report.pictures import Picture, Row, colour, data_of, draw_bars
-from zerokit.bench.report.render import document
+from zerokit.bench.report.render import document, write_page
 from zerokit.errors import UsageError
 from zerokit.formulas import MEMORY_KINDS
 from zerokit.placement import Mesh, Placement
@@ -31,7 +30,7 @@ _MOST_SPANS = 400
 
 
 def write_plan(plan: Plan, path: Path) -> None:
-    """Write the page as one self-contained file."""
+    """Write the page as one self-contained file. Raises `ZerokitError` where the disk refuses it."""
     text = document(
         "plan.html.jinja",
         pictures(plan),
@@ -41,7 +40,7 @@ def write_plan(plan: Plan, path: Path) -> None:
         kinds=_SHORT,
         gib=GIB,
     )
-    write_text(text, path)
+    write_page(text, path)
 
 
 def pictures(plan: Plan) -> list[Picture]:

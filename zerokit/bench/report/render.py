@@ -56,6 +56,7 @@ from zerokit.bench.report.pictures import (
     in_light,
     make_pictures,
 )
+from zerokit.errors import ZerokitError
 
 
 def page_content(cells: Sequence[Cell], runs: Sequence[Run]) -> dict[str, Any]:
@@ -150,8 +151,16 @@ _FOLDER = Path(__file__).parent
 
 
 def write_comparison(runs: Sequence[Run], path: Path) -> None:
-    """The page of several runs; the first is the baseline."""
-    write_text(render(runs), path)
+    """The page of several runs; the first is the baseline. Raises as `write_page`."""
+    write_page(render(runs), path)
+
+
+def write_page(text: str, path: Path) -> None:
+    """Write a page as one file. Raises `ZerokitError` where the disk refuses it."""
+    try:
+        write_text(text, path)
+    except OSError as error:
+        raise ZerokitError(f"the page cannot be written to {path}: {error.strerror}") from error
 
 
 def plots(records: Sequence[Record]) -> dict[str, bytes]:
