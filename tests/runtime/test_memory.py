@@ -1,15 +1,19 @@
-"""What the runtime asks of the host's allocator."""
+"""What the runtime asks of the host's allocator, and where the pages of units go."""
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import platform
 import resource
+from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.distributed import run_alone
-from zerokit.runtime.linux import keep_freed_memory
+from zerokit.layout import Interval
+from zerokit.runtime.linux import MappedMemory, keep_freed_memory
 
 pytestmark = pytest.mark.skipif(
     platform.libc_ver()[0] != "glibc", reason="only glibc's heap is told what to keep"
@@ -39,3 +43,69 @@ def _faults_of_a_step() -> int:
 def test_freed_memory_is_used_again_without_page_faults() -> None:
     # The first round's blocks had pages of their own; what the second round left on the heap serves the third.
     assert run_alone(_faults_of_a_step) < _PAGES // 20
+
+
+_SHORT, _LONG = 300_000, 3_000_000
+"""Elements whose memory outside the shard is too short for huge pages, and long enough for them."""
+
+
+def _units(numel: int, count: int) -> list[MappedMemory]:
+    units = [MappedMemory(numel, Interval(5000, 6000), torch.float32) for _ in range(count)]
+    for unit in units:
+        unit.shrink()
+    return units
+
+
+@pytest.mark.parametrize("numel", [_SHORT, _LONG])
+def test_freed_memory_reads_as_nan_and_the_shard_stays(numel: int) -> None:
+    units = _units(numel, 3)
+    for number, unit in enumerate(units * 2):
+        unit.shard.fill_(number)
+        unit.grow()
+        if numel == _SHORT:  # where other units' pages may come
+            assert unit.whole[7000:].isnan().all()
+        unit.whole.fill_(number)
+        unit.shrink()
+        assert unit.whole[7000:].isnan().all()
+        assert unit.whole[:4000].isnan().all()
+        assert unit.shard.eq(number).all()
+
+
+def _faults_of_gathering() -> int:
+    """Page faults of writing a unit, where another one of its size was freed before."""
+    earlier, later = _units(_SHORT, 2)
+    for _ in range(3):
+        earlier.grow()
+        earlier.whole.fill_(1.0)
+        earlier.shrink()
+        start = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        later.grow()
+        later.whole.fill_(1.0)
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - start
+        later.shrink()
+    return faults
+
+
+def test_a_unit_takes_the_pages_of_one_that_was_freed() -> None:
+    assert run_alone(_faults_of_gathering) < _SHORT * 4 // resource.getpagesize() // 10
+
+
+def _mebibytes_kept() -> int:
+    """What stays of many units of different sizes that were all freed."""
+    gc.collect()
+    before = _resident_mib()
+    units = [_units(_SHORT + 2000 * number, 1)[0] for number in range(60)]
+    for unit in units:
+        unit.grow()
+        unit.whole.fill_(1.0)
+    for unit in units:
+        unit.shrink()
+    return _resident_mib() - before
+
+
+def _resident_mib() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() >> 20
+
+
+def test_a_few_mib_stay_of_freed_memory() -> None:
+    assert run_alone(_mebibytes_kept) < 20  # of 80
