@@ -70,10 +70,11 @@ def client(finished: Finished) -> MlflowClient:
     return MlflowClient(tracking_uri=finished.uri)
 
 
-def newest_run(client: MlflowClient) -> Run:
-    experiment = client.get_experiment_by_name("zerokit-bench")
-    assert experiment is not None
-    return client.search_runs([experiment.experiment_id], order_by=["attributes.start_time DESC"])[0]
+def only_run(client: MlflowClient, experiment: str) -> Run:
+    found = client.get_experiment_by_name(experiment)
+    assert found is not None
+    (run,) = client.search_runs([found.experiment_id])
+    return run
 
 
 def test_the_record_holds_every_ranks_every_step(finished: Finished) -> None:
@@ -135,7 +136,7 @@ def test_the_table_tells_what_was_asked_for(finished: Finished) -> None:
 
 
 def test_mlflow_holds_the_record(finished: Finished, client: MlflowClient) -> None:
-    run, record = newest_run(client), finished.record
+    run, record = only_run(client, "zerokit-bench"), finished.record
     assert record.results is not None
     assert run.info.status == "FINISHED"
     assert f"MLflow  run {run.info.run_id}" in finished.process.stdout
@@ -200,10 +201,11 @@ def test_the_run_of_a_killed_rank_has_failed(
         victims.append(children_of(starter)[1])
         os.kill(victims[0], signal.SIGKILL)
 
-    arguments = ("bench", "--nodes", "2", *TINY, "--steps", "1000000", "--tracking-uri", finished.uri)
-    done = zerokit_inside(tmp_path, *arguments, meanwhile=Strike(lambda: training(tmp_path), kill))
+    options = (*TINY, "--steps", "1000000", "--tracking-uri", finished.uri, "--experiment", "failed")
+    strike = Strike(lambda: training(tmp_path), kill)
+    done = zerokit_inside(tmp_path, "bench", "--nodes", "2", *options, meanwhile=strike)
     assert done.returncode == 1
-    run = newest_run(client)
+    run = only_run(client, "failed")
     assert run.info.status == "FAILED"
     assert f"rank 1 (node 1, pid {victims[0]}) was killed by SIGKILL" in run.data.tags["zerokit.reason"]
 
@@ -212,12 +214,12 @@ def test_an_interrupt_ends_everything_and_the_run_is_killed(
     finished: Finished, client: MlflowClient, tmp_path: Path
 ) -> None:
     interrupt = Strike(lambda: training(tmp_path), lambda starter: os.kill(os.getpid(), signal.SIGINT))
-    options = ("--nproc-per-node", "2", *TINY, "--steps", "1000000", "--tracking-uri", finished.uri)
-    done = zerokit_inside(tmp_path, "bench", *options, meanwhile=interrupt)
+    options = (*TINY, "--steps", "1000000", "--tracking-uri", finished.uri, "--experiment", "interrupted")
+    done = zerokit_inside(tmp_path, "bench", "--nproc-per-node", "2", *options, meanwhile=interrupt)
     assert done.returncode == 128 + signal.SIGINT
     assert done.stderr == "zerokit: interrupted by SIGINT\n"
     assert list((tmp_path / "tmp").glob("zerokit-*")) == []
-    assert newest_run(client).info.status == "KILLED"
+    assert only_run(client, "interrupted").info.status == "KILLED"
 
 
 def test_a_bench_resumes_with_the_same_bits_and_at_another_world_size_and_stage(tmp_path: Path) -> None:

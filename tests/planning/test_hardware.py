@@ -156,14 +156,14 @@ def test_ranks_of_a_host_share_it() -> None:
     free, slowed = (step_time(plan, Cluster(Device("cpu"), 2, link), each) for each in (alone, shared))
     assert slowed.optimizer_s == pytest.approx(2 * free.optimizer_s)
     whole = sum(unit.numel for unit in plan.layout.units)
-    # Gradients, and the other half of each gathered unit, in fresh pages.
+    # Gradients, in fresh pages.
     pages = whole * SIZES.compute / 4096
     fresh = (slowed.compute_s - 1.1 * free.compute_s) / 3e-6
     moved = (
         0.9 * whole * (SIZES.compute + SIZES.reduce) / 30e9 / 3e-6
     )  # buckets fill 2.0 and not 1.1 times as slowly
     assert fresh == pytest.approx(pages + moved, rel=0.01)
-    assert slowed.exposed_total_s > free.exposed_total_s
+    assert slowed.exposed_total_s == free.exposed_total_s  # small units pass their pages on
 
 
 def record(**changes: object) -> dict[str, object]:

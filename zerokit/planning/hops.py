@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from zerokit.placement import Axis, Placement
 from zerokit.planning.efficiency import Efficiency
-from zerokit.planning.hardware import HUGE_PAGE_BYTES, PAGE_BYTES, Cluster
+from zerokit.planning.hardware import HUGE_PAGE_BYTES, Cluster
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +67,11 @@ class Hops:
             link = self._cluster.link(inside=True)
             near = payload_bytes * (here - 1) / ranks
             if link.reading is not None and nodes == 1:
-                small = payload_bytes / ranks < HUGE_PAGE_BYTES
                 speeds = link.reading
-                speed = speeds.reduce if adds else speeds.fresh if fresh and not small else speeds.gather
-                copied = near / speed + (
-                    near / PAGE_BYTES * self._efficiency.page_s if fresh and small else 0.0
-                )
-                return [Hop(axis, "inside", 0.0, copied + link.latency_s, 0.0)]
+                # Small units pass their pages on to each other.
+                fresh = fresh and payload_bytes / ranks >= HUGE_PAGE_BYTES
+                speed = speeds.reduce if adds else speeds.fresh if fresh else speeds.gather
+                return [Hop(axis, "inside", 0.0, near / speed + link.latency_s, 0.0)]
             inside = (received if link.relays else near) / link.bytes_per_s
             latency = link.latency_s * (ranks - nodes if link.relays else 1)
         if nodes > 1:
