@@ -26,8 +26,9 @@ _MAP_FIXED = 0x10
 _HUGE_PAGE = 2 << 20
 _NAN_BYTES = _HUGE_PAGE
 """The size of the piece that stands for all freed memory."""
-_MREMAP_MOVE = 1 | 2 | 4
-"""MREMAP_MAYMOVE, MREMAP_FIXED and MREMAP_DONTUNMAP of Linux's mman.h."""
+_MREMAP_MAYMOVE, _MREMAP_FIXED, _MREMAP_DONTUNMAP = 1, 2, 4
+_FAILED = ctypes.c_size_t(-1).value
+"""What mmap and mremap return then."""
 _SPARE_BYTES = 8 << 20
 """The most that is kept of freed pages: two units of stretches that are too short for huge pages."""
 
@@ -90,39 +91,36 @@ class SparePages:
     """
 
     def __init__(self) -> None:
-        self._stretches: list[mmap.mmap] = []
-        """The pages, the oldest first."""
+        self._stretches: list[tuple[int, int]] = []
+        """Their lengths and addresses, the oldest first."""
 
     def give(self, address: int, length: int) -> bool:
-        """Move the pages out of a view of the file of nan, which stays. False where the system cannot."""
-        stretch = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if not _move_pages(address, _address(stretch), length):
+        """Move the pages out of a view of the file of nan, which stays. False where the system cannot.
+
+        The system chooses where they go: Linux before 5.13 refuses, and must not have unmapped anything by then.
+        """
+        moved_to = _function("mremap")(address, length, length, _MREMAP_MAYMOVE | _MREMAP_DONTUNMAP, None)
+        if moved_to == _FAILED:
             return False
-        self._stretches.append(stretch)
-        while sum(map(len, self._stretches)) > _SPARE_BYTES:
-            self._stretches.pop(0)
+        self._stretches.append((length, moved_to))
+        while sum(length for length, _ in self._stretches) > _SPARE_BYTES:
+            oldest, at = self._stretches.pop(0)
+            _function("munmap")(at, oldest)
         return True
 
     def take(self, address: int, length: int) -> None:
         """Move pages there, if there are as many, full of nan as those that the file gives."""
-        for position in reversed(range(len(self._stretches))):
-            if len(self._stretches[position]) == length:
-                stretch = self._stretches.pop(position)
-                ctypes.memset(_address(stretch), 0xFF, length)
-                _move_pages(_address(stretch), address, length)
+        for stretch in reversed(self._stretches):
+            if stretch[0] == length:
+                self._stretches.remove(stretch)  # before ctypes lets other threads look for pages
+                ctypes.memset(stretch[1], 0xFF, length)
+                moved = _MREMAP_MAYMOVE | _MREMAP_FIXED
+                if _function("mremap")(stretch[1], length, length, moved, address) != address:
+                    _map_at(address, length, _nan_file())  # which may be unmapped by now
                 return
 
 
 _spare_pages = SparePages()
-
-
-def _address(memory: mmap.mmap) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
-
-
-def _move_pages(source: int, target: int, length: int) -> bool:
-    """Move pages to another address; both ranges stay mapped. Linux 5.13 or later."""
-    return _function("mremap")(source, length, length, _MREMAP_MOVE, target) == target
 
 
 @functools.cache
@@ -143,12 +141,13 @@ def _map_at(address: int, length: int, descriptor: int) -> None:
 
 @functools.cache
 def _function(name: str) -> Callable[..., int]:
-    """`mmap` or `mremap` of the C library, which return an address."""
+    """`mmap`, `mremap` or `munmap` of the C library."""
     function: Any = getattr(ctypes.CDLL(None, use_errno=True), name)
     function.restype = ctypes.c_size_t
     function.argtypes = {
         "mmap": [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long],
         "mremap": [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p],
+        "munmap": [ctypes.c_void_p, ctypes.c_size_t],
     }[name]
     return cast(Callable[..., int], function)
 
