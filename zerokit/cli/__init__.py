@@ -7,9 +7,11 @@ command that a signal ended leaves with 128 + its number, as shells do. diff: 1 
 from __future__ import annotations
 
 import difflib
+import errno
 import signal
 import sys
 import warnings
+from contextlib import suppress
 from importlib import import_module
 from typing import Any, TextIO
 
@@ -128,6 +130,13 @@ def main() -> None:
     except ZerokitError as error:
         text = printable_lines(str(error)) if error.several_lines else printable(str(error))
         click.echo(f"zerokit: {text}", err=True)
+        sys.exit(1)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        click.echo(f"zerokit: {printable(str(error))}", err=True)
+        with suppress(OSError):  # Python would try again at its end, and leave with 120
+            sys.stdout.close()
         sys.exit(1)
     except Interrupted as error:
         click.echo(f"zerokit: {error}", err=True)
