@@ -38,6 +38,21 @@ def test_help_answers_without_torch_mlflow_or_rich(tmp_path: Path) -> None:
         assert done.stdout.endswith("[]\n")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a device that is always full")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_standard_output_is_an_error(unbuffered: str, tmp_path: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "zerokit.cli", "--help"],
+            env=environment(tmp_path, PYTHONUNBUFFERED=unbuffered),
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (1, "zerokit: No space left on device\n")
+
+
 def test_version_and_commands_are_told() -> None:
     assert CliRunner().invoke(cli, ["--version"]).output == f"zerokit, version {package.__version__}\n"
     shown = CliRunner().invoke(cli, ["--help"]).output

@@ -134,7 +134,8 @@ def main() -> None:
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-        click.echo(f"zerokit: {printable(str(error))}", err=True)
+        where = "" if error.filename is None else f": {printable(str(error.filename))}"
+        click.echo(f"zerokit: {error.strerror}{where}", err=True)
         with suppress(OSError):  # Python would try again at its end, and leave with 120
             sys.stdout.close()
         sys.exit(1)
