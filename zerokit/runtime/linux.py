@@ -13,6 +13,8 @@ import functools
 import mmap
 import os
 import sys
+import threading
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -91,8 +93,9 @@ class SparePages:
     """
 
     def __init__(self) -> None:
-        self._stretches: list[tuple[int, int]] = []
-        """Their lengths and addresses, the oldest first."""
+        self._addresses: defaultdict[int, list[int]] = defaultdict(list)
+        """Where the pages are, by the length of their stretch."""
+        self._lock = threading.Lock()
 
     def give(self, address: int, length: int) -> bool:
         """Move the pages out of a view of the file of nan, which stays. False where the system cannot.
@@ -102,22 +105,24 @@ class SparePages:
         moved_to = _function("mremap")(address, length, length, _MREMAP_MAYMOVE | _MREMAP_DONTUNMAP, None)
         if moved_to == _FAILED:
             return False
-        self._stretches.append((length, moved_to))
-        while sum(length for length, _ in self._stretches) > _SPARE_BYTES:
-            oldest, at = self._stretches.pop(0)
-            _function("munmap")(at, oldest)
+        with self._lock:
+            self._addresses[length].append(moved_to)
+            while sum(each * len(kept) for each, kept in self._addresses.items()) > _SPARE_BYTES:
+                others = (each for each, kept in self._addresses.items() if kept and each != length)
+                dropped = next(others, length)
+                _function("munmap")(self._addresses[dropped].pop(), dropped)
         return True
 
     def take(self, address: int, length: int) -> None:
         """Move pages there, if there are as many, full of nan as those that the file gives."""
-        for stretch in reversed(self._stretches):
-            if stretch[0] == length:
-                self._stretches.remove(stretch)  # before ctypes lets other threads look for pages
-                ctypes.memset(stretch[1], 0xFF, length)
-                moved = _MREMAP_MAYMOVE | _MREMAP_FIXED
-                if _function("mremap")(stretch[1], length, length, moved, address) != address:
-                    _map_at(address, length, _nan_file())  # which may be unmapped by now
+        with self._lock:
+            if not self._addresses[length]:
                 return
+            source = self._addresses[length].pop()
+        ctypes.memset(source, 0xFF, length)
+        moved = _MREMAP_MAYMOVE | _MREMAP_FIXED
+        if _function("mremap")(source, length, length, moved, address) != address:
+            _map_at(address, length, _nan_file())  # which may be unmapped by now
 
 
 _spare_pages = SparePages()
