@@ -13,7 +13,7 @@ import torch
 
 from tests.support.distributed import run_alone
 from zerokit.layout import Interval
-from zerokit.runtime.linux import MappedMemory, keep_freed_memory
+from zerokit.runtime.linux import MappedMemory, _spare_pages, keep_freed_memory
 
 pytestmark = pytest.mark.skipif(
     platform.libc_ver()[0] != "glibc", reason="only glibc's heap is told what to keep"
@@ -71,9 +71,11 @@ def test_freed_memory_reads_as_nan_and_the_shard_stays(numel: int) -> None:
         assert unit.shard.eq(number).all()
 
 
-def _faults_of_gathering() -> int:
-    """Page faults of writing a unit, where another one of its size was freed before."""
+def _faults_of_gathering() -> int | None:
+    """Page faults of writing a unit, where another one of its size was freed before. None if pages cannot move."""
     earlier, later = _units(_SHORT, 2)
+    if not any(_spare_pages._addresses.values()):
+        return None
     for _ in range(3):
         earlier.grow()
         earlier.whole.fill_(1.0)
@@ -87,7 +89,10 @@ def _faults_of_gathering() -> int:
 
 
 def test_a_unit_takes_the_pages_of_one_that_was_freed() -> None:
-    assert run_alone(_faults_of_gathering) < _SHORT * 4 // resource.getpagesize() // 10
+    faults = run_alone(_faults_of_gathering)
+    if faults is None:
+        pytest.skip("this kernel does not move pages of a mapped file (Linux 5.13)")
+    assert faults < _SHORT * 4 // resource.getpagesize() // 10
 
 
 def _mebibytes_kept() -> int:

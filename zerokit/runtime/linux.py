@@ -89,7 +89,7 @@ class MappedMemory(UnitMemory):
 class SparePages:
     """A few MiB of pages that freed stretches leave for the next ones of the same length.
 
-    To move a page takes a tenth of the time that the system takes to hand one out, with its fault and its zeros.
+    To pass pages on takes about a third of the time that the system takes to hand out others, with faults and zeros.
     """
 
     def __init__(self) -> None:
@@ -100,7 +100,7 @@ class SparePages:
     def give(self, address: int, length: int) -> bool:
         """Move the pages out of a view of the file of nan, which stays. False where the system cannot.
 
-        The system chooses where they go: Linux before 5.13 refuses, and must not have unmapped anything by then.
+        The system chooses where they go, so that a refusal, as by Linux before 5.13, unmaps nothing.
         """
         moved_to = _function("mremap")(address, length, length, _MREMAP_MAYMOVE | _MREMAP_DONTUNMAP, None)
         if moved_to == _FAILED:

@@ -2,7 +2,7 @@
 
 [Note: one storage for life] Autograd saves views of weights, which re-pointing a parameter to another storage would
 leave behind. So a unit keeps one storage, and only the memory behind it comes and goes: on CUDA the storage is
-resized; on Linux hosts its pages are handed back, all but those of the shard, which so needs no copy (`linux`).
+resized; on Linux hosts its pages go, all but those of the shard, which so needs no copy (`linux`).
 """
 
 from __future__ import annotations
