@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -223,8 +224,8 @@ def test_generators_continue_and_differ_between_ranks(tmp_path: Path) -> None:
     assert len({str(draws) for draws, _ in found}) == 3
 
 
-def _freezing(stage: int, bucket_mb: float, directory: str, resume: bool) -> list[str]:
-    """A block that is frozen for two steps: its count of steps falls behind the others', also on disk."""
+def _freezing(stage: int, bucket_mb: float, frozen: Sequence[int], directory: str, resume: bool) -> list[str]:
+    """A block that is frozen for some steps, after which it has another count of steps than others, or no states."""
     case, run = CASES["gpt"], Run(stage=stage, bucket_mb=bucket_mb)
     model = build_seeded(case, dist.get_rank() + 5 * resume)
     optimizer = wrap(model, case, run)
@@ -233,7 +234,7 @@ def _freezing(stage: int, bucket_mb: float, directory: str, resume: bool) -> lis
     if resume:
         load(directory, optimizer)
     for step in range(4 if resume else 0, 6):
-        block.requires_grad_(step not in (1, 2))
+        block.requires_grad_(step not in frozen)
         if step == 4:
             trajectory = Trajectory()
             if not resume:
@@ -244,10 +245,10 @@ def _freezing(stage: int, bucket_mb: float, directory: str, resume: bool) -> lis
 
 
 def _frozen_and_back(directory: str) -> None:
-    for bucket_mb, stages in ((SMALL, (0, 3)), (LARGE, (1, 2))):
-        expected = _freezing(2, bucket_mb, f"{directory}/{bucket_mb}", False)
-        for stage in stages:
-            assert _freezing(stage, bucket_mb, f"{directory}/{bucket_mb}", True) == expected
+    for number, (bucket_mb, frozen) in enumerate(product((SMALL, LARGE), ((1, 2), (0, 1, 2, 3)))):
+        expected = _freezing(2, bucket_mb, frozen, f"{directory}/{number}", False)
+        for stage in (0, 3) if bucket_mb == SMALL else (1, 2):
+            assert _freezing(stage, bucket_mb, frozen, f"{directory}/{number}", True) == expected
 
 
 def test_schedulers_and_counts_that_differ_within_a_unit_continue(tmp_path: Path) -> None:

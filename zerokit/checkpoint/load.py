@@ -176,8 +176,9 @@ def _load(
     elif optimizer.ema is not None:
         optimizer.ema.restart()  # the average was of other weights
     optimizer.refuse_steps(kept)
-    if checkpoint.notes and together.rank == 0:
-        warnings.warn(printable("; ".join(checkpoint.notes)), stacklevel=2)
+    notes = [*checkpoint.notes, *(f"{checkpoint.path}: {note}" for note in match.notes)]
+    if notes and together.rank == 0:
+        warnings.warn(printable("; ".join(notes)), stacklevel=2)
     if match.left_out and together.rank == 0:
         message = f"{checkpoint.path}: left as they were: {'; '.join(match.left_out)}"
         warnings.warn(printable(message), stacklevel=2)
@@ -305,13 +306,7 @@ def _apply(checkpoint: Source, optimizer: ZeroOptimizer, match: Match, extra: Ma
         if any(len({shared.key(unit, at) for at in unit.positions_in(one)}) > 1 for one in unit.masters):
             unit.divide(runtime.inner)
     for unit, master, _ in runtime.masters():
-        held = [part.parameter.name for part in unit.members(master)]
-        if held and not any(name in match.sources for name in held):
-            runtime.inner.state.pop(
-                master.tensor, None
-            )  # new to the checkpoint: it begins with its first step
-        else:
-            shared.apply(runtime, unit, master)
+        shared.apply(runtime, unit, master)
     saved_scale = extra["scaler"]
     if optimizer.scaler is not None and saved_scale is not None:
         optimizer.scaler.value = float.fromhex(saved_scale["value"])

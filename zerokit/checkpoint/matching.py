@@ -32,6 +32,8 @@ class Match:
     """Streams of `zerokit.LocalSteps`, without their prefix."""
     left_out: list[str] = field(default_factory=list)
     """What does not fit and stays as it is, with `strict=False`."""
+    notes: list[str] = field(default_factory=list)
+    """What the user should know of a checkpoint that fits."""
 
 
 def match_state(
@@ -134,7 +136,8 @@ def _compare_streams(manifest: Manifest, runtime: Runtime, match: Match) -> list
         if source is None or wanted is None or not parameter.trainable or not parameter.numel:
             continue
         there = saved.get(source, set())
-        if wanted != there:
+        # A parameter without states has never been stepped: it was frozen, or no gradient has reached it.
+        if there and wanted != there:
             faults[
                 f"the optimizer ({type(runtime.inner).__name__}) keeps {_set(wanted)} for group {parameter.group}, the "
                 f"checkpoint has {_set(there)}"
@@ -144,12 +147,12 @@ def _compare_streams(manifest: Manifest, runtime: Runtime, match: Match) -> list
 
 def _compare_averages(manifest: Manifest, match: Match, *, averaged: bool) -> list[str]:
     saved = any(stream.kind == EMA for stream in manifest.streams)
-    if saved and not averaged:
-        match.unwanted.add(EMA)
-        return ["it has an average of the weights: make zerokit.Ema(optimizer, decay) before load()"]
     if averaged and not saved:
-        return ["it has no average of the weights: make zerokit.Ema(optimizer, decay) after load()"]
-    return []
+        match.notes.append("no average of the weights is in it: zerokit.Ema begins with the next update()")
+    if averaged or not saved:
+        return []
+    match.unwanted.add(EMA)
+    return ["it has an average of the weights: make zerokit.Ema(optimizer, decay) before load()"]
 
 
 def _compare_outer(match: Match, local: BetweenIslands) -> list[str]:

@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 
+from zerokit.checkpoint.manifest import WEIGHT_KINDS
 from zerokit.checkpoint.matching import Match
 from zerokit.checkpoint.source import Source, Tensors
 from zerokit.checkpoint.state import dtype_name, host_bytes, tensor_of
 from zerokit.errors import CheckpointError
 from zerokit.runtime.build import Runtime
 from zerokit.runtime.masters import MasterSlice
+from zerokit.runtime.states import EMA
 from zerokit.runtime.unit import UnitState
 
 
@@ -26,6 +28,11 @@ class Shared:
         """Dtype and shape of the kinds that are tensors."""
         self._rows: dict[str, dict[int, bytes]] = {}
         self._values: Mapping[str, Mapping[str, Any]] = extra["values"]
+        self._streams: dict[int, set[str]] = {}
+        """The kinds of state that have a parameter's shape, by position."""
+        for stream in checkpoint.manifest.streams:
+            for position in stream.parameters if stream.kind not in WEIGHT_KINDS else ():
+                self._streams.setdefault(position, set()).add(stream.kind)
         tensors = Tensors(checkpoint, tensor_of)
         for scalar in checkpoint.manifest.scalars:
             name = f"optimizer/{scalar.kind}"
@@ -52,19 +59,25 @@ class Shared:
         rows = {kind: rows[source] for kind, rows in self._rows.items() if source in rows}
         return rows | {kind: values[name] for kind, values in self._values.items() if name in values}
 
+    def kinds(self, unit: UnitState, position: int) -> set[str]:
+        """The saved kinds of state that have the shape of this parameter of a unit."""
+        source = self._sources.get(unit.unit.parameters[position].name)
+        return set() if source is None else self._streams.get(source, set())
+
     def key(self, unit: UnitState, position: int) -> str:
         """A key that is equal for parameters that may share a master."""
-        return repr(sorted(self.of(unit, position).items()))
+        return repr((sorted(self.kinds(unit, position)), sorted(self.of(unit, position).items())))
 
     def apply(self, runtime: Runtime, unit: UnitState, master: MasterSlice) -> None:
         """Set a master's state to the value saved for its parameters, which is equal for all of them."""
         inner = runtime.inner
         group = inner.param_groups[master.group]
-        state = dict(inner.state.get(master.tensor, {}))
         # A piece that is all padding belongs to no parameter: it takes the count of any in the unit.
         fitting = unit.positions_in(master) or [
             index for index, p in enumerate(unit.unit.parameters) if p.group == master.group
         ]
+        kinds = {EMA, *self.kinds(unit, fitting[0])}
+        state = {k: value for k, value in inner.state.pop(master.tensor, {}).items() if k in kinds}
         for kind, value in self.of(unit, fitting[0]).items():
             form = self.forms.get(kind)
             if form is None:

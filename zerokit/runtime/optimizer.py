@@ -132,7 +132,7 @@ class ZeroOptimizer(ForwardingOptimizer):
         """
         if self._unscaled and self._gradients.received:
             raise UsageError(
-                "backward() after step() or clip_grad_norm_() without zero_grad(): these gradients are unscaled already"
+                "backward() after step(), clip_grad_norm_() or gathered_gradients() needs zero_grad() in between"
             )
         self._unscaled, self._finite = False, None
         if compiled_autograd.compiled_autograd_enabled:
