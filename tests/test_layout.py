@@ -115,6 +115,7 @@ def _require_tiles(layout: Layout, unit: Unit) -> None:
     assert len({piece.numel for piece in pieces}) == 1
     owned: dict[str, list[tuple[int, Interval]]] = {p.name: [] for p in unit.parameters}
     for rank, piece in enumerate(pieces):
+        assert not [*unit.slices_within(Interval(piece.start + 1, piece.start + 1))]
         for part in unit.owned(rank):
             of_parameter = owned[part.parameter.name]
             # In rank order, without a hole, and at most one slice of a parameter a rank.

@@ -184,7 +184,7 @@ class Unit:
         """The parameters that have elements in `piece` (memory coordinates), whole, in order."""
         # Thousands of parameters at thousands of ranks: each rank looks at its own ones only.
         first = bisect_right(self._ends, piece.start)
-        for whole in islice(self._filled, first, None):
+        for whole in islice(self._filled, first, None) if piece.numel else ():
             if whole.offset >= piece.stop:
                 return
             yield whole

@@ -246,9 +246,16 @@ def _freezing(stage: int, bucket_mb: float, frozen: Sequence[int], directory: st
 
 def _frozen_and_back(directory: str) -> None:
     for number, (bucket_mb, frozen) in enumerate(product((SMALL, LARGE), ((1, 2), (0, 1, 2, 3)))):
-        expected = _freezing(2, bucket_mb, frozen, f"{directory}/{number}", False)
+        run = f"{directory}/{number}"
+        expected = _freezing(number % 3, bucket_mb, frozen, run, False)
         for stage in (0, 3) if bucket_mb == SMALL else (1, 2):
-            assert _freezing(stage, bucket_mb, frozen, f"{directory}/{number}", True) == expected
+            assert _freezing(stage, bucket_mb, frozen, run, True) == expected
+        optimizer = wrap(
+            build_seeded(CASES["gpt"], 9), CASES["gpt"], Run(bucket_mb=SMALL + LARGE - bucket_mb)
+        )
+        load(run, optimizer)
+        save(f"{run}-again", optimizer, step=4)
+        assert zerokit.diff(run, f"{run}-again").same
 
 
 def test_schedulers_and_counts_that_differ_within_a_unit_continue(tmp_path: Path) -> None:

@@ -66,6 +66,8 @@ EXTRA: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "asgd": (torch.optim.ASGD, {"lr": 1e-2}),
     "radam": (torch.optim.RAdam, {"lr": 2e-3}),
     "rprop": (torch.optim.Rprop, {"lr": 1e-3}),
+    "rmsprop": (torch.optim.RMSprop, {"lr": 1e-3, "momentum": 0.5}),
+    "nesterov": (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "nesterov": True}),
 }
 
 
@@ -76,7 +78,12 @@ def _losses(cls: type[torch.optim.Optimizer], options: dict[str, Any], stage: in
         model, cls, stage=stage_of(stage), precision="fp32", bucket_mb=SMALL, **options
     )
     trajectory = Trajectory()
+    first, *_, last = list(model.children())
+    # A unit gets its states later than the rest, and but for SGD a part of one, too.
+    late = [*last.parameters(), *([] if cls is torch.optim.SGD else [first.weight])]
     for step in range(5):
+        for parameter in late:
+            parameter.requires_grad_(step > 1)
         one_step(model, optimizer, case, Run(), step, trajectory)
     assert trajectory.losses[0] != trajectory.losses[-1]
     return [loss.hex() for loss in trajectory.losses] + [digest(whole_weights(model).items())]

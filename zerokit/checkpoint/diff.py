@@ -126,9 +126,15 @@ def _elements(checkpoint: Source, kind: str) -> dict[str, str]:
 def _common(checkpoint: Source, *, weights: bool) -> dict[str, str]:
     """With `weights`, only of what a checkpoint of weights has."""
     tensors = {}
+    line = [parameter.name for parameter in checkpoint.layout.parameters]
+    members = {f"optimizer/{scalar.kind}": scalar.parameters for scalar in checkpoint.manifest.scalars}
     for name in checkpoint.common_forms:
         if not weights or name.startswith(("buffers/", "extra")):
             dtype, shape, content = checkpoint.common_tensor(name)
+            if positions := members.get(name):  # by name, because units order the parameters
+                size = len(content) // len(positions)
+                rows = sorted(range(len(positions)), key=lambda row: line[positions[row]])
+                content = bytearray().join(content[row * size : (row + 1) * size] for row in rows)
             tensors[name] = f"{dtype} {list(shape)} {crc32(content):08x}"
     return tensors
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from zerokit.errors import LayoutMismatch, UsageError
 from zerokit.runtime.collectives import Collectives
@@ -188,7 +188,7 @@ def update_masters(
             gradient = gradients.of(unit, master)
             tensor = master.tensor
             tensor.grad = gradient if gradient.dtype == tensor.dtype else gradient.to(tensor.dtype)
-    if any(unit.divided for unit in trainable):
+    if isinstance(inner, SGD):
         _level_momentum(inner)
     inner.step()
     for unit in trainable:
@@ -198,14 +198,14 @@ def update_masters(
     write_back(units, differences=differences)
 
 
-def _level_momentum(inner: Optimizer) -> None:
+def _level_momentum(inner: SGD) -> None:
     """Let tensors that begin late in a group have a momentum, which fused kernels want for all or none.
 
-    Zeros give what SGD's first step gives without dampening.
+    Zeros give what the first step gives without dampening.
     """
     for group in inner.param_groups:
         active = [tensor for tensor in group["params"] if tensor.grad is not None]
-        late = [tensor for tensor in active if inner.state[tensor].get("momentum_buffer") is None]
+        late = [tensor for tensor in active if inner.state.get(tensor, {}).get("momentum_buffer") is None]
         if not late or len(late) == len(active):
             continue
         if group.get("dampening"):
