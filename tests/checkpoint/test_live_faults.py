@@ -138,7 +138,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def loads(folder: Path) -> list[Any]:
-    works = [_damaged, _hostile, _unfit, _loosely, _bytes_read]
+    works = [_damaged, _hostile, _unfit, _loosely, _of_another_optimizer, _untied, _bytes_read]
     found = run_ranks(2, in_turn, works, str(folder), apart=False)
     assert found[0] == found[1]
     first: list[Any] = found[0]
@@ -235,6 +235,39 @@ def _loosely(folder: str) -> str:
     after = digest((n, w) for n, w in weights.items() if "spare" not in n)
     assert after != before
     return after
+
+
+def _of_another_optimizer(folder: str) -> None:
+    """Its states begin anew."""
+    for stage in (0, 3):
+        model = build_seeded(CASE, 0)
+        zero = zerokit.ZeroOptimizer(model, torch.optim.Adamax, stage=stage, precision="fp32")
+        warns: Any = pytest.warns(UserWarning, match=r"\(Adamax\) keeps exp_avg, exp_inf")
+        with contextlib.nullcontext() if dist.get_rank() else warns:
+            load(f"{folder}/run", zero, strict=False)
+        assert not any(zero.state.values())
+        one_step(model, zero, CASE, Run(), 0, Trajectory())
+
+
+def _untied(folder: str) -> None:
+    """Weights that were tied each take the saved values and states."""
+
+    def built(*, tied: bool) -> tuple[nn.Module, zerokit.ZeroOptimizer]:
+        model = nn.Sequential(nn.Embedding(33, 40), nn.Linear(40, 33, bias=False))
+        if tied:
+            model[1].weight = model[0].weight
+        zero = zerokit.ZeroOptimizer(model, torch.optim.AdamW, stage=3, precision="fp32", bucket_mb=1e-6)
+        zero.backward(model(torch.arange(33)).square().sum())
+        zero.step()
+        return model, zero
+
+    model, zero = built(tied=True)
+    save(f"{folder}/tied", zero, step=1)
+    apart, other = built(tied=False)
+    load(f"{folder}/tied", other)
+    saved, found = whole_weights(model)["0.weight"], whole_weights(apart)
+    assert torch.equal(found["0.weight"], saved)
+    assert torch.equal(found["1.weight"], saved)
 
 
 def _bytes_read(folder: str) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import struct
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from zerokit.checkpoint.formats import open_source
 from zerokit.checkpoint.formats.foreign import ForeignCheckpoint
 from zerokit.checkpoint.formats.names import ModelNames, Rename
 from zerokit.checkpoint.manifest import BUFFER_PREFIX, WEIGHT_KINDS, Manifest
-from zerokit.checkpoint.matching import Match, match_state
+from zerokit.checkpoint.matching import NOT_THE_OPTIMIZERS, Match, match_state
 from zerokit.checkpoint.requests import Request, read, requests_for
 from zerokit.checkpoint.run import common_steps, find_step, island_runs, step_name
 from zerokit.checkpoint.shared import Shared
@@ -154,16 +155,14 @@ def _load(
     )
     local = optimizer.local_steps
     outer = {} if local is None or weights_only else local.expect(match.outer)
-    pieces = together.each(
-        lambda: read(
-            checkpoint, _requests(checkpoint, runtime, match, together.rank, outer, weights_only=weights_only)
-        )
-    )
-    by_rank = together.exchange(pieces)
-    faults = checkpoint.faults(by_rank)
-    if faults:
-        more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
-        raise CheckpointError(f"{checkpoint.path}: {'; '.join(faults[:3])}{more}")
+    if not weights_only:
+        together.each(lambda: _make_states(checkpoint.manifest, runtime, match))
+    for sources in match.rounds():
+        requests = _requests(checkpoint, runtime, sources, together.rank, outer, weights_only=weights_only)
+        pieces = together.each(partial(read, checkpoint, requests))
+        if faults := checkpoint.faults(together.exchange(pieces)):
+            more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
+            raise CheckpointError(f"{checkpoint.path}: {'; '.join(faults[:3])}{more}")
     if not weights_only:
         together.each(lambda: _apply(checkpoint, optimizer, match, extra))
         take_residuals(runtime, extra["step"])
@@ -229,27 +228,20 @@ def read_extra(checkpoint: Source, *, weights_only: bool = False) -> dict[str, A
 def _requests(
     checkpoint: Source,
     runtime: Runtime,
-    match: Match,
+    sources: Mapping[str, int],
     rank: int,
     outer: Mapping[str, Mapping[int, Tensor]],
     *,
     weights_only: bool,
 ) -> Iterator[Request]:
-    """What this rank needs; the optimizer's states, if they are wanted, are made on the way."""
+    """What this rank needs of the parameters in `sources`, which gives their positions in the checkpoint."""
     manifest = checkpoint.manifest
-    streams: dict[tuple[str, int], int] = {
-        (stream.kind, position): number
-        for number, stream in enumerate(manifest.streams)
-        for position in stream.parameters
-    }
+    streams = _numbers(manifest)
     # A parameter is in one of the two streams of weights, and its values come from that one.
     weights = {position: number for (kind, position), number in streams.items() if kind in WEIGHT_KINDS}
-    if not weights_only:
-        kinds = {stream.kind for stream in manifest.streams}.difference(WEIGHT_KINDS, match.unwanted)
-        _make_states(manifest, runtime, match, streams, sorted(kinds))
     held = own_slices(runtime, rank, weights_only=weights_only, replicas=True)
     for one in chain(held, outer_slices(runtime.layout, rank, outer)):
-        position = match.sources.get(one.part.parameter.name)
+        position = sources.get(one.part.parameter.name)
         if position is None:
             continue
         number = weights[position] if one.kind in WEIGHT_KINDS else streams.get((one.kind, position))
@@ -258,14 +250,19 @@ def _requests(
             yield from requests_for(checkpoint, number, position, one.part.interval, elements, 0)
 
 
-def _make_states(
-    manifest: Manifest,
-    runtime: Runtime,
-    match: Match,
-    streams: Mapping[tuple[str, int], int],
-    kinds: Sequence[str],
-) -> None:
-    """Give each master the optimizer's states of these kinds that its parameters have."""
+def _numbers(manifest: Manifest) -> dict[tuple[str, int], int]:
+    """The number of the stream of each kind and position."""
+    return {
+        (stream.kind, position): number
+        for number, stream in enumerate(manifest.streams)
+        for position in stream.parameters
+    }
+
+
+def _make_states(manifest: Manifest, runtime: Runtime, match: Match) -> None:
+    """Give each master the optimizer's states that its parameters have in the checkpoint."""
+    streams = _numbers(manifest)
+    kinds = sorted({stream.kind for stream in manifest.streams}.difference(WEIGHT_KINDS, match.unwanted))
     runtime.inner.state.clear()
     for unit, master, _ in runtime.masters():
         peers = [
@@ -276,7 +273,9 @@ def _make_states(
         own: dict[str, Tensor] = {}
         for kind in kinds:
             dtypes = {
-                manifest.streams[streams[kind, peer]].dtype for peer in peers if (kind, peer) in streams
+                manifest.streams[streams[kind, peer]].dtype
+                for peer in peers
+                if (kind, peer) in streams and (kind in NOT_THE_OPTIMIZERS or peer not in match.fresh)
             }
             if len(dtypes) > 1:
                 raise CheckpointError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from zerokit.checkpoint.manifest import Manifest
@@ -14,6 +15,8 @@ from zerokit.runtime.build import Runtime
 from zerokit.runtime.rounding import RESIDUAL
 from zerokit.runtime.states import EMA, BetweenIslands
 
+NOT_THE_OPTIMIZERS = frozenset({EMA, RESIDUAL})
+"""States of a master that zerokit keeps itself."""
 _NAMED = 5
 """Names that an error lists."""
 
@@ -28,12 +31,22 @@ class Match:
     """The checkpoint's group for each live one."""
     unwanted: set[str] = field(default_factory=set)
     """Streams that nothing here uses."""
+    fresh: set[int] = field(default_factory=set)
+    """Positions whose states are another optimizer's: they begin anew."""
     outer: list[str] = field(default_factory=list)
     """Streams of `zerokit.LocalSteps`, without their prefix."""
     left_out: list[str] = field(default_factory=list)
     """What does not fit and stays as it is, with `strict=False`."""
     notes: list[str] = field(default_factory=list)
     """What the user should know of a checkpoint that fits."""
+
+    def rounds(self) -> Iterator[dict[str, int]]:
+        """The `sources` in parts that have each position once: what is tied there may be apart here."""
+        left = self.sources
+        while left:
+            one = {position: name for name, position in left.items()}
+            yield {name: position for position, name in one.items()}
+            left = {name: position for name, position in left.items() if one[position] != name}
 
 
 def match_state(
@@ -138,6 +151,7 @@ def _compare_streams(manifest: Manifest, runtime: Runtime, match: Match) -> list
         there = saved.get(source, set())
         # A parameter without states has never been stepped: it was frozen, or no gradient has reached it.
         if there and wanted != there:
+            match.fresh.add(source)
             faults[
                 f"the optimizer ({type(runtime.inner).__name__}) keeps {_set(wanted)} for group {parameter.group}, the "
                 f"checkpoint has {_set(there)}"

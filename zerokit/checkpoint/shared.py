@@ -8,13 +8,12 @@ from typing import Any
 import torch
 
 from zerokit.checkpoint.manifest import WEIGHT_KINDS
-from zerokit.checkpoint.matching import Match
+from zerokit.checkpoint.matching import NOT_THE_OPTIMIZERS, Match
 from zerokit.checkpoint.source import Source, Tensors
 from zerokit.checkpoint.state import dtype_name, host_bytes, tensor_of
 from zerokit.errors import CheckpointError
 from zerokit.runtime.build import Runtime
 from zerokit.runtime.masters import MasterSlice
-from zerokit.runtime.states import EMA
 from zerokit.runtime.unit import UnitState
 
 
@@ -22,7 +21,7 @@ class Shared:
     """State whose shape differs from its parameter's: each saved parameter's bytes or value, by kind."""
 
     def __init__(self, checkpoint: Source, match: Match, extra: Mapping[str, Any]) -> None:
-        self._sources = match.sources
+        self._sources = {name: at for name, at in match.sources.items() if at not in match.fresh}
         self._line = list(checkpoint.manifest.layout.parameters)
         self.forms: dict[str, tuple[str, tuple[int, ...]]] = {}
         """Dtype and shape of the kinds that are tensors."""
@@ -76,7 +75,7 @@ class Shared:
         fitting = unit.positions_in(master) or [
             index for index, p in enumerate(unit.unit.parameters) if p.group == master.group
         ]
-        kinds = {EMA, *self.kinds(unit, fitting[0])}
+        kinds = NOT_THE_OPTIMIZERS | self.kinds(unit, fitting[0])
         state = {k: value for k, value in inner.state.pop(master.tensor, {}).items() if k in kinds}
         for kind, value in self.of(unit, fitting[0]).items():
             form = self.forms.get(kind)
