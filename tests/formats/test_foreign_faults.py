@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import zerokit
 from tests.formats.reading import held_bytes
@@ -87,6 +87,21 @@ def test_odd_tensors_go_through_every_format(tmp_path: Path) -> None:
         assert zerokit.verify(path).intact
         found = {key.partition("/")[2]: value for key, value in held_bytes(open_source(path)).items()}
         assert found == expected, form
+
+
+def test_integers_that_dcp_has_cut_are_whole_again(tmp_path: Path) -> None:
+    """As quantised weights of FSDP2 in safetensors: each rank's file has rows of them."""
+    whole = {name: torch.arange(48, dtype=torch.uint8).reshape(8, 6) + n for n, name in enumerate("ab")}
+    for rank in range(2):
+        rows = slice(4 * rank, 4 * rank + 4)
+        save_file(
+            {name: tensor[rows].contiguous() for name, tensor in whole.items()},
+            tmp_path / f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors",
+            {"DCP_SHARDING_INFO": json.dumps({key: {"saved_offsets": [4 * rank, 0]} for key in whole})},
+        )
+    zerokit.consolidate(tmp_path, tmp_path.with_name("model"))
+    held = load_file(tmp_path.with_name("model") / "model.safetensors")
+    assert all(held[name].equal(tensor) for name, tensor in whole.items())
 
 
 def test_what_no_format_can_hold_is_named(tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def read(path: Path) -> ForeignCheckpoint:
         stored = _sharded(path, headers) if sharded else _whole(path, headers)
     parameters, buffers = [], {}
     for name, (dtype, shape, stretches) in stored.items():
-        if dtype.startswith(("float", "bfloat")) or not stretches:
+        if dtype.startswith(("float", "bfloat")) or len(stretches) != 1:  # a buffer lies in one place
             parameter = Parameter(name, shape, dtype, trainable=False)
             parameters.append(StoredParameter(parameter, {PARAM: StoredStream(dtype, stretches)}))
         else:
