@@ -16,6 +16,7 @@ from zerokit.checkpoint.formats import open_source
 from zerokit.checkpoint.formats.deepspeed_files import read_states
 from zerokit.checkpoint.formats.foreign import ForeignCheckpoint
 from zerokit.checkpoint.formats.names import ModelNames
+from zerokit.checkpoint.verify import verify
 from zerokit.errors import CheckpointError, ZerokitWarning
 
 
@@ -101,6 +102,8 @@ def _truncated(folder: Path, pattern: str) -> None:
         ("deepspeed-1-fp32", _truncated, "*rank_1_mp*optim*", "truncated"),
         ("fsdp2-plain", _without, "__1_0.distcp", "No such file"),
         ("fsdp2-plain", _truncated, "__1_0.distcp", "truncated"),
+        # DCP writes it last: a killed save has none.
+        ("fsdp2-accelerate", _without, "optimizer_0/.metadata", r"optimizer_0/\.metadata: cannot be opened"),
         ("fsdp2-safetensors", _truncated, "shard-00002*", "the file has"),
         ("fsdp2-safetensors", _without, "shard-00001*", "has elements up to 0"),
     ],
@@ -113,6 +116,8 @@ def test_missing_and_truncated_files_are_refused(
     spoil(folder, pattern)
     with pytest.raises(CheckpointError, match=expected):
         open_source(folder)
+    (finding,) = verify(folder).findings
+    assert str(finding)[0] != ":"  # it is of no one file
 
 
 @pytest.mark.parametrize(

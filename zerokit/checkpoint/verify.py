@@ -21,7 +21,7 @@ from zerokit.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A problem in a file; in one slice of one parameter if `stream` is given.
+    """A problem in a file, or in the whole if `file` is ""; in one slice of one parameter if `stream` is given.
 
     Elements `start` to `stop` (exclusive) of the flattened parameter are bad, or some of them.
     """
@@ -35,7 +35,7 @@ class Finding:
 
     def __str__(self) -> str:
         if self.stream is None:
-            return f"{self.file}: {self.problem}"
+            return f"{self.file}: {self.problem}" if self.file else self.problem
         return f"{self.file}: {self.stream}/{self.parameter}, elements {self.start} to {self.stop}: {self.problem}"
 
 

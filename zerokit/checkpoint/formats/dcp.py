@@ -54,12 +54,14 @@ def _folders(path: Path) -> list[Path]:
         return [path]
     if not path.is_dir():
         return []
-    return [
+    found = [
         entry
         for pattern in (_MODEL_FOLDER, _OPTIMIZER_FOLDER)
         for entry in sorted(path.iterdir())
-        if pattern.fullmatch(entry.name) and (entry / METADATA).is_file()
+        if pattern.fullmatch(entry.name) and entry.is_dir()
     ]
+    # One of the two may be what a killed save has left: it is refused, not passed over.
+    return found if any((entry / METADATA).is_file() for entry in found) else []
 
 
 def read(path: Path) -> ForeignCheckpoint:
