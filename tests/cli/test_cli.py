@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +13,9 @@ import pytest
 from click.testing import CliRunner
 
 import zerokit as package
-from tests.cli.commands import environment
+from tests.cli.commands import environment, zerokit
 from tests.cli.inside import zerokit_inside
+from tests.support.checkpoints import example_content, example_layout, write_checkpoint
 from zerokit.bench.machine.host import Gpu
 from zerokit.bench.record.settings import Settings
 from zerokit.cli import COMMANDS, cli, main
@@ -51,6 +53,27 @@ def test_a_full_standard_output_is_an_error(unbuffered: str, tmp_path: Path) -> 
             check=False,
         )
     assert (done.returncode, done.stderr) == (1, "zerokit: No space left on device\n")
+
+
+def test_a_closed_standard_error_is_no_damage(tmp_path: Path) -> None:
+    layout = example_layout(1)
+    write_checkpoint(tmp_path / "step", layout, example_content(layout))
+    line = f"{shlex.quote(sys.executable)} -m zerokit.cli verify step 2>&-"
+    done = subprocess.run(
+        line, shell=True, cwd=tmp_path, env=environment(tmp_path), stdout=subprocess.PIPE, check=False
+    )
+    assert (done.returncode, done.stdout[:12]) == (0, b"step: intact")
+
+
+def test_an_encoding_without_a_sign_escapes_it(tmp_path: Path) -> None:
+    for number in range(2):
+        layout = example_layout(1)
+        write_checkpoint(tmp_path / str(number), layout, example_content(layout, step=number))
+    done = zerokit(tmp_path, "diff", "0", "1", PYTHONIOENCODING="latin-1")
+    assert (done.returncode, done.stderr) == (1, "")
+    assert r"checkpoint/step  0 \u2192 1" in done.stdout
+    done = zerokit(tmp_path, "reshard", "0", "--to", "2", "-o", "é", PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stdout) == (0, "é\n")  # a path stays one
 
 
 def test_version_and_commands_are_told() -> None:

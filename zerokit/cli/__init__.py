@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import difflib
 import errno
+import io
+import os
 import signal
 import sys
 import warnings
@@ -120,9 +122,23 @@ def _show(
     note([str(message)])
 
 
+def _prepare_streams() -> None:
+    """Make the standard streams take any text, whatever their encoding, and open those that the caller has closed.
+
+    A file that is opened would have the number of a closed one, and be written to by whatever writes there.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
 def main() -> None:
     """The program `zerokit`: its own errors are shown as plain text, without a traceback."""
     leave_process_one()
+    _prepare_streams()
     warnings.simplefilter("always", ZerokitWarning)
     warnings.showwarning = _show
     try:
@@ -132,7 +148,7 @@ def main() -> None:
         click.echo(f"zerokit: {text}", err=True)
         sys.exit(1)
     except OSError as error:
-        if error.errno != errno.ENOSPC:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         where = "" if error.filename is None else f": {printable(str(error.filename))}"
         click.echo(f"zerokit: {error.strerror}{where}", err=True)
