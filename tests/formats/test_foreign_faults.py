@@ -167,6 +167,9 @@ def test_an_index_must_be_that_of_its_files(
     save_file({"b": torch.ones(2)}, folder / "model-2.safetensors")
     _index(folder, a="model-1.safetensors", b="model-2.safetensors")
     assert len(open_source(folder).names) == 2
+    save_file({"c": torch.ones(2)}, folder / "model.safetensors")  # transformers takes it before the index
+    assert open_source(folder).names == ["c"]
+    (folder / "model.safetensors").unlink()
     spoil(folder)
     for use in (zerokit.inspect, lambda path: zerokit.convert(path, tmp_path / "out", format="zerokit")):
         with pytest.raises(CheckpointError, match=message):

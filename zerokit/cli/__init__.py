@@ -6,6 +6,7 @@ command that a signal ended leaves with 128 + its number, as shells do. diff: 1 
 
 from __future__ import annotations
 
+import codecs
 import difflib
 import errno
 import io
@@ -123,16 +124,16 @@ def _show(
 
 
 def _prepare_streams() -> None:
-    """Make the standard streams take any text, whatever their encoding, and open those that the caller has closed.
+    """Open the standard streams that the caller has closed, and let stdout take any text, as stderr does.
 
     A file that is opened would have the number of a closed one, and be written to by whatever writes there.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+    if isinstance(sys.stdout, io.TextIOWrapper):  # UTF-8 lacks only the bytes of names that are not UTF-8
+        unicode = codecs.lookup(sys.stdout.encoding).name == "utf-8"
+        sys.stdout.reconfigure(errors="surrogateescape" if unicode else "backslashreplace")
 
 
 def main() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -169,7 +168,7 @@ def print_output(output: Path, as_json: bool, *, summary: bool = True, **more: o
         if summary:
             click.echo(f"{counted(len(sizes), 'file')}, {decimal_size(sum(sizes))}", err=True)
         # Unchanged for a program, escaped for a terminal.
-        click.echo(printable(str(output)) if sys.stdout.isatty() else os.fsencode(output))
+        click.echo(printable(str(output)) if sys.stdout.isatty() else output)
         return
     paths = sorted(path for path in output.rglob("*") if path.is_file())
     files = {str(path.relative_to(output)): path.stat().st_size for path in paths}

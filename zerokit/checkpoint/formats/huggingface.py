@@ -60,10 +60,12 @@ def recognises(path: Path) -> bool:
 def _files(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
+    if (
+        path / SINGLE
+    ).is_file():  # first, as in transformers: its save_pretrained leaves an older index beside it
+        return [path / SINGLE]
     if (path / INDEX).is_file():
         return [path / name for name in sorted(set(_weight_map(path).values()))]
-    if (path / SINGLE).is_file():
-        return [path / SINGLE]
     return _shards(path)
 
 
@@ -104,7 +106,7 @@ def read(path: Path) -> ForeignCheckpoint:
         if not files and unread:
             raise CheckpointError(f"{path}: only {unread[0]}, {_UNREAD[unread[0]]}")
         headers = [_header(file) for file in files]
-        if not path.is_file() and (path / INDEX).is_file():
+        if not (path.is_file() or (path / SINGLE).is_file()) and (path / INDEX).is_file():
             _check_index(path, files, headers)
         sharded = any(_SHARDING in header.metadata for header in headers)
         stored = _sharded(path, headers) if sharded else _whole(path, headers)
