@@ -32,6 +32,8 @@ _ADVICE = {
     errno.EIO: "the storage failed: look at the system's log",
     errno.EFBIG: "the file system or a limit (ulimit -f) allows no file of this size",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENOSPC: "make room there: its bytes or its inodes are used up (df, df -i)",
+    errno.EDQUOT: "make room there: your quota of bytes or files is used up",
 }
 
 
@@ -45,7 +47,7 @@ def explained(where: str | Path, task: str, *, needed: int = 0, fd: int | None =
         yield
     except OSError as error:
         reason = error.strerror or str(error)
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno == errno.ENOSPC and needed:
             advice = f"{needed} bytes are needed, {_free_bytes(where if fd is None else fd)} are free"
         else:
             advice = _ADVICE.get(error.errno or 0, "")
