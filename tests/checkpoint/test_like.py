@@ -108,7 +108,7 @@ def test_from_pretrained_takes_the_folder(tmp_path: Path, trained: tuple[Path, A
     zerokit.consolidate(run, tmp_path / "out", like=like, force=True, dtype="bf16")
     assert (tmp_path / "out" / "additional_chat_templates").is_dir()
     (tmp_path / "out" / "additional_chat_templates" / "mine").touch()
-    with pytest.raises(CheckpointError, match="it is not replaced"):
+    with pytest.raises(CheckpointError, match="only an earlier output of this kind"):
         zerokit.consolidate(run, tmp_path / "out", like=like, force=True)
 
 

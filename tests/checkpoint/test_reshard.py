@@ -95,7 +95,7 @@ def test_output_beside_the_source_and_never_over_what_exists(
     zerokit.reshard(step, 2, force=True)
     assert read_tree(output) == before
     (output / "stray").touch()
-    with pytest.raises(CheckpointError, match="holds the file 'stray', which zerokit has not written there"):
+    with pytest.raises(CheckpointError, match="holds the file 'stray': only an earlier output"):
         zerokit.reshard(step, 2, force=True)
     (output / "stray").unlink()
     assert read_tree(output) == before
@@ -124,7 +124,7 @@ def test_force_replaces_a_run_of_one_step_and_no_other(tmp_path: Path, step: Pat
         zerokit.reshard(tmp_path / "run", 2, tmp_path / "out", force=True)
     shutil.rmtree(tmp_path / "out" / "step-00000101")
     (tmp_path / "out" / "step-00000100" / "inner").mkdir()
-    with pytest.raises(CheckpointError, match="holds the directory 'inner' in step-00000100, which"):
+    with pytest.raises(CheckpointError, match="holds the directory 'inner' in step-00000100: only"):
         zerokit.reshard(tmp_path / "run", 2, tmp_path / "out", force=True)
     with pytest.raises(CheckpointError, match="out: holds the file 'latest'"):
         zerokit.consolidate(tmp_path / "run", tmp_path / "out", force=True)

@@ -107,7 +107,7 @@ def test_force_replaces_what_is_zerokits_only(tmp_path: Path, old: Path) -> None
     for name, message in (
         ("file", "exists and is not a directory"),
         ("link", "exists and is not a directory"),
-        ("home", "holds the directory 'documents', which zerokit has not written there: it is not replaced"),
+        ("home", "holds the directory 'documents': only an earlier output of this kind is replaced"),
         ("none/out", "its parent directory .*none does not exist"),
     ):
         with (

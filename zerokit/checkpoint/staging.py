@@ -184,8 +184,8 @@ def require_vacant(target: Path, *, force: bool, foreign: Foreign | None = None)
             raise CheckpointError(f"{target}: exists and is not a directory: it is not replaced")
         if any(target.iterdir()) and (strange := foreign(target) if foreign else "files"):
             raise CheckpointError(
-                f"{target}: holds {strange}, which zerokit has not written there: it is not replaced; choose another "
-                "output, or remove it yourself"
+                f"{target}: holds {strange}: only an earlier output of this kind is replaced: choose another output, "
+                "or remove it yourself"
             )
 
 
