@@ -182,6 +182,8 @@ def test_impossible_conversions_are_refused_before_anything_is_written(made: Pat
         ({"format": "deepspeed"}, "only written from one of DeepSpeed"),
         ({"format": "tar"}, "expected one of zerokit"),
         ({"format": "zerokit", "world": 0}, "world=0"),
+        ({"format": "zerokit", "world": 2.0}, r"world=2\.0: expected an integer"),
+        ({"format": "zerokit", "jobs": "2"}, "jobs='2': expected 1"),
         ({"format": "dcp", "dtype": "bf16"}, "dtype, stream and like are for format='huggingface'"),
         ({"format": "huggingface", "world": 2}, "omit world"),
     ):

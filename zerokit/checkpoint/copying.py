@@ -79,8 +79,8 @@ class Copier:
         progress: Progress | None = None,
     ) -> None:
         """`total` bytes are announced to `progress`. Raises `UsageError` for `jobs` (threads) out of range."""
-        if jobs is not None and not 1 <= jobs <= MOST_JOBS:
-            raise UsageError(f"jobs={jobs}: expected 1 to {MOST_JOBS}")
+        if jobs is not None and not (type(jobs) is int and 1 <= jobs <= MOST_JOBS):
+            raise UsageError(f"jobs={jobs!r}: expected 1 to {MOST_JOBS}")
         self.pieces = Pieces()
         """What was read for the targets that are closed."""
         self._jobs = jobs or default_jobs()

@@ -75,7 +75,7 @@ def convert(
     if kind not in FORMATS:
         raise UsageError(f"format={kind!r}: expected one of {', '.join(FORMATS)}")
     ranks = checkpoint.world if world is None else world
-    if not 1 <= ranks <= MAX_WORLD:
+    if type(ranks) is not int or not 1 <= ranks <= MAX_WORLD:
         raise UsageError(f"world={ranks!r}: expected an integer from 1 to {MAX_WORLD}")
     if kind != "huggingface" and (dtype is not None or like is not None or stream != "master"):
         raise UsageError(f"dtype, stream and like are for format='huggingface', not {kind!r}")
