@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -102,6 +103,17 @@ def test_integers_that_dcp_has_cut_are_whole_again(tmp_path: Path) -> None:
     zerokit.consolidate(tmp_path, tmp_path.with_name("model"))
     held = load_file(tmp_path.with_name("model") / "model.safetensors")
     assert all(held[name].equal(tensor) for name, tensor in whole.items())
+
+
+def test_a_chunk_that_is_named_twice_is_refused(tmp_path: Path) -> None:
+    save_dcp(tmp_path, {"model": {"a": torch.ones(2)}})
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    metadata.state_dict_metadata["model.a"].chunks *= 2
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(
+        CheckpointError, match="param of a has elements up to 2 of 2: all are expected, each once"
+    ):
+        open_source(tmp_path)
 
 
 def test_what_no_format_can_hold_is_named(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,6 +28,17 @@ _BESIDE = re.compile(
     r"|scaler\.pt|training_args\.bin|trainer_state\.json|custom_checkpoint_\d+\.pkl"
 )
 """What accelerate and transformers' Trainer keep beside a model's checkpoint."""
+
+_UNEXPECTED = (
+    LookupError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+    struct.error,
+)
+"""What other data than a reader expects leads to."""
 
 _MOST_PLAIN, _DEEPEST_PLAIN = 1 << 24, 100
 
@@ -162,6 +174,6 @@ def reading(path: Path) -> Iterator[None]:
     """Convert errors in unexpected data to `CheckpointError`, naming `path`."""
     try:
         yield
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
+    except _UNEXPECTED as error:
         kind = type(error).__name__
         raise CheckpointError(f"{path}: not in its framework's format: {kind}: {error}") from error

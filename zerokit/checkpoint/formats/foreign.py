@@ -139,14 +139,13 @@ class ForeignCheckpoint(Source):
         for stored in self.described.parameters:
             parameter = stored.parameter
             for kind, stream in stored.streams.items():
-                end = 0
-                for stretch in stream.stretches:
-                    if stretch.interval.start != end:
-                        break
-                    end = stretch.interval.stop
-                if end != parameter.numel:
+                starts = [*(stretch.interval.start for stretch in stream.stretches), parameter.numel]
+                ends = [0, *(stretch.interval.stop for stretch in stream.stretches)]
+                if starts != ends:
+                    end = next(end for start, end in zip(starts, ends, strict=True) if start != end)
                     raise CheckpointError(
-                        f"{self.path}: {kind} of {parameter.name} has elements up to {end} of {parameter.numel}"
+                        f"{self.path}: {kind} of {parameter.name} has elements up to {end} of {parameter.numel}: "
+                        "all are expected, each once"
                     )
 
     def locate(self, stream: int, position: int, interval: Interval) -> Iterator[Stretch]:
