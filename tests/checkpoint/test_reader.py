@@ -130,7 +130,9 @@ def test_a_step_under_another_step_s_name_is_refused_in_a_run(step: Path) -> Non
     latest.write_text(latest.read_text().replace("0100", "0200"))
     with pytest.raises(CheckpointError, match=r"no step to resume from: .*describes step 100"):
         Checkpoint(step.parent)
+    assert [str(finding) for finding in verify(step.parent).findings] == ["manifest.json: describes step 100"]
     assert Checkpoint(moved).step == 100
+    assert verify(moved).intact
 
 
 def test_a_manifest_of_absurd_size_is_not_read(step: Path) -> None:

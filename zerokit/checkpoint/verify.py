@@ -15,7 +15,7 @@ from zerokit.checkpoint.formats import open_source, recognised
 from zerokit.checkpoint.formats.foreign import ForeignCheckpoint
 from zerokit.checkpoint.manifest import NAME
 from zerokit.checkpoint.reader import Checkpoint, file_checksum
-from zerokit.checkpoint.run import LATEST_NAME, SUPERSEDED_NAME, committed, find_step
+from zerokit.checkpoint.run import LATEST_NAME, SUPERSEDED_NAME, committed, find_step, step_name
 from zerokit.errors import CheckpointError
 
 
@@ -81,17 +81,22 @@ def _reports(path: Path, progress: Progress | None, *, every: bool) -> tuple[Rep
     choice = find_step(path, sound=False)
     steps = [choice.path] if choice.run is None else committed(choice.run)
     wanted = steps if every else [choice.path]
-    reports = (_verify(step, choice.faults if step == choice.path else (), progress) for step in wanted)
+    reports = (
+        _verify(step, choice.faults if step == choice.path else (), progress, in_run=choice.run is not None)
+        for step in wanted
+    )
     return tuple(replace(report, unread=len(steps) - len(wanted)) for report in reports)
 
 
-def _verify(step: Path, faults: tuple[str, ...], progress: Progress | None) -> Report:
+def _verify(step: Path, faults: tuple[str, ...], progress: Progress | None, *, in_run: bool) -> Report:
     try:
         checkpoint = Checkpoint(step)
     except CheckpointError as error:
         return Report(step, None, None, 0, 0, (_finding(NAME, error, step),))
     verification = _Verification(checkpoint, progress or (lambda done, total: None))
     findings = list(verification.run())
+    if in_run and step.name != step_name(checkpoint.step):
+        findings.insert(0, Finding(NAME, f"describes step {checkpoint.step}"))
     findings[:0] = [_finding(LATEST_NAME, fault, step.parent) for fault in faults]
     slices = sum(map(len, checkpoint.manifest.checksums))
     return Report(step, checkpoint.step, checkpoint.world, slices, verification.bytes_read, tuple(findings))
