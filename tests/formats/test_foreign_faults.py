@@ -105,6 +105,16 @@ def test_integers_that_dcp_has_cut_are_whole_again(tmp_path: Path) -> None:
     assert all(held[name].equal(tensor) for name, tensor in whole.items())
 
 
+def test_large_integers_are_not_held_in_memory_as_buffers_are(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    tensors = {name: torch.zeros(size, dtype=torch.uint8) for name, size in (("w", (1 << 26) + 1), ("b", 2))}
+    save_file(tensors, tmp_path / "model" / "model.safetensors")
+    zerokit.convert(tmp_path / "model", tmp_path / "dcp", format="dcp")
+    for path in (tmp_path / "model", tmp_path / "dcp"):
+        source = open_source(path)
+        assert (source.names, list(source.buffers)) == (["w"], ["b"])
+
+
 def test_a_chunk_that_is_named_twice_is_refused(tmp_path: Path) -> None:
     save_dcp(tmp_path, {"model": {"a": torch.ones(2)}})
     metadata = pickle.loads((tmp_path / ".metadata").read_bytes())

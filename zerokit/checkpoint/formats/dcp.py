@@ -18,6 +18,7 @@ from zerokit.checkpoint.checksum import crc32
 from zerokit.checkpoint.disk import opened, read_exactly
 from zerokit.checkpoint.formats.dcp_items import METADATA, Items, StoredItem
 from zerokit.checkpoint.formats.description import (
+    LARGEST_BUFFER,
     MASTER,
     PARAM,
     Description,
@@ -300,6 +301,8 @@ def _is_buffer(name: str, item: StoredItem, *, divided: bool) -> bool:
     """Whether a tensor that is not trained looks like a buffer: of integers, batch statistics, or the only whole one
     among `divided` ones. DCP does not say; `ForeignCheckpoint.fitted` corrects this where the model is known.
     """
+    if item.numel * ELEMENT_BYTES[item.dtype] > LARGEST_BUFFER:
+        return False
     if not item.dtype.startswith(("float", "bfloat")):
         return True
     return (divided and item.chunks == 1) or name.rpartition(".")[2] in (

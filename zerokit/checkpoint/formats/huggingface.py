@@ -18,6 +18,7 @@ from zerokit.checkpoint.checksum import crc32
 from zerokit.checkpoint.disk import opened, read_whole
 from zerokit.checkpoint.formats.dcp_items import rows
 from zerokit.checkpoint.formats.description import (
+    LARGEST_BUFFER,
     PARAM,
     Description,
     StoredParameter,
@@ -112,11 +113,12 @@ def read(path: Path) -> ForeignCheckpoint:
         stored = _sharded(path, headers) if sharded else _whole(path, headers)
     parameters, buffers = [], {}
     for name, (dtype, shape, stretches) in stored.items():
-        if dtype.startswith(("float", "bfloat")) or len(stretches) != 1:  # a buffer lies in one place
+        size = math.prod(shape) * ELEMENT_BYTES[dtype]
+        # A buffer lies in one place.
+        if dtype.startswith(("float", "bfloat")) or len(stretches) != 1 or size > LARGEST_BUFFER:
             parameter = Parameter(name, shape, dtype, trainable=False)
             parameters.append(StoredParameter(parameter, {PARAM: StoredStream(dtype, stretches)}))
         else:
-            size = math.prod(shape) * ELEMENT_BYTES[dtype]
             place = stretches[0]
             buffers[name] = StoredBuffer(dtype, shape, files[place.file], place.offset, size)
     identity = 0
