@@ -54,6 +54,7 @@ def test_deepspeed_stays_deepspeeds_at_any_world(made: Path, tmp_path: Path, nam
     source = open_source(out)
     assert (source.format, source.world, source.step) == ("deepspeed", world, STEPS)
     assert held_bytes(source) == expected_bytes(made / name)
+    assert zerokit.diff(made / name, out).same
     assert (out / "latest").read_text() == f"global_step{STEPS}"
     report = zerokit.verify(out)
     assert report.intact

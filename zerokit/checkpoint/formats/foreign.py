@@ -343,6 +343,7 @@ def _rest(described: Description, *, weights_only: bool) -> tuple[dict[str, Any]
         ]
         members["values"] = {}
         members["scaler"] = described.scaler
-        members["rng"] = {"world": described.world, "seed": 0, "step": described.step}
+        # No generator's state is there: every rank derives its own, of any number of ranks.
+        members["rng"] = {"world": 1, "seed": 0, "step": described.step}
     assert not tensors
     return members, {}
