@@ -61,6 +61,17 @@ def test_deepspeed_stays_deepspeeds_at_any_world(made: Path, tmp_path: Path, nam
     assert not report.without_checksums
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_dcp_keeps_the_names_of_a_programs_own_values(made: Path, tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    out = zerokit.reshard(made / "fsdp2-plain", 2, tmp_path / "out")
+    assert zerokit.diff(made / "fsdp2-plain", out).same
+    content = dict.fromkeys(("note", "step"))
+    load(content, checkpoint_id=str(out), no_dist=True)
+    assert content == {"note": ("text", 1.5), "step": STEPS}
+
+
 def test_cutting_for_the_same_world_gives_deepspeeds_own_files(made: Path, tmp_path: Path) -> None:
     """What DeepSpeed wrote is the oracle, but for padding at stage 3, which it leaves uninitialised: ours is zeros."""
     for name, world in (("deepspeed-1-bf16", 3), ("deepspeed-3-fp32", 4)):

@@ -184,11 +184,24 @@ def _items(source: Source, world: int, dropped: list[str]) -> Iterator[_Item]:
     if not source.weights_only:
         yield from _states(source, extra, dropped)
     own = plain_value(extra["user"], "extra", dropped)
-    if isinstance(own, dict) and own:
+    if source.format == "dcp":
+        yield from _values(own, ())
+        if "step" in own:
+            return
+    elif isinstance(own, dict) and own:
         yield _Item({"extra": ("extra",)}, value=own)
     elif own is not None and own != {} and "extra" not in dropped:
         dropped.append("extra")
     yield _Item({"step": ("step",)}, value=source.step)
+
+
+def _values(value: Any, path: tuple[str | int, ...]) -> Iterator[_Item]:
+    """A program's own values under the names that they had, as torch flattens them."""
+    if isinstance(value, dict):
+        for key, part in value.items():
+            yield from _values(part, (*path, key))
+    else:
+        yield _Item({".".join(map(str, path)): path}, value=value)
 
 
 def _states(source: Source, extra: Mapping[str, Any], dropped: list[str]) -> Iterator[_Item]:
