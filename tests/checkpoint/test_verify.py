@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from tests.support.mutations import mutated
 from zerokit.checkpoint.diff import diff
 from zerokit.checkpoint.inspect import inspect
 from zerokit.checkpoint.reader import Checkpoint
-from zerokit.checkpoint.verify import Finding, verify
+from zerokit.checkpoint.verify import Finding, verify, verify_all
 from zerokit.errors import CheckpointError
 
 WORLD = 3
@@ -186,3 +187,10 @@ def test_every_step_of_a_run_is_read_or_said_not_to_be(step: Path, tmp_path: Pat
     assert (done.returncode, done.stdout.count(": intact: "), done.stdout.count(": damaged: ")) == (1, 1, 1)
     report = json.loads(zerokit(tmp_path, "verify", "--all", "--json", "run").stdout)
     assert (report["intact"], [one["intact"] for one in report["steps"]]) == (False, [False, True])
+
+
+def test_a_step_that_a_save_removes_meanwhile_is_not_damaged(step: Path) -> None:
+    older = step.with_name("step-00000050")
+    write_checkpoint(older, example_layout(WORLD), replace(example_content(example_layout(WORLD)), step=50))
+    reports = verify_all(step.parent, lambda done, total: shutil.rmtree(older, ignore_errors=True))
+    assert [(report.path, report.intact) for report in reports] == [(step, True)]

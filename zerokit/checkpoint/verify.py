@@ -81,11 +81,13 @@ def _reports(path: Path, progress: Progress | None, *, every: bool) -> tuple[Rep
     choice = find_step(path, sound=False)
     steps = [choice.path] if choice.run is None else committed(choice.run)
     wanted = steps if every else [choice.path]
-    reports = (
-        _verify(step, choice.faults if step == choice.path else (), progress, in_run=choice.run is not None)
-        for step in wanted
-    )
-    return tuple(replace(report, unread=len(steps) - len(wanted)) for report in reports)
+    reports = []
+    for step in wanted:
+        faults = choice.faults if step == choice.path else ()
+        report = _verify(step, faults, progress, in_run=choice.run is not None)
+        if report.intact or not every or step.exists():  # a save beside this may have removed an older one
+            reports.append(replace(report, unread=len(steps) - len(wanted)))
+    return tuple(reports)
 
 
 def _verify(step: Path, faults: tuple[str, ...], progress: Progress | None, *, in_run: bool) -> Report:
