@@ -57,6 +57,19 @@ def test_residuals_and_states_of_islands_are_kept_or_named(trained: Path, tmp_pa
     assert {key.partition("/")[0] for key in expected} >= set(KINDS)
 
 
+def test_what_is_no_plain_state_is_named_and_an_inner_step_is_not_the_step(tmp_path: Path) -> None:
+    extra = example_extra(
+        user={"inner": {"step": 7}},
+        values={"calls": {"gain": 2}, "seen": {"gain": {"$": "set", "items": [1]}}},
+    )
+    write_checkpoint(
+        tmp_path / "run", example_layout(1), replace(example_content(example_layout(1)), extra=extra)
+    )
+    with pytest.warns(ZerokitWarning, match=r"DCP has no place for state\.seen\.gain: not carried over"):
+        zerokit.convert(tmp_path / "run", tmp_path / "dcp", format="dcp")
+    assert open_source(tmp_path / "dcp").step == 100
+
+
 def save_dcp(path: Path, content: dict[str, Any]) -> None:
     from torch.distributed.checkpoint.state_dict_saver import save
 

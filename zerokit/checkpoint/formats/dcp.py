@@ -313,8 +313,8 @@ def _is_buffer(name: str, item: StoredItem, *, divided: bool) -> bool:
 
 
 def _named(value: Any, names: Sequence[str]) -> Iterator[Any]:
+    """The values of these names, outer ones first."""
     if isinstance(value, dict):
-        for key, part in value.items():
-            if key in names:
-                yield part
+        yield from (value[name] for name in names if name in value)
+        for part in value.values():
             yield from _named(part, names)

@@ -217,7 +217,7 @@ def _states(source: Source, extra: Mapping[str, Any], dropped: list[str]) -> Ite
             name = line[position].name
             names = {f"optim.state.{name}.{scalar.kind}": ("optim", "state", name, scalar.kind)}
             yield _small(names, dtype, scalar.shape, bytes(content[row * size : (row + 1) * size]))
-    for kind, by_name in extra["values"].items():
+    for kind, by_name in plain_value(extra["values"], "state", dropped).items():
         for name, value in by_name.items():
             yield _Item({f"optim.state.{name}.{kind}": ("optim", "state", name, kind)}, value=value)
     for number, options in enumerate(extra["groups"]):
