@@ -78,6 +78,17 @@ def save_dcp(path: Path, content: dict[str, Any]) -> None:
         save(content, checkpoint_id=str(path), no_dist=True)
 
 
+def test_groups_in_one_value_are_those_of_an_optimizer(tmp_path: Path) -> None:
+    """As torch wrote them before 2.4."""
+    weight, average = torch.ones(3, 2), torch.full((3, 2), 2.0)
+    state, groups = {"w": {"exp_avg": average}}, ({"lr": 0.1, "params": ["w"]},)
+    save_dcp(tmp_path, {"model": {"w": weight}, "optim": {"state": state, "param_groups": groups}})
+    source = open_source(tmp_path)
+    expected = {"master/w": weight, "exp_avg/w": average}
+    assert held_bytes(source) == {key: tensor.numpy().tobytes() for key, tensor in expected.items()}
+    assert source.extra()["groups"] == [{"lr": 0.1}]
+
+
 ODD = {
     "float64": torch.arange(3, dtype=torch.float64),
     "half": torch.arange(3).half(),

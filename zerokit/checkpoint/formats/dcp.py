@@ -75,7 +75,7 @@ class _Reader:
     def __init__(self, path: Path) -> None:
         items = Items(path, _folders(path))
         self.path, self.items = path, items
-        self.files, self.tensors, self.values = items.files, items.tensors, items.values
+        self.files, self.tensors, self.values = items.files, items.tensors, dict(_flattened(items.values))
         self.dropped = beside(path)
 
     def describe(self) -> Description:
@@ -277,6 +277,19 @@ class _Reader:
                 (int(struct.unpack("<f", s.content)[0]) for s in counts if s.dtype == "float32"), default=0
             )
         return carried, step
+
+
+def _flattened(
+    values: Mapping[str, tuple[tuple[Any, ...], Any]],
+) -> Iterator[tuple[str, tuple[tuple[Any, ...], Any]]]:
+    """The values, with an optimizer's groups as torch writes them since 2.4: before, all of them were one value."""
+    for key, (path, value) in values.items():
+        if path[-1] != "param_groups" or not isinstance(value, (list, tuple)):
+            yield key, (path, value)
+            continue
+        for number, group in enumerate(value):
+            for option, part in group.items():
+                yield f"{key}.{number}.{option}", ((*path, number, option), part)
 
 
 def _within(key: str, optimizer: str | None) -> bool:
