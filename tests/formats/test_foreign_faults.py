@@ -78,6 +78,25 @@ def save_dcp(path: Path, content: dict[str, Any]) -> None:
         save(content, checkpoint_id=str(path), no_dist=True)
 
 
+@pytest.mark.parametrize("trained", [True, False])
+def test_an_average_beside_the_model_is_not_taken_for_it(tmp_path: Path, trained: bool) -> None:
+    weight, average = torch.ones(2), torch.zeros(2)
+    state = {"state": {"w": {"exp_avg": weight}}, "param_groups": ({"params": ["w"]},)}
+    others = {"count": average, **({"optim": state} if trained else {})}
+    both = {"ema": {"w": average, "v": average}, "model": {"w": weight}}
+    save_dcp(tmp_path / "usual", {"app": both | others} if trained else both | others)
+    held = held_bytes(open_source(tmp_path / "usual"))
+    assert held["master/w" if trained else "param/w"] == weight.numpy().tobytes()
+    save_dcp(
+        tmp_path / "unclear",
+        {"ema": {"w": average, "v": average}, "net": {"w": weight, "v": weight}, **others},
+    )
+    with pytest.raises(
+        CheckpointError, match=r"weights of several models \(ema\., net\.\): zerokit reads one"
+    ):
+        open_source(tmp_path / "unclear")
+
+
 def test_groups_in_one_value_are_those_of_an_optimizer(tmp_path: Path) -> None:
     """As torch wrote them before 2.4."""
     weight, average = torch.ones(3, 2), torch.full((3, 2), 2.0)

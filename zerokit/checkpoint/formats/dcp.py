@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import struct
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -234,6 +235,7 @@ class _Reader:
         if trained:
             name = max(trained, key=len)
             found = [key.removesuffix(name) for key in outside if key == name or key.endswith(f".{name}")]
+            found = [start for start in found if all(start + one in self.tensors for one in trained)] or found
         else:
             found = [
                 f"{self.tensors[key].path[0]}." if len(self.tensors[key].path) > 1 else "" for key in outside
@@ -242,7 +244,17 @@ class _Reader:
             raise CheckpointError(
                 f"{self.path}: no weights of a model: expected names such as 'model.{next(iter(trained), '')}'"
             )
-        return "" if "" in found else max(sorted(set(found)), key=found.count)
+        counts = Counter(found)
+        usual = [start for start in counts if f".{start}".endswith(".model.")]
+        if len(usual) == 1:
+            return usual[0]
+        most = max(counts.values())
+        best = sorted(start for start in counts if counts[start] == most)
+        if len(best) > 1 and best[0]:  # a model and an average of it, say
+            raise CheckpointError(
+                f"{self.path}: weights of several models ({', '.join(best)}): zerokit reads one: save it as 'model'"
+            )
+        return best[0]
 
     def _user(
         self, model: str, optimizer: str | None, states: Mapping[str, _State]
