@@ -148,6 +148,17 @@ def test_integers_that_dcp_has_cut_are_whole_again(tmp_path: Path) -> None:
     assert all(held[name].equal(tensor) for name, tensor in whole.items())
 
 
+def test_a_file_that_a_save_of_more_ranks_has_left_is_refused(tmp_path: Path) -> None:
+    for rank, start, stop in ((1, 0, 4), (2, 4, 8), (3, 6, 8)):
+        save_file(
+            {"a": torch.full((stop - start, 2), float(rank))},
+            tmp_path / f"shard-{rank:05d}-model-00001-of-00001.safetensors",
+            {"DCP_SHARDING_INFO": json.dumps({"a": {"saved_offsets": [start, 0]}})},
+        )
+    with pytest.raises(CheckpointError, match="each once; files of several saves may be mixed"):
+        open_source(tmp_path)
+
+
 def test_large_integers_are_not_held_in_memory_as_buffers_are(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     tensors = {name: torch.zeros(size, dtype=torch.uint8) for name, size in (("w", (1 << 26) + 1), ("b", 2))}

@@ -145,7 +145,7 @@ class ForeignCheckpoint(Source):
                     end = next(end for start, end in zip(starts, ends, strict=True) if start != end)
                     raise CheckpointError(
                         f"{self.path}: {kind} of {parameter.name} has elements up to {end} of {parameter.numel}: "
-                        "all are expected, each once"
+                        "all are expected, each once; files of several saves may be mixed"
                     )
 
     def locate(self, stream: int, position: int, interval: Interval) -> Iterator[Stretch]:
