@@ -189,6 +189,18 @@ def test_every_step_of_a_run_is_read_or_said_not_to_be(step: Path, tmp_path: Pat
     assert (report["intact"], [one["intact"] for one in report["steps"]]) == (False, [False, True])
 
 
+def test_every_island_is_read_or_said_not_to_be(step: Path, tmp_path: Path) -> None:
+    for number in range(2):
+        shutil.copytree(step.parent, tmp_path / "whole" / f"island-{number}")
+    flip(tmp_path / "whole" / "island-1" / step.name / RANK_1, -1)
+    done = zerokit(tmp_path, "verify", "whole")
+    assert (done.returncode, "1 other step of the run not read" in done.stdout) == (0, True)
+    done = zerokit(tmp_path, "verify", "--all", "whole")
+    assert (done.returncode, done.stdout.count(": intact: "), done.stdout.count(": damaged: ")) == (1, 1, 1)
+    done = zerokit(tmp_path, "prune", "whole", "--keep-last", "1")
+    assert "whole: holds the runs of islands: give one of them, such as whole/island-0" in done.stderr
+
+
 def test_a_step_that_a_save_removes_meanwhile_is_not_damaged(step: Path) -> None:
     older = step.with_name("step-00000050")
     write_checkpoint(older, example_layout(WORLD), replace(example_content(example_layout(WORLD)), step=50))

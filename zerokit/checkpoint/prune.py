@@ -199,7 +199,9 @@ def _superfluous(run: Path, retention: Retention, *, later: bool = True) -> list
     retention.check()
     newest = find_step(run)
     if newest.run is None:
-        raise CheckpointError(f"{run}: is a step: give a run's directory")
+        raise CheckpointError(
+            f"{run}: holds the runs of islands: give one of them, such as {newest.path.parent}"
+        )
     latest = read_latest(run)
     stays = {newest.path.name}
     if latest is not None:

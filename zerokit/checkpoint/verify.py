@@ -15,7 +15,7 @@ from zerokit.checkpoint.formats import open_source, recognised
 from zerokit.checkpoint.formats.foreign import ForeignCheckpoint
 from zerokit.checkpoint.manifest import NAME
 from zerokit.checkpoint.reader import Checkpoint, file_checksum
-from zerokit.checkpoint.run import LATEST_NAME, SUPERSEDED_NAME, committed, find_step, step_name
+from zerokit.checkpoint.run import LATEST_NAME, SUPERSEDED_NAME, committed, find_step, island_runs, step_name
 from zerokit.errors import CheckpointError
 
 
@@ -79,12 +79,13 @@ def _reports(path: Path, progress: Progress | None, *, every: bool) -> tuple[Rep
     if recognised(path) is not None:
         return (_verify_foreign(path, progress),)
     choice = find_step(path, sound=False)
-    steps = [choice.path] if choice.run is None else committed(choice.run)
+    runs = island_runs(path) if choice.run is None else [choice.run]
+    steps = [step for run in runs for step in committed(run)] or [choice.path]
     wanted = steps if every else [choice.path]
     reports = []
     for step in wanted:
         faults = choice.faults if step == choice.path else ()
-        report = _verify(step, faults, progress, in_run=choice.run is not None)
+        report = _verify(step, faults, progress, in_run=bool(runs))
         if report.intact or not every or step.exists():  # a save beside this may have removed an older one
             reports.append(replace(report, unread=len(steps) - len(wanted)))
     return tuple(reports)
