@@ -179,6 +179,20 @@ def test_the_gate_needs_both_the_threshold_and_the_noise() -> None:
     assert found("step/p50_ms:3%", base, rounds(710.0, seed=1)) == []
 
 
+def test_single_benches_of_equal_settings_have_no_rounds_to_pair() -> None:
+    """Nor do those beside a sweep's: their order says nothing, whatever their values."""
+    base, other = (
+        [replace(one, sweep=None, settings=replace(one.settings, repeat=0)) for one in rounds(ms, 0.1, stage=n)]
+        for n, ms in ((2, 700.0), (3, 735.0))
+    )
+    mixed = [replace(base[0], sweep="a sweep"), *base[1:]]
+    for first in (base, mixed):
+        _, cell = make_cells([Run("", (*first, *other))])
+        change = difference(cell, cell.baseline, "step/p50_ms")
+        assert change is not None
+        assert (change.verdict, len(cell.records)) == ("within noise", 3)
+
+
 def test_what_the_noise_hides_is_neither_passed_nor_failed() -> None:
     base, noisy = rounds(700.0), rounds(735.0, spread=0.1, seed=1)
     (undecided,) = found("step/p50_ms:8%", base, noisy)

@@ -115,10 +115,11 @@ class Rounds:
         counted = any(metric.error(record) == 0.0 for one in records for record in one)
         if counted and len({*before}) == len({*after}) == 1:
             before, after = before[:1], after[:1]
-        turns = [[(record.sweep, record.settings.repeat) for record in one] for one in records]
-        # The twin of a paced step is closer to it in time than another cell of the same round.
-        paired = name != PACED and sorted(turns[0]) == sorted(turns[1])
-        paired = paired and len(before) == len(after) == len(turns[0])
+        turns = [[(record.sweep or "", record.settings.repeat) for record in one] for one in records]
+        # The twin of a paced step is closer to it in time than another cell of the same round. Single benches have no
+        # rounds: to pair the least with the least would hide their noise.
+        paired = name != PACED and all(record.sweep for one in records for record in one)
+        paired = paired and len(before) == len(after) == len(turns[0]) and sorted(turns[0]) == sorted(turns[1])
         if paired:
             before, after = (
                 [value for _, value in sorted(zip(turn, values, strict=True))]
