@@ -142,6 +142,7 @@ def test_a_sweep_file_gives_options_that_flags_overrule(tmp_path: Path, requests
         ("steps = [2, 3]", "steps: takes one value, not 2"),
         ("steps = true", "steps: expected a value, not true or false"),
         ("twin = 1", "twin: expected true or false"),
+        ("batch-size = 2\nbatch_size = 4", "batch-size is given twice, once as batch_size"),
         ("stage = []", "stage: expected a string, a number or a list of these"),
         ("[table]\nstage = 1", "'table' is not an option"),
         ("stage =", "is not a TOML file of options"),

@@ -177,6 +177,8 @@ def use_sweep_file(context: click.Context, parameter: click.Parameter, path: Pat
             hint = f"did you mean {near[0]}?" if near else "see zerokit bench --help"
             raise click.UsageError(printable(f"{path}: {key!r} is not an option of zerokit bench: {hint}"))
         option = known[name]
+        if option.name in values:
+            raise click.UsageError(printable(f"{path}: {name} is given twice, once as {key}"))
         try:
             values[option.name or ""] = _as_given(option, value)
         except ValueError as error:

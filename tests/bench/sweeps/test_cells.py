@@ -105,6 +105,7 @@ def test_what_cannot_run_is_recorded_in_the_first_round_only() -> None:
     [
         ("lr", float("nan"), "lr: expected at most 1e.100, found nan"),
         ("clip", float("inf"), "clip: expected at most 1e.100, found inf"),
+        ("target_loss", float("nan"), "target_loss: expected at most 1e.100, found nan"),
         ("seed", 2**64, "seed: expected at most 9.2"),
     ],
 )

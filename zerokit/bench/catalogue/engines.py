@@ -83,7 +83,7 @@ def _objection(settings: Settings) -> str | None:
             "use a smaller --seq-len"
         )
     if settings.data not in (None, "synthetic") and text is None and images is None:
-        return f"{name} makes its own data: omit --data {settings.data} out"
+        return f"{name} makes its own data: omit --data {settings.data}"
     if images is None:
         if settings.image_size is None:
             return None

@@ -114,7 +114,7 @@ class Settings:
         choices=STAGES,
         shown_default="--stage",
     )
-    every: int | None = _inner(
+    every: Integer | None = _inner(
         None,
         "Local steps: islands (the groups of --mesh, or else single ranks) train alone and synchronise their "
         "weights every N steps. For zerokit (DiLoCo) and post-local-sgd (torch's mean of the weights).",
@@ -122,10 +122,10 @@ class Settings:
         title="local steps",
         words="every {} steps",
     )
-    fragments: int = _inner(
+    fragments: Integer = _inner(
         1, "Parts of the model that islands synchronise in turn (--every).", minimum=1, words="{} fragments"
     )
-    delay: int = _inner(
+    delay: Integer = _inner(
         0,
         "Steps for which a fragment is in flight while training continues (--every).",
         minimum=0,
@@ -218,7 +218,7 @@ class Settings:
     warmup: Integer | None = _timed(
         None, "Number of warm-up steps.", minimum=0, shown_default="until step times are steady"
     )
-    target_loss: float | None = _timed(
+    target_loss: Number | None = _timed(
         None,
         "Also report the number of tokens (samples, images) after which the mean loss of five steps reaches X.",
         above=0,
