@@ -82,8 +82,9 @@ def test_the_baseline_can_be_chosen(folder: Path) -> None:
     assert "against zerokit 2 · bucket 50 MiB" in done.stdout
     within = compare(folder / "sweep", "--baseline", folder / "sweep" / "004.json")
     assert "against DDP" in within.stdout
-    by_name = compare(folder / "sweep", "--baseline", "FSDP2 3")
+    by_name = compare(folder / "sweep", "--baseline", "FSDP2 3", "--html", folder / "page.html")
     assert "against FSDP2 3" in by_name.stdout
+    assert "against FSDP2 3" in (folder / "page.html").read_text(encoding="utf-8")
     (row,) = (line for line in by_name.stdout.splitlines() if line.startswith("FSDP2 3"))
     assert "%" not in row
 

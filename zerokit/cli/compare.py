@@ -108,13 +108,14 @@ def command(
         first = next((run for run in runs if run.name == baseline), None) or load_run(baseline, tracking_uri)
         runs = [first, *(run for run in runs if run is not first)]
     runs = _once(runs)
-    cells = make_cells(runs, baseline if by_label else None)
+    label = baseline if by_label else None
+    cells = make_cells(runs, label)
     broken = regressions(parsed, cells)
     differing = [] if tolerance is None else disagreements(cells, tolerance)
     if html is not None:
         from zerokit.bench.report.render import write_comparison
 
-        write_comparison(runs, html)
+        write_comparison(runs, html, label)
         click.echo(f"report  {html}", err=True)
     if as_json:
         click.echo(comparison_json(cells, broken, differing))

@@ -19,6 +19,7 @@ from zerokit.bench.record.schema import to_plain
 from zerokit.bench.record.settings import OPTIONS
 from zerokit.bench.record.status import Status
 from zerokit.bench.record.words import count, title_of, unusual, value_in_words
+from zerokit.text import printable
 
 _RUNS = ("first", "second", "third", "fourth")
 ALONE = "compute-only"
@@ -219,14 +220,15 @@ def _commit(record: Record) -> str:
 
 def short_names(names: Sequence[str]) -> dict[str, str]:
     """Short distinct names for paths, without common ends: "a/x/run.json", "a/y/run.json" → "x", "y"."""
-    parts = {name: name.removesuffix(".json").strip("/").split("/") for name in names}
+    # A path may have bytes that are no text, which no page can hold.
+    parts = {name: printable(name).removesuffix(".json").strip("/").split("/") for name in names}
     shortest = min((len(pieces) for pieces in parts.values()), default=1)
     rows = list(parts.values())
     start = next((n for n in range(shortest) if len({row[n] for row in rows}) > 1), 0)
     rest = shortest - start - 1
     end = next((n for n in range(rest) if len({row[-1 - n] for row in rows}) > 1), rest)
     short = {name: "/".join(row[start : len(row) - end]) for name, row in parts.items()}
-    return short if len(set(short.values())) == len(short) else {name: name for name in names}
+    return short if len(set(short.values())) == len(short) else {name: printable(name) for name in names}
 
 
 def _same(one: object, other: object) -> bool:

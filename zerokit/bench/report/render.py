@@ -150,9 +150,9 @@ _VERSION = ".".join(alt.SCHEMA_VERSION.removeprefix("v").split(".")[:2])
 _FOLDER = Path(__file__).parent
 
 
-def write_comparison(runs: Sequence[Run], path: Path) -> None:
-    """The page of several runs; the first is the baseline. Raises as `write_page`."""
-    write_page(render(runs), path)
+def write_comparison(runs: Sequence[Run], path: Path, baseline: str | None = None) -> None:
+    """The page of several runs, compared as `make_cells` does. Raises as `write_page`."""
+    write_page(render(runs, baseline), path)
 
 
 def write_page(text: str, path: Path) -> None:
@@ -169,9 +169,9 @@ def plots(records: Sequence[Record]) -> dict[str, bytes]:
     return {f"{one.name}.png": png(one) for one in make_pictures(make_cells(runs))}
 
 
-def render(runs: Sequence[Run]) -> str:
+def render(runs: Sequence[Run], baseline: str | None = None) -> str:
     """The page's HTML."""
-    cells = make_cells(runs)
+    cells = make_cells(runs, baseline)
     return document("page.html.jinja", make_pictures(cells), page=page_content(cells, runs))
 
 
