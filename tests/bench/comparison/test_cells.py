@@ -113,7 +113,10 @@ def test_short_names_are_what_tells_apart() -> None:
     assert list(short_names(["old.json", "new.json"]).values()) == ["old", "new"]
     assert short_names(["run", "run.json"]) == {"run": "run", "run.json": "run.json"}
     assert short_names([""]) == {"": ""}
-    assert short_names(["a/\udcff", "a/b"]) == {"a/\udcff": r"\udcff", "a/b": "b"}  # no text, so no page can hold it
+    assert short_names(["a/\udcff", "a/b"]) == {
+        "a/\udcff": r"\udcff",
+        "a/b": "b",
+    }  # no text, so no page can hold it
 
 
 def test_matched_cells_stand_beside_their_baselines() -> None:

@@ -182,7 +182,10 @@ def test_the_gate_needs_both_the_threshold_and_the_noise() -> None:
 def test_single_benches_of_equal_settings_have_no_rounds_to_pair() -> None:
     """Nor do those beside a sweep's: their order says nothing, whatever their values."""
     base, other = (
-        [replace(one, sweep=None, settings=replace(one.settings, repeat=0)) for one in rounds(ms, 0.1, stage=n)]
+        [
+            replace(one, sweep=None, settings=replace(one.settings, repeat=0))
+            for one in rounds(ms, 0.1, stage=n)
+        ]
         for n, ms in ((2, 700.0), (3, 735.0))
     )
     mixed = [replace(base[0], sweep="a sweep"), *base[1:]]

@@ -119,7 +119,9 @@ class Rounds:
         # The twin of a paced step is closer to it in time than another cell of the same round. Single benches have no
         # rounds: to pair the least with the least would hide their noise.
         paired = name != PACED and all(record.sweep for one in records for record in one)
-        paired = paired and len(before) == len(after) == len(turns[0]) and sorted(turns[0]) == sorted(turns[1])
+        paired = (
+            paired and len(before) == len(after) == len(turns[0]) and sorted(turns[0]) == sorted(turns[1])
+        )
         if paired:
             before, after = (
                 [value for _, value in sorted(zip(turn, values, strict=True))]
