@@ -78,6 +78,14 @@ def test_runs_are_found_by_all_of_their_tags(store: Store, client: MlflowClient)
         Store.open(Tracking(store.tracking.uri, "gone"))
 
 
+def test_a_database_that_cannot_be_opened_is_noticed_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr("mlflow.store.db.utils.time.sleep", waited.append)
+    with pytest.raises(TrackingError, match="unable to open database file"):
+        Store.open(Tracking("sqlite:////proc/mlflow.db", "x"))
+    assert sum(waited) < 5
+
+
 OF_AN_ARRAY = """
 import os, sys
 from zerokit.bench.tracking.store import Store, Tracking
