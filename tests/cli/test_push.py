@@ -22,12 +22,15 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 NOT_YOU = json.dumps({"error_code": "PERMISSION_DENIED", "message": "not you"})
 
 
-@pytest.mark.parametrize(("status", "seconds", "told"), [(403, 0.0, "not you"), (200, 30.0, "timed out")])
+@pytest.mark.parametrize(
+    ("status", "seconds", "told"),
+    [(403, 0.0, "not you"), (503, 0.0, "too many 503 error responses"), (200, 30.0, "timed out")],
+)
 def test_a_server_that_does_not_serve_is_told_once_and_left_alone(
     monkeypatch: pytest.MonkeyPatch, status: int, seconds: float, told: str
 ) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     over = threading.Event()
 
     def says(*request: str) -> tuple[int, str]:

@@ -26,6 +26,8 @@ def serving(says: Callable[[str, str, str], tuple[int, str]]) -> Iterator[tuple[
                 self.send_response(status)
                 if status == 302:
                     self.send_header("Location", text + self.path)
+                if status == 503:
+                    self.send_header("Retry-After", "3600")
                 self.send_header("Content-Length", str(len(text.encode())))
                 self.end_headers()
                 self.wfile.write(text.encode())

@@ -41,6 +41,7 @@ DEFAULT_URI = "sqlite:///mlflow.db"
 _ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_HTTP_RESPECT_RETRY_AFTER_HEADER": "false",  # a gateway may ask for hours
     # Usage reports to MLflow's makers are the user's choice, and no part of a measurement.
     "MLFLOW_DISABLE_TELEMETRY": "true",
     # Bars of uploads would be drawn over ours.
@@ -87,7 +88,9 @@ def failing(what: str) -> Iterator[None]:
         root: BaseException = error
         while (below := root.__cause__ or root.__context__) is not None:
             root = below
-        root = root if isinstance(root, OSError) else error
+        # urllib3's says "too many 503 error responses".
+        told = isinstance(root, OSError) or type(root).__name__ == "ResponseError"
+        root = root if told else error
         text = str(root).strip().splitlines()
         why = f"{type(root).__name__}: {text[0] if text else 'no message'}"[:300]
         # The cause would show the URI of the store with its password, where somebody prints the trace.
