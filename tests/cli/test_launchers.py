@@ -76,6 +76,14 @@ def test_what_concerns_the_submission_stays_outside_of_the_job() -> None:
     assert "\nexport A=1\nexport MASTER_ADDR=n1\n" in done.output
 
 
+@pytest.mark.parametrize("options", ["slurm --dry-run", "kubernetes --container-image i"])
+def test_the_command_above_a_job_stays_a_comment(options: str) -> None:
+    done = bench("--launcher", *options.split(), "--env", "A=1\nexit 3")
+    assert done.exit_code == 0, done.output
+    assert r"--env 'A=1\nexit 3'" in done.output
+    assert "\nexit 3" not in done.output.replace("\nexport A='1\nexit 3'", "")
+
+
 def test_variables_are_given_or_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HERE", "now")
     assert read_variables(["A=1=2", "B=", "HERE"]) == {"A": "1=2", "B": "", "HERE": "now"}

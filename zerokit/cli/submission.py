@@ -15,7 +15,7 @@ import click
 
 from zerokit.cli.launcher_options import OPTIONS_OF
 from zerokit.cli.launchers import given_arguments, is_given, read_variables
-from zerokit.text import without_secrets, without_secrets_named
+from zerokit.text import printable, without_secrets, without_secrets_named
 
 if TYPE_CHECKING:
     from zerokit.cli.bench_run import Request
@@ -72,7 +72,7 @@ def _submit_to_kubernetes(context: click.Context, request: Request) -> int:
         )
     objects = render(pods, options["form"])
     if not options["submit"]:
-        made_by = shlex.join(["zerokit", "bench", *given_arguments(context)])
+        made_by = printable(shlex.join(["zerokit", "bench", *given_arguments(context)]))
         click.echo(f"# {made_by}\n{to_yaml(objects)}", nl=False)
         return 0
     path = record_path(request.output, cells[0], datetime.now())
@@ -169,7 +169,8 @@ def _submit_to_slurm(context: click.Context, request: Request) -> int:
             "instead of giving it as an option; sbatch passes it on"
         )
     command += ["--output", inside or f"{JOB_FOLDER}/{name}"]
-    made_by = shlex.join(["zerokit", "bench", *given_arguments(context, ("dry_run",))])
+    # A comment is one line, and the next one would be run.
+    made_by = printable(shlex.join(["zerokit", "bench", *given_arguments(context, ("dry_run",))]))
     script = render_script(allocation, command, made_by)
     if options["dry_run"]:
         click.echo(script, nl=False)

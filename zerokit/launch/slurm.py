@@ -338,7 +338,7 @@ def _state(job: str, answered: float) -> str | None:
             return ""
         raise LaunchError(
             f"squeue has not answered for {_QUEUE_SECONDS:g} s: {done.stderr.strip()}; Slurm's job {job} "
-            f"continues: watch it with squeue --jobs={job}and end it with scancel {job}"
+            f"continues: watch it with squeue --jobs={job} and end it with scancel {job}"
         )
     if not words or words[0] in (
         "COMPLETED",
