@@ -63,6 +63,7 @@ FAULTS: list[tuple[str, str, str, dict[str, str]]] = [
     ("", "", "ulimit -n 128; ulimit -l 64", {"ZD402": "warning: at most 0.1 MiB", "ZD403": "warning: at most 128"}),
     ("", "GLOO_SOCKET_IFNAME=warp9", "", {"ZD301": "fault: no such interface", "ZD302": "ok: "}),
     ("", "NCCL_SOCKET_IFNAME=warp9", "", {"ZD302": "fault: no such interface", "ZD301": "ok: "}),
+    (_NET, "", "", {"ZD301": "fault: no interface is up", "ZD302": "warning: no interface is up"}),
     (_NET, "GLOO_SOCKET_IFNAME=wire0", _WIRE, {"ZD301": "fault: is down"}),
     (_NET, "NCCL_SOCKET_IFNAME=wire0", _WIRE, {"ZD302": "fault: is down"}),
     (_NET, "GLOO_SOCKET_IFNAME=wire0", _SMALL_MTU, {"ZD305": "warning: 600 on wire0", "ZD301": "ok: "}),

@@ -72,7 +72,7 @@ class Network:
         # All of 127.0.0.0/8 is this machine's; Debian gives the host's name 127.0.1.1, which no interface lists.
         own = [ip_address(address) for address in self.own_addresses]
         for one in self.interfaces:
-            if any(
+            if one.addresses and any(
                 str(address) in one.addresses or (one.loopback and address.is_loopback) for address in own
             ):
                 return one
@@ -173,9 +173,14 @@ def _judge_gloo(network: Network, several: bool) -> Verdict:
     return ok(f"{variable}: {_described(by_name[network.gloo.split(',')[0]])}")
 
 
+_BRING_UP = "bring loopback up: ip link set lo up"
+
+
 def _judge_gloos_lookup(network: Network, several: bool) -> Verdict:
     taken = network.gloo_takes()
     remedy = f"set GLOO_SOCKET_IFNAME to the interface between the nodes: {_candidates(network)}"
+    if not any(one.running and one.addresses for one in network.interfaces):
+        return fault("no interface is up", "gloo cannot listen, so that ranks never meet.", _BRING_UP)
     if taken is None:
         what = ", ".join(network.own_addresses) or "no address"
         listed = f"the host's own name resolves to {what}, which no interface has"
@@ -210,7 +215,7 @@ def _judge_nccl(network: Network, several: bool) -> Verdict:
             )
     usable = [one for one in taken if one.running and one.addresses]
     if not usable:
-        return warning("no interface is up", "NCCL cannot start.", "bring loopback up: ip link set lo up")
+        return warning("no interface is up", "NCCL cannot start.", _BRING_UP)
     if several and all(one.loopback for one in usable):
         return fault(
             f"only {usable[0].name}",
