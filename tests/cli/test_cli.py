@@ -40,6 +40,17 @@ def test_help_answers_without_torch_mlflow_or_rich(tmp_path: Path) -> None:
         assert done.stdout.endswith("[]\n")
 
 
+def test_a_terminal_without_unicode_shows_escapes(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "zerokit.cli", "bench", "--help"],
+        env=environment(tmp_path, PYTHONIOENCODING="latin-1"),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert r"--engine NAME,\u2026" in done.stdout
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a device that is always full")
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_a_full_standard_output_is_an_error(unbuffered: str, tmp_path: Path) -> None:

@@ -174,11 +174,13 @@ def test_a_server_that_says_nothing_drips_or_speaks_another_language_does_not_ho
 def test_nobody_there() -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as gone:
         port = gone.getsockname()[1]
-    for uri in (f"http://127.0.0.1:{port}", f"postgresql+psycopg2://me:s3cret@127.0.0.1:{port}/runs"):
+    database = "postgresql+psycopg2://me:s3cret/@127.0.0.1"
+    for uri in (f"http://127.0.0.1:{port}", f"{database}:{port}/runs"):
         findings = looked(uri)
         assert bad(findings) == {"ZD801": Severity.FAULT}
         assert "Connection refused" in findings[0].found
         assert "s3cret" not in texts(findings)
+    assert "Port could not be cast" in looked(f"{database}:5O00/runs")[0].found
 
 
 def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,8 @@ class Tracking:
 
     Attributes:
         uri: where it is, without a password.
-        kind: "server", "SQLite", "folder", "database", or "other" for what cannot be looked at from here.
+        kind: "server", "SQLite", "folder", "database", "address" where it is none, or "other" for what cannot be looked
+            at from here.
         reached: whether it answered; None where that was not tried.
         version: MLflow's, of a server; or the schema's, of a database.
         status: the HTTP status of the first request that was refused.
@@ -52,9 +53,13 @@ class Tracking:
 
 def look_at_tracking(uri: str, *, quick: bool) -> Tracking:
     """Contact the store; `quick` waits less and writes nothing."""
-    parts = urllib.parse.urlsplit(uri)
-    scheme = parts.scheme.partition("+")[0]
     shown = without_secrets(uri).replace("***@", "")
+    try:
+        parts = urllib.parse.urlsplit(shown)  # of a password, no part is a port
+        port = parts.port
+    except ValueError as error:
+        return Tracking(shown, "address", False, error=str(error))
+    scheme = parts.scheme.partition("+")[0]
     if scheme in ("http", "https"):
         return _server(uri, shown, parts.netloc.rpartition("@")[2], quick)
     if scheme == "sqlite":
@@ -64,7 +69,7 @@ def look_at_tracking(uri: str, *, quick: bool) -> Tracking:
         folder = Path(urllib.request.url2pathname(parts.path)) if scheme else Path(uri)
         return _folder(shown, folder)
     if scheme in _PORTS and parts.hostname:
-        return _database(shown, parts.hostname, parts.port or _PORTS[scheme], quick)
+        return _database(shown, parts.hostname, port or _PORTS[scheme], quick)
     return Tracking(shown, "other", None)
 
 
