@@ -255,6 +255,8 @@ class Settings:
             value = getattr(self, name)
             if value is None:
                 continue
+            if value == "":  # a variable of a script that is not set
+                raise UsageError(f"{name} is empty: give a value, or leave the option out")
             if how.choices and value not in how.choices:
                 raise UsageError(f"{name} {value!r} is unknown: choose one of {how.choices}")
             if how.minimum is not None and value < how.minimum:
