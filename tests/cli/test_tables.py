@@ -9,10 +9,11 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from tests.bench.records import make_cell, make_failure, make_sweep
+from tests.bench.records import make_cell, make_failure, make_record, make_sweep
 from zerokit.bench.comparison.cells import make_cells
 from zerokit.bench.record.journal import Part
 from zerokit.bench.record.record import Record, Run, summarise
+from zerokit.cli.details import notes
 from zerokit.cli.tables import show
 from zerokit.cli.work import mib, ms, rate
 
@@ -101,6 +102,12 @@ def test_one_bench_fits(width: int, device: str) -> None:
     assert ("peak CUDA" in shown) == (device == "cuda")
     assert ("step mean, wall" in shown) == (device == "cuda")
     assert ("of the device" in " ".join(shown.split())) == (device == "cuda")
+
+
+def test_a_few_steps_have_no_interval() -> None:
+    said = [notes(record)["step/p50_ms"].split("; ")[1] for record in (make_record(), make_cell())]
+    assert said[0] == "all between 100.0 ms and 300.0 ms"
+    assert said[1].startswith("95 % between ")
 
 
 def test_a_job_that_was_restarted_tells_its_parts() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,7 @@ def test_a_hugging_face_configuration_is_planned(tmp_path: Path) -> None:
         ({"mesh": "2x3"}, "mesh 2x3 has 6 ranks"),
         ({"mesh": "8x1"}, "one rank on its inner axis: write one axis as 1x8"),
         ({"samples_per_step": 64, "accumulate": 2}, "exclude each other"),
+        ({"bucket_mb": math.nan}, "bucket_mb nan: expected a number above 0"),
         ({"record": "nothing.json"}, "cannot read the bench record"),
         ({"model": "tests.planning.models:double", "seq_len": None}, "linear.weight is torch.float64"),
         (

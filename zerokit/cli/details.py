@@ -14,7 +14,7 @@ from zerokit.bench.comparison.tables import in_order, usual_metrics, within_nois
 from zerokit.bench.record.measured import Rank
 from zerokit.bench.record.metrics import METRICS, OPERATIONS, measure
 from zerokit.bench.record.record import Record
-from zerokit.bench.record.statistics import quantile
+from zerokit.bench.record.statistics import FEWEST, quantile
 from zerokit.cli.work import counted, loss, mib, ms, rate
 
 # Between two columns.
@@ -80,8 +80,8 @@ def notes(record: Record) -> dict[str, str]:
     if results.throughput_per_device is not None and results.devices != len(record.ranks):
         each = f"{rate(results.throughput_per_device)} a device ({counted(results.devices or 0, 'device')})"
     texts = {
-        "step/p50_ms": f"of {step.count} steps, slowest rank of each; "
-        f"95 % between {ms(step.median_low)} and {ms(step.median_high)}",
+        "step/p50_ms": f"of {counted(step.count, 'step')}, slowest rank of each; "
+        f"{'95 %' if step.count >= FEWEST else 'all'} between {ms(step.median_low)} and {ms(step.median_high)}",
         "step/p90_ms": f"p10 {ms(step.p10)}, p99 {ms(step.p99)}",
         f"throughput/{model.unit}_per_s": f"{each}; "
         f"{settings.samples_per_step * model.units_per_sample:,} {model.unit} a step",

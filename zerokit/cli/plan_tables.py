@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zerokit.bench.plans.ask import hopeless
+from zerokit.bench.record.words import count
 from zerokit.cli.work import counted, rate
 from zerokit.formulas import MEMORY_KINDS
 from zerokit.planning.cells import GIB, Plan, PlannedCell, best_of_each
@@ -27,7 +28,7 @@ def show(plan: Plan, *, every: bool, page: Path | None) -> None:
         console.width = _ANY_WIDTH
     question = plan.question
     heading = (
-        f"{plan.subject.name} ({plan.parameters / 1e6:,.1f} M parameters), "
+        f"{plan.subject.name} ({count(plan.parameters)} parameters), "
         f"{counted(question.world, 'rank')} on {counted(question.nodes, 'node')}, {question.cluster.device.name}"
     )
     console.print(Text(printable(heading), style="bold"))

@@ -76,12 +76,10 @@ def plan(
     """
     counts = {"gpus": gpus, "batch_size": batch_size, "accumulate": accumulate, "seq_len": seq_len}
     for name, given in (counts | {"samples_per_step": samples_per_step, "bucket_mb": bucket_mb}).items():
-        if wrong := [value for value in _several(given) or () if value <= 0]:
+        if wrong := [value for value in _several(given) or () if not value > 0]:
             raise UsageError(f"{name} {wrong[0]}: expected a number above 0")
     if samples_per_step is not None and accumulate != 1 and accumulate is not None:
-        raise UsageError(
-            f"accumulate {accumulate} and samples_per_step {samples_per_step} exclude each other: give one of them"
-        )
+        raise UsageError("accumulate and samples_per_step exclude each other: give one of them")
     try:
         measured = None if record is None else read_record(Path(record))
     except RecordError as error:

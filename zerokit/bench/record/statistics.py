@@ -11,6 +11,8 @@ from statistics import fmean, median, stdev, variance
 from zerokit.bench.record.schema import Count, Number
 
 CONFIDENCE = 0.95
+FEWEST = 6
+"""The fewest values whose range is a 95 % interval of their median."""
 # Warm-up is over when the medians of the last two windows of this many steps agree within the tolerance.
 STEADY_WINDOW = 5
 STEADY_TOLERANCE = 0.05
@@ -121,8 +123,8 @@ def steady(values: Sequence[float]) -> bool:
 class Summary:
     """Statistics of some measurements, in their own unit.
 
-    `median_low` and `median_high` enclose the true median with 95 % confidence. `spread` is p90 − p10 and `drift` the
-    rise from first to last, both as a share of the median.
+    `median_low` and `median_high` enclose the true median with 95 % confidence; of fewer than six values they are the
+    least and the largest. `spread` is p90 − p10 and `drift` the rise from first to last, both as a share of the median.
     """
 
     count: Count

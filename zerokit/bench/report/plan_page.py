@@ -9,6 +9,7 @@ import altair as alt
 
 from zerokit.bench.comparison.tables import Scale
 from zerokit.bench.plans.ask import hopeless
+from zerokit.bench.record.words import count
 from zerokit.bench.report.pictures import Picture, Row, colour, data_of, draw_bars
 from zerokit.bench.report.render import document, write_page
 from zerokit.errors import UsageError
@@ -34,6 +35,7 @@ def write_plan(plan: Plan, path: Path) -> None:
     text = document(
         "plan.html.jinja",
         pictures(plan),
+        parameters=count(plan.parameters),
         plan=plan,
         cells=best_of_each(plan.fitting),
         hopeless=hopeless(plan),

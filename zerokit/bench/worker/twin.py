@@ -23,12 +23,10 @@ from zerokit.bench.machine.accelerator import Accelerator, gather
 from zerokit.bench.measure.clock import clock_of
 from zerokit.bench.record.measured import Twin
 from zerokit.bench.record.settings import Settings
-from zerokit.bench.record.statistics import Summary, slowest
+from zerokit.bench.record.statistics import FEWEST, Summary, slowest
 from zerokit.bench.workloads.build import Loaded
 
 ENGINE = "compute-only"
-FEWEST_PAIRS = 6
-"""The fewest pairs of steps whose range is a 95 % interval of their median."""
 _MOST_A_STEP = 40  # measured
 _LONG_ENOUGH_S = 30.0
 _EXACT_ENOUGH = 0.02
@@ -73,7 +71,7 @@ def measure_twin(trainer: Trainer, batches: Callable[[int], list[Batch]], loaded
     own: list[float] = []
     parts: list[Parts] = []
     until = time.monotonic() + _LONG_ENOUGH_S
-    for turn in range(math.ceil(max(FEWEST_PAIRS, _MOST_A_STEP * settings.steps) / len(steps))):
+    for turn in range(math.ceil(max(FEWEST, _MOST_A_STEP * settings.steps) / len(steps))):
         # Every second time in the other order: a steady drift weighs equally on both.
         for trained in (trainer, twin) if turn % 2 == 0 else (twin, trainer):
             times = _time(trained, steps)
@@ -81,7 +79,7 @@ def measure_twin(trainer: Trainer, batches: Callable[[int], list[Batch]], loaded
                 parts += times
             else:
                 own += map(sum, times)
-        if len(own) >= FEWEST_PAIRS:
+        if len(own) >= FEWEST:
             late, inexact = accelerator.maximum([time.monotonic() > until, _is_inexact(own, parts)])
             if late or not inexact:
                 break
