@@ -123,6 +123,18 @@ def test_ranks_that_were_started_are_joined_unless_told_otherwise() -> None:
     assert choose_launcher(OPTIONS, elastic).name == "local"
 
 
+def test_unequal_slots_are_asked_about_where_the_user_chooses_no_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zerokit.launch.ssh.require_ssh", lambda: None)
+    file = tmp_path / "hosts"
+    file.write_text("a slots=2\nb slots=3\n")
+    chosen = choose_launcher(OPTIONS | {"launcher": "ssh", "hostfile": file}, {})
+    assert (chosen.nodes, chosen.hosts) == (2, ("a", "b"))
+    with pytest.raises(UsageError, match="give --nproc-per-node"):
+        _ = chosen.nproc_per_node
+
+
 def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         words,

@@ -88,7 +88,8 @@ def notes(record: Record) -> dict[str, str]:
         "memory/peak_host_mib": "of the largest process, construction included",
         "comm/exposed_ms": "time in which a step only waits for communication",
         "skipped_steps": "gradients overflowed in fp16",
-        "loss_last": f"from {loss(results.loss_first)}; {len(record.loss)} steps, {settings.warmup} of them warm-up",
+        "loss_last": f"from {loss(results.loss_first)}; {counted(len(record.loss), 'step')}, "
+        f"{settings.warmup} of them warm-up",
     }
     if (use := results.utilisation) is not None:
         texts["mfu"] = f"of {use.peak_flops_per_s / 1e12:,.0f} TFLOP/s, dense {use.precision}"

@@ -17,6 +17,7 @@ import click
 
 from zerokit.cli.launcher_options import FLAGS, OPTIONS_OF, UNSET
 from zerokit.errors import UsageError
+from zerokit.launch.hosts import HostSlots, equal_slots, read_hostfile
 from zerokit.text import printable
 
 if TYPE_CHECKING:
@@ -84,7 +85,8 @@ class Chosen:
 
     Attributes:
         name: of the launcher.
-        nodes, nproc_per_node: how many there are, unless the user chooses; None where only the user can.
+        nodes: how many there are, unless the user chooses; None where only the user can.
+        slots: the ranks of each.
         here: whether all ranks share this machine, so that what it has is looked at before any is started.
         options: of the command line.
         hosts: for ssh and Slurm.
@@ -94,10 +96,15 @@ class Chosen:
     name: str
     options: Mapping[str, Any]
     nodes: int | None = None
-    nproc_per_node: int | None = None
+    slots: Sequence[HostSlots] = ()
     here: bool = True
     hosts: tuple[str, ...] = ()
     member: Membership | None = None
+
+    @property
+    def nproc_per_node(self) -> int | None:
+        """Ranks of every node, to be asked for where the user chooses none; raises `UsageError` if slots differ."""
+        return equal_slots(self.slots)
 
     @property
     def submits(self) -> bool:
@@ -220,9 +227,8 @@ def choose_launcher(
             f"--elastic needs ranks on this machine, or torchrun, which restarts ranks; it does not work with {name}"
         )
     if member is not None:
-        return Chosen(
-            name, options, member.nodes, member.nproc_per_node, here=member.nodes == 1, member=member
-        )
+        slots = (HostSlots("each", member.nproc_per_node),)
+        return Chosen(name, options, member.nodes, slots, here=member.nodes == 1, member=member)
     if name == "ssh":
         return _ssh(options)
     if name == "slurm":
@@ -236,7 +242,6 @@ def choose_launcher(
 
 
 def _ssh(options: Mapping[str, Any]) -> Chosen:
-    from zerokit.launch.hosts import HostSlots, equal_slots, read_hostfile
     from zerokit.launch.ssh import require_ssh
 
     if (options["hosts"] is None) == (options["hostfile"] is None):
@@ -255,7 +260,7 @@ def _ssh(options: Mapping[str, Any]) -> Chosen:
         lines = [HostSlots(name, None) for name in names]
     require_ssh()
     hosts = tuple(line.host for line in lines)
-    return Chosen("ssh", options, len(hosts), equal_slots(lines), here=False, hosts=hosts)
+    return Chosen("ssh", options, len(hosts), lines, here=False, hosts=hosts)
 
 
 def join(chosen: Chosen, command_line: Sequence[str], run: Callable[[Leader | None], int]) -> int:
