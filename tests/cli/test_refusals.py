@@ -43,6 +43,7 @@ REFUSED = {
     "bench --launcher ssh --hosts a,,b": "--hosts a,,b is not a list of hosts",
     "bench --launcher ssh --hosts -oProxyCommand=x": "is not a list of hosts",
     "bench --launcher ssh --hosts 'a,b, a'": "--hosts a,b, a names a twice",
+    """bench --launcher ssh --hosts a --ssh-option "-p '22" """: "--ssh-option -p '22: No closing quotation",
     "bench --launcher ssh --hostfile missing": "the hostfile missing cannot be read",
     "bench --launcher ssh --hosts a --partition x": "--partition is for --launcher slurm, not for ssh",
     "bench --hosts a,b": "--hosts is for --launcher ssh, not for local",

@@ -143,8 +143,7 @@ class Chosen:
         hosts = choose_hosts(self.hosts, nodes)
         address = options["master_addr"]
         if self.name == "ssh":
-            words = tuple(word for line in options["ssh_option"] for word in shlex.split(line))
-            ssh = Ssh(words, python, options["connect_timeout"])
+            ssh = Ssh(_ssh_words(options), python, options["connect_timeout"])
             machines = [ssh.remote(host) for host in hosts]
             address = address or ssh.address(hosts[0])
         else:
@@ -241,6 +240,14 @@ def choose_launcher(
     return Chosen(name, options, here=name == "local")
 
 
+def _ssh_words(options: Mapping[str, Any]) -> tuple[str, ...]:
+    """The options for ssh as a shell splits them; raises `UsageError` for a quotation without an end."""
+    try:
+        return tuple(word for line in options["ssh_option"] for word in shlex.split(line))
+    except ValueError as error:
+        raise UsageError(f"--ssh-option {' '.join(options['ssh_option'])}: {error}") from error
+
+
 def _ssh(options: Mapping[str, Any]) -> Chosen:
     from zerokit.launch.ssh import require_ssh
 
@@ -258,6 +265,7 @@ def _ssh(options: Mapping[str, Any]) -> Chosen:
                 f"--hosts {options['hosts']} names {twice} twice: each node must be a different machine"
             )
         lines = [HostSlots(name, None) for name in names]
+    _ssh_words(options)  # before ranks are asked for
     require_ssh()
     hosts = tuple(line.host for line in lines)
     return Chosen("ssh", options, len(hosts), lines, here=False, hosts=hosts)
