@@ -126,7 +126,7 @@ def connect(uri: str) -> Client:
     logging.getLogger("alembic").setLevel(logging.WARNING)
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
     with failing(f"MLflow at {uri} cannot be used"):
-        if not uri.startswith("http"):  # a client of servers need not have SQLAlchemy
+        if re.match("sqlite|postgresql|mysql|mssql", uri):  # other stores need no SQLAlchemy
             from mlflow.store.db import utils
 
             utils.MAX_RETRY_COUNT = 3  # it has no variable for this, and 10 take two minutes
