@@ -215,6 +215,8 @@ def test_single_runs_decide_nothing_that_is_measured() -> None:
     assert "bench both with --repeats 3" in undecided.message
     assert [one.known for one in found("memory/peak_host_mib:3%", base, slower)] == [False]
     assert found("memory/state_mib:3%", base, slower) == []  # counted, not measured
+    (message,) = judged("skipped_steps:0%", base, [replace(slower[0], skipped_steps=2)])
+    assert ": skipped_steps is worse than that of " in message
 
 
 def test_a_cell_that_no_longer_runs_breaks_every_rule() -> None:

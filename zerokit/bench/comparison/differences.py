@@ -246,9 +246,9 @@ def _check(rule: Rule, cell: Cell, partner: Cell) -> Regression | None:
             known=False,
         )
     if change.worsening > allowed and change.verdict != "within noise":
+        much = "" if math.isinf(change.worsening) else f"{change.worsening:.1%} "  # no share of 0
         return broken(
-            f"{said} is {change.worsening:.1%} worse than that of {who} "
-            f"(allowed {rule.percent:g}%, noise {change.noise:.1%})"
+            f"{said} is {much}worse than that of {who} (allowed {rule.percent:g}%, noise {change.noise:.1%})"
         )
     if change.noise <= allowed or change.worsening + change.noise <= allowed:
         return None
