@@ -84,6 +84,15 @@ def test_the_command_above_a_job_stays_a_comment(options: str) -> None:
     assert "\nexit 3" not in done.output.replace("\nexport A='1\nexit 3'", "")
 
 
+def test_a_variable_for_another_launcher_is_left_alone(tmp_path: Path) -> None:
+    """Those of a profile reach the ranks of a job, too."""
+    unsupported = ("--engine", "ddp", "--stage", "3", "--output", str(tmp_path), "--no-mlflow")
+    done = bench(*unsupported, ZEROKIT_BENCH_PARTITION="p")
+    assert done.exit_code == 4, done.output
+    script = bench("--launcher", "slurm", "--dry-run", ZEROKIT_BENCH_PARTITION="p").output
+    assert "#SBATCH --partition=p\n" in script
+
+
 def test_variables_are_given_or_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HERE", "now")
     assert read_variables(["A=1=2", "B=", "HERE"]) == {"A": "1=2", "B": "", "HERE": "now"}

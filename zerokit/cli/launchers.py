@@ -217,8 +217,11 @@ def choose_launcher(
     if name is None and member is not None and member.count == 1 and not one_of_many:
         member = None  # a shell inside srun, say: nothing has been started that could be joined
     name = name or ("env" if member is not None else "local")
+    context = click.get_current_context(silent=True)
     for option, launchers in OPTIONS_OF.items():
-        if name not in launchers and options[option] not in (UNSET.get(option), None, (), False):
+        # A profile's ZEROKIT_BENCH_PARTITION is for whoever launches with Slurm; a job's ranks have it as well.
+        given = context is None or is_given(context, option)
+        if name not in launchers and given and options[option] not in (UNSET.get(option), None, (), False):
             raise UsageError(f"{FLAGS[option]} is for --launcher {' or '.join(launchers)}, not for {name}")
     read_variables(options["variables"])
     if elastic and name not in ("local", "env"):
