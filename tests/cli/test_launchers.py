@@ -89,8 +89,11 @@ def test_a_variable_for_another_launcher_is_left_alone(tmp_path: Path) -> None:
     unsupported = ("--engine", "ddp", "--stage", "3", "--output", str(tmp_path), "--no-mlflow")
     done = bench(*unsupported, ZEROKIT_BENCH_PARTITION="p")
     assert done.exit_code == 4, done.output
-    script = bench("--launcher", "slurm", "--dry-run", ZEROKIT_BENCH_PARTITION="p").output
-    assert "#SBATCH --partition=p\n" in script
+    # Variables are named as options are.
+    script = bench(
+        "--launcher", "slurm", "--dry-run", ZEROKIT_BENCH_PARTITION="p", ZEROKIT_BENCH_MEM="3G"
+    ).output
+    assert "#SBATCH --mem=3G\n#SBATCH --partition=p\n" in script
 
 
 def test_variables_are_given_or_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,6 +57,11 @@ class _Commands(click.Group):
         room = {**dict.fromkeys(_CONVERSIONS, "conversions"), **dict.fromkeys(_CHECKPOINTS, "checkpoints")}
         module = import_module(f"zerokit.cli.{room.get(cmd_name, cmd_name)}")
         command: click.Command = getattr(module, cmd_name if cmd_name in room else "command")
+        for one in command.params:
+            if isinstance(one, click.Option):  # click's own names follow the parameter, not the option
+                one.envvar = (
+                    f"ZEROKIT_{cmd_name}_{max(one.opts, key=len).lstrip('-').replace('-', '_')}".upper()
+                )
         return command
 
     def resolve_command(
@@ -90,7 +95,7 @@ class _Commands(click.Group):
 
 @click.command(
     cls=_Commands,
-    context_settings={"help_option_names": ["-h", "--help"], "auto_envvar_prefix": "ZEROKIT"},
+    context_settings={"help_option_names": ["-h", "--help"]},
     epilog="""Every option can be set in the environment: ZEROKIT_BENCH_STAGE is bench's --stage.
 
     Completion in bash, for commands, options and values, also after a comma (zsh and fish: zsh_source, fish_source):

@@ -125,12 +125,11 @@ _RUN = (
     click.option(
         "--continue",
         "continued",
-        envvar="ZEROKIT_BENCH_CONTINUE",
         type=PATH,
         metavar="DIR",
         help="Continue the sweep in DIR: run the cells that are missing, failed or interrupted.",
     ),
-    json_option("Print only the record, or the sweep with its records, on stdout.", "ZEROKIT_BENCH_JSON"),
+    json_option("Print only the record, or the sweep with its records, on stdout."),
     tracking_uri_option,
     experiment_option,
     click.option("--no-mlflow", is_flag=True, help="Write the record, without MLflow."),

@@ -53,7 +53,7 @@ Exit codes: 0 no fault (there may be warnings), 1 failure, 2 wrong use,
     help="Time limit for all ranks together.",
 )
 @tracking_uri_option
-@json_option("Print findings, and facts by rank, as one JSON document on stdout.", "ZEROKIT_DOCTOR_JSON")
+@json_option("Print findings, and facts by rank, as one JSON document on stdout.")
 @launcher_options
 @click.pass_context
 def command(

@@ -49,7 +49,6 @@ Exit codes: 0 ok, 2 wrong use, 4 nothing fits.
 @click.option(
     "--from",
     "record",
-    envvar="ZEROKIT_PLAN_FROM",
     type=PATH,
     metavar="RECORD",
     help="Take the device's speed from this record of a zerokit bench on one rank.",
@@ -78,7 +77,7 @@ Exit codes: 0 ok, 2 wrong use, 4 nothing fits.
 @click.option(
     "--all", "every", is_flag=True, help="Show every cell, not only the best of each stage and mesh."
 )
-@json_option("Print every cell as one JSON document on stdout.", "ZEROKIT_PLAN_JSON")
+@json_option("Print every cell as one JSON document on stdout.")
 @click.option(
     "--page",
     type=click.Path(path_type=Path, dir_okay=False),

@@ -16,7 +16,7 @@ from zerokit.text import without_secrets
 @click.argument("paths", metavar="RECORD|FOLDER…", nargs=-1, required=True, type=PATH)
 @tracking_uri_option
 @experiment_option
-@json_option("Print the outcome of each record on stdout, as JSON.", "ZEROKIT_PUSH_JSON")
+@json_option("Print the outcome of each record on stdout, as JSON.")
 def command(paths: tuple[Path, ...], tracking_uri: str | None, experiment: str, as_json: bool) -> None:
     """Write records on disk to MLflow: one run per record, and one parent run per sweep.
 

@@ -85,9 +85,9 @@ PATH = click.Path(path_type=Path)
 checkpoint_argument = click.argument("checkpoint", metavar="CKPT", type=PATH)
 
 
-def json_option(help: str, variable: str | None = None) -> Callable[[_F], _F]:
-    """`--json`, as `as_json`; `variable` of the environment sets it, too."""
-    return click.option("--json", "as_json", envvar=variable, is_flag=True, help=help)
+def json_option(help: str) -> Callable[[_F], _F]:
+    """`--json`, as `as_json`."""
+    return click.option("--json", "as_json", is_flag=True, help=help)
 
 
 tracking_uri_option = click.option(
