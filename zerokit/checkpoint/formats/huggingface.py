@@ -61,9 +61,8 @@ def recognises(path: Path) -> bool:
 def _files(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
-    if (
-        path / SINGLE
-    ).is_file():  # first, as in transformers: its save_pretrained leaves an older index beside it
+    # First, as in transformers, whose save_pretrained leaves an older index beside it.
+    if (path / SINGLE).is_file():
         return [path / SINGLE]
     if (path / INDEX).is_file():
         return [path / name for name in sorted(set(_weight_map(path).values()))]
