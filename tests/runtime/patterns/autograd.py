@@ -10,28 +10,24 @@ import torch
 from torch import Tensor, nn
 
 from tests.runtime.patterns.engines import STEPS, Engine
-from tests.runtime.patterns.harness import always, pattern, usage
+from tests.runtime.patterns.harness import CLIPPED, Subject, always, usage
 from tests.runtime.patterns.models import WIDTH, Block, Mlp, chain, square
 
+pattern = Subject(__name__)
+
 grad = torch.autograd.grad
-
-
-def _usual(engine: Engine) -> None:
-    for _ in range(STEPS):
-        engine.update(square(engine.model(engine.data(4, 8))), max_norm=0.1)
 
 
 # ---- gradients of gradients
 
 
-@pattern("a gradient penalty, as in WGAN-GP", Mlp)
+@pattern.each_step("a gradient penalty, as in WGAN-GP", Mlp)
 def gradient_penalty(engine: Engine) -> None:
-    for _ in range(STEPS):
-        real, fake = engine.data(4, 8), engine.data(4, 8)
-        loss = engine.model(fake).mean() - engine.model(real).mean()
-        mixed = (0.5 * (real + fake)).requires_grad_()
-        (slope,) = grad(engine.model(mixed).sum(), mixed, create_graph=True)
-        engine.update(loss + 10 * (slope.norm(dim=1) - 1).square().mean())
+    real, fake = engine.data(4, 8), engine.data(4, 8)
+    loss = engine.model(fake).mean() - engine.model(real).mean()
+    mixed = (0.5 * (real + fake)).requires_grad_()
+    (slope,) = grad(engine.model(mixed).sum(), mixed, create_graph=True)
+    engine.update(loss + 10 * (slope.norm(dim=1) - 1).square().mean())
 
 
 class ForceField(Mlp):
@@ -45,31 +41,28 @@ class ForceField(Mlp):
         return energy, -slope
 
 
-@pattern("a force field: `autograd.grad` inside forward, loss of energy and forces", ForceField)
+@pattern.each_step("a force field: `autograd.grad` inside forward, loss of energy and forces", ForceField)
 def force_field(engine: Engine) -> None:
-    for _ in range(STEPS):
-        energy, force = engine.model(engine.data(4, 8))
-        engine.update(1e-2 * energy.square() + square(force - 1))
+    energy, force = engine.model(engine.data(4, 8))
+    engine.update(1e-2 * energy.square() + square(force - 1))
 
 
-@pattern("a force field, evaluated under `no_grad` in between", ForceField)
+@pattern.each_step("a force field, evaluated under `no_grad` in between", ForceField)
 def force_field_evaluated(engine: Engine) -> None:
-    for _ in range(STEPS):
-        with torch.no_grad():
-            engine.record(square(engine.model(engine.data(4, 8))[1]))
-        engine.update(square(engine.model(engine.data(4, 8))[1]))
+    with torch.no_grad():
+        engine.record(square(engine.model(engine.data(4, 8))[1]))
+    engine.update(square(engine.model(engine.data(4, 8))[1]))
 
 
-@pattern("`loss.backward(create_graph=True)`", Mlp)
+@pattern.each_step("`loss.backward(create_graph=True)`", Mlp)
 def backward_create_graph(engine: Engine) -> None:
-    for _ in range(STEPS):
-        loss = square(engine.model(engine.data(4, 8)))
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Using backward")
-            loss.backward(create_graph=True)
-        engine.record(loss)
-        engine.step()
-        engine.zero_grad()
+    loss = square(engine.model(engine.data(4, 8)))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Using backward")
+        loss.backward(create_graph=True)
+    engine.record(loss)
+    engine.step()
+    engine.zero_grad()
 
 
 @pattern("a Hessian-vector product", Mlp)
@@ -85,74 +78,67 @@ def hessian_vector(engine: Engine) -> None:
         engine.update(loss)
 
 
-@pattern("a penalty of the parameters' gradients", Mlp)
+@pattern.each_step("a penalty of the parameters' gradients", Mlp)
 def penalty_of_gradients(engine: Engine) -> None:
-    for _ in range(STEPS):
-        loss = square(engine.model(engine.data(4, 8)))
-        slopes = grad(loss, list(engine.model.parameters()), create_graph=True)
-        engine.update(loss + 0.1 * sum(g.square().sum() for g in slopes))
+    loss = square(engine.model(engine.data(4, 8)))
+    slopes = grad(loss, list(engine.model.parameters()), create_graph=True)
+    engine.update(loss + 0.1 * sum(g.square().sum() for g in slopes))
 
 
-@pattern("`autograd.grad` with respect to parameters, beside the update", Mlp)
+@pattern.each_step("`autograd.grad` with respect to parameters, beside the update", Mlp)
 def gradients_of_parameters(engine: Engine) -> None:
-    for _ in range(STEPS):
-        loss = square(engine.model(engine.data(4, 8)))
-        weights = [engine.model.head.weight, engine.model.blocks[0].inner.weight]
-        for slope in grad(loss, weights, retain_graph=True):
-            engine.record(slope.norm())
-        engine.update(loss)
+    loss = square(engine.model(engine.data(4, 8)))
+    weights = [engine.model.head.weight, engine.model.blocks[0].inner.weight]
+    for slope in grad(loss, weights, retain_graph=True):
+        engine.record(slope.norm())
+    engine.update(loss)
 
 
 # ---- gradients of inputs
 
 
-@pattern("adversarial training: `x.grad` (FGSM), then a step", Mlp)
+@pattern.each_step("adversarial training: `x.grad` (FGSM), then a step", Mlp)
 def adversarial(engine: Engine) -> None:
-    for _ in range(STEPS):
-        x = engine.data(4, 8).requires_grad_()
-        engine.backward(square(engine.model(x)))
-        assert x.grad is not None
-        engine.zero_grad()
-        engine.update(square(engine.model(x.detach() + 0.1 * x.grad)))
+    x = engine.data(4, 8).requires_grad_()
+    engine.backward(square(engine.model(x)))
+    assert x.grad is not None
+    engine.zero_grad()
+    engine.update(square(engine.model(x.detach() + 0.1 * x.grad)))
 
 
-@pattern("adversarial training that keeps both gradients", Mlp)
+@pattern.each_step("adversarial training that keeps both gradients", Mlp)
 def adversarial_both(engine: Engine) -> None:
-    for _ in range(STEPS):
-        x = engine.data(4, 8).requires_grad_()
-        engine.backward(square(engine.model(x)))
-        assert x.grad is not None
-        engine.update(square(engine.model(x.detach() + 0.1 * x.grad)))
+    x = engine.data(4, 8).requires_grad_()
+    engine.backward(square(engine.model(x)))
+    assert x.grad is not None
+    engine.update(square(engine.model(x.detach() + 0.1 * x.grad)))
 
 
-@pattern("saliency: `autograd.grad` of inputs, the graph given up", Mlp)
+@pattern.each_step("saliency: `autograd.grad` of inputs, the graph given up", Mlp)
 def saliency(engine: Engine) -> None:
-    for _ in range(STEPS):
-        x = engine.data(4, 8).requires_grad_()
-        (slope,) = grad(square(engine.model(x)), x)
-        engine.record(slope.norm())
-        engine.update(square(engine.model(engine.data(4, 8))))
+    x = engine.data(4, 8).requires_grad_()
+    (slope,) = grad(square(engine.model(x)), x)
+    engine.record(slope.norm())
+    engine.update(square(engine.model(engine.data(4, 8))))
 
 
-@pattern("an inner loop over inputs (energy-based), `retain_graph` within it", Mlp)
+@pattern.each_step("an inner loop over inputs (energy-based), `retain_graph` within it", Mlp)
 def inner_loop(engine: Engine) -> None:
-    for _ in range(STEPS):
-        x = engine.data(4, 8).requires_grad_()
-        for _ in range(3):
-            energy = square(engine.model(x))
-            (slope,) = grad(energy, x, retain_graph=True)
-            x = (x - 0.1 * slope).detach().requires_grad_()
-        engine.update(square(engine.model(engine.data(4, 8))) - 0.1 * square(engine.model(x)))
+    x = engine.data(4, 8).requires_grad_()
+    for _ in range(3):
+        energy = square(engine.model(x))
+        (slope,) = grad(energy, x, retain_graph=True)
+        x = (x - 0.1 * slope).detach().requires_grad_()
+    engine.update(square(engine.model(engine.data(4, 8))) - 0.1 * square(engine.model(x)))
 
 
-@pattern("an unrolled inner loop over inputs, differentiated through", Mlp)
+@pattern.each_step("an unrolled inner loop over inputs, differentiated through", Mlp)
 def unrolled_loop(engine: Engine) -> None:
-    for _ in range(STEPS):
-        x = engine.data(4, 8).requires_grad_()
-        for _ in range(2):
-            (slope,) = grad(square(engine.model(x)), x, create_graph=True)
-            x = x - 0.1 * slope
-        engine.update(square(engine.model(x)))
+    x = engine.data(4, 8).requires_grad_()
+    for _ in range(2):
+        (slope,) = grad(square(engine.model(x)), x, create_graph=True)
+        x = x - 0.1 * slope
+    engine.update(square(engine.model(x)))
 
 
 # ---- custom functions
@@ -203,14 +189,10 @@ def _customs(function: Any) -> nn.Module:
     return nn.Sequential(nn.Linear(8, WIDTH), *(Custom(function) for _ in range(3)), nn.Linear(WIDTH, 8))
 
 
-@pattern("a custom function that saves its weight", lambda: _customs(SavesWeight))
-def saves_weight(engine: Engine) -> None:
-    _usual(engine)
-
-
-@pattern("a custom function that keeps its weight on `ctx`", lambda: _customs(KeepsWeight))
-def keeps_weight(engine: Engine) -> None:
-    _usual(engine)
+pattern("a custom function that saves its weight", lambda: _customs(SavesWeight))(CLIPPED, "saves_weight")
+pattern("a custom function that keeps its weight on `ctx`", lambda: _customs(KeepsWeight))(
+    CLIPPED, "keeps_weight"
+)
 
 
 class Reverse(torch.autograd.Function):
@@ -238,11 +220,10 @@ class Domains(Mlp):
         return self.head(x), self.domain(reverse(x))
 
 
-@pattern("gradient reversal before a second head", Domains)
+@pattern.each_step("gradient reversal before a second head", Domains)
 def reversal(engine: Engine) -> None:
-    for _ in range(STEPS):
-        one, two = engine.model(engine.data(4, 8))
-        engine.update(square(one) + square(two))
+    one, two = engine.model(engine.data(4, 8))
+    engine.update(square(one) + square(two))
 
 
 class Rounded(Block):
@@ -253,9 +234,9 @@ class Rounded(Block):
         return y + (y.round() - y).detach()
 
 
-@pattern("straight-through rounding", lambda: nn.Sequential(nn.Linear(8, WIDTH), Rounded(), Block()))
-def straight_through(engine: Engine) -> None:
-    _usual(engine)
+pattern("straight-through rounding", lambda: nn.Sequential(nn.Linear(8, WIDTH), Rounded(), Block()))(
+    CLIPPED, "straight_through"
+)
 
 
 # ---- what is cut out of the graph, or stored elsewhere
@@ -272,9 +253,7 @@ class Cut(Mlp):
         return self.head(self.blocks[2](y.detach()) + y)
 
 
-@pattern("a forward with parts under `no_grad` and a detached middle", Cut)
-def cut(engine: Engine) -> None:
-    _usual(engine)
+pattern("a forward with parts under `no_grad` and a detached middle", Cut)(CLIPPED, "cut")
 
 
 class Again(Mlp):
@@ -286,9 +265,9 @@ class Again(Mlp):
         return super().forward(x + guess)
 
 
-@pattern("a first pass under `no_grad`, fed to a second one, in one forward", Again)
-def self_conditioning(engine: Engine) -> None:
-    _usual(engine)
+pattern("a first pass under `no_grad`, fed to a second one, in one forward", Again)(
+    CLIPPED, "self_conditioning"
+)
 
 
 @pattern("truncated backpropagation through time, the hidden state detached", lambda: chain(2))
@@ -299,20 +278,18 @@ def truncated(engine: Engine) -> None:
         engine.update(square(hidden))
 
 
-@pattern("`save_on_cpu`", Mlp)
+@pattern.each_step("`save_on_cpu`", Mlp)
 def save_on_cpu(engine: Engine) -> None:
-    for _ in range(STEPS):
-        with torch.autograd.graph.save_on_cpu():
-            loss = square(engine.model(engine.data(4, 8)))
-        engine.update(loss)
+    with torch.autograd.graph.save_on_cpu():
+        loss = square(engine.model(engine.data(4, 8)))
+    engine.update(loss)
 
 
-@pattern("saved tensors packed by hooks of the user's (as copies)", Mlp)
+@pattern.each_step("saved tensors packed by hooks of the user's (as copies)", Mlp)
 def packed(engine: Engine) -> None:
-    for _ in range(STEPS):
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
-            loss = square(engine.model(engine.data(4, 8)))
-        engine.update(loss)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+        loss = square(engine.model(engine.data(4, 8)))
+    engine.update(loss)
 
 
 @pattern("anomaly detection", Mlp)
@@ -320,19 +297,18 @@ def anomaly(engine: Engine) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with torch.autograd.set_detect_anomaly(True):
-            _usual(engine)
+            CLIPPED(engine)
 
 
-@pattern("`retain_grad()` on an activation", Mlp)
+@pattern.each_step("`retain_grad()` on an activation", Mlp)
 def retain_grad(engine: Engine) -> None:
-    for _ in range(STEPS):
-        y = engine.model(engine.data(4, 8))
-        y.retain_grad()
-        loss = square(y)
-        engine.backward(loss)
-        engine.record(y.grad.norm())
-        engine.step()
-        engine.zero_grad()
+    y = engine.model(engine.data(4, 8))
+    y.retain_grad()
+    loss = square(y)
+    engine.backward(loss)
+    engine.record(y.grad.norm())
+    engine.step()
+    engine.zero_grad()
 
 
 @pattern("compiled autograd", Mlp, refused=always(usage("compiled autograd", "compile the model")))

@@ -9,8 +9,10 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from tests.runtime.patterns.engines import STEPS, VARIED_STEPS, Engine
-from tests.runtime.patterns.harness import Refused, always, pattern, usage
+from tests.runtime.patterns.harness import USUAL, Refused, Subject, always, usage
 from tests.runtime.patterns.models import Block, Mlp, Words, square
+
+pattern = Subject(__name__)
 
 IN_FORWARD: dict[int, Refused] = {3: usage("forward changes", "gathered()")}
 """Stage 3 cannot tell when other ranks read what forward changes."""
@@ -45,14 +47,12 @@ def _train(engine: Engine, steps: int = STEPS) -> None:
         engine.update(square(engine.model(engine.data(4, 8))))
 
 
-@pattern("a layer that multiplies its weight in forward", lambda: _with(Shrinking), refused=IN_FORWARD)
-def shrinking(engine: Engine) -> None:
-    _train(engine)
-
-
-@pattern("`self.weight.data = …` in forward", lambda: _with(Constrained), refused=IN_FORWARD)
-def constrained(engine: Engine) -> None:
-    _train(engine)
+pattern("a layer that multiplies its weight in forward", lambda: _with(Shrinking), refused=IN_FORWARD)(
+    USUAL, "shrinking"
+)
+pattern("`self.weight.data = …` in forward", lambda: _with(Constrained), refused=IN_FORWARD)(
+    USUAL, "constrained"
+)
 
 
 @pattern("frozen between forward and backward", Mlp)
@@ -91,20 +91,17 @@ def _freezing() -> Mlp:
     return model
 
 
-@pattern("`requires_grad_()` called in a block's forward", _freezing)
-def frozen_in_forward(engine: Engine) -> None:
-    _train(engine)
+pattern("`requires_grad_()` called in a block's forward", _freezing)(USUAL, "frozen_in_forward")
 
 
-@pattern("`step()` inside `gathered()`, weights read after it", Mlp)
+@pattern.each_step("`step()` inside `gathered()`, weights read after it", Mlp)
 def step_inside(engine: Engine) -> None:
-    for _ in range(STEPS):
-        with engine.gathered():
-            engine.update(square(engine.model(engine.data(4, 8))))
-            total = torch.zeros((), dtype=torch.float64)
-            for p in engine.model.parameters():
-                total += p.detach().double().square().sum()
-            engine.record(total)
+    with engine.gathered():
+        engine.update(square(engine.model(engine.data(4, 8))))
+        total = torch.zeros((), dtype=torch.float64)
+        for p in engine.model.parameters():
+            total += p.detach().double().square().sum()
+        engine.record(total)
 
 
 def _inside_gradients(engine: Engine, does: Any) -> None:
@@ -119,14 +116,12 @@ def _inside_gradients(engine: Engine, does: Any) -> None:
 REFUSED = always(usage("gathered_gradients()", "leave"))
 
 
-@pattern("`step()` inside `gathered_gradients()`", Mlp, refused=REFUSED, apart=True)
-def step_inside_gradients(engine: Engine) -> None:
-    _inside_gradients(engine, engine.step)
-
-
-@pattern("`zero_grad()` inside `gathered_gradients()`", Mlp, refused=REFUSED, apart=True)
-def zero_grad_inside_gradients(engine: Engine) -> None:
-    _inside_gradients(engine, engine.zero_grad)
+pattern("`step()` inside `gathered_gradients()`", Mlp, refused=REFUSED, apart=True)(
+    lambda engine: _inside_gradients(engine, engine.step), "step_inside_gradients"
+)
+pattern("`zero_grad()` inside `gathered_gradients()`", Mlp, refused=REFUSED, apart=True)(
+    lambda engine: _inside_gradients(engine, engine.zero_grad), "zero_grad_inside_gradients"
+)
 
 
 NOT_THERE = always(usage("not in the model", "before"))
@@ -147,14 +142,13 @@ def pruned_late(engine: Engine) -> None:
     _train(engine, 1)
 
 
-@pattern("a retained graph differentiated again, with that of a later forward", Mlp)
+@pattern.each_step("a retained graph differentiated again, with that of a later forward", Mlp)
 def retained_and_joined(engine: Engine) -> None:
-    for _ in range(STEPS):
-        first = square(engine.model(engine.data(4, 8)))
-        second = square(engine.model(engine.data(4, 8)))
-        engine.record(second)
-        torch.autograd.backward(first, retain_graph=True)
-        engine.update(first + second)
+    first = square(engine.model(engine.data(4, 8)))
+    second = square(engine.model(engine.data(4, 8)))
+    engine.record(second)
+    torch.autograd.backward(first, retain_graph=True)
+    engine.update(first + second)
 
 
 class Around(nn.Module):
@@ -178,6 +172,4 @@ def _around() -> Mlp:
     return model
 
 
-@pattern("a block that calls another block", _around)
-def unit_in_unit(engine: Engine) -> None:
-    _train(engine)
+pattern("a block that calls another block", _around)(USUAL, "unit_in_unit")

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, func
 
 from tests.runtime.patterns.engines import STEPS, Engine
-from tests.runtime.patterns.harness import pattern, usage
+from tests.runtime.patterns.harness import Subject, updates, usage
 from tests.runtime.patterns.models import Mlp, square
+
+pattern = Subject(__name__)
 
 OUTSIDE: Any = {3: usage("gathered()", or_right=True)}
 
@@ -28,21 +30,9 @@ def _maml(engine: Engine) -> Tensor:
     return square(func.functional_call(engine.model, adapted, engine.data(4, 8)))
 
 
-@pattern("MAML: one inner step, `functional_call` with adapted weights", Mlp, refused=OUTSIDE)
-def maml(engine: Engine) -> None:
-    for _ in range(STEPS):
-        engine.update(_maml(engine))
-
-
-@pattern("MAML, all of it inside `gathered()`", Mlp, refused=OUTSIDE)
-def maml_gathered(engine: Engine) -> None:
-    for _ in range(STEPS):
-        with engine.gathered():
-            loss = _maml(engine)
-            engine.record(loss)
-            engine.backward(loss)
-        engine.step()
-        engine.zero_grad()
+pattern("MAML: one inner step, `functional_call` with adapted weights", Mlp, refused=OUTSIDE)(
+    updates(_maml), "maml"
+)
 
 
 def _first_order(engine: Engine) -> Tensor:
@@ -53,10 +43,7 @@ def _first_order(engine: Engine) -> Tensor:
     return square(func.functional_call(engine.model, adapted, engine.data(4, 8)))
 
 
-@pattern("first-order MAML", Mlp, refused=OUTSIDE)
-def first_order_maml(engine: Engine) -> None:
-    for _ in range(STEPS):
-        engine.update(_first_order(engine))
+pattern("first-order MAML", Mlp, refused=OUTSIDE)(updates(_first_order), "first_order_maml")
 
 
 def _loss(engine: Engine, x: Tensor) -> Any:
@@ -66,39 +53,26 @@ def _loss(engine: Engine, x: Tensor) -> Any:
     return compute
 
 
-@pattern("`torch.func.grad` of the loss, beside the update", Mlp, refused=OUTSIDE)
+@pattern.each_step("`torch.func.grad` of the loss, beside the update", Mlp, refused=OUTSIDE)
 def func_grad(engine: Engine) -> None:
-    for _ in range(STEPS):
-        x = engine.data(4, 8)
-        weights = {name: p.detach() for name, p in _weights(engine).items()}
-        for slope in func.grad(_loss(engine, x))(weights).values():
-            engine.record(slope.norm())
-        engine.update(square(engine.model(x)))
+    x = engine.data(4, 8)
+    weights = {name: p.detach() for name, p in _weights(engine).items()}
+    for slope in func.grad(_loss(engine, x))(weights).values():
+        engine.record(slope.norm())
+    engine.update(square(engine.model(x)))
 
 
-@pattern("`torch.func.grad` inside `gathered()`", Mlp, refused=OUTSIDE)
-def func_grad_gathered(engine: Engine) -> None:
-    for _ in range(STEPS):
-        x = engine.data(4, 8)
-        with engine.gathered():
-            weights = {name: p.detach() for name, p in _weights(engine).items()}
-            for slope in func.grad(_loss(engine, x))(weights).values():
-                engine.record(slope.norm())
-        engine.update(square(engine.model(x)))
-
-
-@pattern("gradients of each example: `vmap` of `torch.func.grad`", Mlp, refused=OUTSIDE)
+@pattern.each_step("gradients of each example: `vmap` of `torch.func.grad`", Mlp, refused=OUTSIDE)
 def per_example(engine: Engine) -> None:
-    for _ in range(STEPS):
-        x = engine.data(4, 8)
-        weights = {name: p.detach() for name, p in _weights(engine).items()}
+    x = engine.data(4, 8)
+    weights = {name: p.detach() for name, p in _weights(engine).items()}
 
-        def each(weights: dict[str, Tensor], row: Tensor) -> Tensor:
-            return square(func.functional_call(engine.model, weights, row[None]))
+    def each(weights: dict[str, Tensor], row: Tensor) -> Tensor:
+        return square(func.functional_call(engine.model, weights, row[None]))
 
-        for slope in func.vmap(func.grad(each), (None, 0))(weights, x).values():
-            engine.record(slope.norm())
-        engine.update(square(engine.model(x)))
+    for slope in func.vmap(func.grad(each), (None, 0))(weights, x).values():
+        engine.record(slope.norm())
+    engine.update(square(engine.model(x)))
 
 
 def _jvp(function: Any, at: Any, along: Any) -> Tensor:
@@ -110,35 +84,31 @@ def _jvp(function: Any, at: Any, along: Any) -> Tensor:
     return result[1]
 
 
-@pattern("`torch.func.jvp` along the weights", Mlp, refused=OUTSIDE)
+@pattern.each_step("`torch.func.jvp` along the weights", Mlp, refused=OUTSIDE)
 def jvp(engine: Engine) -> None:
-    for _ in range(STEPS):
-        x = engine.data(4, 8)
-        weights = {name: p.detach() for name, p in _weights(engine).items()}
-        tangents = {name: torch.ones_like(p) for name, p in weights.items()}
-        engine.record(_jvp(_loss(engine, x), weights, tangents))
-        engine.update(square(engine.model(x)))
+    x = engine.data(4, 8)
+    weights = {name: p.detach() for name, p in _weights(engine).items()}
+    tangents = {name: torch.ones_like(p) for name, p in weights.items()}
+    engine.record(_jvp(_loss(engine, x), weights, tangents))
+    engine.update(square(engine.model(x)))
 
 
-@pattern("`torch.func.jvp` along the input", Mlp, refused=OUTSIDE)
+@pattern.each_step("`torch.func.jvp` along the input", Mlp, refused=OUTSIDE)
 def jvp_of_input(engine: Engine) -> None:
-    for _ in range(STEPS):
-        x = engine.data(4, 8)
-        slope = _jvp(engine.model, x, torch.ones_like(x))
-        engine.update(square(engine.model(x)) + 0.1 * square(slope))
+    x = engine.data(4, 8)
+    slope = _jvp(engine.model, x, torch.ones_like(x))
+    engine.update(square(engine.model(x)) + 0.1 * square(slope))
 
 
-@pattern("`torch.func.jacrev` by the input, in the loss", Mlp, refused=OUTSIDE)
+@pattern.each_step("`torch.func.jacrev` by the input, in the loss", Mlp, refused=OUTSIDE)
 def jacobian(engine: Engine) -> None:
-    for _ in range(STEPS):
-        x = engine.data(8)
-        engine.update(square(engine.model(x)) + 0.1 * square(func.jacrev(engine.model)(x)))
+    x = engine.data(8)
+    engine.update(square(engine.model(x)) + 0.1 * square(func.jacrev(engine.model)(x)))
 
 
-@pattern("`functional_call` with the model's own weights", Mlp, refused=OUTSIDE)
+@pattern.each_step("`functional_call` with the model's own weights", Mlp, refused=OUTSIDE)
 def own_weights(engine: Engine) -> None:
-    for _ in range(STEPS):
-        engine.update(square(func.functional_call(engine.model, _weights(engine), engine.data(4, 8))))
+    engine.update(square(func.functional_call(engine.model, _weights(engine), engine.data(4, 8))))
 
 
 @pattern("`functional_call` with other buffers or weights that are none of the model's", Mlp, refused=OUTSIDE)
@@ -149,12 +119,11 @@ def other_weights(engine: Engine) -> None:
         engine.update(square(engine.model(x) - func.functional_call(engine.model, other, x)))
 
 
-@pattern("implicit differentiation: a fixed point found without gradients", Mlp)
+@pattern.each_step("implicit differentiation: a fixed point found without gradients", Mlp)
 def fixed_point(engine: Engine) -> None:
-    for _ in range(STEPS):
-        bias = engine.data(4, 8)
-        x = torch.zeros(4, 8)
-        with torch.no_grad():
-            for _ in range(5):
-                x = torch.tanh(engine.model(0.5 * x) + bias)
-        engine.update(square(torch.tanh(engine.model(0.5 * x) + bias)))
+    bias = engine.data(4, 8)
+    x = torch.zeros(4, 8)
+    with torch.no_grad():
+        for _ in range(5):
+            x = torch.tanh(engine.model(0.5 * x) + bias)
+    engine.update(square(torch.tanh(engine.model(0.5 * x) + bias)))

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from tests.runtime.patterns.engines import STEPS, Engine
-from tests.runtime.patterns.harness import always, pattern, usage
+from tests.runtime.patterns.harness import Subject, always, usage
 from tests.runtime.patterns.models import Mlp, square
+
+pattern = Subject(__name__)
 
 REFUSED = always(usage("gathered_gradients()"))
 CLIPPING = always(usage("gathered_gradients()", "optimizer.clip_grad_norm_"))
@@ -40,9 +42,9 @@ def _clearing(engine: Engine, clear: Callable[[], Any]) -> None:
         clear()
 
 
-@pattern("`model.zero_grad()`", Mlp)
-def model_zero_grad(engine: Engine) -> None:
-    _clearing(engine, engine.model.zero_grad)
+pattern("`model.zero_grad()`", Mlp)(
+    lambda engine: _clearing(engine, engine.model.zero_grad), "model_zero_grad"
+)
 
 
 @pattern("`model.zero_grad(set_to_none=False)`", Mlp)
@@ -74,13 +76,12 @@ def grad_zero(engine: Engine) -> None:
     _clearing(engine, clear)
 
 
-@pattern("`p.grad is None` before the first backward and after `zero_grad()`", Mlp)
+@pattern.each_step("`p.grad is None` before the first backward and after `zero_grad()`", Mlp)
 def grad_is_none(engine: Engine) -> None:
-    for _ in range(STEPS):
-        engine.record(sum(p.grad is None for p in engine.model.parameters()))
-        loss = square(engine.model(engine.data(4, 8)))
-        engine.record(sum(p.grad is None for p in engine.model.parameters()))
-        engine.update(loss)
+    engine.record(sum(p.grad is None for p in engine.model.parameters()))
+    loss = square(engine.model(engine.data(4, 8)))
+    engine.record(sum(p.grad is None for p in engine.model.parameters()))
+    engine.update(loss)
 
 
 @pattern("`nn.utils.clip_grad_norm_(model.parameters(), …)`", Mlp, refused=CLIPPING)
@@ -101,14 +102,10 @@ def torch_clip_value(engine: Engine) -> None:
     _usual(engine, lambda parameters: nn.utils.clip_grad_value_(parameters, 1e-3))
 
 
-@pattern("`p.grad.norm()` read", Mlp, refused=REFUSED)
-def read_norm(engine: Engine) -> None:
-    _usual(engine, lambda parameters: engine.record(_norms(parameters)))
-
-
-@pattern("`p.grad.mul_()`", Mlp, refused=REFUSED)
-def multiply(engine: Engine) -> None:
-    _usual(engine, _halve)
+pattern("`p.grad.norm()` read", Mlp, refused=REFUSED)(
+    lambda engine: _usual(engine, lambda parameters: engine.record(_norms(parameters))), "read_norm"
+)
+pattern("`p.grad.mul_()`", Mlp, refused=REFUSED)(lambda engine: _usual(engine, _halve), "multiply")
 
 
 @pattern("`p.grad = tensor`", Mlp, refused=REFUSED)

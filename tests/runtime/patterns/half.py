@@ -11,25 +11,23 @@ from torch import Tensor, nn
 
 import zerokit
 from tests.runtime.patterns.engines import STEPS, VARIED_STEPS, Engine, Plain
-from tests.runtime.patterns.harness import OUTSIDE, always, pattern, usage
+from tests.runtime.patterns.harness import CLIPPED, OUTSIDE, Subject, always, updates, usage
 from tests.runtime.patterns.models import WIDTH, Block, Mlp, square
+
+pattern = Subject(__name__)
 
 # bf16 has 8 bits: a loss or a weight that is rounded once more or less differs by 0.4 %.
 BF16: dict[str, Any] = {"options": {"precision": "bf16"}, "tolerance": 1e-2}
 
 
-@pattern("bf16", Mlp, **BF16)
-def usual(engine: Engine) -> None:
-    for _ in range(STEPS):
-        engine.update(square(engine.model(engine.data(4, 8))), max_norm=0.1)
+pattern("bf16", Mlp, **BF16)(CLIPPED, "usual")
 
 
-@pattern("bf16, accumulated over micro-batches", Mlp, **BF16)
+@pattern.each_step("bf16, accumulated over micro-batches", Mlp, **BF16)
 def accumulated(engine: Engine) -> None:
-    for _ in range(STEPS):
-        with engine.accumulate():
-            engine.backward(square(engine.model(engine.data(4, 8))))
-        engine.update(square(engine.model(engine.data(4, 8))))
+    with engine.accumulate():
+        engine.backward(square(engine.model(engine.data(4, 8))))
+    engine.update(square(engine.model(engine.data(4, 8))))
 
 
 @pattern("`Precision(reduce=bf16)`", Mlp, options={"precision": "bf16"}, tolerance=1e-2)
@@ -44,25 +42,20 @@ def _narrow(name: Any) -> dict[str, Any]:
     return {"options": {"precision": zerokit.Precision(wire=name)}, "tolerance": 5e-2}
 
 
-@pattern('`Precision(wire="int8")`', Mlp, **_narrow("int8"))
-def int8_wire(engine: Engine) -> None:
-    for _ in range(STEPS):
-        engine.update(square(engine.model(engine.data(4, 8))), max_norm=0.1)
+pattern('`Precision(wire="int8")`', Mlp, **_narrow("int8"))(CLIPPED, "int8_wire")
 
 
-@pattern('`Precision(wire="int4")`, accumulated over micro-batches', Mlp, **_narrow("int4"))
+@pattern.each_step('`Precision(wire="int4")`, accumulated over micro-batches', Mlp, **_narrow("int4"))
 def int4_wire(engine: Engine) -> None:
-    for _ in range(STEPS):
-        with engine.accumulate():
-            engine.backward(square(engine.model(engine.data(4, 8))))
-        engine.update(square(engine.model(engine.data(4, 8))))
+    with engine.accumulate():
+        engine.backward(square(engine.model(engine.data(4, 8))))
+    engine.update(square(engine.model(engine.data(4, 8))))
 
 
 # Beside stage 0: a reference by hand would have to scale the loss as zerokit does.
-@pattern("fp16, the loss scaled", Mlp, options={"precision": "fp16"}, reference="stage 0", tolerance=1e-3)
-def scaled(engine: Engine) -> None:
-    for _ in range(STEPS):
-        engine.update(square(engine.model(engine.data(4, 8))), max_norm=0.1)
+pattern("fp16, the loss scaled", Mlp, options={"precision": "fp16"}, reference="stage 0", tolerance=1e-3)(
+    CLIPPED, "scaled"
+)
 
 
 class Timed(nn.Module):
@@ -109,16 +102,14 @@ class Counting(Mlp):
         return self.head(x)
 
 
-@pattern("bf16: integer inputs beyond 256, a buffer that counts", Counting, **BF16)
-def integers(engine: Engine) -> None:
-    for _ in range(STEPS):
-        engine.update(square(engine.model(engine.ids(300, 2, 6))))
+pattern("bf16: integer inputs beyond 256, a buffer that counts", Counting, **BF16)(
+    updates(lambda engine: square(engine.model(engine.ids(300, 2, 6)))), "integers"
+)
 
 
-@pattern("bf16: a loss in fp32 of targets in fp32", Mlp, **BF16)
+@pattern.each_step("bf16: a loss in fp32 of targets in fp32", Mlp, **BF16)
 def targets(engine: Engine) -> None:
-    for _ in range(STEPS):
-        engine.update(nn.functional.mse_loss(engine.model(engine.data(4, 8)).float(), engine.data(4, 8)))
+    engine.update(nn.functional.mse_loss(engine.model(engine.data(4, 8)).float(), engine.data(4, 8)))
 
 
 # ---- masters
@@ -248,14 +239,12 @@ def _with_statistics(engine: Engine, max_norm: float | None) -> None:
     model.train()
 
 
-@pattern("bf16: BatchNorm, whose running statistics stay in fp32", Normed, **BF16 | {"reference": "stage 0"})
-def batch_norm(engine: Engine) -> None:
-    _with_statistics(engine, 0.1)
-
-
-@pattern("fp16: BatchNorm", Normed, options={"precision": "fp16"}, reference="stage 0", tolerance=1e-3)
-def batch_norm_fp16(engine: Engine) -> None:
-    _with_statistics(engine, None)
+pattern("bf16: BatchNorm, whose running statistics stay in fp32", Normed, **BF16 | {"reference": "stage 0"})(
+    lambda engine: _with_statistics(engine, 0.1), "batch_norm"
+)
+pattern("fp16: BatchNorm", Normed, options={"precision": "fp16"}, reference="stage 0", tolerance=1e-3)(
+    lambda engine: _with_statistics(engine, None), "batch_norm_fp16"
+)
 
 
 FP16: dict[str, Any] = {"options": {"precision": "fp16"}, "reference": "stage 0", "tolerance": 1e-3}

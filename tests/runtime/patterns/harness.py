@@ -8,9 +8,10 @@ from itertools import product
 from typing import Any
 from zlib import crc32
 
-from torch import nn
+from torch import Tensor, nn
 
-from tests.runtime.patterns.engines import SMALL, Engine, Setting
+from tests.runtime.patterns.engines import SMALL, STEPS, Engine, Setting
+from tests.runtime.patterns.models import square
 
 STAGES = (0, 1, 2, 3)
 
@@ -131,16 +132,56 @@ class Pattern:
 PATTERNS: dict[str, Pattern] = {}
 
 
-def pattern(
-    name: str, build: Callable[[], nn.Module], **options: Any
-) -> Callable[[Callable[[Engine], None]], Callable[[Engine], None]]:
-    """Registers a function that trains; the module it stands in gives the subject."""
+Train = Callable[[Engine], None]
 
-    def register(train: Callable[[Engine], None]) -> Callable[[Engine], None]:
-        subject = train.__module__.rpartition(".")[2]
-        key = f"{subject}.{train.__name__}"
-        assert key not in PATTERNS, key
-        PATTERNS[key] = Pattern(key, subject, name, train, build, **options)
-        return train
 
-    return register
+class Subject:
+    """Registers the patterns of one module, by decorators or for what trains in many of them.
+
+    pattern = Subject(__name__)
+    pattern("dropout", lambda: nn.Sequential(nn.Dropout(), Block()))(CLIPPED, "dropout")
+    """
+
+    def __init__(self, module: str) -> None:
+        self._name = module.rpartition(".")[2]
+
+    def __call__(self, name: str, build: Callable[[], nn.Module], **options: Any) -> Callable[..., Train]:
+        def register(train: Train, key: str = "") -> Train:
+            key = f"{self._name}.{key or train.__name__}"
+            assert key not in PATTERNS, key
+            PATTERNS[key] = Pattern(key, self._name, name, train, build, **options)
+            return train
+
+        return register
+
+    def each_step(
+        self, name: str, build: Callable[[], nn.Module], **options: Any
+    ) -> Callable[[Train], Train]:
+        """Registers what is done in each of a few steps."""
+
+        def register(step: Train) -> Train:
+            def train(engine: Engine) -> None:
+                for _ in range(STEPS):
+                    step(engine)
+
+            return self(name, build, **options)(train, step.__name__)
+
+        return register
+
+
+def updates(loss: Callable[[Engine], Tensor], max_norm: float | None = None) -> Train:
+    """Trains by a few updates of such losses, clipped to `max_norm`."""
+
+    def train(engine: Engine) -> None:
+        for _ in range(STEPS):
+            engine.update(loss(engine), max_norm)
+
+    return train
+
+
+def usual(*shape: int, max_norm: float | None = None) -> Train:
+    """Trains by the mean square of what the model makes of data of this shape."""
+    return updates(lambda engine: square(engine.model(engine.data(*shape))), max_norm)
+
+
+USUAL, CLIPPED = usual(4, 8), usual(4, 8, max_norm=0.1)

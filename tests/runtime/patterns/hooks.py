@@ -7,15 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from tests.runtime.patterns.engines import STEPS, Engine
-from tests.runtime.patterns.harness import always, pattern, usage
+from tests.runtime.patterns.harness import CLIPPED, USUAL, Subject, always, usage
 from tests.runtime.patterns.models import WIDTH, Block, Mlp, square
 
+pattern = Subject(__name__)
+
 SECOND = always(usage("blocks.1", "register_post_accumulate_grad_hook", "gathered_gradients()"))
-
-
-def _usual(engine: Engine) -> None:
-    for _ in range(STEPS):
-        engine.update(square(engine.model(engine.data(4, 8))), max_norm=0.1)
 
 
 @pattern("forward hooks and pre-hooks that change what passes", Mlp)
@@ -24,7 +21,7 @@ def forward_hooks(engine: Engine) -> None:
         block.register_forward_pre_hook(lambda module, args: (args[0] * 1.5,))
         block.register_forward_hook(lambda module, args, output: output * 0.5)
     engine.model.register_forward_hook(lambda module, args, output: output + 1.0)
-    _usual(engine)
+    CLIPPED(engine)
 
 
 @pattern("full backward hooks and pre-hooks that read and change gradients", Mlp)
@@ -36,15 +33,14 @@ def backward_hooks(engine: Engine) -> None:
     engine.model.head.register_full_backward_hook(
         lambda module, inside, outside: engine.record(outside[0].norm())
     )
-    _usual(engine)
+    CLIPPED(engine)
 
 
-@pattern("tensor hooks on an output", Mlp)
+@pattern.each_step("tensor hooks on an output", Mlp)
 def tensor_hooks(engine: Engine) -> None:
-    for _ in range(STEPS):
-        y = engine.model(engine.data(4, 8))
-        y.register_hook(lambda gradient: 2 * gradient)
-        engine.update(square(y))
+    y = engine.model(engine.data(4, 8))
+    y.register_hook(lambda gradient: 2 * gradient)
+    engine.update(square(y))
 
 
 @pattern("features taken by a forward hook, used in the loss", Mlp)
@@ -76,13 +72,12 @@ class Balanced(Block):
         return y
 
 
-@pattern(
+@pattern.each_step(
     "auxiliary losses left on modules, added later", lambda: nn.Sequential(*(Balanced() for _ in range(3)))
 )
 def auxiliary(engine: Engine) -> None:
-    for _ in range(STEPS):
-        loss = square(engine.model(engine.data(4, WIDTH)))
-        engine.update(loss + sum(block.auxiliary for block in engine.model))
+    loss = square(engine.model(engine.data(4, WIDTH)))
+    engine.update(loss + sum(block.auxiliary for block in engine.model))
 
 
 def _watched(engine: Engine) -> None:
@@ -93,7 +88,7 @@ def _watched(engine: Engine) -> None:
 @pattern("a post-accumulate hook of the user's, one backward a step", Mlp)
 def accumulated_once(engine: Engine) -> None:
     _watched(engine)
-    _usual(engine)
+    CLIPPED(engine)
 
 
 @pattern("a post-accumulate hook of the user's, a second micro-batch", Mlp, refused=SECOND)
@@ -128,7 +123,4 @@ class Slices(Mlp):
         return super().forward(x @ self.left @ self.right)
 
 
-@pattern("a gradient hook on a slice of a larger tensor, registered first", Slices)
-def hook_on_slice(engine: Engine) -> None:
-    for _ in range(STEPS):
-        engine.update(square(engine.model(engine.data(4, 8))))
+pattern("a gradient hook on a slice of a larger tensor, registered first", Slices)(USUAL, "hook_on_slice")

@@ -8,9 +8,11 @@ import torch.nn.functional as F
 from torch.optim import lr_scheduler
 
 from tests.runtime.patterns.engines import Engine
-from tests.runtime.patterns.harness import pattern
+from tests.runtime.patterns.harness import Subject
 from tests.runtime.patterns.models import Mlp, Words, square
 from tests.runtime.patterns.ranks import Skips
+
+pattern = Subject(__name__)
 
 STEPS = 5
 """Two rounds of two steps, and one step of the third."""
@@ -23,9 +25,9 @@ def clipping(engine: Engine) -> None:
         engine.update(square(engine.model(engine.data(4, 8))), max_norm=0.1)
 
 
-@pattern("local steps on three islands, synchronised in every step", Mlp, world=3, options={"every": 1})
-def every_step(engine: Engine) -> None:
-    clipping(engine)
+pattern("local steps on three islands, synchronised in every step", Mlp, world=3, options={"every": 1})(
+    clipping, "every_step"
+)
 
 
 @pattern("local steps of a language model with tied weights", lambda: Words(tied=True), options=EVERY)

@@ -12,13 +12,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from tests.runtime.patterns.engines import STEPS, VARIED_STEPS, Engine
-from tests.runtime.patterns.harness import pattern
+from tests.runtime.patterns.harness import CLIPPED, Subject, updates, usual
 from tests.runtime.patterns.models import WIDTH, Block, Mlp, Words, chain, square
 
-
-def _usual(engine: Engine, *shape: int) -> None:
-    for _ in range(STEPS):
-        engine.update(square(engine.model(engine.data(*shape))), max_norm=0.1)
+pattern = Subject(__name__)
 
 
 def _words(engine: Engine) -> None:
@@ -40,22 +37,16 @@ class Recurrent(nn.Module):
         return self.head(self.recurrent(self.embedding(ids))[0])
 
 
-@pattern("LSTM", lambda: Recurrent(nn.LSTM))
-def lstm(engine: Engine) -> None:
-    _words(engine)
+pattern("LSTM", lambda: Recurrent(nn.LSTM))(_words, "lstm")
+pattern("GRU, two layers, both directions", lambda: Recurrent(nn.GRU, num_layers=2, bidirectional=True))(
+    _words, "gru"
+)
 
 
-@pattern("GRU, two layers, both directions", lambda: Recurrent(nn.GRU, num_layers=2, bidirectional=True))
-def gru(engine: Engine) -> None:
-    _words(engine)
-
-
-@pattern(
+pattern(
     "LSTM as a unit of a Sequential",
     lambda: nn.Sequential(nn.Linear(8, WIDTH), nn.LSTM(WIDTH, WIDTH), Second(), nn.Linear(WIDTH, 8)),
-)
-def lstm_units(engine: Engine) -> None:
-    _usual(engine, 5, 2, 8)
+)(usual(5, 2, 8, max_norm=0.1), "lstm_units")
 
 
 class Second(nn.Module):
@@ -99,9 +90,9 @@ class Attends(nn.Module):
         return self.norm(x + self.attention(x, x, x, need_weights=False)[0])
 
 
-@pattern("MultiheadAttention", lambda: nn.Sequential(Attends(), Attends(), nn.Linear(WIDTH, 8)))
-def attention(engine: Engine) -> None:
-    _usual(engine, 2, 5, WIDTH)
+pattern("MultiheadAttention", lambda: nn.Sequential(Attends(), Attends(), nn.Linear(WIDTH, 8)))(
+    usual(2, 5, WIDTH, max_norm=0.1), "attention"
+)
 
 
 def _encoder(**options: Any) -> nn.Module:
@@ -109,28 +100,26 @@ def _encoder(**options: Any) -> nn.Module:
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
 
-@pattern("TransformerEncoder, with dropout", _encoder)
-def encoder(engine: Engine) -> None:
-    _usual(engine, 2, 5, WIDTH)
+pattern("TransformerEncoder, with dropout", _encoder)(usual(2, 5, WIDTH, max_norm=0.1), "encoder")
 
 
-@pattern("TransformerEncoder, evaluated in between (torch's fast path)", lambda: _encoder(dropout=0.0))
+@pattern.each_step(
+    "TransformerEncoder, evaluated in between (torch's fast path)", lambda: _encoder(dropout=0.0)
+)
 def encoder_evaluated(engine: Engine) -> None:
-    for _ in range(STEPS):
-        engine.update(square(engine.model(engine.data(2, 5, WIDTH)) - 1))
-        engine.model.eval()
-        with torch.no_grad():
-            engine.record(square(engine.model(engine.data(2, 5, WIDTH)) - 1))
-        engine.model.train()
+    engine.update(square(engine.model(engine.data(2, 5, WIDTH)) - 1))
+    engine.model.eval()
+    with torch.no_grad():
+        engine.record(square(engine.model(engine.data(2, 5, WIDTH)) - 1))
+    engine.model.train()
 
 
-@pattern(
+@pattern.each_step(
     "Transformer: an encoder and a decoder",
     lambda: nn.Transformer(WIDTH, 4, 1, 1, 2 * WIDTH, dropout=0.0, batch_first=True),
 )
 def transformer(engine: Engine) -> None:
-    for _ in range(STEPS):
-        engine.update(square(engine.model(engine.data(2, 5, WIDTH), engine.data(2, 3, WIDTH)) - 1))
+    engine.update(square(engine.model(engine.data(2, 5, WIDTH), engine.data(2, 3, WIDTH)) - 1))
 
 
 def _convolutions(norm: type[nn.Module], *sizes: int) -> nn.Module:
@@ -147,31 +136,31 @@ def _convolutions(norm: type[nn.Module], *sizes: int) -> nn.Module:
     )
 
 
-@pattern("a convolutional net with BatchNorm and ReLU in place", lambda: _convolutions(nn.BatchNorm2d, 32))
-def batch_norm(engine: Engine) -> None:
-    _usual(engine, 4, 3, 8, 8)
+pattern("a convolutional net with BatchNorm and ReLU in place", lambda: _convolutions(nn.BatchNorm2d, 32))(
+    usual(4, 3, 8, 8, max_norm=0.1), "batch_norm"
+)
 
 
-@pattern("BatchNorm, evaluated with its running averages", lambda: _convolutions(nn.BatchNorm2d, 32))
+@pattern.each_step(
+    "BatchNorm, evaluated with its running averages", lambda: _convolutions(nn.BatchNorm2d, 32)
+)
 def batch_norm_evaluated(engine: Engine) -> None:
-    for _ in range(STEPS):
-        engine.update(square(engine.model(engine.data(4, 3, 8, 8))))
-        engine.model.eval()
-        with torch.no_grad():
-            engine.record(square(engine.model(engine.data(4, 3, 8, 8))))
-        engine.model.train()
+    engine.update(square(engine.model(engine.data(4, 3, 8, 8))))
+    engine.model.eval()
+    with torch.no_grad():
+        engine.record(square(engine.model(engine.data(4, 3, 8, 8))))
+    engine.model.train()
 
 
-@pattern("GroupNorm", lambda: _convolutions(nn.GroupNorm, 4, 32))
-def group_norm(engine: Engine) -> None:
-    _usual(engine, 4, 3, 8, 8)
+pattern("GroupNorm", lambda: _convolutions(nn.GroupNorm, 4, 32))(
+    usual(4, 3, 8, 8, max_norm=0.1), "group_norm"
+)
 
 
-@pattern("channels-last inputs and weights", lambda: _convolutions(nn.GroupNorm, 4, 32))
+@pattern.each_step("channels-last inputs and weights", lambda: _convolutions(nn.GroupNorm, 4, 32))
 def channels_last(engine: Engine) -> None:
-    for _ in range(STEPS):
-        x = engine.data(4, 3, 8, 8).to(memory_format=torch.channels_last)
-        engine.update(square(engine.model(x)))
+    x = engine.data(4, 3, 8, 8).to(memory_format=torch.channels_last)
+    engine.update(square(engine.model(x)))
 
 
 class Unet(nn.Module):
@@ -190,36 +179,29 @@ class Unet(nn.Module):
         return self.head(torch.cat([self.up[1](three), x], 1))
 
 
-@pattern("a U-Net with skips", Unet)
-def unet(engine: Engine) -> None:
-    _usual(engine, 2, 3, 8, 8)
+pattern("a U-Net with skips", Unet)(usual(2, 3, 8, 8, max_norm=0.1), "unet")
 
 
-@pattern("Embedding with `padding_idx`", lambda: Words(padding_idx=0))
+@pattern.each_step("Embedding with `padding_idx`", lambda: Words(padding_idx=0))
 def padding_index(engine: Engine) -> None:
-    for _ in range(STEPS):
-        ids = engine.ids(80, 2, 6) * (engine.ids(2, 2, 6) > 0)
-        engine.update(square(engine.model(ids)))
+    ids = engine.ids(80, 2, 6) * (engine.ids(2, 2, 6) > 0)
+    engine.update(square(engine.model(ids)))
 
 
-@pattern("Embedding with `max_norm`, which changes weights in forward", lambda: Words(max_norm=1.0))
+@pattern.each_step("Embedding with `max_norm`, which changes weights in forward", lambda: Words(max_norm=1.0))
 def embedding_max_norm(engine: Engine) -> None:
-    for _ in range(STEPS):
-        ids = torch.arange(12).view(2, 6)  # alike on all ranks, as what it changes is
-        engine.update(square(engine.model(ids)) * (1 + engine.rank))
+    ids = torch.arange(12).view(2, 6)  # alike on all ranks, as what it changes is
+    engine.update(square(engine.model(ids)) * (1 + engine.rank))
 
 
-@pattern("EmbeddingBag", lambda: nn.Sequential(nn.EmbeddingBag(80, WIDTH), Block(), nn.Linear(WIDTH, 8)))
-def embedding_bag(engine: Engine) -> None:
-    for _ in range(STEPS):
-        engine.update(square(engine.model(engine.ids(80, 4, 3))))
-
-
-@pattern(
-    "dropout", lambda: nn.Sequential(nn.Linear(8, WIDTH), nn.Dropout(0.3), Block(), nn.Dropout(), Block())
+pattern("EmbeddingBag", lambda: nn.Sequential(nn.EmbeddingBag(80, WIDTH), Block(), nn.Linear(WIDTH, 8)))(
+    updates(lambda engine: square(engine.model(engine.ids(80, 4, 3)))), "embedding_bag"
 )
-def dropout(engine: Engine) -> None:
-    _usual(engine, 4, 8)
+
+
+pattern(
+    "dropout", lambda: nn.Sequential(nn.Linear(8, WIDTH), nn.Dropout(0.3), Block(), nn.Dropout(), Block())
+)(CLIPPED, "dropout")
 
 
 def _parametrized(how: Any) -> nn.Module:
@@ -230,35 +212,33 @@ def _parametrized(how: Any) -> nn.Module:
     return model
 
 
-@pattern("weight norm (parametrization)", lambda: _parametrized(parametrizations.weight_norm))
-def weight_norm(engine: Engine) -> None:
-    _usual(engine, 4, WIDTH)
+pattern("weight norm (parametrization)", lambda: _parametrized(parametrizations.weight_norm))(
+    usual(4, WIDTH, max_norm=0.1), "weight_norm"
+)
+pattern("spectral norm (parametrization)", lambda: _parametrized(parametrizations.spectral_norm))(
+    usual(4, WIDTH, max_norm=0.1), "spectral_norm"
+)
 
 
-@pattern("spectral norm (parametrization)", lambda: _parametrized(parametrizations.spectral_norm))
-def spectral_norm(engine: Engine) -> None:
-    _usual(engine, 4, WIDTH)
-
-
-@pattern("a parametrized weight, cached for a forward", lambda: _parametrized(parametrizations.weight_norm))
+@pattern.each_step(
+    "a parametrized weight, cached for a forward", lambda: _parametrized(parametrizations.weight_norm)
+)
 def cached_weight_norm(engine: Engine) -> None:
-    for _ in range(STEPS):
-        with nn.utils.parametrize.cached():
-            x = engine.model(engine.data(4, WIDTH))
-            x = engine.model(x)
-        engine.update(square(x))
+    with nn.utils.parametrize.cached():
+        x = engine.model(engine.data(4, WIDTH))
+        x = engine.model(x)
+    engine.update(square(x))
 
 
-@pattern(
+@pattern.each_step(
     "a parametrized weight assigned (`layer.weight = …`) inside `gathered()`",
     lambda: _parametrized(parametrizations.weight_norm),
 )
 def assigned_weight_norm(engine: Engine) -> None:
-    for _ in range(STEPS):
-        engine.update(square(engine.model(engine.data(4, WIDTH))))
-        with engine.gathered(), torch.no_grad():
-            for block in engine.model:
-                block.inner.weight = 0.9 * block.inner.weight
+    engine.update(square(engine.model(engine.data(4, WIDTH))))
+    with engine.gathered(), torch.no_grad():
+        for block in engine.model:
+            block.inner.weight = 0.9 * block.inner.weight
 
 
 def _old_weight_norm() -> nn.Module:
@@ -267,9 +247,9 @@ def _old_weight_norm() -> nn.Module:
         return _parametrized(nn.utils.weight_norm)
 
 
-@pattern("weight norm, the older one of hooks", _old_weight_norm)
-def old_weight_norm(engine: Engine) -> None:
-    _usual(engine, 4, WIDTH)
+pattern("weight norm, the older one of hooks", _old_weight_norm)(
+    usual(4, WIDTH, max_norm=0.1), "old_weight_norm"
+)
 
 
 class Adapted(nn.Module):
@@ -285,18 +265,16 @@ class Adapted(nn.Module):
         return torch.tanh(self.base(x) + self.up(self.down(x)))
 
 
-@pattern("LoRA: a frozen base, trained adapters", lambda: nn.Sequential(*(Adapted() for _ in range(3))))
-def lora(engine: Engine) -> None:
-    _usual(engine, 4, WIDTH)
+pattern("LoRA: a frozen base, trained adapters", lambda: nn.Sequential(*(Adapted() for _ in range(3))))(
+    usual(4, WIDTH, max_norm=0.1), "lora"
+)
 
 
-@pattern(
+pattern(
     "LoRA, only the adapters given as `params`",
     lambda: nn.Sequential(*(Adapted() for _ in range(3))),
     params=lambda model: [p for p in model.parameters() if p.requires_grad],
-)
-def lora_parameters(engine: Engine) -> None:
-    _usual(engine, 4, WIDTH)
+)(usual(4, WIDTH, max_norm=0.1), "lora_parameters")
 
 
 def _partly_frozen() -> nn.Module:
@@ -307,9 +285,7 @@ def _partly_frozen() -> nn.Module:
     return model
 
 
-@pattern("frozen: the first layer, a whole unit, a bias", _partly_frozen)
-def partly_frozen(engine: Engine) -> None:
-    _usual(engine, 4, 8)
+pattern("frozen: the first layer, a whole unit, a bias", _partly_frozen)(CLIPPED, "partly_frozen")
 
 
 class Inverted(Mlp):
@@ -321,9 +297,7 @@ class Inverted(Mlp):
         self.head.requires_grad_(False)
 
 
-@pattern("everything behind the first unit frozen (prompt tuning)", Inverted)
-def frozen_behind(engine: Engine) -> None:
-    _usual(engine, 4, 8)
+pattern("everything behind the first unit frozen (prompt tuning)", Inverted)(CLIPPED, "frozen_behind")
 
 
 def _meta() -> nn.Module:
@@ -332,15 +306,10 @@ def _meta() -> nn.Module:
 
 
 # Torch would initialise in another order; stage 0 is what the others must equal.
-@pattern("a model built on the `meta` device", _meta, reference="stage 0")
-def meta_device(engine: Engine) -> None:
-    _usual(engine, 4, 8)
-
-
-@pattern("units called inside `torch.vmap`", Mlp)
-def vmap(engine: Engine) -> None:
-    for _ in range(STEPS):
-        engine.update(square(torch.vmap(engine.model)(engine.data(4, 8))))
+pattern("a model built on the `meta` device", _meta, reference="stage 0")(CLIPPED, "meta_device")
+pattern("units called inside `torch.vmap`", Mlp)(
+    updates(lambda engine: square(torch.vmap(engine.model)(engine.data(4, 8)))), "vmap"
+)
 
 
 class MapsUnits(Mlp):
@@ -353,12 +322,10 @@ class MapsUnits(Mlp):
         return x
 
 
-@pattern("each unit under `torch.vmap` inside forward", MapsUnits)
-def vmap_units(engine: Engine) -> None:
-    _usual(engine, 4, 8)
+pattern("each unit under `torch.vmap` inside forward", MapsUnits)(CLIPPED, "vmap_units")
 
 
 @pattern("inside `torch.profiler.profile`", Mlp)
 def profiled(engine: Engine) -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True):
-        _usual(engine, 4, 8)
+        CLIPPED(engine)

@@ -10,71 +10,61 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from tests.runtime.patterns.engines import STEPS, VARIED_STEPS, Engine
-from tests.runtime.patterns.harness import Refused, always, pattern, usage
+from tests.runtime.patterns.harness import CLIPPED, USUAL, Refused, Subject, always, usage, usual
 from tests.runtime.patterns.models import Mlp, Words, chain, square
 
-
-@pattern("the usual loop, with clipping", Mlp)
-def usual(engine: Engine) -> None:
-    for _ in range(STEPS):
-        engine.update(square(engine.model(engine.data(4, 8))), max_norm=0.1)
+pattern = Subject(__name__)
 
 
-@pattern("the usual loop on three ranks", Mlp, world=3)
-def three_ranks(engine: Engine) -> None:
-    usual(engine)
+pattern("the usual loop, with clipping", Mlp)(CLIPPED, "usual")
+pattern("the usual loop on three ranks", Mlp, world=3)(CLIPPED, "three_ranks")
 
 
-@pattern("a language model with tied weights and cross entropy", lambda: Words(tied=True))
+@pattern.each_step("a language model with tied weights and cross entropy", lambda: Words(tied=True))
 def language_model(engine: Engine) -> None:
-    for _ in range(STEPS):
-        ids = engine.ids(80, 2, 7)
-        engine.update(F.cross_entropy(engine.model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()))
+    ids = engine.ids(80, 2, 7)
+    engine.update(F.cross_entropy(engine.model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()))
 
 
-@pattern("`loss.backward()`", Mlp)
+@pattern.each_step("`loss.backward()`", Mlp)
 def loss_backward(engine: Engine) -> None:
-    for _ in range(STEPS):
-        engine.zero_grad()
-        loss = square(engine.model(engine.data(4, 8)))
-        loss.backward()
-        engine.step()
-        engine.record(loss)
+    engine.zero_grad()
+    loss = square(engine.model(engine.data(4, 8)))
+    loss.backward()
+    engine.step()
+    engine.record(loss)
 
 
-@pattern("gradients accumulated over micro-batches", Mlp)
+@pattern.each_step("gradients accumulated over micro-batches", Mlp)
 def micro_batches(engine: Engine) -> None:
-    for _ in range(STEPS):
-        for _ in range(3):
+    for _ in range(3):
+        loss = square(engine.model(engine.data(4, 8))) / 3
+        engine.backward(loss)
+        engine.record(loss)
+    engine.record(engine.clip(0.1))
+    engine.step()
+    engine.zero_grad()
+
+
+@pattern.each_step("gradients accumulated inside `accumulate()`", Mlp)
+def accumulate(engine: Engine) -> None:
+    with engine.accumulate():
+        for _ in range(2):
             loss = square(engine.model(engine.data(4, 8))) / 3
             engine.backward(loss)
             engine.record(loss)
-        engine.record(engine.clip(0.1))
-        engine.step()
-        engine.zero_grad()
+    engine.update(square(engine.model(engine.data(4, 8))) / 3, max_norm=0.1)
 
 
-@pattern("gradients accumulated inside `accumulate()`", Mlp)
-def accumulate(engine: Engine) -> None:
-    for _ in range(STEPS):
-        with engine.accumulate():
-            for _ in range(2):
-                loss = square(engine.model(engine.data(4, 8))) / 3
-                engine.backward(loss)
-                engine.record(loss)
-        engine.update(square(engine.model(engine.data(4, 8))) / 3, max_norm=0.1)
-
-
-@pattern("every micro-batch inside `accumulate()`, `step()` after it", Mlp)
+@pattern.each_step("every micro-batch inside `accumulate()`, `step()` after it", Mlp)
 def accumulate_everything(engine: Engine) -> None:
-    for _ in range(STEPS):
-        with engine.accumulate():
-            for _ in range(2):
-                loss = square(engine.model(engine.data(4, 8))) / 2
-                engine.backward(loss)
-                engine.record(loss)
-        engine.step()
-        engine.zero_grad()
+    with engine.accumulate():
+        for _ in range(2):
+            loss = square(engine.model(engine.data(4, 8))) / 2
+            engine.backward(loss)
+            engine.record(loss)
+    engine.step()
+    engine.zero_grad()
 
 
 @pattern("a number of micro-batches that changes from step to step", Mlp)
@@ -106,13 +96,12 @@ def clip_while_accumulating(engine: Engine) -> None:
         engine.clip(1.0)
 
 
-@pattern("gradients that go on adding up over steps, never cleared", Mlp)
+@pattern.each_step("gradients that go on adding up over steps, never cleared", Mlp)
 def never_cleared(engine: Engine) -> None:
-    for _ in range(STEPS):
-        loss = square(engine.model(engine.data(4, 8)))
-        engine.backward(loss)
-        engine.step()
-        engine.record(loss)
+    loss = square(engine.model(engine.data(4, 8)))
+    engine.backward(loss)
+    engine.step()
+    engine.record(loss)
 
 
 @pattern("`optimizer.step(closure)`", Mlp)
@@ -129,11 +118,10 @@ def closure(engine: Engine) -> None:
         engine.record(engine.closure_step(run))
 
 
-@pattern("`optimizer.step(closure)` under `no_grad`", Mlp)
+@pattern.each_step("`optimizer.step(closure)` under `no_grad`", Mlp)
 def closure_without_grad(engine: Engine) -> None:
-    for _ in range(STEPS):
-        with torch.no_grad():
-            closure(engine)
+    with torch.no_grad():
+        closure(engine)
 
 
 def two_groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -142,10 +130,14 @@ def two_groups(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": matrices, "lr": 0.01}, {"params": others, "weight_decay": 0.0}]
 
 
-@pattern("parameter groups with their own learning rate and weight decay", Mlp, params=two_groups)
-def groups(engine: Engine) -> None:
-    for _ in range(STEPS):
-        engine.update(square(engine.model(engine.data(4, 8))))
+pattern("parameter groups with their own learning rate and weight decay", Mlp, params=two_groups)(
+    USUAL, "groups"
+)
+
+
+pattern("parameters in no group", Mlp, params=lambda model: [{"params": model.head.parameters()}])(
+    USUAL, "in_no_group"
+)
 
 
 @pattern("a learning rate changed by hand in `param_groups`", Mlp, params=two_groups)
@@ -181,68 +173,61 @@ def plateau(engine: Engine) -> None:
         schedule.step(float(step))
 
 
-@pattern("several losses summed", Mlp)
+@pattern.each_step("several losses summed", Mlp)
 def summed_losses(engine: Engine) -> None:
-    for _ in range(STEPS):
-        y = engine.model(engine.data(4, 8))
-        engine.update(square(y) + 0.1 * y.abs().mean() + y[:, 0].mean())
+    y = engine.model(engine.data(4, 8))
+    engine.update(square(y) + 0.1 * y.abs().mean() + y[:, 0].mean())
 
 
-@pattern("two losses of one graph, a backward each (`retain_graph`)", Mlp)
+@pattern.each_step("two losses of one graph, a backward each (`retain_graph`)", Mlp)
 def two_losses(engine: Engine) -> None:
-    for _ in range(STEPS):
-        y = engine.model(engine.data(4, 8))
-        one, two = square(y), y.abs().mean()
-        one.backward(retain_graph=True)
-        two.backward()
-        engine.record(one + two)
-        engine.step()
-        engine.zero_grad()
+    y = engine.model(engine.data(4, 8))
+    one, two = square(y), y.abs().mean()
+    one.backward(retain_graph=True)
+    two.backward()
+    engine.record(one + two)
+    engine.step()
+    engine.zero_grad()
 
 
-@pattern("the same loss differentiated twice", Mlp)
+@pattern.each_step("the same loss differentiated twice", Mlp)
 def same_loss_twice(engine: Engine) -> None:
-    for _ in range(STEPS):
-        loss = square(engine.model(engine.data(4, 8)))
-        loss.backward(retain_graph=True)
-        engine.update(loss)
+    loss = square(engine.model(engine.data(4, 8)))
+    loss.backward(retain_graph=True)
+    engine.update(loss)
 
 
-@pattern("an output differentiated with a gradient of its own (`y.backward(v)`)", Mlp)
+@pattern.each_step("an output differentiated with a gradient of its own (`y.backward(v)`)", Mlp)
 def vector_backward(engine: Engine) -> None:
-    for _ in range(STEPS):
-        y = engine.model(engine.data(4, 8))
-        y.backward(y.detach() / y.numel())
-        engine.record(y.detach().sum())
-        engine.step()
-        engine.zero_grad()
+    y = engine.model(engine.data(4, 8))
+    y.backward(y.detach() / y.numel())
+    engine.record(y.detach().sum())
+    engine.step()
+    engine.zero_grad()
 
 
-@pattern("evaluation between forward and backward", Mlp)
+@pattern.each_step("evaluation between forward and backward", Mlp)
 def evaluation_between(engine: Engine) -> None:
-    for _ in range(STEPS):
-        loss = square(engine.model(engine.data(4, 8)))
-        engine.model.eval()
-        with torch.no_grad():
-            engine.record(square(engine.model(engine.data(3, 8))))
-        engine.model.train()
-        engine.update(loss)
+    loss = square(engine.model(engine.data(4, 8)))
+    engine.model.eval()
+    with torch.no_grad():
+        engine.record(square(engine.model(engine.data(3, 8))))
+    engine.model.train()
+    engine.update(loss)
 
 
-@pattern("evaluation after every step, under `inference_mode`", Mlp)
+@pattern.each_step("evaluation after every step, under `inference_mode`", Mlp)
 def inference_mode(engine: Engine) -> None:
-    for _ in range(STEPS):
-        with torch.inference_mode():
-            engine.record(square(engine.model(engine.data(3, 8))))
-        engine.update(square(engine.model(engine.data(4, 8))))
+    with torch.inference_mode():
+        engine.record(square(engine.model(engine.data(3, 8))))
+    engine.update(square(engine.model(engine.data(4, 8))))
 
 
-@pattern("forwards with gradients that are dropped", Mlp)
+@pattern.each_step("forwards with gradients that are dropped", Mlp)
 def dropped_forward(engine: Engine) -> None:
-    for _ in range(STEPS):
-        engine.record(square(engine.model(engine.data(4, 8))))
-        engine.update(square(engine.model(engine.data(4, 8))))
-        engine.record(square(engine.model(engine.data(4, 8))))
+    engine.record(square(engine.model(engine.data(4, 8))))
+    engine.update(square(engine.model(engine.data(4, 8))))
+    engine.record(square(engine.model(engine.data(4, 8))))
 
 
 @pattern("a loss times zero, on another rank at each step", Mlp)
@@ -280,71 +265,72 @@ def _failing_step(engine: Engine, where: str) -> None:
     engine.model.where = ""
 
 
-@pattern("an exception in forward, caught", Failing)
+@pattern.each_step("an exception in forward, caught", Failing)
 def exception_in_forward(engine: Engine) -> None:
-    for _ in range(STEPS):
-        _failing_step(engine, "forward")
-        engine.update(square(engine.model(engine.data(4, 8))))
+    _failing_step(engine, "forward")
+    engine.update(square(engine.model(engine.data(4, 8))))
 
 
-@pattern("an exception in forward under `no_grad`, caught", Failing)
+@pattern.each_step("an exception in forward under `no_grad`, caught", Failing)
 def exception_in_evaluation(engine: Engine) -> None:
-    for _ in range(STEPS):
-        with torch.no_grad():
-            _failing_step(engine, "forward")
-        engine.update(square(engine.model(engine.data(4, 8))))
+    with torch.no_grad():
+        _failing_step(engine, "forward")
+    engine.update(square(engine.model(engine.data(4, 8))))
 
 
-@pattern("an exception in the first backward, caught, then an ordinary step", Failing)
+@pattern.each_step("an exception in the first backward, caught, then an ordinary step", Failing)
 def exception_in_backward(engine: Engine) -> None:
-    for _ in range(STEPS):
-        _failing_step(engine, "backward")
-        if engine.plain:
-            engine.zero_grad()  # torch keeps what a failed pass has left; zerokit drops it
-        engine.update(square(engine.model(engine.data(4, 8))))
+    _failing_step(engine, "backward")
+    if engine.plain:
+        engine.zero_grad()  # torch keeps what a failed pass has left; zerokit drops it
+    engine.update(square(engine.model(engine.data(4, 8))))
 
 
-@pattern(
+@pattern.each_step(
     "an exception in the second micro-batch's backward, then `step()`",
     Failing,
     refused=always(Refused("ScheduleError", ("zero_grad()",))),
 )
 def exception_in_second_backward(engine: Engine) -> None:
-    for _ in range(STEPS):
+    engine.backward(square(engine.model(engine.data(4, 8))))
+    _failing_step(engine, "backward")
+    engine.step()
+
+
+@pattern.each_step("an exception in a backward inside `accumulate()`, `zero_grad()`, a new attempt", Failing)
+def attempt_while_accumulating(engine: Engine) -> None:
+    with engine.accumulate():
         engine.backward(square(engine.model(engine.data(4, 8))))
         _failing_step(engine, "backward")
-        engine.step()
+    engine.zero_grad()
+    engine.update(square(engine.model(engine.data(4, 8))))
 
 
-@pattern("an exception in the second micro-batch's backward, `zero_grad()`, a new attempt", Failing)
+@pattern.each_step("an exception in the second micro-batch's backward, `zero_grad()`, a new attempt", Failing)
 def second_attempt(engine: Engine) -> None:
-    for _ in range(STEPS):
-        engine.backward(square(engine.model(engine.data(4, 8))))
-        _failing_step(engine, "backward")
-        engine.zero_grad()
-        engine.update(square(engine.model(engine.data(4, 8))))
+    engine.backward(square(engine.model(engine.data(4, 8))))
+    _failing_step(engine, "backward")
+    engine.zero_grad()
+    engine.update(square(engine.model(engine.data(4, 8))))
 
 
-@pattern("only a Sequential", chain)
-def sequential(engine: Engine) -> None:
-    for _ in range(STEPS):
-        engine.update(square(engine.model(engine.data(4, 64))), max_norm=0.1)
+pattern("only a Sequential", chain)(usual(4, 64, max_norm=0.1), "sequential")
 
 
-@pattern("autocast around the forward", Mlp)
+@pattern.each_step("autocast around the forward", Mlp)
 def autocast(engine: Engine) -> None:
-    for _ in range(STEPS):
-        with torch.autocast("cpu", torch.bfloat16):
-            y = engine.model(engine.data(4, 8))
-        engine.update(square(y))
+    with torch.autocast("cpu", torch.bfloat16):
+        y = engine.model(engine.data(4, 8))
+    engine.update(square(y))
 
 
-@pattern("two forwards in one autocast, a loss of both: equal bits", Mlp, reference="stage 0", tolerance=0.0)
+@pattern.each_step(
+    "two forwards in one autocast, a loss of both: equal bits", Mlp, reference="stage 0", tolerance=0.0
+)
 def autocast_twice(engine: Engine) -> None:
-    for _ in range(STEPS):
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = square(engine.model(engine.data(4, 8))) + square(engine.model(engine.data(4, 8)))
-        engine.update(loss)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = square(engine.model(engine.data(4, 8))) + square(engine.model(engine.data(4, 8)))
+    engine.update(loss)
 
 
 @pattern("two models in one autocast: equal bits", Mlp, reference="stage 0", tolerance=0.0)
@@ -361,11 +347,10 @@ def autocast_of_two(engine: Engine) -> None:
             one.zero_grad()
 
 
-@pattern("autocast, its first forward under `no_grad`", Mlp)
+@pattern.each_step("autocast, its first forward under `no_grad`", Mlp)
 def autocast_evaluates_first(engine: Engine) -> None:
-    for _ in range(STEPS):
-        with torch.autocast("cpu", torch.bfloat16):
-            with torch.no_grad():
-                engine.record(square(engine.model(engine.data(4, 8))))
-            y = engine.model(engine.data(4, 8))
-        engine.update(square(y))
+    with torch.autocast("cpu", torch.bfloat16):
+        with torch.no_grad():
+            engine.record(square(engine.model(engine.data(4, 8))))
+        y = engine.model(engine.data(4, 8))
+    engine.update(square(y))

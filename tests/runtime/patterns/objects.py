@@ -15,8 +15,10 @@ from torch import nn
 
 import zerokit
 from tests.runtime.patterns.engines import STEPS, Engine
-from tests.runtime.patterns.harness import Refused, always, pattern, usage
+from tests.runtime.patterns.harness import Refused, Subject, always, usage
 from tests.runtime.patterns.models import Mlp, square
+
+pattern = Subject(__name__)
 
 REFUSED = always(usage())
 
@@ -58,34 +60,24 @@ def parameters_given(engine: Engine) -> None:
     engine.record(0)
 
 
-@pattern("`copy.deepcopy(model)`", Mlp, refused=REFUSED)
-def deepcopy_model(engine: Engine) -> None:
-    _then_train(engine, lambda: copy.deepcopy(engine.model))
-
-
-@pattern("`copy.deepcopy(optimizer)`", Mlp, refused=REFUSED)
-def deepcopy_optimizer(engine: Engine) -> None:
-    _then_train(engine, lambda: copy.deepcopy(engine.optimizer))
-
-
-@pattern("`torch.save(model)`", Mlp, refused=REFUSED)
-def save_model(engine: Engine) -> None:
-    _then_train(engine, lambda: torch.save(engine.model, io.BytesIO()))
-
-
-@pattern("`torch.save(optimizer)`", Mlp, refused=REFUSED)
-def save_optimizer(engine: Engine) -> None:
-    _then_train(engine, lambda: torch.save(engine.optimizer, io.BytesIO()))
-
-
-@pattern("`pickle.dumps(model)`", Mlp, refused=REFUSED)
-def pickle_model(engine: Engine) -> None:
-    _then_train(engine, lambda: pickle.dumps(engine.model))
-
-
-@pattern("`pickle.dumps(optimizer)`", Mlp, refused=REFUSED)
-def pickle_optimizer(engine: Engine) -> None:
-    _then_train(engine, lambda: pickle.dumps(engine.optimizer))
+pattern("`copy.deepcopy(model)`", Mlp, refused=REFUSED)(
+    lambda engine: _then_train(engine, lambda: copy.deepcopy(engine.model)), "deepcopy_model"
+)
+pattern("`copy.deepcopy(optimizer)`", Mlp, refused=REFUSED)(
+    lambda engine: _then_train(engine, lambda: copy.deepcopy(engine.optimizer)), "deepcopy_optimizer"
+)
+pattern("`torch.save(model)`", Mlp, refused=REFUSED)(
+    lambda engine: _then_train(engine, lambda: torch.save(engine.model, io.BytesIO())), "save_model"
+)
+pattern("`torch.save(optimizer)`", Mlp, refused=REFUSED)(
+    lambda engine: _then_train(engine, lambda: torch.save(engine.optimizer, io.BytesIO())), "save_optimizer"
+)
+pattern("`pickle.dumps(model)`", Mlp, refused=REFUSED)(
+    lambda engine: _then_train(engine, lambda: pickle.dumps(engine.model)), "pickle_model"
+)
+pattern("`pickle.dumps(optimizer)`", Mlp, refused=REFUSED)(
+    lambda engine: _then_train(engine, lambda: pickle.dumps(engine.optimizer)), "pickle_optimizer"
+)
 
 
 @pattern("`copy.deepcopy` of a block, inside `gathered()`", Mlp, refused=always(usage(or_right=True)))

@@ -12,13 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.runtime.patterns.engines import STEPS, Engine
-from tests.runtime.patterns.harness import pattern
+from tests.runtime.patterns.harness import CLIPPED, Subject
 from tests.runtime.patterns.models import WIDTH, Block, Mlp, square
 
-
-def _usual(engine: Engine, *shape: int) -> None:
-    for _ in range(STEPS):
-        engine.update(square(engine.model(engine.data(*(shape or (4, 8))))), max_norm=0.1)
+pattern = Subject(__name__)
 
 
 @dataclass
@@ -80,24 +77,12 @@ def _objects(engine: Engine) -> None:
         engine.update(square(value.hidden) + 0.1 * value.loss)
 
 
-@pattern("units that take and return a dataclass", lambda: Through(Record))
-def dataclasses_(engine: Engine) -> None:
-    _objects(engine)
-
-
-@pattern("units that take and return a named tuple", lambda: Through(Pair))
-def named_tuples(engine: Engine) -> None:
-    _objects(engine)
-
-
-@pattern("units that take and return a plain class", lambda: Through(Plainly))
-def plain_classes(engine: Engine) -> None:
-    _objects(engine)
-
-
-@pattern("units that take and return a class with slots", lambda: Through(Slotted))
-def slotted_classes(engine: Engine) -> None:
-    _objects(engine)
+pattern("units that take and return a dataclass", lambda: Through(Record))(_objects, "dataclasses_")
+pattern("units that take and return a named tuple", lambda: Through(Pair))(_objects, "named_tuples")
+pattern("units that take and return a plain class", lambda: Through(Plainly))(_objects, "plain_classes")
+pattern("units that take and return a class with slots", lambda: Through(Slotted))(
+    _objects, "slotted_classes"
+)
 
 
 class Dicts(Block):
@@ -119,10 +104,9 @@ class KeywordsOnly(Mlp):
         return {"logits": self.head(state["x"][0]), "nothing": None}
 
 
-@pattern("dictionaries in and out, keywords only, `None` among the outputs", KeywordsOnly)
+@pattern.each_step("dictionaries in and out, keywords only, `None` among the outputs", KeywordsOnly)
 def dictionaries(engine: Engine) -> None:
-    for _ in range(STEPS):
-        engine.update(square(engine.model(batch={"x": engine.data(4, 8)}, unused=None)["logits"]))
+    engine.update(square(engine.model(batch={"x": engine.data(4, 8)}, unused=None)["logits"]))
 
 
 class Tuples(Block):
@@ -143,11 +127,10 @@ class Positional(Mlp):
         return self.head(state[0]), self.head(state[1]), None
 
 
-@pattern("tuples in and out, `*args`", Positional)
+@pattern.each_step("tuples in and out, `*args`", Positional)
 def tuples(engine: Engine) -> None:
-    for _ in range(STEPS):
-        one, two, _ = engine.model(engine.data(4, 8), engine.data(4, 8))
-        engine.update(square(one) + square(two))
+    one, two, _ = engine.model(engine.data(4, 8), engine.data(4, 8))
+    engine.update(square(one) + square(two))
 
 
 class Stores(Block):
@@ -169,9 +152,7 @@ class Collected(Mlp):
         return found[-1]
 
 
-@pattern("units that return `None` and write into a list", Collected)
-def into_a_list(engine: Engine) -> None:
-    _usual(engine)
+pattern("units that return `None` and write into a list", Collected)(CLIPPED, "into_a_list")
 
 
 class Sliced(Block):
@@ -194,9 +175,7 @@ class Views(Mlp):
         return x
 
 
-@pattern("units that return views", Views)
-def views(engine: Engine) -> None:
-    _usual(engine)
+pattern("units that return views", Views)(CLIPPED, "views")
 
 
 class InPlace(Mlp):
@@ -209,9 +188,7 @@ class InPlace(Mlp):
         return x
 
 
-@pattern("outputs of units changed in place by the parent", InPlace)
-def in_place(engine: Engine) -> None:
-    _usual(engine)
+pattern("outputs of units changed in place by the parent", InPlace)(CLIPPED, "in_place")
 
 
 class Same(Block):
@@ -234,9 +211,7 @@ class HandedThrough(Mlp):
         return x + bias
 
 
-@pattern("units that hand an input through (T5's position bias)", HandedThrough)
-def handed_through(engine: Engine) -> None:
-    _usual(engine)
+pattern("units that hand an input through (T5's position bias)", HandedThrough)(CLIPPED, "handed_through")
 
 
 class Steps(Mlp):
@@ -249,8 +224,7 @@ class Steps(Mlp):
             yield self.head(x)
 
 
-@pattern("a forward that is a generator", Steps)
+@pattern.each_step("a forward that is a generator", Steps)
 def generator(engine: Engine) -> None:
-    for _ in range(STEPS):
-        outputs = list(engine.model(engine.data(4, 8)))
-        engine.update(sum((square(y) for y in outputs), start=torch.zeros(())))
+    outputs = list(engine.model(engine.data(4, 8)))
+    engine.update(sum((square(y) for y in outputs), start=torch.zeros(())))

@@ -8,8 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.runtime.patterns.engines import STEPS, VARIED_STEPS, Engine
-from tests.runtime.patterns.harness import Refused, always, pattern
+from tests.runtime.patterns.harness import Refused, Subject, always, usual
 from tests.runtime.patterns.models import WIDTH, Block, Mlp, square
+
+pattern = Subject(__name__)
 
 
 class Skips(Mlp):
@@ -29,24 +31,14 @@ def _skips(engine: Engine, *places: list[int]) -> None:
         engine.update(square(engine.model(engine.data(4, 8), own)), max_norm=0.1)
 
 
-@pattern("a rank that leaves out all blocks", Skips)
-def skips_all(engine: Engine) -> None:
-    _skips(engine, [], [0, 1, 2])
-
-
-@pattern("a rank that leaves out all blocks, three ranks", Skips, world=3)
-def skips_all_three(engine: Engine) -> None:
-    _skips(engine, [0, 1, 2], [], [0, 1, 2])
-
-
-@pattern("ranks that use disjoint blocks", Skips)
-def disjoint(engine: Engine) -> None:
-    _skips(engine, [0, 2], [1])
-
-
-@pattern("ranks that use disjoint blocks, four ranks", Skips, world=4)
-def disjoint_four(engine: Engine) -> None:
-    _skips(engine, [0], [1], [2], [])
+pattern("a rank that leaves out all blocks", Skips)(lambda engine: _skips(engine, [], [0, 1, 2]), "skips_all")
+pattern("a rank that leaves out all blocks, three ranks", Skips, world=3)(
+    lambda engine: _skips(engine, [0, 1, 2], [], [0, 1, 2]), "skips_all_three"
+)
+pattern("ranks that use disjoint blocks", Skips)(lambda engine: _skips(engine, [0, 2], [1]), "disjoint")
+pattern("ranks that use disjoint blocks, four ranks", Skips, world=4)(
+    lambda engine: _skips(engine, [0], [1], [2], []), "disjoint_four"
+)
 
 
 @pattern(
@@ -123,32 +115,20 @@ class Routed(nn.Module):
         return self.moe(self.first(x))
 
 
-@pattern("a mixture of experts, some not chosen, each expert a unit", lambda: _moe(False))
-def experts(engine: Engine) -> None:
-    for _ in range(STEPS):
-        engine.update(square(engine.model(engine.data(3, 8))))
+pattern("a mixture of experts, some not chosen, each expert a unit", lambda: _moe(False))(
+    usual(3, 8), "experts"
+)
+pattern("a mixture of experts, each whole layer a unit, three ranks", lambda: _moe(True), world=3)(
+    usual(3, 8), "expert_layers"
+)
 
 
-@pattern("a mixture of experts, each whole layer a unit, three ranks", lambda: _moe(True), world=3)
-def expert_layers(engine: Engine) -> None:
-    for _ in range(STEPS):
-        engine.update(square(engine.model(engine.data(3, 8))))
-
-
-@pattern("a mixture of experts with checkpointing", lambda: _moe(True))
+@pattern.each_step("a mixture of experts with checkpointing", lambda: _moe(True))
 def experts_recomputed(engine: Engine) -> None:
-    for _ in range(STEPS):
-        x = engine.data(3, 8)
-        for layer in engine.model:
-            x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
-        engine.update(square(x))
-
-
-@pattern("a rank whose loss is zero times something", Mlp)
-def zero_times(engine: Engine) -> None:
-    for step in range(VARIED_STEPS):
-        loss = square(engine.model(engine.data(4, 8)))
-        engine.update(loss * float(step % engine.world != engine.rank))
+    x = engine.data(3, 8)
+    for layer in engine.model:
+        x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+    engine.update(square(x))
 
 
 class Tasks(Mlp):
@@ -192,12 +172,11 @@ def different_losses(engine: Engine) -> None:
         engine.update(square(y) if engine.rank == 0 else square(taken[0]))
 
 
-@pattern("evaluation on rank 0's data only, all ranks calling", Mlp)
+@pattern.each_step("evaluation on rank 0's data only, all ranks calling", Mlp)
 def same_evaluation(engine: Engine) -> None:
-    for _ in range(STEPS):
-        with torch.no_grad():
-            engine.record(square(engine.model(torch.ones(1 + 3 * engine.rank, 8))))
-        engine.update(square(engine.model(engine.data(4, 8))))
+    with torch.no_grad():
+        engine.record(square(engine.model(torch.ones(1 + 3 * engine.rank, 8))))
+    engine.update(square(engine.model(engine.data(4, 8))))
 
 
 @pattern("a masked loss: nothing but ignored targets on one rank", Mlp)
@@ -250,7 +229,7 @@ def more_backward_passes(engine: Engine) -> None:
     engine.record(1)
 
 
-@pattern(
+@pattern.each_step(
     "a number of micro-batches inside `accumulate()` that differs by rank",
     Mlp,
     refused={3: UNEQUAL},
@@ -258,11 +237,43 @@ def more_backward_passes(engine: Engine) -> None:
     timeout=4.0,
 )
 def more_micro_batches(engine: Engine) -> None:
-    for _ in range(STEPS):
-        with engine.accumulate():
-            for _ in range(engine.rank + 1):
-                engine.backward(square(engine.model(engine.data(4, 8))))
-        engine.update(square(engine.model(engine.data(4, 8))))
+    with engine.accumulate():
+        for _ in range(engine.rank + 1):
+            engine.backward(square(engine.model(engine.data(4, 8))))
+    engine.update(square(engine.model(engine.data(4, 8))))
+
+
+@pattern(
+    "ranks whose orders of blocks part in the third step",
+    Skips,
+    refused={3: Refused("ZerokitError", (), or_right=True)},
+    apart=True,
+    timeout=4.0,
+)
+def orders_later(engine: Engine) -> None:
+    for step in range(VARIED_STEPS):
+        places = [2, 0, 1] if step > 1 and engine.rank == 1 else [0, 1, 2]
+        engine.update(square(engine.model(engine.data(4, 8), places)))
+
+
+def _leave_out(engine: Engine, left_out: str) -> None:
+    for step in range(VARIED_STEPS):
+        engine.backward(square(engine.model(engine.data(4, 8))))
+        skips = left_out if step == 2 and engine.rank == 1 and not engine.plain else ""
+        if skips != "clip":
+            engine.record(engine.clip(0.1))
+        if skips != "step":
+            engine.step()
+        engine.zero_grad()
+
+
+LEFT_OUT = always(Refused("ZerokitError", (), everywhere=False))
+pattern("a rank that leaves out clipping once", Mlp, refused=LEFT_OUT, apart=True, timeout=4.0)(
+    lambda engine: _leave_out(engine, "clip"), "left_out_clipping"
+)
+pattern("a rank that leaves out `step()` once", Mlp, refused=LEFT_OUT, apart=True, timeout=4.0)(
+    lambda engine: _leave_out(engine, "step"), "left_out_step"
+)
 
 
 @pattern("a rank that only calls `step()`", Mlp, refused={3: UNEQUAL}, apart=True, timeout=4.0)

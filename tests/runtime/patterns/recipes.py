@@ -15,27 +15,29 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.runtime.patterns.engines import STEPS, VARIED_STEPS, Engine
-from tests.runtime.patterns.harness import always, pattern, usage
+from tests.runtime.patterns.harness import Subject, always, updates, usage
+from tests.runtime.patterns.library import Adapted
 from tests.runtime.patterns.models import WIDTH, Block, Mlp, Words, square
+
+pattern = Subject(__name__)
 
 # ---- weights and gradients moved by hand
 
 
-@pattern("SAM: weights moved along the gradient, and back", Mlp)
+@pattern.each_step("SAM: weights moved along the gradient, and back", Mlp)
 def sam(engine: Engine) -> None:
-    for _ in range(STEPS):
-        x = engine.data(4, 8)
-        loss = square(engine.model(x))
-        engine.record(loss)
-        engine.backward(loss)
-        with engine.gathered_gradients():
-            climb = [0.1 * p.grad.detach().clone() for p in engine.model.parameters()]
-        engine.zero_grad()
-        _move(engine, climb, 1.0)
-        engine.backward(square(engine.model(x)))
-        _move(engine, climb, -1.0)
-        engine.step()
-        engine.zero_grad()
+    x = engine.data(4, 8)
+    loss = square(engine.model(x))
+    engine.record(loss)
+    engine.backward(loss)
+    with engine.gathered_gradients():
+        climb = [0.1 * p.grad.detach().clone() for p in engine.model.parameters()]
+    engine.zero_grad()
+    _move(engine, climb, 1.0)
+    engine.backward(square(engine.model(x)))
+    _move(engine, climb, -1.0)
+    engine.step()
+    engine.zero_grad()
 
 
 def _move(engine: Engine, steps: list[Tensor], sign: float) -> None:
@@ -69,17 +71,6 @@ def pcgrad(engine: Engine) -> None:
         parameter.grad = a + b
 
 
-@pattern("a Hessian-vector product, then an ordinary step", Mlp, tolerance=1e-5)
-def hessian(engine: Engine) -> None:
-    for _ in range(STEPS):
-        x = engine.data(4, 8)
-        parameters = list(engine.model.parameters())
-        slopes = torch.autograd.grad(square(engine.model(x)), parameters, create_graph=True)
-        product = torch.autograd.grad(torch.stack([s.sum() for s in slopes]).sum(), parameters)
-        engine.record(torch.stack([one.square().sum() for one in product]).sum())
-        engine.update(square(engine.model(x)))
-
-
 @pattern("a prompt that is learnt outside of the model", Mlp)
 def prompt(engine: Engine) -> None:
     learnt = nn.Parameter(torch.zeros(8))
@@ -93,47 +84,7 @@ def prompt(engine: Engine) -> None:
         outer.zero_grad()
 
 
-@pattern("adversarial inputs: a backward in evaluation mode, its gradients cleared", Mlp)
-def adversarial(engine: Engine) -> None:
-    for _ in range(STEPS):
-        x = engine.data(4, 8).requires_grad_()
-        engine.model.eval()
-        engine.backward(square(engine.model(x)))
-        engine.zero_grad()
-        engine.model.train()
-        assert x.grad is not None
-        engine.update(square(engine.model((x + 0.1 * x.grad.sign()).detach())))
-
-
 # ---- models
-
-
-class Unet(nn.Module):
-    """Skips from every level, and an embedding of time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.down = nn.ModuleList([nn.Conv2d(1, 16, 3, 2, 1), nn.Conv2d(16, 32, 3, 2, 1)])
-        self.middle = nn.Sequential(nn.GroupNorm(4, 32), nn.SiLU(), nn.Conv2d(32, 32, 3, padding=1))
-        self.up = nn.ModuleList([nn.ConvTranspose2d(64, 16, 4, 2, 1), nn.ConvTranspose2d(32, 1, 4, 2, 1)])
-        self.time = nn.Linear(8, 32)
-
-    def forward(self, x: Tensor, time: Tensor) -> Tensor:
-        skips: list[Tensor] = []
-        for layer in self.down:
-            skips.append(x := F.silu(layer(x)))
-        x = self.middle(x + self.time(time)[:, :, None, None])
-        for layer in self.up:
-            x = layer(torch.cat([x, skips.pop()], 1))
-        return x
-
-
-@pattern("a diffusion U-Net", Unet)
-def unet(engine: Engine) -> None:
-    for _ in range(STEPS):
-        clean = engine.data(2, 1, 8, 8)
-        noise = engine.data(2, 1, 8, 8)
-        engine.update(F.mse_loss(engine.model(clean + noise, engine.data(2, 8)), noise))
 
 
 class EarlyExits(nn.Module):
@@ -158,17 +109,16 @@ def exits(engine: Engine) -> None:
         engine.update(square(engine.model(engine.data(4, WIDTH))[number]))
 
 
-@pattern("local losses: blocks called one by one, a backward for each", EarlyExits)
+@pattern.each_step("local losses: blocks called one by one, a backward for each", EarlyExits)
 def local_losses(engine: Engine) -> None:
-    for _ in range(STEPS):
-        x = engine.data(4, WIDTH)
-        for block, head in zip(engine.model.blocks, engine.model.heads, strict=True):
-            x = block(x.detach())
-            loss = square(head(x))
-            engine.record(loss)
-            engine.backward(loss)
-        engine.step()
-        engine.zero_grad()
+    x = engine.data(4, WIDTH)
+    for block, head in zip(engine.model.blocks, engine.model.heads, strict=True):
+        x = block(x.detach())
+        loss = square(head(x))
+        engine.record(loss)
+        engine.backward(loss)
+    engine.step()
+    engine.zero_grad()
 
 
 class TwoTokens(Words):
@@ -185,13 +135,12 @@ class TwoTokens(Words):
         return torch.stack([self.head(x), self.head(self.second(x))])
 
 
-@pattern("multi-token prediction through one tied head", TwoTokens)
+@pattern.each_step("multi-token prediction through one tied head", TwoTokens)
 def two_tokens(engine: Engine) -> None:
-    for _ in range(STEPS):
-        ids = engine.ids(80, 2, 6)
-        one, two = engine.model(ids)
-        first = F.cross_entropy(one[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-        engine.update(first + F.cross_entropy(two[:, :-2].flatten(0, 1), ids[:, 2:].flatten()))
+    ids = engine.ids(80, 2, 6)
+    one, two = engine.model(ids)
+    first = F.cross_entropy(one[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    engine.update(first + F.cross_entropy(two[:, :-2].flatten(0, 1), ids[:, 2:].flatten()))
 
 
 class Chunked(Words):
@@ -211,10 +160,9 @@ class Chunked(Words):
         return torch.stack(losses).sum() / ids.numel()
 
 
-@pattern("cross entropy by checkpointed chunks over `self.head.weight`, inside forward", Chunked)
-def chunked(engine: Engine) -> None:
-    for _ in range(STEPS):
-        engine.update(engine.model(engine.ids(80, 4, 6)))
+pattern("cross entropy by checkpointed chunks over `self.head.weight`, inside forward", Chunked)(
+    updates(lambda engine: engine.model(engine.ids(80, 4, 6))), "chunked"
+)
 
 
 class _EarlyGradients(torch.autograd.Function):
@@ -242,69 +190,34 @@ class Fused(Words):
         return _EarlyGradients.apply(x.flatten(0, 1), self.head.weight, ids.flatten())  # type: ignore[no-untyped-call]
 
 
-@pattern("a fused linear cross entropy, which makes gradients in forward", Fused)
-def fused(engine: Engine) -> None:
-    for _ in range(STEPS):
-        engine.update(engine.model(engine.ids(80, 4, 6)))
+pattern("a fused linear cross entropy, which makes gradients in forward", Fused)(
+    updates(lambda engine: engine.model(engine.ids(80, 4, 6))), "fused"
+)
 
 
-class Adapted(nn.Module):
-    """A frozen layer and its low-rank update."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.a = nn.Parameter(torch.randn(4, base.in_features) * 0.1)
-        self.b = nn.Parameter(torch.zeros(base.out_features, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + x @ self.a.T @ self.b.T
-
-
-def _adapted() -> nn.Module:
-    model = Mlp()
-    for block in model.blocks:
-        block.inner = Adapted(block.inner)  # type: ignore[arg-type]
-    return model
-
-
-@pattern("LoRA merged into the frozen weights to evaluate, and taken out again", _adapted)
+@pattern.each_step(
+    "LoRA merged into the frozen weights to evaluate, and taken out again",
+    lambda: nn.Sequential(*(Adapted() for _ in range(3))),
+)
 def merged(engine: Engine) -> None:
-    for _ in range(STEPS):
-        engine.update(square(engine.model(engine.data(4, 8))))
-        for sign in (1, -1):
-            with engine.gathered(), torch.no_grad():
-                for block in engine.model.blocks:
-                    block.inner.base.weight.add_(block.inner.b @ block.inner.a, alpha=sign)
-            with torch.no_grad():
-                engine.record(square(engine.model(torch.ones(2, 8))))
-
-
-def _normed() -> nn.Module:
-    model = Mlp()
-    for block in model.blocks:
-        nn.utils.parametrizations.weight_norm(block.inner)  # type: ignore[arg-type]
-    return model
-
-
-@pattern("`weight_norm`, cached over the forward (`parametrize.cached()`)", _normed)
-def cached(engine: Engine) -> None:
-    for _ in range(STEPS):
-        with nn.utils.parametrize.cached():
-            loss = square(engine.model(engine.data(4, 8)))
-        engine.update(loss)
+    engine.update(square(engine.model(engine.data(4, WIDTH))))
+    for sign in (1, -1):
+        with engine.gathered(), torch.no_grad():
+            for block in engine.model:
+                block.base.weight.add_(block.up.weight @ block.down.weight, alpha=sign)
+        with torch.no_grad():
+            engine.record(square(engine.model(torch.ones(2, WIDTH))))
 
 
 # ---- transformations of torch.func and forward-mode derivatives
 
 
-@pattern("`functional_call` with changed weights, inside `gathered()`", Mlp)
+@pattern.each_step("`functional_call` with changed weights, inside `gathered()`", Mlp)
 def perturbed(engine: Engine) -> None:
-    for _ in range(STEPS):
-        engine.update(square(engine.model(engine.data(4, 8))))
-        with engine.gathered():
-            weights = {name: 1.01 * p.detach() for name, p in engine.model.named_parameters()}
-            engine.record(square(torch.func.functional_call(engine.model, weights, torch.ones(2, 8))))
+    engine.update(square(engine.model(engine.data(4, 8))))
+    with engine.gathered():
+        weights = {name: 1.01 * p.detach() for name, p in engine.model.named_parameters()}
+        engine.record(square(torch.func.functional_call(engine.model, weights, torch.ones(2, 8))))
 
 
 @pattern("gradients of each sample by `vmap(grad)`, inside `gathered()`", Mlp)
@@ -332,17 +245,16 @@ def forward_mode(engine: Engine) -> None:
             engine.update(square(engine.model(x)))
 
 
-@pattern("MAML: an inner step by `autograd.grad` and `functional_call`, inside `gathered()`", Mlp)
+@pattern.each_step("MAML: an inner step by `autograd.grad` and `functional_call`, inside `gathered()`", Mlp)
 def maml(engine: Engine) -> None:
-    for _ in range(STEPS):
-        x = engine.data(4, 8)
-        with engine.gathered():
-            weights = dict(engine.model.named_parameters())
-            inner = square(torch.func.functional_call(engine.model, weights, x))
-            slopes = torch.autograd.grad(inner, list(weights.values()), create_graph=True)
-            moved = {n: p - 0.1 * s for (n, p), s in zip(weights.items(), slopes, strict=True)}
-            loss = square(torch.func.functional_call(engine.model, moved, x))
-        engine.update(loss)
+    x = engine.data(4, 8)
+    with engine.gathered():
+        weights = dict(engine.model.named_parameters())
+        inner = square(torch.func.functional_call(engine.model, weights, x))
+        slopes = torch.autograd.grad(inner, list(weights.values()), create_graph=True)
+        moved = {n: p - 0.1 * s for (n, p), s in zip(weights.items(), slopes, strict=True)}
+        loss = square(torch.func.functional_call(engine.model, moved, x))
+    engine.update(loss)
 
 
 # ---- state dicts
@@ -357,15 +269,14 @@ def best_weights(engine: Engine) -> None:
     engine.update(square(engine.model(engine.data(4, 8))))
 
 
-@pattern("`state_dict(destination=…, prefix=…)`", Mlp)
+@pattern.each_step("`state_dict(destination=…, prefix=…)`", Mlp)
 def prefixed(engine: Engine) -> None:
-    for _ in range(STEPS):
-        engine.update(square(engine.model(engine.data(4, 8))))
-        into: Any = OrderedDict()
-        into._metadata = OrderedDict()
-        engine.model.state_dict(destination=into, prefix="model.")
-        assert all(name.startswith("model.") for name in into)
-        engine.record(torch.stack([value.abs().sum() for value in into.values()]).sum())
+    engine.update(square(engine.model(engine.data(4, 8))))
+    into: Any = OrderedDict()
+    into._metadata = OrderedDict()
+    engine.model.state_dict(destination=into, prefix="model.")
+    assert all(name.startswith("model.") for name in into)
+    engine.record(torch.stack([value.abs().sum() for value in into.values()]).sum())
 
 
 @pattern("`load_state_dict(strict=False)` of one block's names", Mlp)
@@ -383,10 +294,9 @@ def assigned(engine: Engine) -> None:
     engine.model.load_state_dict({n: v.clone() for n, v in engine.model.state_dict().items()}, assign=True)
 
 
-@pattern("`state_dict()` between two micro-batches", Mlp)
+@pattern.each_step("`state_dict()` between two micro-batches", Mlp)
 def between(engine: Engine) -> None:
-    for _ in range(STEPS):
-        engine.backward(square(engine.model(engine.data(4, 8))))
-        weights = engine.model.state_dict().values()
-        engine.record(torch.stack([value.abs().sum() for value in weights]).sum())
-        engine.update(square(engine.model(engine.data(4, 8))))
+    engine.backward(square(engine.model(engine.data(4, 8))))
+    weights = engine.model.state_dict().values()
+    engine.record(torch.stack([value.abs().sum() for value in weights]).sum())
+    engine.update(square(engine.model(engine.data(4, 8))))

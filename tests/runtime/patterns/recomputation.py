@@ -16,9 +16,11 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from tests.runtime.patterns.engines import STEPS, VARIED_STEPS, Engine
-from tests.runtime.patterns.harness import pattern
+from tests.runtime.patterns.engines import VARIED_STEPS, Engine
+from tests.runtime.patterns.harness import CLIPPED, Subject, always, updates, usage, usual
 from tests.runtime.patterns.models import WIDTH, Block, Mlp, square
+
+pattern = Subject(__name__)
 
 again = partial(checkpoint, use_reentrant=False)
 
@@ -78,44 +80,19 @@ def selective(blocks: Any, x: Tensor) -> Tensor:
     return each(blocks, x, context_fn=partial(create_selective_checkpoint_contexts, _policy))
 
 
-def _usual(engine: Engine) -> None:
-    for _ in range(STEPS):
-        engine.update(square(engine.model(engine.data(4, 8))), max_norm=0.1)
-
-
-@pattern("every block", lambda: Recomputed(each))
-def every_block(engine: Engine) -> None:
-    _usual(engine)
-
-
-@pattern("every second block", lambda: Recomputed(every_second))
-def alternating(engine: Engine) -> None:
-    _usual(engine)
-
-
-@pattern("segments of two blocks", lambda: Recomputed(segments))
-def two_blocks(engine: Engine) -> None:
-    _usual(engine)
-
-
-@pattern("`checkpoint_sequential`", lambda: Recomputed(sequential))
-def in_sequence(engine: Engine) -> None:
-    _usual(engine)
-
-
-@pattern("a checkpoint around checkpoints", lambda: Recomputed(nested))
-def around(engine: Engine) -> None:
-    _usual(engine)
-
-
-@pattern("a checkpoint around all blocks", lambda: Recomputed(partial(again, _run)))
-def whole(engine: Engine) -> None:
-    _usual(engine)
-
-
-@pattern("selective: matrix products are kept", lambda: Recomputed(selective))
-def kept_products(engine: Engine) -> None:
-    _usual(engine)
+pattern("every block", lambda: Recomputed(each))(CLIPPED, "every_block")
+pattern("every second block", lambda: Recomputed(every_second))(CLIPPED, "alternating")
+pattern("segments of two blocks", lambda: Recomputed(segments))(CLIPPED, "two_blocks")
+pattern("`checkpoint_sequential`", lambda: Recomputed(sequential))(CLIPPED, "in_sequence")
+pattern(
+    "`use_reentrant=True`",
+    lambda: Recomputed(partial(checkpoint, _run, use_reentrant=True)),
+    refused=always(usage("use_reentrant=False", or_right=True)),
+    apart=True,
+)(CLIPPED, "reentrant")
+pattern("a checkpoint around checkpoints", lambda: Recomputed(nested))(CLIPPED, "around")
+pattern("a checkpoint around all blocks", lambda: Recomputed(partial(again, _run)))(CLIPPED, "whole")
+pattern("selective: matrix products are kept", lambda: Recomputed(selective))(CLIPPED, "kept_products")
 
 
 class Dropping(Block):
@@ -125,23 +102,16 @@ class Dropping(Block):
         return nn.functional.dropout(super().forward(x), 0.2, self.training)
 
 
-@pattern("dropout, the random state preserved", lambda: Recomputed(each, block=Dropping))
-def dropout(engine: Engine) -> None:
-    _usual(engine)
-
-
-@pattern(
-    "without preserving the random state",
-    lambda: Recomputed(partial(each, preserve_rng_state=False)),
+pattern("dropout, the random state preserved", lambda: Recomputed(each, block=Dropping))(CLIPPED, "dropout")
+pattern("without preserving the random state", lambda: Recomputed(partial(each, preserve_rng_state=False)))(
+    CLIPPED, "no_random_state"
 )
-def no_random_state(engine: Engine) -> None:
-    _usual(engine)
 
 
 @pattern("without early stop", lambda: Recomputed(each))
 def no_early_stop(engine: Engine) -> None:
     with torch.utils.checkpoint.set_checkpoint_early_stop(False):
-        _usual(engine)
+        CLIPPED(engine)
 
 
 @pattern("in every second step only", lambda: Recomputed(each))
@@ -151,32 +121,26 @@ def every_second_step(engine: Engine) -> None:
         engine.update(square(engine.model(engine.data(4, 8))))
 
 
-@pattern("in the first step only", lambda: Recomputed(segments))
+@pattern.each_step("in the first step only", lambda: Recomputed(segments))
 def first_step(engine: Engine) -> None:
-    for _ in range(STEPS):
-        engine.update(square(engine.model(engine.data(4, 8))))
-        engine.model.how = _run
+    engine.update(square(engine.model(engine.data(4, 8))))
+    engine.model.how = _run
 
 
-@pattern("around the whole model", lambda: Recomputed(_run))
-def around_the_root(engine: Engine) -> None:
-    for _ in range(STEPS):
-        engine.update(square(again(engine.model, engine.data(4, 8))), max_norm=0.1)
+pattern("around the whole model", lambda: Recomputed(_run))(
+    updates(lambda engine: square(again(engine.model, engine.data(4, 8))), 0.1), "around_the_root"
+)
+pattern("around the whole model and its loss", lambda: Recomputed(_run))(
+    updates(lambda engine: again(lambda x: square(engine.model(x)), engine.data(4, 8))), "around_the_loss"
+)
 
 
-@pattern("around the whole model and its loss", lambda: Recomputed(_run))
-def around_the_loss(engine: Engine) -> None:
-    for _ in range(STEPS):
-        engine.update(again(lambda x: square(engine.model(x)), engine.data(4, 8)))
-
-
-@pattern("with a gradient penalty", lambda: Recomputed(each))
+@pattern.each_step("with a gradient penalty", lambda: Recomputed(each))
 def with_penalty(engine: Engine) -> None:
-    for _ in range(STEPS):
-        x = engine.data(4, 8).requires_grad_()
-        y = engine.model(x)
-        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-        engine.update(square(y) + square(slope))
+    x = engine.data(4, 8).requires_grad_()
+    y = engine.model(x)
+    (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    engine.update(square(y) + square(slope))
 
 
 class Inner(Block):
@@ -186,9 +150,7 @@ class Inner(Block):
         return x + again(lambda y: torch.tanh(self.inner(y)), x)
 
 
-@pattern("inside each block", lambda: Recomputed(_run, block=Inner))
-def inside(engine: Engine) -> None:
-    _usual(engine)
+pattern("inside each block", lambda: Recomputed(_run, block=Inner))(CLIPPED, "inside")
 
 
 class Tied(Mlp):
@@ -202,7 +164,4 @@ class Tied(Mlp):
         return again(self.head, each(self.blocks, self.first(x)))
 
 
-@pattern("tied weights in and out of a checkpoint", Tied)
-def tied(engine: Engine) -> None:
-    for _ in range(STEPS):
-        engine.update(square(engine.model(engine.data(4, WIDTH))))
+pattern("tied weights in and out of a checkpoint", Tied)(usual(4, WIDTH), "tied")

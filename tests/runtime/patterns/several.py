@@ -10,17 +10,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.runtime.patterns.engines import STEPS, VARIED_STEPS, Engine
-from tests.runtime.patterns.harness import pattern
+from tests.runtime.patterns.harness import Subject, updates
 from tests.runtime.patterns.models import WIDTH, Mlp, chain, square
+
+pattern = Subject(__name__)
 
 # ---- several forwards of one model
 
 
-@pattern("two forwards, one loss (Siamese)", Mlp)
+@pattern.each_step("two forwards, one loss (Siamese)", Mlp)
 def siamese(engine: Engine) -> None:
-    for _ in range(STEPS):
-        one, two = engine.model(engine.data(4, 8)), engine.model(engine.data(4, 8))
-        engine.update(square(one - two) + square(one))
+    one, two = engine.model(engine.data(4, 8)), engine.model(engine.data(4, 8))
+    engine.update(square(one - two) + square(one))
 
 
 class Siamese(Mlp):
@@ -28,118 +29,102 @@ class Siamese(Mlp):
         return square(super().forward(x) - super().forward(y) + 1)
 
 
-@pattern("a model that runs all its units twice in one forward", Siamese)
-def siamese_inside(engine: Engine) -> None:
-    for _ in range(STEPS):
-        engine.update(engine.model(engine.data(4, 8), engine.data(4, 8)))
+pattern("a model that runs all its units twice in one forward", Siamese)(
+    updates(lambda engine: engine.model(engine.data(4, 8), engine.data(4, 8))), "siamese_inside"
+)
 
 
-@pattern("two forwards, then two backwards", Mlp)
+@pattern.each_step("two forwards, then two backwards", Mlp)
 def two_and_two(engine: Engine) -> None:
-    for _ in range(STEPS):
-        one, two = square(engine.model(engine.data(4, 8))), square(engine.model(engine.data(4, 8)))
-        engine.backward(one)
-        engine.update(two)
+    one, two = square(engine.model(engine.data(4, 8))), square(engine.model(engine.data(4, 8)))
+    engine.backward(one)
+    engine.update(two)
 
 
-@pattern("three forwards, then `backward(a)`, `backward(b + c)`", Mlp)
+@pattern.each_step("three forwards, then `backward(a)`, `backward(b + c)`", Mlp)
 def three_and_two(engine: Engine) -> None:
-    for _ in range(STEPS):
-        a, b, c = (square(engine.model(engine.data(4, 8))) for _ in range(3))
-        engine.backward(a)
-        engine.update(b + c)
+    a, b, c = (square(engine.model(engine.data(4, 8))) for _ in range(3))
+    engine.backward(a)
+    engine.update(b + c)
 
 
-@pattern("two forwards, the second one's backward first", Mlp)
+@pattern.each_step("two forwards, the second one's backward first", Mlp)
 def crossed(engine: Engine) -> None:
-    for _ in range(STEPS):
-        one, two = square(engine.model(engine.data(4, 8))), square(engine.model(engine.data(4, 8)))
-        engine.backward(two)
-        engine.update(one)
+    one, two = square(engine.model(engine.data(4, 8))), square(engine.model(engine.data(4, 8)))
+    engine.backward(two)
+    engine.update(one)
 
 
-@pattern("a model applied to its own output", lambda: chain(3))
+@pattern.each_step("a model applied to its own output", lambda: chain(3))
 def own_output(engine: Engine) -> None:
-    for _ in range(STEPS):
-        x = engine.data(4, WIDTH)
-        for _ in range(3):
-            x = engine.model(x)
-        engine.update(square(x))
+    x = engine.data(4, WIDTH)
+    for _ in range(3):
+        x = engine.model(x)
+    engine.update(square(x))
 
 
-@pattern("generation under `no_grad`, then a loss of what was generated (policy gradient)", Mlp)
+@pattern.each_step("generation under `no_grad`, then a loss of what was generated (policy gradient)", Mlp)
 def policy_gradient(engine: Engine) -> None:
-    for _ in range(STEPS):
-        x = engine.data(4, 8)
-        with torch.no_grad():
-            for _ in range(3):
-                x = torch.tanh(engine.model(x))
-        engine.update(-(engine.model(x).log_softmax(-1)[:, 0] * x.sum(-1)).mean())
+    x = engine.data(4, 8)
+    with torch.no_grad():
+        for _ in range(3):
+            x = torch.tanh(engine.model(x))
+    engine.update(-(engine.model(x).log_softmax(-1)[:, 0] * x.sum(-1)).mean())
 
 
-@pattern("forwards of several batches, kept, differentiated one by one at the end", Mlp)
+@pattern.each_step("forwards of several batches, kept, differentiated one by one at the end", Mlp)
 def kept(engine: Engine) -> None:
-    for _ in range(STEPS):
-        losses = [square(engine.model(engine.data(4, 8))) for _ in range(3)]
-        for loss in losses:
-            engine.backward(loss / 3)
-            engine.record(loss)
-        engine.step()
-        engine.zero_grad()
+    losses = [square(engine.model(engine.data(4, 8))) for _ in range(3)]
+    for loss in losses:
+        engine.backward(loss / 3)
+        engine.record(loss)
+    engine.step()
+    engine.zero_grad()
 
 
-@pattern("a contrastive loss over all ranks' outputs (`all_gather`)", Mlp)
+@pattern.each_step("a contrastive loss over all ranks' outputs (`all_gather`)", Mlp)
 def contrastive(engine: Engine) -> None:
-    for _ in range(STEPS):
-        own = engine.model(engine.data(4, 8))
-        others = [torch.zeros_like(own) for _ in range(engine.world)]
-        torch.distributed.all_gather(others, own.detach())
-        others[engine.rank] = own
-        engine.update(F.cross_entropy(own @ torch.cat(others).t(), torch.arange(4) + 4 * engine.rank))
+    own = engine.model(engine.data(4, 8))
+    others = [torch.zeros_like(own) for _ in range(engine.world)]
+    torch.distributed.all_gather(others, own.detach())
+    others[engine.rank] = own
+    engine.update(F.cross_entropy(own @ torch.cat(others).t(), torch.arange(4) + 4 * engine.rank))
 
 
 # ---- parts of the model
 
 
-@pattern("a submodule called directly before the root, in one loss", Mlp)
+@pattern.each_step("a submodule called directly before the root, in one loss", Mlp)
 def part_before(engine: Engine) -> None:
-    for _ in range(STEPS):
-        part = square(engine.model.blocks[1](engine.data(4, WIDTH)))
-        engine.update(square(engine.model(engine.data(4, 8))) + part)
+    part = square(engine.model.blocks[1](engine.data(4, WIDTH)))
+    engine.update(square(engine.model(engine.data(4, 8))) + part)
 
 
-@pattern("a submodule called directly after the root, in one loss", Mlp)
+@pattern.each_step("a submodule called directly after the root, in one loss", Mlp)
 def part_after(engine: Engine) -> None:
-    for _ in range(STEPS):
-        loss = square(engine.model(engine.data(4, 8)))
-        engine.update(loss + square(engine.model.blocks[1](engine.data(4, WIDTH))))
+    loss = square(engine.model(engine.data(4, 8)))
+    engine.update(loss + square(engine.model.blocks[1](engine.data(4, WIDTH))))
 
 
-@pattern("a submodule called alone, nothing else", Mlp)
-def part_alone(engine: Engine) -> None:
-    for _ in range(STEPS):
-        engine.update(square(engine.model.blocks[1](engine.data(4, WIDTH))))
+pattern("a submodule called alone, nothing else", Mlp)(
+    updates(lambda engine: square(engine.model.blocks[1](engine.data(4, WIDTH)))), "part_alone"
+)
+pattern("a method of the model that calls its units (`model.features(x)`)", Mlp)(
+    updates(lambda engine: square(engine.model.features(engine.data(4, 8)))), "method"
+)
 
 
-@pattern("a method of the model that calls its units (`model.features(x)`)", Mlp)
-def method(engine: Engine) -> None:
-    for _ in range(STEPS):
-        engine.update(square(engine.model.features(engine.data(4, 8))))
-
-
-@pattern("a method of the model, and the head called on its result", Mlp)
+@pattern.each_step("a method of the model, and the head called on its result", Mlp)
 def method_and_head(engine: Engine) -> None:
-    for _ in range(STEPS):
-        x = engine.model.features(engine.data(4, 8))
-        engine.update(square(engine.model.head(x)) + 0.1 * square(x))
+    x = engine.model.features(engine.data(4, 8))
+    engine.update(square(engine.model.head(x)) + 0.1 * square(x))
 
 
-@pattern("a method of the model under `no_grad`, the head trained (linear probe)", Mlp)
+@pattern.each_step("a method of the model under `no_grad`, the head trained (linear probe)", Mlp)
 def probe(engine: Engine) -> None:
-    for _ in range(STEPS):
-        with torch.no_grad():
-            x = engine.model.features(engine.data(4, 8))
-        engine.update(square(engine.model.head(x)))
+    with torch.no_grad():
+        x = engine.model.features(engine.data(4, 8))
+    engine.update(square(engine.model.head(x)))
 
 
 class TwoParts(nn.Module):
@@ -150,11 +135,10 @@ class TwoParts(nn.Module):
         self.encoder, self.decoder = chain(2), chain(2)
 
 
-@pattern("two submodules called one after the other, the root never", TwoParts)
+@pattern.each_step("two submodules called one after the other, the root never", TwoParts)
 def root_never(engine: Engine) -> None:
-    for _ in range(STEPS):
-        code = engine.model.encoder(engine.data(4, WIDTH))
-        engine.update(square(engine.model.decoder(code)))
+    code = engine.model.encoder(engine.data(4, WIDTH))
+    engine.update(square(engine.model.decoder(code)))
 
 
 @pattern("two submodules trained in turn (alternating minimization)", TwoParts)
@@ -264,11 +248,10 @@ class Momentum(Mlp):
         return square(self.features(x) - teacher)
 
 
-@pattern("an EMA teacher inside the model, updated inside `gathered()`", Momentum)
+@pattern.each_step("an EMA teacher inside the model, updated inside `gathered()`", Momentum)
 def teacher_inside(engine: Engine) -> None:
-    for _ in range(STEPS):
-        engine.update(engine.model(engine.data(4, 8)))
-        with engine.gathered(), torch.no_grad():
-            pairs = zip(engine.model.teacher.parameters(), engine.model.blocks.parameters(), strict=True)
-            for slow, fast in pairs:
-                slow.lerp_(fast, 0.1)
+    engine.update(engine.model(engine.data(4, 8)))
+    with engine.gathered(), torch.no_grad():
+        pairs = zip(engine.model.teacher.parameters(), engine.model.blocks.parameters(), strict=True)
+        for slow, fast in pairs:
+            slow.lerp_(fast, 0.1)

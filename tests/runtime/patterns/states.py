@@ -15,8 +15,10 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 
 from tests.runtime.patterns.engines import STEPS, Engine
-from tests.runtime.patterns.harness import Refused, pattern, usage
+from tests.runtime.patterns.harness import Refused, Subject, usage
 from tests.runtime.patterns.models import Block, Mlp, square
+
+pattern = Subject(__name__)
 
 
 def _sum(value: Any) -> float:
@@ -48,9 +50,7 @@ def _checkpointed() -> nn.Module:
     return model
 
 
-@pattern("`apply_activation_checkpointing`, whose wrapper renames keys", _checkpointed)
-def wrapped(engine: Engine) -> None:
-    _saved(engine)
+pattern("`apply_activation_checkpointing`, whose wrapper renames keys", _checkpointed)(_saved, "wrapped")
 
 
 def _renamed() -> nn.Module:
@@ -65,9 +65,7 @@ def _renamed() -> nn.Module:
     return model
 
 
-@pattern("a state-dict hook that renames keys", _renamed)
-def renamed(engine: Engine) -> None:
-    _saved(engine)
+pattern("a state-dict hook that renames keys", _renamed)(_saved, "renamed")
 
 
 def _cast() -> nn.Module:
@@ -80,9 +78,7 @@ def _cast() -> nn.Module:
     return model
 
 
-@pattern("a state-dict hook that casts to half precision", _cast)
-def cast(engine: Engine) -> None:
-    _saved(engine)
+pattern("a state-dict hook that casts to half precision", _cast)(_saved, "cast")
 
 
 def _derived() -> nn.Module:
@@ -94,9 +90,7 @@ def _derived() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 64), block, nn.Linear(64, 8))
 
 
-@pattern("a state-dict hook that adds a product of weights", _derived)
-def derived(engine: Engine) -> None:
-    _saved(engine)
+pattern("a state-dict hook that adds a product of weights", _derived)(_saved, "derived")
 
 
 class Transposed(nn.Linear):
@@ -114,9 +108,9 @@ def _with(layer: type[nn.Linear]) -> nn.Module:
     return model
 
 
-@pattern("`_save_to_state_dict` that writes other keys, views and lists", lambda: _with(Transposed))
-def transposed(engine: Engine) -> None:
-    _saved(engine)
+pattern("`_save_to_state_dict` that writes other keys, views and lists", lambda: _with(Transposed))(
+    _saved, "transposed"
+)
 
 
 class Extra(nn.Linear):
@@ -131,9 +125,7 @@ class Extra(nn.Linear):
         pass
 
 
-@pattern("`get_extra_state` with norms, views and arrays of weights", lambda: _with(Extra))
-def extra(engine: Engine) -> None:
-    _saved(engine)
+pattern("`get_extra_state` with norms, views and arrays of weights", lambda: _with(Extra))(_saved, "extra")
 
 
 class Overridden(Mlp):
@@ -142,11 +134,10 @@ class Overridden(Mlp):
         return OrderedDict((f"module.{name}", value) for name, value in state.items())
 
 
-@pattern("`state_dict` overridden to put a prefix before all names", Overridden)
+@pattern.each_step("`state_dict` overridden to put a prefix before all names", Overridden)
 def overridden(engine: Engine) -> None:
-    for _ in range(STEPS):
-        engine.update(square(engine.model(engine.data(4, 8))))
-        engine.record(_sum(engine.model.state_dict()))
+    engine.update(square(engine.model(engine.data(4, 8))))
+    engine.record(_sum(engine.model.state_dict()))
 
 
 @pattern("a state dict of a module around the model", Mlp)
@@ -180,13 +171,12 @@ def boxed(engine: Engine) -> None:
     _saved(engine)
 
 
-@pattern("a part's `load_state_dict()` inside `gathered()`", Mlp)
+@pattern.each_step("a part's `load_state_dict()` inside `gathered()`", Mlp)
 def part_loaded(engine: Engine) -> None:
-    for _ in range(STEPS):
-        engine.update(square(engine.model(engine.data(4, 8))))
-        with engine.gathered():
-            blocks = engine.model.blocks
-            blocks[0].load_state_dict({name: value.clone() for name, value in blocks[1].state_dict().items()})
+    engine.update(square(engine.model(engine.data(4, 8))))
+    with engine.gathered():
+        blocks = engine.model.blocks
+        blocks[0].load_state_dict({name: value.clone() for name, value in blocks[1].state_dict().items()})
 
 
 @pattern("a part's `load_state_dict()`", Mlp, refused={3: Refused("RuntimeError", ("gathered()",))})
@@ -197,14 +187,13 @@ def part_loaded_outside(engine: Engine) -> None:
     engine.update(square(engine.model(engine.data(4, 8))))
 
 
-@pattern("`state_dict(keep_vars=True)`", Mlp)
+@pattern.each_step("`state_dict(keep_vars=True)`", Mlp)
 def with_parameters(engine: Engine) -> None:
-    for _ in range(STEPS):
-        engine.update(square(engine.model(engine.data(4, 8))))
-        state = engine.model.state_dict(keep_vars=True)
-        assert all(state[name] is parameter for name, parameter in engine.model.named_parameters())
-        with engine.gathered():
-            engine.record(_sum(state))
+    engine.update(square(engine.model(engine.data(4, 8))))
+    state = engine.model.state_dict(keep_vars=True)
+    assert all(state[name] is parameter for name, parameter in engine.model.named_parameters())
+    with engine.gathered():
+        engine.record(_sum(state))
 
 
 class Pretrained(Mlp):
@@ -214,8 +203,7 @@ class Pretrained(Mlp):
         return _sum(self.head.state_dict()) + _sum(self.state_dict())
 
 
-@pattern("`save_pretrained()` that asks parts of the model for their states", Pretrained)
+@pattern.each_step("`save_pretrained()` that asks parts of the model for their states", Pretrained)
 def pretrained(engine: Engine) -> None:
-    for _ in range(STEPS):
-        engine.update(square(engine.model(engine.data(4, 8))))
-        engine.record(engine.model.save_pretrained())
+    engine.update(square(engine.model(engine.data(4, 8))))
+    engine.record(engine.model.save_pretrained())

@@ -11,14 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.runtime.patterns.engines import STEPS, VARIED_STEPS, Engine
-from tests.runtime.patterns.harness import always, pattern, usage
+from tests.runtime.patterns.engines import VARIED_STEPS, Engine
+from tests.runtime.patterns.harness import CLIPPED, Subject, always, usage, usual
 from tests.runtime.patterns.models import WIDTH, Block, Mlp, chain, square
 
-
-def _usual(engine: Engine, *shape: int) -> None:
-    for _ in range(STEPS):
-        engine.update(square(engine.model(engine.data(*(shape or (4, 8))))), max_norm=0.1)
+pattern = Subject(__name__)
 
 
 class Direct(Mlp):
@@ -40,9 +37,7 @@ class Direct(Mlp):
         return x @ self.named["a"] + self.listed[1]
 
 
-@pattern("parameters on the root, ParameterList, ParameterDict, buffers", Direct)
-def direct(engine: Engine) -> None:
-    _usual(engine)
+pattern("parameters on the root, ParameterList, ParameterDict, buffers", Direct)(CLIPPED, "direct")
 
 
 class Deep(nn.Module):
@@ -55,9 +50,7 @@ class Deep(nn.Module):
         return self.body(x) + self.weight
 
 
-@pattern("Sequentials nested in Sequentials", lambda: Deep(4))
-def deep(engine: Engine) -> None:
-    _usual(engine, 4, WIDTH)
+pattern("Sequentials nested in Sequentials", lambda: Deep(4))(usual(4, WIDTH, max_norm=0.1), "deep")
 
 
 class Choice(Mlp):
@@ -90,9 +83,7 @@ class Twice(Mlp):
         return x
 
 
-@pattern("a module at several places, a block called several times", Twice)
-def shared_module(engine: Engine) -> None:
-    _usual(engine)
+pattern("a module at several places, a block called several times", Twice)(CLIPPED, "shared_module")
 
 
 class Loop(Mlp):
@@ -125,19 +116,15 @@ def _orders(engine: Engine, *orders: tuple[int, ...]) -> None:
         engine.update(square(engine.model(engine.data(4, 8))))
 
 
-@pattern("units in another order at each step", Ordered)
-def reordered(engine: Engine) -> None:
-    _orders(engine, (0, 1, 2), (2, 1, 0), (1, 0, 2), (0, 2, 1), (2, 0, 1))
-
-
-@pattern("units left out, others at each step", Ordered)
-def left_out(engine: Engine) -> None:
-    _orders(engine, (0, 1, 2), (0, 2), (1,), (), (2,), (0, 1, 2))
-
-
-@pattern("units left out in the first step", Ordered)
-def left_out_first(engine: Engine) -> None:
-    _orders(engine, (1,), (0, 1, 2), (2, 0), (1, 1, 1))
+pattern("units in another order at each step", Ordered)(
+    lambda engine: _orders(engine, (0, 1, 2), (2, 1, 0), (1, 0, 2), (0, 2, 1), (2, 0, 1)), "reordered"
+)
+pattern("units left out, others at each step", Ordered)(
+    lambda engine: _orders(engine, (0, 1, 2), (0, 2), (1,), (), (2,), (0, 1, 2)), "left_out"
+)
+pattern("units left out in the first step", Ordered)(
+    lambda engine: _orders(engine, (1,), (0, 1, 2), (2, 0), (1, 1, 1)), "left_out_first"
+)
 
 
 class Branches(Mlp):
@@ -149,14 +136,8 @@ class Branches(Mlp):
         return x + self.blocks[0](x) + self.blocks[1](x) * early
 
 
-@pattern("parallel branches beside a skip", Branches)
-def branches(engine: Engine) -> None:
-    _usual(engine)
-
-
-@pattern("a single Linear", lambda: nn.Linear(WIDTH, WIDTH))
-def single_linear(engine: Engine) -> None:
-    _usual(engine, 4, WIDTH)
+pattern("parallel branches beside a skip", Branches)(CLIPPED, "branches")
+pattern("a single Linear", lambda: nn.Linear(WIDTH, WIDTH))(usual(4, WIDTH, max_norm=0.1), "single_linear")
 
 
 class One(nn.Module):
@@ -168,9 +149,7 @@ class One(nn.Module):
         return x * self.scale
 
 
-@pattern("a model of one number", One)
-def one_number(engine: Engine) -> None:
-    _usual(engine)
+pattern("a model of one number", One)(CLIPPED, "one_number")
 
 
 class Unequal(nn.Module):
@@ -185,9 +164,7 @@ class Unequal(nn.Module):
         return x
 
 
-@pattern("layers of very unequal sizes", Unequal)
-def unequal(engine: Engine) -> None:
-    _usual(engine, 4, 3)
+pattern("layers of very unequal sizes", Unequal)(usual(4, 3, max_norm=0.1), "unequal")
 
 
 class Autoencoder(Mlp):
@@ -201,9 +178,7 @@ class Autoencoder(Mlp):
         return F.linear(code, self.first.weight.t())
 
 
-@pattern("an autoencoder whose decoder transposes the encoder's weights", Autoencoder)
-def autoencoder(engine: Engine) -> None:
-    _usual(engine)
+pattern("an autoencoder whose decoder transposes the encoder's weights", Autoencoder)(CLIPPED, "autoencoder")
 
 
 class Hypernetwork(nn.Module):
@@ -221,9 +196,7 @@ class Hypernetwork(nn.Module):
         return self.head(torch.tanh(F.linear(x, weight)))
 
 
-@pattern("a hypernetwork", Hypernetwork)
-def hypernetwork(engine: Engine) -> None:
-    _usual(engine)
+pattern("a hypernetwork", Hypernetwork)(CLIPPED, "hypernetwork")
 
 
 class Scanned(Mlp):
@@ -238,14 +211,13 @@ class Scanned(Mlp):
         return x
 
 
-@pattern("weights of all blocks stacked inside forward, no block called", Scanned)
-def scanned(engine: Engine) -> None:
-    _usual(engine)
-
-
-@pattern("units chosen by `units=nn.Linear`", Mlp, options={"units": nn.Linear})
-def units_of_a_class(engine: Engine) -> None:
-    _usual(engine)
+pattern("weights of all blocks stacked inside forward, no block called", Scanned)(CLIPPED, "scanned")
+pattern("units chosen by `units=nn.Linear`", Mlp, options={"units": nn.Linear})(CLIPPED, "units_of_a_class")
+pattern("units of two classes", Mlp, options={"units": (Block, nn.Linear)})(CLIPPED, "units_of_classes")
+pattern("units chosen by a function", Mlp, options={"units": lambda module: isinstance(module, Block)})(
+    CLIPPED, "units_by_function"
+)
+pattern("the whole model as a unit", Mlp, options={"units": lambda module: True})(CLIPPED, "root_as_unit")
 
 
 class Shared(Mlp):
@@ -281,29 +253,17 @@ def _apart(model: Mlp) -> None:
 SHARED = always(usage("share memory", "clone()"))
 
 
-@pattern("a weight tied by `.data.t()`", lambda: Shared(_transposed), refused=SHARED)
-def tied_transposed(engine: Engine) -> None:
-    _usual(engine)
-
-
-@pattern("a bias tied by `.data[:8]`", lambda: Shared(_sliced), refused=SHARED)
-def tied_slice(engine: Engine) -> None:
-    _usual(engine)
-
-
-@pattern("a buffer over a parameter's memory", lambda: Shared(_as_buffer), refused=SHARED)
-def buffer_over(engine: Engine) -> None:
-    _usual(engine)
-
-
-@pattern("an attribute over a parameter's memory", lambda: Shared(_as_attribute), refused=SHARED)
-def attribute_over(engine: Engine) -> None:
-    _usual(engine)
-
-
-@pattern("parameters in one memory that share no element of it", lambda: Shared(_apart))
-def fused(engine: Engine) -> None:
-    _usual(engine)
+pattern("a weight tied by `.data.t()`", lambda: Shared(_transposed), refused=SHARED)(
+    CLIPPED, "tied_transposed"
+)
+pattern("a bias tied by `.data[:8]`", lambda: Shared(_sliced), refused=SHARED)(CLIPPED, "tied_slice")
+pattern("a buffer over a parameter's memory", lambda: Shared(_as_buffer), refused=SHARED)(
+    CLIPPED, "buffer_over"
+)
+pattern("an attribute over a parameter's memory", lambda: Shared(_as_attribute), refused=SHARED)(
+    CLIPPED, "attribute_over"
+)
+pattern("parameters in one memory that share no element of it", lambda: Shared(_apart))(CLIPPED, "fused")
 
 
 @pattern(

@@ -7,8 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from tests.runtime.patterns.engines import STEPS, Engine
-from tests.runtime.patterns.harness import pattern
+from tests.runtime.patterns.harness import Subject
 from tests.runtime.patterns.models import Mlp, square
+
+pattern = Subject(__name__)
 
 
 @pattern("backward in a thread of its own", Mlp)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -10,14 +11,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.runtime.patterns.engines import STEPS, VARIED_STEPS, Engine
-from tests.runtime.patterns.harness import OUTSIDE, Refused, always, pattern, usage
+from tests.runtime.patterns.harness import OUTSIDE, USUAL, Refused, Subject, always, updates, usage
 from tests.runtime.patterns.models import Mlp, Words, square
 
+pattern = Subject(__name__)
 
-def _usual(engine: Engine, after: Callable[[], None]) -> None:
+
+def _usual(engine: Engine, after: Callable[[], Any], *, gathered: bool = False) -> None:
     for _ in range(STEPS):
         engine.update(square(engine.model(engine.data(4, 8))))
-        after()
+        with engine.gathered() if gathered else contextlib.nullcontext():
+            after()
 
 
 def _penalty(model: nn.Module) -> Tensor:
@@ -35,48 +39,43 @@ class Regularized(Mlp):
         return square(super().forward(x)) + 1e-3 * penalty
 
 
-@pattern("an L2 penalty over `self.parameters()` inside forward", Regularized)
-def penalty_inside(engine: Engine) -> None:
-    for _ in range(STEPS):
-        engine.update(engine.model(engine.data(4, 8)))
+pattern("an L2 penalty over `self.parameters()` inside forward", Regularized)(
+    updates(lambda engine: engine.model(engine.data(4, 8))), "penalty_inside"
+)
 
 
-@pattern("an L2 penalty over `model.parameters()` before the forward", Mlp, refused=OUTSIDE)
+@pattern.each_step("an L2 penalty over `model.parameters()` before the forward", Mlp, refused=OUTSIDE)
 def penalty_before(engine: Engine) -> None:
-    for _ in range(STEPS):
-        penalty = _penalty(engine.model)
-        engine.update(square(engine.model(engine.data(4, 8))) + 1e-3 * penalty)
+    penalty = _penalty(engine.model)
+    engine.update(square(engine.model(engine.data(4, 8))) + 1e-3 * penalty)
 
 
-@pattern("an L2 penalty over `model.parameters()` after the forward", Mlp, refused=OUTSIDE)
+@pattern.each_step("an L2 penalty over `model.parameters()` after the forward", Mlp, refused=OUTSIDE)
 def penalty_after(engine: Engine) -> None:
-    for _ in range(STEPS):
-        loss = square(engine.model(engine.data(4, 8)))
-        engine.update(loss + 1e-3 * _penalty(engine.model))
+    loss = square(engine.model(engine.data(4, 8)))
+    engine.update(loss + 1e-3 * _penalty(engine.model))
 
 
-@pattern("an L2 penalty, all of it inside `gathered()`", Mlp)
+@pattern.each_step("an L2 penalty, all of it inside `gathered()`", Mlp)
 def penalty_gathered(engine: Engine) -> None:
-    for _ in range(STEPS):
-        with engine.gathered():
-            loss = square(engine.model(engine.data(4, 8))) + 1e-3 * _penalty(engine.model)
-            engine.record(loss)
-            engine.backward(loss)
-        engine.step()
-        engine.zero_grad()
-
-
-@pattern("`gathered()` between forward and backward, and between backward and `step()`", Mlp)
-def gathered_in_between(engine: Engine) -> None:
-    for _ in range(STEPS):
-        loss = square(engine.model(engine.data(4, 8)))
-        with engine.gathered():
-            engine.record(_penalty(engine.model))
+    with engine.gathered():
+        loss = square(engine.model(engine.data(4, 8))) + 1e-3 * _penalty(engine.model)
+        engine.record(loss)
         engine.backward(loss)
-        with engine.gathered():
-            engine.record(_penalty(engine.model))
-        engine.step()
-        engine.zero_grad()
+    engine.step()
+    engine.zero_grad()
+
+
+@pattern.each_step("`gathered()` between forward and backward, and between backward and `step()`", Mlp)
+def gathered_in_between(engine: Engine) -> None:
+    loss = square(engine.model(engine.data(4, 8)))
+    with engine.gathered():
+        engine.record(_penalty(engine.model))
+    engine.backward(loss)
+    with engine.gathered():
+        engine.record(_penalty(engine.model))
+    engine.step()
+    engine.zero_grad()
 
 
 def _average(engine: Engine, shadow: dict[str, Tensor]) -> None:
@@ -95,12 +94,7 @@ def ema(engine: Engine) -> None:
 @pattern("an EMA inside `gathered()`", Mlp)
 def ema_gathered(engine: Engine) -> None:
     shadow: dict[str, Tensor] = {}
-
-    def after() -> None:
-        with engine.gathered():
-            _average(engine, shadow)
-
-    _usual(engine, after)
+    _usual(engine, lambda: _average(engine, shadow), gathered=True)
 
 
 class Averaged(Mlp):
@@ -118,45 +112,30 @@ def _swa(engine: Engine) -> None:
         engine.record(square(average(torch.ones(2, 8))))
 
 
-@pattern("AveragedModel", Averaged, refused=OUTSIDE)
-def swa(engine: Engine) -> None:
-    _usual(engine, lambda: _swa(engine))
+pattern("AveragedModel", Averaged, refused=OUTSIDE)(
+    lambda engine: _usual(engine, lambda: _swa(engine)), "swa"
+)
+pattern("AveragedModel inside `gathered()`", Averaged)(
+    lambda engine: _usual(engine, lambda: _swa(engine), gathered=True), "swa_gathered"
+)
 
 
-@pattern("AveragedModel inside `gathered()`", Averaged)
-def swa_gathered(engine: Engine) -> None:
-    def after() -> None:
-        with engine.gathered():
-            _swa(engine)
-
-    _usual(engine, after)
+def _read_alone(engine: Engine) -> None:
+    if engine.rank == 0:
+        engine.record(engine.model.blocks[0].inner.weight.detach().norm())
+    dist.barrier()
 
 
-@pattern(
+pattern(
     "one rank alone reads a norm",
     Mlp,
     refused={3: usage("gathered()", everywhere=False)},
     apart=True,
     timeout=4.0,  # the other rank waits that long
+)(lambda engine: _usual(engine, lambda: _read_alone(engine)), "one_rank_reads")
+pattern("one rank alone reads a norm, inside `gathered()`", Mlp)(
+    lambda engine: _usual(engine, lambda: _read_alone(engine), gathered=True), "one_rank_reads_gathered"
 )
-def one_rank_reads(engine: Engine) -> None:
-    def after() -> None:
-        if engine.rank == 0:
-            engine.record(engine.model.blocks[0].inner.weight.detach().norm())
-        dist.barrier()
-
-    _usual(engine, after)
-
-
-@pattern("one rank alone reads a norm, inside `gathered()`", Mlp)
-def one_rank_reads_gathered(engine: Engine) -> None:
-    def after() -> None:
-        with engine.gathered():
-            if engine.rank == 0:
-                engine.record(engine.model.blocks[0].inner.weight.detach().norm())
-            dist.barrier()
-
-    _usual(engine, after)
 
 
 @pattern("`p.shape`, `p.numel()`, `p.dtype`, `p.dim()` at any time", Mlp)
@@ -170,12 +149,10 @@ def shapes(engine: Engine) -> None:
     _usual(engine, after)
 
 
-@pattern("`model.state_dict()` after every step", Mlp)
+@pattern.each_step("`model.state_dict()` after every step", Mlp)
 def state_dict(engine: Engine) -> None:
-    def after() -> None:
-        engine.record(sum(value.double().norm() for value in engine.model.state_dict().values()))
-
-    _usual(engine, after)
+    engine.update(square(engine.model(engine.data(4, 8))))
+    engine.record(sum(value.double().norm() for value in engine.model.state_dict().values()))
 
 
 # ---- changing
@@ -192,32 +169,18 @@ def _clamp_data(engine: Engine) -> None:
         p.data.clamp_(-0.1, 0.1)
 
 
-@pattern("weights clamped after `step()`, under `no_grad`", Mlp, refused=OUTSIDE)
-def clamp(engine: Engine) -> None:
-    _usual(engine, lambda: _clamp(engine))
-
-
-@pattern("weights clamped after `step()`, through `p.data`", Mlp, refused=OUTSIDE)
-def clamp_data(engine: Engine) -> None:
-    _usual(engine, lambda: _clamp_data(engine))
-
-
-@pattern("weights clamped inside `gathered()`, under `no_grad`", Mlp)
-def clamp_gathered(engine: Engine) -> None:
-    def after() -> None:
-        with engine.gathered():
-            _clamp(engine)
-
-    _usual(engine, after)
-
-
-@pattern("weights clamped inside `gathered()`, through `p.data`", Mlp)
-def clamp_data_gathered(engine: Engine) -> None:
-    def after() -> None:
-        with engine.gathered():
-            _clamp_data(engine)
-
-    _usual(engine, after)
+pattern("weights clamped after `step()`, under `no_grad`", Mlp, refused=OUTSIDE)(
+    lambda engine: _usual(engine, lambda: _clamp(engine)), "clamp"
+)
+pattern("weights clamped after `step()`, through `p.data`", Mlp, refused=OUTSIDE)(
+    lambda engine: _usual(engine, lambda: _clamp_data(engine)), "clamp_data"
+)
+pattern("weights clamped inside `gathered()`, under `no_grad`", Mlp)(
+    lambda engine: _usual(engine, lambda: _clamp(engine), gathered=True), "clamp_gathered"
+)
+pattern("weights clamped inside `gathered()`, through `p.data`", Mlp)(
+    lambda engine: _usual(engine, lambda: _clamp_data(engine), gathered=True), "clamp_data_gathered"
+)
 
 
 def _initialize(engine: Engine) -> None:
@@ -229,25 +192,21 @@ def _initialize(engine: Engine) -> None:
 @pattern("`nn.init` after construction, with equal seeds", Mlp, refused=OUTSIDE)
 def initialize(engine: Engine) -> None:
     _initialize(engine)
-    _usual(engine, lambda: None)
+    USUAL(engine)
 
 
 @pattern("`nn.init` after construction, inside `gathered()`", Mlp)
 def initialize_gathered(engine: Engine) -> None:
     with engine.gathered():
         _initialize(engine)
-    _usual(engine, lambda: None)
+    USUAL(engine)
 
 
 @pattern("`model.load_state_dict()` in the middle of training", Mlp)
 def load_state_dict(engine: Engine) -> None:
     kept = engine.weights()
-
-    def after() -> None:
-        engine.model.load_state_dict(kept)
-
-    _usual(engine, after)
-    _usual(engine, lambda: None)
+    _usual(engine, lambda: engine.model.load_state_dict(kept))
+    USUAL(engine)
 
 
 @pattern("weights swapped for averaged ones to evaluate, and back", Mlp)
@@ -304,10 +263,9 @@ class Head(Words):
         return self.head(x)  # type: ignore[no-any-return]
 
 
-@pattern("a child's weight used before the child is called, inside forward", Head)
-def weight_of_a_child(engine: Engine) -> None:
-    for _ in range(STEPS):
-        engine.update(square(engine.model(engine.ids(80, 2, 6))))
+pattern("a child's weight used before the child is called, inside forward", Head)(
+    updates(lambda engine: square(engine.model(engine.ids(80, 2, 6)))), "weight_of_a_child"
+)
 
 
 class HeadLater(Words):
@@ -320,10 +278,9 @@ class HeadLater(Words):
         return nn.functional.linear(x, self.head.weight)
 
 
-@pattern("`F.linear(x, self.head.weight)` inside forward", HeadLater)
-def functional_head(engine: Engine) -> None:
-    for _ in range(STEPS):
-        engine.update(square(engine.model(engine.ids(80, 2, 6))))
+pattern("`F.linear(x, self.head.weight)` inside forward", HeadLater)(
+    updates(lambda engine: square(engine.model(engine.ids(80, 2, 6)))), "functional_head"
+)
 
 
 class BlockWeights(Mlp):
@@ -338,7 +295,6 @@ class BlockWeights(Mlp):
         return self.head(x + 0.1 * early @ blocks[0].inner.weight)  # type: ignore[no-any-return]
 
 
-@pattern("a unit's weight used by the parent, before and after the unit is called", BlockWeights)
-def weights_of_units(engine: Engine) -> None:
-    for _ in range(STEPS):
-        engine.update(square(engine.model(engine.data(4, 8))))
+pattern("a unit's weight used by the parent, before and after the unit is called", BlockWeights)(
+    USUAL, "weights_of_units"
+)
