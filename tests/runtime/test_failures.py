@@ -13,174 +13,87 @@ import textwrap
 import threading
 import time
 import weakref
+from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 import zerokit
-from tests.support.distributed import ROOT, run_each, run_ranks, run_ranks_expecting_errors
+from tests.support.distributed import AT_ONCE, ROOT, run_each, run_ranks, run_ranks_expecting_errors
 from tests.support.machine import live_storages
-from tests.support.models import CASES, Case
-from tests.support.models.transformers import Block, Gpt
-from tests.support.training import Run, Trajectory, build_seeded, digest, exact, one_step, whole_weights, wrap
-from zerokit.placement import stage_of
+from tests.support.training import Run, Trajectory, digest, one_step, trained, whole_weights
+from zerokit.runtime.collectives.node import SWITCH
 
 STAGES = (0, 1, 2, 3)
+SQUARE = (2, 2)
+INT8 = zerokit.Precision(wire="int8")
 
 
 class Blown(Exception):
     """Raised by a fuse."""
 
 
-class _Fuse(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, fused: FusedBlock) -> Tensor:
-        ctx.fused = fused
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        if ctx.fused.blows == "backward":
-            raise Blown("in backward")
-        return gradients[0], None
+def _blow(how: str, *_: object) -> None:
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise Blown(how)
 
 
-class FusedBlock(Block):
-    """A block that raises in the middle of its forward or backward when told to."""
-
-    blows = ""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.blows == "forward":
-            raise Blown("in forward")
-        x = x + self.attention(self.norm1(x))
-        x = _Fuse.apply(x, self)
-        if self.blows == "end of forward":
-            raise Blown("at the end of forward")
-        return x + self.mlp(self.norm2(x))  # type: ignore[no-any-return]
+def _fuse(model: nn.Module, how: str) -> RemovableHandle:
+    """The second block ends its rank in forward or backward, or raises there."""
+    block = model.get_submodule("blocks.1")
+    register = block.register_full_backward_pre_hook if how == "backward" else block.register_forward_pre_hook
+    return register(partial(_blow, how))
 
 
-def _fused_gpt() -> Gpt:
-    torch.manual_seed(3)
-    model = Gpt(depth=0)
-    model.blocks = nn.ModuleList(FusedBlock() for _ in range(3))
-    return model
-
-
-def _attempt(model: Gpt, optimizer: zerokit.ZeroOptimizer, case: Case, place: str, block: int) -> None:
-    """One step that raises at `place`, caught as a user would."""
-    fused = model.blocks[block]
-    assert isinstance(fused, FusedBlock)
-    if place in ("forward", "end of forward", "backward", "accumulate"):
-        fused.blows = "backward" if place == "accumulate" else place
-    loss = case.loss(model, case.batch(0, 77, dist.get_rank())) if place != "forward" else None
-    if place == "between":
-        raise Blown("between forward and backward")
-    if place == "after backward":
-        assert loss is not None
-        optimizer.backward(loss)
-        raise Blown("after backward")
-    if place == "accumulate":
-        assert loss is not None
-        with optimizer.accumulate():
-            optimizer.backward(loss)
-    elif loss is not None:
-        optimizer.backward(loss)
-    else:
-        case.loss(model, case.batch(0, 77, dist.get_rank()))
-
-
-IN_BLOCKS = ("forward", "end of forward", "backward", "accumulate")
-OUTSIDE = ("between", "after backward")
-
-
-def _with_exceptions(stage: int, first: bool) -> list[tuple[str, list[str]]]:
-    """A few steps each, with one exception at each place (before the first or the third step), or none.
-
-    The block that raises is one of two by turns: a place has both in two stages.
-    """
-    found = []
-    case = CASES["gpt"]
-    places = [(place, (stage // 2 + turn) % 2 + (1 if first else 0)) for turn, place in enumerate(IN_BLOCKS)]
-    for place, block in [("", 0), *places, *((place, 0) for place in OUTSIDE)]:
-        model = _fused_gpt()
-        optimizer = wrap(model, case, Run(stage=stage))
-        trajectory = Trajectory()
-        for step in range(3 if first else 4):
-            if place and step == (0 if first else 2):
-                with pytest.raises(Blown):
-                    _attempt(model, optimizer, case, place, block)
-                for fused in model.blocks:
-                    assert isinstance(fused, FusedBlock)
-                    fused.blows = ""
-                optimizer.zero_grad()
-            one_step(model, optimizer, case, Run(clip=1.0), step, trajectory)
-        trajectory.weights = digest(whole_weights(model).items())
-        found.append((f"{place!r} of block {block}", trajectory.bits()))
-    return found
-
-
-@pytest.mark.parametrize(("stage", "first"), [(0, True), (1, False), (2, True), (3, True), (3, False)])
-def test_an_exception_on_every_rank_leaves_no_trace(stage: int, first: bool) -> None:
-    for found in run_ranks(2, _with_exceptions, stage, first):
-        (_, expected), *others = found
-        for place, bits in others:
-            assert bits == expected, f"an exception in {place} changed later steps"
-
-
-def _one_rank_raises(stage: int, place: str, first: bool) -> None:
-    case = CASES["gpt"]
-    model = _fused_gpt()
-    optimizer = wrap(model, case, Run(stage=stage))
-    if not first:
-        one_step(model, optimizer, case, Run(), 0, Trajectory())
-        one_step(model, optimizer, case, Run(), 1, Trajectory())
+def _one_rank_ends(run: Run, how: str, switch: str) -> None:
+    os.environ[SWITCH] = switch
+    case, model, optimizer = trained("gpt", run, 2)
     if dist.get_rank() == 1:
-        _attempt(model, optimizer, case, place, 1)
+        _fuse(model, how)
     for step in range(2, 4):
-        one_step(model, optimizer, case, Run(clip=1.0), step, Trajectory())
+        one_step(model, optimizer, case, replace(run, clip=1.0), step, Trajectory())
 
 
 @pytest.mark.parametrize(
-    ("stage", "place"), [(0, "forward"), (1, "backward"), (3, "forward"), (3, "backward")]
+    ("run", "world", "how", "switch"),
+    [
+        (Run(stage=0), 3, "forward", "1"),
+        (Run(stage=1), 3, "backward", "1"),
+        (Run(stage=3), 3, "forward", "1"),
+        (Run(stage=3), 3, "backward", "1"),
+        (Run(stage=0), 3, "killed", "1"),
+        (Run(stage=3), 3, "killed", "1"),
+        (Run(stage=(0, 3), mesh=SQUARE), 4, "killed", "1"),
+        (Run(stage=(2, 2), mesh=SQUARE), 4, "killed", "1"),
+        (Run(stage=2, precision=INT8), 2, "killed", "1"),
+        (Run(stage=2, precision=INT8), 2, "killed", "0"),
+    ],
 )
-def test_an_exception_on_one_rank_ends_the_others_within_the_time_out(stage: int, place: str) -> None:
-    first, second, third = run_ranks_expecting_errors(3, _one_rank_raises, stage, place, False, timeout=2.0)
-    assert second.raised("Blown"), second.describe()
-    for outcome in (first, third):
+def test_a_rank_that_ends_is_named_by_others_which_end_too(
+    run: Run, world: int, how: str, switch: str
+) -> None:
+    """A rank that is killed closes its connections, so two find that at once; else within the time-out."""
+    limit = AT_ONCE if run.precision is INT8 else {"timeout": 3.0}
+    first, second, *others = run_ranks_expecting_errors(world, _one_rank_ends, run, how, switch, **limit)
+    assert second.exitcode == -signal.SIGKILL if how == "killed" else second.raised("Blown"), (
+        second.describe()
+    )
+    for outcome in (first, *others):
         assert outcome.raised("ScheduleError"), outcome.describe()
-    # The rank that is gone is named by at least one of those that waited for it.
-    assert "rank 1" in first.error + third.error
-
-
-def _killed(stage: int) -> None:
-    case = CASES["gpt"]
-    model = build_seeded(case, 0)
-    optimizer = wrap(model, case, Run(stage=stage))
-    for step in range(4):
-        if step == 2 and dist.get_rank() == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        one_step(model, optimizer, case, Run(), step, Trajectory())
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_killed_rank_ends_the_others(stage: int) -> None:
-    first, second, third = run_ranks_expecting_errors(3, _killed, stage, timeout=3.0)
-    assert second.exitcode == -signal.SIGKILL
-    for outcome in (first, third):
-        assert outcome.raised("ScheduleError"), outcome.describe()
+    assert any("rank 1" in outcome.error for outcome in (first, *others))
 
 
 def _slow_rank(stage: int) -> str:
     """One rank takes longer than the watch's second, not longer than the time-out: nothing happens."""
-    case = CASES["mlp_10_64_2"]
-    model = build_seeded(case, 0)
-    optimizer = wrap(model, case, Run(stage=stage))
+    case, model, optimizer = trained("mlp_10_64_2", Run(stage=stage))
     for step in range(3):
         if step == 1 and dist.get_rank() == 1:
             time.sleep(2.0)
@@ -193,97 +106,17 @@ def test_a_slow_rank_is_waited_for() -> None:
         assert first == second
 
 
-# --- ranks that take different paths -----------------------------------------------------------------------
-
-
-class Turned(nn.Module):
-    """Blocks in line order on rank 0, in another order on rank 1, from step `since` on."""
-
-    def __init__(self, since: int) -> None:
-        super().__init__()
-        self.stem = nn.Linear(9, 12)
-        self.blocks = nn.ModuleList(nn.Linear(12, 12) for _ in range(4))
-        self.head = nn.Linear(12, 1)
-        self.since, self.calls = since, 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        turned = dist.get_rank() == 1 and self.calls >= self.since
-        self.calls += 1
-        x = self.stem(x)
-        for index in (2, 0, 3, 1) if turned else (0, 1, 2, 3):
-            x = self.blocks[index](x).tanh()
-        return self.head(x)  # type: ignore[no-any-return]
-
-
-def _turned(stage: int, since: int) -> tuple[list[str], str]:
-    case = CASES["unit_called_twice"]
-    torch.manual_seed(9)
-    model = Turned(since)
-    optimizer = zerokit.ZeroOptimizer(
-        model, torch.optim.AdamW, stage=stage_of(stage), precision="fp32", bucket_mb=1e-6, lr=1e-2
-    )
-    losses = []
-    for step in range(4):
-        batch = case.batch(0, step, dist.get_rank())
-        loss = torch.nn.functional.mse_loss(model(batch["x"]), batch["y"])
-        optimizer.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(exact(loss))
-    return losses, digest(whole_weights(model).items())
-
-
-@pytest.mark.parametrize(("stage", "since"), [(2, 2), (3, 2)])
-def test_another_order_of_units_on_one_rank_is_right_or_an_error_but_no_hang(stage: int, since: int) -> None:
-    outcomes = run_ranks_expecting_errors(2, _turned, stage, since, timeout=2.0)
-    if all(outcome.ok for outcome in outcomes):
-        expected = run_ranks(2, _turned, 0, since)
-        assert [outcome.value for outcome in outcomes] == expected
-    else:
-        for outcome in outcomes:
-            assert outcome.raised("ZerokitError"), outcome.describe()
-
-
-def _skips_a_step(stage: int, what: str) -> None:
-    """Rank 1 leaves out one call that is collective."""
-    case = CASES["gpt"]
-    model = build_seeded(case, 0)
-    optimizer = wrap(model, case, Run(stage=stage))
-    odd = dist.get_rank() == 1
-    for step in range(4):
-        skip = odd and step == 2
-        loss = case.loss(model, case.batch(0, step, dist.get_rank()))
-        if not (skip and what == "backward"):
-            optimizer.backward(loss)
-        if not (skip and what == "clip"):
-            optimizer.clip_grad_norm_(1.0)
-        if not (skip and what == "step"):
-            optimizer.step()
-        optimizer.zero_grad()
-
-
-@pytest.mark.parametrize(("what", "stage"), [("clip", 0), ("step", 3), ("clip", 3)])
-def test_a_call_left_out_on_one_rank_is_an_error_and_no_hang(what: str, stage: int) -> None:
-    outcomes = run_ranks_expecting_errors(2, _skips_a_step, stage, what, timeout=2.0)
-    assert any(outcome.raised("ZerokitError") for outcome in outcomes), [o.describe() for o in outcomes]
-    for outcome in outcomes:
-        assert outcome.ok or outcome.raised("ZerokitError"), outcome.describe()
-
-
 # --- memory that must be free again ------------------------------------------------------------------------
 
 
 def _delete(stage: int, name: str, order: str, fail: bool) -> dict[str, Any]:
     before = set(live_storages())
-    case, run = CASES[name], Run(stage=stage)
-    model = _fused_gpt() if fail else build_seeded(case, 0)
-    optimizer = wrap(model, case, run)
-    for step in range(3):
-        one_step(model, optimizer, case, Run(clip=1.0), step, Trajectory())
+    case, model, optimizer = trained(name, Run(stage=stage, clip=1.0), 3)
     if fail:
-        assert isinstance(model, Gpt)
+        handle = _fuse(model, "backward")
         with pytest.raises(Blown):
-            _attempt(model, optimizer, case, "backward", 1)
+            one_step(model, optimizer, case, Run(), 3, Trajectory())
+        handle.remove()
         optimizer.zero_grad()
     dead: list[weakref.ref[Any]] = [weakref.ref(thing) for thing in (model, optimizer, *model.children())]
     if order == "model first":
@@ -322,11 +155,10 @@ def test_deleting_model_and_optimizer_frees_their_memory(stage: int) -> None:
 
 def _many_steps(stage: int) -> tuple[int, int, int]:
     """Bytes held after few steps and after many, and threads left over once everything is deleted."""
-    case, run = CASES["gpt_checkpoint_each"], Run(stage=stage, clip=1.0)
+    run = Run(stage=stage, clip=1.0)
     threads = threading.active_count()
     before = set(live_storages())
-    model = build_seeded(case, 0)
-    optimizer = wrap(model, case, run)
+    case, model, optimizer = trained("gpt_checkpoint_each", run)
     held = []
     for step in range(10):
         one_step(model, optimizer, case, run, step, Trajectory())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import mmap
 import pickle
 from typing import Any
 
@@ -15,10 +14,8 @@ from torch import Tensor, nn
 
 import zerokit
 from tests.support.distributed import run_each, run_ranks
-from zerokit.layout import Interval
 from zerokit.placement import stage_of
 from zerokit.runtime.guard import Guarded, HeldGradient
-from zerokit.runtime.memory import unit_memory
 
 
 def build(stage: int) -> tuple[Any, zerokit.ZeroOptimizer]:
@@ -190,20 +187,3 @@ def _released(stage: int) -> None:
 
 def test_parameters_outlive_their_optimizer() -> None:
     run_each(2, _released, (0, 2))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("rank", [0, 1, 2])
-def test_freed_memory_reads_as_nan_and_the_shard_stays(dtype: torch.dtype, rank: int) -> None:
-    shard = 5 * mmap.PAGESIZE // dtype.itemsize
-    own = Interval(rank * shard, (rank + 1) * shard)
-    memory = unit_memory(3 * shard, own, dtype, torch.device("cpu"), comes_and_goes=True)
-    memory.whole.fill_(2.0)
-    kept = memory.whole.detach()
-    for _ in range(3):
-        memory.shrink()
-        numbers = ~kept.isnan()
-        assert torch.equal(numbers.nonzero().flatten(), torch.arange(own.start, own.stop))
-        memory.grow()
-        assert torch.equal(memory.shard, torch.full((shard,), 2.0, dtype=dtype))
-        memory.whole.fill_(2.0)

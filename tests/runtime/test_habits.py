@@ -20,8 +20,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import zerokit
-from tests.support.distributed import run_ranks
+from tests.support.distributed import run_alone, run_ranks
 from zerokit.placement import stage_of
+from zerokit.runtime.hooks import require_no_graphs
 
 
 def _model(depth: int = 4) -> nn.Sequential:
@@ -221,3 +222,28 @@ def test_a_profile_names_units(stage: int) -> None:
             f"zerokit: wait for the gather of {whole}",
             f"zerokit: wait for the reduction of {whole}",
         ]
+
+
+def _refused_modes() -> dict[str, list[str]]:
+    warnings.simplefilter("ignore", DeprecationWarning)  # what Inductor imports
+    found: dict[str, list[str]] = {}
+    for mode in ("default", "reduce-overhead", "max-autotune-no-cudagraphs"):
+        in_place, replaced = (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(2))
+        in_place[1].compile(mode=mode)
+        replaced[1] = torch.compile(replaced[1], mode=mode)  # type: ignore[assignment]
+        found[mode] = []
+        for model in (in_place, replaced):
+            try:
+                require_no_graphs(model)
+            except zerokit.UsageError as error:
+                found[mode].append(str(error))
+    return found
+
+
+def test_blocks_compiled_with_cuda_graphs_are_refused_by_name() -> None:
+    """Stage 3 on CUDA asks so in its first forward; nothing is compiled yet."""
+    found = run_alone(_refused_modes)
+    assert found.pop("default") == found.pop("max-autotune-no-cudagraphs") == []
+    ((in_place, replaced),) = found.values()
+    assert "1 is compiled with CUDA graphs" in in_place
+    assert "mode='default'" in replaced

@@ -49,16 +49,17 @@ _SHORT, _LONG = 300_000, 3_000_000
 """Elements whose memory outside the shard is too short for huge pages, and long enough for them."""
 
 
-def _units(numel: int, count: int) -> list[MappedMemory]:
-    units = [MappedMemory(numel, Interval(5000, 6000), torch.float32) for _ in range(count)]
+def _units(numel: int, count: int, dtype: torch.dtype = torch.float32) -> list[MappedMemory]:
+    units = [MappedMemory(numel, Interval(5000, 6000), dtype) for _ in range(count)]
     for unit in units:
         unit.shrink()
     return units
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("numel", [_SHORT, _LONG])
-def test_freed_memory_reads_as_nan_and_the_shard_stays(numel: int) -> None:
-    units = _units(numel, 3)
+def test_freed_memory_reads_as_nan_and_the_shard_stays(numel: int, dtype: torch.dtype) -> None:
+    units = _units(numel, 3, dtype)
     for number, unit in enumerate(units * 2):
         unit.shard.fill_(number)
         unit.grow()

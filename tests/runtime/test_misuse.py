@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import zerokit
 from tests.support.distributed import AT_ONCE, run_alone, run_each, run_ranks, run_ranks_expecting_errors
+from zerokit import LossScale
 
 STAGES = (0, 1, 2, 3)
 
@@ -153,6 +154,11 @@ CONSTRUCTIONS: dict[str, tuple[Callable[[], Any], str, tuple[str, ...]]] = {
     "stage -1": (lambda: make(stage=-1), "UsageError", ("stage", "-1")),
     "stage '2'": (lambda: make(stage="2"), "UsageError", ("stage", "'2'")),
     "precision": (lambda: make(precision="fp8"), "UsageError", ("fp8", "bf16")),
+    "precision 16": (lambda: make(precision=16), "UsageError", ("16",)),
+    "no precision": (lambda: make(precision=None), "UsageError", ("None",)),
+    "whole numbers": (lambda: zerokit.Precision(compute=torch.int64), "UsageError", ("int64",)),
+    "growth": (lambda: make(precision="fp16", loss_scale=LossScale(growth=0.5)), "UsageError", ("growth",)),
+    "floor": (lambda: make(precision="fp16", loss_scale=LossScale(1.0, floor=2.0)), "UsageError", ("floor",)),
     "bucket_mb": (lambda: make(bucket_mb=-1.0), "UsageError", ("bucket_mb", "-1")),
     "two groups": (_two_groups, "UsageError", ("2.weight",)),
     "foreign parameter": (_foreign, "UsageError", ("3, 5",)),
@@ -275,6 +281,11 @@ def _clip_first(model: nn.Module, optimizer: zerokit.ZeroOptimizer) -> None:
     optimizer.step()
 
 
+def _clip_to(norm_type: float, model: nn.Module, optimizer: zerokit.ZeroOptimizer) -> None:
+    optimizer.backward(model(torch.ones(2, 4)).sum())
+    optimizer.clip_grad_norm_(1.0, norm_type)
+
+
 def _closure(model: nn.Module, optimizer: zerokit.ZeroOptimizer) -> None:
     optimizer.step(lambda: model(torch.ones(2, 4)).sum().item())
 
@@ -331,6 +342,8 @@ MISUSES: dict[str, tuple[Callable[[nn.Module, zerokit.ZeroOptimizer], None], tup
     "step after a forward alone": (_step_after_forward_only, ("backward",)),
     "step after a forward without gradients": (_step_without_gradients, ("backward",)),
     "clipping before any backward": (_clip_first, ("backward",)),
+    "a norm of kind 0": (partial(_clip_to, 0.0), ("0.0",)),
+    "a norm of kind -1": (partial(_clip_to, -1.0), ("-1.0",)),
     "a closure without backward": (_closure, ("backward",)),
     "add_param_group": (_add_group, ("params=",)),
     "GradScaler.step": (_grad_scaler, ("GradScaler", "fp16")),
@@ -394,35 +407,39 @@ def test_sparse_gradients_are_refused(stage: int) -> None:
 # --- ranks that differ -------------------------------------------------------------------------------------
 
 
+def _without_bias(*sizes: tuple[int, int]) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(*size, bias=False) for size in sizes))
+
+
 def _differ(name: str) -> None:
+    """Rank 1 has another model, or another option."""
     odd = dist.get_rank() == 1
-    options: dict[str, Any] = {}
     model: nn.Module = small()
-    if name == "shape" and odd:
-        model = nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 1))
-    if name == "same numel" and odd:
-        model = nn.Sequential(nn.Linear(8, 4, bias=False), nn.Linear(4, 9, bias=False))
+    if odd and name in OTHER_MODELS:
+        model = OTHER_MODELS[name]()
     if name == "same numel" and not odd:
-        model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Linear(9, 4, bias=False))
-    if name == "number of parameters" and odd:
-        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1), nn.Linear(1, 1))
-    if name == "stage":
-        options["stage"] = 3 if odd else 2
-    if name == "precision":
-        options["precision"] = "bf16" if odd else "fp32"
-    if name == "bucket_mb":
-        options["bucket_mb"] = 1e-6 if odd else 8.0
+        model = _without_bias((4, 8), (9, 4))
     if name == "frozen" and odd:
         model.get_parameter("2.bias").requires_grad_(False)
-    if name == "optimizer" and odd:
-        options["cls"] = torch.optim.SGD
-    if name == "units":
-        options |= {"bucket_mb": 1e-6, "units": (nn.Tanh, nn.Linear) if odd else nn.Tanh}
     if name == "groups" and odd:
-        options["params"] = [{"params": [p]} for p in model.parameters()]
-    make(model, **options)
+        make(model, params=[{"params": [p]} for p in model.parameters()])
+    usual, other = OTHER_OPTIONS.get(name, ({}, {}))
+    make(model, **(other if odd else usual))
 
 
+OTHER_MODELS: dict[str, Callable[[], nn.Module]] = {
+    "shape": lambda: nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 1)),
+    "same numel": lambda: _without_bias((8, 4), (4, 9)),
+    "number of parameters": lambda: nn.Sequential(*small(), nn.Linear(1, 1)),
+}
+OTHER_OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "stage": ({"stage": 2}, {"stage": 3}),
+    "precision": ({"precision": "fp32"}, {"precision": "bf16"}),
+    "wire": ({}, {"precision": zerokit.Precision(wire="bf16")}),
+    "bucket_mb": ({"bucket_mb": 8.0}, {"bucket_mb": 1e-6}),
+    "optimizer": ({}, {"cls": torch.optim.SGD}),
+    "units": ({"bucket_mb": 1e-6, "units": nn.Tanh}, {"bucket_mb": 1e-6, "units": (nn.Tanh, nn.Linear)}),
+}
 #: What differs on rank 1, and a word by which the error names it.
 DIFFERENCES = {
     "shape": "0.weight",
@@ -430,6 +447,7 @@ DIFFERENCES = {
     "number of parameters": "parameters",
     "stage": "stage",
     "precision": "precision",
+    "wire": "wire",
     "bucket_mb": "bucket_mb",
     "frozen": "2.bias",
     "optimizer": "SGD",

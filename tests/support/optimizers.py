@@ -47,6 +47,11 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "rmsprop": (torch.optim.RMSprop, {"lr": 1e-3, "momentum": 0.5, "centered": True}),
     "nadam": (torch.optim.NAdam, {"lr": 2e-3}),
     "lion": (Lion, {"lr": 3e-4, "weight_decay": 0.1}),
+    "adadelta": (torch.optim.Adadelta, {"lr": 0.5}),
+    "adamax": (torch.optim.Adamax, {"lr": 2e-3}),
+    "asgd": (torch.optim.ASGD, {"lr": 1e-2}),
+    "radam": (torch.optim.RAdam, {"lr": 2e-3}),
+    "rprop": (torch.optim.Rprop, {"lr": 1e-3}),
 }
 
 #: Have `fused=True` on the CPU; an oracle must use the kernel that zerokit picks.

@@ -145,6 +145,18 @@ def one_step(
     optimizer.zero_grad()
 
 
+def trained(
+    name: str, run: Run, steps: int = 0, **options: Any
+) -> tuple[Case, nn.Module, zerokit.ZeroOptimizer]:
+    """A case, its model and its optimizer after so many steps."""
+    case = CASES[name]
+    model = build_seeded(case, 0)
+    optimizer = wrap(model, case, run, **options)
+    for step in range(steps):
+        one_step(model, optimizer, case, run, step, Trajectory())
+    return case, model, optimizer
+
+
 def train_zero(name: str, run: Run, **options: Any) -> Trajectory:
     """zerokit on this rank."""
     case = CASES[name]

@@ -78,8 +78,6 @@ class Gpt(nn.Module):
         elif self.recompute == "several":
             x = checkpoint(self.run_blocks, x, 0, depth - 1, use_reentrant=False)
             x = self.run_blocks(x, depth - 1, depth)
-        elif self.recompute == "reentrant":
-            x = checkpoint(self.run_blocks, x, 0, depth, use_reentrant=True)
         else:
             x = self.run_blocks(x, 0, depth)
         return self.head(self.norm(x))
@@ -110,11 +108,6 @@ def _gpt_checkpoint_each() -> nn.Module:
 @case("gpt_checkpoint_several", _tokens)
 def _gpt_checkpoint_several() -> nn.Module:
     return Gpt(recompute="several", depth=4)
-
-
-@case("gpt_checkpoint_reentrant", _tokens)
-def _gpt_checkpoint_reentrant() -> nn.Module:
-    return Gpt(recompute="reentrant")
 
 
 def _masked_tokens(generator: torch.Generator, rank: int) -> Batch:
