@@ -9,33 +9,22 @@ import errno
 import gc
 import os
 import re
-import signal
 import time
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.support.distributed import AT_ONCE, run_ranks, run_ranks_expecting_errors
-from tests.support.models import CASES
-from tests.support.pacing import train_at_two_paces
+from tests.support.distributed import AT_ONCE, run_each, run_ranks, run_ranks_expecting_errors
 from tests.support.recording import plain_unit
-from tests.support.training import (
-    SMALL,
-    Run,
-    Trajectory,
-    build_seeded,
-    one_step,
-    require_memory_route,
-    train_all,
-    wrap,
-)
+from tests.support.training import Run, Trajectory, one_step, require_memory_route, trained
 from zerokit.placement import Axis
-from zerokit.runtime.collectives import Collectives, make_collectives, memory
+from zerokit.runtime.collectives import Collectives, make_collectives
 from zerokit.runtime.collectives.memory import MemoryRoute
 from zerokit.runtime.collectives.node import SWITCH, Neighbours, meet
 
@@ -84,90 +73,44 @@ def test_a_process_with_another_name_is_not_read() -> None:
     assert run_ranks(2, _meet_a_stranger) == [True, True]
 
 
-def _by_every_route(name: str, runs: dict[str, Run]) -> list[dict[str, Trajectory]]:
-    found = []
-    for switch in ("1", "0"):
-        os.environ[SWITCH] = switch
-        found.append(train_all(name, runs))
-    return found
+def _dawdle(generator: torch.Generator, *_: object) -> None:
+    time.sleep(0.004 * float(torch.rand((), generator=generator) ** 4))
 
 
-@pytest.mark.parametrize(
-    ("name", "world", "ways"),
-    [
-        ("gpt", 2, [(0, "fp32"), (3, "fp32")]),
-        ("gpt", 3, [(1, "bf16"), (2, "fp16")]),
-        ("tiny_parameters", 4, [(2, "fp16"), (3, "fp32")]),
-        ("bert", 3, [(0, "fp32"), (3, "fp32")]),
-        ("lora", 2, [(1, "bf16"), (2, "fp16")]),
-    ],
-)
-def test_every_route_gives_the_same_bits(name: str, world: int, ways: list[tuple[int, str]]) -> None:
-    runs = {
-        f"stage {stage}, {precision}": Run(
-            stage=stage, precision=precision, bucket_mb=SMALL, micro=2, clip=0.5, steps=3
-        )
-        for stage, precision in ways
-    }
-    for read, sent in run_ranks(world, _by_every_route, name, runs):
-        for label in runs:
-            assert read[label].bits() == sent[label].bits(), label
+def _dawdle_in_backward(generator: torch.Generator, module: object, inputs: object, output: object) -> None:
+    if isinstance(output, Tensor) and output.requires_grad:
+        output.register_hook(partial(_dawdle, generator))
 
 
-def _sums(numels: list[int], dtype: torch.dtype) -> None:
-    """Every way of `reduce_scatter`, with pieces around the size of a chunk, against sums by hand."""
-    memory._CHUNK_BYTES = 256
-    collectives, rank, world = _collectives(len(numels)), dist.get_rank(), dist.get_world_size()
-    for unit, numel in enumerate(numels):
-        everyone = [_numbers(unit, peer, numel * world).to(dtype) for peer in range(world)]
-        layout = plain_unit(unit, numel * world, world)
-        expected = everyone[0]
-        for other in everyone[1:]:
-            expected = expected + other
-        piece = expected.view(world, -1)[rank]
-        for aside in (True, False):
-            bucket = everyone[rank].clone()
-            out = torch.full((numel,), 7.0, dtype=dtype) if aside else bucket.view(world, -1)[rank]
-            collectives.reduce_scatter(layout, bucket, out, add=False).wait()
-            assert torch.equal(out, piece)
-        earlier = _numbers(unit, 99, numel).to(dtype)
-        out = earlier.clone()
-        collectives.reduce_scatter(layout, everyone[rank].clone(), out, add=True).wait()
-        assert torch.equal(out, earlier + piece)
+def _at_two_paces(stage: int) -> list[list[str]]:
+    """The bits of two trainings; in the second each rank dawdles in other places, forward and backward.
 
-        whole = torch.zeros(numel * world, dtype=dtype)
-        whole.view(world, -1)[rank] = everyone[0].view(world, -1)[rank]
-        collectives.all_gather(layout, whole).wait()
-        assert torch.equal(whole, everyone[0])
-        collectives.wait_for_readers()
-
-
-def _numbers(unit: int, who: int, numel: int) -> Tensor:
-    return torch.randn(numel, generator=torch.Generator().manual_seed(1000 * unit + who))
-
-
-@pytest.mark.parametrize(("world", "dtype"), [(2, torch.float32), (3, torch.bfloat16), (4, torch.float32)])
-def test_sums_and_gathers_of_any_size(world: int, dtype: torch.dtype) -> None:
-    run_ranks(world, _sums, [1, 63, 64, 65, 127, 128, 129, 1000], dtype)
-
-
-def _at_different_paces(stage: int) -> list[list[str]]:
-    """What a rank has changed must never be what a slow one reads."""
-    return train_at_two_paces(stage)
+    What a rank has changed must never be what a slow one reads.
+    """
+    bits = []
+    for slow in (False, True):
+        case, model, optimizer = trained("gpt", Run(stage=stage))
+        if slow:
+            dawdle = torch.Generator().manual_seed(dist.get_rank())
+            for module in model.modules():
+                module.register_forward_pre_hook(partial(_dawdle, dawdle))
+                module.register_forward_hook(partial(_dawdle_in_backward, dawdle))
+        trajectory = Trajectory()
+        for step in range(3):
+            one_step(model, optimizer, case, Run(), step, trajectory)
+        bits.append(trajectory.bits())
+    return bits
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_slow_ranks_read_what_quick_ones_offered(stage: int) -> None:
-    for quick, slow in run_ranks(3, _at_different_paces, stage):
+    for quick, slow in run_ranks(3, _at_two_paces, stage):
         assert quick == slow
 
 
 def _one_leaves_first(stage: int) -> float:
     """Rank 0 drops everything after its last forward, while rank 1 has hardly begun its own."""
-    case, run = CASES["gpt"], Run(stage=stage)
-    model = build_seeded(case, 0)
-    optimizer = wrap(model, case, run)
-    one_step(model, optimizer, case, run, 0, Trajectory())
+    case, model, optimizer = trained("gpt", Run(stage=stage), 1)
     if dist.get_rank() == 1:
         time.sleep(0.5)
     with torch.no_grad():
@@ -198,22 +141,14 @@ def _stays_until_the_first_is_done() -> Iterator[None]:
             store.wait(["rank 0 is done"], datetime.timedelta(seconds=100))
 
 
-def _dies(how: str) -> None:
+def _stays_away() -> None:
     collectives = _collectives()
     whole = torch.zeros(4)
     collectives.all_gather(plain_unit(0, 4, 2), whole).wait()
     collectives.wait_for_readers()
-    if dist.get_rank() == 1 and how == "killed":
-        os.kill(os.getpid(), signal.SIGKILL)
     with _stays_until_the_first_is_done():
         if dist.get_rank() == 0:
             collectives.all_gather(plain_unit(0, 4, 2), whole).wait()
-
-
-def test_a_rank_that_ends_is_named_at_once() -> None:
-    waiting, _ = run_ranks_expecting_errors(2, _dies, "killed", **AT_ONCE)
-    assert waiting.raised("ScheduleError"), waiting.describe()
-    assert "rank 1 (process" in waiting.error
 
 
 _PR_SET_DUMPABLE = 4
@@ -270,37 +205,26 @@ def test_a_read_that_fails_says_what_it_means(code: int, said: str, monkeypatch:
 
 
 def test_a_rank_that_does_not_come_ends_in_a_time_out() -> None:
-    waiting, _ = run_ranks_expecting_errors(2, _dies, "stays away", timeout=2.0)
+    waiting, _ = run_ranks_expecting_errors(2, _stays_away, timeout=2.0)
     assert waiting.raised("ScheduleError"), waiting.describe()
     assert "all-gather of unit 0" in waiting.error
     assert "timed out after 2 s" in waiting.error
 
 
-def _unread_at_each_stage() -> list[dict[str, Any]]:
-    return [_unread(stage) for stage in range(4)]
-
-
-def _unread(stage: int) -> dict[str, Any]:
+def _unread(stage: int) -> dict[str, int]:
     """What is left on the books, and in the window, after a backward pass."""
-    case, run = CASES["unit_unused_on_rank_1"], Run(stage=stage)
-    model = build_seeded(case, 0)
-    optimizer = wrap(model, case, run)
-    for step in range(3):
-        one_step(model, optimizer, case, run, step, Trajectory())
+    case, model, optimizer = trained("unit_unused_on_rank_1", Run(stage=stage), 3)
     collectives = optimizer.runtime.collectives
     route = collectives.routes[Axis.INNER]
     assert isinstance(route, MemoryRoute)
     with torch.no_grad():
         case.loss(model, case.batch(0, 1, dist.get_rank()))  # stages 1 and 2 gather after the step
-    return {
-        "unread": len(route.progress.pending),
-        "offered": len(route._offered),
-    }
+    return {"unread": len(route.progress.pending), "offered": len(route._offered)}
 
 
 def test_a_step_leaves_nothing_unread() -> None:
-    for found in run_ranks(2, _unread_at_each_stage):
-        assert found == [{"unread": 0, "offered": 0}] * 4
+    for found in run_each(2, _unread, (0, 1, 2, 3)):
+        assert found == [{"unread": 0, "offered": 0}] * 2
 
 
 def test_all_that_have_ended_are_named() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,14 +16,10 @@ from torch import Tensor
 
 import zerokit
 from tests.runtime.test_parity import assert_equal_bits
-from tests.support.distributed import AT_ONCE, run_each, run_ranks, run_ranks_expecting_errors
-from tests.support.models import CASES
-from tests.support.recording import plain_unit
-from tests.support.streams import PromptStream, device_way
-from tests.support.training import SMALL, Run, Trajectory, build_seeded, one_step, train_all, wrap
+from tests.support.distributed import run_each, run_ranks
+from tests.support.training import Run, Trajectory, one_step, trained
 from zerokit.formulas import BLOCK_FORMATS
-from zerokit.runtime.collectives import make_collectives, quantised
-from zerokit.runtime.collectives.node import SWITCH
+from zerokit.runtime.collectives import quantised
 from zerokit.runtime.collectives.quantised import QuantisedWire, rounding_key
 
 NAMES = tuple(BLOCK_FORMATS)
@@ -140,83 +134,11 @@ def test_keys_differ_and_positions_do_too() -> None:
     assert len({tuple(row.tolist()) for row in rows}) == 64
 
 
-# --- every route, between real ranks -----------------------------------------------------------------------
-
-
-def _sums(name: str, numels: list[int]) -> None:
-    group, rank, world = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
-    assert group is not None
-    for switch in ("1", "0"):
-        os.environ[SWITCH] = switch
-        collectives = make_collectives(group, torch.device("cpu"), None, units=1)
-        for numel in numels:
-            unit = plain_unit(0, numel * world, world)
-            buckets = [
-                torch.randn(numel * world, generator=torch.Generator().manual_seed(peer))
-                for peer in range(world)
-            ]
-            wires = [_wire(name, *key) for key in ((), *((peer,) for peer in range(1, world)))]
-            terms = [
-                _unpacked(wire, wire.pack(bucket, world), numel).view(world, -1)[rank]
-                for wire, bucket in zip(wires, buckets, strict=True)
-            ]
-            expected = terms[0].clone()
-            for term in terms[1:]:
-                expected += term
-            for way in ("aside", "in place", "add"):
-                bucket = buckets[rank].clone()
-                out = bucket.view(world, -1)[rank] if way == "in place" else torch.full((numel,), 0.5)
-                before = collectives.counters.received_bytes
-                wire = wires[rank]
-                collectives.reduce_scatter(unit, bucket, out, add=way == "add", wire=wire).wait()
-                assert torch.equal(out, expected + 0.5 if way == "add" else expected)
-                received = collectives.counters.received_bytes - before
-                assert received == (world - 1) * BLOCK_FORMATS[name].nbytes(numel)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_every_route_adds_rounded_terms_in_rank_order(name: str) -> None:
-    run_ranks(3, _sums, name, [64, 1024, 320_000])
-
-
 # --- training ----------------------------------------------------------------------------------------------
 
 
 def _precision(name: Any, **options: Any) -> zerokit.Precision:
     return zerokit.Precision(wire=name, **options)
-
-
-def _by_every_route(name: str, runs: list[dict[str, Run]]) -> list[dict[str, Trajectory]]:
-    found = []
-    for switch, mine in zip(("1", "0"), runs, strict=False):
-        os.environ[SWITCH] = switch
-        found.append(train_all(name, mine))
-    with device_way(PromptStream):
-        return [*found, train_all(name, runs[2])]
-
-
-@pytest.mark.parametrize(
-    ("name", "world", "precision", "options"),
-    [
-        ("gpt", 2, _precision("int8"), {}),
-        ("gpt", 3, _precision("int4", compute="bf16"), {"micro": 2}),
-        ("lora", 2, _precision("int8", compute="fp16"), {"micro": 2, "accumulate": True}),
-        ("unit_unused_on_rank_1", 2, _precision("int4", feedback=False), {}),
-    ],
-)
-def test_stages_and_routes_are_identical_bits(
-    name: str, world: int, precision: zerokit.Precision, options: dict[str, Any]
-) -> None:
-    run = Run(steps=3, precision=precision, clip=0.5, bucket_mb=SMALL, **options)
-    # Stage 3 by each route, and each other stage by one of them by turns.
-    runs = [
-        {f"stage {stage}": replace(run, stage=stage) for stage in (3, (way + world) % 3)} for way in range(3)
-    ]
-    for ways in run_ranks(world, _by_every_route, name, runs):
-        expected = ways[0]["stage 3"]
-        for number, results in enumerate(ways):
-            for label, result in results.items():
-                assert_equal_bits(result, expected, f"way {number}, {label}")
 
 
 UPDATES = {"compute": "bf16", "wire_updates": True}
@@ -231,9 +153,8 @@ def _clamp(model: torch.nn.Module) -> None:
 
 def _replicas(given: tuple[Run, bool]) -> tuple[list[float], list[Tensor]]:
     run, clamped = given
-    case, found = CASES["gpt"], Trajectory()
-    model = build_seeded(case, 0)
-    optimizer = wrap(model, case, run)
+    case, model, optimizer = trained("gpt", run)
+    found = Trajectory()
     for step in range(run.steps):
         if clamped:
             _clamp(model)
@@ -257,12 +178,11 @@ def test_parameters_that_travel_as_differences_are_equal_on_every_rank(name: str
 
 def _overflowing(name: str) -> tuple[list[int], Trajectory]:
     """One step overflows at every stage; parameters leave gaps in the buckets."""
-    case, skipped, found = CASES["gpt"], [], []
+    skipped, found = [], []
     for stage in STAGES:
         found.append(Trajectory())
         run = Run(stage=stage, steps=4, precision=_precision(name, compute="fp16"))
-        model = build_seeded(case, 0)
-        optimizer = wrap(model, case, run, loss_scale=zerokit.LossScale(value=64.0))
+        case, model, optimizer = trained("gpt", run, loss_scale=zerokit.LossScale(value=64.0))
         for step in range(run.steps):
             if step == 2:
                 optimizer.backward(case.loss(model, case.batch(0, 1, dist.get_rank())) * float("nan"))
@@ -283,12 +203,11 @@ def test_a_step_that_overflows_is_the_only_one(name: str) -> None:
 
 def _returning() -> None:
     """Parameters that are not what masters round to come back in a state, and after an average was shown."""
-    case, found = CASES["gpt"], list[list[float]]()
+    found: list[list[float]] = []
     run = Run(stage=2, precision=_precision("int4", **UPDATES))
     state: Any = None
-    for _ in range(2):
-        model = build_seeded(case, len(found))
-        optimizer = wrap(model, case, run)
+    for turn in range(2):
+        case, model, optimizer = trained("gpt", run, turn)
         average = zerokit.Ema(optimizer)
         if state is None:
             _train(optimizer, model, case, run, range(3))
@@ -307,9 +226,8 @@ def test_rounded_parameters_return_to_the_bit() -> None:
 
 
 def _loaded_again() -> None:
-    case, run = CASES["gpt"], Run(stage=2, precision=_precision("int8", **UPDATES))
-    model = build_seeded(case, 0)
-    optimizer = wrap(model, case, run)
+    run = Run(stage=2, precision=_precision("int8", **UPDATES))
+    case, model, optimizer = trained("gpt", run)
     generator = torch.Generator().manual_seed(0)
     values = {name: torch.randn(one.shape, generator=generator) for name, one in model.state_dict().items()}
     found = []
@@ -324,36 +242,9 @@ def test_loaded_values_stay_exact_in_masters_where_rounded_updates_travel() -> N
     run_ranks(2, _loaded_again)
 
 
-def _each_account(name: str, micro: int) -> Iterator[tuple[Any, Any]]:
-    case = CASES["gpt"]
-    for stage in STAGES:
-        options = UPDATES if stage in (1, 2) else {}
-        run = Run(stage=stage, precision=_precision(name, **options), micro=micro)
-        model = build_seeded(case, 0)
-        optimizer = wrap(model, case, run)
-        for step in range(2):
-            one_step(model, optimizer, case, run, step, Trajectory())
-        predicted = optimizer.predicted_traffic(micro_batches=micro, reductions=micro)
-        yield optimizer.traffic().by_operation, predicted.by_operation
-        optimizer.backward(case.loss(model, case.batch(0, 1, dist.get_rank())))
-        yield optimizer.memory(), optimizer.predicted_memory()
-
-
-def _accounts(name: str, micro: int) -> list[tuple[Any, Any]]:
-    return list(_each_account(name, micro))
-
-
-@pytest.mark.parametrize(("name", "world", "micro"), [("int8", 2, 2), ("int4", 3, 1), ("int8", 1, 1)])
-def test_bytes_equal_the_formulas(name: str, world: int, micro: int) -> None:
-    for pairs in run_ranks(world, _accounts, name, micro):
-        for measured, predicted in pairs:
-            assert measured == predicted
-
-
 def _on_a_mesh(run: Run) -> tuple[Trajectory, Any, Any]:
-    case, found = CASES["gpt"], Trajectory()
-    model = build_seeded(case, 0)
-    optimizer = wrap(model, case, run)
+    case, model, optimizer = trained("gpt", run)
+    found = Trajectory()
     for step in range(run.steps):
         one_step(model, optimizer, case, run, step, found)
     traffic = optimizer.traffic().by_operation
@@ -399,10 +290,7 @@ def _residual_sum(optimizer: zerokit.ZeroOptimizer) -> list[Tensor]:
 
 
 def _save_and_go_on(path: str, run: Run) -> tuple[list[float], list[Tensor]]:
-    case = CASES["gpt"]
-    model = build_seeded(case, 0)
-    optimizer = wrap(model, case, run)
-    _train(optimizer, model, case, run, range(3))
+    case, model, optimizer = trained("gpt", run, 3)
     before = _residual_sum(optimizer)
     zerokit.save(path, optimizer, step=3)
     after = _residual_sum(optimizer)
@@ -412,9 +300,7 @@ def _save_and_go_on(path: str, run: Run) -> tuple[list[float], list[Tensor]]:
 
 
 def _resume(path: str, run: Run) -> tuple[list[float], list[Tensor]]:
-    case = CASES["gpt"]
-    model = build_seeded(case, 1)
-    optimizer = wrap(model, case, run)
+    case, model, optimizer = trained("gpt", run, 1)
     zerokit.load(path, optimizer)
     sums = _residual_sum(optimizer)
     return _train(optimizer, model, case, run, range(3, 6)), sums
@@ -443,67 +329,27 @@ def test_a_run_resumes_to_the_bit_and_loses_no_residual(
             assert torch.equal(one, other)
 
 
-def _load_elsewhere(path: str) -> str:
-    case = CASES["gpt"]
-    optimizer = wrap(build_seeded(case, 0), case, Run(stage=2))
-    try:
+def _load_elsewhere(path: str) -> None:
+    _, _, optimizer = trained("gpt", Run(stage=2))
+    with pytest.raises(zerokit.CheckpointError, match=r"build ZeroOptimizer with Precision\(wire='int8'\)"):
         zerokit.load(path, optimizer)
-    except zerokit.CheckpointError as error:
-        return str(error)
-    return ""
 
 
 def test_a_residual_is_not_dropped_in_silence(tmp_path: Path) -> None:
     run_ranks(2, _save_and_go_on, str(tmp_path), Run(stage=2, precision=_precision("int8")))
-    for text in run_ranks(2, _load_elsewhere, str(tmp_path)):
-        assert "build ZeroOptimizer with Precision(wire='int8')" in text
+    run_ranks(2, _load_elsewhere, str(tmp_path))
 
 
 # --- failures and refusals ---------------------------------------------------------------------------------
 
 
-def _dies(switch: str) -> None:
-    os.environ[SWITCH] = switch
-    case, run = CASES["gpt"], Run(stage=2, precision=_precision("int8"))
-    model = build_seeded(case, 0)
-    optimizer = wrap(model, case, run)
-    for step in range(5):
-        if step == 2 and dist.get_rank() == 1:
-            os.kill(os.getpid(), 9)
-        one_step(model, optimizer, case, run, step, Trajectory())
-
-
-@pytest.mark.parametrize("switch", ["1", "0"])
-def test_a_killed_rank_is_named(switch: str) -> None:
-    waiting, _ = run_ranks_expecting_errors(2, _dies, switch, **AT_ONCE)
-    assert waiting.raised("ScheduleError"), waiting.describe()
-    assert "rank 1" in waiting.error
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"wire": "int8", "reduce": "bf16"}, "cannot travel in int8"),
-        ({"wire": "bf16", "compute": "bf16", "wire_updates": True}, "wire_updates=True sends"),
-        ({"wire": "int8", "wire_updates": True}, "add wire='int8' and compute='bf16'"),
-    ],
-)
-def test_what_does_not_exist_is_refused(options: dict[str, Any], text: str) -> None:
-    with pytest.raises(zerokit.UsageError, match=text):
-        zerokit.Precision(**options)
-
-
-def _stage_3_updates() -> str:
-    case = CASES["gpt"]
-    try:
-        wrap(build_seeded(case, 0), case, Run(stage=3, precision=_precision("int8", **UPDATES)))
-    except zerokit.UsageError as error:
-        return str(error)
-    return ""
+def _stage_3_updates() -> None:
+    with pytest.raises(zerokit.UsageError, match="choose stage 1 or 2"):
+        trained("gpt", Run(stage=3, precision=_precision("int8", **UPDATES)))
 
 
 def test_updates_have_no_differences_where_parameters_are_cut() -> None:
-    assert all("choose stage 1 or 2" in text for text in run_ranks(2, _stage_3_updates))
+    run_ranks(2, _stage_3_updates)
 
 
 def test_the_sizes_are_the_published_ones() -> None:

@@ -1,0 +1,189 @@
+"""Every route sums the same terms in rank order, on every wire, and so trains to the same bits."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import zerokit
+from tests.runtime.test_parity import assert_equal_bits
+from tests.support.distributed import run_ranks
+from tests.support.recording import plain_unit
+from tests.support.streams import PromptStream, device_way
+from tests.support.training import LARGE, SMALL, Run, Trajectory, require_memory_route, train_all
+from zerokit.formulas import BLOCK_FORMATS
+from zerokit.placement import Mesh
+from zerokit.runtime.collectives import Collectives, Wire, make_collectives, memory
+from zerokit.runtime.collectives.nccl import communicators_of, make_nccl
+from zerokit.runtime.collectives.node import SWITCH
+from zerokit.runtime.collectives.quantised import QuantisedWire, rounding_key
+from zerokit.runtime.collectives.stalls import StallReporter
+
+# --- sums --------------------------------------------------------------------------------------------------
+
+
+def _routes(wire: str) -> Iterator[Collectives]:
+    """Each route that ranks of this machine have; the last is the device's, over gloo, which sums narrow terms."""
+    group = dist.group.WORLD
+    assert group is not None
+    device = torch.device("cpu")
+    for switch in ("1", "0"):
+        os.environ[SWITCH] = switch
+        yield make_collectives(group, device, None, units=8)
+    if wire == "bf16":
+        line, reporter = Mesh(1, group.size()), StallReporter(group)
+        three = communicators_of(group, line, device, None, reporter, backend="gloo")
+        patience = datetime.timedelta(seconds=30)
+        # It divides by the number of ranks, before gradients are rounded.
+        yield make_nccl(three, line, device, reporter, patience, make_stream=PromptStream)
+
+
+def _wire(name: str, dtype: torch.dtype, rank: int) -> Wire:
+    """Rank 0 rounds blocks to the nearest, the others at random."""
+    if name in BLOCK_FORMATS:
+        return QuantisedWire(BLOCK_FORMATS[name], None, rounding_key(rank) if rank else None)
+    return Wire(torch.bfloat16 if name == "bf16" else dtype)
+
+
+def _buckets(numel: int, dtype: torch.dtype) -> list[Tensor]:
+    """Of all ranks. Magnitudes are far apart: numbers of about the same size may have one sum in any order."""
+    generator = torch.Generator().manual_seed(numel)
+    numbers = torch.randn(dist.get_world_size(), numel * dist.get_world_size(), generator=generator)
+    scales = torch.randint(-14, 15, numbers.shape, generator=generator)
+    return list((numbers * 2.0**scales).to(dtype))
+
+
+def _in_order(terms: list[Tensor]) -> Tensor:
+    total = terms[0].clone()
+    for term in terms[1:]:
+        total += term
+    return total
+
+
+def _sums(name: str, dtype: torch.dtype) -> list[str]:
+    """Every way of `reduce_scatter`, with pieces around the size of a chunk, against sums by hand."""
+    memory._CHUNK_BYTES = 2048
+    numels = [64, 512, 576, 1024, 3008] if name in BLOCK_FORMATS else [1, 64, 511, 512, 513, 3000]
+    rank, world, found = dist.get_rank(), dist.get_world_size(), []
+    wires = [_wire(name, dtype, peer) for peer in range(world)]
+    for collectives in _routes(name):
+        found.append(collectives.route)
+        share = 1.0 / world if collectives.averages else 1.0
+        for index, numel in enumerate(numels):
+            unit, buckets, terms = plain_unit(index, numel * world, world), _buckets(numel, dtype), []
+            for form, bucket in zip(wires, buckets, strict=True):
+                terms.append(torch.empty(numel, dtype=dtype))
+                form.unpack(form.pack(bucket.clone(), world, share)[rank], terms[-1], add=False)
+            expected = _in_order(terms)
+            for way in ("aside", "in place", "add"):
+                bucket = buckets[rank].clone()
+                out = (
+                    bucket.view(world, -1)[rank]
+                    if way == "in place"
+                    else torch.full((numel,), 0.5, dtype=dtype)
+                )
+                before = collectives.counters.received_bytes
+                wire = wires[rank] if name else None
+                collectives.reduce_scatter(unit, bucket, out, add=way == "add", wire=wire).wait()
+                assert torch.equal(out, expected + 0.5 if way == "add" else expected), (numel, way)
+                received = (world - 1) * wires[rank].packed_numel(numel) * wires[rank].dtype.itemsize
+                assert collectives.counters.received_bytes - before == received
+            whole = torch.zeros(numel * world, dtype=dtype)
+            whole.view(world, -1)[rank] = buckets[0].view(world, -1)[rank]
+            collectives.all_gather(unit, whole).wait()
+            assert torch.equal(whole, buckets[0])
+            collectives.wait_for_readers()
+    if world > 2 and name not in BLOCK_FORMATS and dtype == torch.float32:
+        assert not torch.equal(expected, _in_order(terms[::-1])), "another order gives the same sum"
+        assert not torch.equal(expected, _in_order([term.bfloat16() for term in terms])), (
+            "as does one in bf16"
+        )
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world", "name", "dtype"),
+    [
+        (2, "", torch.float32),
+        (3, "", torch.bfloat16),
+        (4, "", torch.float32),
+        (2, "bf16", torch.float32),
+        (4, "bf16", torch.float32),
+        (3, "int8", torch.float32),
+        (3, "int4", torch.float32),
+    ],
+)
+def test_every_route_adds_terms_in_rank_order(world: int, name: str, dtype: torch.dtype) -> None:
+    require_memory_route()
+    for routes in run_ranks(world, _sums, name, dtype):
+        assert routes == ["memory", "sockets", "nccl"][: len(routes)]
+
+
+# --- training ----------------------------------------------------------------------------------------------
+
+
+def _runs(turn: int, run: Run) -> list[dict[str, Run]]:
+    """For each route stage 3 and two others by turns: in two turns every route has them all."""
+    others = {f"stage {stage}": replace(run, stage=stage) for stage in range(3)}
+    # Other buckets are cut into other blocks.
+    others["large"] = replace(run, stage=2, bucket_mb=SMALL if _blocks(run) else LARGE)
+    labels = list(others)
+    return [
+        {label: others[label] for label in (labels[(turn + way) % 4], labels[(turn + way + 2) % 4])}
+        | {"stage 3": replace(run, stage=3)}
+        for way in range(3 if isinstance(run.precision, zerokit.Precision) else 2)
+    ]
+
+
+def _blocks(run: Run) -> bool:
+    return isinstance(run.precision, zerokit.Precision) and run.precision.wire in BLOCK_FORMATS
+
+
+def _by_every_route(name: str, runs: list[dict[str, Run]]) -> list[dict[str, Trajectory]]:
+    found = []
+    for switch, mine in zip(("1", "0"), runs, strict=False):
+        os.environ[SWITCH] = switch
+        found.append(train_all(name, mine))
+    with device_way(PromptStream):
+        return found + [train_all(name, mine) for mine in runs[2:]]
+
+
+def _narrow(wire: Any, **options: Any) -> zerokit.Precision:
+    return zerokit.Precision(wire=wire, **options)
+
+
+@pytest.mark.parametrize(
+    ("turn", "name", "world", "precision", "options"),
+    [
+        (0, "gpt", 2, "fp32", {"micro": 2}),
+        (1, "gpt", 3, "bf16", {"micro": 2}),
+        (2, "tiny_parameters", 4, "fp16", {"micro": 2}),
+        (3, "bert", 3, "fp32", {}),
+        (0, "gpt", 2, _narrow("bf16"), {}),
+        (1, "gpt", 3, _narrow("bf16"), {"micro": 2}),
+        (2, "lora", 2, _narrow("bf16", compute="bf16"), {"micro": 2, "accumulate": True}),
+        (3, "unit_unused_on_rank_1", 2, _narrow("bf16", compute="fp16"), {"micro": 2}),
+        (0, "gpt", 2, _narrow("int8"), {}),
+        (1, "gpt", 3, _narrow("int4", compute="bf16"), {"micro": 2}),
+        (2, "lora", 2, _narrow("int8", compute="fp16"), {"micro": 2, "accumulate": True}),
+        (3, "unit_unused_on_rank_1", 2, _narrow("int4", feedback=False), {}),
+    ],
+)
+def test_stages_buckets_and_routes_are_identical_bits(
+    turn: int, name: str, world: int, precision: Any, options: dict[str, Any]
+) -> None:
+    """A rank that sums gradients in fp32 on its device's route may add in any order, so that route needs a wire."""
+    require_memory_route()
+    run = Run(steps=3, precision=precision, clip=0.5, bucket_mb=SMALL, **options)
+    for ways in run_ranks(world, _by_every_route, name, _runs(turn, run)):
+        for number, results in enumerate(ways):
+            for label, result in results.items():
+                assert_equal_bits(result, ways[0]["stage 3"], f"way {number}, {label}")
