@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -16,87 +16,123 @@ import zerokit
 from tests.support.distributed import run_alone, run_ranks
 from tests.support.machine import bytes_received, held_bytes, live_storages
 from tests.support.models import CASES, count
-from tests.support.training import (
-    SMALL,
-    Run,
-    Trajectory,
-    build_seeded,
-    one_step,
-    require_memory_route,
-    wrap,
-)
+from tests.support.training import SMALL, Run, Trajectory, one_step, require_memory_route, trained
+from zerokit.formulas import MemoryReport, TrafficReport
 from zerokit.runtime.collectives.node import SWITCH, Neighbours
 
 STAGES = (0, 1, 2, 3)
+PAIRS = [(outer, inner) for inner in range(4) for outer in range(inner + 1)]
 MIDDLE = 0.004
+HALF = zerokit.Precision(compute="bf16", reduce="bf16")
+WIRE = zerokit.Precision(wire="bf16")
+UPDATES: dict[str, Any] = {"compute": "bf16", "wire_updates": True}
 
 
-def _up_to_backward(name: str, run: Run, steps: int = 2) -> tuple[Any, zerokit.ZeroOptimizer]:
-    """Whole steps first, for the optimizer's states, and then one backward."""
-    case = CASES[name]
-    model = build_seeded(case, 0)
-    optimizer = wrap(model, case, run)
-    for step in range(steps):
-        one_step(model, optimizer, case, run, step, Trajectory())
-    batch = case.batch(0, 9, dist.get_rank())
-    optimizer.backward(case.loss(model, batch))
-    return model, optimizer
+def _narrow(wire: Any, **options: Any) -> Run:
+    return Run(precision=zerokit.Precision(wire=wire, **options))
 
 
-def _precisions() -> dict[str, Any]:
-    half = zerokit.Precision(compute=torch.bfloat16, reduce=torch.bfloat16)
-    return {"fp32": "fp32", "bf16": "bf16", "bf16/bf16": half}
+ACCOUNTS: dict[int, list[tuple[str, Run, Sequence[Any]]]] = {
+    1: [
+        ("mlp_784_256_10", Run(bucket_mb=64.0), STAGES),
+        ("gpt", Run(precision=WIRE, micro=2), STAGES),
+        ("gpt", _narrow("int8"), STAGES),
+    ],
+    2: [
+        ("gpt", Run(), STAGES),
+        ("gpt", Run(precision="bf16"), STAGES),
+        ("gpt", Run(precision=HALF), STAGES),
+        ("lora", Run(precision="bf16"), STAGES),
+        ("encoder_decoder", Run(bucket_mb=MIDDLE), STAGES),
+        ("unit_called_twice", Run(), STAGES),
+        ("tied_inside", Run(), STAGES),
+        ("gpt", Run(micro=2, accumulate=True), STAGES),
+        ("gpt", Run(micro=2), STAGES),
+        ("gpt", Run(precision=WIRE, micro=2), STAGES),
+        ("gpt", replace(_narrow("int8"), micro=2), (0, 3)),
+        ("gpt", replace(_narrow("int8", **UPDATES), micro=2), (1, 2)),
+    ],
+    3: [
+        ("gpt_groups", Run(precision="bf16", bucket_mb=MIDDLE), STAGES),
+        ("resnet", Run(bucket_mb=MIDDLE), STAGES),
+        ("unit_unused_on_rank_1", Run(), STAGES),
+        ("gpt", Run(precision=WIRE), STAGES),
+        ("gpt", _narrow("int4"), (0, 3)),
+        ("gpt", _narrow("int4", **UPDATES), (1, 2)),
+    ],
+    4: [
+        ("tiny_parameters", Run(precision="bf16"), STAGES),
+        ("gpt", Run(mesh=(2, 2)), PAIRS),
+        ("gpt", Run(mesh=(2, 2), precision=WIRE), [(1, 3)]),
+    ],
+}
+"""By the number of ranks: models, how they are trained, and at which stages."""
 
-
-def _memories(
-    name: str, precision: str, bucket_mb: float
-) -> list[tuple[dict[str, int], dict[str, int], int]]:
-    case = CASES[name]
-    found = []
-    for stage in STAGES:
-        run = Run(stage=stage, precision=_precisions()[precision], bucket_mb=bucket_mb)
-        _model, optimizer = _up_to_backward(name, run)
-        memory = optimizer.memory()
-        assert memory.total == sum(memory.as_dict().values()) - memory.transient
-        found.append((memory.as_dict(), optimizer.predicted_memory().as_dict(), count(case.build())))
-    return found
-
-
-#: Ψ bytes held whole and Ψ bytes divided by N, per stage, for AdamW: parameters + gradients + optimizer.
+#: Ψ bytes held whole and Ψ bytes divided by N, per stage, for AdamW: parameters + gradients + optimizer. These are
+#: the paper's; for 7.5 B parameters on 64 ranks in mixed precision 120, 31.4, 16.6 and 1.88 GB (its figure 1).
 PAPER = {
     "fp32": [(16, 0), (8, 8), (4, 12), (0, 16)],
     "bf16": [(2 + 4 + 12, 0), (2 + 4, 12), (2, 4 + 12), (0, 2 + 4 + 12)],
-    "bf16/bf16": [(16, 0), (4, 12), (2, 14), (0, 16)],
+    HALF: [(16, 0), (4, 12), (2, 14), (0, 16)],
+    WIRE: [(16, 0), (8, 8), (4, 12), (0, 16)],
 }
+#: Bytes an element of what is reduced, of gathered sums and of gathered parameters.
+SIZES = {"fp32": (4, 4, 4), "bf16": (4, 4, 2), HALF: (2, 2, 2), WIRE: (2, 4, 4)}
+
+Account = tuple[MemoryReport, MemoryReport, TrafficReport, TrafficReport]
+"""What is held after a backward pass and what a step moved, each beside its prediction."""
 
 
-# By turns on one, two, three and four ranks.
-@pytest.mark.parametrize(
-    ("name", "precision", "bucket_mb", "world"),
-    [
-        ("gpt_groups", "bf16", MIDDLE, 3),
-        ("gpt", "bf16/bf16", SMALL, 2),
-        ("tiny_parameters", "bf16", SMALL, 4),
-        ("lora", "bf16", SMALL, 2),
-        ("resnet", "fp32", MIDDLE, 3),
-        ("mlp_784_256_10", "fp32", 64.0, 1),
-        ("encoder_decoder", "fp32", MIDDLE, 2),
-    ],
-)
-def test_memory_equals_its_prediction_and_the_papers_formula(
-    name: str, precision: str, bucket_mb: float, world: int
-) -> None:
-    ranks = run_ranks(world, _memories, name, precision, bucket_mb)
-    for stage in STAGES:
-        for found in ranks:
-            measured, predicted, _ = found[stage]
-            assert measured == predicted, f"stage {stage}"
+def _accounts_of(world: int) -> list[list[Account]]:
+    found: list[list[Account]] = []
+    for name, run, stages in ACCOUNTS[world]:
+        found.append([])
+        for stage in stages:
+            case, model, optimizer = trained(name, replace(run, stage=stage), 3)
+            moved = optimizer.traffic()
+            reductions = 1 if run.accumulate else run.micro
+            predicted = optimizer.predicted_traffic(micro_batches=run.micro, reductions=reductions)
+            optimizer.backward(case.loss(model, case.batch(0, 9, dist.get_rank())))
+            memory = optimizer.memory()
+            assert memory.total == sum(memory.as_dict().values()) - memory.transient
+            found[-1].append((memory, optimizer.predicted_memory(), moved, predicted))
+    return found
+
+
+@pytest.mark.parametrize("world", ACCOUNTS)
+def test_memory_and_traffic_equal_predictions_and_formulas(world: int) -> None:
+    found = run_ranks(world, _accounts_of, world)
+    for number, (name, run, stages) in enumerate(ACCOUNTS[world]):
+        for place, stage in enumerate(stages):
+            ranks = [found[rank][number][place] for rank in range(world)]
+            for held, predicted, moved, expected in ranks:
+                assert held == predicted, (name, run, stage)
+                assert moved.by_operation == expected.by_operation, (name, run, stage)
+                assert moved.control_bytes <= 1024
+                if run.mesh:
+                    assert {name.partition("/")[2] for name in moved.by_operation} == {"outer", "inner"}
+            if run.precision in PAPER and not run.mesh:
+                _require_formulas(name, replace(run, stage=stage), world, ranks)
+
+
+def _require_formulas(name: str, run: Run, world: int, ranks: list[Account]) -> None:
+    """(N-1)·Ψ elements, received, payload, summed over ranks, a reduction or gather; stage 3 gathers at most twice."""
+    psi, what = count(CASES[name].build()), (name, run)
+    if run.micro == 1:
         # Shards differ by their padding, so the formula holds for the sum over ranks, exactly.
-        psi = ranks[0][stage][2]
-        whole, divided = PAPER[precision][stage]
-        three = sum(sum(r[stage][0][k] for k in ("parameters", "gradients", "optimizer")) for r in ranks)
-        assert three == (world * whole + divided) * psi, f"stage {stage}: parameters + gradients + optimizer"
-        assert all(r[stage][0]["gathered"] == 0 for r in ranks), "units stay gathered after backward"
+        whole, divided = PAPER[run.precision][run.stage]
+        three = sum(held.parameters + held.gradients + held.optimizer for held, *_ in ranks)
+        assert three == (world * whole + divided) * psi, what
+    assert all(held.gathered == 0 for held, *_ in ranks), "units stay gathered after backward"
+    reduced, gathered = (ranks[0][2].by_operation[name] for name in ("reduce_scatter", "all_gather"))
+    of_reductions, of_sums, of_parameters = SIZES[run.precision]
+    assert reduced.elements == (1 if run.accumulate else run.micro) * (world - 1) * psi, what
+    assert reduced.bytes == of_reductions * reduced.elements, what
+    assert gathered.bytes == (of_parameters if run.stage else of_sums) * gathered.elements, what
+    if run.stage < 3:
+        assert gathered.elements == (world - 1) * psi, what
+    elif name not in ("lora", "unit_called_twice", "tied_inside"):
+        assert (world - 1) * psi <= gathered.elements <= 2 * run.micro * (world - 1) * psi, what
 
 
 def _faked(world: int, name: str) -> list[tuple[int, int, dict[str, int], dict[str, int]]]:
@@ -107,7 +143,8 @@ def _faked(world: int, name: str) -> list[tuple[int, int, dict[str, int], dict[s
     for rank in (0, world - 1):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
         for stage in STAGES:
-            _model, optimizer = _up_to_backward(name, Run(stage=stage))
+            case, model, optimizer = trained(name, Run(stage=stage), 2)
+            optimizer.backward(case.loss(model, case.batch(0, 9, rank)))
             memory, predicted = optimizer.memory(), optimizer.predicted_memory()
             found.append((stage, rank, memory.as_dict(), predicted.as_dict()))
         dist.destroy_process_group()
@@ -131,7 +168,8 @@ def _held(name: str, stage: int, precision: str, bucket_mb: float) -> tuple[int,
     """What `memory()` says, what the interpreter holds on top of before, and the slack of whole pages."""
     before = set(live_storages())
     run = Run(stage=stage, precision=precision, bucket_mb=bucket_mb)
-    model, optimizer = _up_to_backward(name, run, steps=3)
+    case, model, optimizer = trained(name, run, 3)
+    optimizer.backward(case.loss(model, case.batch(0, 9, dist.get_rank())))
     held, slack = held_bytes(before)
     assert next(model.modules()) is model
     return optimizer.memory().total, held, slack
@@ -164,104 +202,7 @@ def test_memory_is_what_the_interpreter_holds(
         )
 
 
-# --- traffic -----------------------------------------------------------------------------------------------
-
-
-def _traffic(name: str, precision: str = "fp32") -> list[dict[str, Any]]:
-    """What each stage's third step moved."""
-    case, found = CASES[name], []
-    for stage in STAGES:
-        model = build_seeded(case, 0)
-        optimizer = wrap(model, case, Run(stage=stage, precision=precision))
-        for step in range(3):
-            one_step(model, optimizer, case, Run(), step, Trajectory())
-        moved, expected = optimizer.traffic(), optimizer.predicted_traffic()
-        found.append(
-            {
-                "elements": moved.elements,
-                "bytes": moved.bytes,
-                "expected_elements": expected.elements,
-                "expected_bytes": expected.bytes,
-                "by_operation": sum(operation.elements for operation in moved.by_operation.values()),
-                "psi": count(case.build()),
-                "control": moved.control_bytes,
-            }
-        )
-    return found
-
-
-# By turns on one, two, three and four ranks.
-@pytest.mark.parametrize(
-    ("name", "world"),
-    [
-        ("gpt", 2),
-        ("tiny_parameters", 4),
-        ("unit_unused_on_rank_1", 3),
-        ("mlp_784_256_10", 1),
-    ],
-)
-def test_traffic_equals_the_formula(name: str, world: int) -> None:
-    """(N-1)·kΨ elements, received, payload, summed over ranks; k = 2, 2, 2 and at most 3."""
-    for stages in run_ranks(world, _traffic, name):
-        for stage, found in enumerate(stages):
-            elements, psi = found["elements"], found["psi"]
-            if stage < 3:
-                assert elements == 2 * (world - 1) * psi, f"stage {stage}"
-            else:
-                assert 2 * (world - 1) * psi <= elements <= 3 * (world - 1) * psi
-            assert found["bytes"] == 4 * elements
-            assert elements == found["expected_elements"] == found["by_operation"]
-            assert found["bytes"] == found["expected_bytes"]
-            assert found["control"] <= 1024
-
-
-@pytest.mark.parametrize(
-    ("name", "precision"),
-    [("lora", "fp32"), ("gpt", "bf16"), ("unit_called_twice", "fp32"), ("tied_inside", "fp32")],
-)
-def test_traffic_of_frozen_half_and_repeated_units_equals_its_prediction(name: str, precision: str) -> None:
-    for stages in run_ranks(2, _traffic, name, precision):
-        for stage, found in enumerate(stages):
-            assert (found["elements"], found["bytes"]) == (
-                found["expected_elements"],
-                found["expected_bytes"],
-            )
-            if name == "gpt" and stage in (1, 2):  # gradients travel in fp32, parameters in bf16
-                assert found["bytes"] == (4 + 2) * found["psi"]
-
-
-def _micro_batches(micro: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    return _moved(micro, True), _moved(micro, False)
-
-
-def _moved(micro: int, accumulate: bool) -> list[tuple[int, int]]:
-    case, found = CASES["gpt"], []
-    for stage in STAGES:
-        run = Run(stage=stage, micro=micro, accumulate=accumulate)
-        model = build_seeded(case, 0)
-        optimizer = wrap(model, case, run)
-        for step in range(3):
-            one_step(model, optimizer, case, run, step, Trajectory())
-        reductions = 1 if accumulate else micro
-        predicted = optimizer.predicted_traffic(micro_batches=micro, reductions=reductions)
-        found.append((optimizer.traffic().elements, predicted.elements))
-    return found
-
-
-def test_traffic_of_micro_batches() -> None:
-    """Inside accumulate() gradients travel once; without it, at stages 2 and 3, with every micro-batch."""
-    micro = 2
-    psi = count(CASES["gpt"].build())
-    for inside, outside in run_ranks(2, _micro_batches, micro):
-        for stage, (elements, predicted) in enumerate(inside):
-            assert elements == predicted
-            assert elements == 2 * psi if stage < 3 else elements <= (2 * micro + 1) * psi
-        for stage, (elements, predicted) in enumerate(outside):
-            assert elements == predicted
-            if stage == 2:
-                assert elements == (micro + 1) * psi
-            if stage == 3:
-                assert elements <= 3 * micro * psi
+# --- what really arrives -----------------------------------------------------------------------------------
 
 
 def _count_reads(total: list[int]) -> None:
@@ -283,12 +224,9 @@ def _really_received(stage: int, steps: int, sockets: bool, precision: Any = "fp
         os.environ[SWITCH] = "0"
     else:
         _count_reads(read)
-    case, run = CASES["mlp_784_256_10"], Run(stage=stage, precision=precision)
-    model = build_seeded(case, 0)
-    optimizer = wrap(model, case, run)
+    run = Run(stage=stage, precision=precision)
+    case, model, optimizer = trained("mlp_784_256_10", run, 3)
     claimed = 0
-    for step in range(3):
-        one_step(model, optimizer, case, run, step, Trajectory())
     # Gathers of updated parameters are still on their way after a step; they count for the next one.
     time.sleep(0.2)
     dist.barrier()
@@ -302,33 +240,22 @@ def _really_received(stage: int, steps: int, sockets: bool, precision: Any = "fp
 
 
 @pytest.mark.parametrize(
-    ("world", "stage", "sockets"),
-    [(2, 0, True), (2, 1, False), (3, 2, True), (3, 2, False), (2, 3, True), (3, 3, False)],
+    ("world", "stage", "sockets", "precision"),
+    [
+        (2, 0, True, "fp32"),
+        (2, 1, False, "fp32"),
+        (3, 2, True, "fp32"),
+        (3, 2, False, "fp32"),
+        (2, 3, True, "fp32"),
+        (3, 3, False, "fp32"),
+        (2, 0, True, WIRE),
+        (2, 2, False, WIRE),
+    ],
 )
-def test_ranks_received_what_traffic_says(world: int, stage: int, sockets: bool) -> None:
+def test_ranks_received_what_traffic_says(world: int, stage: int, sockets: bool, precision: Any) -> None:
     if not sockets:
         require_memory_route()
-    _require_what_traffic_says(run_ranks(world, _really_received, stage, 4, sockets))
-
-
-@pytest.mark.parametrize(("stage", "sockets"), [(0, True), (2, False)])
-def test_ranks_received_half_the_bytes_of_gradients_on_a_bf16_wire(stage: int, sockets: bool) -> None:
-    if not sockets:
-        require_memory_route()
-    wire = zerokit.Precision(wire=torch.bfloat16)
-    ranks = run_ranks(2, _really_received, stage, 4, sockets, wire)
-    _require_what_traffic_says(ranks)
-    assert ranks[0][1] == 4 * (2 + 4) * count(CASES["mlp_784_256_10"].build())
-
-
-def _require_what_traffic_says(ranks: list[tuple[int, int]]) -> None:
+    ranks = run_ranks(world, _really_received, stage, 4, sockets, precision)
     received, claimed = sum(found for found, _ in ranks), ranks[0][1]
     assert claimed <= received, "traffic() claims more than arrived"
     assert received <= 1.02 * claimed + 65536, f"{received} bytes arrived, traffic() says {claimed}"
-
-
-def test_the_papers_table() -> None:
-    """7.5 B parameters on 64 ranks, mixed precision: 120, 31.4, 16.6 and 1.88 GB (ZeRO, figure 1)."""
-    table = [120.0, 31.4, 16.6, 1.88]
-    for (whole, divided), gigabytes in zip(PAPER["bf16/bf16"], table, strict=True):
-        assert math.isclose((whole + divided / 64) * 7.5, gigabytes, rel_tol=0.005)

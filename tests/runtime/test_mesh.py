@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,18 +21,8 @@ from tests.runtime.test_parity import assert_equal_bits, relative
 from tests.support.distributed import run_alone, run_each, run_ranks, run_ranks_expecting_errors
 from tests.support.machine import bytes_received
 from tests.support.models import CASES
-from tests.support.oracle import train_ddp
 from tests.support.streams import LaggingStream, device_way
-from tests.support.training import (
-    SMALL,
-    Run,
-    Trajectory,
-    build_seeded,
-    one_step,
-    require_memory_route,
-    train_all,
-    wrap,
-)
+from tests.support.training import SMALL, Run, Trajectory, one_step, require_memory_route, train_all, trained
 from zerokit.checkpoint.reader import Checkpoint
 from zerokit.runtime.collectives.node import SWITCH
 
@@ -44,10 +33,9 @@ WIRE = zerokit.Precision(wire=torch.bfloat16)
 # --- bits --------------------------------------------------------------------------------------------------
 
 
-def _train(name: str, runs: dict[str, Run], switch: str = "1") -> tuple[dict[str, Trajectory], Any]:
+def _train(name: str, runs: dict[str, Run], switch: str) -> dict[str, Trajectory]:
     os.environ[SWITCH] = switch
-    plain = Run(clip=math.inf, steps=4)
-    return train_all(name, runs), train_ddp(name, plain) if "plain" in runs else None
+    return train_all(name, runs)
 
 
 @pytest.mark.parametrize(
@@ -68,13 +56,12 @@ def test_all_pairs_are_identical_bits(name: str, mesh: Any, switch: str, base: R
     if base == Run(clip=math.inf, steps=4):
         ways["plain"] = base
     ranks = run_ranks(math.prod(mesh), _train, name, ways, switch)
-    for rank, (results, ddp) in enumerate(ranks):
+    for rank, results in enumerate(ranks):
         first = results[str(pairs[0])]
         for pair in pairs[1:]:
             assert_equal_bits(results[str(pair)], first, f"rank {rank}, {pair}")
-        assert first.weights == ranks[0][0][str(pairs[0])].weights
-        if ddp is not None:
-            assert relative(first.losses, ddp.losses) <= 1e-6
+        assert first.weights == ranks[0][str(pairs[0])].weights
+        if "plain" in results:
             assert relative(first.losses, results["plain"].losses) <= 1e-6
 
 
@@ -94,44 +81,15 @@ def test_a_device_waits_for_both_hops() -> None:
 # --- memory and bytes --------------------------------------------------------------------------------------
 
 
-def _account(pair: Any, **options: Any) -> tuple[Any, ...]:
-    case, run = CASES["gpt"], Run(stage=pair, mesh=SQUARE, **options)
-    model = build_seeded(case, 0)
-    optimizer = wrap(model, case, run)
-    for step in range(2):
-        one_step(model, optimizer, case, run, step, Trajectory())
-    optimizer.backward(case.loss(model, case.batch(0, 9, 0)))
-    held, expected = optimizer.memory(), optimizer.predicted_memory()
-    optimizer.step()
-    return held, expected, optimizer.traffic().by_operation, optimizer.predicted_traffic().by_operation
-
-
-def _accounts() -> list[tuple[Any, ...]]:
-    return [_account(pair) for pair in PAIRS] + [_account((1, 3), precision=WIRE)]
-
-
-def test_memory_and_traffic_equal_the_formulas() -> None:
-    for found in run_ranks(4, _accounts):
-        for held, expected, moved, predicted in found:
-            assert held == expected
-            assert moved == predicted
-            assert {name.partition("/")[2] for name in moved} == {"outer", "inner"}
-
-
 def test_formulas_of_eight_nodes_of_64() -> None:
     run_alone(_fake_nodes)
 
 
 def _fake_nodes() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=130, world_size=512)
-    case = CASES["gpt"]
     for pair in PAIRS:
-        run = Run(stage=pair, mesh=(8, 64))
-        model = build_seeded(case, 0)
-        optimizer = wrap(model, case, run)
+        case, model, optimizer = trained("gpt", Run(stage=pair, mesh=(8, 64)), 2)
         assert optimizer.runtime.collectives.position == 2 * 8 + 2  # (2, 2)
-        for step in range(2):
-            one_step(model, optimizer, case, run, step, Trajectory())
         optimizer.backward(case.loss(model, case.batch(0, 9, 0)))
         assert optimizer.memory() == optimizer.predicted_memory()
         optimizer.step()
@@ -141,13 +99,7 @@ def _fake_nodes() -> None:
 # --- checkpoints -------------------------------------------------------------------------------------------
 
 
-def _trained(run: Run) -> tuple[nn.Module, zerokit.ZeroOptimizer]:
-    case = CASES["gpt"]
-    model = build_seeded(case, 0)
-    return model, wrap(model, case, run)
-
-
-def _continue(model: nn.Module, optimizer: zerokit.ZeroOptimizer, run: Run) -> list[str]:
+def _continue(model: nn.Module, optimizer: zerokit.ZeroOptimizer) -> list[str]:
     """Steps whose batches are the same on all ranks, so that the number of ranks does not matter to the data."""
     case, losses = CASES["gpt"], []
     for step in range(3):
@@ -160,17 +112,17 @@ def _continue(model: nn.Module, optimizer: zerokit.ZeroOptimizer, run: Run) -> l
 
 
 def _save_first(root: Path, run: Run) -> None:
-    model, optimizer = _trained(run)
-    _continue(model, optimizer, run)
+    _, model, optimizer = trained("gpt", run)
+    _continue(model, optimizer)
     zerokit.save(root / "first", optimizer, step=3)
 
 
 def _pass_on(root: Path, source: str, target: str, run: Run) -> list[str]:
     """Load, save again at once, and go on."""
-    model, optimizer = _trained(run)
+    _, model, optimizer = trained("gpt", run)
     zerokit.load(root / source, optimizer)
     zerokit.save(root / target, optimizer, step=3)
-    return _continue(model, optimizer, run)
+    return _continue(model, optimizer)
 
 
 def test_a_save_of_a_loaded_state_is_that_of_as_many_ranks_on_one_axis(tmp_path: Path) -> None:
@@ -201,12 +153,10 @@ def test_a_save_of_a_loaded_state_is_that_of_as_many_ranks_on_one_axis(tmp_path:
 def _on_nodes(nodes: list[int], stages: Sequence[Any]) -> tuple[str, list[Trajectory], list[tuple[int, int]]]:
     """Bits by the route that nodes take by themselves, and bytes that arrived through sockets in a step."""
     os.environ["GROUP_RANK"] = str(nodes[dist.get_rank()])
-    case, found, bytes_of = CASES["mlp_784_256_10"], [], []
-    route = ""
+    found, bytes_of, route = [], [], ""
     for stage in stages:
         run = Run(stage=stage)
-        model = build_seeded(case, 0)
-        optimizer = wrap(model, case, run)
+        case, model, optimizer = trained("mlp_784_256_10", run)
         route = optimizer.runtime.collectives.route
         trajectory = Trajectory()
         for step in range(3):
@@ -246,27 +196,9 @@ def test_nodes_are_the_outer_axis(nodes: list[int], route: str) -> None:
                 assert 0.9 < arrived / (size / 2) < 1.3
 
 
-def _is_killed(pair: Any, victim: int) -> None:
-    case, run = CASES["gpt"], Run(stage=pair, mesh=SQUARE)
-    model, optimizer = _trained(run)
-    for step in range(4):
-        if step == 2 and dist.get_rank() == victim:
-            os.kill(os.getpid(), signal.SIGKILL)
-        one_step(model, optimizer, case, run, step, Trajectory())
-
-
-@pytest.mark.parametrize(("pair", "victim"), [((0, 3), 3), ((2, 2), 2)])
-def test_a_killed_rank_is_an_error_on_every_other(pair: Any, victim: int) -> None:
-    outcomes = run_ranks_expecting_errors(4, _is_killed, pair, victim, timeout=5.0)
-    for rank, outcome in enumerate(outcomes):
-        if rank != victim:
-            assert outcome.raised("ScheduleError"), outcome.describe()
-
-
 def _freezes(pair: Any, frozen: int) -> None:
-    case, run = CASES["gpt"], Run(stage=pair, mesh=SQUARE)
-    model, optimizer = _trained(run)
-    one_step(model, optimizer, case, run, 0, Trajectory())
+    run = Run(stage=pair, mesh=SQUARE)
+    case, model, optimizer = trained("gpt", run, 1)
     store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == frozen:
         store.wait(["the others are done"])

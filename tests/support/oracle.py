@@ -2,22 +2,18 @@
 """What zerokit's results are compared with, written without zerokit.
 
 `train_alone` is one process that plays all ranks: it computes each rank's gradients one after the other,
-multiplies them by 1/N, sums them in rank order and steps the same torch optimizer. `train_ddp` is
-DistributedDataParallel on real ranks. Both step an optimizer over copies of the parameters that are padded to
-whole vectors: a fused kernel's vector tail rounds differently, and that is a matter of the kernel, not of the
-parallelism under test.
+multiplies them by 1/N, sums them in rank order and steps the same torch optimizer, over copies of the parameters
+that are padded to whole vectors: a fused kernel's vector tail rounds differently, and that is a matter of the
+kernel, not of the parallelism under test. tests/bench/engines compares with DistributedDataParallel and others.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.models import CASES, Case
 from tests.support.optimizers import FUSED, OPTIMIZERS, SCHEDULERS
@@ -135,29 +131,3 @@ def train_alone(name: str, run: Run, world: int, wire: torch.dtype | None = None
         names = [name for name, _ in model.named_buffers()]
         trajectory.buffers = digest(zip(names, buffers[rank], strict=True))
     return trajectories
-
-
-def train_ddp(name: str, run: Run) -> Trajectory:
-    """DistributedDataParallel on this rank, with the same optimizer kernel."""
-    case = CASES[name]
-    model = build_seeded(case, dist.get_rank())
-    optimizer = PaddedOptimizer(model, case, run)
-    scheduler = SCHEDULERS[run.scheduler](optimizer.inner) if run.scheduler else None
-    engine = DistributedDataParallel(model, find_unused_parameters=case.unused)
-    trajectory = Trajectory()
-    for step in range(run.steps):
-        for micro in range(run.micro):
-            last = micro == run.micro - 1
-            waiting: Any = contextlib.nullcontext() if last else engine.no_sync()
-            with waiting:
-                loss = case.loss(engine, draw(case, run, step, micro, dist.get_rank())) / run.micro
-                loss.backward()
-            trajectory.losses.append(loss.item())
-        gradients = [None if p.grad is None else p.grad.clone() for p in optimizer.parameters]
-        clip(gradients, run, trajectory)
-        optimizer.step(gradients)
-        engine.zero_grad()
-        if scheduler is not None:
-            scheduler.step()
-    trajectory.weights = digest(model.named_parameters())
-    return trajectory

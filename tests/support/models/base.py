@@ -29,9 +29,6 @@ class Case:
     groups: Callable[[nn.Module], Groups] | None = None
     #: The optimizer's `units=`.
     units: Any = None
-    #: Some parameter gets no gradient on some rank.
-    unused: bool = False
-    batchnorm: bool = False
 
     def batch(self, seed: int, step: int, rank: int) -> Batch:
         """One micro-batch; the same arguments give the same bits."""

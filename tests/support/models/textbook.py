@@ -17,22 +17,6 @@ from tests.support.models.base import (
 )
 
 
-def _by_hand(generator: torch.Generator, rank: int) -> Batch:
-    return {"x": torch.tensor([[1.0, 2.0]]), "y": torch.tensor([3.0 + 2.0 * rank])}
-
-
-@case("linear_regression", _by_hand, loss=squared)
-class LinearRegression(nn.Module):
-    """Two parameters θ=(1,1), x=(1,2), y*=3 on rank 0 (no error there), 5 on rank 1, 7 on rank 2, ..."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.theta = nn.Parameter(torch.ones(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.theta
-
-
 @case("mlp_10_64_2", classify(10, 2, 7))
 def _mlp_10_64_2() -> nn.Module:
     return nn.Sequential(nn.Linear(10, 64), nn.ReLU(inplace=True), nn.Linear(64, 2))
@@ -73,7 +57,7 @@ class BasicBlock(nn.Module):
         return F.relu(self.body(x) + self.shortcut(x), inplace=True)
 
 
-@case("resnet", _images, batchnorm=True)
+@case("resnet", _images)
 class ResNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +75,7 @@ def _flat_images(generator: torch.Generator, rank: int) -> Batch:
     return {"x": floats(generator, 6, 7), "y": labels(generator, 3, 6)}
 
 
-@case("batchnorm_mlp", _flat_images, batchnorm=True)
+@case("batchnorm_mlp", _flat_images)
 def _batchnorm_mlp() -> nn.Module:
     return nn.Sequential(
         nn.Linear(7, 13),

@@ -135,7 +135,7 @@ class CalledTwice(Stack):
         return [0, 1, 0, 2, 1]
 
 
-@case("unit_unused_on_one_rank", regress(9, 5), loss=_ranked, unused=True)
+@case("unit_unused_on_one_rank", regress(9, 5), loss=_ranked)
 class UnusedUnitOnOneRank(Stack):
     """Rank 0 skips the block in the middle, the last rank of four the first one."""
 
@@ -143,7 +143,7 @@ class UnusedUnitOnOneRank(Stack):
         return {0: [0, 2], 3: [1, 2]}.get(rank, [0, 1, 2])
 
 
-@case("unit_unused_on_rank_1", regress(9, 5), loss=_ranked, unused=True)
+@case("unit_unused_on_rank_1", regress(9, 5), loss=_ranked)
 class UnusedUnitOnRankOne(Stack):
     """Rank 1 skips the first and the last block, so its first collectives would come early and late."""
 
@@ -151,7 +151,7 @@ class UnusedUnitOnRankOne(Stack):
         return [1] if rank == 1 else [0, 1, 2]
 
 
-@case("parameter_unused_on_one_rank", regress(9, 5), loss=_ranked, unused=True)
+@case("parameter_unused_on_one_rank", regress(9, 5), loss=_ranked)
 class UnusedParameterOnOneRank(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class UnusedParameterOnOneRank(nn.Module):
         return self.head(x)
 
 
-@case("unused_everywhere", regress(9, 5), loss=_ranked, unused=True)
+@case("unused_everywhere", regress(9, 5), loss=_ranked)
 class UnusedEverywhere(Stack):
     """A spare parameter and a spare block that no rank touches."""
 
