@@ -1,4 +1,4 @@
-"""`zerokit.Ema` beside torch's `AveragedModel` on one process, swapping, and its way through checkpoints."""
+"""`zerokit.Ema` beside torch's moving average, swapping, and its way through checkpoints."""
 
 from __future__ import annotations
 
@@ -12,49 +12,17 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 import zerokit
 from tests.cli.commands import zerokit_forked
 from tests.support import training
-from tests.support.distributed import run_alone, run_ranks
+from tests.support.distributed import run_ranks
 from tests.support.models import CASES
-from tests.support.oracle import PaddedOptimizer, cast
-from tests.support.training import SMALL, Run, Trajectory, build_seeded, draw, one_step, wrap
+from tests.support.training import SMALL, Run, Trajectory, build_seeded, one_step, trained
 
 DECAY = 0.8
 STEPS = 5
-
-
-def _average_alone(name: str, run: Run, world: int) -> dict[str, Tensor]:
-    """The same training on one process that plays all ranks, averaged by torch."""
-    case = CASES[name]
-    model = build_seeded(case, 0)
-    optimizer = PaddedOptimizer(model, case, run)
-    model.register_forward_pre_hook(lambda _, args: cast(args, optimizer.dtype))
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    # The masters, not what compute rounds them to, are what is averaged.
-    masters = nn.ParameterDict(
-        {
-            names[p].replace(".", "/"): nn.Parameter(flat[: p.numel()].view(p.shape), requires_grad=False)
-            for p, flat in zip(optimizer.parameters, optimizer.flats, strict=True)
-        }
-    )
-    averaged = AveragedModel(masters, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
-    for step in range(run.steps):
-        total: list[Tensor | None] = [None] * len(optimizer.parameters)
-        for rank in range(world):
-            case.loss(model, draw(case, run, step, 0, rank)).backward()
-            for index, parameter in enumerate(optimizer.parameters):
-                if parameter.grad is not None:
-                    share = parameter.grad.float() / world
-                    before = total[index]
-                    total[index] = share if before is None else before + share
-                    parameter.grad = None
-        optimizer.step(total)
-        averaged.update_parameters(masters)
-    found: Any = averaged.module
-    return {name.replace("/", "."): value.detach().clone() for name, value in found.items()}
 
 
 def _averages(optimizer: zerokit.ZeroOptimizer) -> dict[str, Tensor]:
@@ -74,35 +42,38 @@ def _averages(optimizer: zerokit.ZeroOptimizer) -> dict[str, Tensor]:
     return found
 
 
+def _masters(optimizer: zerokit.ZeroOptimizer) -> list[Tensor]:
+    return [master.tensor.detach().clone() for _, master, _ in optimizer.runtime.masters()]
+
+
 def _train(name: str, run: Run) -> tuple[nn.Module, zerokit.ZeroOptimizer, zerokit.Ema]:
-    model = build_seeded(CASES[name], dist.get_rank())
-    optimizer = wrap(model, CASES[name], run)
+    """Trains and averages, as torch does with the masters, not with what compute rounds them to."""
+    case, model, optimizer = trained(name, run)
     ema = zerokit.Ema(optimizer, decay=DECAY)
+    expected: list[Tensor] = []
     for step in range(run.steps):
-        one_step(model, optimizer, CASES[name], run, step, Trajectory())
+        one_step(model, optimizer, case, run, step, Trajectory())
         ema.update()
+        expected = expected or _masters(optimizer)
+        if step:
+            get_ema_multi_avg_fn(DECAY)(expected, _masters(optimizer), step)
+    for average, (_, _, state) in zip(expected, optimizer.runtime.masters(), strict=True):
+        torch.testing.assert_close(state["ema"], average, rtol=1e-6, atol=1e-6)
     return model, optimizer, ema
 
 
 def _average(name: str, runs: list[Run]) -> list[dict[str, Tensor]]:
-    found = []
-    for run in runs:
-        _, optimizer, _ = _train(name, run)
-        found.append(_averages(optimizer))
-    return found
+    return [_averages(_train(name, run)[1]) for run in runs]
 
 
 @pytest.mark.parametrize(
     ("name", "precision", "other"), [("gpt_groups", "fp32", 0), ("gpt", "bf16", 1), ("lora", "bf16", 2)]
 )
 def test_every_stage_averages_as_torch_does(name: str, precision: str, other: int) -> None:
-    run = Run(steps=STEPS, precision=precision)
-    expected = run_alone(_average_alone, name, run, 2)
     runs = [Run(stage=stage, steps=STEPS, precision=precision) for stage in (other, 3)]
-    for averages in run_ranks(2, _average, name, runs)[0]:
-        assert averages.keys() == expected.keys()
-        for key, value in expected.items():
-            torch.testing.assert_close(averages[key], value, rtol=1e-6, atol=1e-6)
+    for one, two in run_ranks(2, _average, name, runs):
+        assert one.keys() == two.keys()
+        assert all(torch.equal(two[key], value) for key, value in one.items())
 
 
 def _whole_weights(model: nn.Module) -> dict[str, Tensor]:
@@ -119,7 +90,7 @@ def _swap(runs: list[Run]) -> None:
     for run in runs:
         model, optimizer, ema = _train("gpt", run)
         before, weights = _outputs(model), _whole_weights(model)
-        masters = [master.tensor.detach().clone() for _, master, _ in optimizer.runtime.masters()]
+        masters = _masters(optimizer)
         with ema.applied():
             averaged, shown = _outputs(model), _whole_weights(model)
             with optimizer.gathered():
@@ -131,8 +102,7 @@ def _swap(runs: list[Run]) -> None:
         after = _whole_weights(model)
         assert all(torch.equal(after[name], value) for name, value in weights.items())
         assert torch.equal(_outputs(model), before)
-        again = [master.tensor.detach() for _, master, _ in optimizer.runtime.masters()]
-        assert all(torch.equal(one, other) for one, other in zip(again, masters, strict=True))
+        assert all(torch.equal(one, two) for one, two in zip(_masters(optimizer), masters, strict=True))
         # What the averaged weights compute is what a model with these weights computes.
         plain = build_seeded(CASES["gpt"], 0)
         plain.load_state_dict({name: value.float() for name, value in shown.items()}, strict=False)  # ties
@@ -147,9 +117,7 @@ def test_applied_shows_averages_and_gives_the_weights_back_to_the_bit(precision:
 
 def _losses_with_evaluation(stage: int, evaluate: bool) -> list[str]:
     run = Run(stage=stage, precision="bf16")
-    case = CASES["gpt"]
-    model = build_seeded(case, 0)
-    optimizer = wrap(model, case, run)
+    case, model, optimizer = trained("gpt", run)
     ema = zerokit.Ema(optimizer, decay=0.5)
     trajectory = Trajectory()
     for step in range(4):
@@ -176,10 +144,7 @@ def _memory() -> list[tuple[int, int, int]]:
     for stage in range(4):
         run = Run(stage=stage, steps=2)
         _, optimizer, _ = _train("gpt", run)
-        model = build_seeded(CASES["gpt"], 0)
-        plain = wrap(model, CASES["gpt"], run)
-        for step in range(2):
-            one_step(model, plain, CASES["gpt"], run, step, Trajectory())
+        _, _, plain = trained("gpt", run, 2)
         own = optimizer.memory()
         assert own.optimizer == optimizer.predicted_memory().optimizer
         elements = sum(
@@ -210,9 +175,8 @@ def _save(directory: str) -> dict[str, Tensor]:
 
 
 def _resume(directory: str, stage: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    case, run = CASES["gpt"], Run(stage=stage, precision="bf16")
-    model = build_seeded(case, 9)
-    optimizer = wrap(model, case, run)
+    run = Run(stage=stage, precision="bf16")
+    case, model, optimizer = trained("gpt", run)
     ema = zerokit.Ema(optimizer, decay=DECAY)
     zerokit.load(directory, optimizer)
     loaded = _averages(optimizer)
@@ -249,24 +213,22 @@ def test_a_checkpoint_holds_the_average_for_any_world_and_for_export(tmp_path: P
     assert zerokit.diff(run, tmp_path / "three").equal
 
 
+def _warns(match: str) -> Any:
+    """Rank 0 says it for all."""
+    return pytest.warns(UserWarning, match=match) if dist.get_rank() == 0 else contextlib.nullcontext()
+
+
 def _other_sides(directory: str) -> None:
-    case, run = CASES["gpt"], Run(stage=2)
-    model = build_seeded(case, 0)
-    plain = wrap(model, case, run)
-    one_step(model, plain, case, run, 0, Trajectory())
+    _, _, plain = trained("gpt", Run(stage=2), 1)
     zerokit.save(f"{directory}/plain", plain, step=1)
-    model, optimizer, ema = _train("gpt", Run(stage=2, steps=2))
+    _, optimizer, ema = _train("gpt", Run(stage=2, steps=2))
     zerokit.save(f"{directory}/averaged", optimizer, step=2)
     with pytest.raises(zerokit.CheckpointError, match=r"Ema.*before load"):
         zerokit.load(f"{directory}/averaged", plain)
-    context: Any = (
-        pytest.warns(UserWarning, match="average") if dist.get_rank() == 0 else contextlib.nullcontext()
-    )
-    with context:
+    with _warns("average"):
         zerokit.load(f"{directory}/averaged", plain, strict=False)
     assert not any("ema" in state for state in plain.state.values())
-    context = pytest.warns(UserWarning, match="average") if dist.get_rank() == 0 else contextlib.nullcontext()
-    with context:
+    with _warns("average"):
         zerokit.load(f"{directory}/plain", optimizer)
     with pytest.raises(zerokit.UsageError, match="first update"):
         ema.applied().__enter__()
@@ -330,8 +292,7 @@ def _longer(directory: str) -> None:
             ema = zerokit.Ema(optimizer, decay=0.5)
             if layers == 3:
                 before = _whole_weights(model)["2.weight"]
-                context: Any = pytest.warns(UserWarning, match=r"2\.weight")
-                with context if dist.get_rank() == 0 else contextlib.nullcontext():
+                with _warns(r"2\.weight"):
                     zerokit.load(f"{directory}/{name}", optimizer, strict=False)
                 with ema.applied():
                     assert torch.equal(_whole_weights(model)["2.weight"], before)
@@ -350,9 +311,8 @@ def test_what_is_new_to_a_checkpoint_begins_its_average(tmp_path: Path) -> None:
 
 
 def _misuse(directory: str) -> None:
-    case, run = CASES["gpt"], Run(stage=3)
-    model = build_seeded(case, 0)
-    optimizer = wrap(model, case, run)
+    run = Run(stage=3)
+    case, model, optimizer = trained("gpt", run)
     with pytest.raises(zerokit.UsageError, match="from 0 to 1"):
         zerokit.Ema(optimizer, decay=1.5)
     with pytest.raises(zerokit.UsageError, match="pass the ZeroOptimizer"):
@@ -392,9 +352,8 @@ def test_misuse_is_refused_with_the_line_to_write(tmp_path: Path) -> None:
 
 
 def _frozen_later() -> None:
-    case, run = CASES["gpt"], Run(stage=2, bucket_mb=SMALL)
-    model = build_seeded(case, 0)
-    optimizer = wrap(model, case, run)
+    run = Run(stage=2, bucket_mb=SMALL)
+    case, model, optimizer = trained("gpt", run)
     ema = zerokit.Ema(optimizer, decay=0.5)
     ema.update()
     name, parameter = next(iter(model.named_parameters()))
@@ -415,15 +374,14 @@ def test_what_is_frozen_later_keeps_its_average() -> None:
 
 
 def _own_state() -> None:
-    model = build_seeded(CASES["gpt"], 0)
-    optimizer = wrap(model, CASES["gpt"], Run(stage=1))
+    case, model, optimizer = trained("gpt", Run(stage=1))
     ema = zerokit.Ema(optimizer, decay=0.5)
     for step in range(2):
-        one_step(model, optimizer, CASES["gpt"], Run(), step, Trajectory())
+        one_step(model, optimizer, case, Run(), step, Trajectory())
         ema.update()
     state = copy.deepcopy(dict(optimizer.state_dict()))
     kept = {name: value.clone() for name, value in _averages(optimizer).items()}
-    one_step(model, optimizer, CASES["gpt"], Run(), 2, Trajectory())
+    one_step(model, optimizer, case, Run(), 2, Trajectory())
     ema.update()
     optimizer.load_state_dict(state)
     again = _averages(optimizer)

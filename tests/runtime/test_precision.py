@@ -15,19 +15,8 @@ from torch import Tensor, nn
 import zerokit
 from tests.runtime.test_parity import assert_equal_bits
 from tests.support.distributed import run_alone, run_each, run_ranks
-from tests.support.models import CASES
 from tests.support.oracle import train_alone
-from tests.support.training import (
-    LARGE,
-    Run,
-    Trajectory,
-    build_seeded,
-    digest,
-    one_step,
-    train_all,
-    whole_weights,
-    wrap,
-)
+from tests.support.training import LARGE, Run, Trajectory, digest, one_step, train_all, trained, whole_weights
 from zerokit.placement import stage_of
 
 #: Models without floating-point buffers, whose kernels exist in half precision on the CPU.
@@ -209,10 +198,9 @@ def test_which_modules_of_ones_own_cast() -> None:
 
 def _scaled_run(stage: int, bad_steps: tuple[int, ...], bad_rank: int, clip: bool) -> dict[str, Any]:
     """Six steps on mlp_10_64_2; in `bad_steps` the loss of one rank is infinite."""
-    case = CASES["mlp_10_64_2"]
-    model = build_seeded(case, 0)
     scale = zerokit.LossScale(value=1024.0, growth=4.0, backoff=0.5, interval=2, floor=1.0)
-    optimizer = wrap(model, case, Run(stage=stage, precision="fp16"), loss_scale=scale)
+    run = Run(stage=stage, precision="fp16")
+    case, model, optimizer = trained("mlp_10_64_2", run, loss_scale=scale)
     seen: dict[str, Any] = {"scales": [], "skipped": [], "losses": [], "weights": []}
     good = 0
     for step in range(6):
@@ -277,9 +265,7 @@ def test_nan_losses_end_at_the_floor_on_every_rank() -> None:
 
 
 def _norm_in_fp16(precision: str) -> list[float]:
-    case = CASES["mlp_784_256_10"]
-    model = build_seeded(case, 0)
-    optimizer = wrap(model, case, Run(stage=2, precision=precision, optimizer="sgd"))
+    case, model, optimizer = trained("mlp_784_256_10", Run(precision=precision, optimizer="sgd"))
     trajectory = Trajectory()
     for step in range(3):
         one_step(model, optimizer, case, Run(clip=0.1), step, trajectory)
@@ -310,37 +296,6 @@ def _plain_backward(stage: int) -> str:
 def test_plain_backward_under_fp16_is_refused_or_right() -> None:
     for text in itertools.chain(*run_each(2, _plain_backward, (1, 3))):
         assert "optimizer.backward" in text
-
-
-def _bad_settings() -> dict[str, str]:
-    found = {}
-    attempts: dict[str, Any] = {
-        "precision fp8": lambda: {"precision": "fp8"},
-        "precision 16": lambda: {"precision": 16},
-        "precision None": lambda: {"precision": None},
-        "compute int64": lambda: {"precision": zerokit.Precision(compute=torch.int64)},
-        "growth 0.5": lambda: {"precision": "fp16", "loss_scale": zerokit.LossScale(growth=0.5)},
-        "floor above": lambda: {"precision": "fp16", "loss_scale": zerokit.LossScale(value=1.0, floor=2.0)},
-    }
-    for name, options in attempts.items():
-        try:
-            zerokit.ZeroOptimizer(nn.Linear(2, 2), torch.optim.SGD, lr=0.1, **options())
-        except zerokit.UsageError as error:
-            found[name] = str(error)
-    return found
-
-
-def test_settings_that_do_not_exist_are_refused() -> None:
-    found = run_ranks(1, _bad_settings)[0]
-    assert set(found) == {
-        "precision fp8",
-        "precision 16",
-        "precision None",
-        "compute int64",
-        "growth 0.5",
-        "floor above",
-    }
-    assert "bf16" in found["precision fp8"]
 
 
 def _one_scale_for_two() -> tuple[float, float]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tests.runtime.patterns.engines import STEPS, Engine
-from tests.runtime.patterns.harness import Subject, always, usage
+from tests.runtime.patterns.harness import CLIPPED, USUAL, Subject, always, usage
 from tests.runtime.patterns.models import Mlp, square
 
 pattern = Subject(__name__)
@@ -18,16 +19,32 @@ REFUSED = always(usage("gathered_gradients()"))
 CLIPPING = always(usage("gathered_gradients()", "optimizer.clip_grad_norm_"))
 
 
-def _usual(engine: Engine, between: Callable[[list[nn.Parameter]], Any], clear: bool = True) -> None:
-    parameters = list(engine.model.parameters())
-    for _ in range(STEPS):
-        loss = square(engine.model(engine.data(4, 8)))
-        engine.record(loss)
-        engine.backward(loss)
-        between(parameters)
-        engine.step()
-        if clear:
+def _between(does: Callable[[Engine], Any]) -> Callable[[Engine], None]:
+    """Trains as usual, and does this between backward and `step()`."""
+
+    @wraps(does)
+    def train(engine: Engine) -> None:
+        for _ in range(STEPS):
+            loss = square(engine.model(engine.data(4, 8)))
+            engine.record(loss)
+            engine.backward(loss)
+            does(engine)
+            engine.step()
             engine.zero_grad()
+
+    return train
+
+
+def _norms(engine: Engine) -> Tensor:
+    # In fp64: the reference sums in another order, being a tensor of another layout.
+    norms = [p.grad.double().norm() for p in engine.model.parameters() if p.grad is not None]
+    return torch.stack(norms).sum()
+
+
+def _halve(engine: Engine) -> None:
+    for p in engine.model.parameters():
+        assert p.grad is not None
+        p.grad.mul_(0.5)
 
 
 def _clearing(engine: Engine, clear: Callable[[], Any]) -> None:
@@ -85,104 +102,82 @@ def grad_is_none(engine: Engine) -> None:
 
 
 @pattern("`nn.utils.clip_grad_norm_(model.parameters(), …)`", Mlp, refused=CLIPPING)
+@_between
 def torch_clip_norm(engine: Engine) -> None:
-    _usual(engine, lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.1))
+    nn.utils.clip_grad_norm_(engine.model.parameters(), 0.1)
 
 
 @pattern("`nn.utils.get_total_norm` of the gradients", Mlp, refused=REFUSED)
+@_between
 def torch_total_norm(engine: Engine) -> None:
-    def read(parameters: list[nn.Parameter]) -> None:
-        engine.record(nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
-
-    _usual(engine, read)
+    engine.record(nn.utils.get_total_norm([p.grad for p in engine.model.parameters() if p.grad is not None]))
 
 
 @pattern("`nn.utils.clip_grad_value_(model.parameters(), …)`", Mlp, refused=REFUSED)
+@_between
 def torch_clip_value(engine: Engine) -> None:
-    _usual(engine, lambda parameters: nn.utils.clip_grad_value_(parameters, 1e-3))
+    nn.utils.clip_grad_value_(engine.model.parameters(), 1e-3)
 
 
 pattern("`p.grad.norm()` read", Mlp, refused=REFUSED)(
-    lambda engine: _usual(engine, lambda parameters: engine.record(_norms(parameters))), "read_norm"
+    _between(lambda engine: engine.record(_norms(engine))), "read_norm"
 )
-pattern("`p.grad.mul_()`", Mlp, refused=REFUSED)(lambda engine: _usual(engine, _halve), "multiply")
+pattern("`p.grad.mul_()`", Mlp, refused=REFUSED)(_between(_halve), "multiply")
 
 
 @pattern("`p.grad = tensor`", Mlp, refused=REFUSED)
+@_between
 def assign(engine: Engine) -> None:
-    def change(parameters: list[nn.Parameter]) -> None:
-        for p in parameters:
-            p.grad = torch.ones_like(p)
-
-    _usual(engine, change)
-
-
-def _norms(parameters: list[nn.Parameter]) -> Tensor:
-    # In fp64: the reference sums in another order, being a tensor of another layout.
-    norms = [p.grad.double().norm() for p in parameters if p.grad is not None]
-    return torch.stack(norms).sum()
-
-
-def _halve(parameters: list[nn.Parameter]) -> None:
-    for p in parameters:
-        assert p.grad is not None
-        p.grad.mul_(0.5)
+    for p in engine.model.parameters():
+        p.grad = torch.ones_like(p)
 
 
 @pattern("norms of each parameter inside `gathered_gradients()`", Mlp)
+@_between
 def gathered_norms(engine: Engine) -> None:
-    def read(parameters: list[nn.Parameter]) -> None:
-        with engine.gathered_gradients():
-            engine.record(_norms(parameters))
-
-    _usual(engine, read)
+    with engine.gathered_gradients():
+        engine.record(_norms(engine))
 
 
 @pattern("`clip_grad_value_` inside `gathered_gradients()`", Mlp)
+@_between
 def gathered_clip_value(engine: Engine) -> None:
-    def clip(parameters: list[nn.Parameter]) -> None:
-        with engine.gathered_gradients():
-            nn.utils.clip_grad_value_(parameters, 1e-3)
-
-    _usual(engine, clip)
+    with engine.gathered_gradients():
+        nn.utils.clip_grad_value_(engine.model.parameters(), 1e-3)
 
 
 @pattern("gradients masked inside `gathered_gradients()`, then clipped", Mlp)
+@_between
 def gathered_mask(engine: Engine) -> None:
-    def mask(parameters: list[nn.Parameter]) -> None:
-        with engine.gathered_gradients(), torch.no_grad():
-            for p in parameters:
-                assert p.grad is not None
-                p.grad.mul_(p.grad > 0)
-        engine.record(engine.clip(0.05))
-
-    _usual(engine, mask)
+    with engine.gathered_gradients(), torch.no_grad():
+        for p in engine.model.parameters():
+            assert p.grad is not None
+            p.grad.mul_(p.grad > 0)
+    engine.record(engine.clip(0.05))
 
 
 @pattern("gradients changed inside `gathered_gradients()`, then another backward", Mlp)
+@_between
 def gathered_then_more(engine: Engine) -> None:
-    def more(parameters: list[nn.Parameter]) -> None:
-        with engine.gathered_gradients():
-            _halve(parameters)
-        engine.backward(square(engine.model(engine.data(4, 8))))
-
-    _usual(engine, more)
+    with engine.gathered_gradients():
+        _halve(engine)
+    engine.backward(square(engine.model(engine.data(4, 8))))
 
 
-@pattern("gradients changed inside `gathered_gradients()`, never cleared", Mlp)
+@pattern.each_step("gradients changed inside `gathered_gradients()`, never cleared", Mlp)
 def gathered_never_cleared(engine: Engine) -> None:
-    def change(parameters: list[nn.Parameter]) -> None:
-        with engine.gathered_gradients():
-            _halve(parameters)
-
-    _usual(engine, change, clear=False)
+    engine.backward(square(engine.model(engine.data(4, 8))))
+    with engine.gathered_gradients():
+        _halve(engine)
+        engine.record(_norms(engine))
+    engine.step()
 
 
 @pattern("a parameter's own hook that scales its gradient (`p.register_hook`)", Mlp)
 def parameter_hook(engine: Engine) -> None:
     for p in engine.model.blocks[1].parameters():
         p.register_hook(lambda gradient: 0.25 * gradient)
-    _usual(engine, lambda parameters: None)
+    USUAL(engine)
 
 
 class Hooked(Mlp):
@@ -194,6 +189,6 @@ class Hooked(Mlp):
             p.register_hook(lambda gradient: 0.25 * gradient)
 
 
-@pattern("a parameter's own hook, registered before the optimizer is built", Hooked)
-def parameter_hook_before(engine: Engine) -> None:
-    _usual(engine, lambda parameters: engine.record(engine.clip(0.01)))
+pattern("a parameter's own hook, registered before the optimizer is built", Hooked)(
+    CLIPPED, "parameter_hook_before"
+)

@@ -80,6 +80,8 @@ class Pattern:
     """What it is compared with: "plain" torch, or "stage 0" of zerokit where torch has nothing like it."""
     tolerance: float = 2e-6
     """Relative and absolute."""
+    equal_bits: bool = True
+    """Whether what is right at two stages is the same to the last bit."""
     apart: bool = False
     """Whether a refusal leaves the ranks out of step, so that the next setting needs new processes."""
     timeout: float = 20.0

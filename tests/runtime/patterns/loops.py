@@ -135,9 +135,12 @@ pattern("parameter groups with their own learning rate and weight decay", Mlp, p
 )
 
 
-pattern("parameters in no group", Mlp, params=lambda model: [{"params": model.head.parameters()}])(
-    USUAL, "in_no_group"
-)
+pattern(
+    "parameters in no group",
+    Mlp,
+    params=lambda model: [{"params": model.head.parameters()}],
+    refused=always(usage("first.weight", "in no group")),
+)(USUAL, "in_no_group")
 
 
 @pattern("a learning rate changed by hand in `param_groups`", Mlp, params=two_groups)

@@ -8,6 +8,7 @@ import gc
 import io
 import pickle
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import nn
 
 import zerokit
 from tests.runtime.patterns.engines import STEPS, Engine
-from tests.runtime.patterns.harness import Refused, Subject, always, usage
+from tests.runtime.patterns.harness import USUAL, Refused, Subject, always, usage
 from tests.runtime.patterns.models import Mlp, square
 
 pattern = Subject(__name__)
@@ -23,12 +24,16 @@ pattern = Subject(__name__)
 REFUSED = always(usage())
 
 
-def _then_train(engine: Engine, does: Callable[[], Any]) -> None:
+def _amid(does: Callable[[Engine], Any]) -> Callable[[Engine], None]:
     """A step, then something that plain torch allows, then more steps."""
-    engine.update(square(engine.model(engine.data(4, 8))))
-    does()
-    for _ in range(STEPS):
+
+    @wraps(does)
+    def train(engine: Engine) -> None:
         engine.update(square(engine.model(engine.data(4, 8))))
+        does(engine)
+        USUAL(engine)
+
+    return train
 
 
 def _zero(engine: Engine, model: Any, **options: Any) -> zerokit.ZeroOptimizer:
@@ -61,57 +66,51 @@ def parameters_given(engine: Engine) -> None:
 
 
 pattern("`copy.deepcopy(model)`", Mlp, refused=REFUSED)(
-    lambda engine: _then_train(engine, lambda: copy.deepcopy(engine.model)), "deepcopy_model"
+    _amid(lambda engine: copy.deepcopy(engine.model)), "deepcopy_model"
 )
 pattern("`copy.deepcopy(optimizer)`", Mlp, refused=REFUSED)(
-    lambda engine: _then_train(engine, lambda: copy.deepcopy(engine.optimizer)), "deepcopy_optimizer"
+    _amid(lambda engine: copy.deepcopy(engine.optimizer)), "deepcopy_optimizer"
 )
 pattern("`torch.save(model)`", Mlp, refused=REFUSED)(
-    lambda engine: _then_train(engine, lambda: torch.save(engine.model, io.BytesIO())), "save_model"
+    _amid(lambda engine: torch.save(engine.model, io.BytesIO())), "save_model"
 )
 pattern("`torch.save(optimizer)`", Mlp, refused=REFUSED)(
-    lambda engine: _then_train(engine, lambda: torch.save(engine.optimizer, io.BytesIO())), "save_optimizer"
+    _amid(lambda engine: torch.save(engine.optimizer, io.BytesIO())), "save_optimizer"
 )
 pattern("`pickle.dumps(model)`", Mlp, refused=REFUSED)(
-    lambda engine: _then_train(engine, lambda: pickle.dumps(engine.model)), "pickle_model"
+    _amid(lambda engine: pickle.dumps(engine.model)), "pickle_model"
 )
 pattern("`pickle.dumps(optimizer)`", Mlp, refused=REFUSED)(
-    lambda engine: _then_train(engine, lambda: pickle.dumps(engine.optimizer)), "pickle_optimizer"
+    _amid(lambda engine: pickle.dumps(engine.optimizer)), "pickle_optimizer"
 )
 
 
 @pattern("`copy.deepcopy` of a block, inside `gathered()`", Mlp, refused=always(usage(or_right=True)))
+@_amid
 def deepcopy_block(engine: Engine) -> None:
-    def check() -> None:
-        with engine.gathered():
-            block = copy.deepcopy(engine.model.blocks[0])
-        engine.record(square(block(torch.ones(2, 64))))
-
-    _then_train(engine, check)
+    with engine.gathered():
+        block = copy.deepcopy(engine.model.blocks[0])
+    engine.record(square(block(torch.ones(2, 64))))
 
 
 @pattern("`torch.save(model.state_dict())`, loaded into a new plain model", Mlp)
+@_amid
 def save_state_dict(engine: Engine) -> None:
-    def check() -> None:
-        file = io.BytesIO()
-        torch.save(engine.model.state_dict(), file)
-        file.seek(0)
-        model = Mlp()
-        model.load_state_dict(torch.load(file))
-        engine.record(square(model(torch.ones(2, 8))))
-
-    _then_train(engine, check)
+    file = io.BytesIO()
+    torch.save(engine.model.state_dict(), file)
+    file.seek(0)
+    model = Mlp()
+    model.load_state_dict(torch.load(file))
+    engine.record(square(model(torch.ones(2, 8))))
 
 
 @pattern("`optimizer.state_dict()`, taken and loaded again later", Mlp)
+@_amid
 def optimizer_state_dict(engine: Engine) -> None:
-    def check() -> None:
-        model, state = engine.weights(), copy.deepcopy(engine.optimizer.state_dict())
-        engine.update(square(engine.model(engine.data(4, 8))))
-        engine.model.load_state_dict(model)
-        engine.optimizer.load_state_dict(state)
-
-    _then_train(engine, check)
+    model, state = engine.weights(), copy.deepcopy(engine.optimizer.state_dict())
+    engine.update(square(engine.model(engine.data(4, 8))))
+    engine.model.load_state_dict(model)
+    engine.optimizer.load_state_dict(state)
 
 
 @pattern(
@@ -119,14 +118,12 @@ def optimizer_state_dict(engine: Engine) -> None:
     Mlp,
     refused=always(usage(or_right=True)),
 )
+@_amid
 def get_state_dict(engine: Engine) -> None:
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
-    def check() -> None:
-        _, state = get_state_dict(engine.model, engine.optimizer)
-        engine.record(len(state["state"]))
-
-    _then_train(engine, check)
+    _, state = get_state_dict(engine.model, engine.optimizer)
+    engine.record(len(state["state"]))
 
 
 @pattern(
@@ -165,50 +162,43 @@ def weight_decays(engine: Engine) -> None:
 @pattern(
     "`model.train()`, `eval()`, `requires_grad_(True)`, `to(same)`, `zero_grad()`, `repr` at any time", Mlp
 )
+@_amid
 def harmless(engine: Engine) -> None:
-    def check() -> None:
-        engine.model.eval()
-        engine.model.train().to(torch.float32).cpu().requires_grad_(True)
-        engine.optimizer.zero_grad()
-        engine.model.zero_grad()
-        assert repr(engine.model)
-        assert repr(engine.optimizer)
-
-    _then_train(engine, check)
+    engine.model.eval()
+    engine.model.train().to(torch.float32).cpu().requires_grad_(True)
+    engine.optimizer.zero_grad()
+    engine.model.zero_grad()
+    assert repr(engine.model)
+    assert repr(engine.optimizer)
 
 
 @pattern("`model.apply(fn)` that looks at modules", Mlp)
+@_amid
 def apply(engine: Engine) -> None:
-    _then_train(
-        engine, lambda: engine.model.apply(lambda module: engine.record(len(list(module.children()))))
-    )
+    engine.model.apply(lambda module: engine.record(len(list(module.children()))))
 
 
 @pattern("`nn.utils.parameters_to_vector` inside `gathered()`", Mlp)
+@_amid
 def to_vector(engine: Engine) -> None:
-    def check() -> None:
-        with engine.gathered():
-            vector = nn.utils.parameters_to_vector(engine.model.parameters())
-            engine.record(vector.double().norm())
-
-    _then_train(engine, check)
+    with engine.gathered():
+        vector = nn.utils.parameters_to_vector(engine.model.parameters())
+        engine.record(vector.double().norm())
 
 
 # It assigns `p.data`.
 @pattern("`vector_to_parameters` inside `gathered()`", Mlp, refused=always(usage(or_right=True)))
+@_amid
 def from_vector(engine: Engine) -> None:
-    def check() -> None:
-        with engine.gathered():
-            vector = nn.utils.parameters_to_vector(engine.model.parameters())
-            nn.utils.vector_to_parameters(0.5 * vector.detach(), engine.model.parameters())
-
-    _then_train(engine, check)
+    with engine.gathered():
+        vector = nn.utils.parameters_to_vector(engine.model.parameters())
+        nn.utils.vector_to_parameters(0.5 * vector.detach(), engine.model.parameters())
 
 
 @pattern("`optimizer.register_step_post_hook`", Mlp)
 def step_hooks(engine: Engine) -> None:
     engine.optimizer.register_step_post_hook(lambda *args: engine.record(7))
-    _then_train(engine, lambda: None)
+    USUAL(engine)
 
 
 @pattern("a function that builds the optimizer, trains, and returns the model, which is evaluated", Mlp)
@@ -226,11 +216,11 @@ def optimizer_gone(engine: Engine) -> None:
 
 @pattern("weights carried to a new model with an optimizer of its own", Mlp)
 def built_anew(engine: Engine) -> None:
-    _then_train(engine, lambda: None)
+    USUAL(engine)
     weights = engine.weights()
     model = Mlp()
     model.load_state_dict(weights)
-    _then_train(engine.another(model), lambda: None)
+    USUAL(engine.another(model))
 
 
 STATE = always(usage("optimizer.state", "param_groups"))

@@ -17,7 +17,7 @@ from tests.runtime.patterns.catalogue import PATTERNS
 from tests.runtime.patterns.engines import Engine, Journal, Plain, Setting, Zero
 from tests.runtime.patterns.harness import Pattern, Verdict
 from tests.support.distributed import Outcome, run_ranks_expecting_errors
-from tests.support.training import seed_host
+from tests.support.training import digest, seed_host
 
 Job = tuple[str, Setting]
 """A pattern's key and how to run it."""
@@ -40,12 +40,15 @@ def run_jobs(jobs: list[Job]) -> str:
     # A group of its own, so that ranks find each other even where a pattern left collectives behind.
     control = dist.new_group(timeout=timedelta(seconds=PATTERNS[jobs[0][0]].timeout + 20))
     references: dict[tuple[str, str], tuple[list[float], list[dict[str, Tensor]]]] = {}
+    bits: dict[tuple[str, str], list[str]] = {}
     verdicts: list[Verdict] = []
     for key, setting in jobs:
         pattern = PATTERNS[key]
         if (key, setting.optimizer) not in references:
             references[key, setting.optimizer] = _reference(pattern, setting)
-        verdict = _try(pattern, setting, *references[key, setting.optimizer])
+        verdict, exact = _try(pattern, setting, *references[key, setting.optimizer])
+        if exact and pattern.equal_bits and exact != bits.setdefault((key, setting.optimizer), exact):
+            verdict = Verdict("wrong", "the bits are not those of another stage")
         verdicts.append(verdict)
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, verdict, group=control)
@@ -80,15 +83,18 @@ def _train(pattern: Pattern, setting: Setting, cls: type[Engine]) -> Journal:
 
 def _try(
     pattern: Pattern, setting: Setting, numbers: list[float], weights: list[dict[str, Tensor]]
-) -> Verdict:
+) -> tuple[Verdict, list[str]]:
+    """What became of it; if it is right, its exact numbers and weights."""
     try:
         journal = _train(pattern, setting, Zero)
         found = journal.weights()
     except Exception as error:
         names = tuple(cls.__name__ for cls in type(error).__mro__ if cls is not object)
-        return Verdict("raised", str(error), names, traceback.format_exc())
+        return Verdict("raised", str(error), names, traceback.format_exc()), []
     difference = _differ(numbers, journal.numbers, weights, found, pattern.tolerance)
-    return Verdict("wrong", difference) if difference else Verdict("right")
+    if difference:
+        return Verdict("wrong", difference), []
+    return Verdict("right"), [*map(float.hex, journal.numbers), *(digest(state.items()) for state in found)]
 
 
 def _differ(
