@@ -17,7 +17,7 @@ from tests.support.distributed import run_alone, run_ranks
 from tests.support.machine import bytes_received, held_bytes, live_storages
 from tests.support.models import CASES, count
 from tests.support.training import SMALL, Run, Trajectory, one_step, require_memory_route, trained
-from zerokit.formulas import MemoryReport, TrafficReport
+from zerokit.formulas import MemoryReport, Operation, TrafficReport
 from zerokit.runtime.collectives.node import SWITCH, Neighbours
 
 STAGES = (0, 1, 2, 3)
@@ -64,6 +64,8 @@ ACCOUNTS: dict[int, list[tuple[str, Run, Sequence[Any]]]] = {
         ("tiny_parameters", Run(precision="bf16"), STAGES),
         ("gpt", Run(mesh=(2, 2)), PAIRS),
         ("gpt", Run(mesh=(2, 2), precision=WIRE), [(1, 3)]),
+        ("gpt", replace(_narrow("int8"), mesh=(2, 2)), [(0, 3), (2, 2), (1, 3)]),
+        ("gpt", replace(_narrow("int4", **UPDATES), mesh=(2, 2)), [(2, 3)]),
     ],
 }
 """By the number of ranks: models, how they are trained, and at which stages."""
@@ -110,9 +112,17 @@ def test_memory_and_traffic_equal_predictions_and_formulas(world: int) -> None:
                 assert moved.by_operation == expected.by_operation, (name, run, stage)
                 assert moved.control_bytes <= 1024
                 if run.mesh:
-                    assert {name.partition("/")[2] for name in moved.by_operation} == {"outer", "inner"}
+                    _require_narrow_on_the_outer_axis_alone(run, moved.by_operation)
             if run.precision in PAPER and not run.mesh:
                 _require_formulas(name, replace(run, stage=stage), world, ranks)
+
+
+def _require_narrow_on_the_outer_axis_alone(run: Run, moved: dict[str, Operation]) -> None:
+    assert {name.partition("/")[2] for name in moved} == {"outer", "inner"}
+    inner, outer = moved["reduce_scatter/inner"], moved["reduce_scatter/outer"]
+    blocks = run.precision not in PAPER
+    assert inner.bytes == (2 if run.precision == WIRE else 4) * inner.elements
+    assert (outer.bytes < 1.2 * outer.elements) == blocks
 
 
 def _require_formulas(name: str, run: Run, world: int, ranks: list[Account]) -> None:

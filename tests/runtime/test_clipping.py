@@ -75,11 +75,13 @@ def _norms_in_turn(given: tuple[str, int]) -> list[list[float]]:
     """Twice the norm of gradients that are usual, infinite on one rank, usual again, and zero."""
     precision, stage = given
     case, model, optimizer = trained("mlp_10_64_2", Run(stage=stage, precision=precision))
-    found = []
+    found: list[list[float]] = []
+    assert optimizer.last_norm is None
     for factor in (1.0, 1.0 if dist.get_rank() else math.inf, 1.0, 0.0):
         optimizer.zero_grad()
         optimizer.backward(case.loss(model, case.batch(0, 0, dist.get_rank())) * factor)
         found.append([optimizer.clip_grad_norm_(limit).item() for limit in (0.125, 1.0)])
+        assert repr(optimizer.last_norm) == repr(found[-1][-1])
     optimizer.step()
     assert all(bool(value.isfinite().all()) for value in whole_weights(model).values())
     return found

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import itertools
 import tempfile
 import time
 import warnings
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -34,7 +34,6 @@ from tests.support.devices import (
 from tests.support.optimizers import FUSED, OPTIMIZERS
 from tests.support.training import whole_weights
 from zerokit.errors import UsageError
-from zerokit.runtime.collectives.nccl import NcclCollectives
 
 gpu = pytest.mark.gpu
 STACK = SCENES["units used again"]
@@ -42,32 +41,19 @@ STACK = SCENES["units used again"]
 # --- a step synchronises nothing ---------------------------------------------------------------------------
 
 
-def _steps_without_synchronisation(device: str, precision: str) -> list[tuple[int, float | None, list[int]]]:
-    """Stage, clip, and how often each step from the third on looked at control values."""
-    found = []
-    step = -1
-    with prompt(device) as place, pytest.MonkeyPatch.context() as patch:
-        looks: Counter[int] = Counter()
-        until = NcclCollectives.until
-
-        def count(self: NcclCollectives, arrived: Callable[[], torch.Tensor | None]) -> torch.Tensor:
-            looks[step] += 1
-            return until(self, arrived)
-
-        patch.setattr(NcclCollectives, "until", count)
-        for stage in STAGES:
-            for clip in (None, 1.0) if device == "cuda" else (1.0 if stage % 2 else None,):
-                training = Training(at(STACK, stage=stage, precision=precision, clip=clip, steps=5), place)
-                looks.clear()
-                for step in range(5):
-                    if step == 2 and device == "cuda":
-                        _refuse_synchronisation("error")
-                    training.step(step)
-                if device == "cuda":
-                    _refuse_synchronisation("default")
-                found.append((stage, clip, [looks[number] for number in range(2, 5)]))
-                training.bits()
-    return found
+def _steps_without_synchronisation(device: str, precision: str) -> None:
+    """At every stage, clipping or not, from the third step on."""
+    with alone_on_gpu(device):
+        for stage, clip in itertools.product(STAGES, (None, 1.0)):
+            training = Training(
+                at(STACK, stage=stage, precision=precision, clip=clip, steps=5), placed(device)
+            )
+            for step in range(5):
+                if step == 2:
+                    _refuse_synchronisation("error")
+                training.step(step)
+            _refuse_synchronisation("default")
+            training.bits()
 
 
 def _refuse_synchronisation(mode: str) -> None:
@@ -76,12 +62,11 @@ def _refuse_synchronisation(mode: str) -> None:
         torch.cuda.set_sync_debug_mode(mode)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@gpu
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_no_step_synchronises(device: str, precision: str) -> None:
-    """zerokit asks events, which is no synchronisation; it looks at one row of control values a step."""
-    for found in run_on(device, _steps_without_synchronisation, precision):
-        assert [looks for _, _, looks in found] == [[1, 1, 1]] * len(found), found
+def test_no_step_synchronises(precision: str) -> None:
+    """zerokit asks events, which is no synchronisation; `test_device_control` counts what a step reads."""
+    run_on("cuda", _steps_without_synchronisation, precision)
 
 
 def _synchronise_once(device: str) -> str:
@@ -179,33 +164,36 @@ def _all_optimizers(device: str) -> dict[str, str]:
     return found
 
 
-def _resume_from_state_dict(device: str, precision: str) -> dict[int, bool]:
-    """By stage, whether going on from a state gives the bits of going on without."""
-    found = {}
+def _go_on(device: str, precision: str, folder: str) -> list[int]:
+    """Stages at which going on from a state, or a checkpoint in a folder, differs from going on without."""
+    wrong = []
     with prompt(device) as place:
         for stage in STAGES:
-            first = Training(at(STACK, stage=stage, precision=precision), place)
-            for step in range(2):
-                first.step(step)
-            state = copy.deepcopy(first.optimizer.state_dict())
-            schedule = copy.deepcopy(first.scheduler.state_dict())
-            first.step(2)
-            first.step(3)
-            second = Training(at(STACK, stage=stage, precision=precision), place)
+            scene = at(STACK, stage=stage, precision=precision)
+            first, second = Training(scene, place), Training(scene, place)
+            first.step(0)
+            first.step(1)
             second.step(0)
-            second.optimizer.load_state_dict(state)
+            schedule: Any = copy.deepcopy(first.scheduler.state_dict())
+            if folder:
+                zerokit.save(f"{folder}/{stage}", first.optimizer, step=2, extra={"schedule": schedule})
+                schedule = zerokit.load(f"{folder}/{stage}", second.optimizer)["schedule"]
+            else:
+                second.optimizer.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
             second.scheduler.load_state_dict(schedule)
-            second.step(2)
-            second.step(3)
-            found[stage] = second.weights() == first.weights()
-    return found
+            for training in (first, second):
+                training.step(2)
+                training.step(3)
+            if second.weights() != first.weights():
+                wrong.append(stage)
+    return wrong
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_training_goes_on_from_a_state_dict(device: str, precision: str) -> None:
-    for found in run_on(device, _resume_from_state_dict, precision):
-        assert found == dict.fromkeys(STAGES, True)
+    for wrong in run_on(device, _go_on, precision, ""):
+        assert wrong == []
 
 
 def _change_whole_weights(device: str) -> list[tuple[bool, list[str]]]:
@@ -339,34 +327,9 @@ def test_compiled_blocks_train_alike() -> None:
         assert losses[stage] == pytest.approx(losses[-1], rel=1e-4)
 
 
-# --- checkpoints -------------------------------------------------------------------------------------------
-
-
-def _save_and_load(device: str, folder: str) -> list[str]:
-    """Stages at which going on from a checkpoint differs from going on without."""
-    wrong = []
-    with prompt(device) as place:
-        for stage in STAGES:
-            scene = at(STACK, stage=stage, precision="bf16")
-            first = Training(scene, place)
-            first.step(0)
-            first.step(1)
-            extra = {"schedule": first.scheduler.state_dict()}
-            zerokit.save(f"{folder}/{stage}", first.optimizer, step=2, extra=extra)
-            first.step(2)
-            first.step(3)
-            second = Training(scene, place)
-            second.scheduler.load_state_dict(zerokit.load(f"{folder}/{stage}", second.optimizer)["schedule"])
-            second.step(2)
-            second.step(3)
-            if second.weights() != first.weights():
-                wrong.append(f"stage {stage}")
-    return wrong
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.skipif(not importlib.util.find_spec("zlib_ng"), reason="checkpoints need zlib-ng")
-def test_checkpoints_of_a_device(device: str) -> None:
+def test_training_goes_on_from_checkpoints(device: str) -> None:
     with tempfile.TemporaryDirectory(prefix="zerokit-checkpoints-") as folder:
-        for wrong in run_on(device, _save_and_load, folder):
+        for wrong in run_on(device, _go_on, "bf16", folder):
             assert wrong == []

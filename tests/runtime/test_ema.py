@@ -17,7 +17,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 import zerokit
 from tests.cli.commands import zerokit_forked
 from tests.support import training
-from tests.support.distributed import run_ranks
+from tests.support.distributed import run_each, run_ranks
 from tests.support.models import CASES
 from tests.support.training import SMALL, Run, Trajectory, build_seeded, one_step, trained
 
@@ -90,7 +90,7 @@ def _swap(runs: list[Run]) -> None:
     for run in runs:
         model, optimizer, ema = _train("gpt", run)
         before, weights = _outputs(model), _whole_weights(model)
-        masters = _masters(optimizer)
+        masters, moments = _masters(optimizer), copy.deepcopy(list(optimizer.state.values()))
         with ema.applied():
             averaged, shown = _outputs(model), _whole_weights(model)
             with optimizer.gathered():
@@ -103,6 +103,8 @@ def _swap(runs: list[Run]) -> None:
         assert all(torch.equal(after[name], value) for name, value in weights.items())
         assert torch.equal(_outputs(model), before)
         assert all(torch.equal(one, two) for one, two in zip(_masters(optimizer), masters, strict=True))
+        for state, earlier in zip(optimizer.state.values(), moments, strict=True):
+            assert all(torch.equal(state[kind], value) for kind, value in earlier.items())
         # What the averaged weights compute is what a model with these weights computes.
         plain = build_seeded(CASES["gpt"], 0)
         plain.load_state_dict({name: value.float() for name, value in shown.items()}, strict=False)  # ties
@@ -115,57 +117,23 @@ def test_applied_shows_averages_and_gives_the_weights_back_to_the_bit(precision:
     run_ranks(2, _swap, [Run(stage=stage, steps=3, precision=precision) for stage in range(4)])
 
 
-def _losses_with_evaluation(stage: int, evaluate: bool) -> list[str]:
-    run = Run(stage=stage, precision="bf16")
-    case, model, optimizer = trained("gpt", run)
-    ema = zerokit.Ema(optimizer, decay=0.5)
-    trajectory = Trajectory()
-    for step in range(4):
-        one_step(model, optimizer, case, run, step, trajectory)
-        ema.update()
-        if evaluate:
-            with ema.applied():
-                _outputs(model)
-    return [loss.hex() for loss in trajectory.losses]
-
-
-def _evaluated_or_not() -> None:
-    plain = _losses_with_evaluation(0, False)
-    for stage in range(4):
-        assert _losses_with_evaluation(stage, True) == plain, f"stage {stage}"
-
-
-def test_evaluating_averages_leaves_the_training_as_it_is() -> None:
-    run_ranks(2, _evaluated_or_not)
-
-
-def _memory() -> list[tuple[int, int, int]]:
-    found = []
-    for stage in range(4):
-        run = Run(stage=stage, steps=2)
-        _, optimizer, _ = _train("gpt", run)
-        _, _, plain = trained("gpt", run, 2)
-        own = optimizer.memory()
-        assert own.optimizer == optimizer.predicted_memory().optimizer
-        elements = sum(
-            unit.unit.payload_within(master.interval) for unit, master, _ in plain.runtime.masters()
-        )
-        found.append(
-            (
-                own.optimizer - plain.memory().optimizer,
-                4 * elements,
-                optimizer.traffic().bytes - plain.traffic().bytes,
-            )
-        )
-    return found
+def _costs(stage: int) -> int:
+    run = Run(stage=stage, steps=2)
+    _, optimizer, _ = _train("gpt", run)
+    _, _, plain = trained("gpt", run, 2)
+    own, elements = (
+        optimizer.memory(),
+        sum(unit.unit.payload_within(master.interval) for unit, master, _ in plain.runtime.masters()),
+    )
+    assert own.optimizer == optimizer.predicted_memory().optimizer
+    assert own.optimizer - plain.memory().optimizer == 4 * elements
+    assert optimizer.traffic().bytes == plain.traffic().bytes
+    return elements
 
 
 def test_it_costs_four_bytes_an_element_of_the_shard_and_no_traffic() -> None:
-    for costs in run_ranks(2, _memory):
-        for grown, expected, moved in costs:
-            assert grown == expected > 0
-            assert moved == 0
-        assert costs[3][0] < costs[0][0]
+    costs = run_each(2, _costs, range(4))
+    assert all(0 < cut < whole for whole, cut in zip(costs[0], costs[3], strict=True))
 
 
 def _save(directory: str) -> dict[str, Tensor]:

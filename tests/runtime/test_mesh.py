@@ -29,6 +29,7 @@ from zerokit.runtime.collectives.node import SWITCH
 PAIRS = [(outer, inner) for inner in range(4) for outer in range(inner + 1)]
 SQUARE = (2, 2)
 WIRE = zerokit.Precision(wire=torch.bfloat16)
+INT8 = zerokit.Precision(wire="int8")
 
 # --- bits --------------------------------------------------------------------------------------------------
 
@@ -45,6 +46,7 @@ def _train(name: str, runs: dict[str, Run], switch: str) -> dict[str, Trajectory
         ("gpt", SQUARE, "0", Run(clip=0.3, micro=2, steps=3), PAIRS[0::3]),
         ("gpt", (3, 2), "1", Run(clip=0.5, micro=3, accumulate=True, steps=2), PAIRS[1::3]),
         ("lora", (2, 3), "1", Run(precision="bf16", clip=0.5, steps=3), PAIRS[2::3]),
+        ("gpt", SQUARE, "1", Run(precision=INT8, clip=0.5, steps=3), [(0, 3), (2, 2), (1, 3)]),
         ("tiny_parameters", SQUARE, "1", Run(precision=WIRE, micro=2, steps=3), PAIRS[0::3]),
         ("unit_unused_on_rank_1", SQUARE, "0", Run(precision="fp16", clip=0.5, steps=3), PAIRS[1::3]),
         ("tied_blocks", SQUARE, "1", Run(optimizer="sgd", micro=2, clip=0.5, steps=3), PAIRS[2::3]),

@@ -256,10 +256,6 @@ def _train(model: nn.Module, optimizer: zerokit.ZeroOptimizer) -> None:
     optimizer.zero_grad()
 
 
-def _step_first(model: nn.Module, optimizer: zerokit.ZeroOptimizer) -> None:
-    optimizer.step()
-
-
 def _step_twice(model: nn.Module, optimizer: zerokit.ZeroOptimizer) -> None:
     _train(model, optimizer)
     optimizer.step()
@@ -284,14 +280,6 @@ def _clip_first(model: nn.Module, optimizer: zerokit.ZeroOptimizer) -> None:
 def _clip_to(norm_type: float, model: nn.Module, optimizer: zerokit.ZeroOptimizer) -> None:
     optimizer.backward(model(torch.ones(2, 4)).sum())
     optimizer.clip_grad_norm_(1.0, norm_type)
-
-
-def _closure(model: nn.Module, optimizer: zerokit.ZeroOptimizer) -> None:
-    optimizer.step(lambda: model(torch.ones(2, 4)).sum().item())
-
-
-def _add_group(model: nn.Module, optimizer: zerokit.ZeroOptimizer) -> None:
-    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
 
 
 def _grad_scaler(model: nn.Module, optimizer: zerokit.ZeroOptimizer) -> None:
@@ -320,8 +308,7 @@ def _half(model: nn.Module, optimizer: zerokit.ZeroOptimizer) -> None:
 
 
 def _replace_data(model: nn.Module, optimizer: zerokit.ZeroOptimizer) -> None:
-    weight = model.get_parameter("2.weight")
-    weight.data = torch.zeros(1, 8)
+    model.get_parameter("2.weight").data = torch.zeros(1, 8)
     _train(model, optimizer)
 
 
@@ -336,16 +323,16 @@ def _unfreeze(model: nn.Module, optimizer: zerokit.ZeroOptimizer) -> None:
     _train(model, optimizer)
 
 
-MISUSES: dict[str, tuple[Callable[[nn.Module, zerokit.ZeroOptimizer], None], tuple[str, ...]]] = {
-    "step before any backward": (_step_first, ("backward",)),
+MISUSES: dict[str, tuple[Callable[[nn.Module, zerokit.ZeroOptimizer], object], tuple[str, ...]]] = {
+    "step before any backward": (lambda model, optimizer: optimizer.step(), ("backward",)),
     "a second step without a backward": (_step_twice, ("backward",)),
     "step after a forward alone": (_step_after_forward_only, ("backward",)),
     "step after a forward without gradients": (_step_without_gradients, ("backward",)),
     "clipping before any backward": (_clip_first, ("backward",)),
     "a norm of kind 0": (partial(_clip_to, 0.0), ("0.0",)),
     "a norm of kind -1": (partial(_clip_to, -1.0), ("-1.0",)),
-    "a closure without backward": (_closure, ("backward",)),
-    "add_param_group": (_add_group, ("params=",)),
+    "a closure without backward": (lambda model, optimizer: optimizer.step(lambda: 0.0), ("backward",)),
+    "add_param_group": (lambda model, optimizer: optimizer.add_param_group({"params": []}), ("params=",)),
     "GradScaler.step": (_grad_scaler, ("GradScaler", "fp16")),
     "GradScaler.unscale_": (_grad_scaler_unscale, ("GradScaler", "fp16")),
     "model.to(float64)": (_to_double, ("float64",)),

@@ -1,4 +1,4 @@
-"""Optimizers, schedulers and parameter groups: a real `torch.optim.Optimizer` in front of flat shards."""
+"""Optimizers and parameter groups: a real `torch.optim.Optimizer` in front of flat shards."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from tests.runtime.test_parity import assert_equal_bits
 from tests.support.distributed import run_alone, run_each, run_ranks
-from tests.support.optimizers import OPTIMIZERS, SCHEDULERS
+from tests.support.optimizers import OPTIMIZERS
 from tests.support.oracle import train_alone
 from tests.support.training import SMALL, Run, Trajectory, digest, one_step, train_all, trained, whole_weights
 
@@ -28,22 +28,6 @@ def test_stages_equal_one_process_in_bits(optimizer: str) -> None:
     for rank, results in enumerate(run_ranks(2, train_all, "gpt_groups", runs)):
         for label, result in results.items():
             assert_equal_bits(result, alone[rank], f"{optimizer}, rank {rank}, {label} against one process")
-
-
-@pytest.mark.parametrize(
-    ("scheduler", "optimizer"), [*((name, "adamw") for name in SCHEDULERS), ("one_cycle", "momentum")]
-)
-def test_schedulers_drive_it_like_any_optimizer(scheduler: str, optimizer: str) -> None:
-    """OneCycleLR also cycles the momentum or beta1 of every group."""
-    plain = Run(optimizer=optimizer, steps=8, scheduler=scheduler, clip=0.5)
-    other = (1, 0, 2)[list(SCHEDULERS).index(scheduler) % 3]
-    runs = {"one": replace(plain, stage=other), "stage 3": replace(plain, stage=3)}
-    alone = run_alone(train_alone, "gpt_groups", plain, 2)
-    for rank, results in enumerate(run_ranks(2, train_all, "gpt_groups", runs)):
-        assert_equal_bits(results["stage 3"], results["one"], f"rank {rank}")
-        # The clipping coefficient's own rounding is not part of the oracle's promise.
-        assert results["one"].losses == pytest.approx(alone[rank].losses, rel=2e-6)
-        assert results["one"].norms == pytest.approx(alone[rank].norms, rel=2e-6)
 
 
 def _surface() -> None:

@@ -17,72 +17,42 @@ STAGES = (0, 1, 2, 3)
 MIDDLE = 0.004
 
 NAMES = list(CASES)
-
-MEASURED = Run(clip=math.inf)
-
-#: What is special about these does not depend on how many ranks there are, so they run on one and two only.
-VARIANTS = {
-    "gpt_groups",
-    "gpt_units_by_class",
-    "gpt_dropout",
-    "gpt_checkpoint_each",
-    "gpt_checkpoint_several",
-    "batchnorm_mlp",
-    "recurrent",
-    "dict_output",
-    "called_by_method",
-    "tied_blocks",
-    "tied_inside",
-    "two_forwards",
-    "unit_unused_on_rank_1",
+#: The first step records the order of units, the second one is the first to know it; AdamW's states differ in all.
+PLAIN = Run(clip=math.inf, steps=4)
+#: Whatever is special about these and about how many ranks there are may meet: they run on three ranks and on four,
+#: with other loops, too. Others run on three or on four by turns, there at stage 3 and another by turns.
+DEEP = {"gpt", "lora", "tiny_parameters", "unused_everywhere", "unit_unused_on_one_rank"}
+LOOPS = {
+    "accumulated": Run(clip=math.inf, micro=3, accumulate=True, steps=2),
+    "repeated": Run(clip=math.inf, micro=2, steps=2),
+    "clipped": Run(clip=0.3, steps=3),
 }
 
 
-#: The first one records the order of units, the second one is the first to know it; AdamW's states differ in all.
-STEPS = {1: 3, 2: 4, 3: 4, 4: 4}
-
-#: Whatever is special about these and about how many ranks there are may meet: they run on three ranks and on four.
-#: Others run on three or on four by turns, there at stage 3 and another by turns.
-DEEP = {"gpt", "lora", "tiny_parameters", "unused_everywhere", "unit_unused_on_one_rank"}
-
-
 def worlds_of(name: str) -> list[int]:
-    if name in VARIANTS:
-        return [1, 2] if name in FEW else [2]
-    shallow = [other for other in NAMES if other not in VARIANTS | DEEP]
-    more = [3, 4] if name in DEEP else [3 + shallow.index(name) % 2]
+    more = [3, 4] if name in DEEP else [3 + NAMES.index(name) % 2]
     return [*([1] if name in FEW else []), 2, *more]
 
 
 def runs_of(name: str, world: int) -> dict[str, dict[str, Run]]:
-    """Sets of runs that must agree bit for bit, as far as the shorter one goes; `plain` also meets the oracle.
+    """Sets of runs that must agree bit for bit; `plain` also meets the oracle.
 
-    Other buckets and other loops meet two stages each, stage 3 and another or two by turns; clipping and repeated
-    reductions meet all models of `DEEP`, and of the others each a half.
+    Other buckets meet two stages each, stage 3 and another or two by turns.
     """
     turn = NAMES.index(name)
-    buckets = {s: SMALL if s % 2 else MIDDLE for s in STAGES}
-    plain = {
-        f"stage {s}": Run(stage=s, clip=math.inf, bucket_mb=buckets[s], steps=STEPS[world])
-        for s in (STAGES if name in DEEP or (world == 2 and name not in VARIANTS) else (turn % 3, 3))
-    }
-    sets = {"plain": plain}
+
+    def at(base: Run, stage: int) -> Run:
+        return replace(base, stage=stage, bucket_mb=SMALL if stage % 2 else MIDDLE)
+
+    stages = STAGES if name in DEEP or world == 2 else (turn % 3, 3)
+    sets = {"plain": {f"stage {stage}": at(PLAIN, stage) for stage in stages}}
     if world == 2:
         more = [(0, LARGE, False), (3, LARGE, True)], [(2, SMALL, True), (3, MIDDLE, False)]
         for stage, bucket_mb, backward in more[turn % 2]:
-            run = Run(stage=stage, clip=math.inf, bucket_mb=bucket_mb, plain_backward=backward, steps=3)
-            plain[f"stage {stage}, buckets of {bucket_mb} MiB"] = run
-        others = {"accumulated": Run(clip=math.inf, micro=3, accumulate=True, steps=2)}
-        if name not in VARIANTS:
-            clipped, repeated = Run(clip=0.3, steps=3), Run(clip=math.inf, micro=2, steps=2)
-            others |= {"repeated": repeated} if turn % 2 else {"clipped": clipped}
-            if name in DEEP:
-                others |= {"clipped": clipped, "repeated": repeated}
-        for number, (label, base) in enumerate(others.items()):
-            sets[label] = {
-                f"{label}, stage {s}": replace(base, stage=s, bucket_mb=buckets[s])
-                for s in ((turn + number) % 3, 3)
-            }
+            run = replace(PLAIN, stage=stage, bucket_mb=bucket_mb, plain_backward=backward)
+            sets["plain"][f"stage {stage}, buckets of {bucket_mb} MiB"] = run
+        for number, (label, base) in enumerate(LOOPS.items() if name in DEEP else ()):
+            sets[label] = {f"{label}, stage {s}": at(base, s) for s in ((turn + number) % 3, 3)}
     return sets
 
 
@@ -94,34 +64,20 @@ def assert_equal_bits(found: Trajectory, expected: Trajectory, what: str) -> Non
     assert found.weights == expected.weights, f"{what}: the weights at the end differ"
 
 
-def assert_same_start(found: Trajectory, expected: Trajectory, what: str) -> None:
-    """As `assert_equal_bits`, as far as the shorter run goes."""
-    if len(found.losses) == len(expected.losses):
-        assert_equal_bits(found, expected, what)
-        return
-    start = Trajectory(
-        expected.losses[: len(found.losses)], expected.norms[: len(found.norms)], found.weights
-    )
-    assert_equal_bits(found, start, what)
-
-
 def relative(found: list[float], expected: list[float]) -> float:
     return max((abs(a - b) / max(abs(b), 1e-12) for a, b in zip(found, expected, strict=True)), default=0.0)
 
 
-@pytest.mark.parametrize(
-    ("name", "world"),
-    [(name, world) for name in NAMES for world in worlds_of(name)],
-)
+@pytest.mark.parametrize(("name", "world"), [(name, world) for name in NAMES for world in worlds_of(name)])
 def test_stages_are_identical_bits_and_equal_one_process(name: str, world: int) -> None:
     sets = runs_of(name, world)
     ranks = run_ranks(world, train_all, name, {k: run for runs in sets.values() for k, run in runs.items()})
-    alone = run_alone(train_alone, name, replace(MEASURED, steps=STEPS[world]), world)
+    alone = run_alone(train_alone, name, PLAIN, world)
     for rank, results in enumerate(ranks):
         for runs in sets.values():
             first, *others = runs
             for label in others:
-                assert_same_start(results[label], results[first], f"rank {rank}, {label} against {first}")
+                assert_equal_bits(results[label], results[first], f"rank {rank}, {label} against {first}")
         plain = results["stage 3"]
         assert_equal_bits(plain, alone[rank], f"rank {rank} against one process")
         for stage in STAGES:

@@ -242,29 +242,6 @@ def test_loaded_values_stay_exact_in_masters_where_rounded_updates_travel() -> N
     run_ranks(2, _loaded_again)
 
 
-def _on_a_mesh(run: Run) -> tuple[Trajectory, Any, Any]:
-    case, model, optimizer = trained("gpt", run)
-    found = Trajectory()
-    for step in range(run.steps):
-        one_step(model, optimizer, case, run, step, found)
-    traffic = optimizer.traffic().by_operation
-    assert traffic == optimizer.predicted_traffic().by_operation
-    inner, outer = traffic["reduce_scatter/inner"], traffic["reduce_scatter/outer"]
-    assert inner.bytes == 4 * inner.elements
-    assert 0.5 < outer.bytes / outer.elements < 1.2
-    return found, optimizer.memory(), optimizer.predicted_memory()
-
-
-def test_on_a_mesh_only_the_outer_axis_is_narrow() -> None:
-    run = Run(steps=3, clip=0.5, mesh=(2, 2), precision=_precision("int8"))
-    runs = [replace(run, stage=stage) for stage in ((0, 3), (2, 2), (1, 3))]
-    updates = replace(run, stage=(2, 3), precision=_precision("int4", **UPDATES))
-    *found, _ = run_each(4, _on_a_mesh, [*runs, updates])
-    for case, results in zip(runs, found, strict=True):
-        assert_equal_bits(results[0][0], found[0][0][0], str(case.stage))
-        assert all(measured.residual == predicted.residual > 0 for _, measured, predicted in results)
-
-
 # --- checkpoints -------------------------------------------------------------------------------------------
 
 

@@ -134,17 +134,14 @@ def _runs(turn: int, run: Run) -> list[dict[str, Run]]:
     """For each route stage 3 and two others by turns: in two turns every route has them all."""
     others = {f"stage {stage}": replace(run, stage=stage) for stage in range(3)}
     # Other buckets are cut into other blocks.
-    others["large"] = replace(run, stage=2, bucket_mb=SMALL if _blocks(run) else LARGE)
+    blocks = getattr(run.precision, "wire", None) in BLOCK_FORMATS
+    others["large"] = replace(run, stage=2, bucket_mb=SMALL if blocks else LARGE)
     labels = list(others)
     return [
         {label: others[label] for label in (labels[(turn + way) % 4], labels[(turn + way + 2) % 4])}
         | {"stage 3": replace(run, stage=3)}
-        for way in range(3 if isinstance(run.precision, zerokit.Precision) else 2)
+        for way in range(3 if getattr(run.precision, "wire", None) else 2)
     ]
-
-
-def _blocks(run: Run) -> bool:
-    return isinstance(run.precision, zerokit.Precision) and run.precision.wire in BLOCK_FORMATS
 
 
 def _by_every_route(name: str, runs: list[dict[str, Run]]) -> list[dict[str, Trajectory]]:
@@ -167,6 +164,8 @@ def _narrow(wire: Any, **options: Any) -> zerokit.Precision:
         (1, "gpt", 3, "bf16", {"micro": 2}),
         (2, "tiny_parameters", 4, "fp16", {"micro": 2}),
         (3, "bert", 3, "fp32", {}),
+        (0, "gpt_checkpoint_each", 2, zerokit.Precision(compute="bf16", reduce="bf16"), {}),
+        (1, "lora", 3, zerokit.Precision(reduce="bf16"), {}),
         (0, "gpt", 2, _narrow("bf16"), {}),
         (1, "gpt", 3, _narrow("bf16"), {"micro": 2}),
         (2, "lora", 2, _narrow("bf16", compute="bf16"), {"micro": 2, "accumulate": True}),

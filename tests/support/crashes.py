@@ -13,7 +13,7 @@ import pickle
 import random
 import signal
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -61,46 +61,18 @@ class Observed(Unsynced):
         """Make the call `name`, or do something else."""
         return call()
 
-    def mkdir(self, path: Path) -> None:
-        self.around("mkdir", partial(super().mkdir, path), path)
 
-    def create(self, path: Path) -> int:
-        return self.around("create", partial(super().create, path), path)
-
-    def reopen(self, path: Path) -> int:
-        return self.around("reopen", partial(super().reopen, path), path)
-
-    def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        return self.around("write", partial(super().write, fd, buffers, offset), fd, buffers, offset)
-
-    def allocate(self, fd: int, size: int) -> None:
-        self.around("allocate", partial(super().allocate, fd, size), fd, size)
-
-    def truncate(self, fd: int, size: int) -> None:
-        self.around("truncate", partial(super().truncate, fd, size), fd, size)
-
-    def sync(self, fd: int) -> None:
-        self.around("sync", partial(super().sync, fd), fd)
-
-    def sync_directory(self, path: Path) -> None:
-        self.around("sync_directory", partial(super().sync_directory, path), path)
-
-    def rename(self, old: Path, new: Path) -> None:
-        self.around("rename", partial(super().rename, old, new), old, new)
-
-    def rename_new(self, old: Path, new: Path) -> None:
-        self.around("rename_new", partial(super().rename_new, old, new), old, new)
-
-    def exchange(self, one: Path, other: Path) -> bool:
-        if not self._exchanges:
+def _observed(name: str) -> Callable[..., Any]:
+    def method(self: Observed, *arguments: Any) -> Any:
+        if name == "exchange" and not self._exchanges:
             return False
-        return self.around("exchange", partial(super().exchange, one, other), one, other)
+        return self.around(name, partial(getattr(super(Observed, self), name), *arguments), *arguments)
 
-    def unlink(self, path: Path) -> None:
-        self.around("unlink", partial(super().unlink, path), path)
+    return method
 
-    def rmdir(self, path: Path) -> None:
-        self.around("rmdir", partial(super().rmdir, path), path)
+
+for _name in CALLS:
+    setattr(Observed, _name, _observed(_name))
 
 
 class Counting(Observed):

@@ -19,11 +19,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import zerokit
 from tests.support.distributed import run_ranks
 from tests.support.models import CASES, Batch, Case
-from tests.support.optimizers import SCHEDULERS
 from tests.support.streams import (
     LaggingCudaStream,
     LaggingStream,
@@ -80,7 +80,7 @@ class Training:
         self.case, self.run, self.device = CASES[scene.case], scene.run, device
         self.model = _build(self.case, device, meta=scene.meta)
         self.optimizer = wrap(self.model, self.case, self.run, **options)
-        self.scheduler = SCHEDULERS[self.run.scheduler or "cosine"](self.optimizer)
+        self.scheduler = CosineAnnealingLR(self.optimizer, T_max=7)
         rank = dist.get_rank()
         self.batches = [
             [

@@ -1,13 +1,12 @@
-"""Optimizers and schedulers by name, with options; and Lion, as a user would write it."""
+"""Optimizers by name, with options; and Lion, as a user would write it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import lr_scheduler
 
 
 class Lion(torch.optim.Optimizer):
@@ -56,10 +55,3 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 
 #: Have `fused=True` on the CPU; an oracle must use the kernel that zerokit picks.
 FUSED = {"adamw", "adam", "sgd", "momentum", "adagrad"}
-
-SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler]] = {
-    "step": lambda optimizer: lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5),
-    "cosine": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, T_max=7),
-    "one_cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=30),
-    "warmup": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 4)),
-}

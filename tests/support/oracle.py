@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.models import CASES, Case
-from tests.support.optimizers import FUSED, OPTIMIZERS, SCHEDULERS
+from tests.support.optimizers import FUSED, OPTIMIZERS
 from tests.support.training import Run, Trajectory, build_seeded, digest, draw
 
 PADDING = 64
@@ -97,7 +97,6 @@ def train_alone(name: str, run: Run, world: int, wire: torch.dtype | None = None
     model = build_seeded(case, 0)
     optimizer = PaddedOptimizer(model, case, run)
     model.register_forward_pre_hook(lambda _, args: cast(args, optimizer.dtype))
-    scheduler = SCHEDULERS[run.scheduler](optimizer.inner) if run.scheduler else None
     trajectories = [Trajectory() for _ in range(world)]
     buffers = [[b.clone() for b in model.buffers()] for _ in range(world)]
     for step in range(run.steps):
@@ -124,8 +123,6 @@ def train_alone(name: str, run: Run, world: int, wire: torch.dtype | None = None
         for trajectory in trajectories:
             trajectory.norms += norms.norms
         optimizer.step(total)
-        if scheduler is not None:
-            scheduler.step()
     for rank, trajectory in enumerate(trajectories):
         trajectory.weights = digest(model.named_parameters())
         names = [name for name, _ in model.named_buffers()]

@@ -24,7 +24,6 @@ from zerokit.runtime.collectives import Collectives, Work
 from zerokit.runtime.collectives.nccl import (
     CudaEvent,
     CudaStream,
-    NcclCollectives,
     Operation,
     communicators_of,
     make_nccl,
@@ -214,14 +213,13 @@ StreamMaker = Callable[[torch.device], CudaStream]
 
 
 @contextmanager
-def device_way(make_stream: StreamMaker) -> Iterator[list[NcclCollectives]]:
-    """Inside, optimizers take the route and the memory of a device, with these side streams; yields the routes.
+def device_way(make_stream: StreamMaker) -> Iterator[None]:
+    """Inside, optimizers take the route and the memory of a device, with these side streams.
 
     Raises:
         AssertionError: at the end, if a `LaggingStream` saw what it was at work on change.
     """
     LaggingStream.faults.clear()
-    made: list[NcclCollectives] = []
 
     def make(
         group: dist.ProcessGroup,
@@ -236,7 +234,7 @@ def device_way(make_stream: StreamMaker) -> Iterator[list[NcclCollectives]]:
         if timeout is None:
             timeout = group._get_backend(device).options._timeout
         reporter = StallReporter(group)
-        collectives = make_nccl(
+        return make_nccl(
             communicators_of(group, shape, device, timeout, reporter, backend=backend),
             shape,
             device,
@@ -245,13 +243,11 @@ def device_way(make_stream: StreamMaker) -> Iterator[list[NcclCollectives]]:
             make_stream=make_stream,
             averages=backend == "nccl",
         )
-        made.append(collectives)
-        return collectives
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "make_collectives", make)
         patch.setattr(unit, "unit_memory", _memory)
-        yield made
+        yield
     assert not LaggingStream.faults, LaggingStream.faults[0]
 
 

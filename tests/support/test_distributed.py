@@ -10,16 +10,9 @@ import time
 import warnings
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from tests.support.distributed import RanksFailed, run_alone, run_ranks, run_ranks_expecting_errors
-
-
-def _sum_of_ranks(factor: int) -> tuple[int, float]:
-    total = torch.tensor(float(dist.get_rank() * factor))
-    dist.all_reduce(total)
-    return dist.get_rank(), total.item()
 
 
 def _fail_on(rank: int) -> str:
@@ -51,16 +44,6 @@ def _sleep_forever_in_a_named_function() -> None:
 
 def _warn() -> None:
     warnings.warn("a warning is an error here", UserWarning, stacklevel=1)
-
-
-def _environment() -> tuple[bool, int]:
-    return dist.is_initialized(), torch.get_num_threads()
-
-
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_values_come_back_in_rank_order(world: int) -> None:
-    total = 10.0 * sum(range(world))
-    assert run_ranks(world, _sum_of_ranks, 10) == [(rank, total) for rank in range(world)]
 
 
 def test_a_failing_rank_is_reported_with_its_traceback() -> None:
@@ -99,7 +82,3 @@ def test_past_the_deadline_ranks_are_killed_and_their_stacks_reported() -> None:
 def test_warnings_are_errors_on_ranks() -> None:
     with pytest.raises(RanksFailed, match="UserWarning: a warning is an error here"):
         run_ranks(1, _warn)
-
-
-def test_run_alone_starts_no_process_group() -> None:
-    assert run_alone(_environment) == (False, 1)

@@ -20,7 +20,7 @@ import zerokit
 from tests.support.distributed import run_ranks
 from tests.support.machine import may_read
 from tests.support.models import CASES, Batch, Case
-from tests.support.optimizers import OPTIMIZERS, SCHEDULERS
+from tests.support.optimizers import OPTIMIZERS
 
 #: MiB: no two neighbours ever join, so that small models have many units.
 SMALL = 1e-6
@@ -44,7 +44,6 @@ class Run:
     micro: int = 1
     accumulate: bool = False
     precision: Any = "fp32"
-    scheduler: str = ""
     #: `loss.backward()` instead of `optimizer.backward(loss)`.
     plain_backward: bool = False
     seed: int = 0
@@ -107,7 +106,6 @@ def wrap(model: nn.Module, case: Case, run: Run, **options: Any) -> zerokit.Zero
         mesh=run.mesh,
         precision=run.precision,
         params=case.groups(model) if case.groups else None,
-        units=case.units,
         bucket_mb=run.bucket_mb,
         **(defaults | options),
     )
@@ -162,12 +160,9 @@ def train_zero(name: str, run: Run, **options: Any) -> Trajectory:
     case = CASES[name]
     model = build_seeded(case, dist.get_rank())
     optimizer = wrap(model, case, run, **options)
-    scheduler = SCHEDULERS[run.scheduler](optimizer) if run.scheduler else None
     trajectory = Trajectory()
     for step in range(run.steps):
         one_step(model, optimizer, case, run, step, trajectory)
-        if scheduler is not None:
-            scheduler.step()
     trajectory.weights = digest(whole_weights(model).items())
     trajectory.buffers = digest(model.named_buffers())
     return trajectory

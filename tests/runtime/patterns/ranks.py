@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,6 +14,14 @@ from tests.runtime.patterns.harness import Refused, Subject, always, usual
 from tests.runtime.patterns.models import WIDTH, Block, Mlp, square
 
 pattern = Subject(__name__)
+
+SPLIT: dict[str, Any] = {"apart": True, "timeout": 4.0}
+"""A refusal leaves ranks out of step, and some of them waiting."""
+OR_RIGHT = SPLIT | {"refused": always(Refused("ScheduleError", (), everywhere=False, or_right=True))}
+UNEQUAL = Refused(
+    "ScheduleError", ("as many backward passes", "loss times 0"), everywhere=False, or_right=True
+)
+AT_STAGE_3 = SPLIT | {"refused": {3: UNEQUAL}}
 
 
 class Skips(Mlp):
@@ -45,20 +55,13 @@ pattern("ranks that use disjoint blocks, four ranks", Skips, world=4)(
     "ranks that walk through their blocks in different orders",
     Skips,
     refused={3: Refused("ScheduleError", ("same order",), everywhere=False)},
-    apart=True,
-    timeout=5.0,
+    **SPLIT,
 )
 def orders(engine: Engine) -> None:
     _skips(engine, [0, 1, 2], [2, 0, 1])
 
 
-@pattern(
-    "blocks used repeatedly, a number of times that differs by rank",
-    Skips,
-    refused=always(Refused("ScheduleError", (), everywhere=False, or_right=True)),
-    apart=True,
-    timeout=4.0,
-)
+@pattern("blocks used repeatedly, a number of times that differs by rank", Skips, **OR_RIGHT)
 def repeated(engine: Engine) -> None:
     _skips(engine, [0, 1, 0, 1], [0, 1], [1, 1, 1, 0])
 
@@ -70,13 +73,7 @@ def layer_drop(engine: Engine) -> None:
         engine.update(square(engine.model(engine.data(4, 8), places)))
 
 
-@pattern(
-    "layer drop by rank over layers that are shared (ALBERT)",
-    Skips,
-    refused=always(Refused("ScheduleError", (), everywhere=False, or_right=True)),
-    apart=True,
-    timeout=4.0,
-)
+@pattern("layer drop by rank over layers that are shared (ALBERT)", Skips, **OR_RIGHT)
 def shared_layer_drop(engine: Engine) -> None:
     for _ in range(VARIED_STEPS):
         places = [place % 2 for place in range(6) if torch.rand(()) > 0.4]
@@ -189,13 +186,7 @@ def ignored(engine: Engine) -> None:
         engine.update(F.cross_entropy(y, targets, reduction="sum", ignore_index=-100))
 
 
-@pattern(
-    "a rank that starts no backward in some micro-batches",
-    Mlp,
-    refused=always(Refused("ScheduleError", (), everywhere=False, or_right=True)),
-    apart=True,
-    timeout=4.0,
-)
+@pattern("a rank that starts no backward in some micro-batches", Mlp, **OR_RIGHT)
 def fewer_backwards(engine: Engine) -> None:
     for step in range(VARIED_STEPS):
         with engine.accumulate():
@@ -208,18 +199,7 @@ def fewer_backwards(engine: Engine) -> None:
         engine.zero_grad()
 
 
-UNEQUAL = Refused(
-    "ScheduleError", ("as many backward passes", "loss times 0"), everywhere=False, or_right=True
-)
-
-
-@pattern(
-    "a number of backward passes that differs by rank",
-    Mlp,
-    refused=always(UNEQUAL),
-    apart=True,
-    timeout=4.0,
-)
+@pattern("a number of backward passes that differs by rank", Mlp, refused=always(UNEQUAL), **SPLIT)
 def more_backward_passes(engine: Engine) -> None:
     for _ in range(STEPS):
         for _ in range(1 if engine.plain else engine.rank + 1):
@@ -247,8 +227,7 @@ def more_micro_batches(engine: Engine) -> None:
     "ranks whose orders of blocks part in the third step",
     Skips,
     refused={3: Refused("ZerokitError", (), or_right=True)},
-    apart=True,
-    timeout=4.0,
+    **SPLIT,
 )
 def orders_later(engine: Engine) -> None:
     for step in range(VARIED_STEPS):
@@ -268,15 +247,15 @@ def _leave_out(engine: Engine, left_out: str) -> None:
 
 
 LEFT_OUT = always(Refused("ZerokitError", (), everywhere=False))
-pattern("a rank that leaves out clipping once", Mlp, refused=LEFT_OUT, apart=True, timeout=4.0)(
+pattern("a rank that leaves out clipping once", Mlp, refused=LEFT_OUT, **SPLIT)(
     lambda engine: _leave_out(engine, "clip"), "left_out_clipping"
 )
-pattern("a rank that leaves out `step()` once", Mlp, refused=LEFT_OUT, apart=True, timeout=4.0)(
+pattern("a rank that leaves out `step()` once", Mlp, refused=LEFT_OUT, **SPLIT)(
     lambda engine: _leave_out(engine, "step"), "left_out_step"
 )
 
 
-@pattern("a rank that only calls `step()`", Mlp, refused={3: UNEQUAL}, apart=True, timeout=4.0)
+@pattern("a rank that only calls `step()`", Mlp, **AT_STAGE_3)
 def only_steps(engine: Engine) -> None:
     for step in range(STEPS):
         if engine.rank == 0 or step == 0:
@@ -286,13 +265,7 @@ def only_steps(engine: Engine) -> None:
     engine.record(1)
 
 
-@pattern(
-    "a rank with an extra forward under `no_grad`",
-    Mlp,
-    refused={3: UNEQUAL},
-    apart=True,
-    timeout=4.0,
-)
+@pattern("a rank with an extra forward under `no_grad`", Mlp, **AT_STAGE_3)
 def extra_forward(engine: Engine) -> None:
     for step in range(STEPS):
         if step == 1 and engine.rank == 0:
@@ -301,13 +274,7 @@ def extra_forward(engine: Engine) -> None:
         engine.update(square(engine.model(engine.data(4, 8))))
 
 
-@pattern(
-    "a rank that calls the blocks past the model",
-    Mlp,
-    refused={3: UNEQUAL},
-    apart=True,
-    timeout=4.0,
-)
+@pattern("a rank that calls the blocks past the model", Mlp, **AT_STAGE_3)
 def past_the_model(engine: Engine) -> None:
     for step in range(STEPS):
         model, x = engine.model, engine.data(4, 8)

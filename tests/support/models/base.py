@@ -27,8 +27,6 @@ class Case:
     loss: Callable[[nn.Module, Batch], Tensor]
     #: The optimizer's `params=`; None means all parameters.
     groups: Callable[[nn.Module], Groups] | None = None
-    #: The optimizer's `units=`.
-    units: Any = None
 
     def batch(self, seed: int, step: int, rank: int) -> Batch:
         """One micro-batch; the same arguments give the same bits."""

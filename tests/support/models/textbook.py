@@ -13,7 +13,6 @@ from tests.support.models.base import (
     classify,
     floats,
     labels,
-    squared,
 )
 
 
@@ -69,38 +68,3 @@ class ResNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.layers(self.stem(x)).mean((2, 3)))
-
-
-def _flat_images(generator: torch.Generator, rank: int) -> Batch:
-    return {"x": floats(generator, 6, 7), "y": labels(generator, 3, 6)}
-
-
-@case("batchnorm_mlp", _flat_images)
-def _batchnorm_mlp() -> nn.Module:
-    return nn.Sequential(
-        nn.Linear(7, 13),
-        nn.BatchNorm1d(13),
-        nn.Tanh(),
-        nn.Linear(13, 9),
-        nn.BatchNorm1d(9, affine=False),
-        nn.Linear(9, 3),
-    )
-
-
-def _sequences(generator: torch.Generator, rank: int) -> Batch:
-    return {"x": floats(generator, 2, 5, 6), "y": floats(generator, 2, 1)}
-
-
-@case("recurrent", _sequences, loss=squared)
-class Recurrent(nn.Module):
-    """An LSTM, which keeps its own list of weights, and a weight-normed layer, whose weight is computed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.LSTM(6, 10, batch_first=True), nn.LSTM(10, 7, batch_first=True)])
-        self.out = nn.utils.parametrizations.weight_norm(nn.Linear(7, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x, _ = layer(x)
-        return self.out(x[:, -1])

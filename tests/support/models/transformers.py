@@ -54,7 +54,9 @@ class Block(nn.Module):
 class Gpt(nn.Module):
     """Token and position embeddings, blocks, and a head that shares the token embedding's weight."""
 
-    def __init__(self, width: int = 20, depth: int = 3, dropout: float = 0.0, recompute: str = "") -> None:
+    def __init__(
+        self, width: int = 20, depth: int = 3, dropout: float = 0.0, recompute: bool = False
+    ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, width)
         self.positions = nn.Embedding(16, width)
@@ -64,22 +66,10 @@ class Gpt(nn.Module):
         self.head.weight = self.tokens.weight
         self.recompute = recompute
 
-    def run_blocks(self, x: Tensor, start: int, stop: int) -> Tensor:
-        for index in range(start, stop):
-            x = self.blocks[index](x)
-        return x
-
     def forward(self, x: Tensor) -> Tensor:
         x = self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device))
-        depth = len(self.blocks)
-        if self.recompute == "each":
-            for block in self.blocks:
-                x = checkpoint(block, x, use_reentrant=False)
-        elif self.recompute == "several":
-            x = checkpoint(self.run_blocks, x, 0, depth - 1, use_reentrant=False)
-            x = self.run_blocks(x, depth - 1, depth)
-        else:
-            x = self.run_blocks(x, 0, depth)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
         return self.head(self.norm(x))
 
 
@@ -92,22 +82,11 @@ def decay_groups(model: nn.Module) -> Groups:
 
 case("gpt", _tokens)(Gpt)
 case("gpt_groups", _tokens, groups=decay_groups)(Gpt)
-case("gpt_units_by_class", _tokens, units=(Attention, nn.LayerNorm))(Gpt)
-
-
-@case("gpt_dropout", _tokens)
-def _gpt_dropout() -> nn.Module:
-    return Gpt(dropout=0.2)
 
 
 @case("gpt_checkpoint_each", _tokens)
 def _gpt_checkpoint_each() -> nn.Module:
-    return Gpt(recompute="each", dropout=0.1)
-
-
-@case("gpt_checkpoint_several", _tokens)
-def _gpt_checkpoint_several() -> nn.Module:
-    return Gpt(recompute="several", depth=4)
+    return Gpt(recompute=True, dropout=0.1)
 
 
 def _masked_tokens(generator: torch.Generator, rank: int) -> Batch:
