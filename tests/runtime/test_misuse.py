@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import zerokit
 from tests.support.distributed import AT_ONCE, run_alone, run_each, run_ranks, run_ranks_expecting_errors
@@ -368,29 +368,6 @@ def test_misuse_raises(name: str, stage: int) -> None:
         assert all(word in text for word in MISUSES[name][1]), text
 
 
-class SparseRows(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows = nn.Embedding(7, 3, sparse=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.rows(x).sum()  # type: ignore[no-any-return]
-
-
-def _sparse(stage: int) -> None:
-    model = SparseRows()
-    optimizer = make(model, stage=stage)
-    optimizer.backward(model(torch.tensor([1, 2])))
-    optimizer.step()
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_sparse_gradients_are_refused(stage: int) -> None:
-    for outcome in run_ranks_expecting_errors(2, _sparse, stage):
-        assert outcome.raised("ZerokitError"), outcome.describe()
-        assert "sparse=False" in outcome.error
-
-
 # --- ranks that differ -------------------------------------------------------------------------------------
 
 
@@ -470,26 +447,6 @@ def test_a_constructor_that_fails_on_one_rank_ends_the_others_within_the_time_ou
     assert second.raised("UsageError")
     for outcome in (first, third):
         assert outcome.raised("ZerokitError"), outcome.describe()
-
-
-def _one_rank_sets_another_rate(stage: int) -> None:
-    model = small()
-    optimizer = make(model, stage=stage)
-    for step in range(3):
-        if step == 1 and dist.get_rank() == 1:
-            optimizer.param_groups[0]["lr"] *= 0.5  # as a scheduler does that follows the rank's own loss
-        optimizer.backward(model(torch.ones(2, 4)).sum())
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def _rate_is_refused(stage: int) -> None:
-    with pytest.raises(zerokit.LayoutMismatch, match="param_groups"):
-        _one_rank_sets_another_rate(stage)
-
-
-def test_a_learning_rate_of_one_rank_alone_is_refused_on_all() -> None:
-    run_each(2, _rate_is_refused, STAGES)
 
 
 def _scripted() -> None:

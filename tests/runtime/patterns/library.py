@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from tests.runtime.patterns.engines import STEPS, VARIED_STEPS, Engine
-from tests.runtime.patterns.harness import CLIPPED, Subject, updates, usual
+from tests.runtime.patterns.harness import CLIPPED, Refused, Subject, always, updates, usual
 from tests.runtime.patterns.models import WIDTH, Block, Mlp, Words, chain, square
 
 pattern = Subject(__name__)
@@ -192,6 +192,19 @@ def padding_index(engine: Engine) -> None:
 def embedding_max_norm(engine: Engine) -> None:
     ids = torch.arange(12).view(2, 6)  # alike on all ranks, as what it changes is
     engine.update(square(engine.model(ids)) * (1 + engine.rank))
+
+
+@pattern(
+    "Embedding with `sparse=True`",
+    lambda: Words(sparse=True),
+    refused=always(Refused("ZerokitError", ("sparse=False",))),
+)
+def sparse(engine: Engine) -> None:
+    loss = square(engine.model(engine.ids(80, 2, 6)))
+    engine.record(loss)
+    if not engine.plain:
+        engine.backward(loss)
+        engine.step()
 
 
 pattern("EmbeddingBag", lambda: nn.Sequential(nn.EmbeddingBag(80, WIDTH), Block(), nn.Linear(WIDTH, 8)))(

@@ -151,6 +151,21 @@ def learning_rate_by_hand(engine: Engine) -> None:
         engine.update(square(engine.model(engine.data(4, 8))))
 
 
+@pattern(
+    "a learning rate that one rank alone changes",
+    Mlp,
+    refused=always(Refused("LayoutMismatch", ("param_groups",))),
+    apart=True,
+)
+def learning_rate_of_one_rank(engine: Engine) -> None:
+    for step in range(STEPS):
+        if step == 1 and engine.rank == 1 and not engine.plain:
+            engine.optimizer.param_groups[0]["lr"] *= (
+                0.5  # as a scheduler does that follows the rank's own loss
+            )
+        engine.update(square(engine.model(engine.data(4, 8))))
+
+
 @pattern("OneCycleLR", Mlp)
 def one_cycle(engine: Engine) -> None:
     schedule = lr_scheduler.OneCycleLR(engine.optimizer, max_lr=0.01, total_steps=10)

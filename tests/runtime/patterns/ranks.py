@@ -255,6 +255,18 @@ pattern("a rank that leaves out `step()` once", Mlp, refused=LEFT_OUT, **SPLIT)(
 )
 
 
+@pattern(
+    "a rank that takes `model.state_dict()` alone",
+    Mlp,
+    refused={3: Refused("ScheduleError", (), everywhere=False)},
+    **SPLIT,
+)
+def state_alone(engine: Engine) -> None:
+    engine.update(square(engine.model(engine.data(4, 8))))
+    if engine.rank == 0:
+        engine.record(len(engine.model.state_dict()))
+
+
 @pattern("a rank that only calls `step()`", Mlp, **AT_STAGE_3)
 def only_steps(engine: Engine) -> None:
     for step in range(STEPS):

@@ -187,6 +187,15 @@ def part_loaded_outside(engine: Engine) -> None:
     engine.update(square(engine.model(engine.data(4, 8))))
 
 
+@pattern.each_step("a `load_state_dict()` that fails, caught", Mlp)
+def failed_load(engine: Engine) -> None:
+    try:
+        engine.model.load_state_dict({"first.weight": torch.zeros(3, 3)})
+    except RuntimeError as error:
+        engine.record("first.weight" in str(error) and "Missing key" in str(error))
+    engine.update(square(engine.model(engine.data(4, 8))))
+
+
 @pattern.each_step("`state_dict(keep_vars=True)`", Mlp)
 def with_parameters(engine: Engine) -> None:
     engine.update(square(engine.model(engine.data(4, 8))))
