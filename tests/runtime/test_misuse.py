@@ -128,13 +128,6 @@ def _foreign() -> None:
     make(model, params=[*model.parameters(), nn.Parameter(torch.zeros(3, 5))])
 
 
-def _inside_a_wrapped_one() -> None:
-    model = small()
-    first = make(model)
-    assert first.stage == 2
-    make(nn.Sequential(model, nn.Linear(1, 1)))
-
-
 def _all_frozen() -> None:
     make(small().requires_grad_(False))
 
@@ -162,7 +155,6 @@ CONSTRUCTIONS: dict[str, tuple[Callable[[], Any], str, tuple[str, ...]]] = {
     "bucket_mb": (lambda: make(bucket_mb=-1.0), "UsageError", ("bucket_mb", "-1")),
     "two groups": (_two_groups, "UsageError", ("2.weight",)),
     "foreign parameter": (_foreign, "UsageError", ("3, 5",)),
-    "inside a wrapped one": (_inside_a_wrapped_one, "UsageError", ("already", "ZeroOptimizer")),
     "all frozen": (_all_frozen, "UsageError", ("requires",)),
     "another default device": (_another_default_device, "UsageError", ("meta", "model.to(device)")),
     "no parameters": (_without_parameters, "UsageError", ("parameter",)),
@@ -230,16 +222,13 @@ def test_constructor_refuses(name: str) -> None:
         assert all(word in text for word in words), text
 
 
-def _without_a_group() -> str:
-    try:
+def _without_a_group() -> None:
+    with pytest.raises(zerokit.UsageError, match="init_process_group"):
         make()
-    except zerokit.UsageError as error:
-        return str(error)
-    return ""
 
 
 def test_no_process_group() -> None:
-    assert "init_process_group" in run_alone(_without_a_group)
+    run_alone(_without_a_group)
 
 
 def test_every_error_is_a_zerokit_error() -> None:
@@ -402,6 +391,8 @@ OTHER_OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "wire": ({}, {"precision": zerokit.Precision(wire="bf16")}),
     "bucket_mb": ({"bucket_mb": 8.0}, {"bucket_mb": 1e-6}),
     "optimizer": ({}, {"cls": torch.optim.SGD}),
+    "lr": ({"lr": 0.1}, {"lr": 0.2}),
+    "betas": ({"betas": (0.9, 0.95)}, {"betas": (0.9, 0.96)}),
     "units": ({"bucket_mb": 1e-6, "units": nn.Tanh}, {"bucket_mb": 1e-6, "units": (nn.Tanh, nn.Linear)}),
 }
 #: What differs on rank 1, and a word by which the error names it.
@@ -415,6 +406,8 @@ DIFFERENCES = {
     "bucket_mb": "bucket_mb",
     "frozen": "2.bias",
     "optimizer": "SGD",
+    "lr": "lr",
+    "betas": "betas",
     "units": "units",
     "groups": "group",
 }

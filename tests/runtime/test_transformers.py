@@ -68,16 +68,16 @@ def _build(name: str) -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
-def _train() -> tuple[dict[str, list[list[str]]], str]:
-    """By name what stage 3 and another by turns gave, and a refusal.
+def _train() -> dict[str, list[list[str]]]:
+    """By name what stage 3 and another by turns gave.
 
     In one launch: transformers is imported anew on every rank.
     """
     import warnings
 
     warnings.filterwarnings("ignore", module="transformers")
-    found = {name: [_train_at(name, stage) for stage in (turn % 3, 3)] for turn, name in enumerate(MODELS)}
-    return found, _evaluate()
+    _evaluate()
+    return {name: [_train_at(name, stage) for stage in (turn % 3, 3)] for turn, name in enumerate(MODELS)}
 
 
 def _train_at(name: str, stage: int) -> list[str]:
@@ -98,19 +98,18 @@ def _train_at(name: str, stage: int) -> list[str]:
     return [*found, digest(whole_weights(model).items())]
 
 
-def _evaluate() -> str:
+def _evaluate() -> None:
     """RWKV divides some weights by a power of two in eval(), in forward, unless `rescale_every` is 0."""
     model = _build("RwkvForCausalLM")
     optimizer = zerokit.ZeroOptimizer(model, torch.optim.AdamW, stage=3, precision="fp32", lr=1e-3)
     assert optimizer.stage == 3
     model.eval()
-    with torch.no_grad(), pytest.raises(zerokit.UsageError, match="gathered") as refused:
+    words = r"rwkv\.blocks\.0\.attention\.output\.weight.*gathered"
+    with torch.no_grad(), pytest.raises(zerokit.UsageError, match=words):
         model(input_ids=torch.ones(2, 9, dtype=torch.long))
-    return str(refused.value)
 
 
 def test_stages_are_identical_bits_and_a_model_that_rescales_its_weights_is_refused_at_stage_3() -> None:
-    for models, refusal in run_ranks(2, _train):
+    for models in run_ranks(2, _train):
         for name, results in models.items():
             assert results == [results[0]] * 2, name
-        assert "rwkv.blocks.0.attention.output.weight" in refusal

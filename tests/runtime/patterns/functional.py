@@ -35,6 +35,13 @@ pattern("MAML: one inner step, `functional_call` with adapted weights", Mlp, ref
 )
 
 
+@pattern.each_step("MAML: the forward inside `gathered()`", Mlp)
+def maml_gathered(engine: Engine) -> None:
+    with engine.gathered():
+        loss = _maml(engine)
+    engine.update(loss)
+
+
 def _first_order(engine: Engine) -> Tensor:
     weights = _weights(engine)
     inner = square(engine.model(engine.data(4, 8)))
@@ -62,9 +69,7 @@ def func_grad(engine: Engine) -> None:
     engine.update(square(engine.model(x)))
 
 
-@pattern.each_step("gradients of each example: `vmap` of `torch.func.grad`", Mlp, refused=OUTSIDE)
-def per_example(engine: Engine) -> None:
-    x = engine.data(4, 8)
+def _per_example(engine: Engine, x: Tensor) -> None:
     weights = {name: p.detach() for name, p in _weights(engine).items()}
 
     def each(weights: dict[str, Tensor], row: Tensor) -> Tensor:
@@ -72,6 +77,20 @@ def per_example(engine: Engine) -> None:
 
     for slope in func.vmap(func.grad(each), (None, 0))(weights, x).values():
         engine.record(slope.norm())
+
+
+@pattern.each_step("gradients of each example: `vmap` of `torch.func.grad`", Mlp, refused=OUTSIDE)
+def per_example(engine: Engine) -> None:
+    x = engine.data(4, 8)
+    _per_example(engine, x)
+    engine.update(square(engine.model(x)))
+
+
+@pattern.each_step("gradients of each example inside `gathered()`", Mlp)
+def per_example_gathered(engine: Engine) -> None:
+    x = engine.data(4, 8)
+    with engine.gathered():
+        _per_example(engine, x)
     engine.update(square(engine.model(x)))
 
 

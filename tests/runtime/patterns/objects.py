@@ -127,23 +127,6 @@ def get_state_dict(engine: Engine) -> None:
 
 
 @pattern(
-    "a learning rate that differs by rank", Mlp, refused=always(Refused("LayoutMismatch", ("rank 1", "lr")))
-)
-def learning_rates(engine: Engine) -> None:
-    if not engine.plain:
-        _zero(engine, Mlp(), lr=0.1 + engine.rank)
-    engine.record(0)
-
-
-@pattern("betas that differ by rank", Mlp, refused=always(Refused("LayoutMismatch", ("rank 1", "betas"))))
-def betas(engine: Engine) -> None:
-    if not engine.plain:
-        options: Any = {"stage": engine.setting.stage, "betas": (0.9, 0.95 + 0.01 * engine.rank)}
-        zerokit.ZeroOptimizer(Mlp(), torch.optim.AdamW, **options)
-    engine.record(0)
-
-
-@pattern(
     "a weight decay of a group that differs by rank",
     Mlp,
     refused=always(Refused("LayoutMismatch", ("rank 1", "weight_decay"))),

@@ -220,20 +220,6 @@ def perturbed(engine: Engine) -> None:
         engine.record(square(torch.func.functional_call(engine.model, weights, torch.ones(2, 8))))
 
 
-@pattern("gradients of each sample by `vmap(grad)`, inside `gathered()`", Mlp)
-def per_sample(engine: Engine) -> None:
-    def loss(weights: dict[str, Tensor], x: Tensor) -> Tensor:
-        return square(torch.func.functional_call(engine.model, weights, x[None]))
-
-    for _ in range(STEPS):
-        x = engine.data(4, 8)
-        with engine.gathered():
-            weights = {name: p.detach() for name, p in engine.model.named_parameters()}
-            found = torch.func.vmap(torch.func.grad(loss), (None, 0))(weights, x)
-        engine.record(torch.stack([one.square().sum() for one in found.values()]).sum())
-        engine.update(square(engine.model(x)))
-
-
 @pattern("forward-mode derivatives of the model's input", Mlp)
 def forward_mode(engine: Engine) -> None:
     with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
@@ -243,18 +229,6 @@ def forward_mode(engine: Engine) -> None:
                 output = engine.model(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)))
                 engine.record(torch.autograd.forward_ad.unpack_dual(output).tangent.sum())
             engine.update(square(engine.model(x)))
-
-
-@pattern.each_step("MAML: an inner step by `autograd.grad` and `functional_call`, inside `gathered()`", Mlp)
-def maml(engine: Engine) -> None:
-    x = engine.data(4, 8)
-    with engine.gathered():
-        weights = dict(engine.model.named_parameters())
-        inner = square(torch.func.functional_call(engine.model, weights, x))
-        slopes = torch.autograd.grad(inner, list(weights.values()), create_graph=True)
-        moved = {n: p - 0.1 * s for (n, p), s in zip(weights.items(), slopes, strict=True)}
-        loss = square(torch.func.functional_call(engine.model, moved, x))
-    engine.update(loss)
 
 
 # ---- state dicts
