@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call"
-"""What fails, fails everywhere, soon, by name; what is caught leaves no trace; what is deleted is gone."""
+"""What fails, fails everywhere, soon, by name; what is deleted is gone."""
 
 from __future__ import annotations
 

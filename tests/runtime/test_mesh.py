@@ -1,4 +1,4 @@
-"""Two axes: the same bits, memory and bytes as the table says, for every pair of stages and every route."""
+"""Two axes: the same bits for every pair of stages and every route, checkpoints, nodes, and what is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading what other ranks offer: the same bits as through sockets, an error where a rank ended, never a wrong byte."""
+"""Reading what other ranks offer: by all or by none, an error where a rank ended, never a wrong byte."""
 
 from __future__ import annotations
 

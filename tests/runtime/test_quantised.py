@@ -1,4 +1,4 @@
-"""The int8 and int4 wires: packing by hypothesis, and between real ranks every route, stage, resume and byte."""
+"""The int8 and int4 wires: packing, updates as differences, and residuals on their way through checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights in and out: `state_dict`, `load_state_dict`, `gathered()`, and models built on `meta`."""
+"""Weights in and out: `state_dict`, `load_state_dict`, and models built on `meta`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bf16 wire: gradients cross between ranks in bf16 and are summed in fp32, in rank order, by every route."""
+"""The bf16 wire: gradients cross between ranks in bf16 and are summed in fp32, in rank order."""
 
 from __future__ import annotations
 

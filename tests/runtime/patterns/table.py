@@ -16,6 +16,7 @@ Each line is a way to train that people use. It was run at each stage beside pla
 optimizer, gradients averaged over ranks), with small and large buckets, SGD with momentum and AdamW, and every loss
 and every final weight was compared. "right" means that they agree to {tolerance:g}, where nothing else is said in the
 pattern; "refused" names the error and words of its message, which say what to do instead.
+Two stages of one line agree to the last bit, but for the int8 and int4 wires, whose blocks follow the buckets.
 The tests run each line at stage 3, at another stage by turns and at one of each refusal, with buckets and optimizers by
 turns (`python -m tests.runtime.patterns --full` runs all products), and fail when this file is not what is declared:
 the same with `--write` writes it.
